@@ -1,0 +1,153 @@
+"""Causal attention of the step's rows over the paged KV cache, one part of each row's context."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.instructions.tiles import ranges
+from megavm.vm.config import NONE
+from megavm.vm.isa import (
+    BF16,
+    F32,
+    I32,
+    Instruction,
+    Region,
+    Resources,
+    TensorSpec,
+    integer,
+    pages,
+    present,
+    real,
+    tensor,
+    whole,
+)
+
+
+class Attention(Instruction):
+    """out[r, h] := softmax(scale * q[r, h] . K[0..p, g(h)]) . V[0..p, g(h)]
+
+    for the live rows of [row_begin, row_end) and the query heads of the KV heads [head_begin, head_end);
+    p is the row's position (row_position[r] plus the number of the step within its launch), g(h) the KV
+    head of query head h, and K and V are found through the row's block table.
+
+    A row's p + 1 tokens form n = ceil((p + 1) / chunk) chunks; split i of N covers the chunks
+    [i n // N, (i + 1) n // N). With one split the result goes to ``out``. With more, the split's
+    unnormalised sum, its maximum m and its sum l of exp(score - m) go to ``partial`` (an empty split
+    writes m = -inf, l = 0), and AttentionMerge joins them. Softmax is computed online over KV blocks
+    (Milakov and Gimelshein 2018, arXiv:1805.02867; the split: Flash-Decoding, Dao et al. 2023).
+    """
+
+    opcode = 8
+
+    q = tensor("rotated queries [rows, heads * d]", F32, BF16)
+    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
+    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
+    out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True)
+    partial = tensor("[rows, splits, heads, d + 2], with several splits", F32, optional=True)
+    row_sequence = tensor("sequence of each row [rows]", I32)
+    row_position = tensor("position of each row in its sequence [rows]", I32)
+    block_table = tensor("KV blocks of every sequence [sequences, max blocks]", I32)
+    row_count = tensor("number of live rows [1]", I32)
+    row_begin = integer("first row")
+    row_end = integer("end of the rows")
+    head_begin = integer("first KV head")
+    head_end = integer("end of the KV heads")
+    split = integer("which split this is")
+    num_splits = integer("how many there are")
+    chunk = integer("tokens per chunk, a multiple of block_size")
+    context = integer("most tokens a row may see (for the cost only)")
+    step_rows = integer("rows of the step whose keys and values may be read")
+    scale = real("factor of the scores")
+
+    def group(self, tensors: Sequence[TensorSpec]) -> int:
+        """Query heads per KV head."""
+        cache = tensors[self.k_cache]
+        return tensors[self.q].columns // (cache.shape[1] * cache.shape[3])
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows = (self.row_begin, self.row_end)
+        head_dim = tensors[self.k_cache].shape[3]
+        columns = (self.head_begin * head_dim, self.head_end * head_dim)
+        group = self.group(tensors)
+        yield Region(self.q, rows, (columns[0] * group, columns[1] * group))
+        for cache in (self.k_cache, self.v_cache):
+            yield Region(cache, (0, self.step_rows), columns, indexed=True)
+        yield Region(self.row_sequence, rows, (0, 1))
+        yield Region(self.row_position, rows, (0, 1))
+        yield whole(tensors, self.block_table)
+        yield whole(tensors, self.row_count)
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows = (self.row_begin, self.row_end)
+        head_dim = tensors[self.k_cache].shape[3]
+        group = self.group(tensors)
+        first, last = self.head_begin * group, self.head_end * group
+        for handle in present(self.out):
+            yield Region(handle, rows, (first * head_dim, last * head_dim))
+        for handle in present(self.partial):
+            width = head_dim + 2
+            base = self.split * (tensors[self.q].columns // head_dim)
+            yield Region(handle, rows, ((base + first) * width, (base + last) * width))
+
+    def bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        cache, q = tensors[self.k_cache], tensors[self.q]
+        rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
+        tokens = self.context // self.num_splits
+        width = heads * cache.shape[3]
+        return rows * (
+            2 * tokens * width * cache.dtype.size
+            + 2 * width * self.group(tensors) * q.dtype.size
+        )
+
+    def flops(self, tensors: Sequence[TensorSpec]) -> int:
+        rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
+        width = heads * self.group(tensors) * tensors[self.k_cache].shape[3]
+        return 4 * rows * width * (self.context // self.num_splits)
+
+    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+        _, _, block_size, head_dim = tensors[self.k_cache].shape
+        size = tensors[self.k_cache].dtype.size
+        group = self.group(tensors)
+        return Resources(
+            pages=2 * pages(2 * block_size * head_dim * size),
+            scratch_bytes=4 * group * (block_size + head_dim),
+            accumulator_bytes=4 * group * (head_dim + 2),
+            semaphores=2,
+        )
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))
+        if len(k_cache.shape) != 4 or k_cache.shape != v_cache.shape:
+            yield (
+                f"k_cache {k_cache.shape} and v_cache {v_cache.shape} must be equal and of four dimensions"
+            )
+            return
+        _, kv_heads, block_size, head_dim = k_cache.shape
+        yield from ranges(
+            rows=(self.row_begin, self.row_end, q.rows),
+            heads=(self.head_begin, self.head_end, kv_heads),
+            split=(self.split, self.split + 1, self.num_splits),
+            step_rows=(0, self.step_rows, q.rows),
+        )
+        if q.columns % (kv_heads * head_dim):
+            yield f"q has {q.columns} columns, not a multiple of {kv_heads} KV heads of {head_dim}"
+            return
+        if self.chunk == 0 or self.chunk % block_size:
+            yield f"chunk {self.chunk} is not a multiple of block_size {block_size}"
+        if (self.out == NONE) == (self.num_splits == 1) or (self.partial == NONE) == (
+            self.num_splits > 1
+        ):
+            yield f"{self.num_splits} splits need {'out' if self.num_splits == 1 else 'partial'} only"
+        heads = q.columns // head_dim
+        yield from shapes(
+            tensors,
+            out=(self.out, q.rows, q.columns),
+            row_count=(self.row_count, 1, 1),
+        )
+        for handle in present(self.partial):
+            spec = tensors[handle]
+            if spec.columns < self.num_splits * heads * (head_dim + 2) or spec.rows < self.row_end:
+                yield (
+                    f"partial {spec.name} of {spec.shape} is smaller than "
+                    f"[{self.row_end}, {self.num_splits}, {heads}, {head_dim + 2}]"
+                )

@@ -1,0 +1,46 @@
+"""Copies a rectangle from one tensor to another, converting the element type."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.instructions.tiles import ranges
+from megavm.vm.isa import BF16, F32, Instruction, Region, TensorSpec, integer, tensor
+
+
+class Copy(Instruction):
+    """out[row_begin + i, column_begin + j] := x[x_row + i, x_column + j]
+
+    for i < row_end - row_begin and j < column_end - column_begin; rounded once if ``out`` is narrower.
+    """
+
+    opcode = 2
+
+    x = tensor("source", F32, BF16)
+    out = tensor("destination", F32, BF16)
+    x_row = integer("first source row")
+    x_column = integer("first source column")
+    row_begin = integer("first destination row")
+    row_end = integer("end of the destination rows")
+    column_begin = integer("first destination column")
+    column_end = integer("end of the destination columns")
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows, columns = self.row_end - self.row_begin, self.column_end - self.column_begin
+        yield Region(
+            self.x,
+            (self.x_row, self.x_row + rows),
+            (self.x_column, self.x_column + columns),
+        )
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        yield Region(
+            self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        )
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        out = tensors[self.out]
+        yield from ranges(
+            rows=(self.row_begin, self.row_end, out.rows),
+            columns=(self.column_begin, self.column_end, out.columns),
+        )

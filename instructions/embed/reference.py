@@ -1,0 +1,14 @@
+"""Embed in torch."""
+
+from megavm.instructions.embed import Embed
+from megavm.vm.reference import View
+
+
+def execute(inst: Embed, m: View) -> None:
+    columns = (inst.column_begin, inst.column_end)
+    for row in range(*m.live(inst.row_count, inst.row_begin, inst.row_end)):
+        sequence = int(m.raw(inst.row_sequence)[row])
+        token = int(m.raw(inst.tokens)[sequence, m.position(inst.row_position, row)])
+        if not 0 <= token < m.tensors[inst.table].rows:
+            raise IndexError(f"token {token} is outside the vocabulary")
+        m.write(inst.out, (row, row + 1), columns, m.read(inst.table, (token, token + 1), columns))

@@ -1,0 +1,92 @@
+"""First half of Llama's MLP: two products of the same input, joined by SiLU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.instructions.tiles import product_resources, ranges, shapes
+from megavm.vm.isa import (
+    BF16,
+    F32,
+    I32,
+    Instruction,
+    Region,
+    Resources,
+    TensorSpec,
+    integer,
+    present,
+    real,
+    tensor,
+    whole,
+)
+
+
+class GateUp(Instruction):
+    """out[r, c] := silu(norm(x[r, :]) . gate[c, :] + gate_bias[c]) * (norm(x[r, :]) . up[c, :] + up_bias[c])
+
+    for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); silu(a) is
+    a / (1 + exp(-a)). ``norm`` and rounding are those of Matmul. (SwiGLU: Shazeer 2020, arXiv:2002.05202.)
+    """
+
+    opcode = 6
+
+    x = tensor("input [rows, k]", F32, BF16)
+    gate = tensor("gate weight [columns, k]", F32, BF16)
+    up = tensor("up weight [columns, k]", F32, BF16)
+    gate_bias = tensor("gate bias [columns]", F32, BF16, optional=True)
+    up_bias = tensor("up bias [columns]", F32, BF16, optional=True)
+    gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
+    out = tensor("result [rows, columns]", F32, BF16)
+    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
+    row_begin = integer("first row")
+    row_end = integer("end of the rows")
+    column_begin = integer("first column")
+    column_end = integer("end of the columns")
+    eps = real("added to the mean square")
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        k = tensors[self.gate].columns
+        yield Region(self.x, rows, (0, k))
+        yield Region(self.gate, columns, (0, k))
+        yield Region(self.up, columns, (0, k))
+        for handle in present(self.gain, self.row_count):
+            yield whole(tensors, handle)
+        for handle in present(self.gate_bias, self.up_bias):
+            yield Region(handle, columns, (0, 1))
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        yield Region(
+            self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        )
+
+    def flops(self, tensors: Sequence[TensorSpec]) -> int:
+        tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
+        return tile * (4 * tensors[self.gate].columns + 5)
+
+    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+        gate = tensors[self.gate]
+        return product_resources(
+            self.row_end - self.row_begin,
+            2 * (self.column_end - self.column_begin),
+            gate.columns,
+            gate.dtype.size,
+        )
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        x, gate, out = tensors[self.x], tensors[self.gate], tensors[self.out]
+        yield from ranges(
+            rows=(self.row_begin, self.row_end, min(x.rows, out.rows)),
+            columns=(self.column_begin, self.column_end, min(gate.rows, out.columns)),
+        )
+        yield from shapes(
+            tensors,
+            x=(self.x, x.rows, gate.columns),
+            up=(self.up, gate.rows, gate.columns),
+            gate_bias=(self.gate_bias, gate.rows, 1),
+            up_bias=(self.up_bias, gate.rows, 1),
+            gain=(self.gain, gate.columns, 1),
+            row_count=(self.row_count, 1, 1),
+        )
+        if tensors[self.up].dtype is not gate.dtype:
+            yield f"up holds {tensors[self.up].dtype.name}, gate {gate.dtype.name}"

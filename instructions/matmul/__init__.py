@@ -1,0 +1,100 @@
+"""Matrix product with optional row gather and normalisation before it, bias and residual after it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.instructions.tiles import product_resources, ranges, shapes
+from megavm.vm.config import NONE
+from megavm.vm.isa import (
+    BF16,
+    F32,
+    I32,
+    Instruction,
+    Region,
+    Resources,
+    TensorSpec,
+    integer,
+    present,
+    real,
+    tensor,
+    whole,
+)
+
+
+class Matmul(Instruction):
+    """out[r, c] := norm(x[i(r), :]) . weight[c, :] + bias[c] + residual[r, c]
+
+    for the live rows of [row_begin, row_end) and the columns [column_begin, column_end). ``i(r)`` is
+    ``row_index[r]``, or r without it. ``norm`` is RmsNorm with ``gain`` and ``eps``, or nothing without
+    a gain. The input of the product is rounded to the weight's type, sums are float32, and the result is
+    rounded once to the type of ``out``.
+    """
+
+    opcode = 5
+
+    x = tensor("input [rows, k]", F32, BF16)
+    weight = tensor("weight [columns, k]", F32, BF16)
+    bias = tensor("bias [columns]", F32, BF16, optional=True)
+    gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
+    residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True)
+    out = tensor("result [rows, columns]", F32, BF16)
+    row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
+    row_count = tensor("number of live rows of out [1]; all when absent", I32, optional=True)
+    row_begin = integer("first row of out")
+    row_end = integer("end of the rows")
+    column_begin = integer("first column of out")
+    column_end = integer("end of the columns")
+    x_rows = integer("row_index stays below this; row_end without row_index")
+    eps = real("added to the mean square")
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        k = tensors[self.weight].columns
+        x_rows = rows if self.row_index == NONE else (0, self.x_rows)
+        yield Region(self.x, x_rows, (0, k))
+        yield Region(self.weight, columns, (0, k))
+        for handle in present(self.gain, self.row_count):
+            yield whole(tensors, handle)
+        for handle in present(self.bias):
+            yield Region(handle, columns, (0, 1))
+        for handle in present(self.residual):
+            yield Region(handle, rows, columns)
+        for handle in present(self.row_index):
+            yield Region(handle, rows, (0, 1))
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        yield Region(
+            self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        )
+
+    def flops(self, tensors: Sequence[TensorSpec]) -> int:
+        tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
+        return 2 * tile * tensors[self.weight].columns
+
+    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+        weight = tensors[self.weight]
+        return product_resources(
+            self.row_end - self.row_begin,
+            self.column_end - self.column_begin,
+            weight.columns,
+            weight.dtype.size,
+        )
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]
+        yield from ranges(
+            rows=(self.row_begin, self.row_end, out.rows),
+            columns=(self.column_begin, self.column_end, min(weight.rows, out.columns)),
+            x_rows=(0, self.x_rows, x.rows),
+        )
+        yield from shapes(
+            tensors,
+            x=(self.x, x.rows, weight.columns),
+            bias=(self.bias, weight.rows, 1),
+            gain=(self.gain, weight.columns, 1),
+            residual=(self.residual, out.rows, out.columns),
+            row_count=(self.row_count, 1, 1),
+        )
+        if self.row_index == NONE and self.x_rows != self.row_end:
+            yield f"x_rows is {self.x_rows}, expected row_end {self.row_end} without row_index"

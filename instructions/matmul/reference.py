@@ -1,0 +1,25 @@
+"""Matmul in torch."""
+
+import torch
+
+from megavm.instructions.matmul import Matmul
+from megavm.vm.config import NONE
+from megavm.vm.reference import View
+
+
+def execute(inst: Matmul, m: View) -> None:
+    rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
+    columns = (inst.column_begin, inst.column_end)
+    if rows[0] == rows[1]:
+        return
+    if inst.row_index == NONE:
+        x = m.read(inst.x, rows)
+    else:
+        chosen = [int(r) for r in m.raw(inst.row_index)[rows[0] : rows[1]]]
+        if any(not 0 <= r < inst.x_rows for r in chosen):
+            raise IndexError(f"row_index holds {chosen}, x_rows is {inst.x_rows}")
+        x = torch.cat([m.read(inst.x, (r, r + 1)) for r in chosen])
+    out = m.product(m.normalise(x, inst.gain, inst.eps), inst.weight, columns, inst.bias)
+    if inst.residual != NONE:
+        out += m.read(inst.residual, rows, columns)
+    m.write(inst.out, rows, columns, out)

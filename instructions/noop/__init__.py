@@ -1,0 +1,22 @@
+"""Does nothing but wait and signal: joins several barriers into one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.vm.isa import Instruction, Region, TensorSpec
+
+
+class Noop(Instruction):
+    """(no effect)
+
+    Its waits and its signal are all there is: a join of up to three barriers.
+    """
+
+    opcode = 1
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        return iter(())
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        return iter(())

@@ -1,0 +1,166 @@
+"""Query, key and value projections with rotary position embedding; keys and values go to the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.instructions.tiles import product_resources, ranges, shapes
+from megavm.vm.isa import (
+    BF16,
+    F32,
+    I32,
+    Instruction,
+    Region,
+    Resources,
+    TensorSpec,
+    integer,
+    present,
+    real,
+    tensor,
+    whole,
+)
+
+
+class QkvRope(Instruction):
+    """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(norm(x[r]) . q_weight^T), rope(... k_weight^T), ... v_weight^T
+
+    for the live rows of [row_begin, row_end) and the *rotation pairs* [pair_begin, pair_end). Pairs are
+    counted over the query heads, then the key heads, then the value heads: pair p belongs to head
+    p // (d / 2) and stands for that head's elements j = p % (d / 2) and j + d / 2, which ``rope`` rotates
+    together (d = head_dim)::
+
+        (a_j, a_{j+d/2}) := (a_j cos t - a_{j+d/2} sin t, a_{j+d/2} cos t + a_j sin t),  t = angle[position, j]
+
+    ``rope`` holds cos t in its first and sin t in its second half of columns (Su et al. 2021,
+    arXiv:2104.09864, with the halves paired as in Hugging Face's Llama). Values are not rotated. The slot
+    of a row at position p of sequence s is row p % block_size of KV block block_table[s, p // block_size];
+    p is row_position[r] plus the number of the step within its launch. ``norm``, biases and rounding
+    are those of Matmul.
+    """
+
+    opcode = 7
+
+    x = tensor("input [rows, k]", F32, BF16)
+    q_weight = tensor("query weight [heads * d, k]", F32, BF16)
+    k_weight = tensor("key weight [kv heads * d, k]", F32, BF16)
+    v_weight = tensor("value weight [kv heads * d, k]", F32, BF16)
+    q_bias = tensor("query bias [heads * d]", F32, BF16, optional=True)
+    k_bias = tensor("key bias [kv heads * d]", F32, BF16, optional=True)
+    v_bias = tensor("value bias [kv heads * d]", F32, BF16, optional=True)
+    gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
+    q = tensor("rotated queries [rows, heads * d]", F32, BF16)
+    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
+    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
+    rope = tensor("cos and sin of the angles [positions, d]", F32)
+    row_sequence = tensor("sequence of each row [rows]", I32)
+    row_position = tensor("position of each row in its sequence [rows]", I32)
+    block_table = tensor("KV blocks of every sequence [sequences, max blocks]", I32)
+    row_count = tensor("number of live rows [1]", I32)
+    row_begin = integer("first row")
+    row_end = integer("end of the rows")
+    pair_begin = integer("first rotation pair")
+    pair_end = integer("end of the rotation pairs")
+    eps = real("added to the mean square")
+
+    def parts(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
+        """The contiguous column ranges covered: (part, begin, end, k) with part 0, 1, 2 for q, k, v.
+
+        ``k`` is the number of columns of the weight.
+        """
+        head_dim = tensors[self.rope].columns
+        half = head_dim // 2
+        first = 0
+        for part, handle in enumerate((self.q_weight, self.k_weight, self.v_weight)):
+            weight = tensors[handle]
+            count = weight.rows // 2
+            begin, end = max(self.pair_begin - first, 0), min(self.pair_end - first, count)
+            first += count
+            while begin < end:
+                head, low = divmod(begin, half)
+                if low == 0 and end - begin >= half:
+                    stop = end // half * half
+                    yield part, 2 * begin, 2 * stop, weight.columns
+                else:
+                    stop = min(end, (head + 1) * half)
+                    high = stop - head * half
+                    yield part, head * head_dim + low, head * head_dim + high, weight.columns
+                    second = head * head_dim + half
+                    yield part, second + low, second + high, weight.columns
+                begin = stop
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows = (self.row_begin, self.row_end)
+        yield Region(self.x, rows, (0, tensors[self.x].columns))
+        weights = (self.q_weight, self.k_weight, self.v_weight)
+        biases = (self.q_bias, self.k_bias, self.v_bias)
+        for part, begin, end, k in self.parts(tensors):
+            yield Region(weights[part], (begin, end), (0, k))
+            for handle in present(biases[part]):
+                yield Region(handle, (begin, end), (0, 1))
+        for handle in present(self.gain):
+            yield whole(tensors, handle)
+        yield Region(self.row_sequence, rows, (0, 1))
+        yield Region(self.row_position, rows, (0, 1))
+        for handle in (self.rope, self.block_table, self.row_count):
+            yield whole(tensors, handle)
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows = (self.row_begin, self.row_end)
+        outputs = (self.q, self.k_cache, self.v_cache)
+        for part, begin, end, _ in self.parts(tensors):
+            yield Region(outputs[part], rows, (begin, end), indexed=part > 0)
+
+    def bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        rows = self.row_end - self.row_begin
+        k = tensors[self.x].columns
+        columns = 2 * (self.pair_end - self.pair_begin)
+        x, weight, q = tensors[self.x], tensors[self.q_weight], tensors[self.q]
+        return rows * k * x.dtype.size + columns * (k * weight.dtype.size + rows * q.dtype.size)
+
+    def flops(self, tensors: Sequence[TensorSpec]) -> int:
+        tile = 2 * (self.row_end - self.row_begin) * (self.pair_end - self.pair_begin)
+        return tile * (2 * tensors[self.x].columns + 3)
+
+    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+        weight = tensors[self.q_weight]
+        return product_resources(
+            self.row_end - self.row_begin,
+            2 * (self.pair_end - self.pair_begin),
+            weight.columns,
+            weight.dtype.size,
+        )
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        x, q = tensors[self.x], tensors[self.q]
+        k_cache, v_cache = tensors[self.k_cache], tensors[self.v_cache]
+        head_dim = tensors[self.rope].columns
+        if len(k_cache.shape) != 4 or k_cache.shape != v_cache.shape or head_dim % 2:
+            yield (
+                f"k_cache {k_cache.shape} and v_cache {v_cache.shape} must be equal, of four dimensions, "
+                f"and head_dim {head_dim} even"
+            )
+            return
+        kv_columns = k_cache.shape[1] * head_dim
+        pairs = q.columns // 2 + kv_columns
+        yield from ranges(
+            rows=(self.row_begin, self.row_end, min(x.rows, q.rows)),
+            pairs=(self.pair_begin, self.pair_end, pairs),
+        )
+        if k_cache.shape[3] != head_dim or q.columns % head_dim:
+            yield (
+                f"head_dim is {head_dim} in rope, {k_cache.shape[3]} in k_cache; q has {q.columns} columns"
+            )
+        yield from shapes(
+            tensors,
+            q_weight=(self.q_weight, q.columns, x.columns),
+            k_weight=(self.k_weight, kv_columns, x.columns),
+            v_weight=(self.v_weight, kv_columns, x.columns),
+            q_bias=(self.q_bias, q.columns, 1),
+            k_bias=(self.k_bias, kv_columns, 1),
+            v_bias=(self.v_bias, kv_columns, 1),
+            gain=(self.gain, x.columns, 1),
+            row_count=(self.row_count, 1, 1),
+        )
+        types = {tensors[h].dtype for h in (self.q_weight, self.k_weight, self.v_weight)}
+        if len(types) != 1:
+            yield f"the three weights hold {', '.join(sorted(t.name for t in types))}"

@@ -1,0 +1,39 @@
+"""QkvRope in torch."""
+
+import torch
+
+from megavm.instructions.qkv_rope import QkvRope
+from megavm.vm.reference import View
+
+
+def execute(inst: QkvRope, m: View) -> None:
+    rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
+    x = m.normalise(m.read(inst.x, rows), inst.gain, inst.eps)
+    half = m.tensors[inst.rope].columns // 2
+    query_pairs, key_pairs = (m.tensors[w].rows // 2 for w in (inst.q_weight, inst.k_weight))
+    for pair in range(inst.pair_begin, inst.pair_end):
+        if pair < query_pairs:
+            part, number = 0, pair
+        elif pair < query_pairs + key_pairs:
+            part, number = 1, pair - query_pairs
+        else:
+            part, number = 2, pair - query_pairs - key_pairs
+        head, j = divmod(number, half)
+        weight = (inst.q_weight, inst.k_weight, inst.v_weight)[part]
+        bias = (inst.q_bias, inst.k_bias, inst.v_bias)[part]
+        low = 2 * half * head + j
+        high = low + half
+        a = m.product(x, weight, (low, low + 1), bias)[:, 0]
+        b = m.product(x, weight, (high, high + 1), bias)[:, 0]
+        if part < 2:
+            angles = m.raw(inst.rope)[[m.position(inst.row_position, r) for r in range(*rows)]]
+            cos, sin = angles[:, j], angles[:, half + j]
+            a, b = a * cos - b * sin, b * cos + a * sin
+        if part == 0:
+            m.write(inst.q, rows, (low, low + 1), a[:, None])
+            m.write(inst.q, rows, (high, high + 1), b[:, None])
+            continue
+        cache = m.raw(inst.k_cache if part == 1 else inst.v_cache)
+        for i, row in enumerate(range(*rows)):
+            block, slot = m.slots(inst, row)
+            cache[block, head, slot, [j, half + j]] = torch.stack([a[i], b[i]]).to(cache.dtype)

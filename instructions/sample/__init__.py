@@ -1,0 +1,123 @@
+"""Chooses the next token of each sequence and appends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+
+from megavm.instructions.tiles import ranges, shapes
+from megavm.vm.config import MAX_STOP_TOKENS
+from megavm.vm.isa import F32, I32, Instruction, Region, Resources, TensorSpec, integer, tensor, whole
+
+
+class Real(IntEnum):
+    """Columns of the sequences' real sampling parameters."""
+
+    TEMPERATURE = 0
+    TOP_P = 1
+    MIN_P = 2
+    REPETITION_PENALTY = 3
+    PRESENCE_PENALTY = 4
+    FREQUENCY_PENALTY = 5
+
+
+class Integer(IntEnum):
+    """Columns of the sequences' integer sampling parameters."""
+
+    ENABLED = 0  # 0: choose nothing, append nothing
+    SEED_LOW = 1  # the 64-bit seed, as two words
+    SEED_HIGH = 2
+    TOP_K = 3  # 0: off
+    PROMPT_LENGTH = 4  # tokens of the prompt
+    MIN_LENGTH = 5  # stop tokens are not chosen for positions below this
+    NUM_STOP = 6  # stop tokens that follow
+    STOP = 7  # the first of them
+
+
+REAL_COLUMNS = len(Real)
+INTEGER_COLUMNS = Integer.STOP + MAX_STOP_TOKENS
+
+
+class Sample(Instruction):
+    """tokens[s, p + 1] := choose(logits[i, :]) with r = logit_row[i], s = row_sequence[r], p = position of r
+
+    for the live logit rows i of [row_begin, row_end) whose sequence has ENABLED set. ``choose`` with
+    temperature 0 takes the largest adjusted logit (the lowest token id among equals). Otherwise, in this
+    order, for tokens t with logits a_t:
+
+    1. stop tokens get -inf while p + 1 < MIN_LENGTH;
+    2. repetition penalty: a_t / REP if a_t > 0 else a_t * REP, for t anywhere in tokens[s, 0..p];
+    3. a_t -= FREQ * c_t + PRES * (c_t > 0), c_t counting t in tokens[s, PROMPT_LENGTH..p];
+    4. a_t /= temperature;
+    5. min-p: drop t with prob_t < MIN_P * max prob;
+    6. top-k: drop t with a_t below the TOP_K-th largest of those left (all equal to it stay);
+    7. top-p: drop t with a_t below the largest threshold whose tokens reach TOP_P of the probability left;
+    8. the token is argmax of a_t - log(-log(u_t)) over those left (Gumbel-max: the same distribution as
+       sampling from softmax), u_t uniform in (0, 1) from (seed, p, t) as in ``uniform``.
+
+    So the choice depends on the sequence, its seed and its logits alone, and not on the batch.
+    """
+
+    opcode = 10
+
+    logits = tensor("logits [logit rows, vocabulary]", F32)
+    adjusted = tensor("working copy of the logits [logit rows, vocabulary]", F32)
+    tokens = tensor("token ids of every sequence [sequences, max length]", I32)
+    sampling_real = tensor("real parameters [sequences, REAL_COLUMNS]", F32)
+    sampling_integer = tensor("integer parameters [sequences, INTEGER_COLUMNS]", I32)
+    logit_row = tensor("row of the step of each logit row [logit rows]", I32)
+    logit_count = tensor("number of live logit rows [1]", I32)
+    row_sequence = tensor("sequence of each row [rows]", I32)
+    row_position = tensor("position of each row in its sequence [rows]", I32)
+    row_begin = integer("first logit row")
+    row_end = integer("end of the logit rows")
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows = (self.row_begin, self.row_end)
+        yield Region(self.logits, rows, (0, tensors[self.logits].columns))
+        yield Region(self.tokens, rows, (0, tensors[self.tokens].columns), indexed=True)
+        yield Region(self.logit_row, rows, (0, 1))
+        for handle in (
+            self.sampling_real,
+            self.sampling_integer,
+            self.logit_count,
+            self.row_sequence,
+            self.row_position,
+        ):
+            yield whole(tensors, handle)
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        rows = (self.row_begin, self.row_end)
+        yield Region(self.adjusted, rows, (0, tensors[self.adjusted].columns))
+        yield Region(self.tokens, rows, (0, tensors[self.tokens].columns), indexed=True)
+
+    def bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        return (self.row_end - self.row_begin) * tensors[self.logits].columns * 4
+
+    def flops(self, tensors: Sequence[TensorSpec]) -> int:
+        return (self.row_end - self.row_begin) * tensors[self.logits].columns
+
+    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+        return Resources(pages=6, scratch_bytes=1024, semaphores=2)
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        logits = tensors[self.logits]
+        sequences = tensors[self.tokens].rows
+        yield from ranges(rows=(self.row_begin, self.row_end, logits.rows))
+        yield from shapes(
+            tensors,
+            adjusted=(self.adjusted, logits.rows, logits.columns),
+            sampling_real=(self.sampling_real, sequences, REAL_COLUMNS),
+            sampling_integer=(self.sampling_integer, sequences, INTEGER_COLUMNS),
+            logit_count=(self.logit_count, 1, 1),
+        )
+
+
+def uniform(seed: int, position: int, token: int) -> float:
+    """The u of step 8: (0, 1), 24 bits, from SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA 2014)."""
+    mask = (1 << 64) - 1
+    z = (seed + 0x9E3779B97F4A7C15 * ((position << 32 | token) + 1)) & mask
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & mask
+    z ^= z >> 31
+    return ((z >> 40) + 0.5) / (1 << 24)

@@ -1,0 +1,58 @@
+"""What the matrix-product instructions share: the tile they hold, and checks of operand shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from megavm.vm.config import NONE, PAGE_BYTES
+from megavm.vm.isa import Resources, TensorSpec, pages
+
+PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
+STREAM_PAGES = 3  # the least that keeps a weight stream going
+SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit
+COLUMN_BLOCK = 16  # output columns whose sums are alive at the same time
+
+
+def product_resources(rows: int, columns: int, k: int, itemsize: int) -> Resources:
+    """Resources of ``out[rows, columns] = x[rows, k] . w[columns, k]^T``, ``itemsize`` bytes an element.
+
+    If the input rows fit into ``PANEL_PAGES`` they stay there while weights stream by, and only one block
+    of columns has live sums (*input-stationary*: decode). Otherwise the sums of the whole tile stay in
+    registers and slices of the input stream by as well (*output-stationary*: prefill).
+    """
+    panel = rows * k * itemsize
+    if panel <= PANEL_PAGES * PAGE_BYTES:
+        return Resources(
+            pages=pages(panel) + STREAM_PAGES,
+            scratch_bytes=16 * rows,
+            accumulator_bytes=4 * rows * COLUMN_BLOCK,
+            semaphores=2,
+        )
+    return Resources(
+        pages=pages(rows * SPLIT_COLUMNS * itemsize) + STREAM_PAGES,
+        scratch_bytes=16 * rows,
+        accumulator_bytes=4 * rows * columns,
+        semaphores=2,
+    )
+
+
+def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:
+    """A sentence for every ``name=(begin, end, size)`` that is not 0 <= begin < end <= size."""
+    for name, (begin, end, size) in limits.items():
+        if not 0 <= begin < end <= size:
+            yield f"{name} [{begin}, {end}) is empty or outside [0, {size})"
+
+
+def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int, int]) -> Iterator[str]:
+    """A sentence for every ``name=(handle, rows, columns)`` whose tensor has another matrix shape.
+
+    A handle NONE is skipped.
+    """
+    for name, (handle, rows, columns) in wanted.items():
+        if handle == NONE:
+            continue
+        spec = tensors[handle]
+        if (spec.rows, spec.columns) != (rows, columns):
+            yield (
+                f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {rows} x {columns}"
+            )

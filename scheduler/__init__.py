@@ -1,0 +1,1 @@
+"""From models and requests to programs and steps."""

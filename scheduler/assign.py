@@ -1,0 +1,71 @@
+"""Assignment: decide which queue every instruction stands in, and in which order."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Sequence
+
+from megavm.scheduler.barriers import Synchronised
+from megavm.scheduler.options import CompileOptions
+from megavm.vm.isa import TensorSpec
+
+FLOPS_PER_BYTE = 64  # FLOPs that take as long as moving one byte, roughly, on the machines at hand
+
+
+def assign(
+    program: Synchronised, tensors: Sequence[TensorSpec], options: CompileOptions
+) -> list[list[int]]:
+    """The queues: lists of instruction numbers, each in topological order, so none can block for ever.
+
+    ``round_robin``: instruction i of an operation goes to worker i mod workers. ``balanced``: an
+    operation's instructions are cut into runs of about equal cost (neighbours share weights), and the
+    costliest run goes to the worker with the least to do so far. ``dynamic``: one list for all.
+    """
+    total = len(program.instructions)
+    if options.assignment == "dynamic":
+        return [list(range(total))]
+    queues: list[list[int]] = [[] for _ in range(options.workers)]
+    load = [0] * options.workers
+    for _, group in itertools.groupby(range(total), key=program.operations.__getitem__):
+        members = list(group)
+        if options.assignment == "round_robin":
+            for i, index in enumerate(members):
+                queues[i % options.workers].append(index)
+            continue
+        costs = [_cost(program, index, tensors) for index in members]
+        runs = _runs(members, costs, options.workers)
+        idle = [(load[w], w) for w in range(options.workers)]
+        heapq.heapify(idle)
+        for cost, run in sorted(runs, key=lambda r: -r[0]):
+            _, worker = heapq.heappop(idle)
+            queues[worker] += run
+            load[worker] += cost
+    return queues
+
+
+def _cost(program: Synchronised, index: int, tensors: Sequence[TensorSpec]) -> int:
+    inst = program.instructions[index]
+    return inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
+
+
+def _runs(
+    members: Sequence[int], costs: Sequence[int], count: int
+) -> list[tuple[int, list[int]]]:
+    """At most ``count`` runs of neighbours, with their costs, each about the same share of the total."""
+    total = sum(costs)
+    runs: list[tuple[int, list[int]]] = []
+    run: list[int] = []
+    run_cost = done = 0
+    for position, (index, cost) in enumerate(zip(members, costs, strict=True)):
+        run.append(index)
+        run_cost += cost
+        done += cost
+        left = len(members) - position - 1
+        full = done * count >= total * (len(runs) + 1) or left < count - len(runs) - 1
+        if full and len(runs) < count - 1:
+            runs.append((run_cost, run))
+            run, run_cost = [], 0
+    if run:
+        runs.append((run_cost, run))
+    return runs

@@ -1,0 +1,50 @@
+"""The compiler, top to bottom: a graph becomes a verified program.
+
+::
+
+    graph ── fuse ── allocate ── lower ── add_barriers ── assign ──> Program ── verify
+
+fuse.py joins operations that one instruction does, storage.py gives values their tensors, lower.py cuts
+operations into tiles, barriers.py adds the waits and signals, assign.py fills the queues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megavm.scheduler.assign import assign
+from megavm.scheduler.barriers import add_barriers
+from megavm.scheduler.fuse import fuse
+from megavm.scheduler.graph import Graph
+from megavm.scheduler.lower import lower
+from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.storage import allocate
+from megavm.vm.program import Program
+from megavm.vm.verify import verify
+
+
+def compile_graph(
+    graph: Graph, options: CompileOptions, metadata: Mapping[str, Any] | None = None
+) -> Program:
+    """Compile ``graph`` for ``options.workers`` workers and verify the result.
+
+    Raises ValueError when the graph cannot be fused into instructions or does not fit the machine.
+    """
+    operations = fuse(graph, options.fuse_norm_rows)
+    storage = allocate(operations, options)
+    tiles = lower(operations, storage, graph.row_count, options)
+    synchronised = add_barriers(tiles, storage.tensors)
+    queues = assign(synchronised, storage.tensors, options)
+    program = Program.build(
+        storage.tensors,
+        synchronised.instructions,
+        queues,
+        barriers=synchronised.barriers,
+        dynamic=options.assignment == "dynamic",
+        workers=options.workers,
+        labels=synchronised.labels,
+        metadata=metadata,
+    )
+    verify(program)
+    return program

@@ -1,0 +1,268 @@
+"""A tensor-level graph: what is to be computed, before anything is said about tiles and workers.
+
+Values are matrices [rows, columns]; rows are tokens of a step. The graph is built by calling its methods,
+each of which appends one operation, so the list of operations is in topological order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """A matrix that an operation produces, or (``spec`` set) a tensor that memory holds.
+
+    ``capacity`` is the number of rows that its tensor has: programs for steps of different size share
+    tensors that are large enough for the largest.
+    """
+
+    name: str
+    rows: int
+    columns: int
+    dtype: DType
+    capacity: int
+    spec: TensorSpec | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """One operation: its kind, named inputs and outputs, and plain attributes."""
+
+    kind: str
+    label: str
+    inputs: Mapping[str, Value]
+    outputs: Mapping[str, Value]
+    attributes: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The tensors through which the host describes a step; see the instructions' docstrings."""
+
+    tokens: Value  # I32 [sequences, max length + 1]
+    block_table: Value  # I32 [sequences, blocks per sequence]
+    row_sequence: Value  # I32 [rows]
+    row_position: Value  # I32 [rows]
+    row_count: Value  # I32 [1]
+    logit_row: Value  # I32 [logit rows]
+    logit_count: Value  # I32 [1]
+    sampling_real: Value  # F32 [sequences, REAL_COLUMNS]
+    sampling_integer: Value  # I32 [sequences, INTEGER_COLUMNS]
+
+
+class Graph:
+    """Operations in topological order, and the tensors of memory that they use.
+
+    ``rows`` is the most rows that a step may have, ``row_count`` the tensor that says how many are live
+    (all of them without it), ``capacity`` the rows of the tensors that hold activations.
+
+    Raises ValueError when shapes or types of an operation's inputs do not fit.
+    """
+
+    def __init__(
+        self, rows: int, row_count: TensorSpec | None = None, capacity: int | None = None
+    ) -> None:
+        self.rows = rows
+        self.row_count = row_count
+        self.capacity = rows if capacity is None else capacity
+        self.operations: list[Operation] = []
+        self._names: set[str] = set()
+
+    # Tensors of memory.
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind
+    ) -> Value:
+        """A tensor that the host binds or allocates in memory under this name."""
+        spec = TensorSpec(name, shape, dtype, kind)
+        return self.memory(spec)
+
+    def memory(self, spec: TensorSpec) -> Value:
+        """The tensor that ``spec`` describes."""
+        return Value(spec.name, spec.rows, spec.columns, spec.dtype, spec.rows, spec)
+
+    def weight(self, name: str, shape: tuple[int, ...], dtype: DType) -> Value:
+        """A read-only tensor, bound by the host."""
+        return self.tensor(name, shape, dtype, TensorKind.WEIGHT)
+
+    # Operations.
+
+    def embed(self, label: str, table: Value, batch: Batch) -> Value:
+        """Rows of ``table`` for the step's tokens: float32 [rows, hidden]."""
+        inputs = {
+            "table": table,
+            "tokens": batch.tokens,
+            "row_sequence": batch.row_sequence,
+            "row_position": batch.row_position,
+        }
+        return self._append("embed", label, inputs, table.columns, F32)
+
+    def rms_norm(self, label: str, x: Value, gain: Value, eps: float) -> Value:
+        """x / rms(x) * gain, in float32: [rows of x, columns of x]."""
+        self._fits(label, x, gain.rows, "gain", gain)
+        return self._append(
+            "rms_norm", label, {"x": x, "gain": gain}, x.columns, F32, {"eps": eps}, like=x
+        )
+
+    def gather(self, label: str, x: Value, index: Value, count: Value, rows: int) -> Value:
+        """The rows of x that the first ``count`` (at most ``rows``) entries of ``index`` name."""
+        inputs = {"x": x, "index": index, "count": count}
+        like = self._value(f"{label}.rows", rows, x.columns, x.dtype, index.rows)
+        return self._append("gather", label, inputs, x.columns, x.dtype, like=like)
+
+    def linear(
+        self, label: str, x: Value, weight: Value, bias: Value | None = None, dtype: DType = BF16
+    ) -> Value:
+        """x . weight^T + bias as ``dtype``: [rows of x, rows of weight]."""
+        self._fits(label, x, weight.columns, "weight", weight)
+        inputs = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
+        return self._append("linear", label, inputs, weight.rows, dtype, like=x)
+
+    def add(self, label: str, x: Value, residual: Value) -> Value:
+        """x + residual, as the residual's type."""
+        if (x.rows, x.columns) != (residual.rows, residual.columns):
+            raise ValueError(
+                f"{label}: {x.rows} x {x.columns} and {residual.rows} x {residual.columns} cannot be added"
+            )
+        inputs = {"x": x, "residual": residual}
+        return self._append("add", label, inputs, x.columns, residual.dtype, like=x)
+
+    def silu_mul(self, label: str, gate: Value, up: Value) -> Value:
+        """silu(gate) * up."""
+        if (gate.rows, gate.columns) != (up.rows, up.columns):
+            raise ValueError(f"{label}: gate is {gate.rows} x {gate.columns}, up {up.rows} x {up.columns}")
+        inputs = {"gate": gate, "up": up}
+        return self._append("silu_mul", label, inputs, gate.columns, up.dtype, like=gate)
+
+    def qkv_rope(
+        self,
+        label: str,
+        x: Value,
+        weights: Mapping[str, Value],
+        caches: tuple[Value, Value],
+        rope: Value,
+        batch: Batch,
+        dtype: DType,
+    ) -> Value:
+        """Rotated queries of x; rotated keys and values go to the KV caches. See QkvRope.
+
+        ``weights`` has q_weight, k_weight, v_weight and, if there are biases, q_bias, k_bias, v_bias.
+        """
+        self._fits(label, x, weights["q_weight"].columns, "q_weight", weights["q_weight"])
+        inputs = {
+            "x": x,
+            **weights,
+            "rope": rope,
+            "row_sequence": batch.row_sequence,
+            "row_position": batch.row_position,
+            "block_table": batch.block_table,
+        }
+        q = self._value(f"{label}.q", x.rows, weights["q_weight"].rows, dtype, x.capacity)
+        outputs = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
+        self.operations.append(Operation("qkv_rope", label, inputs, outputs))
+        return q
+
+    def attention(
+        self,
+        label: str,
+        q: Value,
+        caches: tuple[Value, Value],
+        batch: Batch,
+        *,
+        scale: float,
+        context: int,
+    ) -> Value:
+        """Causal attention over the KV caches: [rows, columns of q]. ``context`` bounds the tokens seen."""
+        inputs = {
+            "q": q,
+            "k_cache": caches[0],
+            "v_cache": caches[1],
+            "row_sequence": batch.row_sequence,
+            "row_position": batch.row_position,
+            "block_table": batch.block_table,
+        }
+        attributes = {"scale": scale, "context": context}
+        return self._append("attention", label, inputs, q.columns, q.dtype, attributes, like=q)
+
+    def sample(self, label: str, logits: Value, batch: Batch) -> None:
+        """Choose the next token of every logit row and append it to ``batch.tokens``. See Sample."""
+        inputs = {
+            "logits": logits,
+            "sampling_real": batch.sampling_real,
+            "sampling_integer": batch.sampling_integer,
+            "logit_row": batch.logit_row,
+            "logit_count": batch.logit_count,
+            "row_sequence": batch.row_sequence,
+            "row_position": batch.row_position,
+        }
+        adjusted = self._value(
+            f"{label}.adjusted", logits.rows, logits.columns, F32, logits.capacity
+        )
+        outputs = {"adjusted": adjusted, "tokens": batch.tokens}
+        self.operations.append(Operation("sample", label, inputs, outputs))
+
+    def output(self, value: Value, name: str) -> Value:
+        """Keep ``value`` in memory under ``name``, for the host to read after a launch."""
+        for i, operation in enumerate(self.operations):
+            for key, produced in operation.outputs.items():
+                if produced is value:
+                    shape = (value.capacity, value.columns)
+                    spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION)
+                    kept = dataclasses.replace(value, name=name, spec=spec)
+                    self.operations[i] = _replace(operation, outputs={key: kept})
+                    self.operations[i + 1 :] = [
+                        _replace(o, inputs={k: kept for k, v in o.inputs.items() if v is value})
+                        for o in self.operations[i + 1 :]
+                    ]
+                    return kept
+        raise ValueError(f"{value.name} is not the result of an operation of this graph")
+
+    # Helpers.
+
+    def _fits(self, label: str, x: Value, columns: int, name: str, other: Value) -> None:
+        if x.columns != columns:
+            raise ValueError(
+                f"{label}: x has {x.columns} columns, {name} {other.name} is "
+                f"{other.rows} x {other.columns}"
+            )
+
+    def _value(self, name: str, rows: int, columns: int, dtype: DType, capacity: int) -> Value:
+        if name in self._names:
+            raise ValueError(f"two operations are called {name}")
+        self._names.add(name)
+        return Value(name, rows, columns, dtype, capacity)
+
+    def _append(
+        self,
+        kind: str,
+        label: str,
+        inputs: dict[str, Value],
+        columns: int,
+        dtype: DType,
+        attributes: Mapping[str, float] | None = None,
+        like: Value | None = None,
+    ) -> Value:
+        rows, capacity = (like.rows, like.capacity) if like else (self.rows, self.capacity)
+        out = self._value(label, rows, columns, dtype, capacity)
+        operation = Operation(kind, label, inputs, {"out": out}, dict(attributes or {}))
+        self.operations.append(operation)
+        return out
+
+
+def _replace(
+    operation: Operation,
+    inputs: Mapping[str, Value] | None = None,
+    outputs: Mapping[str, Value] | None = None,
+) -> Operation:
+    return Operation(
+        operation.kind,
+        operation.label,
+        {**operation.inputs, **(inputs or {})},
+        {**operation.outputs, **(outputs or {})},
+        operation.attributes,
+    )

@@ -1,0 +1,307 @@
+"""Lowering: cut every operation into instructions, each a tile that fits a worker.
+
+Instructions leave here without waits and signals; barriers.py adds those from the regions they declare.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megavm.instructions.attention import Attention
+from megavm.instructions.attention_merge import AttentionMerge
+from megavm.instructions.embed import Embed
+from megavm.instructions.gate_up import GateUp
+from megavm.instructions.matmul import Matmul
+from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.rms_norm import RmsNorm
+from megavm.instructions.sample import Sample
+from megavm.instructions.tiles import PANEL_PAGES
+from megavm.scheduler.graph import Operation, Value
+from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.storage import Storage
+from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
+from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
+
+COLUMN_UNIT = 16  # column tiles begin at multiples of this
+LARGE_ROW_TILE = 64  # rows of a tile whose input does not fit as a whole
+MIN_CHUNK = 256  # least tokens of an attention chunk that is worth an instruction
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The instructions of one operation."""
+
+    label: str
+    instructions: tuple[Instruction, ...]
+
+
+def lower(
+    operations: Sequence[Operation],
+    storage: Storage,
+    row_count: TensorSpec | None,
+    options: CompileOptions,
+) -> list[Tiles]:
+    """Instructions of every operation, in topological order.
+
+    Raises ValueError for a kind of operation that has no instruction.
+    """
+    lowering = Lowering(storage, row_count, options)
+    return [tiles for operation in operations for tiles in lowering.lower(operation)]
+
+
+class Lowering:
+    """Cuts operations into tiles for the workers of ``options``."""
+
+    def __init__(self, storage: Storage, row_count: TensorSpec | None, options: CompileOptions) -> None:
+        self.storage = storage
+        self.options = options
+        self.row_count = NONE if row_count is None else storage.add(row_count)
+
+    def lower(self, operation: Operation) -> Iterator[Tiles]:
+        """The instructions of one operation; attention that is split yields two."""
+        kinds: dict[str, Callable[[Operation], Iterator[Instruction]]] = {
+            "embed": self._embed,
+            "rms_norm": self._rms_norm,
+            "linear": self._linear,
+            "gate_up": self._gate_up,
+            "qkv_rope": self._qkv_rope,
+            "sample": self._sample,
+        }
+        if operation.kind == "attention":
+            yield from self._attention(operation)
+            return
+        if operation.kind not in kinds:
+            raise ValueError(f"{operation.label}: no instruction does {operation.kind}")
+        yield Tiles(operation.label, tuple(kinds[operation.kind](operation)))
+
+    # Operands.
+
+    def _handles(self, operation: Operation, *names: str) -> dict[str, int]:
+        """Handles of those inputs and outputs that the operation has."""
+        values = {**operation.inputs, **operation.outputs}
+        return {name: self.storage.handle(values[name]) for name in names if name in values}
+
+    def _columns(self, size: int, unit: int = COLUMN_UNIT) -> Iterator[tuple[int, int]]:
+        """[0, size) cut into equal tiles, ``waves`` for each worker, at multiples of ``unit``."""
+        units = -(-size // unit)
+        tiles = min(units, self.options.workers * self.options.waves)
+        for i in range(tiles):
+            yield units * i // tiles * unit, min(units * (i + 1) // tiles * unit, size)
+
+    def _product_tiles(
+        self, rows: int, columns: int, k: int, itemsize: int, unit: int, width: int
+    ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        """(columns, rows) of the tiles of a matrix product, tiles of the same weights side by side.
+
+        ``width`` is how many sums an element of ``columns`` has. Whole input rows stay in shared memory
+        when at least 16 of them fit (or all there are); otherwise sums stay and the input streams.
+        """
+        fitting = PANEL_PAGES * PAGE_BYTES // (k * itemsize)
+        if rows <= fitting or fitting >= 16:
+            row_tile = min(rows, 1 << (fitting.bit_length() - 1))
+            column_tile = columns
+        else:
+            row_tile = min(rows, LARGE_ROW_TILE)
+            column_tile = ACCUMULATOR_BYTES // (4 * row_tile * width) // unit * unit
+        for begin, end in self._columns(columns, unit):
+            pieces = -(-(end - begin) // column_tile)
+            step = -(-(end - begin) // (pieces * unit)) * unit
+            for left in range(begin, end, step):
+                for top in range(0, rows, row_tile):
+                    yield (left, min(left + step, end)), (top, min(top + row_tile, rows))
+
+    # Operations.
+
+    def _embed(self, operation: Operation) -> Iterator[Instruction]:
+        out = operation.outputs["out"]
+        handles = self._handles(
+            operation, "table", "tokens", "row_sequence", "row_position", "out"
+        )
+        if out.rows >= self.options.workers:
+            tiles = [((0, out.columns), rows) for rows in _cut(out.rows, self.options.workers)]
+        else:
+            tiles = [(columns, (0, out.rows)) for columns in self._columns(out.columns, 64)]
+        for columns, rows in tiles:
+            yield Embed(
+                **handles,
+                row_count=self.row_count,
+                row_begin=rows[0],
+                row_end=rows[1],
+                column_begin=columns[0],
+                column_end=columns[1],
+            )
+
+    def _rms_norm(self, operation: Operation) -> Iterator[Instruction]:
+        handles = self._handles(operation, "x", "gain", "out")
+        for begin, end in _cut(operation.outputs["out"].rows, self.options.workers):
+            yield RmsNorm(
+                **handles,
+                row_count=self.row_count,
+                row_begin=begin,
+                row_end=end,
+                eps=operation.attributes["eps"],
+            )
+
+    def _linear(self, operation: Operation) -> Iterator[Instruction]:
+        weight, out = operation.inputs["weight"], operation.outputs["out"]
+        names = ("x", "weight", "bias", "gain", "residual", "row_index", "row_count", "out")
+        handles = {"row_count": self.row_count} | self._handles(operation, *names)
+        gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
+        size = weight.dtype.size
+        for columns, rows in self._product_tiles(
+            out.rows, out.columns, weight.columns, size, COLUMN_UNIT, 1
+        ):
+            yield Matmul(
+                **handles,
+                row_begin=rows[0],
+                row_end=rows[1],
+                column_begin=columns[0],
+                column_end=columns[1],
+                x_rows=rows[1] if gathered is None else gathered,
+                eps=operation.attributes.get("eps", 0.0),
+            )
+
+    def _gate_up(self, operation: Operation) -> Iterator[Instruction]:
+        gate, out = operation.inputs["gate"], operation.outputs["out"]
+        handles = self._handles(
+            operation, "x", "gate", "up", "gate_bias", "up_bias", "gain", "out"
+        )
+        size = gate.dtype.size
+        for columns, rows in self._product_tiles(
+            out.rows, out.columns, gate.columns, size, COLUMN_UNIT, 2
+        ):
+            yield GateUp(
+                **handles,
+                row_count=self.row_count,
+                row_begin=rows[0],
+                row_end=rows[1],
+                column_begin=columns[0],
+                column_end=columns[1],
+                eps=operation.attributes.get("eps", 0.0),
+            )
+
+    def _qkv_rope(self, operation: Operation) -> Iterator[Instruction]:
+        x, q = operation.inputs["x"], operation.outputs["q"]
+        names = ("x", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias", "gain", "q")
+        names += ("k_cache", "v_cache", "rope", "row_sequence", "row_position", "block_table")
+        handles = self._handles(operation, *names)
+        weight = operation.inputs["q_weight"]
+        kv_columns = operation.inputs["k_weight"].rows
+        pairs = q.columns // 2 + kv_columns
+        unit = _pair_unit(operation.inputs["rope"].columns // 2)
+        for columns, rows in self._product_tiles(
+            x.rows, pairs, weight.columns, weight.dtype.size, unit, 2
+        ):
+            yield QkvRope(
+                **handles,
+                row_count=self.row_count,
+                row_begin=rows[0],
+                row_end=rows[1],
+                pair_begin=columns[0],
+                pair_end=columns[1],
+                eps=operation.attributes.get("eps", 0.0),
+            )
+
+    def _attention(self, operation: Operation) -> Iterator[Tiles]:
+        q = operation.inputs["q"]
+        cache = _spec(operation.inputs["k_cache"])
+        _, kv_heads, block_size, head_dim = cache.shape
+        context = int(operation.attributes["context"])
+        tiling = attention_tiling(q.rows, kv_heads, block_size, context, self.options)
+        head_tiles, row_tile, splits, chunk = tiling
+        row_tiles = -(-q.rows // row_tile)
+        handles = self._handles(
+            operation, "q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"
+        )
+        merge: dict[str, int] = {}
+        if splits == 1:
+            handles |= self._handles(operation, "out")
+        else:
+            heads = q.columns // head_dim
+            shape = (q.rows, splits, heads, head_dim + 2)
+            name = f"partial.{'x'.join(map(str, shape))}"
+            partial = self.storage.add(TensorSpec(name, shape, F32, TensorKind.ACTIVATION))
+            handles["partial"] = partial
+            merge = {"partial": partial} | self._handles(operation, "out")
+        instructions = [
+            Attention(
+                **handles,
+                row_count=self.row_count,
+                row_begin=top,
+                row_end=min(top + row_tile, q.rows),
+                head_begin=heads_begin,
+                head_end=heads_end,
+                split=split,
+                num_splits=splits,
+                chunk=chunk,
+                context=context,
+                step_rows=q.rows,
+                scale=operation.attributes["scale"],
+            )
+            for top in range(0, q.rows, row_tile)
+            for heads_begin, heads_end in _cut(kv_heads, head_tiles)
+            for split in range(splits)
+        ]
+        yield Tiles(operation.label, tuple(instructions))
+        if splits > 1:
+            heads = q.columns // head_dim
+            merges = [
+                AttentionMerge(
+                    **merge,
+                    row_count=self.row_count,
+                    row_begin=top,
+                    row_end=min(top + row_tile, q.rows),
+                    head_begin=begin,
+                    head_end=end,
+                    head_dim=head_dim,
+                    num_splits=splits,
+                )
+                for top in range(0, q.rows, row_tile)
+                for begin, end in _cut(heads, max(1, self.options.workers // row_tiles))
+            ]
+            yield Tiles(f"{operation.label}.merge", tuple(merges))
+
+    def _sample(self, operation: Operation) -> Iterator[Instruction]:
+        logits = operation.inputs["logits"]
+        names = ("logits", "adjusted", "tokens", "sampling_real", "sampling_integer")
+        names += ("logit_row", "logit_count", "row_sequence", "row_position")
+        handles = self._handles(operation, *names)
+        for begin, end in _cut(logits.rows, self.options.workers):
+            yield Sample(**handles, row_begin=begin, row_end=end)
+
+
+def attention_tiling(
+    rows: int, kv_heads: int, block_size: int, context: int, options: CompileOptions
+) -> tuple[int, int, int, int]:
+    """(head tiles, rows per tile, splits of the context, tokens per chunk) of an attention operation.
+
+    Heads are cut first: they cost the same, while the rows of a prompt do not. The context is split only
+    when that gives work to workers that would have none.
+    """
+    wanted = options.workers * options.waves
+    head_tiles = min(kv_heads, wanted)
+    row_tile = -(-rows // -(-wanted // head_tiles))
+    chunk = -(-MIN_CHUNK // block_size) * block_size
+    items = -(-rows // row_tile) * head_tiles
+    splits = max(1, min(options.workers // items, -(-context // chunk)))
+    return head_tiles, row_tile, splits, chunk if splits > 1 else block_size
+
+
+def _spec(value: Value) -> TensorSpec:
+    if value.spec is None:
+        raise ValueError(f"{value.name} must be a tensor of memory, not the result of an operation")
+    return value.spec
+
+
+def _cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
+    """[0, size) in at most ``pieces`` nearly equal ranges."""
+    pieces = min(size, pieces)
+    for i in range(pieces):
+        yield size * i // pieces, size * (i + 1) // pieces
+
+
+def _pair_unit(half: int) -> int:
+    """Rotation pairs of a tile: a divisor of half a head, so that tiles do not straddle heads unevenly."""
+    return math.gcd(half, COLUMN_UNIT // 2)

@@ -1,0 +1,98 @@
+"""The differential tool: one program, two machines, instruction by instruction; where do they part?"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megavm.vm.isa import DType, Region, TensorSpec
+from megavm.vm.machine import Machine
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+from megavm.vm.reference import sequential_order
+
+RELATIVE = {DType.F32: 1e-4, DType.BF16: 2**-7, DType.I32: 0.0}
+ABSOLUTE = {DType.F32: 1e-5, DType.BF16: 1e-3, DType.I32: 0.0}
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first instruction after which two machines hold different values."""
+
+    step: int
+    instruction: int
+    disassembly: str
+    label: str
+    tensor: str
+    row: int  # of the tensor seen as a matrix
+    column: int
+    values: tuple[float, float]
+    elements: int  # how many differ in this tensor
+
+    def __str__(self) -> str:
+        return (
+            f"step {self.step}, instruction {self.instruction} ({self.label}): {self.tensor}"
+            f"[{self.row}, {self.column}] is {self.values[0]:.9g} and {self.values[1]:.9g} "
+            f"({self.elements} elements differ) after {self.disassembly}"
+        )
+
+
+def first_divergence(
+    program: Program,
+    memory: Memory,
+    left: Machine,
+    right: Machine,
+    *,
+    steps: int = 1,
+    relative: dict[DType, float] | None = None,
+    absolute: dict[DType, float] | None = None,
+) -> Divergence | None:
+    """Run ``steps`` steps of ``program`` on two machines from equal memories; None when they agree.
+
+    Works on copies of ``memory`` (read-only tensors are shared). After each instruction what it wrote is
+    compared, element by element: |a - b| <= absolute + relative * max(|a|, |b|), by dtype; NaN equals NaN.
+    Then the second machine takes over the first one's values, so that every instruction is judged alone.
+
+    Raises ValueError when the program does not verify, MachineFault when an instruction fails.
+    """
+    memories = (memory.copy(), memory.copy())
+    executables = (left.load(program, memories[0]), right.load(program, memories[1]))
+    tolerance = (RELATIVE | (relative or {}), ABSOLUTE | (absolute or {}))
+    order = list(sequential_order(program))
+    for step in range(steps):
+        for index in order:
+            for executable in executables:
+                executable.execute_one(index, step)
+            inst = program.instructions[index]
+            for region in inst.writes(program.tensors):
+                spec = program.tensors[region.tensor]
+                found = _compare(spec, region, memories, tolerance)
+                if found is not None:
+                    text = inst.disassemble(program.tensors)
+                    return Divergence(step, index, text, program.labels[index], spec.name, *found)
+                memories[1].storage(spec.name).copy_(memories[0].storage(spec.name))
+    return None
+
+
+def _compare(
+    spec: TensorSpec,
+    region: Region,
+    memories: tuple[Memory, Memory],
+    tolerance: tuple[dict[DType, float], dict[DType, float]],
+) -> tuple[int, int, tuple[float, float], int] | None:
+    top = left = 0
+    a, b = (m[spec.name].reshape(spec.rows, -1).double() for m in memories)
+    if not region.indexed:
+        top, left = region.rows[0], region.columns[0]
+        a, b = (t[top : region.rows[1], left : region.columns[1]] for t in (a, b))
+    relative, absolute = (t[spec.dtype] for t in tolerance)
+    close = torch.isclose(a, b, rtol=0.0, atol=absolute, equal_nan=True)
+    close |= (a - b).abs() <= absolute + relative * torch.maximum(a.abs(), b.abs())
+    different = torch.nonzero(~close)
+    if not len(different):
+        return None
+    row, column = (int(v) for v in different[0])
+    values = (float(a[row, column]), float(b[row, column]))
+    return top + row, left + column, values, len(different)
+

@@ -1,0 +1,404 @@
+"""How an instruction is declared, encoded, decoded and described.
+
+An instruction is a class in ``instructions/<name>/__init__.py``. Its fields are its encoding: everything
+else (the C++ struct, the disassembler, the verifier's view of it, the tables in the docs) is derived from
+the declaration::
+
+    class RmsNorm(Instruction):
+        "y[r, :] := x[r, :] / sqrt(mean(x[r, :]^2) + eps) * gain"
+
+        opcode = 3
+        x = tensor("input rows", F32, BF16)
+        row_begin = integer("first row")
+
+One instruction is 32 words of 32 bits. Words 0..7 are the header that all instructions share::
+
+    word 0        opcode
+    word 1        barrier that the instruction signals once when its results are visible, or NONE
+    words 2..7    up to three waits: (barrier, target) pairs, barrier NONE when unused
+
+The operands follow in order of declaration. A wait is satisfied when the barrier's counter has reached
+``epoch * signals(barrier) + target``, where ``epoch`` counts the steps that this program has already run
+and ``signals(barrier)`` is how often one step signals it. Target 0 therefore waits for everything that
+*earlier* steps signalled, target ``signals(barrier)`` for everything of this step.
+
+The other kind of dependency needs no header: a tensor declared ``tagged`` is stored as words of
+{32-bit value, 32-bit epoch}, and an instruction that reads one waits until each word carries the epoch of
+the running step. Both kinds are visible in the header and in ``reads`` and ``writes``.
+
+This module imports neither torch nor numpy: the C++ build runs it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+
+from megavm.vm.config import (
+    HEADER_WORDS,
+    INSTRUCTION_WORDS,
+    MAX_WAITS,
+    NONE,
+    OPERAND_WORDS,
+    PAGE_BYTES,
+)
+
+T = TypeVar("T", int, float)
+
+
+class DType(Enum):
+    """Element types of tensors: code in C++ and in saved programs, size in bytes."""
+
+    F32 = (0, 4)
+    BF16 = (1, 2)
+    I32 = (2, 4)
+
+    def __init__(self, code: int, size: int) -> None:
+        self.code = code
+        self.size = size
+
+
+F32, BF16, I32 = DType.F32, DType.BF16, DType.I32
+
+
+class TensorKind(Enum):
+    """Who writes a tensor, and how long its contents live."""
+
+    WEIGHT = "weight"  # bound once, read-only
+    INPUT = "input"  # written by the host before a launch, read-only while it runs
+    STATE = "state"  # kept from launch to launch, written by instructions and by the host between launches
+    ACTIVATION = "activation"  # written and read inside one step
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A named tensor that programs address by handle (its index in the program's table).
+
+    Instructions see every tensor as a matrix: ``rows`` is the first dimension, ``columns`` the product of
+    the others.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: DType
+    kind: TensorKind
+    tagged: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.shape or any(d <= 0 for d in self.shape):
+            raise ValueError(
+                f"tensor {self.name} has shape {self.shape}: every size must be positive"
+            )
+        if self.tagged and self.kind is not TensorKind.ACTIVATION:
+            raise ValueError(f"tensor {self.name} is tagged but {self.kind.value}, not activation")
+        if self.tagged and (self.columns * self.dtype.size) % 4:
+            raise ValueError(
+                f"tagged tensor {self.name} has rows of {self.columns} {self.dtype.name}: "
+                "a row must be whole 4-byte words"
+            )
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the values (a tagged tensor occupies twice as much)."""
+        return math.prod(self.shape) * self.dtype.size
+
+    @property
+    def writable(self) -> bool:
+        return self.kind in (TensorKind.STATE, TensorKind.ACTIVATION)
+
+
+@dataclass(frozen=True)
+class Region:
+    """The rectangle ``rows`` x ``columns`` (half-open ranges) of a tensor that an instruction accesses.
+
+    In an *indexed* region the rows are entries of an index that the host writes, not rows of the tensor:
+    row r of a KV cache stands for the slot that the block table gives to step row r, row i of the token
+    table for the sequence of logit row i. The host sees to it that distinct entries name distinct places,
+    and all indexed regions of one tensor use the same index. Columns of an indexed region of a
+    four-dimensional KV cache are ``kv head * head_dim + element``.
+    """
+
+    tensor: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    indexed: bool = False
+
+    @property
+    def elements(self) -> int:
+        return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Run only when ``barrier`` has been signalled ``target`` times in this step (0: by earlier steps)."""
+
+    barrier: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What an instruction holds of a worker while it runs, in the budget of vm/config.py."""
+
+    pages: int = 0
+    scratch_bytes: int = 0
+    accumulator_bytes: int = 0
+    semaphores: int = 0
+
+
+class FieldKind(Enum):
+    TENSOR = "tensor"
+    INTEGER = "integer"
+    REAL = "real"
+
+
+class Field(Generic[T]):
+    """One operand word. Values live in the instance; the class attribute describes them."""
+
+    name: str
+
+    def __init__(
+        self,
+        kind: FieldKind,
+        doc: str,
+        dtypes: tuple[DType, ...] = (),
+        optional: bool = False,
+    ) -> None:
+        self.kind = kind
+        self.doc = doc
+        self.dtypes = dtypes
+        self.optional = optional
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> Self: ...
+    @overload
+    def __get__(self, instance: object, owner: type) -> T: ...
+    def __get__(self, instance: object | None, owner: type) -> Self | T:
+        if instance is None:
+            return self
+        raise AttributeError(f"{owner.__name__}.{self.name} was never given a value")
+
+    @property
+    def format(self) -> str:
+        """Code of the word in Python's ``struct``."""
+        return "f" if self.kind is FieldKind.REAL else "I"
+
+    def check(self, value: object, owner: str) -> int | float:
+        """The value as it will be encoded.
+
+        Raises ValueError when it does not fit the word.
+        """
+        if self.kind is FieldKind.REAL:
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{owner}.{self.name} is {value!r}: expected a real number")
+            return float(struct.unpack("<f", struct.pack("<f", value))[0])
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{owner}.{self.name} is {value!r}: expected an integer")
+        if not 0 <= value <= NONE:
+            raise ValueError(f"{owner}.{self.name} is {value}: does not fit 32 bits")
+        if value == NONE and not self.optional:
+            raise ValueError(f"{owner}.{self.name} is NONE, but it is not optional")
+        return value
+
+
+def tensor(doc: str, *dtypes: DType, optional: bool = False) -> Field[int]:
+    """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold."""
+    return Field(FieldKind.TENSOR, doc, dtypes, optional)
+
+
+def integer(doc: str) -> Field[int]:
+    """Declare an unsigned 32-bit operand."""
+    return Field(FieldKind.INTEGER, doc)
+
+
+def real(doc: str) -> Field[float]:
+    """Declare a float32 operand."""
+    return Field(FieldKind.REAL, doc)
+
+
+class Instruction:
+    """One tile of work for one worker. Subclasses declare fields, accesses and cost.
+
+    Raises ValueError when an operand is missing, unknown, or does not fit its word.
+    """
+
+    opcode: ClassVar[int]
+    fields: ClassVar[tuple[Field[Any], ...]]
+
+    waits: tuple[Wait, ...]
+    signal: int | None
+
+    def __init_subclass__(cls) -> None:
+        cls.fields = tuple(f for f in vars(cls).values() if isinstance(f, Field))
+        if len(cls.fields) > OPERAND_WORDS:
+            raise TypeError(
+                f"{cls.__name__} declares {len(cls.fields)} operands; {OPERAND_WORDS} words are there"
+            )
+        cls._format = "<%dI%s" % (HEADER_WORDS, "".join(f.format for f in cls.fields))
+        cls._tail = b"\0" * (4 * (OPERAND_WORDS - len(cls.fields)))
+
+    _format: ClassVar[str]
+    _tail: ClassVar[bytes]
+
+    def __init__(
+        self, *, waits: Sequence[Wait] = (), signal: int | None = None, **operands: int | float
+    ) -> None:
+        cls = type(self)
+        for field in cls.fields:
+            if field.name in operands:
+                value = operands.pop(field.name)
+                self.__dict__[field.name] = field.check(value, cls.__name__)
+            elif field.optional:
+                self.__dict__[field.name] = NONE
+            else:
+                raise ValueError(f"{cls.__name__} needs a value for {field.name} ({field.doc})")
+        if operands:
+            raise ValueError(f"{cls.__name__} has no field {', '.join(sorted(operands))}")
+        self._synchronise(waits, signal)
+
+    def _synchronise(self, waits: Sequence[Wait], signal: int | None) -> None:
+        if len(waits) > MAX_WAITS:
+            raise ValueError(
+                f"{type(self).__name__} has {len(waits)} waits; the header holds {MAX_WAITS}"
+            )
+        self.waits = tuple(waits)
+        self.signal = signal
+
+    @classmethod
+    def name(cls) -> str:
+        """snake_case of the class: folder name, C++ namespace and mnemonic."""
+        return re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+    @classmethod
+    def formula(cls) -> str:
+        """First line of the docstring: what the instruction computes."""
+        return (cls.__doc__ or "").strip().splitlines()[0]
+
+    def with_sync(self, waits: Sequence[Wait], signal: int | None) -> Self:
+        """The same work with other waits and signal."""
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._synchronise(waits, signal)
+        return copy
+
+    # What the instruction declares about itself. ``tensors`` is the program's table.
+
+    def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        """Every region whose contents the result depends on, weights and inputs included."""
+        raise NotImplementedError(f"{type(self).__name__} does not declare what it reads")
+
+    def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
+        """Every region it may write. It writes nothing else."""
+        raise NotImplementedError(f"{type(self).__name__} does not declare what it writes")
+
+    def flops(self, tensors: Sequence[TensorSpec]) -> int:
+        """Floating-point operations when all rows of the tile are live."""
+        return 0
+
+    def bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        """Bytes moved between the worker and global memory when all rows of the tile are live."""
+        regions = (*self.reads(tensors), *self.writes(tensors))
+        return sum(r.elements * tensors[r.tensor].dtype.size for r in regions)
+
+    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+        """What it needs of the worker's shared memory and registers."""
+        return Resources()
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        """Sentences about operands that contradict each other or the tensors they name."""
+        return iter(())
+
+    # Encoding.
+
+    def encode(self) -> bytes:
+        """The 128 bytes of the instruction, little-endian."""
+        header = [self.opcode, NONE if self.signal is None else self.signal]
+        for wait in self.waits:
+            header += (wait.barrier, wait.target)
+        header += [NONE, 0] * (MAX_WAITS - len(self.waits))
+        values = self.__dict__
+        return (
+            struct.pack(self._format, *header, *[values[f.name] for f in self.fields]) + self._tail
+        )
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> Self:
+        """Inverse of ``encode`` for an instruction known to be of this class.
+
+        Raises ValueError when the bytes are not an encoding of this class.
+        """
+        if len(data) != 4 * INSTRUCTION_WORDS:
+            raise ValueError(f"an instruction has {4 * INSTRUCTION_WORDS} bytes, not {len(data)}")
+        values = struct.unpack_from(cls._format, data)
+        if values[0] != cls.opcode:
+            raise ValueError(f"opcode {values[0]} is not {cls.__name__} ({cls.opcode})")
+        pairs = [(values[i], values[i + 1]) for i in range(2, HEADER_WORDS, 2)]
+        waits = [Wait(barrier, target) for barrier, target in pairs if barrier != NONE]
+        self = object.__new__(cls)
+        for field, value in zip(cls.fields, values[HEADER_WORDS:], strict=True):
+            self.__dict__[field.name] = value
+        self._synchronise(waits, None if values[1] == NONE else values[1])
+        return self
+
+    def disassemble(self, tensors: Sequence[TensorSpec] | None = None) -> str:
+        """One line: mnemonic, operands (tensors by name when the table is given), waits, signal."""
+        parts = []
+        for field in self.fields:
+            value = self.__dict__[field.name]
+            if field.kind is FieldKind.TENSOR:
+                if value == NONE:
+                    continue
+                known = tensors is not None and value < len(tensors)
+                text = tensors[value].name if known and tensors is not None else f"t{value}"
+            elif field.kind is FieldKind.REAL:
+                text = f"{value:g}"
+            else:
+                text = str(value)
+            parts.append(f"{field.name}={text}")
+        line = f"{self.name()} {' '.join(parts)}".rstrip()
+        for wait in self.waits:
+            line += f" wait(b{wait.barrier} >= {wait.target})"
+        if self.signal is not None:
+            line += f" signal(b{self.signal})"
+        return line
+
+    def __repr__(self) -> str:
+        return f"<{self.disassemble()}>"
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash(self.encode())
+
+
+def pages(size: int) -> int:
+    """Pages that hold ``size`` bytes."""
+    return -(-size // PAGE_BYTES)
+
+
+def whole(tensors: Sequence[TensorSpec], handle: int) -> Region:
+    """All of a tensor."""
+    spec = tensors[handle]
+    return Region(handle, (0, spec.rows), (0, spec.columns))
+
+
+def present(*handles: int) -> Iterator[int]:
+    """The handles that are not NONE."""
+    return (h for h in handles if h != NONE)

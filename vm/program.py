@@ -1,0 +1,200 @@
+"""A program: all that one launch executes."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megavm.instructions import decode
+from megavm.vm.config import HEADER_WORDS, INSTRUCTION_WORDS, NONE
+from megavm.vm.isa import DType, Instruction, TensorKind, TensorSpec
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Instructions, the queues they stand in, the barriers they use and the tensors they name.
+
+    ``words`` is uint32 [n, 32], one encoded instruction a row. ``queues`` holds instruction numbers:
+    with ``dynamic`` one list that all workers draw from in order, otherwise one list per worker. A launch
+    runs the program for one or more *steps*; every queue is run through once per step.
+
+    ``labels`` names the graph operation of each instruction ("layers.3.down_proj"), for people.
+    ``metadata`` is any JSON: the bucket, the model.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    words: npt.NDArray[np.uint32]
+    queues: tuple[npt.NDArray[np.int32], ...]
+    dynamic: bool
+    workers: int
+    barriers: tuple[str, ...]
+    labels: tuple[str, ...]
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def build(
+        cls,
+        tensors: Sequence[TensorSpec],
+        instructions: Sequence[Instruction],
+        queues: Sequence[Sequence[int]],
+        *,
+        barriers: Sequence[str] = (),
+        dynamic: bool = False,
+        workers: int | None = None,
+        labels: Sequence[str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Program:
+        """Encode instructions. ``workers`` defaults to the number of queues."""
+        data = b"".join(i.encode() for i in instructions)
+        words = np.frombuffer(data, dtype="<u4").reshape(-1, INSTRUCTION_WORDS).copy()
+        return cls(
+            tensors=tuple(tensors),
+            words=words,
+            queues=tuple(np.asarray(q, dtype=np.int32) for q in queues),
+            dynamic=dynamic,
+            workers=len(queues) if workers is None else workers,
+            barriers=tuple(barriers),
+            labels=tuple(labels) if labels is not None else ("",) * len(words),
+            metadata=dict(metadata or {}),
+        )
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @functools.cached_property
+    def instructions(self) -> tuple[Instruction, ...]:
+        """The decoded instructions. Raises ValueError for an unknown opcode."""
+        raw = self.words.astype("<u4").tobytes()
+        size = 4 * INSTRUCTION_WORDS
+        return tuple(decode(raw[i * size : (i + 1) * size]) for i in range(len(self.words)))
+
+    @functools.cached_property
+    def signals(self) -> npt.NDArray[np.uint32]:
+        """How often one step signals each barrier: uint32 [barriers].
+
+        Raises ValueError when an instruction signals a barrier that the program does not have.
+        """
+        signalled = self.words[:, 1]
+        signalled = signalled[signalled != NONE]
+        if signalled.size and int(signalled.max()) >= len(self.barriers):
+            raise ValueError(
+                f"barrier {int(signalled.max())} is signalled, the program has {len(self.barriers)}"
+            )
+        counts = np.bincount(signalled, minlength=len(self.barriers))
+        return counts.astype(np.uint32)
+
+    def worker_of(self) -> npt.NDArray[np.int32]:
+        """The queue that each instruction stands in: int32 [n], -1 if in none."""
+        owner = np.full(len(self), -1, dtype=np.int32)
+        for worker, queue in enumerate(self.queues):
+            owner[queue] = worker
+        return owner
+
+    def disassemble(self) -> Iterator[str]:
+        """One line per instruction, queue by queue in the order of execution."""
+        for worker, queue in enumerate(self.queues):
+            yield "queue (dynamic):" if self.dynamic else f"worker {worker}:"
+            for index in queue:
+                label = self.labels[index]
+                text = self.instructions[index].disassemble(self.tensors)
+                yield f"  {index:6d}  {text}" + (f"  ; {label}" if label else "")
+
+    def __str__(self) -> str:
+        kind = "dynamic" if self.dynamic else "static"
+        return (
+            f"program of {len(self)} instructions, {len(self.barriers)} barriers, "
+            f"{len(self.tensors)} tensors, {kind} queues for {self.workers} workers"
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 of everything but the metadata."""
+        digest = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
+        digest.update(self.words.astype("<u4").tobytes())
+        for queue in self.queues:
+            digest.update(b"queue" + queue.astype("<i4").tobytes())
+        return digest.hexdigest()
+
+    def _header(self) -> dict[str, Any]:
+        return {
+            "format": FORMAT_VERSION,
+            "dynamic": self.dynamic,
+            "workers": self.workers,
+            "barriers": list(self.barriers),
+            "tensors": [
+                [t.name, list(t.shape), t.dtype.name, t.kind.value, t.tagged] for t in self.tensors
+            ],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write a compressed npz: a JSON header, the words and the queues (Program.load reads it)."""
+        header = self._header() | {"metadata": dict(self.metadata), "labels": list(self.labels)}
+        lengths = np.array([len(q) for q in self.queues], dtype=np.int64)
+        entries = np.concatenate([*self.queues, np.empty(0, np.int32)]).astype("<i4")
+        text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
+        with open(path, "wb") as file:
+            np.savez_compressed(
+                file,
+                header=text,
+                words=self.words.astype("<u4"),
+                queue_lengths=lengths,
+                queue_entries=entries,
+            )
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Program:
+        """Read a saved program; verify it before running it.
+
+        Raises ValueError when the file is not a program of this format version.
+        """
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                header = json.loads(file["header"].tobytes())
+                words = file["words"]
+                lengths, entries = file["queue_lengths"], file["queue_entries"]
+            if header["format"] != FORMAT_VERSION:
+                raise ValueError(f"format {header['format']}, this version reads {FORMAT_VERSION}")
+            if words.ndim != 2 or words.shape[1] != INSTRUCTION_WORDS or words.dtype != np.uint32:
+                raise ValueError(f"instruction words of shape {words.shape} and {words.dtype}")
+            if lengths.min(initial=0) < 0 or int(lengths.sum()) != len(entries):
+                raise ValueError("queue lengths do not add up to the queue entries")
+            if len(header["labels"]) != len(words):
+                raise ValueError(f"{len(header['labels'])} labels for {len(words)} instructions")
+            tensors = tuple(
+                TensorSpec(name, tuple(shape), DType[dtype], TensorKind(kind), tagged)
+                for name, shape, dtype, kind, tagged in header["tensors"]
+            )
+            return cls(
+                tensors=tensors,
+                words=words,
+                queues=tuple(np.split(entries, np.cumsum(lengths)[:-1])) if len(lengths) else (),
+                dynamic=header["dynamic"],
+                workers=header["workers"],
+                barriers=tuple(header["barriers"]),
+                labels=tuple(header["labels"]),
+                metadata=header["metadata"],
+            )
+        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
+
+
+def with_header(
+    words: npt.NDArray[np.uint32], waits: Sequence[tuple[int, int]], signal: int | None
+) -> npt.NDArray[np.uint32]:
+    """A copy of one encoded instruction with other waits and signal."""
+    changed = words.copy()
+    changed[1] = NONE if signal is None else signal
+    changed[2:HEADER_WORDS] = [NONE, 0] * ((HEADER_WORDS - 2) // 2)
+    for i, (barrier, target) in enumerate(waits):
+        changed[2 + 2 * i : 4 + 2 * i] = (barrier, target)
+    return changed

@@ -1,0 +1,211 @@
+"""ReferenceMachine: what every instruction means, in torch, one instruction at a time.
+
+It is the living definition of the instruction set: slow, sequential, and checked at every access.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from megavm.vm.config import NONE
+from megavm.vm.isa import Instruction, TensorSpec
+from megavm.vm.machine import Executable, MachineFault, WorkerState
+from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.program import Program
+from megavm.vm.verify import verify as verify_program
+
+Rows = tuple[int, int]
+
+
+class View:
+    """Memory as one instruction of one step sees it: handles instead of names, tags checked.
+
+    ``step`` is the number of the step within its launch, ``epoch`` the tag of the step.
+    """
+
+    def __init__(self, memory: Memory, tensors: tuple[TensorSpec, ...], step: int, epoch: int) -> None:
+        self.memory = memory
+        self.tensors = tensors
+        self.step = step
+        self.epoch = epoch
+
+    def raw(self, handle: int) -> torch.Tensor:
+        """The tensor in its own shape and dtype; writes go to memory (not for tagged tensors)."""
+        spec = self.tensors[handle]
+        if spec.tagged:
+            raise ValueError(f"tensor {spec.name} is tagged: use read and write")
+        return self.memory.storage(spec.name)
+
+    def read(self, handle: int, rows: Rows, columns: Rows | None = None) -> torch.Tensor:
+        """Values of a rectangle as float32 [rows, columns].
+
+        Raises MachineFault when a tagged word was not written in this step.
+        """
+        spec = self.tensors[handle]
+        begin, end = columns or (0, spec.columns)
+        storage = self.memory.storage(spec.name)
+        if not spec.tagged:
+            return storage.reshape(spec.rows, -1)[rows[0] : rows[1], begin:end].float()
+        per_word = 4 // spec.dtype.size
+        tags = storage[rows[0] : rows[1], begin // per_word : -(-end // per_word), 1]
+        if bool((tags != self.epoch).any()):
+            raise MachineFault(
+                f"rows {rows} columns {(begin, end)} of tagged tensor {spec.name} are read before "
+                f"they are written in epoch {self.epoch}"
+            )
+        values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
+        return values[rows[0] : rows[1], begin:end].float()
+
+    def write(self, handle: int, rows: Rows, columns: Rows | None, values: torch.Tensor) -> None:
+        """Round ``values`` [rows, columns] to the tensor's type and store them, with the step's tag."""
+        spec = self.tensors[handle]
+        begin, end = columns or (0, spec.columns)
+        storage = self.memory.storage(spec.name)
+        if not spec.tagged:
+            storage.view(spec.rows, -1)[rows[0] : rows[1], begin:end] = values
+            return
+        words = storage.view(torch.int32)
+        halves = words[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
+        halves[rows[0] : rows[1], begin:end] = values
+        first, last = (begin * spec.dtype.size) // 4, -(-end * spec.dtype.size // 4)
+        words[rows[0] : rows[1], first:last, 0] = halves.view(torch.int32)[
+            rows[0] : rows[1], first:last
+        ]
+        words[rows[0] : rows[1], first:last, 1] = self.epoch
+
+    def scalar(self, handle: int) -> int:
+        """The one element of an integer tensor."""
+        return int(self.raw(handle).reshape(-1)[0])
+
+    def live(self, row_count: int, begin: int, end: int) -> Rows:
+        """The rows of [begin, end) that are live; all of them when ``row_count`` is NONE."""
+        if row_count == NONE:
+            return begin, end
+        return begin, max(begin, min(end, self.scalar(row_count)))
+
+    def position(self, row_position: int, row: int) -> int:
+        """Position of a row in its sequence in this step."""
+        return int(self.raw(row_position)[row]) + self.step
+
+    def normalise(self, x: torch.Tensor, gain: int, eps: float) -> torch.Tensor:
+        """RMS normalisation of float32 rows; the rows themselves when ``gain`` is NONE."""
+        if gain == NONE:
+            return x
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.raw(gain).float()
+
+    def product(self, x: torch.Tensor, weight: int, columns: Rows, bias: int = NONE) -> torch.Tensor:
+        """x . weight[columns]^T + bias[columns]: input rounded to the weight's type, sums in float32."""
+        w = self.raw(weight)[columns[0] : columns[1]]
+        out = x.to(w.dtype).float() @ w.float().T
+        if bias != NONE:
+            out += self.raw(bias)[columns[0] : columns[1]].float()
+        return out
+
+    def slots(self, inst: Any, row: int) -> tuple[int, int]:
+        """(KV block, slot in it) of a step row, for an instruction with the usual step tensors."""
+        block_size = self.tensors[inst.k_cache].shape[2]
+        position = self.position(inst.row_position, row)
+        sequence = int(self.raw(inst.row_sequence)[row])
+        block = int(self.raw(inst.block_table)[sequence, position // block_size])
+        return block, position % block_size
+
+
+@functools.cache
+def meaning(cls: type[Instruction]) -> Callable[[Any, View], None]:
+    """``execute`` of instructions/<name>/reference.py."""
+    module = importlib.import_module(f"megavm.instructions.{cls.name()}.reference")
+    function: Callable[[Any, View], None] = module.execute
+    return function
+
+
+def sequential_order(program: Program) -> Iterator[int]:
+    """Instruction numbers of one step in an order that respects queues, waits and tags.
+
+    Assumes a verified program. Waits for earlier steps are taken as satisfied.
+    """
+    if program.dynamic:
+        yield from (int(i) for i in program.queues[0])
+        return
+    counts = [0] * len(program.barriers)
+    heads = [0] * len(program.queues)
+    written: dict[int, int] = {}
+    tagged = [i for i, t in enumerate(program.tensors) if t.tagged]
+    pending: dict[int, int] = dict.fromkeys(tagged, 0)
+    for inst in program.instructions:
+        for region in inst.writes(program.tensors):
+            if region.tensor in pending:
+                pending[region.tensor] += 1
+    remaining = len(program)
+    while remaining:
+        before = remaining
+        for worker, queue in enumerate(program.queues):
+            while heads[worker] < len(queue):
+                index = int(queue[heads[worker]])
+                inst = program.instructions[index]
+                if any(counts[w.barrier] < w.target for w in inst.waits):
+                    break
+                needs = {r.tensor for r in inst.reads(program.tensors)} & pending.keys()
+                if any(written.get(t, 0) < pending[t] for t in needs):
+                    break
+                yield index
+                for region in inst.writes(program.tensors):
+                    written[region.tensor] = written.get(region.tensor, 0) + 1
+                if inst.signal is not None:
+                    counts[inst.signal] += 1
+                heads[worker] += 1
+                remaining -= 1
+        if remaining == before:
+            raise MachineFault("no instruction can run: the program waits for itself")
+
+
+class ReferenceMachine:
+    """Runs programs one instruction at a time, in torch."""
+
+    name = "reference"
+
+    def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
+        if verify:
+            verify_program(program)
+        for spec in program.tensors:
+            if spec.name not in memory:
+                raise ValueError(f"tensor {spec.name} of the program is not in memory")
+            if memory.spec(spec.name) != spec:
+                raise ValueError(
+                    f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
+                )
+        return ReferenceExecutable(program, memory)
+
+
+class ReferenceExecutable:
+    """A program on the ReferenceMachine."""
+
+    def __init__(self, program: Program, memory: Memory) -> None:
+        self.program = program
+        self.memory = memory
+        self._order: list[int] | None = None
+
+    def execute_one(self, index: int, step: int = 0) -> None:
+        """Run one instruction, without its waits, in the step after the last one run."""
+        inst = self.program.instructions[index]
+        view = View(self.memory, self.program.tensors, step, self.memory.epoch + step + 1)
+        try:
+            meaning(type(inst))(inst, view)
+        except (IndexError, MachineFault) as error:
+            text = inst.disassemble(self.program.tensors)
+            state = WorkerState(0, "consumer", index, text, "")
+            raise MachineFault(f"instruction {index} failed: {error}", (state,)) from error
+
+    def run(self, steps: int = 1) -> None:
+        if self._order is None:
+            self._order = list(sequential_order(self.program))
+        for step in range(steps):
+            for index in self._order:
+                self.execute_one(index, step)
+        self.memory.epoch += steps
+
+
