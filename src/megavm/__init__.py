@@ -1,0 +1,48 @@
+"""megavm: a virtual machine for GPUs that runs whole Llama forward passes as one program.
+
+    from megavm import LLM, SamplingParams
+
+    llm = LLM("stories")
+    print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+
+Importing the package is cheap: torch is loaded when `LLM` is first named.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from megavm.llm import LLM as LLM
+    from megavm.sampling_params import SamplingParams as SamplingParams
+
+    __version__: str
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use.
+
+    Raises:
+        AttributeError: megavm has no such name.
+    """
+    if name == "LLM":
+        from megavm.llm import LLM as value
+    elif name == "SamplingParams":
+        from megavm.sampling_params import SamplingParams as value
+    elif name == "__version__":
+        from importlib import metadata
+
+        try:
+            value = metadata.version("megavm")
+        except metadata.PackageNotFoundError:  # run from a source tree that is not installed
+            value = "0+unknown"
+    else:
+        raise AttributeError(f"module 'megavm' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,8 @@
+"""`python -m megavm` is the command `megavm`."""
+
+import sys
+
+from megavm.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

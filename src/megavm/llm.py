@@ -1,0 +1,544 @@
+"""The Python API: a model, loaded, that continues texts, chats, streams and gives logits."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Final, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from megavm.outputs import Chunk as Chunk
+from megavm.outputs import CompletionOutput as CompletionOutput
+from megavm.outputs import GenerationError as GenerationError
+from megavm.outputs import Logprob as Logprob
+from megavm.outputs import RequestOutput as RequestOutput
+from megavm.sampling_params import SamplingParams
+from megavm.scheduler.checkpoint import Checkpoint, LlamaConfig, resolve
+from megavm.scheduler.engine import Engine
+from megavm.scheduler.llama import Limits
+from megavm.scheduler.logprobs import TokenLogprobs
+from megavm.scheduler.runner import Progress, Runner, choose_dtype
+from megavm.scheduler.sequence import Delta, Request
+from megavm.tokenizer import Message, StreamDecoder, Tokenizer
+
+Machine = Literal["auto", "cpu", "cuda", "reference"]
+Dtype = Literal["auto", "bfloat16", "float32"]
+TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
+Prompts = str | TokenIds | Sequence[str] | Sequence[TokenIds]
+
+LOGIT_ROWS: Final = 64  # positions whose logits `LLM.logits` gets from one step
+MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
+
+
+class LLM:
+    """A Llama model on a machine.
+
+        with LLM("stories") as llm:
+            print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+
+    Methods may be called from several threads; they share the batch.
+
+    Args:
+        model: a Hugging Face model directory, the name of a model that comes with megavm
+            ("stories"), or a model id on the Hugging Face hub.
+        machine: what runs the programs; "auto" is the best that this computer has.
+        dtype: of weights and KV cache; "auto" as the weights are stored (float16 as bfloat16).
+        max_model_len: tokens of the longest sequence, prompt included; None takes the model's
+            limit, or less where the KV cache would need more memory than a quarter of this
+            computer's or 4 GiB.
+        max_num_seqs: sequences that run at the same time; others wait.
+        max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
+        kv_cache_bytes, num_blocks: size of the KV cache, one way or the other; by default as many
+            blocks as `max_num_seqs` sequences of `max_model_len` need, within the memory above.
+        block_size: tokens of a KV block.
+        workers: threads of the machine; None takes its own choice.
+        seed: of the generator that seeds the requests that come without a seed.
+        prefix_caching: keep the keys and values of finished sequences for prompts that begin alike.
+        overlap: plan the next step while one runs.
+        steps_per_launch: tokens that a sequence may get before its stop conditions are looked at.
+        progress: called as progress(phase, done, total) while loading.
+
+    Raises:
+        ValueError: the model, the machine or a number is not usable; one sentence says why.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        *,
+        machine: Machine = "auto",
+        dtype: Dtype = "auto",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        kv_cache_bytes: int | None = None,
+        num_blocks: int | None = None,
+        block_size: int = 16,
+        workers: int | None = None,
+        seed: int = 0,
+        prefix_caching: bool = True,
+        overlap: bool = True,
+        steps_per_launch: int = 1,
+        progress: Progress | None = None,
+    ) -> None:
+        report: Callable[[str, int, int], None] = progress or (lambda phase, done, total: None)
+        _check_positive(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_bytes=kv_cache_bytes,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            workers=workers,
+            steps_per_launch=steps_per_launch,
+        )
+        report("finding the model", 0, 1)
+        directory = resolve(os.fspath(model))
+        report("reading the configuration", 0, 1)
+        self.checkpoint = Checkpoint.open(directory)
+        self.checkpoint.check()
+        config = self.checkpoint.config
+        self.max_model_len, blocks = _kv_sizes(
+            config,
+            block_bytes=config.kv_elements_per_token * block_size * choose_dtype(config, dtype).size,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            kv_cache_bytes=kv_cache_bytes,
+            num_blocks=num_blocks,
+        )
+        limits = Limits(
+            max_num_seqs=max_num_seqs,
+            max_model_len=self.max_model_len,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_logit_rows=max(max_num_seqs, min(LOGIT_ROWS, max_num_batched_tokens)),
+            num_blocks=blocks,
+            block_size=block_size,
+        )
+        report("reading the tokenizer", 0, 1)
+        self.tokenizer = Tokenizer(directory)
+        self.runner = Runner.for_checkpoint(
+            self.checkpoint, limits, machine=machine, dtype=dtype, workers=workers, progress=report
+        )
+        self.engine = Engine(
+            self.runner,
+            eos_token_ids=self.checkpoint.eos_token_ids,
+            new_decoder=self._new_decoder if self.tokenizer.available else None,
+            seed=seed,
+            prefix_caching=prefix_caching,
+            overlap=overlap,
+            steps_per_launch=steps_per_launch,
+        )
+        self._lock = threading.RLock()
+        self._sinks: dict[int, Callable[[Delta], None]] = {}
+        self._closed = False
+        report("ready", 1, 1)
+
+    def _new_decoder(self, request: Request) -> StreamDecoder:
+        return StreamDecoder(
+            self.tokenizer, request.params.skip_special_tokens, request.prompt[-16:].tolist()
+        )
+
+    def close(self) -> None:
+        """Abort what runs and give up the model's memory. The LLM cannot be used afterwards."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self.engine.close()
+                self._sinks.clear()
+                del self.engine, self.runner
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # Generation.
+
+    def default_params(self, **given: Any) -> SamplingParams:
+        """What is given, else what the model's generation_config.json says, else vLLM's defaults.
+
+        It may say temperature, top_p, top_k, min_p and repetition_penalty, or do_sample=false, which
+        is temperature 0.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        return SamplingParams.from_generation_config(self.checkpoint.generation, **given)
+
+    def generate(
+        self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Continue one prompt or many at once; the results are in the order of the prompts.
+
+        A prompt is a text or a list of token ids. `params` is for all prompts or a list with one
+        for each; without it `default_params` counts. A request that fails while it runs has
+        `error` set in its output, the others are not affected.
+
+        Raises:
+            ValueError: a prompt or its parameters cannot be used; nothing was run.
+        """
+        texts, ids, many = self._read_prompts(prompts)
+        return self._generate(texts, ids, self._read_params(params, len(ids)), many)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer a conversation, or many at once, through the model's chat template.
+
+        A message is {"role": "user", "content": "..."}. Without `params`, `default_params` counts and
+        an answer may go on to the end of the context.
+
+        Raises:
+            ValueError: as for `generate`, or the conversation does not fit the template.
+        """
+        if not isinstance(messages, list | tuple) or not messages:
+            raise ValueError("messages must be a list of messages, or a list of such lists")
+        many = all(isinstance(m, list | tuple) for m in messages)
+        conversations: Any = messages if many else [messages]
+        texts, ids = [], []
+        for i, conversation in enumerate(conversations):
+            with _PromptIndex(i if many else None, "conversation"):
+                text = self.tokenizer.chat_prompt(conversation)
+                texts.append(text)
+                ids.append(self.tokenizer.encode(text, add_special_tokens=False))
+        if params is None:
+            params = self.default_params(max_tokens=None)
+        return self._generate(texts, ids, self._read_params(params, len(ids)), many)
+
+    def stream(
+        self, prompt: str | TokenIds, params: SamplingParams | None = None
+    ) -> Generator[Chunk, None, None]:
+        """Continue one prompt and give every token as soon as it is there.
+
+        Closing the generator aborts the request. Other requests may run between two chunks.
+
+        Raises:
+            ValueError: the prompt or its parameters cannot be used; raised by this call.
+            GenerationError: from the generator, when the request cannot go on.
+        """
+        _, ids, many = self._read_prompts(prompt)
+        if many:
+            raise ValueError("stream takes one prompt, a text or a list of token ids")
+        return self._stream(ids[0], params)
+
+    def stream_chat(
+        self, messages: Sequence[Message], params: SamplingParams | None = None
+    ) -> Generator[Chunk, None, None]:
+        """Answer a conversation and give every token as soon as it is there.
+
+        Raises:
+            ValueError: as for `chat`.
+            GenerationError: as for `stream`.
+        """
+        text = self.tokenizer.chat_prompt(messages)
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return self._stream(ids, self.default_params(max_tokens=None) if params is None else params)
+
+    def logits(self, token_ids: TokenIds) -> npt.NDArray[np.float32]:
+        """Logits of the next token after each of the tokens: float32 [n, vocabulary].
+
+        Raises:
+            ValueError: there are no tokens, too many, or one that the model does not have.
+            MachineFault: the machine failed.
+        """
+        self._check_open()
+        if not _is_token_ids(token_ids):
+            raise ValueError(f"logits takes a list of token ids, not {_kind(token_ids)}")
+        with self._lock:
+            return self.engine.logits(token_ids)
+
+    # Reading what the user gave.
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("this LLM is closed")
+
+    def _read_prompts(self, prompts: Any) -> tuple[list[str | None], list[TokenIds], bool]:
+        """Texts (None where ids were given), token ids, and whether it was a list of prompts."""
+        self._check_open()
+        many = isinstance(prompts, list | tuple) and not all(_is_integer(p) for p in prompts)
+        if isinstance(prompts, list | tuple) and not prompts:
+            raise ValueError("the prompt is empty: it must be a text or hold at least one token id")
+        items = list(prompts) if many else [prompts]
+        texts: list[str | None] = []
+        ids: list[TokenIds] = []
+        for i, item in enumerate(items):
+            with _PromptIndex(i if many else None, "prompt"):
+                if isinstance(item, str) != isinstance(items[0], str):
+                    raise ValueError(
+                        f"it is {_kind(item)}, prompt 0 is {_kind(items[0])}: give either texts or "
+                        "token ids"
+                    )
+                if isinstance(item, str):
+                    if not item:
+                        raise ValueError("the prompt is empty: it must hold at least one character")
+                    texts.append(item)
+                    ids.append(self.tokenizer.encode(item))
+                elif _is_token_ids(item):
+                    texts.append(None)
+                    ids.append(item)
+                else:
+                    raise ValueError(
+                        f"a prompt must be a text or a list of token ids, not {_kind(item)}"
+                    )
+        return texts, ids, many
+
+    def _read_params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
+    ) -> list[SamplingParams]:
+        if params is None:
+            params = self.default_params()
+        every = list(params) if isinstance(params, list | tuple) else [params] * count
+        if len(every) != count:
+            raise ValueError(f"{len(every)} SamplingParams for {count} prompts")
+        for item in every:
+            if not isinstance(item, SamplingParams):
+                raise ValueError(f"params must be SamplingParams, not {_kind(item)}")
+        return every
+
+    # Running.
+
+    def _generate(
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[TokenIds],
+        params: Sequence[SamplingParams],
+        many: bool,
+    ) -> list[RequestOutput]:
+        arrays = []
+        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            with _PromptIndex(i if many else None, "prompt"):
+                arrays.append(self.engine.validate(prompt, one))
+        collectors: list[_Collector] = []
+        with self._lock:
+            self._check_open()
+            for text, array, one in zip(texts, arrays, params, strict=True):
+                request = self.engine.add(array, one)
+                collectors.append(_Collector(request, text, self._logprobs))
+                self._sinks[request.id] = collectors[-1].add
+        try:
+            for collector in collectors:
+                while collector.missing:
+                    self._step()
+        finally:
+            self._forget([c.request for c in collectors])
+        return [collector.result() for collector in collectors]
+
+    def _stream(
+        self, prompt: TokenIds, params: SamplingParams | None
+    ) -> Generator[Chunk, None, None]:
+        one = self._read_params(params, 1)[0]
+        return self._chunks(self.engine.validate(prompt, one), one)
+
+    def _chunks(
+        self, prompt: npt.NDArray[np.int32], params: SamplingParams
+    ) -> Generator[Chunk, None, None]:
+        deltas: deque[Delta] = deque()
+        with self._lock:
+            self._check_open()
+            request = self.engine.add(prompt, params)
+            self._sinks[request.id] = deltas.append
+        try:
+            missing = params.n
+            while missing:
+                while not deltas:
+                    self._step()
+                delta = deltas.popleft()
+                yield from self._split(delta)
+                if delta.error is not None:
+                    raise GenerationError(delta.error)
+                missing -= delta.finish_reason is not None
+        finally:
+            self._forget([request])
+
+    def _split(self, delta: Delta) -> Iterable[Chunk]:
+        """One chunk for each token of a delta; the text comes with the last."""
+        tokens = delta.token_ids or [None]
+        for i, (token, logprobs) in enumerate(zip_longest(tokens, delta.logprobs)):
+            last = i == len(tokens) - 1
+            yield Chunk(
+                index=delta.index,
+                text=delta.text if last else "",
+                token_id=token,
+                logprobs=None if logprobs is None else self._logprobs(logprobs),
+                finish_reason=delta.finish_reason if last else None,
+                stop_reason=delta.stop_reason if last else None,
+            )
+
+    def _step(self) -> None:
+        """One step of the engine, for whoever waits for what it brings."""
+        with self._lock:
+            if self._closed:
+                raise GenerationError("this LLM was closed while a request was running")
+            for delta in self.engine.step():
+                sink = self._sinks.get(delta.request.id)
+                if sink is not None:
+                    sink(delta)
+
+    def _forget(self, requests: Iterable[Request]) -> None:
+        """Stop listening to requests, and abort those that have not ended."""
+        with self._lock:
+            for request in requests:
+                self._sinks.pop(request.id, None)
+                if not self._closed:
+                    self.engine.abort(request.id)
+
+    def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
+        """vLLM's shape: the chosen token first, then the most likely ones."""
+        result = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token, logprob) in enumerate(entry.top, 1):
+            if token != entry.token_id:
+                result[token] = self._logprob(token, logprob, rank)
+        return result
+
+    def _logprob(self, token: int, logprob: float, rank: int) -> Logprob:
+        text = None
+        if self.tokenizer.available:
+            text = self.tokenizer.decode([token], skip_special_tokens=False)
+        return Logprob(logprob, rank, text)
+
+
+class _Collector:
+    """Puts the deltas of one request together."""
+
+    def __init__(
+        self,
+        request: Request,
+        text: str | None,
+        logprobs: Callable[[TokenLogprobs], dict[int, Logprob]],
+    ) -> None:
+        self.request = request
+        self.missing = request.params.n
+        self._text = text
+        self._logprobs = logprobs
+        self._pieces: list[list[str]] = [[] for _ in range(request.params.n)]
+        wanted = request.params.logprobs is not None
+        self._outputs = [
+            CompletionOutput(i, logprobs=[] if wanted else None) for i in range(request.params.n)
+        ]
+
+    def add(self, delta: Delta) -> None:
+        output = self._outputs[delta.index]
+        output.token_ids += delta.token_ids
+        self._pieces[delta.index].append(delta.text)
+        if output.logprobs is not None:
+            output.logprobs += map(self._logprobs, delta.logprobs)
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+            output.error = delta.error
+            output.text = "".join(self._pieces[delta.index])
+            self.missing -= 1
+
+    def result(self) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request.id,
+            prompt=self._text,
+            prompt_token_ids=self.request.prompt.tolist(),
+            outputs=self._outputs,
+            timings=self._timings(),
+        )
+
+    def _timings(self) -> dict[str, float]:
+        times = self.request.times
+        tokens = sum(len(output.token_ids) for output in self._outputs)
+        decoding = times.finished - times.first_token
+        # The first token of each sequence is the work of the prompt's step.
+        decoded = tokens - len(self._outputs)
+        return {
+            "queue_seconds": max(times.admitted - times.arrived, 0.0),
+            "time_to_first_token_seconds": max(times.first_token - times.arrived, 0.0),
+            "total_seconds": times.finished - times.arrived,
+            "output_tokens": tokens,
+            "output_tokens_per_second": decoded / decoding if decoded > 0 < decoding else 0.0,
+            "cached_prompt_tokens": self.request.cached_tokens,
+        }
+
+
+class _PromptIndex:
+    """Puts the number of the prompt before a ValueError that its reading raises."""
+
+    def __init__(self, index: int | None, what: str) -> None:
+        self._index = index
+        self._what = what
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, ValueError) and self._index is not None:
+            raise ValueError(f"{self._what} {self._index}: {error}") from error
+
+
+def _kv_sizes(
+    config: LlamaConfig,
+    *,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    kv_cache_bytes: int | None,
+    num_blocks: int | None,
+) -> tuple[int, int]:
+    """(max_model_len, num_blocks) from what was given."""
+    if num_blocks is not None and kv_cache_bytes is not None:
+        raise ValueError("num_blocks and kv_cache_bytes both give the size of the KV cache")
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, the model's max_position_embeddings {longest}"
+        )
+    if kv_cache_bytes is not None and kv_cache_bytes < block_bytes:
+        raise ValueError(
+            f"kv_cache_bytes is {kv_cache_bytes}, less than one KV block of {block_size} tokens, "
+            f"{block_bytes} bytes"
+        )
+    if num_blocks is not None:
+        available = num_blocks
+    elif kv_cache_bytes is not None:
+        available = kv_cache_bytes // block_bytes
+    else:
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        available = max(min(MAX_KV_BYTES, physical // 4) // block_bytes, 1)
+    length = max_model_len or min(longest, max(available * block_size, 2))
+    per_sequence = -(-length // block_size)
+    if num_blocks is None and kv_cache_bytes is None:
+        available = max(min(available, per_sequence * max_num_seqs), per_sequence)
+    return length, available
+
+
+def _check_positive(**values: int | None) -> None:
+    for name, value in values.items():
+        if value is not None and (not _is_integer(value) or value < 1):
+            raise ValueError(f"{name} must be a positive integer, not {value!r}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_token_ids(value: object) -> bool:
+    if isinstance(value, np.ndarray):
+        return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
+    return isinstance(value, list | tuple) and all(_is_integer(token) for token in value)
+
+
+def _kind(value: object) -> str:
+    """What a value is, for an error."""
+    if isinstance(value, str):
+        return "a text"
+    if isinstance(value, Mapping):
+        return "a dict"
+    if isinstance(value, list | tuple):
+        odd = next((item for item in value if not _is_integer(item)), None)
+        if odd is None:
+            return "token ids"
+        return f"a {type(value).__name__} that holds a {type(odd).__name__}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,177 @@
+"""How tokens are chosen from the logits, and when a generation ends: vLLM's names and meanings."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from megavm.vm.config import MAX_STOP_TOKENS
+
+MAX_COMPLETIONS: Final = 16384
+MAX_LOGPROBS: Final = 20
+_MAX_TOKEN: Final = (1 << 31) - 1
+_GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Parameters of one request; values are checked here, so that a bad one never reaches a batch.
+
+    Attributes:
+        n: completions per prompt.
+        temperature: divides the logits; 0 takes the most likely token.
+        top_p: keep the smallest set of most likely tokens whose probabilities sum to this.
+        top_k: keep this many most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this probable relative to the most likely one.
+        repetition_penalty: > 1 makes tokens of the prompt and the output less likely.
+        presence_penalty: subtracted from the logits of tokens that are in the output.
+        frequency_penalty: subtracted as often as a token is in the output.
+        seed: the same seed gives the same tokens; None draws a fresh one.
+        stop: strings that end a completion; kept as a tuple.
+        stop_token_ids: token ids that end a completion; kept as a tuple.
+        max_tokens: tokens of one completion; None goes on to the end of the context.
+        min_tokens: tokens before a completion may end by itself.
+        ignore_eos: go on after the model's end-of-sequence token.
+        logprobs: how many alternatives to report with each token; None reports nothing.
+        skip_special_tokens: leave control tokens out of the text.
+        include_stop_str_in_output: keep the stop string at the end of the text.
+
+    Raises:
+        ValueError: a parameter has a wrong type or is out of its range; the sentence names both.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def __post_init__(self) -> None:
+        self._integer("n", 1, MAX_COMPLETIONS)
+        self._number("temperature", 0.0, math.inf)
+        self._number("top_p", 0.0, 1.0, open_low=True)
+        self._integer("top_k", -1, _MAX_TOKEN)
+        self._number("min_p", 0.0, 1.0)
+        self._number("repetition_penalty", 0.0, math.inf, open_low=True)
+        self._number("presence_penalty", -2.0, 2.0)
+        self._number("frequency_penalty", -2.0, 2.0)
+        self._integer("seed", 0, (1 << 63) - 1, optional=True)
+        self._integer("max_tokens", 1, _MAX_TOKEN, optional=True)
+        self._integer("min_tokens", 0, _MAX_TOKEN)
+        self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
+        self._read_stop()
+        self._read_stop_token_ids()
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
+            )
+
+    @classmethod
+    def from_generation_config(cls, generation: Mapping[str, Any], **given: Any) -> SamplingParams:
+        """Parameters of a request: what is given, else a model's generation_config.json, else ours.
+
+        Raises:
+            ValueError: as for the constructor.
+        """
+        values = {
+            key: generation[key] for key in _GENERATION_KEYS if generation.get(key) is not None
+        }
+        if generation.get("do_sample") is False:
+            values["temperature"] = 0.0
+        return cls(**{**values, **given})
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """`stop` as a tuple, empty if there is none."""
+        return tuple(self.stop or ())
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _integer(self, name: str, low: int, high: int, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if not _is_integer(value) or not low <= value <= high:
+            either = "None or " if optional else ""
+            raise ValueError(
+                f"{name} must be {either}an integer in [{low}, {high}], not {_short(value)}"
+            )
+        self._set(name, int(value))
+
+    def _number(self, name: str, low: float, high: float, open_low: bool = False) -> None:
+        value = getattr(self, name)
+        good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        if good:
+            try:
+                number = float(value)
+            except OverflowError:
+                number = math.inf
+            good = (
+                math.isfinite(number) and low <= number <= high and not (open_low and number == low)
+            )
+        if not good:
+            interval = (
+                f"{'(' if open_low else '['}{low:g}, {high:g}{')' if high == math.inf else ']'}"
+            )
+            raise ValueError(f"{name} must be a number in {interval}, not {_short(value)}")
+        self._set(name, number)
+
+    def _read_stop(self) -> None:
+        stop = self.stop
+        if stop is None:
+            return
+        strings = [stop] if isinstance(stop, str) else stop
+        if (
+            not isinstance(strings, list | tuple)
+            or not all(isinstance(text, str) for text in strings)
+            or not all(strings)
+        ):
+            raise ValueError(f"stop must hold strings that are not empty, not {_short(stop)}")
+        self._set("stop", tuple(strings))
+
+    def _read_stop_token_ids(self) -> None:
+        ids = self.stop_token_ids
+        if ids is None:
+            return
+        if not isinstance(ids, list | tuple) or not all(
+            _is_integer(token) and 0 <= token <= _MAX_TOKEN for token in ids
+        ):
+            raise ValueError(f"stop_token_ids must hold token ids, not {_short(ids)}")
+        if len(ids) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids must hold at most {MAX_STOP_TOKENS} token ids, not {len(ids)}"
+            )
+        self._set("stop_token_ids", tuple(int(token) for token in ids))
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

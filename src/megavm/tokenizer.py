@@ -1,0 +1,395 @@
+"""Text to token ids and back: a model's tokenizer, its chat template, decoding in a stream."""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from megavm.scheduler.checkpoint import read_json
+
+if TYPE_CHECKING:
+    import jinja2
+    import tokenizers
+
+TOKENIZER_FILE: Final = "tokenizer.json"
+TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
+SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
+TEMPLATE_FILE: Final = "chat_template.jinja"
+TEMPLATE_JSON_FILE: Final = "chat_template.json"
+
+Message = Mapping[str, Any]
+
+
+class Tokenizer:
+    """The tokenizer of one model directory.
+
+    A directory without tokenizer.json gives a tokenizer with `available` false: a model can still
+    be run by token ids, and only the functions that need text raise. Decoding keeps the text as it
+    is (no clean-up of spaces before punctuation). Safe to share between threads.
+
+    Attributes:
+        directory: where it was read from.
+        special_tokens: name to text, such as {"bos_token": "<s>"}; known to chat templates.
+        bos_token_id, eos_token_id: ids of those two, or None.
+        chat_template: the Jinja source, or None.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        """Read the tokenizer files of `directory`.
+
+        Raises:
+            ValueError: a file is there but is not valid.
+        """
+        self.directory = Path(directory)
+        config = self._read_optional(TOKENIZER_CONFIG_FILE)
+        self.special_tokens = _named_tokens(
+            self._read_optional(SPECIAL_TOKENS_FILE)
+        ) | _named_tokens(config)
+        self.chat_template = _read_template(self.directory, config)
+        self._template: jinja2.Template | None = None
+        self._backend = self._read_backend()
+        self._special_ids: frozenset[int] = frozenset()
+        if self._backend is not None:
+            added = self._backend.get_added_tokens_decoder()
+            self._special_ids = frozenset(i for i, token in added.items() if token.special)
+        self.bos_token_id = self._special_id("bos_token")
+        self.eos_token_id = self._special_id("eos_token")
+
+    @property
+    def available(self) -> bool:
+        """Whether text can be encoded and decoded at all."""
+        return self._backend is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the tokenizer; the model's vocabulary may be padded beyond it."""
+        if self._backend is None:
+            return 0
+        size: int = self._backend.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of `text`, with the tokens that begin (and end) a text if `add_special_tokens`.
+
+        Which ones these are is what tokenizer.json says; as in transformers, add_bos_token and its
+        like in tokenizer_config.json do not change it. A chat prompt holds its special tokens
+        already: encode it with add_special_tokens=False.
+
+        Raises:
+            ValueError: there is no tokenizer, or `text` is not valid Unicode text.
+        """
+        backend = self._require_backend()
+        if not isinstance(text, str):
+            raise ValueError(f"text must be a str, not {type(text).__name__}")
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"text is not valid Unicode: {error}") from error
+        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of `ids`; ids beyond the tokenizer's vocabulary (the model's padding) add nothing.
+
+        Raises:
+            ValueError: there is no tokenizer, or an id is not in [0, 2**32).
+        """
+        backend = self._require_backend()
+        for token_id in ids:
+            if not isinstance(token_id, int) or not 0 <= token_id < 1 << 32:
+                raise ValueError(f"token id {token_id!r} is not an integer in [0, {1 << 32})")
+        text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def knows(self, token_id: int) -> bool:
+        """Whether the tokenizer has a token of this id; never raises."""
+        return (
+            self._backend is not None
+            and isinstance(token_id, int)
+            and 0 <= token_id < 1 << 32
+            and self._backend.id_to_token(token_id) is not None
+        )
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether this id is a control token, which `decode` leaves out by default."""
+        return token_id in self._special_ids
+
+    def chat_prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """The text that the model's chat template makes of `messages`.
+
+        A message is {"role": ..., "content": ...}; its content may be a list of parts
+        {"type": "text", "text": ...}, which are joined by newlines. `add_generation_prompt` opens
+        the assistant's turn at the end.
+
+        Raises:
+            ValueError: the model has no chat template, a message is malformed, or the template
+            refuses.
+        """
+        import jinja2
+
+        template = self._require_template()
+        plain = [_plain_message(index, message) for index, message in enumerate(messages)]
+        if not plain:
+            raise ValueError("messages must hold at least one message")
+        try:
+            if self._template is None:
+                self._template = _template_environment().from_string(template)
+            return self._template.render(
+                messages=plain,
+                add_generation_prompt=add_generation_prompt,
+                tools=None,
+                documents=None,
+                **self.special_tokens,
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template of {self.directory} failed: {error}") from error
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            # The template is a program of the model's author, and these are its run-time errors.
+            raise ValueError(
+                f"the chat template of {self.directory} failed: {type(error).__name__}: {error}"
+            ) from error
+        except RecursionError as error:
+            raise ValueError(f"the chat template of {self.directory} recurses forever") from error
+
+    def require_chat(self) -> None:
+        """Check that a conversation is possible at all.
+
+        Raises:
+            ValueError: there is no tokenizer or no chat template.
+        """
+        self._require_backend()
+        self._require_template()
+
+    def _require_template(self) -> str:
+        if self.chat_template is None:
+            raise ValueError(
+                f"the model in {self.directory} has no chat template: neither {TEMPLATE_FILE},"
+                f" {TEMPLATE_JSON_FILE} nor a chat_template in {TOKENIZER_CONFIG_FILE}"
+            )
+        return self.chat_template
+
+    def _require_backend(self) -> tokenizers.Tokenizer:
+        if self._backend is None:
+            hint = ""
+            if (self.directory / "tokenizer.model").is_file():
+                hint = " (tokenizer.model alone is not enough: convert it)"
+            raise ValueError(
+                f"no {TOKENIZER_FILE} in {self.directory}{hint}: this model takes and gives token"
+                " ids only"
+            )
+        return self._backend
+
+    def _read_optional(self, name: str) -> dict[str, Any]:
+        path = self.directory / name
+        return read_json(path) if path.is_file() else {}
+
+    def _read_backend(self) -> tokenizers.Tokenizer | None:
+        path = self.directory / TOKENIZER_FILE
+        if not path.is_file():
+            return None
+        import tokenizers
+
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises plain Exception
+            message = " ".join(str(error).split())
+            raise ValueError(f"{path} is not a valid tokenizer: {message}") from error
+        # Both are settings of a training run that some files carry along.
+        backend.no_truncation()
+        backend.no_padding()
+        # A special token must be one token in the input and can be left out of the output.
+        backend.add_special_tokens(
+            [
+                tokenizers.AddedToken(text, special=True, normalized=False)
+                for text in dict.fromkeys(self.special_tokens.values())
+                if backend.token_to_id(text) is not None
+            ]
+        )
+        return backend
+
+    def _special_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if self._backend is None or text is None else self._backend.token_to_id(text)
+
+
+class StreamDecoder:
+    """Turns one sequence's token ids into text as they come.
+
+    Bytes of a character that is not complete yet are held back. The pieces together are what
+    `Tokenizer.decode` gives for all ids at once, wherever the decoding of a text does not depend on
+    what follows it. Never raises, whatever the ids: one that the tokenizer does not know, or any id
+    where there is no tokenizer, adds nothing.
+
+    `prompt_ids` is what the ids continue: with it, a tokenizer that drops the space at the
+    beginning of a text keeps the one between the prompt and its continuation.
+    """
+
+    # A character has at most 4 bytes: this many tokens without a new text must hold invalid ones.
+    _MAX_PENDING: Final = 8
+    _CONTEXT: Final = 5
+
+    def __init__(
+        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        # The text of _ids[:_context] is out already; what follows it is pending.
+        self._ids = [i for i in prompt_ids[-self._CONTEXT :] if self._has_text(i)]
+        self._context = len(self._ids)
+        self._context_text = self._decode(self._ids)
+
+    def step(self, token_id: int) -> str:
+        """The text that `token_id` adds; "" while a character is incomplete."""
+        if not self._has_text(token_id):
+            return ""
+        self._ids.append(token_id)
+        text = self._decode(self._ids)
+        if len(text) > len(self._context_text) and not text.endswith("\ufffd"):
+            return self._emit(text, len(self._ids))
+        pending = len(self._ids) - self._context
+        return self._emit_invalid(text) if pending >= self._MAX_PENDING else ""
+
+    def flush(self) -> str:
+        """The text held back, at the end of a sequence; incomplete characters become U+FFFD."""
+        return self._emit(self._decode(self._ids), len(self._ids))
+
+    def _has_text(self, token_id: int) -> bool:
+        known = self._tokenizer.knows(token_id)
+        return known and not (self._skip_special_tokens and self._tokenizer.is_special(token_id))
+
+    def _emit(self, text: str, end: int) -> str:
+        """Hand out `text`, which _ids[:end] decode to, and make those ids the new context."""
+        new = text[len(self._context_text) :]
+        if new:
+            self._ids, self._context = self._ids[self._context :], end - self._context
+            self._context_text = self._decode(self._ids[: self._context])
+        return new
+
+    def _emit_invalid(self, text: str) -> str:
+        """Hand out a long run of invalid bytes, but hold back a last character that may yet end."""
+        count = len(self._ids)
+        for end in range(count - 1, count - 5, -1):
+            head = self._decode(self._ids[:end])
+            if len(head) > len(self._context_text) and text == head + self._decode(self._ids[end:]):
+                return self._emit(head, end)
+        if count - self._context < 4 * self._MAX_PENDING:
+            return ""
+        new = self._emit(text, count)
+        del self._ids[self._context :]
+        return new
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids, self._skip_special_tokens) if ids else ""
+
+
+def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """The entries like "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}, as text."""
+    tokens = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str) and text:
+            tokens[name] = text
+    return tokens
+
+
+def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
+    """The chat template of a directory: its own file if there is one, else the configuration's."""
+    path = directory / TEMPLATE_FILE
+    if path.is_file():
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read {path}: {error}") from error
+    path = directory / TEMPLATE_JSON_FILE
+    if path.is_file():
+        template = read_json(path).get("chat_template")
+    else:
+        path, template = directory / TOKENIZER_CONFIG_FILE, config.get("chat_template")
+    if isinstance(template, list):
+        named = {
+            entry.get("name"): entry.get("template")
+            for entry in template
+            if isinstance(entry, dict)
+        }
+        template = named.get("default")
+        if template is None:
+            raise ValueError(f"chat_template in {path} has no entry named default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"chat_template in {path} is a {type(template).__name__}, not a string")
+    return template
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    """A copy of one chat message with its content as one string."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"message {index} must be a dict with a string under role")
+    content = message.get("content")
+    if isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        parts = []
+        for part in content:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if not isinstance(text, str) or (
+                isinstance(part, Mapping) and part.get("type", "text") != "text"
+            ):
+                kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+                raise ValueError(
+                    f"message {index} holds a part of type {kind!r}: only text is read"
+                )
+            parts.append(text)
+        content = "\n".join(parts)
+    if content is not None and not isinstance(content, str):
+        raise ValueError(f"the content of message {index} must be text or a list of text parts")
+    return {**message, "content": content}
+
+
+def _template_environment() -> jinja2.Environment:
+    """The environment for which chat templates are written: a sandbox with a few helpers."""
+    import jinja2
+    from jinja2.ext import Extension
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """{% generation %} marks the assistant's words for training; here it is its body."""
+
+        def parse(self, parser: Parser) -> list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    GenerationBlock.tags = {"generation"}
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def strftime_now(format: str) -> str:
+        return datetime.datetime.now().strftime(format)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        # Jinja's own filter escapes HTML.
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=["jinja2.ext.loopcontrols", GenerationBlock],
+    )
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = strftime_now
+    return environment
