@@ -10,7 +10,15 @@ from megavm.vm.isa import Resources, TensorSpec, pages
 PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
 STREAM_PAGES = 3  # the least that keeps a weight stream going
 SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit
-COLUMN_BLOCK = 16  # output columns whose sums are alive at the same time
+COLUMN_BLOCK = 32  # output columns whose sums are alive at the same time
+ROW_BLOCK = 16  # rows whose sums are kept together
+VECTOR = 32  # input columns are padded to a multiple of this
+SCRATCH_PER_ROW = 16  # bytes: number, scale, position and KV block of an input row
+
+
+def round_up(size: int, unit: int) -> int:
+    """The next multiple of ``unit``."""
+    return -(-size // unit) * unit
 
 
 def product_resources(rows: int, columns: int, k: int, itemsize: int) -> Resources:
@@ -20,17 +28,18 @@ def product_resources(rows: int, columns: int, k: int, itemsize: int) -> Resourc
     of columns has live sums (*input-stationary*: decode). Otherwise the sums of the whole tile stay in
     registers and slices of the input stream by as well (*output-stationary*: prefill).
     """
-    panel = rows * k * itemsize
+    panel = rows * round_up(k, VECTOR) * itemsize
+    scratch = SCRATCH_PER_ROW * round_up(rows, ROW_BLOCK)
     if panel <= PANEL_PAGES * PAGE_BYTES:
         return Resources(
             pages=pages(panel) + STREAM_PAGES,
-            scratch_bytes=16 * rows,
-            accumulator_bytes=4 * rows * COLUMN_BLOCK,
+            scratch_bytes=scratch,
+            accumulator_bytes=4 * round_up(rows, ROW_BLOCK) * COLUMN_BLOCK,
             semaphores=2,
         )
     return Resources(
         pages=pages(rows * SPLIT_COLUMNS * itemsize) + STREAM_PAGES,
-        scratch_bytes=16 * rows,
+        scratch_bytes=scratch,
         accumulator_bytes=4 * rows * columns,
         semaphores=2,
     )
@@ -43,16 +52,15 @@ def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:
             yield f"{name} [{begin}, {end}) is empty or outside [0, {size})"
 
 
-def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int, int]) -> Iterator[str]:
+def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int]) -> Iterator[str]:
     """A sentence for every ``name=(handle, rows, columns)`` whose tensor has another matrix shape.
 
-    A handle NONE is skipped.
+    Rows None: any number (declared regions must lie inside anyway). A handle NONE is skipped.
     """
     for name, (handle, rows, columns) in wanted.items():
         if handle == NONE:
             continue
         spec = tensors[handle]
-        if (spec.rows, spec.columns) != (rows, columns):
-            yield (
-                f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {rows} x {columns}"
-            )
+        if spec.columns != columns or rows not in (None, spec.rows):
+            expected = f"{'any' if rows is None else rows} x {columns}"
+            yield f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {expected}"

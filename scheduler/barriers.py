@@ -13,9 +13,13 @@ the instructions that wait for nothing inside the step wait for the last ones of
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
 
 from megavm.instructions.noop import Noop
 from megavm.scheduler.lower import Tiles
@@ -44,33 +48,50 @@ def add_barriers(
     return _Grouping(operations, needs, _roots_and_sinks(needs, tagged_needs)).result()
 
 
+class _Table:
+    """Regions of one tensor and the instructions that accessed them, as columns of numbers."""
+
+    def __init__(self, entries: Sequence[tuple[Region, int]] = ()) -> None:
+        rows = [(*r.rows, *r.columns, r.indexed, number) for r, number in entries]
+        self.columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+
+    def matching(self, region: Region) -> Bits:
+        """The instructions whose regions overlap ``region``."""
+        top, bottom, left, right, indexed, numbers = self.columns
+        inside = (top < region.rows[1]) & (region.rows[0] < bottom)
+        inside &= (left < region.columns[1]) & (region.columns[0] < right)
+        return _bits(numbers[inside | (indexed != region.indexed)])
+
+    def update(self, new: _Table, cover: _Table) -> None:
+        """Append ``new``, after dropping what lies inside one of the regions of ``cover``."""
+        top, bottom, left, right, indexed, _ = self.columns
+        gone = np.zeros(len(top), dtype=bool)
+        for first, last, begin, end, kind, _ in cover.columns.T:
+            inside = (first <= top) & (bottom <= last) & (begin <= left) & (right <= end)
+            gone |= inside & (indexed == kind)
+        self.columns = np.concatenate([self.columns[:, ~gone], new.columns], axis=1)
+
+    def filled(self) -> _Table:
+        """The rectangle that an operation's disjoint tiles fill, if they fill one; else the tiles."""
+        tiles = np.unique(self.columns[:5], axis=1)
+        if not tiles.size:
+            return self
+        top, bottom, left, right, indexed = tiles
+        box = (top.min(), bottom.max(), left.min(), right.max(), indexed[0])
+        area = int(((bottom - top) * (right - left)).sum())
+        if area == (box[1] - box[0]) * (box[3] - box[2]) and (indexed == indexed[0]).all():
+            single = _Table()
+            single.columns = np.array([[*box, 0]], dtype=np.int64).T
+            return single
+        return self
+
+
 class _Accesses:
     """Who wrote and read the regions of one tensor since they were last overwritten."""
 
     def __init__(self) -> None:
-        self.writers: list[tuple[Region, int]] = []
-        self.readers: list[tuple[Region, int]] = []
-
-
-def _overlap(a: Region, b: Region) -> bool:
-    if a.indexed != b.indexed:
-        return True
-    return (
-        a.rows[0] < b.rows[1]
-        and b.rows[0] < a.rows[1]
-        and a.columns[0] < b.columns[1]
-        and b.columns[0] < a.columns[1]
-    )
-
-
-def _contains(outer: Region, inner: Region) -> bool:
-    return (
-        outer.indexed == inner.indexed
-        and outer.rows[0] <= inner.rows[0]
-        and inner.rows[1] <= outer.rows[1]
-        and outer.columns[0] <= inner.columns[0]
-        and inner.columns[1] <= outer.columns[1]
-    )
+        self.writers = _Table()
+        self.readers = _Table()
 
 
 def _dependencies(
@@ -80,74 +101,33 @@ def _dependencies(
     needs: list[Bits] = []
     tagged_needs: list[Bits] = []
     accesses: dict[int, _Accesses] = defaultdict(_Accesses)
-    number = 0
     for tiles in operations:
-        fresh: dict[int, _Accesses] = defaultdict(_Accesses)
-        found: dict[tuple[Region, bool], Bits] = {}
+        reads: dict[int, list[tuple[Region, int]]] = defaultdict(list)
+        writes: dict[int, list[tuple[Region, int]]] = defaultdict(list)
+        before_read = functools.cache(lambda r: accesses[r.tensor].writers.matching(r))
+        before_write = functools.cache(lambda r: accesses[r.tensor].readers.matching(r))
         for inst in tiles.instructions:
+            number = len(needs)
             needed = tagged = 0
             for region in inst.reads(tensors):
                 spec = tensors[region.tensor]
-                if not spec.writable:
-                    continue
-                before = _matching(accesses[region.tensor].writers, region, found, False)
                 if spec.tagged:
-                    tagged |= before
-                else:
-                    needed |= before
-                    fresh[region.tensor].readers.append((region, number))
+                    tagged |= before_read(region)
+                elif spec.writable:
+                    needed |= before_read(region)
+                    reads[region.tensor].append((region, number))
             for region in inst.writes(tensors):
-                fresh[region.tensor].writers.append((region, number))
+                writes[region.tensor].append((region, number))
                 if not tensors[region.tensor].tagged:
-                    known = accesses[region.tensor]
-                    needed |= _matching([*known.writers, *known.readers], region, found, True)
+                    needed |= before_read(region) | before_write(region)
             needs.append(needed)
             tagged_needs.append(tagged)
-            number += 1
-        for handle, new in fresh.items():
-            _advance(accesses[handle], new)
+        for handle in reads.keys() | writes.keys():
+            known, written = accesses[handle], _Table(writes[handle])
+            cover = written.filled()
+            known.writers.update(written, cover)
+            known.readers.update(_Table(reads[handle]), cover)
     return needs, tagged_needs
-
-
-def _matching(
-    entries: Iterable[tuple[Region, int]],
-    region: Region,
-    found: dict[tuple[Region, bool], Bits],
-    write: bool,
-) -> Bits:
-    """Instructions among ``entries`` whose regions overlap ``region``; remembered per operation."""
-    key = (region, write)
-    if key not in found:
-        bits = 0
-        for other, number in entries:
-            if _overlap(other, region):
-                bits |= 1 << number
-        found[key] = bits
-    return found[key]
-
-
-def _advance(old: _Accesses, new: _Accesses) -> None:
-    """Take an operation's accesses into account: what it overwrote as a whole is no longer of interest."""
-    if new.writers:
-        cover = _bounding_boxes(new.writers)
-        old.writers = [e for e in old.writers if not any(_contains(c, e[0]) for c in cover)]
-        old.readers = [e for e in old.readers if not any(_contains(c, e[0]) for c in cover)]
-    old.writers += new.writers
-    old.readers += new.readers
-
-
-def _bounding_boxes(entries: Sequence[tuple[Region, int]]) -> list[Region]:
-    """The rectangle that an operation's disjoint tiles fill, if they fill one; else the tiles."""
-    regions = [r for r, _ in entries]
-    box = Region(
-        regions[0].tensor,
-        (min(r.rows[0] for r in regions), max(r.rows[1] for r in regions)),
-        (min(r.columns[0] for r in regions), max(r.columns[1] for r in regions)),
-        regions[0].indexed,
-    )
-    filled = sum(r.elements for r in set(regions)) == box.elements
-    alike = all(r.indexed == box.indexed for r in regions)
-    return [box] if filled and alike else regions
 
 
 def _prune(needs: Sequence[Bits], tagged_needs: Sequence[Bits]) -> list[Bits]:
@@ -168,12 +148,17 @@ def _prune(needs: Sequence[Bits], tagged_needs: Sequence[Bits]) -> list[Bits]:
 
 
 def _members(bits: Bits) -> list[int]:
-    result = []
-    while bits:
-        low = bits & -bits
-        result.append(low.bit_length() - 1)
-        bits ^= low
-    return result
+    raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
+    members: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+    return members
+
+
+def _bits(numbers: npt.NDArray[np.int64]) -> Bits:
+    if not len(numbers):
+        return 0
+    flags = np.zeros(int(numbers.max()) + 1, dtype=np.uint8)
+    flags[numbers] = 1
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
 def _roots_and_sinks(needs: Sequence[Bits], tagged_needs: Sequence[Bits]) -> tuple[Bits, Bits]:

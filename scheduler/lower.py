@@ -26,7 +26,6 @@ from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
 
 COLUMN_UNIT = 16  # column tiles begin at multiples of this
 LARGE_ROW_TILE = 64  # rows of a tile whose input does not fit as a whole
-MIN_CHUNK = 256  # least tokens of an attention chunk that is worth an instruction
 
 
 @dataclass(frozen=True)
@@ -283,7 +282,7 @@ def attention_tiling(
     wanted = options.workers * options.waves
     head_tiles = min(kv_heads, wanted)
     row_tile = -(-rows // -(-wanted // head_tiles))
-    chunk = -(-MIN_CHUNK // block_size) * block_size
+    chunk = -(-options.min_chunk // block_size) * block_size
     items = -(-rows // row_tile) * head_tiles
     splits = max(1, min(options.workers // items, -(-context // chunk)))
     return head_tiles, row_tile, splits, chunk if splits > 1 else block_size

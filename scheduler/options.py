@@ -17,7 +17,7 @@ class CompileOptions:
     ``exchange``: how activations pass from worker to worker: ``barrier`` counters, or ``tagged`` words for
     those of at most ``tagged_bytes`` (storage.py). ``fuse_norm_rows``: see fuse.py. ``waves``: column
     tiles per worker and operation; one fat tile each is best for static queues, several let a dynamic
-    queue level out.
+    queue level out. ``min_chunk``: least tokens of context that are worth a split of attention.
 
     Raises ValueError when a number is not positive.
     """
@@ -28,9 +28,10 @@ class CompileOptions:
     tagged_bytes: int = 128 * 1024
     fuse_norm_rows: int = 16
     waves: int = 1
+    min_chunk: int = 256
 
     def __post_init__(self) -> None:
-        for name in ("workers", "waves"):
+        for name in ("workers", "waves", "min_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.assignment not in ("balanced", "round_robin", "dynamic"):

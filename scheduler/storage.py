@@ -62,7 +62,8 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
         for value in operation.outputs.values():
             if value.spec is not None:
                 continue
-            if options.exchange == "tagged" and _may_be_tagged(value, options):
+            exchanged = last_use[value] > i
+            if options.exchange == "tagged" and exchanged and _may_be_tagged(value, options):
                 spec = TensorSpec(
                     f"{value.name}.tagged{value.rows}",
                     (value.rows, value.columns),

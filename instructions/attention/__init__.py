@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import ranges
+from megavm.instructions.tiles import ranges, shapes
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
     BF16,
@@ -141,7 +141,7 @@ class Attention(Instruction):
         heads = q.columns // head_dim
         yield from shapes(
             tensors,
-            out=(self.out, q.rows, q.columns),
+            out=(self.out, None, q.columns),
             row_count=(self.row_count, 1, 1),
         )
         for handle in present(self.partial):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import ranges
+from megavm.instructions.tiles import ranges, round_up
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -59,7 +59,7 @@ class AttentionMerge(Instruction):
         return 2 * (self.row_end - self.row_begin) * heads * self.num_splits * self.head_dim
 
     def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        return Resources(scratch_bytes=4 * (self.head_dim + 2), semaphores=1)
+        return Resources(scratch_bytes=4 * round_up(self.head_dim + 2, 16), semaphores=1)
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

@@ -81,7 +81,7 @@ class GateUp(Instruction):
         )
         yield from shapes(
             tensors,
-            x=(self.x, x.rows, gate.columns),
+            x=(self.x, None, gate.columns),
             up=(self.up, gate.rows, gate.columns),
             gate_bias=(self.gate_bias, gate.rows, 1),
             up_bias=(self.up_bias, gate.rows, 1),

@@ -90,10 +90,10 @@ class Matmul(Instruction):
         )
         yield from shapes(
             tensors,
-            x=(self.x, x.rows, weight.columns),
+            x=(self.x, None, weight.columns),
             bias=(self.bias, weight.rows, 1),
             gain=(self.gain, weight.columns, 1),
-            residual=(self.residual, out.rows, out.columns),
+            residual=(self.residual, None, out.columns),
             row_count=(self.row_count, 1, 1),
         )
         if self.row_index == NONE and self.x_rows != self.row_end:

@@ -56,7 +56,7 @@ class RmsNorm(Instruction):
         yield from shapes(
             tensors,
             gain=(self.gain, x.columns, 1),
-            out=(self.out, out.rows, x.columns),
+            out=(self.out, None, x.columns),
             row_count=(self.row_count, 1, 1),
         )
         if self.gain == NONE:

@@ -106,7 +106,7 @@ class Sample(Instruction):
         yield from ranges(rows=(self.row_begin, self.row_end, logits.rows))
         yield from shapes(
             tensors,
-            adjusted=(self.adjusted, logits.rows, logits.columns),
+            adjusted=(self.adjusted, None, logits.columns),
             sampling_real=(self.sampling_real, sequences, REAL_COLUMNS),
             sampling_integer=(self.sampling_integer, sequences, INTEGER_COLUMNS),
             logit_count=(self.logit_count, 1, 1),
