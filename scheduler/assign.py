@@ -62,7 +62,7 @@ def _runs(
         run_cost += cost
         done += cost
         left = len(members) - position - 1
-        full = done * count >= total * (len(runs) + 1) or left < count - len(runs) - 1
+        full = done * count >= total * (len(runs) + 1) or left <= count - len(runs) - 1
         if full and len(runs) < count - 1:
             runs.append((run_cost, run))
             run, run_cost = [], 0

@@ -4,7 +4,11 @@ Dependencies are found from the regions that instructions declare: read after wr
 write after write on the same tensor. What another dependency already implies is dropped. The rest becomes
 counters: the instructions of one operation that the same set of readers waits for share a barrier, so a
 reader waits for just what it needs, unless that would take more waits than a header holds; then barriers
-are merged, and as a last resort joined by Noops. Tagged tensors need no counter: reading them is the wait.
+are merged, and as a last resort joined by Noops.
+
+Tagged tensors need no counter: reading them is the wait. But a tag speaks for its word alone. Who has seen the
+word knows that its writer had read its inputs, and what came before the writer; of the writer's other, untagged
+writes it knows nothing, and its own other reads may have been issued before the word came.
 
 A program is run step after step without a join of all workers. So that no step overtakes the one before,
 the instructions that wait for nothing inside the step wait for the last ones of the step before
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,13 +43,34 @@ class Synchronised:
     barriers: list[str]
 
 
-def add_barriers(
-    operations: Sequence[Tiles], tensors: Sequence[TensorSpec]
-) -> Synchronised:
+@dataclass
+class Needs:
+    """What one instruction must come after, by reason."""
+
+    reads: Bits = 0  # it reads what these wrote: they must be complete before it starts
+    overwrites: Bits = 0  # it overwrites what these wrote
+    replaces: Bits = 0  # it overwrites what these read
+    tags: Bits = 0  # it reads tagged words that these wrote
+
+
+def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> Synchronised:
     """Add the waits and signals that make any order of execution give the sequential result."""
-    needs, tagged_needs = _dependencies(operations, tensors)
-    needs = _prune(needs, tagged_needs)
-    return _Grouping(operations, needs, _roots_and_sinks(needs, tagged_needs)).result()
+    instructions = [i for tiles in operations for i in tiles.instructions]
+    needs = _dependencies(operations, tensors)
+    waits = _reduce(needs)
+    roots = _set(i for i, n in enumerate(needs) if not waits[i] | n.tags)
+    plain = _set(
+        i
+        for i, inst in enumerate(instructions)
+        if any(not tensors[r.tensor].tagged for r in inst.writes(tensors))
+    )
+    awaited = seen = 0
+    for i, needed in enumerate(needs):
+        awaited |= waits[i]
+        seen |= needed.tags
+    everybody = (1 << len(instructions)) - 1
+    sinks = everybody & ~awaited & ~(seen & ~plain)
+    return _Grouping(operations, waits, roots, sinks).result()
 
 
 class _Table:
@@ -94,57 +119,80 @@ class _Accesses:
         self.readers = _Table()
 
 
-def _dependencies(
-    operations: Sequence[Tiles], tensors: Sequence[TensorSpec]
-) -> tuple[list[Bits], list[Bits]]:
-    """For each instruction those it must come after: by barrier, and by tag."""
-    needs: list[Bits] = []
-    tagged_needs: list[Bits] = []
+def _dependencies(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> list[Needs]:
+    """What each instruction must come after, from the regions that all declare."""
+    needs: list[Needs] = []
     accesses: dict[int, _Accesses] = defaultdict(_Accesses)
     for tiles in operations:
         reads: dict[int, list[tuple[Region, int]]] = defaultdict(list)
         writes: dict[int, list[tuple[Region, int]]] = defaultdict(list)
-        before_read = functools.cache(lambda r: accesses[r.tensor].writers.matching(r))
-        before_write = functools.cache(lambda r: accesses[r.tensor].readers.matching(r))
+        writers = functools.cache(lambda r: accesses[r.tensor].writers.matching(r))
+        readers = functools.cache(lambda r: accesses[r.tensor].readers.matching(r))
         for inst in tiles.instructions:
-            number = len(needs)
-            needed = tagged = 0
+            number, needed = len(needs), Needs()
             for region in inst.reads(tensors):
                 spec = tensors[region.tensor]
                 if spec.tagged:
-                    tagged |= before_read(region)
+                    needed.tags |= writers(region)
                 elif spec.writable:
-                    needed |= before_read(region)
+                    needed.reads |= writers(region)
                     reads[region.tensor].append((region, number))
             for region in inst.writes(tensors):
                 writes[region.tensor].append((region, number))
                 if not tensors[region.tensor].tagged:
-                    needed |= before_read(region) | before_write(region)
+                    needed.overwrites |= writers(region)
+                    needed.replaces |= readers(region)
             needs.append(needed)
-            tagged_needs.append(tagged)
         for handle in reads.keys() | writes.keys():
             known, written = accesses[handle], _Table(writes[handle])
             cover = written.filled()
             known.writers.update(written, cover)
             known.readers.update(_Table(reads[handle]), cover)
-    return needs, tagged_needs
+    return needs
 
 
-def _prune(needs: Sequence[Bits], tagged_needs: Sequence[Bits]) -> list[Bits]:
-    """Drop from each instruction what another of its predecessors comes after anyway."""
-    ancestors: list[Bits] = []
-    known: dict[Bits, Bits] = {}
-    pruned = []
-    for needed, tagged in zip(needs, tagged_needs, strict=True):
-        direct = needed | tagged
-        if direct not in known:
-            reached = 0
-            for i in _members(direct):
-                reached |= ancestors[i]
-            known[direct] = reached
-        ancestors.append(direct | known[direct])
-        pruned.append(needed & ~known[direct] & ~tagged)
-    return pruned
+def _reduce(needs: Sequence[Needs]) -> list[Bits]:
+    """The instructions that each one has to wait for, without those that others imply.
+
+    ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its inputs by
+    then. They differ where a tag is the only link.
+    """
+    done: list[Bits] = []
+    read: list[Bits] = []
+
+    @functools.cache
+    def through_waits(waits: Bits) -> tuple[Bits, Bits]:
+        members = _members(waits)
+        return _union(done, members), _union(read, members)
+
+    @functools.cache
+    def through_tags(tags: Bits) -> tuple[Bits, Bits]:
+        members = _members(tags)
+        return _union(done, members), _union(read, members) | tags
+
+    waits: list[Bits] = []
+    for needed in needs:
+        tag_done, tag_read = through_tags(needed.tags)
+        complete = needed.reads | needed.overwrites & ~tag_done
+        wanted = complete | needed.replaces & ~tag_read
+        implied_done, implied_read = through_waits(wanted)
+        kept = complete & ~implied_done | wanted & ~complete & ~implied_read
+        waits.append(kept)
+        wait_done, wait_read = through_waits(kept)
+        done.append(tag_done | wait_done | kept)
+        read.append(tag_read | wait_read | kept)
+    return waits
+
+
+def _union(sets: Sequence[Bits], members: Sequence[int]) -> Bits:
+    result = 0
+    for i in members:
+        result |= sets[i]
+    return result
+
+
+def _set(numbers: Iterable[int]) -> Bits:
+    return _bits(np.fromiter(numbers, dtype=np.int64))
 
 
 def _members(bits: Bits) -> list[int]:
@@ -161,21 +209,11 @@ def _bits(numbers: npt.NDArray[np.int64]) -> Bits:
     return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
 
 
-def _roots_and_sinks(needs: Sequence[Bits], tagged_needs: Sequence[Bits]) -> tuple[Bits, Bits]:
-    """Instructions that depend on nothing in their step, and those that nothing depends on."""
-    roots = waited = 0
-    for i, (needed, tagged) in enumerate(zip(needs, tagged_needs, strict=True)):
-        waited |= needed | tagged
-        if not needed | tagged:
-            roots |= 1 << i
-    return roots, (1 << len(needs)) - 1 & ~waited
-
-
 class _Grouping:
     """Chooses barriers for the needs, then writes the headers."""
 
     def __init__(
-        self, operations: Sequence[Tiles], needs: Sequence[Bits], ends: tuple[Bits, Bits]
+        self, operations: Sequence[Tiles], needs: Sequence[Bits], roots: Bits, sinks: Bits
     ) -> None:
         self.tiles = operations
         self.instructions = [i for tiles in operations for i in tiles.instructions]
@@ -183,7 +221,8 @@ class _Grouping:
             number for number, tiles in enumerate(operations) for _ in tiles.instructions
         ]
         self.needs = needs
-        self.roots, self.sinks = ends
+        self.roots = roots  # depend on nothing in their step
+        self.sinks = sinks  # nothing in the step tells that they are complete
         self.group = [-1] * len(self.instructions)
         self._choose_groups()
 

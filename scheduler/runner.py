@@ -34,7 +34,8 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, expected at least 1")
     if name in ("auto", "cpu"):
-        from megavm.vm.cpu_machine import CpuMachine, physical_cores
+        from megavm.vm.cores import physical_cores
+        from megavm.vm.cpu_machine import CpuMachine
 
         return CpuMachine(), workers or physical_cores()
     if name == "reference":

@@ -176,11 +176,13 @@ class Field(Generic[T]):
         doc: str,
         dtypes: tuple[DType, ...] = (),
         optional: bool = False,
+        workspace: bool = False,
     ) -> None:
         self.kind = kind
         self.doc = doc
         self.dtypes = dtypes
         self.optional = optional
+        self.workspace = workspace
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -217,9 +219,14 @@ class Field(Generic[T]):
         return value
 
 
-def tensor(doc: str, *dtypes: DType, optional: bool = False) -> Field[int]:
-    """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold."""
-    return Field(FieldKind.TENSOR, doc, dtypes, optional)
+def tensor(
+    doc: str, *dtypes: DType, optional: bool = False, workspace: bool = False
+) -> Field[int]:
+    """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
+
+    What a ``workspace`` holds after the instruction is nobody's business, and machines may differ in it.
+    """
+    return Field(FieldKind.TENSOR, doc, dtypes, optional, workspace)
 
 
 def integer(doc: str) -> Field[int]:
@@ -296,6 +303,10 @@ class Instruction:
         copy.__dict__.update(self.__dict__)
         copy._synchronise(waits, signal)
         return copy
+
+    def workspaces(self) -> set[int]:
+        """Handles of the tensors whose contents it leaves unspecified."""
+        return {self.__dict__[f.name] for f in self.fields if f.workspace} - {NONE}
 
     # What the instruction declares about itself. ``tensors`` is the program's table.
 

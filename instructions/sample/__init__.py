@@ -61,7 +61,7 @@ class Sample(Instruction):
     opcode = 10
 
     logits = tensor("logits [logit rows, vocabulary]", F32)
-    adjusted = tensor("working copy of the logits [logit rows, vocabulary]", F32)
+    adjusted = tensor("for adjusted logits [logit rows, vocabulary]", F32, workspace=True)
     tokens = tensor("token ids of every sequence [sequences, max length]", I32)
     sampling_real = tensor("real parameters [sequences, REAL_COLUMNS]", F32)
     sampling_integer = tensor("integer parameters [sequences, INTEGER_COLUMNS]", I32)

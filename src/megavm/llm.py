@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final, Literal, Self
 
@@ -32,6 +32,7 @@ TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Prompts = str | TokenIds | Sequence[str] | Sequence[TokenIds]
 
 LOGIT_ROWS: Final = 64  # positions whose logits `LLM.logits` gets from one step
+DECODER_CONTEXT: Final = 16  # tokens of the prompt that its decoders are shown
 MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
 
 
@@ -49,17 +50,18 @@ class LLM:
         machine: what runs the programs; "auto" is the best that this computer has.
         dtype: of weights and KV cache; "auto" as the weights are stored (float16 as bfloat16).
         max_model_len: tokens of the longest sequence, prompt included; None takes the model's
-            limit, or less where the KV cache would need more memory than a quarter of this
-            computer's or 4 GiB.
+            limit, or less where a KV cache of the default size cannot hold that many.
         max_num_seqs: sequences that run at the same time; others wait.
         max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
         kv_cache_bytes, num_blocks: size of the KV cache, one way or the other; by default as many
-            blocks as `max_num_seqs` sequences of `max_model_len` need, within the memory above.
+            blocks as `max_num_seqs` sequences of `max_model_len` need, within 4 GiB and a quarter
+            of this computer's memory.
         block_size: tokens of a KV block.
         workers: threads of the machine; None takes its own choice.
         seed: of the generator that seeds the requests that come without a seed.
         prefix_caching: keep the keys and values of finished sequences for prompts that begin alike.
-        overlap: plan the next step while one runs.
+        overlap: plan the next step while one runs; None does so where the processor is not the
+            machine itself, whose threads it would disturb.
         steps_per_launch: tokens that a sequence may get before its stop conditions are looked at.
         progress: called as progress(phase, done, total) while loading.
 
@@ -82,7 +84,7 @@ class LLM:
         workers: int | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
-        overlap: bool = True,
+        overlap: bool | None = None,
         steps_per_launch: int = 1,
         progress: Progress | None = None,
     ) -> None:
@@ -98,14 +100,16 @@ class LLM:
             steps_per_launch=steps_per_launch,
         )
         report("finding the model", 0, 1)
-        directory = resolve(os.fspath(model))
+        directory = resolve(os.fspath(model) if isinstance(model, os.PathLike) else model)
         report("reading the configuration", 0, 1)
         self.checkpoint = Checkpoint.open(directory)
         self.checkpoint.check()
         config = self.checkpoint.config
         self.max_model_len, blocks = _kv_sizes(
             config,
-            block_bytes=config.kv_elements_per_token * block_size * choose_dtype(config, dtype).size,
+            block_bytes=config.kv_elements_per_token
+            * block_size
+            * choose_dtype(config, dtype).size,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -125,24 +129,21 @@ class LLM:
         self.runner = Runner.for_checkpoint(
             self.checkpoint, limits, machine=machine, dtype=dtype, workers=workers, progress=report
         )
+        report("compiling the program of one token", 0, 1)
+        self.runner.program(self.runner.bucket(1, 1, 1))
         self.engine = Engine(
             self.runner,
             eos_token_ids=self.checkpoint.eos_token_ids,
-            new_decoder=self._new_decoder if self.tokenizer.available else None,
+            new_decoder=_new_decoder(self.tokenizer) if self.tokenizer.available else None,
             seed=seed,
             prefix_caching=prefix_caching,
-            overlap=overlap,
+            overlap=self.runner.machine.name == "cuda" if overlap is None else overlap,
             steps_per_launch=steps_per_launch,
         )
         self._lock = threading.RLock()
-        self._sinks: dict[int, Callable[[Delta], None]] = {}
+        self._sinks: dict[Hashable, Callable[[Delta], None]] = {}
         self._closed = False
         report("ready", 1, 1)
-
-    def _new_decoder(self, request: Request) -> StreamDecoder:
-        return StreamDecoder(
-            self.tokenizer, request.params.skip_special_tokens, request.prompt[-16:].tolist()
-        )
 
     def close(self) -> None:
         """Abort what runs and give up the model's memory. The LLM cannot be used afterwards."""
@@ -297,7 +298,7 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None:
             params = self.default_params()
-        every = list(params) if isinstance(params, list | tuple) else [params] * count
+        every: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
         if len(every) != count:
             raise ValueError(f"{len(every)} SamplingParams for {count} prompts")
         for item in every:
@@ -362,7 +363,7 @@ class LLM:
 
     def _split(self, delta: Delta) -> Iterable[Chunk]:
         """One chunk for each token of a delta; the text comes with the last."""
-        tokens = delta.token_ids or [None]
+        tokens: list[int | None] = [*delta.token_ids] or [None]
         for i, (token, logprobs) in enumerate(zip_longest(tokens, delta.logprobs)):
             last = i == len(tokens) - 1
             yield Chunk(
@@ -463,6 +464,16 @@ class _Collector:
         }
 
 
+def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
+    """What makes a decoder for each sequence of a request."""
+
+    def new_decoder(request: Request) -> StreamDecoder:
+        context = request.prompt[-DECODER_CONTEXT:].tolist()
+        return StreamDecoder(tokenizer, request.params.skip_special_tokens, context)
+
+    return new_decoder
+
+
 class _PromptIndex:
     """Puts the number of the prompt before a ValueError that its reading raises."""
 
@@ -501,17 +512,14 @@ def _kv_sizes(
             f"{block_bytes} bytes"
         )
     if num_blocks is not None:
-        available = num_blocks
-    elif kv_cache_bytes is not None:
-        available = kv_cache_bytes // block_bytes
-    else:
-        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        available = max(min(MAX_KV_BYTES, physical // 4) // block_bytes, 1)
-    length = max_model_len or min(longest, max(available * block_size, 2))
+        return max_model_len or longest, num_blocks
+    if kv_cache_bytes is not None:
+        return max_model_len or longest, kv_cache_bytes // block_bytes
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    affordable = max(min(MAX_KV_BYTES, physical // 4) // block_bytes, 1)
+    length = max_model_len or min(longest, max(affordable * block_size, 2))
     per_sequence = -(-length // block_size)
-    if num_blocks is None and kv_cache_bytes is None:
-        available = max(min(available, per_sequence * max_num_seqs), per_sequence)
-    return length, available
+    return length, max(min(affordable, per_sequence * max_num_seqs), per_sequence)
 
 
 def _check_positive(**values: int | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,7 +68,7 @@ class RequestOutput:
             `cached_prompt_tokens` were known from an earlier request.
     """
 
-    request_id: int
+    request_id: Hashable
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]

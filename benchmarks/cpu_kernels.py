@@ -1,0 +1,210 @@
+"""Kernels of the CPU machine beside torch, on the shapes of Llama-3.2-1B, in one run.
+
+Both work with the same number of threads on the same weights. Weights are cycled through copies that together
+exceed the caches, as the layers of a model do. The times are the best of several runs, ours and torch's in turn.
+
+    python benchmarks/cpu_kernels.py [--rows 1 4 8 128] [--dtype bfloat16 float32] [--seconds 1.0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from megavm.instructions.gate_up import GateUp
+from megavm.instructions.matmul import Matmul
+from megavm.vm.config import ACCUMULATOR_BYTES
+from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.program import Program
+
+DTYPES = {"bfloat16": BF16, "float32": F32}
+CACHE_BYTES = 400e6  # of copies of a weight
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A product of a Llama layer: ``columns`` sums of ``k`` products, twice for gate and up."""
+
+    name: str
+    columns: int
+    k: int
+    gated: bool = False
+
+    @property
+    def weight_rows(self) -> int:
+        return self.columns * (2 if self.gated else 1)
+
+
+SHAPES = [
+    Shape("qkv 3072 x 2048", 3072, 2048),
+    Shape("o 2048 x 2048", 2048, 2048),
+    Shape("gate, up 2 x 8192 x 2048", 8192, 2048, gated=True),
+    Shape("down 2048 x 8192", 2048, 8192),
+    Shape("lm_head 128256 x 2048", 128256, 2048),
+]
+
+
+def cut(size: int, pieces: int, unit: int = 16) -> Iterator[tuple[int, int]]:
+    """[0, size) in equal pieces, at multiples of ``unit``."""
+    units = -(-size // unit)
+    pieces = min(pieces, units)
+    for i in range(pieces):
+        yield units * i // pieces * unit, min(units * (i + 1) // pieces * unit, size)
+
+
+def tiles(shape: Shape, rows: int, workers: int, row_tile: int, column_tile: int) -> Iterator[tuple[int, int, int, int]]:
+    """(worker, first column, end, first row): tiles of the same weights side by side."""
+    for worker, (left, right) in enumerate(cut(shape.columns, workers)):
+        for begin, end in cut(right - left, max(1, -(-(right - left) // column_tile))):
+            for top in range(0, rows, row_tile):
+                yield worker, left + begin, left + end, top
+
+
+def build(
+    shape: Shape, dtype: DType, rows: int, copies: int, workers: int, row_tile: int, column_tile: int
+) -> Program:
+    """One product with each copy of the weight."""
+    tensors = [
+        TensorSpec("x", (rows, shape.k), dtype, TensorKind.INPUT),
+        TensorSpec("out", (rows, shape.columns), dtype, TensorKind.STATE),
+    ]
+    instructions: list[Instruction] = []
+    queues: list[list[int]] = [[] for _ in range(workers)]
+    for copy in range(copies):
+        handle = len(tensors)
+        for half in range(2 if shape.gated else 1):
+            name = f"weight{copy}.{half}"
+            tensors.append(TensorSpec(name, (shape.columns, shape.k), dtype, TensorKind.WEIGHT))
+        for worker, begin, end, top in tiles(shape, rows, workers, row_tile, column_tile):
+            common = {
+                "x": 0,
+                "out": 1,
+                "row_begin": top,
+                "row_end": min(top + row_tile, rows),
+                "column_begin": begin,
+                "column_end": end,
+                "eps": 1e-5,
+            }
+            queues[worker].append(len(instructions))
+            if shape.gated:
+                instructions.append(GateUp(gate=handle, up=handle + 1, **common))
+            else:
+                bottom = min(top + row_tile, rows)
+                instructions.append(Matmul(weight=handle, x_rows=bottom, **common))
+    return Program.build(tensors, instructions, queues)
+
+
+def best(
+    functions: list[Callable[[], object]], seconds: float, clock: Callable[[], float]
+) -> list[float]:
+    """The least time of each function; they take turns."""
+    times = [float("inf")] * len(functions)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for i, function in enumerate(functions):
+            begin = clock()
+            function()
+            times[i] = min(times[i], clock() - begin)
+    return times
+
+
+def torch_product(shape: Shape, x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
+    """The same with torch's kernels."""
+
+    def run() -> None:
+        if shape.gated:
+            for gate, up in zip(weights[::2], weights[1::2], strict=True):
+                a, b = torch.nn.functional.linear(x, gate), torch.nn.functional.linear(x, up)
+                torch.nn.functional.silu(a).mul_(b)
+        else:
+            for weight in weights:
+                torch.nn.functional.linear(x, weight)
+
+    return run
+
+
+def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
+    """Rows and columns of a tile: as many sums as the accumulators hold, once whole rows do not fit."""
+    if rows < 16:
+        return rows, shape.columns
+    row_tile = min(rows, 128)
+    sums = ACCUMULATOR_BYTES // 4 // row_tile
+    return row_tile, sums // 2 if shape.gated else sums
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 128])
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
+    parser.add_argument("--seconds", type=float, default=1.0, help="per row of the table")
+    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--level", default=None)
+    parser.add_argument(
+        "--cpu-time", action="store_true", help="of the process: with one worker, on a machine that is not idle"
+    )
+    parser.add_argument("--shapes", nargs="+", default=None, help="first words of the shapes")
+    parser.add_argument("--row-tile", type=int, default=None)
+    parser.add_argument("--column-tile", type=int, default=None)
+    args = parser.parse_args()
+    torch.set_num_threads(args.workers)
+    machine = CpuMachine(level=args.level)
+    print(f"{args.workers} workers, kernels {machine.level}, torch {torch.__version__}")
+    print(f"{'shape':26} {'dtype':9} {'rows':>4}  {'ours us':>9} {'torch us':>9} {'ratio':>6}  {'GB/s':>6} {'TFLOP/s':>8}")
+    for name in args.dtype:
+        for shape in SHAPES:
+            if args.shapes and not shape.name.startswith(tuple(args.shapes)):
+                continue
+            for rows in args.rows:
+                measure(shape, DTYPES[name], rows, args, machine)
+
+
+def measure(shape: Shape, dtype: DType, rows: int, args: argparse.Namespace, machine: CpuMachine) -> None:
+    """One line of the table."""
+    if rows * shape.columns > 2**25:
+        rows = min(rows, 8)
+    size = shape.weight_rows * shape.k * dtype.size
+    copies = max(1, min(16, round(CACHE_BYTES / size)))
+    row_tile, column_tile = default_tile(shape, dtype, rows)
+    program = build(
+        shape,
+        dtype,
+        rows,
+        copies,
+        args.workers,
+        args.row_tile or row_tile,
+        args.column_tile or column_tile,
+    )
+    memory = Memory()
+    generator = torch.Generator().manual_seed(0)
+    weights = []
+    for spec in program.tensors:
+        if spec.kind is TensorKind.WEIGHT:
+            value = torch.empty(spec.shape, dtype=TORCH_DTYPE[dtype]).normal_(0, 0.02, generator=generator)
+            memory.bind(spec, value)
+            weights.append(value)
+    memory.allocate(program.tensors)
+    x = memory.storage("x")
+    x.normal_(generator=generator)
+    executable = machine.load(program, memory, verify=False)
+    clock = time.process_time if args.cpu_time else time.perf_counter
+    ours, theirs = (
+        t / copies for t in best([executable.run, torch_product(shape, x, weights)], args.seconds, clock)
+    )
+    flops = 2 * rows * shape.weight_rows * shape.k
+    print(
+        f"{shape.name:26} {dtype.name.lower():9} {rows:4}  {ours * 1e6:9.0f} {theirs * 1e6:9.0f} "
+        f"{theirs / ours:6.2f}  {size / ours / 1e9:6.1f} {flops / ours / 1e12:8.3f}",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

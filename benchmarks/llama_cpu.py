@@ -1,0 +1,168 @@
+"""Decode and prefill on the CPU machine beside Hugging Face transformers, in one run.
+
+    python benchmarks/llama_cpu.py [--layers 4] [--tokens 20] [--rounds 5] [--save]
+
+A random model with Llama-3.2-1B's layer shapes and vocabulary, fewer layers, bfloat16 weights. Transformers
+runs the same weights in bfloat16 and in float32 (torch's threads = our workers), its forward pass called
+in a plain loop with a growing KV cache; megavm runs `LLM.generate` with everything included. Rounds of all
+contenders are interleaved; the medians are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from environment import save
+
+from megavm import LLM, SamplingParams
+
+PROMPT_DECODE = 16
+PROMPT_PREFILL = 128
+
+
+def make_model(layers: int, directory: Path) -> None:
+    """A random Llama with the shapes of Llama-3.2-1B, saved as bfloat16."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=layers,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        dtype="bfloat16",
+    )
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+class Transformers:
+    """The baseline: a forward pass per token, greedy, growing cache."""
+
+    def __init__(self, directory: Path, dtype: torch.dtype) -> None:
+        self.model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+    @torch.inference_mode()
+    def decode(self, prompt: list[int], tokens: int) -> float:
+        """Seconds per token after the first."""
+        out = self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        begin = time.perf_counter()
+        for _ in range(tokens):
+            token = out.logits[:, -1:].argmax(-1)
+            out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
+        return (time.perf_counter() - begin) / tokens
+
+    @torch.inference_mode()
+    def prefill(self, prompt: list[int]) -> float:
+        """Seconds until the logits of the last prompt token."""
+        begin = time.perf_counter()
+        self.model(torch.tensor([prompt]), use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - begin
+
+
+class Megavm:
+    """Ours, through the front door."""
+
+    def __init__(self, directory: Path, dtype: str) -> None:
+        self.llm = LLM(
+            str(directory), machine="cpu", dtype=dtype, max_model_len=512, max_num_seqs=1
+        )
+
+    def _seconds(self, prompt: list[int], tokens: int) -> float:
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        begin = time.perf_counter()
+        self.llm.generate(prompt, params)
+        return time.perf_counter() - begin
+
+    def decode(self, prompt: list[int], tokens: int) -> float:
+        """Seconds per token after the first."""
+        first = self._seconds(prompt, 1)
+        return (self._seconds(prompt, tokens + 1) - first) / tokens
+
+    def prefill(self, prompt: list[int]) -> float:
+        """Seconds until the first token."""
+        return self._seconds(prompt, 1)
+
+
+def measure(run: Callable[[], float], into: list[float]) -> None:
+    gc.collect()
+    into.append(run())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--tokens", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/llama_cpu.json")
+    arguments = parser.parse_args()
+    rng = torch.Generator().manual_seed(1)
+
+    def prompt(length: int) -> list[int]:
+        """A new prompt each time: nothing may come from a prefix cache."""
+        ids: list[int] = torch.randint(0, 128256, (length,), generator=rng).tolist()
+        return ids
+
+    with tempfile.TemporaryDirectory() as directory:
+        make_model(arguments.layers, Path(directory))
+        contenders: dict[str, Any] = {
+            "megavm bfloat16": Megavm(Path(directory), "bfloat16"),
+            "megavm float32": Megavm(Path(directory), "float32"),
+            "transformers bfloat16": Transformers(Path(directory), torch.bfloat16),
+            "transformers float32": Transformers(Path(directory), torch.float32),
+        }
+        times: dict[str, dict[str, list[float]]] = {n: {"decode": [], "prefill": []} for n in contenders}
+        for name, contender in contenders.items():  # warm up: compile, page in
+            contender.decode(prompt(PROMPT_DECODE), 2)
+            contender.prefill(prompt(PROMPT_PREFILL))
+        for _ in range(arguments.rounds):
+            for name, contender in contenders.items():
+                measure(
+                    lambda c=contender: c.decode(prompt(PROMPT_DECODE), arguments.tokens),
+                    times[name]["decode"],
+                )
+                measure(lambda c=contender: c.prefill(prompt(PROMPT_PREFILL)), times[name]["prefill"])
+    print(f"{'':24}{'decode ms/token':>18}{'prefill of 128, ms':>20}")
+    medians = {
+        name: {kind: statistics.median(v) * 1e3 for kind, v in kinds.items()}
+        for name, kinds in times.items()
+    }
+    for name, kinds in medians.items():
+        print(f"{name:24}{kinds['decode']:18.2f}{kinds['prefill']:20.1f}")
+    ratios = {
+        kind: min(medians[f"transformers {d}"][kind] for d in ("bfloat16", "float32"))
+        / medians["megavm bfloat16"][kind]
+        for kind in ("decode", "prefill")
+    }
+    print(
+        f"megavm bfloat16 against the faster of transformers' two: decode {ratios['decode']:.2f}x, "
+        f"prefill {ratios['prefill']:.2f}x as fast"
+    )
+    if arguments.save:
+        print(
+            save(
+                "llama_cpu",
+                {
+                    "layers": arguments.layers,
+                    "threads": torch.get_num_threads(),
+                    "medians_ms": medians,
+                    "times_s": times,
+                    "speedup": ratios,
+                },
+            )
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What the host does for a decode step: plan it, write and read memory around it, collect its tokens.
+
+    python benchmarks/planning.py [--steps 2000] [--save]
+
+The machine is replaced by a runner that puts a token into memory and returns, so that only the host's work
+is measured. ``plan_us`` is what must be known before a step can be launched (design: under 100 us for one
+sequence, under 1000 us for 64); ``execute_us`` is the host's part between two launches, ``collect_us`` the
+part that runs while the next launch does: stop conditions, text (the shipped model's tokenizer), freed
+blocks. Sequences start one token apart, so that KV blocks are needed at every step, as in a server.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+from environment import save
+from megavm.sampling_params import SamplingParams
+from megavm.tokenizer import StreamDecoder, Tokenizer
+
+from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
+from megavm.scheduler.checkpoint import resolve
+from megavm.scheduler.engine import Engine
+from megavm.scheduler.sequence import Request
+from megavm.scheduler.step import Step
+
+BATCHES = (1, 8, 64, 256)
+PLAN_LIMIT_US = {1: 100.0, 64: 1000.0}
+
+
+class EchoRunner:
+    """Memory like a model's, and a machine that chooses the token after the last one."""
+
+    def __init__(self, sequences: int, length: int, vocab_size: int) -> None:
+        self.max_num_seqs = sequences
+        self.max_model_len = length
+        self.max_num_batched_tokens = max(sequences, 512)
+        self.max_logit_rows = sequences
+        self.block_size = 16
+        self.num_blocks = sequences * -(-length // self.block_size)
+        self.vocab_size = vocab_size
+        self.tokens = np.zeros((sequences, length + 1), dtype=np.int32)
+        self.block_table = np.zeros((sequences, -(-length // 16)), dtype=np.int32)
+        self.sampling_real = np.zeros((sequences, REAL_COLUMNS), dtype=np.float32)
+        self.sampling_integer = np.zeros((sequences, INTEGER_COLUMNS), dtype=np.int32)
+        self.logits = np.zeros((1, 1), dtype=np.float32)
+        self.seconds = 0.0
+
+    def run(self, step: Step, steps: int = 1) -> None:
+        """Choose the tokens; its own time is kept in ``seconds``."""
+        begin = time.perf_counter()
+        slots = step.row_sequence[step.logit_row]
+        positions = step.row_position[step.logit_row]
+        self.tokens[slots, positions + 1] = (self.tokens[slots, positions] + 1) % self.vocab_size
+        self.seconds += time.perf_counter() - begin
+
+
+def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Times of ``steps`` decode steps of ``batch`` sequences, in microseconds."""
+
+    def new_decoder(request: Request) -> StreamDecoder:
+        return StreamDecoder(tokenizer)
+
+    runner = EchoRunner(batch, steps + 64, tokenizer.vocab_size)
+    engine = Engine(runner, eos_token_ids=(1,), new_decoder=new_decoder, overlap=False)
+    params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
+    for i in range(batch):
+        engine.add([2 + i % 100] * (1 + i % 16), params)
+    times: dict[str, list[float]] = {"plan_us": [], "execute_us": [], "collect_us": []}
+    gc.collect()
+    for number in range(steps):
+        begin = time.perf_counter()
+        plan = engine.plan()
+        planned = time.perf_counter()
+        if plan is None:
+            raise RuntimeError(f"nothing to run at step {number}")
+        elsewhere = runner.seconds
+        engine.execute(plan)
+        executed = time.perf_counter()
+        elsewhere = runner.seconds - elsewhere
+        engine.collect(plan)
+        collected = time.perf_counter()
+        if len(plan.samplers) == batch and plan.step.num_rows == batch and number > 32:
+            times["plan_us"].append(1e6 * (planned - begin))
+            times["execute_us"].append(1e6 * (executed - planned - elsewhere))
+            times["collect_us"].append(1e6 * (collected - executed))
+    engine.close()
+    result: dict[str, Any] = {"batch": batch, "steps": len(times["plan_us"])}
+    for name, values in times.items():
+        values.sort()
+        result[name] = {
+            "median": round(statistics.median(values), 2),
+            "mean": round(statistics.fmean(values), 2),
+            "p99": round(values[int(0.99 * (len(values) - 1))], 2),
+        }
+    return result
+
+
+def main() -> int:
+    """Measure, print a table; 1 if planning is slower than the design allows."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--save", action="store_true", help="write results/planning.json")
+    arguments = parser.parse_args()
+    tokenizer = Tokenizer(resolve("stories"))
+    results = [measure(batch, arguments.steps, tokenizer) for batch in BATCHES]
+    print(f"{'batch':>6} {'plan us':>18} {'execute us':>18} {'collect us':>18}   (median, p99)")
+    for result in results:
+        row = "".join(
+            f"{result[name]['median']:10.1f} {result[name]['p99']:7.1f} "
+            for name in ("plan_us", "execute_us", "collect_us")
+        )
+        print(f"{result['batch']:6} {row}")
+    late = [
+        r["batch"] for r in results if r["plan_us"]["median"] > PLAN_LIMIT_US.get(r["batch"], 1e9)
+    ]
+    for batch in late:
+        print(f"planning at batch {batch} is slower than {PLAN_LIMIT_US[batch]} us")
+    if arguments.save:
+        limits = {str(batch): limit for batch, limit in PLAN_LIMIT_US.items()}
+        report = {"limits_us": limits, "within_limits": not late, "results": results}
+        print(f"saved {save('planning', {'load_average': os.getloadavg()[0], **report})}")
+    return 1 if late else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

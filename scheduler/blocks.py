@@ -1,0 +1,169 @@
+"""KV blocks: which are free, who shares one, and which hold a prefix that may come again.
+
+A KV block is *held* (one or more sequences use it), *cached* (nobody uses it, but its contents are known
+and a new sequence may take it up again) or *free*. A full block of tokens is known by its digest, which
+covers every token from the start of the sequence: equal digests, equal keys and values. Cached blocks
+are given away, the least recently used first, when no free one is left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+NO_PREFIX = b""
+
+
+def block_digest(previous: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
+    """Names the contents of a full block: ``previous`` is the digest of the block before it."""
+    return hashlib.blake2b(previous + tokens.tobytes(), digest_size=16).digest()
+
+
+@dataclass
+class PrefixCounters:
+    """What the prefix cache was asked for and had, in blocks."""
+
+    queries: int = 0
+    hits: int = 0
+    evictions: int = 0
+
+
+class BlockManager:
+    """Hands out the KV blocks 0 .. num_blocks - 1. Every operation on one block takes constant time.
+
+    Raises ValueError when a number is not positive, and from the methods when a block is used that the
+    caller cannot hold: such an error is a mistake in the caller, never the effect of a request.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"{num_blocks} KV blocks of {block_size} tokens: both numbers must be positive"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.counters = PrefixCounters()
+        self._holders = [0] * num_blocks
+        self._digest: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that ``allocate`` can still give."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that sequences hold."""
+        return self.num_blocks - self.num_free
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and whose contents may be taken up again."""
+        return len(self._cached)
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold the keys and values of ``tokens`` tokens."""
+        return -(-tokens // self.block_size)
+
+    def allocate(self) -> int:
+        """A block with unknown contents, held once.
+
+        Raises ValueError when every block is held.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self._forget(block)
+            self.counters.evictions += 1
+        else:
+            raise ValueError(f"all {self.num_blocks} KV blocks are held")
+        self._holders[block] = 1
+        return block
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """Give up one hold on each block, last block first, so that the ends of prefixes age first."""
+        for block in reversed(list(blocks)):
+            holders = self._holders[block]
+            if holders < 1:
+                raise ValueError(f"KV block {block} is released, but nobody holds it")
+            self._holders[block] = holders - 1
+            if holders > 1:
+                continue
+            if self._digest[block] is None:
+                self._free.append(block)
+            else:
+                self._cached[block] = None
+
+    def match(self, digests: Iterable[bytes]) -> list[int]:
+        """The blocks of the longest known prefix of ``digests``; none of them is held by this."""
+        found: list[int] = []
+        if self.prefix_caching:
+            for digest in digests:
+                block = self._block_of.get(digest)
+                if block is None:
+                    break
+                found.append(block)
+        return found
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Hold blocks that ``match`` found once more."""
+        for block in blocks:
+            if self._holders[block] == 0:
+                if block not in self._cached:
+                    raise ValueError(f"KV block {block} is shared, but its contents are unknown")
+                del self._cached[block]
+            self._holders[block] += 1
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of ``blocks`` nobody holds: sharing these takes as many away from ``num_free``."""
+        return sum(self._holders[block] == 0 for block in blocks)
+
+    def publish(self, block: int, digest: bytes) -> None:
+        """Make a held block, whose contents are complete, known by its digest.
+
+        Of two blocks with the same digest the first stays known.
+        """
+        if self._holders[block] < 1:
+            raise ValueError(f"KV block {block} is published, but nobody holds it")
+        if self.prefix_caching and self._digest[block] is None and digest not in self._block_of:
+            self._digest[block] = digest
+            self._block_of[digest] = block
+
+    def forget_all(self) -> None:
+        """Drop all knowledge of contents, as after a fault; holds stay as they are."""
+        self._block_of.clear()
+        self._digest = [None] * self.num_blocks
+        self._free.extend(self._cached)
+        self._cached.clear()
+
+    def check(self) -> None:
+        """Count everything once more.
+
+        Raises ValueError when a block is lost, doubled, or known by a wrong digest.
+        """
+        held = [block for block, holders in enumerate(self._holders) if holders > 0]
+        everything = sorted([*held, *self._free, *self._cached])
+        if everything != list(range(self.num_blocks)):
+            raise ValueError(
+                f"KV blocks do not add up: {len(held)} held, {len(self._free)} free and "
+                f"{len(self._cached)} cached of {self.num_blocks}"
+            )
+        known = {digest: block for block, digest in enumerate(self._digest) if digest is not None}
+        if known != self._block_of or any(self._digest[b] is not None for b in self._free):
+            raise ValueError(f"{len(self._block_of)} digests, {len(known)} blocks that carry one")
+
+    def _forget(self, block: int) -> None:
+        digest = self._digest[block]
+        if digest is not None:
+            del self._block_of[digest]
+            self._digest[block] = None

@@ -1,0 +1,487 @@
+"""The engine: requests in, tokens out, over steps that batch whatever there is to do.
+
+One step is three calls::
+
+    plan = engine.plan()            which rows, slots and KV blocks; touches no memory
+    engine.execute(plan)            writes what the plan says into memory, runs the machine (no GIL meanwhile)
+    deltas = engine.collect(plan)   new tokens to text, stop conditions, freed blocks
+
+``step`` does it all. With ``overlap`` it keeps one launch running and one waiting behind it: while the
+machine runs launch n, the host collects launch n - 1 and plans launch n + 1, and the machine goes from one
+to the next without waiting for the host. That works because sampled tokens stay in memory, where the
+next launch finds them; the plan needs to know only how many there are.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Hashable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megavm.instructions.sample import Integer
+from megavm.scheduler.blocks import BlockManager
+from megavm.scheduler.logprobs import token_logprobs
+from megavm.scheduler.planner import Planner
+from megavm.scheduler.sequence import Delta, Request, Sequence, State, stop_token_ids
+from megavm.scheduler.step import Floats, Ints, Plan, Step
+from megavm.scheduler.step_thread import StepThread
+from megavm.scheduler.text import Decoder, TextStream
+from megavm.vm.config import MAX_STOP_TOKENS
+from megavm.vm.machine import MachineFault
+
+if TYPE_CHECKING:
+    from megavm.sampling_params import SamplingParams
+
+
+TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
+
+
+class StepRunner(Protocol):
+    """What runs a step: memory that the host and the machine share, and a machine (runner.Runner)."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_logit_rows(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    tokens: Ints  # [max_num_seqs, max_model_len + 1]
+    block_table: Ints  # [max_num_seqs, KV blocks of a sequence]
+    sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
+    sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
+    logits: Floats  # [max_logit_rows, vocab_size]; row i is that of logit row i of the last step
+
+    def run(self, step: Step, steps: int = 1) -> None:
+        """Run ``step`` and return when it is done; raises MachineFault when that is impossible."""
+        ...
+
+
+@dataclass
+class EngineCounters:
+    """What an engine has done since it was made; seconds are of the host's clock."""
+
+    launches: int = 0
+    rows: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    faults: int = 0
+    plan_seconds: float = 0.0
+    run_seconds: float = 0.0
+    collect_seconds: float = 0.0
+
+
+class Engine:
+    """Runs requests in continuous batches. All methods are for one thread, the one that steps.
+
+    ``new_decoder`` makes the decoder of one sequence; without it there is no text and stop strings are
+    refused. ``seed`` feeds the generator from which requests without a seed get theirs.
+    ``steps_per_launch``: tokens that a launch of pure decode may produce before the host looks.
+    """
+
+    def __init__(
+        self,
+        runner: StepRunner,
+        *,
+        eos_token_ids: Many[int] = (),
+        new_decoder: Callable[[Request], Decoder] | None = None,
+        seed: int = 0,
+        prefix_caching: bool = True,
+        overlap: bool = True,
+        steps_per_launch: int = 1,
+    ) -> None:
+        if steps_per_launch < 1:
+            raise ValueError(f"steps_per_launch is {steps_per_launch}, expected at least 1")
+        self.runner = runner
+        self.eos_token_ids = tuple(eos_token_ids)
+        self.blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_caching)
+        if runner.max_logit_rows < runner.max_num_seqs:
+            raise ValueError(
+                f"max_logit_rows is {runner.max_logit_rows}, less than max_num_seqs, "
+                f"{runner.max_num_seqs}: every sequence needs its logits"
+            )
+        self.planner = Planner(
+            runner.max_num_seqs, runner.max_num_batched_tokens, self.blocks, steps_per_launch
+        )
+        self.counters = EngineCounters()
+        self._new_decoder = new_decoder
+        self._random = random.Random(seed)
+        self._overlap = overlap
+        self._thread: StepThread | None = None
+        self._requests: dict[Hashable, Request] = {}
+        self._next_id = 0
+        self._ready: list[Delta] = []  # deltas to hand out with the next step
+        self._outstanding = 0  # plans made and not collected
+        self._fault: Exception | None = None  # set between a failed launch and its collection
+        # By slot: its sequence chose a stop token in the last launch. Only execute touches it.
+        self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)
+
+    # Requests.
+
+    @property
+    def max_prompt_len(self) -> int:
+        """Tokens of the longest prompt that leaves room for one more token."""
+        return min(self.runner.max_model_len - 1, self.blocks.num_blocks * self.blocks.block_size)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether ``step`` has anything to do or to hand out."""
+        return bool(
+            self._ready or self._outstanding or self.planner.running or self.planner.waiting
+        )
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold a slot."""
+        return len(self.planner.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for a slot or for KV blocks."""
+        return len(self.planner.waiting)
+
+    def validate(self, prompt: TokenIds, params: SamplingParams) -> Ints:
+        """The prompt as an array, if a request for it can be run at all.
+
+        Raises ValueError when it cannot.
+        """
+        tokens = self._check_tokens(prompt)
+        length, runner = len(tokens), self.runner
+        if length >= runner.max_model_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; the context of {runner.max_model_len} must hold it "
+                "and at least one token more"
+            )
+        if length > self.max_prompt_len:
+            raise ValueError(
+                f"the prompt has {length} tokens; the KV cache has room for {self.max_prompt_len} "
+                f"({runner.num_blocks} blocks of {runner.block_size})"
+            )
+        stops = stop_token_ids(params, self.eos_token_ids)
+        if len(stops) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids and the model's end-of-sequence ids are {len(stops)} tokens, "
+                f"at most {MAX_STOP_TOKENS} are possible"
+            )
+        if params.stop_strings and self._new_decoder is None:
+            raise ValueError("stop strings need a tokenizer, and there is none: use stop_token_ids")
+        return tokens
+
+    def _check_tokens(self, prompt: TokenIds) -> Ints:
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty: it must hold at least one token")
+        try:
+            wide = np.asarray(prompt)
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"the prompt is not a list of token ids: {error}") from error
+        if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
+            raise ValueError(
+                f"the prompt is not a list of token ids: it holds {wide.dtype} of shape {wide.shape}"
+            )
+        bad = np.flatnonzero((wide < 0) | (wide >= self.runner.vocab_size))
+        if len(bad):
+            raise ValueError(
+                f"token id {int(wide[bad[0]])} at position {int(bad[0])} is outside the vocabulary "
+                f"[0, {self.runner.vocab_size})"
+            )
+        return wide.astype(np.int32)
+
+    def add(self, prompt: TokenIds, params: SamplingParams, id: Hashable = None) -> Request:
+        """Queue a request; its deltas come out of the steps that follow.
+
+        Raises ValueError when it cannot be run, or when a request of the same id is there.
+        """
+        tokens = self.validate(prompt, params)
+        if id is None:
+            id, self._next_id = self._next_id, self._next_id + 1
+        if id in self._requests:
+            raise ValueError(f"a request with the id {id!r} is being worked on already")
+        request = Request(id, tokens, params)
+        seed = self._random.getrandbits(64) if params.seed is None else params.seed
+        room = self.runner.max_model_len - len(tokens)
+        max_output = room if params.max_tokens is None else min(params.max_tokens, room)
+        digests: list[bytes] = []
+        sequences = []
+        for index in range(params.n):
+            text = None
+            if self._new_decoder is not None:
+                decoder = self._new_decoder(request)
+                stops, include = params.stop_strings, params.include_stop_str_in_output
+                text = TextStream(decoder, stops, include)
+            sequence = Sequence(
+                request, index, seed, max_output, self.eos_token_ids, text, list(digests)
+            )
+            if index == 0 and self.blocks.prefix_caching:
+                sequence.extend_digests(
+                    self.blocks.block_size, len(tokens) // self.blocks.block_size
+                )
+                digests = sequence.digests
+            sequences.append(sequence)
+        request.sequences = tuple(sequences)
+        self._requests[request.id] = request
+        for sequence in sequences:
+            self.planner.add(sequence)
+        return request
+
+    def abort(self, id: Hashable) -> bool:
+        """End a request now and free what it holds; False if it is not being worked on.
+
+        The next step hands out its last deltas, with the finish reason "abort".
+        """
+        request = self._requests.get(id)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            if sequence.state is not State.FINISHED:
+                self._ready.append(self._end(sequence, sequence.finish("abort")))
+        return True
+
+    def _end(self, sequence: Sequence, delta: Delta) -> Delta:
+        self.planner.remove(sequence)
+        request = sequence.request
+        if all(s.state is State.FINISHED for s in request.sequences):
+            self._requests.pop(request.id, None)
+        return delta
+
+    # Steps.
+
+    def step(self) -> list[Delta]:
+        """Work until one launch has ended, and return what it added; [] when there is nothing to do.
+
+        With overlap the next launch is under way when this returns.
+        """
+        if not self._overlap:
+            plan = self.plan()
+            if plan is None:
+                return self._take_ready()
+            self.execute(plan)
+            return self.collect(plan)
+        if self._thread is None:
+            self._thread = StepThread()
+        self._launch()
+        if not self._thread.pending:
+            return self._take_ready()
+        deltas = self.collect(self._thread.wait())
+        self._launch()
+        return deltas
+
+    def _launch(self) -> None:
+        """Keep one launch running and one behind it."""
+        assert self._thread is not None
+        while self._outstanding < 2:
+            plan = self.plan()
+            if plan is None:
+                return
+            self._thread.submit(self.execute, plan)
+
+    def _take_ready(self) -> list[Delta]:
+        ready, self._ready = self._ready, []
+        return ready
+
+    def plan(self) -> Plan | None:
+        """Decide on the next launch, or None if there is nothing that could run now.
+
+        At most one earlier plan may be without its ``collect``; launches are executed and collected in the
+        order of their plans. Raises RuntimeError when two are.
+        """
+        if self._outstanding > 1:
+            raise RuntimeError("two plans are not collected yet: collect the first")
+        begin = time.perf_counter()
+        plan = self.planner.plan()
+        for sequence, error in self.planner.failed:
+            self._ready.append(sequence.finish("error", error))
+            if all(s.state is State.FINISHED for s in sequence.request.sequences):
+                self._requests.pop(sequence.request.id, None)
+        self.planner.failed.clear()
+        if plan is not None:
+            self._outstanding += 1
+        self.counters.plan_seconds += time.perf_counter() - begin
+        return plan
+
+    def execute(self, plan: Plan) -> None:
+        """Write what ``plan`` says into memory, run it, and keep what came of it in the plan.
+
+        Does not raise; may be called by another thread than the rest, as long as that is one thread.
+        """
+        if self._fault is not None or plan.generation != self.planner.generation:
+            return  # the launch before it failed: what it builds on is not there
+        begin = time.perf_counter()
+        try:
+            self._write(plan)
+            plan.drop(self._ended)
+            if plan.step.num_rows:
+                self.runner.run(plan.step, plan.steps)
+            self._read(plan)
+        except Exception as error:
+            # Kept for ``collect``, which fails the requests; what is not a fault of the machine it raises.
+            plan.error = self._fault = error
+        self.counters.run_seconds += time.perf_counter() - begin
+
+    def _write(self, plan: Plan) -> None:
+        runner = self.runner
+        for admission in plan.admissions:
+            slot = admission.slot
+            runner.tokens[slot, : len(admission.tokens)] = admission.tokens
+            runner.block_table[slot, : len(admission.blocks)] = admission.blocks
+            runner.sampling_real[slot] = admission.real
+            runner.sampling_integer[slot] = admission.integer
+            self._ended[slot] = False
+        for slot, column, block in plan.new_blocks:
+            runner.block_table[slot, column] = block
+
+    def _read(self, plan: Plan) -> None:
+        """Take the chosen tokens out of memory before another launch can change them."""
+        step, runner = plan.step, self.runner
+        slots = step.row_sequence[step.logit_row]
+        following = step.row_position[step.logit_row] + 1
+        columns = following[:, None]
+        if plan.steps > 1:
+            columns = columns + np.arange(plan.steps, dtype=np.int32)[None]
+        plan.tokens = tokens = runner.tokens[slots[:, None], columns]
+        integers = runner.sampling_integer[slots]
+        stops = integers[:, Integer.STOP :]
+        if plan.steps == 1:
+            matches = (stops == tokens).any(axis=1, keepdims=True)
+        else:
+            matches = (stops[:, None, :] == tokens[:, :, None]).any(axis=2)
+        plan.stopped = matches & (columns >= integers[:, Integer.MIN_LENGTH, None])
+        self._ended[slots] |= plan.stopped.any(axis=1)
+        for i, sequence in enumerate(plan.samplers):
+            if sequence.request.params.logprobs is not None:
+                plan.logits[i] = runner.logits[i].copy()
+
+    def collect(self, plan: Plan) -> list[Delta]:
+        """Give the tokens of an executed plan to their sequences; free those that have ended.
+
+        A fault of the machine ends every running request with its sentence; waiting ones go on. Raises any
+        other error that ``execute`` met, after the same cleaning up.
+        """
+        begin = time.perf_counter()
+        self._outstanding -= 1
+        ready = self._take_ready()
+        if plan.error is not None:
+            self._ready = ready
+            self._clear_fault(plan.error)
+            return self._take_ready()
+        if plan.tokens is None or plan.stopped is None:
+            return ready  # not executed, because the launch before it failed
+        counters = self.counters
+        counters.launches += 1
+        counters.rows += plan.step.num_rows * plan.steps
+        for i, (sequence, tokens, stopped) in enumerate(
+            zip(plan.samplers, plan.tokens.tolist(), plan.stopped.tolist(), strict=True)
+        ):
+            if sequence.state is not State.FINISHED:
+                ready.append(self._extend(sequence, tokens, stopped, plan.logits.get(i)))
+        counters.collect_seconds += time.perf_counter() - begin
+        return ready
+
+    def _extend(
+        self, sequence: Sequence, tokens: list[int], stopped: list[bool], logits: Floats | None
+    ) -> Delta:
+        """Append what one launch chose for one sequence, up to its end."""
+        counters = self.counters
+        if not sequence.output:
+            counters.prompt_tokens += len(sequence.prompt)
+        whole: Delta | None = None
+        for token, stop in zip(tokens, stopped, strict=True):
+            logprobs = None
+            if logits is not None:
+                logprobs = token_logprobs(logits, token, sequence.request.params.logprobs or 0)
+            delta = sequence.append(token, stop, logprobs)
+            counters.output_tokens += 1
+            if whole is None:
+                whole = delta
+            else:
+                whole.token_ids += delta.token_ids
+                whole.text += delta.text
+                whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
+                whole.error = delta.error
+            if self.blocks.prefix_caching:
+                self.planner.publish_decoded(sequence)
+            if delta.finish_reason is not None:
+                self._end(sequence, whole)
+                break
+        assert whole is not None, "a launch has at least one step"
+        return whole
+
+    def _clear_fault(self, error: Exception) -> None:
+        """After a failed launch: end what was running, and rely on nothing that is in memory."""
+        cause = (
+            error.cause if isinstance(error, MachineFault) else f"{type(error).__name__}: {error}"
+        )
+        self.counters.faults += 1
+        for request in list(dict.fromkeys(s.request for s in self.planner.running)):
+            for sequence in request.sequences:
+                if sequence.state is not State.FINISHED:
+                    delta = sequence.finish("error", f"the machine stopped: {cause}")
+                    self._ready.append(self._end(sequence, delta))
+        self.planner.forget_contents()
+        self._fault = None
+        if not isinstance(error, MachineFault):
+            raise error
+
+    # Logits of every position.
+
+    def logits(self, token_ids: TokenIds) -> Floats:
+        """Raw logits of every position of a text: float32 [n, vocabulary]. Chooses nothing.
+
+        Waits for launches that are under way; their deltas come with the next step. Raises ValueError when
+        the text is empty, too long or holds an unknown token, and MachineFault.
+        """
+        tokens = self._check_tokens(token_ids)
+        length, runner = len(tokens), self.runner
+        room = min(runner.max_model_len, self.blocks.num_blocks * self.blocks.block_size)
+        if length > room:
+            raise ValueError(
+                f"the text has {length} tokens; the context of {runner.max_model_len} and the KV cache of "
+                f"{runner.num_blocks} blocks of {runner.block_size} hold {room}"
+            )
+        self.drain()
+        result = np.empty((length, runner.vocab_size), dtype=np.float32)
+        slot, held = self.planner.borrow(length)
+        try:
+            runner.tokens[slot, :length] = tokens
+            runner.block_table[slot, : len(held)] = held
+            runner.sampling_integer[slot] = 0
+            size = min(runner.max_logit_rows, runner.max_num_batched_tokens)
+            for begin in range(0, length, size):
+                end = min(begin + size, length)
+                rows = np.arange(end - begin, dtype=np.int32)
+                runner.run(Step(np.full_like(rows, slot), rows + begin, rows, end))
+                result[begin:end] = runner.logits[: end - begin]
+        except MachineFault as error:
+            self._clear_fault(error)
+            raise
+        finally:
+            self.planner.return_borrowed(slot, held)
+        return result
+
+    def drain(self) -> None:
+        """Wait until no launch is under way; what they brought comes with the next step."""
+        while self._thread is not None and self._thread.pending:
+            self._ready = self.collect(self._thread.wait())
+        if self._outstanding:
+            raise RuntimeError("a plan is not collected yet")
+
+    def close(self) -> None:
+        """Abort everything and end the thread. The engine cannot be used afterwards."""
+        for id in list(self._requests):
+            self.abort(id)
+        if self._thread is not None:
+            self._thread.close()
+            self._thread = None

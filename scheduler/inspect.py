@@ -1,0 +1,113 @@
+"""The program that a model compiles to, for people: statistics, disassembly, verification."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from megavm.scheduler.checkpoint import Checkpoint, resolve
+from megavm.scheduler.compile import compile_graph
+from megavm.scheduler.llama import Bucket, Limits, llama_graph
+from megavm.scheduler.options import Assignment, CompileOptions, Exchange
+from megavm.scheduler.runner import choose_dtype, make_machine
+from megavm.vm.config import ACCUMULATOR_BYTES, NUM_PAGES, SCRATCH_BYTES
+from megavm.vm.program import Program
+from megavm.vm.verify import verify as verify_program
+
+DEFAULT_CONTEXT = 1024
+BLOCK_SIZE = 16
+
+
+def describe_program(
+    model: str,
+    *,
+    machine: str = "auto",
+    dtype: str = "auto",
+    rows: int | None = None,
+    sequences: int | None = None,
+    context: int | None = None,
+    workers: int | None = None,
+    assignment: Assignment = "balanced",
+    exchange: Exchange = "barrier",
+    disassemble: bool = False,
+    verify: bool = False,
+    save: str | None = None,
+) -> str:
+    """Text about the program for steps of up to ``rows`` tokens of ``sequences`` sequences.
+
+    ``rows`` defaults to ``sequences``, ``sequences`` to 1 (one decode step). No weights are read.
+
+    Raises ValueError for a model or sizes that cannot be compiled.
+    """
+    config = Checkpoint.open(resolve(model)).config
+    sequences = 1 if sequences is None else sequences
+    rows = sequences if rows is None else rows
+    context = min(DEFAULT_CONTEXT, config.max_position_embeddings) if context is None else context
+    for name, value in (("rows", rows), ("sequences", sequences), ("context", context)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}, expected at least 1")
+    if sequences > rows:
+        raise ValueError(f"sequences is {sequences}, more than the {rows} rows of the step")
+    count = workers if workers is not None else make_machine(machine)[1]
+    blocks = sequences * -(-context // BLOCK_SIZE)
+    limits = Limits(sequences, context, rows, sequences, blocks, BLOCK_SIZE)
+    graph = llama_graph(
+        config, limits, Bucket(rows, sequences, context), choose_dtype(config, dtype)
+    )
+    begin = time.perf_counter()
+    options = CompileOptions(count, assignment=assignment, exchange=exchange)
+    program = compile_graph(graph, options, {"model": model})
+    seconds = time.perf_counter() - begin
+    lines = [f"{model}: {program}", f"compiled and verified in {seconds * 1e3:.0f} ms", ""]
+    lines += _statistics(program)
+    if verify:
+        begin = time.perf_counter()
+        verify_program(program)
+        spent = time.perf_counter() - begin
+        lines += ["", f"verified in {spent * 1e3:.0f} ms: no deadlock, no race, all within budget"]
+    if disassemble:
+        lines += ["", *program.disassemble()]
+    if save is not None:
+        program.save(save)
+        lines += ["", f"saved to {save}"]
+    return "\n".join(lines)
+
+
+def _statistics(program: Program) -> Iterator[str]:
+    """Tables: instructions by kind, work by worker, and what the largest instruction holds."""
+    tensors = program.tensors
+    counts: Counter[str] = Counter()
+    moved: Counter[str] = Counter()
+    flops: Counter[str] = Counter()
+    costs = []
+    for inst in program.instructions:
+        name = inst.name()
+        counts[name] += 1
+        costs.append(inst.bytes(tensors))
+        moved[name] += costs[-1]
+        flops[name] += inst.flops(tensors)
+    yield f"{'instruction':18}{'count':>8}{'MB moved':>12}{'MFLOP':>12}"
+    for name, _ in moved.most_common():
+        yield f"{name:18}{counts[name]:8}{moved[name] / 1e6:12.3f}{flops[name] / 1e6:12.2f}"
+    total = (len(program), sum(moved.values()) / 1e6, sum(flops.values()) / 1e6)
+    yield f"{'total':18}{total[0]:8}{total[1]:12.3f}{total[2]:12.2f}"
+    yield ""
+    if not program.dynamic:
+        loads = [sum(costs[i] for i in queue) for queue in program.queues]
+        mean = sum(loads) / len(loads)
+        yield (
+            f"bytes per worker: {min(loads) / 1e6:.3f} to {max(loads) / 1e6:.3f} MB, "
+            f"the busiest has {max(loads) / mean:.3f} times the mean"
+        )
+    tagged = sum(t.tagged for t in tensors)
+    waits = sum(len(i.waits) for i in program.instructions)
+    yield (
+        f"dependencies: {waits} waits on {len(program.barriers)} barriers, {tagged} tagged tensors"
+    )
+    held = [i.resources(tensors) for i in program.instructions]
+    yield (
+        f"the largest instruction holds {max(r.pages for r in held)} of {NUM_PAGES} pages, "
+        f"{max(r.scratch_bytes for r in held)} of {SCRATCH_BYTES} bytes of scratch, "
+        f"{max(r.accumulator_bytes for r in held)} of {ACCUMULATOR_BYTES} bytes of sums"
+    )

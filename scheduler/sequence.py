@@ -1,0 +1,245 @@
+"""A request and its sequences: tokens so far, where they live, and when they end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
+from megavm.scheduler.blocks import NO_PREFIX, block_digest
+from megavm.scheduler.logprobs import TokenLogprobs
+from megavm.scheduler.step import Floats, Ints
+from megavm.scheduler.text import TextStream
+
+if TYPE_CHECKING:
+    from megavm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+_WORD = (1 << 64) - 1
+
+
+@dataclass
+class Times:
+    """When things happened to a request, in seconds of ``time.perf_counter``; 0 if they have not yet."""
+
+    arrived: float = field(default_factory=time.perf_counter)
+    admitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and what is wanted of it. ``params.n`` sequences continue it."""
+
+    id: Hashable
+    prompt: Ints
+    params: SamplingParams
+    sequences: tuple[Sequence, ...] = ()
+    times: Times = field(default_factory=Times)
+    cached_tokens: int = 0  # of the prompt of the first sequence, found in the prefix cache
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one launch added to one sequence.
+
+    ``text`` may lag behind ``token_ids`` (an incomplete character, a possible stop string). The last delta
+    of a sequence carries ``finish_reason``; ``stop_reason`` is the stop string or the stop token id that
+    ended it, None for the model's own end of sequence. ``error`` is a sentence when the reason is "error".
+    """
+
+    request: Request
+    index: int  # which of the request's sequences
+    token_ids: list[int]
+    text: str
+    logprobs: list[TokenLogprobs]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+
+
+class State(Enum):
+    """Where a sequence is. PREFILLING, DECODING and DRAINING ones hold a slot and KV blocks."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    DRAINING = "draining"  # its last row is planned, its last token not yet collected
+    FINISHED = "finished"
+
+
+class Sequence:
+    """One continuation of a request's prompt.
+
+    ``max_output`` is how many tokens it may add at most; ``stop_ids`` are the tokens that end it, of which
+    those in ``eos_ids`` do so without being named as the reason.
+    """
+
+    __slots__ = (
+        "blocks",
+        "digests",
+        "eos_ids",
+        "exhausted",
+        "expected",
+        "index",
+        "max_output",
+        "num_planned",
+        "output",
+        "prompt",
+        "request",
+        "seed",
+        "slot",
+        "state",
+        "stop_ids",
+        "text",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        max_output: int,
+        eos_ids: tuple[int, ...],
+        text: TextStream | None,
+        digests: list[bytes],
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.index = index
+        self.seed = derived_seed(seed, index)
+        self.max_output = max_output
+        self.eos_ids = () if params.ignore_eos else eos_ids
+        self.stop_ids = stop_token_ids(params, eos_ids)
+        self.text = text
+        self.prompt = request.prompt
+        self.output: list[int] = []
+        self.state = State.WAITING
+        self.slot = -1
+        self.blocks: list[int] = []
+        self.digests = digests
+        self.num_planned = 0  # positions whose keys and values have been planned
+        self.expected = 0  # tokens that the host must know before it can be admitted again
+        self.exhausted = ""  # why it ends at max_output, if that is an error
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known to the host."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def last_row(self) -> int:
+        """The last position that is ever computed: it chooses the last token."""
+        return len(self.prompt) + self.max_output - 2
+
+    def token_ids(self) -> Ints:
+        """Prompt and output."""
+        if not self.output:
+            return self.prompt
+        return np.concatenate([self.prompt, np.array(self.output, dtype=np.int32)])
+
+    def extend_digests(self, block_size: int, count: int) -> None:
+        """Digests of the first ``count`` blocks, all of which must be full of known tokens."""
+        have = len(self.digests)
+        if have >= count:
+            return
+        first, base = have * block_size, len(self.prompt)
+        if first >= base:
+            tokens = np.array(self.output[first - base : count * block_size - base], dtype=np.int32)
+        else:
+            tokens = self.token_ids()[first : count * block_size]
+        for i in range(count - have):
+            previous = self.digests[-1] if self.digests else NO_PREFIX
+            block = tokens[i * block_size : (i + 1) * block_size]
+            self.digests.append(block_digest(previous, block))
+
+    def append(self, token: int, stopped: bool, logprobs: TokenLogprobs | None) -> Delta:
+        """Take in the next token; ``stopped`` says that it is a stop token and counts as one."""
+        if not self.output and not self.request.times.first_token:
+            self.request.times.first_token = time.perf_counter()
+        self.output.append(token)
+        delta = Delta(self.request, self.index, [token], "", [logprobs] if logprobs else [])
+        params, count = self.request.params, len(self.output)
+        if self.text is not None and not (stopped and not params.include_stop_str_in_output):
+            delta.text, stop = self.text.push(token, count > params.min_tokens)
+            if stop is not None:
+                return self._end(delta, "stop", stop)
+        if stopped:
+            return self._finish_text(delta, "stop", None if token in self.eos_ids else token)
+        if count >= self.max_output:
+            if self.exhausted:
+                return self._finish_text(delta, "error", error=self.exhausted)
+            return self._finish_text(delta, "length")
+        return delta
+
+    def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
+        """End it from outside."""
+        return self._finish_text(Delta(self.request, self.index, [], "", []), reason, error=error)
+
+    def _finish_text(
+        self,
+        delta: Delta,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        if self.text is not None:
+            rest, stop = self.text.finish()
+            delta.text += rest
+            if stop is not None and reason == "length":
+                return self._end(delta, "stop", stop)
+        return self._end(delta, reason, stop_reason, error)
+
+    def _end(
+        self,
+        delta: Delta,
+        reason: FinishReason,
+        stop_reason: int | str | None = None,
+        error: str | None = None,
+    ) -> Delta:
+        delta.finish_reason, delta.stop_reason, delta.error = reason, stop_reason, error
+        self.request.times.finished = time.perf_counter()
+        return delta
+
+    def parameters(self) -> tuple[Floats, Ints]:
+        """The sequence's rows of sampling_real and sampling_integer."""
+        params = self.request.params
+        real = np.empty(REAL_COLUMNS, dtype=np.float32)
+        real[Real.TEMPERATURE] = params.temperature
+        real[Real.TOP_P] = params.top_p
+        real[Real.MIN_P] = params.min_p
+        real[Real.REPETITION_PENALTY] = params.repetition_penalty
+        real[Real.PRESENCE_PENALTY] = params.presence_penalty
+        real[Real.FREQUENCY_PENALTY] = params.frequency_penalty
+        integer = np.full(INTEGER_COLUMNS, -1, dtype=np.int32)
+        seed = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32], dtype=np.uint32).view(np.int32)
+        integer[Integer.ENABLED] = 1
+        integer[Integer.SEED_LOW : Integer.SEED_HIGH + 1] = seed
+        integer[Integer.TOP_K] = max(params.top_k, 0)
+        integer[Integer.PROMPT_LENGTH] = len(self.prompt)
+        integer[Integer.MIN_LENGTH] = len(self.prompt) + min(params.min_tokens, self.max_output)
+        integer[Integer.NUM_STOP] = len(self.stop_ids)
+        integer[Integer.STOP : Integer.STOP + len(self.stop_ids)] = self.stop_ids
+        return real, integer
+
+
+def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+    """The tokens that end a completion."""
+    own = tuple(params.stop_token_ids or ())
+    return tuple(dict.fromkeys(own if params.ignore_eos else (*eos_ids, *own)))
+
+
+def derived_seed(seed: int, index: int) -> int:
+    """The 64-bit seed of sequence ``index`` of a request: the request's own for the first."""
+    if index == 0:
+        return seed & _WORD
+    z = (seed + index * 0x9E3779B97F4A7C15) & _WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
+    return z ^ z >> 31

@@ -1,0 +1,73 @@
+"""The text of one sequence while it grows: decoding, stop strings, and what must be held back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class Decoder(Protocol):
+    """Turns token ids into text, holding back incomplete characters (megavm.tokenizer.StreamDecoder)."""
+
+    def step(self, token_id: int) -> str:
+        """The text that one more token adds."""
+        ...
+
+    def flush(self) -> str:
+        """The text held back, at the end."""
+        ...
+
+
+class TextStream:
+    """Text to hand out, piece by piece; it never contains a stop string or the beginning of one.
+
+    A piece that may be the start of a stop string is held back until the next piece decides.
+    """
+
+    def __init__(
+        self, decoder: Decoder, stops: Sequence[str] = (), include_stop: bool = False
+    ) -> None:
+        self._decoder = decoder
+        self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._longest = max(map(len, self._stops), default=0)
+        self._held = ""
+
+    def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
+        """Text that may be handed out after one more token, and the stop string that ended it.
+
+        With ``may_stop`` false stop strings are ordinary text.
+        """
+        return self._append(self._decoder.step(token_id), may_stop)
+
+    def finish(self) -> tuple[str, str | None]:
+        """The rest, at the end of the sequence, and a stop string that it completes."""
+        text, stop = self._append(self._decoder.flush(), True)
+        if stop is None:
+            text, self._held = text + self._held, ""
+        return text, stop
+
+    def _append(self, piece: str, may_stop: bool) -> tuple[str, str | None]:
+        if not self._stops:
+            return piece, None
+        text = self._held + piece
+        if not may_stop:
+            self._held = ""
+            return text, None
+        starts = [(text.find(stop), i) for i, stop in enumerate(self._stops)]
+        begin, which = min((s for s in starts if s[0] >= 0), default=(-1, -1))
+        if begin >= 0:
+            stop = self._stops[which]
+            self._held = ""
+            return text[: begin + len(stop) if self._include_stop else begin], stop
+        keep = self._possible_start(text)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+    def _possible_start(self, text: str) -> int:
+        """Length of the longest end of ``text`` with which a stop string begins."""
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(stop.startswith(end) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,51 @@
+"""Fixtures that every test folder shares."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from megavm.vm.machine import Machine
+
+MACHINES = ("reference", "cpu")
+
+
+@pytest.fixture(params=MACHINES)
+def machine(request: pytest.FixtureRequest) -> Machine:
+    """Every machine there is, one after the other."""
+    from megavm.scheduler.runner import make_machine
+
+    return make_machine(request.param)[0]
+
+
+@pytest.fixture(scope="session")
+def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
+    """make_llama(seed=0, dtype="float32", **config) -> (directory, transformers model) with random weights.
+
+    Norm gains and biases are random too, so that one that is left out shows.
+    """
+    import torch
+    import transformers
+
+    def make(seed: int = 0, dtype: str = "float32", **config: Any) -> tuple[Path, Any]:
+        torch.manual_seed(seed)
+        made = transformers.LlamaConfig(**config)
+        model = transformers.LlamaForCausalLM(made).eval()
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.data.normal_(1.0, 0.3)
+            else:
+                parameter.data.normal_(0.0, parameter.shape[1] ** -0.5)
+        model = model.to(getattr(torch, dtype))
+        directory = tmp_path_factory.mktemp("llama")
+        model.save_pretrained(directory)
+        return directory, model
+
+    return make

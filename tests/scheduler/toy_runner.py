@@ -1,0 +1,184 @@
+"""A runner without a model: its next token depends on every token that the KV cache gives it.
+
+It is strict where a machine could not be: a key that is read must have been written, at that position, by an
+earlier step or by a row of the same sequence; a row may not write where another sequence of the step
+reads; all sizes are checked.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
+from megavm.scheduler.step import Step
+from megavm.vm.machine import MachineFault
+
+_WORD = (1 << 64) - 1
+
+
+def mix(state: int, value: int) -> int:
+    """A hash of 64 bits."""
+    z = (state * 31 + value * 0x9E3779B97F4A7C15 + 0x1234567) & _WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    return z ^ z >> 31
+
+
+def toy_logits(tokens: list[int], vocab_size: int) -> np.ndarray:
+    """Logits after ``tokens``: float32 [vocab_size]."""
+    state = 7
+    for token in tokens:
+        state = mix(state, token)
+    generator = np.random.default_rng(state)
+    return generator.standard_normal(vocab_size, dtype=np.float32) * 3
+
+
+def toy_token(tokens: list[int], logits: np.ndarray, real: np.ndarray, integer: np.ndarray) -> int:
+    """The next token: greedy, or drawn from (seed, position)."""
+    adjusted = logits.copy()
+    if len(tokens) < integer[Integer.MIN_LENGTH]:
+        stops = integer[Integer.STOP : Integer.STOP + integer[Integer.NUM_STOP]]
+        adjusted[[t for t in stops if t < len(adjusted)]] = -np.inf
+    if real[Real.TEMPERATURE] > 0:
+        low, high = integer[Integer.SEED_LOW : Integer.SEED_HIGH + 1].view(np.uint32).tolist()
+        noise = np.random.default_rng([low, high, len(tokens)]).gumbel(size=len(adjusted))
+        adjusted = adjusted / real[Real.TEMPERATURE] + noise
+    return int(adjusted.argmax())
+
+
+@dataclass
+class ToyRunner:
+    """See the module. ``faults`` lists the numbers of the runs that end in a MachineFault."""
+
+    max_num_seqs: int = 4
+    max_model_len: int = 64
+    max_num_batched_tokens: int = 16
+    num_blocks: int = 32
+    block_size: int = 4
+    vocab_size: int = 40
+    max_logit_rows: int = 0
+    faults: tuple[int, ...] = ()
+    bugs: tuple[int, ...] = ()
+    steps_seen: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.max_logit_rows = self.max_logit_rows or self.max_num_seqs
+        self.tokens = np.full((self.max_num_seqs, self.max_model_len + 1), -1, dtype=np.int32)
+        columns = -(-self.max_model_len // self.block_size)
+        self.block_table = np.full((self.max_num_seqs, columns), -1, dtype=np.int32)
+        self.sampling_real = np.zeros((self.max_num_seqs, REAL_COLUMNS), dtype=np.float32)
+        self.sampling_integer = np.zeros((self.max_num_seqs, INTEGER_COLUMNS), dtype=np.int32)
+        self.logits = np.zeros((self.max_logit_rows, self.vocab_size), dtype=np.float32)
+        # Of each KV slot: the position it was written for, the token, the step that wrote it.
+        self.kv = np.full((self.num_blocks, self.block_size, 3), -1, dtype=np.int64)
+        self.epoch = 0
+        self.runs = 0
+
+    def run(self, step: Step, steps: int = 1) -> None:
+        self.runs += 1
+        assert steps >= 1
+        if self.runs - 1 in self.bugs:
+            raise KeyError("a bug in the runner")
+        if self.runs - 1 in self.faults:
+            self.kv[...] = -1  # what was in memory is lost
+            raise MachineFault("worker 0 gave up")
+        self.steps_seen.append(step)
+        for offset in range(steps):
+            self._step(step, offset, steps)
+
+    def _step(self, step: Step, offset: int, steps: int) -> None:
+        self.epoch += 1
+        rows, logit_rows = step.num_rows, len(step.logit_row)
+        assert 0 < rows <= self.max_num_batched_tokens
+        assert logit_rows <= self.max_logit_rows
+        for array in (step.row_sequence, step.row_position, step.logit_row):
+            assert array.dtype == np.int32
+            assert array.ndim == 1
+        assert len(step.row_position) == rows
+        assert steps == 1 or logit_rows == rows
+        assert step.context == int(step.row_position.max()) + 1
+        assert ((step.row_sequence >= 0) & (step.row_sequence < self.max_num_seqs)).all()
+        assert ((step.row_position >= 0) & (step.row_position < self.max_model_len)).all()
+        assert len(set(step.logit_row.tolist())) == logit_rows
+        slots = step.row_sequence.tolist()
+        positions = (step.row_position + offset).tolist()
+        self._write(slots, positions)
+        self._check_sharing(slots, positions)
+        contexts = [
+            self._read(s, p, slots, positions) for s, p in zip(slots, positions, strict=True)
+        ]
+        chosen = []
+        for i, row in enumerate(step.logit_row.tolist()):
+            slot, tokens = slots[row], contexts[row]
+            self.logits[i] = toy_logits(tokens, self.vocab_size)
+            if self.sampling_integer[slot, Integer.ENABLED]:
+                real, integer = self.sampling_real[slot], self.sampling_integer[slot]
+                token = toy_token(tokens, self.logits[i], real, integer)
+                chosen.append((slot, positions[row] + 1, token))
+        assert len({slot for slot, _, _ in chosen}) == len(chosen), "two choices for one sequence"
+        for slot, position, token in chosen:
+            self.tokens[slot, position] = token
+
+    def _place(self, slot: int, position: int) -> tuple[int, int]:
+        column, offset = divmod(position, self.block_size)
+        block = int(self.block_table[slot, column])
+        assert 0 <= block < self.num_blocks, f"no KV block for position {position} of slot {slot}"
+        return block, offset
+
+    def _write(self, slots: list[int], positions: list[int]) -> None:
+        written = set()
+        for slot, position in zip(slots, positions, strict=True):
+            place = self._place(slot, position)
+            assert place not in written, f"two rows write to KV slot {place}"
+            written.add(place)
+            token = int(self.tokens[slot, position])
+            assert 0 <= token < self.vocab_size, f"token {token} at {position} of slot {slot}"
+            self.kv[place] = (position, token, self.epoch)
+
+    def _check_sharing(self, slots: list[int], positions: list[int]) -> None:
+        """No sequence of the step may write to a block that another one of the step reads."""
+        users: dict[int, set[int]] = {}
+        for slot, position in zip(slots, positions, strict=True):
+            for column in range(position // self.block_size + 1):
+                users.setdefault(int(self.block_table[slot, column]), set()).add(slot)
+        for slot, position in zip(slots, positions, strict=True):
+            block, _ = self._place(slot, position)
+            assert users[block] == {slot}, f"slot {slot} writes KV block {block} of {users[block]}"
+
+    def _read(self, slot: int, position: int, slots: list[int], positions: list[int]) -> list[int]:
+        own = {p for s, p in zip(slots, positions, strict=True) if s == slot}
+        tokens = []
+        for p in range(position + 1):
+            written_for, token, epoch = self.kv[self._place(slot, p)].tolist()
+            assert written_for == p, f"slot {slot} reads position {written_for}, expected {p}"
+            assert epoch < self.epoch or p in own, f"position {p} was written by another sequence"
+            tokens.append(token)
+        return tokens
+
+
+class ToyDecoder:
+    """Token t becomes the letters of t; tokens divisible by 7 give their text with the next token."""
+
+    def __init__(self, request: Any = None) -> None:
+        self.pending = ""
+
+    def step(self, token_id: int) -> str:
+        self.pending += piece(token_id)
+        if token_id % 7 == 0:
+            return ""
+        text, self.pending = self.pending, ""
+        return text
+
+    def flush(self) -> str:
+        text, self.pending = self.pending, ""
+        return text
+
+
+def piece(token_id: int) -> str:
+    """One or two letters, few different ones, so that stop strings occur."""
+    letters = "abcd"
+    if token_id % 3:
+        return letters[token_id % 4]
+    return letters[token_id % 4] + letters[token_id // 3 % 4]
