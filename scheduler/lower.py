@@ -17,7 +17,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import Sample
-from megavm.instructions.tiles import PANEL_PAGES
+from megavm.instructions.tiles import PANEL_PAGES, SPLIT_COLUMNS
 from megavm.scheduler.graph import Operation, Value
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.storage import Storage
@@ -25,7 +25,6 @@ from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
 from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
 
 COLUMN_UNIT = 16  # column tiles begin at multiples of this
-LARGE_ROW_TILE = 64  # rows of a tile whose input does not fit as a whole
 
 
 @dataclass(frozen=True)
@@ -94,15 +93,14 @@ class Lowering:
     ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """(columns, rows) of the tiles of a matrix product, tiles of the same weights side by side.
 
-        ``width`` is how many sums an element of ``columns`` has. Whole input rows stay in shared memory
-        when at least 16 of them fit (or all there are); otherwise sums stay and the input streams.
+        ``width`` is how many sums an element of ``columns`` has. When all input rows fit into shared memory
+        they stay there while weights stream; otherwise the sums stay, and input and weights stream.
         """
-        fitting = PANEL_PAGES * PAGE_BYTES // (k * itemsize)
-        if rows <= fitting or fitting >= 16:
-            row_tile = min(rows, 1 << (fitting.bit_length() - 1))
-            column_tile = columns
+        if rows * k * itemsize <= PANEL_PAGES * PAGE_BYTES:
+            row_tile, column_tile = rows, columns
         else:
-            row_tile = min(rows, LARGE_ROW_TILE)
+            fitting = PANEL_PAGES * PAGE_BYTES // (min(k, SPLIT_COLUMNS) * itemsize)
+            row_tile = min(rows, 1 << (fitting.bit_length() - 1))
             column_tile = ACCUMULATOR_BYTES // (4 * row_tile * width) // unit * unit
         for begin, end in self._columns(columns, unit):
             pieces = -(-(end - begin) // column_tile)
