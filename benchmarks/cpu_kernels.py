@@ -13,6 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -59,7 +60,9 @@ def cut(size: int, pieces: int, unit: int = 16) -> Iterator[tuple[int, int]]:
         yield units * i // pieces * unit, min(units * (i + 1) // pieces * unit, size)
 
 
-def tiles(shape: Shape, rows: int, workers: int, row_tile: int, column_tile: int) -> Iterator[tuple[int, int, int, int]]:
+def tiles(
+    shape: Shape, rows: int, workers: int, row_tile: int, column_tile: int
+) -> Iterator[tuple[int, int, int, int]]:
     """(worker, first column, end, first row): tiles of the same weights side by side."""
     for worker, (left, right) in enumerate(cut(shape.columns, workers)):
         for begin, end in cut(right - left, max(1, -(-(right - left) // column_tile))):
@@ -68,7 +71,13 @@ def tiles(shape: Shape, rows: int, workers: int, row_tile: int, column_tile: int
 
 
 def build(
-    shape: Shape, dtype: DType, rows: int, copies: int, workers: int, row_tile: int, column_tile: int
+    shape: Shape,
+    dtype: DType,
+    rows: int,
+    copies: int,
+    workers: int,
+    row_tile: int,
+    column_tile: int,
 ) -> Program:
     """One product with each copy of the weight."""
     tensors = [
@@ -83,7 +92,7 @@ def build(
             name = f"weight{copy}.{half}"
             tensors.append(TensorSpec(name, (shape.columns, shape.k), dtype, TensorKind.WEIGHT))
         for worker, begin, end, top in tiles(shape, rows, workers, row_tile, column_tile):
-            common = {
+            common: dict[str, Any] = {
                 "x": 0,
                 "out": 1,
                 "row_begin": top,
@@ -141,14 +150,18 @@ def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 8, 128])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--seconds", type=float, default=1.0, help="per row of the table")
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--level", default=None)
     parser.add_argument(
-        "--cpu-time", action="store_true", help="of the process: with one worker, on a machine that is not idle"
+        "--cpu-time",
+        action="store_true",
+        help="of the process: with one worker, on a machine that is not idle",
     )
     parser.add_argument("--shapes", nargs="+", default=None, help="first words of the shapes")
     parser.add_argument("--row-tile", type=int, default=None)
@@ -157,7 +170,9 @@ def main() -> None:
     torch.set_num_threads(args.workers)
     machine = CpuMachine(level=args.level)
     print(f"{args.workers} workers, kernels {machine.level}, torch {torch.__version__}")
-    print(f"{'shape':26} {'dtype':9} {'rows':>4}  {'ours us':>9} {'torch us':>9} {'ratio':>6}  {'GB/s':>6} {'TFLOP/s':>8}")
+    print(
+        f"{'shape':26} {'dtype':9} {'rows':>4}  {'ours us':>9} {'torch us':>9} {'ratio':>6}  {'GB/s':>6} {'TFLOP/s':>8}"
+    )
     for name in args.dtype:
         for shape in SHAPES:
             if args.shapes and not shape.name.startswith(tuple(args.shapes)):
@@ -166,7 +181,9 @@ def main() -> None:
                 measure(shape, DTYPES[name], rows, args, machine)
 
 
-def measure(shape: Shape, dtype: DType, rows: int, args: argparse.Namespace, machine: CpuMachine) -> None:
+def measure(
+    shape: Shape, dtype: DType, rows: int, args: argparse.Namespace, machine: CpuMachine
+) -> None:
     """One line of the table."""
     if rows * shape.columns > 2**25:
         rows = min(rows, 8)
@@ -187,7 +204,9 @@ def measure(shape: Shape, dtype: DType, rows: int, args: argparse.Namespace, mac
     weights = []
     for spec in program.tensors:
         if spec.kind is TensorKind.WEIGHT:
-            value = torch.empty(spec.shape, dtype=TORCH_DTYPE[dtype]).normal_(0, 0.02, generator=generator)
+            value = torch.empty(spec.shape, dtype=TORCH_DTYPE[dtype]).normal_(
+                0, 0.02, generator=generator
+            )
             memory.bind(spec, value)
             weights.append(value)
     memory.allocate(program.tensors)
@@ -196,7 +215,8 @@ def measure(shape: Shape, dtype: DType, rows: int, args: argparse.Namespace, mac
     executable = machine.load(program, memory, verify=False)
     clock = time.process_time if args.cpu_time else time.perf_counter
     ours, theirs = (
-        t / copies for t in best([executable.run, torch_product(shape, x, weights)], args.seconds, clock)
+        t / copies
+        for t in best([executable.run, torch_product(shape, x, weights)], args.seconds, clock)
     )
     flops = 2 * rows * shape.weight_rows * shape.k
     print(

@@ -9,7 +9,7 @@ from megavm.vm.isa import Resources, TensorSpec, pages
 
 PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
 STREAM_PAGES = 3  # the least that keeps a weight stream going
-SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit
+SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
 COLUMN_BLOCK = 32  # output columns whose sums are alive at the same time
 ROW_BLOCK = 16  # rows whose sums are kept together
 VECTOR = 32  # input columns are padded to a multiple of this
@@ -37,8 +37,9 @@ def product_resources(rows: int, columns: int, k: int, itemsize: int) -> Resourc
             accumulator_bytes=4 * round_up(rows, ROW_BLOCK) * COLUMN_BLOCK,
             semaphores=2,
         )
+    fitting = PANEL_PAGES * PAGE_BYTES // (rows * itemsize * SPLIT_COLUMNS)
     return Resources(
-        pages=pages(rows * SPLIT_COLUMNS * itemsize) + STREAM_PAGES,
+        pages=pages(rows * itemsize * SPLIT_COLUMNS * max(fitting, 1)) + STREAM_PAGES,
         scratch_bytes=scratch,
         accumulator_bytes=4 * rows * columns,
         semaphores=2,

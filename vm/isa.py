@@ -49,6 +49,7 @@ from megavm.vm.config import (
 )
 
 T = TypeVar("T", int, float)
+Encoding = bytes  # of an instruction, in whose class ``bytes`` is a method
 
 
 class DType(Enum):
@@ -209,7 +210,13 @@ class Field(Generic[T]):
         if self.kind is FieldKind.REAL:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{owner}.{self.name} is {value!r}: expected a real number")
-            return float(struct.unpack("<f", struct.pack("<f", value))[0])
+            try:
+                rounded = float(struct.unpack("<f", struct.pack("<f", value))[0])
+            except (OverflowError, struct.error):
+                rounded = math.inf
+            if not math.isfinite(rounded):
+                raise ValueError(f"{owner}.{self.name} is {value!r}: not a finite float32")
+            return rounded
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{owner}.{self.name} is {value!r}: expected an integer")
         if not 0 <= value <= NONE:
@@ -219,9 +226,7 @@ class Field(Generic[T]):
         return value
 
 
-def tensor(
-    doc: str, *dtypes: DType, optional: bool = False, workspace: bool = False
-) -> Field[int]:
+def tensor(doc: str, *dtypes: DType, optional: bool = False, workspace: bool = False) -> Field[int]:
     """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
 
     What a ``workspace`` holds after the instruction is nobody's business, and machines may differ in it.
@@ -257,7 +262,7 @@ class Instruction:
             raise TypeError(
                 f"{cls.__name__} declares {len(cls.fields)} operands; {OPERAND_WORDS} words are there"
             )
-        cls._format = "<%dI%s" % (HEADER_WORDS, "".join(f.format for f in cls.fields))
+        cls._format = f"<{HEADER_WORDS}I{''.join(f.format for f in cls.fields)}"
         cls._tail = b"\0" * (4 * (OPERAND_WORDS - len(cls.fields)))
 
     _format: ClassVar[str]
@@ -283,6 +288,13 @@ class Instruction:
         if len(waits) > MAX_WAITS:
             raise ValueError(
                 f"{type(self).__name__} has {len(waits)} waits; the header holds {MAX_WAITS}"
+            )
+        for wait in waits:
+            if not (0 <= wait.barrier < NONE and 0 <= wait.target <= NONE):
+                raise ValueError(f"{type(self).__name__} has {wait}: does not fit the header")
+        if signal is not None and not 0 <= signal < NONE:
+            raise ValueError(
+                f"{type(self).__name__} signals barrier {signal}: does not fit the header"
             )
         self.waits = tuple(waits)
         self.signal = signal
@@ -337,7 +349,7 @@ class Instruction:
 
     # Encoding.
 
-    def encode(self) -> bytes:
+    def encode(self) -> Encoding:
         """The 128 bytes of the instruction, little-endian."""
         header = [self.opcode, NONE if self.signal is None else self.signal]
         for wait in self.waits:
@@ -349,10 +361,11 @@ class Instruction:
         )
 
     @classmethod
-    def decode(cls, data: bytes | memoryview) -> Self:
+    def decode(cls, data: Encoding | memoryview) -> Self:
         """Inverse of ``encode`` for an instruction known to be of this class.
 
-        Raises ValueError when the bytes are not an encoding of this class.
+        Words that no field uses are not looked at: ``verify`` does that. Raises ValueError when length or
+        opcode are wrong.
         """
         if len(data) != 4 * INSTRUCTION_WORDS:
             raise ValueError(f"an instruction has {4 * INSTRUCTION_WORDS} bytes, not {len(data)}")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import io
 import json
 import os
+import struct
 import zipfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,11 +121,11 @@ class Program:
         )
 
     def fingerprint(self) -> str:
-        """SHA-256 of everything but the metadata."""
+        """SHA-256 of everything that is executed: all but labels and metadata."""
         digest = hashlib.sha256(json.dumps(self._header(), sort_keys=True).encode())
-        digest.update(self.words.astype("<u4").tobytes())
-        for queue in self.queues:
-            digest.update(b"queue" + queue.astype("<i4").tobytes())
+        parts = [self.words.astype("<u4"), *(queue.astype("<i4") for queue in self.queues)]
+        for part in parts:
+            digest.update(part.size.to_bytes(8, "little") + part.tobytes())
         return digest.hexdigest()
 
     def _header(self) -> dict[str, Any]:
@@ -157,8 +160,10 @@ class Program:
 
         Raises ValueError when the file is not a program of this format version.
         """
+        with open(path, "rb") as stream:
+            content = io.BytesIO(stream.read())
         try:
-            with np.load(path, allow_pickle=False) as file:
+            with np.load(content, allow_pickle=False) as file:
                 header = json.loads(file["header"].tobytes())
                 words = file["words"]
                 lengths, entries = file["queue_lengths"], file["queue_entries"]
@@ -166,10 +171,15 @@ class Program:
                 raise ValueError(f"format {header['format']}, this version reads {FORMAT_VERSION}")
             if words.ndim != 2 or words.shape[1] != INSTRUCTION_WORDS or words.dtype != np.uint32:
                 raise ValueError(f"instruction words of shape {words.shape} and {words.dtype}")
+            if lengths.ndim != 1 or lengths.dtype != np.int64:
+                raise ValueError(f"queue lengths of shape {lengths.shape} and {lengths.dtype}")
+            if entries.ndim != 1 or entries.dtype != np.int32:
+                raise ValueError(f"queue entries of shape {entries.shape} and {entries.dtype}")
             if lengths.min(initial=0) < 0 or int(lengths.sum()) != len(entries):
                 raise ValueError("queue lengths do not add up to the queue entries")
             if len(header["labels"]) != len(words):
                 raise ValueError(f"{len(header['labels'])} labels for {len(words)} instructions")
+            _check_types(header)
             tensors = tuple(
                 TensorSpec(name, tuple(shape), DType[dtype], TensorKind(kind), tagged)
                 for name, shape, dtype, kind, tagged in header["tensors"]
@@ -184,8 +194,47 @@ class Program:
                 labels=tuple(header["labels"]),
                 metadata=header["metadata"],
             )
-        except (KeyError, TypeError, ValueError, EOFError, zipfile.BadZipFile) as error:
+        except _DAMAGED as error:
             raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
+
+
+# What numpy, zipfile, zlib and json raise at files that were damaged, or made to harm.
+_DAMAGED = (
+    LookupError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    EOFError,
+    MemoryError,
+    OverflowError,
+    RuntimeError,
+    struct.error,
+    zipfile.BadZipFile,
+    zlib.error,
+)
+
+
+def _check_types(header: Any) -> None:
+    """Raise TypeError when a member of a saved header is not of its type."""
+    wanted: dict[str, type] = {
+        "dynamic": bool,
+        "workers": int,
+        "barriers": list,
+        "labels": list,
+        "tensors": list,
+        "metadata": dict,
+    }
+    for name, expected in wanted.items():
+        if type(header[name]) is not expected:
+            raise TypeError(f"{name} is {header[name]!r}, not {expected.__name__}")
+    for name in ("barriers", "labels"):
+        if not all(isinstance(text, str) for text in header[name]):
+            raise TypeError(f"{name} are not all strings")
+    for name, shape, _, _, tagged in header["tensors"]:
+        if not isinstance(name, str) or type(tagged) is not bool:
+            raise TypeError(f"tensor {name!r} has no name or is tagged {tagged!r}")
+        if not isinstance(shape, list) or not all(type(size) is int for size in shape):
+            raise TypeError(f"tensor {name} has shape {shape!r}")
 
 
 def with_header(

@@ -16,4 +16,4 @@ def execute(inst: AttentionMerge, m: View) -> None:
     factors = torch.exp(highest - highest.max(dim=1, keepdim=True).values)
     out = (factors * sums).sum(1) / (factors * totals).sum(1)
     columns = (inst.head_begin * inst.head_dim, inst.head_end * inst.head_dim)
-    m.write(inst.out, rows, columns, out.reshape(rows[1] - rows[0], -1))
+    m.write(inst.out, rows, columns, out.flatten(1))

@@ -1,0 +1,105 @@
+"""Examples of Attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from megavm.instructions.attention import Attention
+from megavm.vm.config import NONE
+from megavm.vm.example import Example, Table, paged_step
+from megavm.vm.isa import BF16, F32, DType, TensorKind
+
+
+@dataclass(frozen=True)
+class Case:
+    """One instruction. Rows are (sequence, position)."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rows: list[tuple[int, int]]
+    live: int
+    block_size: int = 8
+    q: DType = F32
+    cache: DType = F32
+    out: DType = F32
+    tagged: bool = False
+    kv_head_range: tuple[int, int] | None = None
+    splits: tuple[int, int, int] = (0, 1, 8)  # split, number of splits, chunk
+
+
+MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
+
+CASES = [
+    Case("multi-head", 2, 2, 16, MIXED, 6),
+    Case("grouped", 8, 2, 64, MIXED, 6, kv_head_range=(1, 2)),
+    Case("group of three, odd shapes", 6, 2, 10, MIXED, 5, block_size=5, splits=(0, 1, 5)),
+    Case("multi-query", 9, 1, 24, MIXED, 6, block_size=16, splits=(0, 1, 16)),
+    Case("long heads", 2, 1, 130, MIXED, 6, block_size=32, splits=(0, 1, 32)),
+    Case(
+        "bf16", 8, 2, 64, MIXED, 6, q=BF16, cache=BF16, out=BF16, block_size=16, splits=(0, 1, 16)
+    ),
+    Case(
+        "bf16, odd shapes", 5, 1, 18, MIXED, 4, cache=BF16, out=BF16, block_size=3, splits=(0, 1, 3)
+    ),
+    Case("tagged", 4, 2, 16, MIXED, 6, cache=BF16, tagged=True),
+    Case("smallest head", 2, 1, 2, MIXED, 6, block_size=1, splits=(0, 1, 1)),
+    Case("first of three splits", 4, 2, 16, MIXED, 6, splits=(0, 3, 16)),
+    Case("second of three splits", 4, 2, 16, MIXED, 6, cache=BF16, splits=(1, 3, 16)),
+    Case("last of three splits", 4, 2, 20, MIXED, 6, tagged=True, splits=(2, 3, 16)),
+    Case("split of some heads", 6, 3, 8, MIXED, 6, kv_head_range=(1, 3), splits=(1, 2, 8)),
+    Case("no live row", 2, 2, 16, MIXED, 0, tagged=True),
+]
+
+
+def examples(rng: np.random.Generator) -> Iterator[Example]:
+    for case in CASES:
+        yield example(rng, case)
+
+
+def example(rng: np.random.Generator, case: Case) -> Example:
+    """The KV blocks of the sequences are scattered over a cache that is full of other things."""
+    table = Table(rng)
+    d, rows = case.head_dim, len(case.rows)
+    per_sequence = -(-64 // case.block_size)
+    num_blocks = 3 * per_sequence + 4
+    steps = paged_step(table, case.rows, case.live, per_sequence, num_blocks)
+    cache_shape = (num_blocks, case.kv_heads, case.block_size, d)
+    split, num_splits, chunk = case.splits
+    out = partial = NONE
+    if num_splits == 1:
+        out = table.output("out", (rows, case.heads * d), case.out, tagged=case.tagged)
+    else:
+        shape = (rows, num_splits, case.heads, d + 2)
+        partial = table.output("partial", shape, F32, tagged=case.tagged)
+    head_begin, head_end = case.kv_head_range or (0, case.kv_heads)
+    inst = Attention(
+        q=table.activation("q", (rows, case.heads * d), case.q, tagged=case.tagged),
+        k_cache=table.add(
+            "k_cache", cache_shape, case.cache, TensorKind.STATE, table.normal(*cache_shape)
+        ),
+        v_cache=table.add(
+            "v_cache", cache_shape, case.cache, TensorKind.STATE, table.normal(*cache_shape)
+        ),
+        out=out,
+        partial=partial,
+        row_sequence=steps.row_sequence,
+        row_position=steps.row_position,
+        block_table=steps.block_table,
+        row_count=steps.row_count,
+        row_begin=0,
+        row_end=rows,
+        head_begin=head_begin,
+        head_end=head_end,
+        split=split,
+        num_splits=num_splits,
+        chunk=chunk,
+        context=64,
+        step_rows=rows,
+        scale=d**-0.5,
+    )
+    return Example(case.name, inst, table.specs, table.values)

@@ -1,0 +1,42 @@
+"""Examples of Embed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megavm.instructions.embed import Embed
+from megavm.vm.example import Example, Table
+from megavm.vm.isa import BF16, F32, I32, TensorKind
+
+
+def examples(rng: np.random.Generator) -> Iterator[Example]:
+    cases = [
+        ("all rows", F32, F32, False, 4, (0, 40)),
+        ("dead rows", BF16, F32, False, 2, (0, 40)),
+        ("no live row", BF16, BF16, False, 0, (0, 40)),
+        ("some columns", BF16, BF16, False, 4, (16, 39)),
+        ("tagged", BF16, F32, True, 3, (8, 40)),
+        ("tagged bf16", F32, BF16, True, 3, (8, 40)),
+    ]
+    for name, table_type, out_type, tagged, live, columns in cases:
+        table = Table(rng)
+        tokens = rng.integers(0, 50, (3, 9)).astype(np.int32)
+        handles: dict[str, Any] = {
+            "table": table.weight("table", (50, 40), table_type),
+            "tokens": table.add("tokens", (3, 9), I32, TensorKind.STATE, table.tensor(tokens)),
+            "row_sequence": table.integers("row_sequence", [2, 0, 0, 1]),
+            "row_position": table.integers("row_position", [8, 0, 1, 3]),
+            "row_count": table.integers("row_count", [live]),
+            "out": table.output("out", (4, 40), out_type, tagged=tagged),
+        }
+        inst = Embed(
+            **handles,
+            row_begin=0,
+            row_end=4,
+            column_begin=columns[0],
+            column_end=columns[1],
+        )
+        yield Example(name, inst, table.specs, table.values)

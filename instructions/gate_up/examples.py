@@ -1,0 +1,46 @@
+"""Examples of GateUp."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from megavm.instructions.gate_up import GateUp
+from megavm.vm.config import NONE
+from megavm.vm.example import Example, Table
+from megavm.vm.isa import BF16, F32
+
+
+def examples(rng: np.random.Generator) -> Iterator[Example]:
+    cases = [
+        # name, rows, k, columns, weights, x, out, live, tagged, gain and biases
+        ("vector", 1, 64, 32, F32, F32, F32, None, False, False),
+        ("tails", 3, 45, 21, F32, F32, F32, 2, False, True),
+        ("sums stay", 40, 1040, 18, F32, F32, F32, None, False, True),
+        ("vector, bf16", 1, 64, 32, BF16, F32, BF16, None, True, True),
+        ("tails, bf16", 4, 46, 21, BF16, BF16, BF16, 3, False, True),
+        ("tagged", 2, 64, 34, BF16, BF16, F32, None, True, True),
+        ("many rows, bf16", 35, 70, 23, BF16, BF16, BF16, 34, False, False),
+        ("sums stay, bf16", 97, 1100, 40, BF16, F32, BF16, None, False, True),
+        ("no live row", 2, 64, 32, F32, F32, F32, 0, True, True),
+    ]
+    for name, rows, k, columns, weight, x_type, out_type, live, tagged, extras in cases:
+        table = Table(rng)
+        width = columns + columns % 2 + 2
+        inst = GateUp(
+            x=table.activation("x", (rows + 1, k), x_type, tagged=tagged),
+            gate=table.weight("gate", (width, k), weight),
+            up=table.weight("up", (width, k), weight),
+            gate_bias=table.weight("gate_bias", (width,), weight) if extras else NONE,
+            up_bias=table.weight("up_bias", (width,), weight) if extras else NONE,
+            gain=table.gain("gain", k, weight) if extras else NONE,
+            out=table.output("out", (rows + 2, width), out_type, tagged=tagged),
+            row_count=table.count("row_count", None if live is None else live + 1),
+            row_begin=1,
+            row_end=rows + 1,
+            column_begin=2,
+            column_end=columns + 2,
+            eps=1e-5,
+        )
+        yield Example(name, inst, table.specs, table.values)

@@ -1,0 +1,48 @@
+#pragma once
+
+#include "vm/cpu/product.hpp"
+
+namespace megavm::MEGAVM_LEVEL {
+
+template <typename Weight>
+inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t first_row) {
+  const Weight* weight = worker.data<const Weight>(inst.weight);
+  constexpr int64_t kWidth = 2 * kLanes;
+  const int64_t columns = int64_t{inst.column_end} - inst.column_begin;
+  const auto block_at = [&](int b) {
+    const Weight* rows = weight + (inst.column_begin + b * kWidth) * in.k;
+    const int64_t left = columns - b * kWidth;
+    const int second = left > kLanes ? lanes_at(kLanes, left) : 0;
+    return Block<Weight>{{rows, rows + (second ? kLanes * in.k : 0)}, {lanes_at(0, left), second}};
+  };
+  const auto finish = [&](int64_t row, int64_t column, Vec value) {
+    if (column >= inst.column_end) return;
+    const int count = lanes_at(column, inst.column_end);
+    if (inst.bias != kNone) value = value + load_row(worker, inst.bias, 0, column, count);
+    if (inst.residual != kNone) value = value + load_row(worker, inst.residual, row, column, count);
+    store_row(worker, inst.out, row, column, value, count);
+  };
+  product<Weight>(worker, in, static_cast<int>((columns + kWidth - 1) / kWidth), block_at,
+                  [&](int b, int i, const Vec& low, const Vec& high) {
+                    const int64_t column = inst.column_begin + b * kWidth;
+                    finish(first_row + i, column, low);
+                    finish(first_row + i, column + kLanes, high);
+                  });
+}
+
+inline void execute(const Matmul& inst, Worker& worker) {
+  const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
+  if (live.begin == live.end) return;
+  const Input in{inst.x,
+                 inst.gain,
+                 inst.eps,
+                 worker.tensor(inst.weight).columns,
+                 static_cast<int>(inst.row_end - inst.row_begin),
+                 static_cast<int>(live.end - live.begin),
+                 input_rows(worker, live, inst.row_index, inst.x_rows)};
+  with_weight_type(worker, inst.weight, [&]<typename Weight>(const Weight*) {
+    matmul<Weight>(inst, worker, in, live.begin);
+  });
+}
+
+}  // namespace megavm::MEGAVM_LEVEL

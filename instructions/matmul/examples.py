@@ -1,0 +1,100 @@
+"""Examples of Matmul."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from megavm.instructions.matmul import Matmul
+from megavm.vm.config import NONE
+from megavm.vm.example import Example, Table
+from megavm.vm.isa import BF16, F32, DType
+
+
+@dataclass(frozen=True)
+class Case:
+    """One instruction; the defaults are the plainest."""
+
+    name: str
+    rows: int = 1
+    k: int = 64
+    columns: int = 32
+    weight: DType = F32
+    x: DType = F32
+    out: DType = F32
+    live: int | None = None
+    tagged: bool = False
+    extras: bool = False  # bias, gain, residual
+    gather: bool = False
+
+
+CASES = [
+    Case("vector"),
+    Case("tails", rows=3, k=37, columns=21),
+    Case("rows of every register tile", rows=7, k=48, columns=19),
+    Case("many rows", rows=33, k=96, columns=50),
+    Case("one column", rows=2, k=16, columns=1),
+    Case("narrow", rows=5, k=3, columns=5),
+    Case("deep", rows=2, k=1100, columns=20),
+    Case("sums stay", rows=40, k=1100, columns=35),
+    Case("everything", rows=4, k=40, columns=24, extras=True, live=3),
+    Case("tagged", rows=2, k=64, columns=34, tagged=True, extras=True),
+    Case("gathered", rows=6, k=48, columns=20, gather=True, live=4),
+    Case("no live row", rows=3, live=0, tagged=True),
+]
+
+
+def examples(rng: np.random.Generator) -> Iterator[Example]:
+    for case in CASES:
+        yield example(rng, case)
+        yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))
+        yield example(
+            rng,
+            replace(
+                case,
+                name=f"{case.name}, all bf16",
+                weight=BF16,
+                x=BF16,
+                out=BF16,
+                k=case.k // 2 * 2,
+            ),
+        )
+    yield example(rng, Case("bf16 input of float32 weights", rows=3, x=BF16, out=BF16, extras=True))
+    yield example(rng, Case("large bf16", rows=80, k=1056, columns=70, weight=BF16, extras=True))
+    yield example(
+        rng, Case("large all bf16", rows=130, k=1088, columns=40, weight=BF16, x=BF16, live=129)
+    )
+
+
+def example(rng: np.random.Generator, case: Case) -> Example:
+    """The tile is inside larger tensors, so that what it writes beside itself shows."""
+    table = Table(rng)
+    spare = case.columns % 2 + 2  # tagged rows are whole words
+    x_rows = case.rows + 4 if case.gather else case.rows + 1
+    out_shape = (case.rows + 2, case.columns + spare)
+    small = case.weight
+    inst = Matmul(
+        x=table.activation("x", (x_rows, case.k), case.x, tagged=case.tagged),
+        weight=table.weight("weight", (out_shape[1], case.k), case.weight),
+        bias=table.weight("bias", (out_shape[1],), small) if case.extras else NONE,
+        gain=table.gain("gain", case.k, small) if case.extras else NONE,
+        residual=table.activation("residual", out_shape, case.out, tagged=case.tagged)
+        if case.extras
+        else NONE,
+        out=table.output("out", out_shape, case.out, tagged=case.tagged),
+        row_index=table.integers(
+            "row_index", [0] + [int(i) for i in rng.integers(0, x_rows, case.rows + 1)]
+        )
+        if case.gather
+        else NONE,
+        row_count=table.count("row_count", None if case.live is None else case.live + 1),
+        row_begin=1 if not case.gather or case.live else 0,
+        row_end=case.rows + 1,
+        column_begin=1 if case.out is F32 or not case.tagged else 2,
+        column_end=case.columns + 1,
+        x_rows=x_rows if case.gather else case.rows + 1,
+        eps=1e-5,
+    )
+    return Example(case.name, inst, table.specs, table.values)

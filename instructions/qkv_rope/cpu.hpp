@@ -1,0 +1,145 @@
+#pragma once
+
+#include "vm/cpu/product.hpp"
+
+namespace megavm::MEGAVM_LEVEL {
+
+// Where the keys and values of a row go.
+struct Slot {
+  int32_t position;
+  int32_t block;
+};
+
+// Up to 16 rotation pairs of one head.
+struct Pairs {
+  uint32_t part;  // 0, 1, 2: query, key, value
+  int64_t head;
+  int64_t first;  // element of the head; its partner is d / 2 further
+  int count;
+};
+
+struct QkvRopeTile {
+  const QkvRope& inst;
+  Worker& worker;
+  int64_t half;             // d / 2
+  int64_t blocks_per_head;  // blocks begin at multiples of 16 pairs in their head
+  int64_t heads;            // query heads
+  int64_t kv_heads;
+
+  QkvRopeTile(const QkvRope& inst, Worker& worker) : inst(inst), worker(worker) {
+    half = worker.tensor(inst.rope).columns / 2;
+    blocks_per_head = (half + kLanes - 1) / kLanes;
+    heads = worker.tensor(inst.q_weight).rows / (2 * half);
+    kv_heads = worker.tensor(inst.k_weight).rows / (2 * half);
+  }
+
+  // Number of the block of a pair, over all heads.
+  int64_t block_number(int64_t pair) const {
+    return pair / half * blocks_per_head + pair % half / kLanes;
+  }
+
+  int num_blocks() const {
+    return static_cast<int>(block_number(inst.pair_end - int64_t{1}) -
+                            block_number(inst.pair_begin)) +
+           1;
+  }
+
+  // The pairs of the tile's block b.
+  Pairs pairs_of(int b) const {
+    const int64_t number = block_number(inst.pair_begin) + b;
+    int64_t head = number / blocks_per_head;
+    const int64_t first_pair = head * half;
+    int64_t begin = number % blocks_per_head * kLanes;
+    int64_t end = begin + kLanes < half ? begin + kLanes : half;
+    begin = first_pair + begin < inst.pair_begin ? inst.pair_begin - first_pair : begin;
+    end = first_pair + end > inst.pair_end ? inst.pair_end - first_pair : end;
+    uint32_t part = 0;
+    if (head >= heads) {
+      part = head < heads + kv_heads ? 1 : 2;
+      head = (head - heads) % kv_heads;
+    }
+    return {part, head, begin, static_cast<int>(end - begin)};
+  }
+
+  // Columns [column, column + count) of the part's output, for a row.
+  void store_part(const Pairs& p, int64_t row, const Slot& slot, int64_t element,
+                  const Vec& value) const {
+    if (p.part == 0)
+      return store_row(worker, inst.q, row, p.head * 2 * half + element, value, p.count);
+    const uint32_t handle = p.part == 1 ? inst.k_cache : inst.v_cache;
+    const Tensor& cache = worker.tensor(handle);
+    const int64_t offset =
+        ((slot.block * cache.shape[1] + p.head) * cache.shape[2] + slot.position % cache.shape[2]) *
+            2 * half +
+        element;
+    if (cache.dtype == DType::kBf16)
+      return store(static_cast<Bf16*>(cache.data) + offset, value, p.count);
+    store(static_cast<float*>(cache.data) + offset, value, p.count);
+  }
+
+  void finish(const Pairs& p, int64_t row, const Slot& slot, Vec a, Vec b) const {
+    const uint32_t bias = p.part == 0 ? inst.q_bias : p.part == 1 ? inst.k_bias : inst.v_bias;
+    if (bias != kNone) {
+      a = a + load_row(worker, bias, 0, p.head * 2 * half + p.first, p.count);
+      b = b + load_row(worker, bias, 0, p.head * 2 * half + half + p.first, p.count);
+    }
+    if (p.part < 2) {
+      const Vec cos = load_row(worker, inst.rope, slot.position, p.first, p.count);
+      const Vec sin = load_row(worker, inst.rope, slot.position, half + p.first, p.count);
+      const Vec turned = a * cos - b * sin;
+      b = b * cos + a * sin;
+      a = turned;
+    }
+    store_part(p, row, slot, p.first, a);
+    store_part(p, row, slot, half + p.first, b);
+  }
+};
+
+template <typename Weight>
+inline void qkv_rope(const QkvRopeTile& tile, const Input& in, const Slot* slots,
+                     int64_t first_row) {
+  const QkvRope& inst = tile.inst;
+  const uint32_t handles[3] = {inst.q_weight, inst.k_weight, inst.v_weight};
+  const auto block_at = [&](int b) {
+    const Pairs p = tile.pairs_of(b);
+    const Weight* rows =
+        tile.worker.data<const Weight>(handles[p.part]) + (p.head * 2 * tile.half + p.first) * in.k;
+    return Block<Weight>{{rows, rows + tile.half * in.k}, {p.count, p.count}};
+  };
+  product<Weight>(tile.worker, in, tile.num_blocks(), block_at,
+                  [&](int b, int i, const Vec& low, const Vec& high) {
+                    tile.finish(tile.pairs_of(b), first_row + i, slots[i], low, high);
+                  });
+}
+
+inline void execute(const QkvRope& inst, Worker& worker) {
+  const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
+  if (live.begin == live.end) return;
+  const Tensor& cache = worker.tensor(inst.k_cache);
+  const Tensor& table = worker.tensor(inst.block_table);
+  const int64_t positions = worker.tensor(inst.rope).rows;
+  const int64_t block_size = cache.shape[2];
+  Slot* slots = worker.allocate<Slot>(live.end - live.begin);
+  for (int64_t row = live.begin; row < live.end; ++row) {
+    const int64_t position = position_of(worker, inst.row_position, row, positions, "rope");
+    const int64_t sequence =
+        sequence_of(worker, inst.row_sequence, row, inst.block_table, "block_table");
+    position_of(worker, inst.row_position, row, table.columns * block_size, "block_table");
+    const int64_t block =
+        kv_block(worker, inst.block_table, sequence, position / block_size, cache.shape[0]);
+    slots[row - live.begin] = {static_cast<int32_t>(position), static_cast<int32_t>(block)};
+  }
+  const Input in{inst.x,
+                 inst.gain,
+                 inst.eps,
+                 worker.tensor(inst.q_weight).columns,
+                 static_cast<int>(inst.row_end - inst.row_begin),
+                 static_cast<int>(live.end - live.begin),
+                 input_rows(worker, live, kNone, inst.row_end)};
+  const QkvRopeTile tile(inst, worker);
+  with_weight_type(worker, inst.q_weight, [&]<typename Weight>(const Weight*) {
+    qkv_rope<Weight>(tile, in, slots, live.begin);
+  });
+}
+
+}  // namespace megavm::MEGAVM_LEVEL

@@ -1,0 +1,106 @@
+"""The runner picks the smallest program for a step, compiles it once, and keeps to its limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megavm.scheduler.checkpoint import Checkpoint
+from megavm.scheduler.inspect import describe_program
+from megavm.scheduler.llama import Bucket, Limits
+from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.runner import Runner, make_machine
+from megavm.scheduler.step import Step
+from megavm.vm.program import Program
+
+LIMITS = Limits(
+    max_num_seqs=6,
+    max_model_len=4096,
+    max_num_batched_tokens=48,
+    max_logit_rows=6,
+    num_blocks=64,
+    block_size=16,
+)
+
+
+@pytest.fixture(scope="module")
+def directory(make_llama: Callable[..., tuple[Path, Any]]) -> Path:
+    path, _ = make_llama(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=4096,
+    )
+    return path
+
+
+def make_runner(directory: Path, workers: int = 2, limits: Limits = LIMITS) -> Runner:
+    checkpoint = Checkpoint.open(directory)
+    options = CompileOptions(workers)
+    return Runner.for_checkpoint(checkpoint, limits, workers=workers, options=options)
+
+
+def test_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
+    runner = make_runner(directory, workers=1)
+    assert runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
+    assert runner.bucket(3, 2, 1) == Bucket(4, 2, 4096)
+    assert runner.bucket(33, 5, 1) == Bucket(48, 6, 4096)
+    assert runner.bucket(8, 0, 1) == Bucket(8, 1, 4096)
+
+
+def test_contexts_share_a_program_unless_attention_is_cut_otherwise(directory: Path) -> None:
+    many = make_runner(directory, workers=8)
+    contexts = {many.bucket(1, 1, c).context for c in (1, 256, 257, 1000, 2048, 2049, 4096)}
+    assert contexts == {256, 512, 1024, 4096}  # 8 splits of 256 tokens from 2048 on
+
+
+def test_a_program_is_compiled_once_per_bucket(directory: Path) -> None:
+    runner = make_runner(directory)
+    bucket = runner.bucket(4, 1, 10)
+    assert runner.program(bucket) is runner.program(bucket)
+
+
+def test_a_step_beyond_the_limits_is_refused_with_its_size(directory: Path) -> None:
+    runner = make_runner(directory)
+    rows = np.zeros(49, np.int32)
+    with pytest.raises(ValueError, match="a step of 49 rows and 1 logit rows is outside the limits"):
+        runner.run(Step(rows, rows, rows[:1], 1))
+
+
+def test_impossible_limits_are_refused() -> None:
+    with pytest.raises(ValueError, match="block_size is 0"):
+        replace(LIMITS, block_size=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "message"),
+    [
+        ("gpu", None, "machine 'gpu' is unknown"),
+        ("cuda", None, "machine 'cuda' is not part of this version"),
+        ("cpu", 0, "workers is 0"),
+    ],
+)
+def test_machines_that_are_not_to_be_had_are_refused(name: str, workers: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_machine(name, workers)
+
+
+def test_a_described_program_can_be_saved_loaded_and_read(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "program.npz"
+    text = describe_program(
+        str(directory), rows=5, sequences=2, workers=3, verify=True, disassemble=True, save=str(path)
+    )
+    program = Program.load(path)
+    assert str(program) in text
+    assert "no deadlock, no race" in text
+    for line in program.disassemble():
+        assert line in text

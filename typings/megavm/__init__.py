@@ -1,0 +1,1 @@
+../../src/megavm/__init__.py

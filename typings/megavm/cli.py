@@ -1,0 +1,1 @@
+../../src/megavm/cli.py

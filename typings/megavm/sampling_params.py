@@ -1,0 +1,1 @@
+../../src/megavm/sampling_params.py

@@ -1,0 +1,56 @@
+"""The compiled module: vm/cpu/bindings.cpp and vm/happens_before.cpp."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+# (address, rows, columns, shape, dtype code, tagged)
+_Tensor = tuple[int, int, int, Sequence[int], int, bool]
+# (instruction, kind of condition, barrier or tensor, row, word, target, value)
+_Report = tuple[int, str, int, int, int, int, int]
+# (kind, cause, worker, reports of all workers)
+_Fault = tuple[str, str, int, list[_Report]]
+# (instruction, barrier, value, target, missing instruction)
+_Blocked = tuple[int, int, int, int, int]
+
+class Executable:
+    @property
+    def broken(self) -> bool: ...
+    @property
+    def barriers(self) -> list[int]: ...
+    def set_steps_run(self, steps: int) -> None: ...
+
+class Interpreter:
+    def __init__(self, level: str | None, timeout: float) -> None: ...
+    @property
+    def level(self) -> str: ...
+    def load(
+        self,
+        words: bytes,
+        tensors: Sequence[_Tensor],
+        queues: Sequence[bytes],
+        dynamic: bool,
+        workers: int,
+        signals: bytes,
+        arena_limits: Sequence[int],
+    ) -> Executable: ...
+    def run(
+        self, executable: Executable, steps: int, epoch: int, main_thread: bool
+    ) -> _Fault | None: ...
+    def execute_one(
+        self, executable: Executable, index: int, step: int, epoch: int
+    ) -> tuple[_Fault | None, int]: ...
+
+def levels() -> list[str]: ...
+def num_processors() -> int: ...
+def find_fault(
+    barriers: int,
+    dynamic: bool,
+    queues: npt.NDArray[np.int32],
+    lengths: npt.NDArray[np.int64],
+    waits: npt.NDArray[np.int64],
+    signals: npt.NDArray[np.int64],
+    accesses: npt.NDArray[np.int64],
+    traits: npt.NDArray[np.bool_],
+) -> tuple[str, int, int, int, int, list[_Blocked]] | None: ...

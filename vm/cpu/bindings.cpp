@@ -1,0 +1,185 @@
+// The compiled module megavm.vm._native.
+#include <pybind11/functional.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstring>
+
+#include "vm/cpu/interpreter.hpp"
+#include "vm/cpu/levels.hpp"
+
+namespace py = pybind11;
+
+// The analysis of vm/verify.py, in vm/happens_before.cpp.
+void bind_happens_before(py::module_& module);
+
+namespace megavm {
+namespace {
+
+// (address, rows, columns, shape of at most four dimensions, dtype code, tagged)
+using TensorTuple = std::tuple<uintptr_t, int64_t, int64_t, std::vector<int64_t>, uint32_t, bool>;
+
+Tensor make_tensor(const TensorTuple& from) {
+  const auto& [address, rows, columns, shape, dtype, tagged] = from;
+  Tensor tensor{};
+  tensor.data = reinterpret_cast<void*>(address);
+  tensor.rows = rows;
+  tensor.columns = columns;
+  for (size_t i = 0; i < 4; ++i) tensor.shape[i] = i < shape.size() ? shape[i] : 1;
+  tensor.dtype = static_cast<DType>(dtype);
+  tensor.tagged = tagged;
+  return tensor;
+}
+
+template <typename Element>
+std::vector<Element> copy_bytes(const py::bytes& from) {
+  const std::string_view view = from;
+  if (view.size() % sizeof(Element))
+    throw py::value_error("bytes are not a whole number of elements");
+  std::vector<Element> out(view.size() / sizeof(Element));
+  if (!view.empty()) std::memcpy(static_cast<void*>(out.data()), view.data(), view.size());
+  return out;
+}
+
+const Level& level_of(const std::optional<std::string>& name) {
+  if (!name) return *levels().back();
+  for (const Level* level : levels())
+    if (*name == level->name) return *level;
+  throw py::value_error("this processor has no level " + *name);
+}
+
+// Everything that the interpreter takes for granted.
+void check(const Executable& e, const Level& level) {
+  const size_t barriers = e.signals.size();
+  for (const Words& words : e.instructions) {
+    const Header& h = words.header;
+    if (h.opcode >= kNumOpcodes || !level.kernels[h.opcode])
+      throw py::value_error("opcode " + std::to_string(h.opcode) + " is unknown");
+    if (h.signal != kNone && h.signal >= barriers)
+      throw py::value_error("a signal names no barrier");
+    for (const Wait& wait : h.waits)
+      if (wait.barrier != kNone && wait.barrier >= barriers)
+        throw py::value_error("a wait names no barrier");
+  }
+  if (e.workers == 0 || e.workers > 4096) throw py::value_error("workers must be 1 to 4096");
+  if (e.queues.size() != (e.dynamic ? 1 : e.workers))
+    throw py::value_error("wrong number of queues");
+  for (const auto& queue : e.queues)
+    for (const int32_t index : queue)
+      if (index < 0 || static_cast<size_t>(index) >= e.instructions.size())
+        throw py::value_error("a queue names no instruction");
+  if (!e.arena_limits.empty() && e.arena_limits.size() != e.instructions.size())
+    throw py::value_error("one limit per instruction");
+}
+
+std::unique_ptr<Executable> load(const Interpreter& interpreter, const py::bytes& words,
+                                 const std::vector<TensorTuple>& tensors,
+                                 const std::vector<py::bytes>& queues, bool dynamic,
+                                 uint32_t workers, const py::bytes& signals,
+                                 const std::vector<uint32_t>& arena_limits) {
+  auto e = std::make_unique<Executable>();
+  e->instructions = copy_bytes<Words>(words);
+  for (const TensorTuple& tensor : tensors) e->tensors.push_back(make_tensor(tensor));
+  for (const py::bytes& queue : queues) e->queues.push_back(copy_bytes<int32_t>(queue));
+  e->dynamic = dynamic;
+  e->workers = workers;
+  e->signals = copy_bytes<uint32_t>(signals);
+  e->arena_limits = arena_limits;
+  e->barriers = std::make_unique<Counter[]>(e->signals.size());
+  check(*e, interpreter.level());
+  return e;
+}
+
+// None, or (kind, cause, worker, [(instruction, condition kind, object, row, word, target, value)
+// per worker]).
+py::object describe(const std::optional<Fault>& fault) {
+  if (!fault) return py::none();
+  static const char* const kKinds[] = {"instruction", "no progress", "interrupted"};
+  static const char* const kConditions[] = {"", "barrier", "tag"};
+  py::list workers;
+  for (const WorkerReport& w : fault->workers)
+    workers.append(py::make_tuple(w.instruction, kConditions[w.waiting.kind], w.waiting.object,
+                                  w.waiting.row, w.waiting.word, w.waiting.target, w.value));
+  return py::make_tuple(kKinds[fault->kind], fault->cause, fault->worker, workers);
+}
+
+bool interrupted() {
+  const py::gil_scoped_acquire acquire;
+  return PyErr_CheckSignals() != 0;
+}
+
+// Only the main thread handles signals; the others need not wait for the interpreter lock.
+bool never_interrupted() { return false; }
+
+py::object run(Interpreter& interpreter, Executable& executable, uint32_t steps, uint32_t epoch,
+               bool main_thread) {
+  std::optional<Fault> fault;
+  {
+    const py::gil_scoped_release release;
+    fault =
+        interpreter.run(executable, steps, epoch, main_thread ? interrupted : never_interrupted);
+  }
+  // The handler of a signal has left its exception.
+  if (PyErr_Occurred()) throw py::error_already_set();
+  return describe(fault);
+}
+
+py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t index,
+                      uint32_t step, uint32_t epoch) {
+  if (index >= executable.instructions.size()) throw py::value_error("no such instruction");
+  size_t used = 0;
+  std::optional<Fault> fault;
+  {
+    const py::gil_scoped_release release;
+    fault = interpreter.execute_one(executable, index, step, epoch, &used);
+  }
+  return py::make_tuple(describe(fault), used);
+}
+
+std::vector<uint32_t> barrier_values(const Executable& executable) {
+  std::vector<uint32_t> values;
+  for (size_t i = 0; i < executable.signals.size(); ++i)
+    values.push_back(executable.barriers[i].value.load());
+  return values;
+}
+
+void set_barriers(Executable& executable, uint32_t steps_run) {
+  executable.steps_run = steps_run;
+  for (size_t i = 0; i < executable.signals.size(); ++i)
+    executable.barriers[i].value = steps_run * executable.signals[i];
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_native, m) {
+  m.doc() = "The CPU machine's interpreter.";
+  py::class_<Executable>(m, "Executable")
+      .def_property_readonly("broken", [](const Executable& e) { return e.broken; })
+      .def_property_readonly("barriers", barrier_values)
+      .def("set_steps_run", set_barriers, py::arg("steps"),
+           "Pretend that the program has run `steps` steps (for tests of counters that wrap "
+           "around).");
+  py::class_<Interpreter>(m, "Interpreter")
+      .def(py::init([](const std::optional<std::string>& level, double timeout) {
+             return std::make_unique<Interpreter>(level_of(level), timeout);
+           }),
+           py::arg("level"), py::arg("timeout"))
+      .def_property_readonly("level", [](const Interpreter& i) { return i.level().name; })
+      .def("load", load, py::arg("words"), py::arg("tensors"), py::arg("queues"),
+           py::arg("dynamic"), py::arg("workers"), py::arg("signals"), py::arg("arena_limits"))
+      .def("run", run, py::arg("executable"), py::arg("steps"), py::arg("epoch"),
+           py::arg("main_thread"))
+      .def("execute_one", execute_one, py::arg("executable"), py::arg("index"), py::arg("step"),
+           py::arg("epoch"));
+  m.def("levels", [] {
+    std::vector<std::string> names;
+    for (const Level* level : levels()) names.emplace_back(level->name);
+    return names;
+  });
+  m.def("num_processors", num_processors);
+#if defined(MEGAVM_HAVE_HAPPENS_BEFORE)
+  bind_happens_before(m);
+#endif
+}
+
+}  // namespace megavm

@@ -1,0 +1,148 @@
+// Products of rows as dot products in vector registers: any type, any number of rows; best for few.
+#pragma once
+
+#include "vm/cpu/panel.hpp"
+
+namespace megavm::MEGAVM_LEVEL {
+
+// Register tiles of the dot products: input rows x weight rows.
+#if defined(__AVX512F__)
+constexpr int kMaxTokens = 4;
+#else
+constexpr int kMaxTokens = 2;
+#endif
+
+constexpr int weight_rows_at_once(int tokens) {
+#if defined(__AVX512F__)
+  return tokens == 1 ? 8 : tokens == 2 ? 8 : 4;
+#else
+  return tokens == 1 ? 4 : 2;
+#endif
+}
+
+// Pack columns [begin, begin + width) of the input rows, padded with zeros to whole steps.
+template <typename Weight>
+inline void pack_rows(const Worker& worker, const Input& in, const float* scales, int64_t begin,
+                      int64_t width, const Panel<Weight>& panel) {
+  with_rows(worker, in.x, [&](auto rows) {
+    for (int i = 0; i < in.num_rows; ++i) {
+      Weight* to = panel.data + i * panel.stride;
+      for (int64_t c = 0; c < panel.stride; c += kLanes) {
+        const int count = c < width ? lanes_at(c, width) : 0;
+        store(to + c,
+              count ? load_normalised(worker, in, rows, scales, i, begin + c, count) : zero());
+      }
+    }
+  });
+}
+
+// out[t][w] := x[t] . weights[w] over `width` columns, lane by lane.
+template <int kTokens, int kWeights, typename Weight>
+MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
+                       const Weight* const (&weights)[kWeights], int64_t width) {
+  for (int t = 0; t < kTokens; ++t)
+    for (int w = 0; w < kWeights; ++w) out[t][w] = zero();
+  int64_t c = 0;
+  for (; c + kStep<Weight> <= width; c += kStep<Weight>) {
+    decltype(load_step(x)) inputs[kTokens];
+    for (int t = 0; t < kTokens; ++t) inputs[t] = load_step(x + t * x_stride + c);
+    for (int w = 0; w < kWeights; ++w) {
+      __builtin_prefetch(reinterpret_cast<const char*>(weights[w] + c) + kPrefetchBytes);
+      const auto weight = load_step(weights[w] + c);
+      for (int t = 0; t < kTokens; ++t) accumulate(out[t][w], weight, inputs[t]);
+    }
+  }
+  if (c < width) {
+    for (int w = 0; w < kWeights; ++w) {
+      const auto weight = load_step(weights[w] + c, static_cast<int>(width - c));
+      for (int t = 0; t < kTokens; ++t)
+        accumulate(out[t][w], weight, load_step(x + t * x_stride + c));
+    }
+  }
+}
+
+// Add the products of kTokens panel rows with 16 weight rows to their sums.
+template <int kTokens, typename Weight>
+MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* weight, int64_t k,
+                            int count, int64_t width, float* sums, int half, bool first) {
+  constexpr int kWeights = weight_rows_at_once(kTokens);
+  for (int begin = 0; begin < count; begin += kWeights) {
+    // A missing row repeats the last one; its sum is not used.
+    const Weight* weights[kWeights];
+    for (int w = 0; w < kWeights; ++w)
+      weights[w] = weight + (begin + w < count ? begin + w : count - 1) * k;
+    Vec lanes[kTokens][kWeights];
+    dot(lanes, panel.data + row * panel.stride, panel.stride, weights, width);
+    Vec rows[kLanes];
+    for (int i = 0; i < kLanes; ++i) rows[i] = zero();
+    for (int t = 0; t < kTokens; ++t)
+      for (int w = 0; w < kWeights; ++w) rows[t * kWeights + w] = lanes[t][w];
+    float result[kLanes];
+    store(result, MEGAVM_LEVEL::sums(rows));
+    for (int t = 0; t < kTokens; ++t) {
+      float* to = sums_of(sums, row + t, half) + begin;
+      for (int w = 0; w < kWeights; ++w)
+        to[w] = first ? result[t * kWeights + w] : to[w] + result[t * kWeights + w];
+    }
+  }
+}
+
+// Add the products of the panel with a block of weights, columns [begin, begin + width), to the
+// block's sums.
+template <typename Weight>
+inline void dot_block(const Input& in, const Panel<Weight>& panel, const Block<Weight>& block,
+                      int64_t begin, int64_t width, float* sums, bool first) {
+  for (int half = 0; half < 2; ++half) {
+    const int count = block.count[half];
+    if (count == 0) continue;
+    const Weight* weight = block.half[half] + begin;
+    int row = 0;
+    for (; row + kMaxTokens <= in.num_rows; row += kMaxTokens)
+      dot_half<kMaxTokens>(panel, row, weight, in.k, count, width, sums, half, first);
+    switch (in.num_rows - row) {
+      case 1:
+        dot_half<1>(panel, row, weight, in.k, count, width, sums, half, first);
+        break;
+      case 2:
+        dot_half<kMaxTokens == 2 ? 1 : 2>(panel, row, weight, in.k, count, width, sums, half,
+                                          first);
+        break;
+      case 3:
+        dot_half<kMaxTokens == 2 ? 1 : 3>(panel, row, weight, in.k, count, width, sums, half,
+                                          first);
+        break;
+    }
+  }
+}
+
+// How a product is done with dot products.
+template <typename Weight>
+struct DotPath {
+  Panel<Weight> panel;
+
+  DotPath(Worker& worker, const Input& in, int64_t widest)
+      : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, 32)), 0} {}
+
+  MEGAVM_INLINE void pack(const Worker& worker, const Input& in, const float* scales, int64_t begin,
+                          int64_t width) {
+    panel.stride = ceil_to(width, 32);
+    pack_rows(worker, in, scales, begin, width, panel);
+  }
+
+  // Columns of the packed slice, from `begin` on; the sums are stored if `first`, added otherwise.
+  MEGAVM_INLINE void multiply(const Input& in, const Block<Weight>& block, const Block<Weight>&,
+                              int64_t begin, int64_t width, float* sums, bool first) {
+    // float32 sums are taken in pieces even where the panel holds more.
+    const int64_t piece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : width;
+    Panel<Weight> part = panel;
+    for (int64_t c = 0; c < width; c += piece) {
+      dot_block(in, part, block, begin + c, width - c < piece ? width - c : piece, sums,
+                first && c == 0);
+      part.data += piece;
+    }
+  }
+
+  MEGAVM_INLINE void finish(const Input&, float*) const {}
+};
+
+}  // namespace megavm::MEGAVM_LEVEL

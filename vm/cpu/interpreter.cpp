@@ -1,0 +1,301 @@
+#include "vm/cpu/interpreter.hpp"
+
+#include <cstdarg>
+#include <cstdio>
+#include <thread>
+
+namespace megavm {
+namespace {
+
+constexpr size_t kArenaBytes = size_t{kNumPages} * kPageBytes + kScratchBytes + kAccumulatorBytes;
+constexpr int kSpins = 2000;  // about 50 to 100 us of pause
+constexpr int kCrowdedSpins = 20;
+constexpr std::chrono::milliseconds kLong{1};              // a wait that others should know about
+constexpr std::chrono::milliseconds kInterruptPeriod{50};  // between two looks for Ctrl-C
+
+// Thrown through a kernel by Worker::fault.
+struct InstructionFault {
+  std::string cause;
+};
+
+bool satisfied(const Condition& condition) {
+  const uint32_t value = __atomic_load_n(condition.address, __ATOMIC_ACQUIRE);
+  if (condition.kind == Condition::kTag) return value == condition.target;
+  // Counters wrap around: compare by difference.
+  return static_cast<int32_t>(value - condition.target) >= 0;
+}
+
+}  // namespace
+
+void Worker::fault(const char* format, ...) const {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(text, sizeof(text), format, arguments);
+  va_end(arguments);
+  throw InstructionFault{text};
+}
+
+void Worker::arena_exhausted(size_t bytes) const {
+  fault("%zu bytes of working memory are wanted, %zu of %zu are used", bytes, arena_used,
+        arena_limit);
+}
+
+void Worker::await_word(uint32_t handle, int64_t row, int64_t word) const {
+  const Tensor& t = tensor(handle);
+  const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
+  const Word* at = static_cast<const Word*>(t.data) + row * words + word;
+  Condition condition;
+  condition.kind = Condition::kTag;
+  condition.address = &at->epoch;
+  condition.target = epoch;
+  condition.object = handle;
+  condition.row = row;
+  condition.word = word;
+  interpreter->wait(*interpreter->seats_[number], condition);
+}
+
+Interpreter::Interpreter(const Level& level, double timeout_seconds)
+    : level_(level),
+      timeout_(std::chrono::duration_cast<std::chrono::nanoseconds>(
+          std::chrono::duration<double>(timeout_seconds))) {}
+
+Interpreter::Seat& Interpreter::seat(uint32_t number) {
+  while (seats_.size() <= number) {
+    auto made = std::make_unique<Seat>();
+    made->arena = std::make_unique<char[]>(kArenaBytes + 64);
+    const uintptr_t begin = (reinterpret_cast<uintptr_t>(made->arena.get()) + 63) / 64 * 64;
+    made->worker.arena = reinterpret_cast<char*>(begin);
+    made->worker.interpreter = this;
+    made->worker.number = static_cast<uint32_t>(seats_.size());
+    seats_.push_back(std::move(made));
+  }
+  return *seats_[number];
+}
+
+std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, uint32_t epoch,
+                                      const std::function<bool()>& interrupted) {
+  const std::lock_guard lock(running_);
+  run_.executable = &executable;
+  run_.steps = steps;
+  run_.epoch = epoch;
+  run_.interrupted = &interrupted;
+  run_.ticket = 0;
+  crowded_ = executable.workers > num_processors();
+  single_ = false;
+  next_interrupt_check_ = Clock::now() + kInterruptPeriod;
+  for (uint32_t i = 0; i < executable.workers; ++i) {
+    Seat& s = seat(i);
+    s.finished = false;
+    s.instruction = -1;
+    s.waiting = {};
+  }
+  const std::function<void(uint32_t)> job = [this](uint32_t number) { work(number); };
+  pool_.start(job, executable.workers);
+  work(0);
+  for (int spins = 0; !pool_.finished(); ++spins) {
+    if (spins < (crowded_ ? kCrowdedSpins : kSpins)) {
+      pause();
+      continue;
+    }
+    std::this_thread::yield();
+    try {
+      check_interrupt(*seats_[0]);
+    } catch (const Stopped&) {
+    }
+  }
+  std::optional<Fault> fault = take_fault();
+  if (fault)
+    executable.broken = true;
+  else
+    executable.steps_run += steps;
+  return fault;
+}
+
+std::optional<Fault> Interpreter::execute_one(Executable& executable, uint32_t index, uint32_t step,
+                                              uint32_t epoch, size_t* arena_used) {
+  const std::lock_guard lock(running_);
+  single_ = true;
+  run_.executable = &executable;
+  Seat& s = seat(0);
+  s.waiting = {};
+  try {
+    prepare(s, executable, index, step, epoch);
+    const Words& words = executable.instructions[index];
+    level_.kernels[words.header.opcode](words, s.worker);
+  } catch (const InstructionFault& fault) {
+    stop({Fault::kInstruction, fault.cause, 0, {}});
+  } catch (const Stopped&) {
+  }
+  *arena_used = s.worker.arena_used;
+  return take_fault();
+}
+
+// The fault of the run that has ended, with where each worker was.
+std::optional<Fault> Interpreter::take_fault() {
+  stopped_ = false;
+  std::optional<Fault> fault;
+  fault.swap(fault_);
+  if (!fault) return fault;
+  const uint32_t workers = single_ ? 1 : run_.executable->workers;
+  for (uint32_t i = 0; i < workers; ++i) {
+    const Seat& s = *seats_[i];
+    WorkerReport report{s.instruction, s.waiting, 0};
+    if (s.waiting.kind != Condition::kNothing)
+      report.value = __atomic_load_n(s.waiting.address, __ATOMIC_RELAXED);
+    fault->workers.push_back(report);
+  }
+  return fault;
+}
+
+void Interpreter::work(uint32_t number) {
+  Seat& s = *seats_[number];
+  try {
+    run_.executable->dynamic ? run_dynamic(s) : run_static(s);
+    s.instruction = -1;
+  } catch (const InstructionFault& fault) {
+    stop({Fault::kInstruction, fault.cause, number, {}});
+  } catch (const Stopped&) {
+  }
+  const std::lock_guard lock(mutex_);
+  s.finished = true;
+}
+
+void Interpreter::run_static(Seat& seat) {
+  const std::vector<int32_t>& queue = run_.executable->queues[seat.worker.number];
+  for (uint32_t step = 0; step < run_.steps; ++step)
+    for (const int32_t index : queue) run_instruction(seat, index, step);
+}
+
+void Interpreter::run_dynamic(Seat& seat) {
+  const std::vector<int32_t>& queue = run_.executable->queues[0];
+  const uint64_t end = uint64_t{run_.steps} * queue.size();
+  while (true) {
+    const uint64_t ticket = run_.ticket.fetch_add(1, std::memory_order_relaxed);
+    if (ticket >= end) return;
+    run_instruction(seat, queue[ticket % queue.size()],
+                    static_cast<uint32_t>(ticket / queue.size()));
+  }
+}
+
+// Point the worker at one instruction of one step.
+void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
+                          uint32_t epoch) {
+  Worker& worker = seat.worker;
+  worker.tensors = executable.tensors.data();
+  worker.step = step;
+  worker.epoch = epoch;
+  worker.arena_used = 0;
+  worker.arena_limit =
+      executable.arena_limits.empty() ? kArenaBytes : executable.arena_limits[index];
+  seat.instruction = index;
+}
+
+void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step) {
+  Executable& executable = *run_.executable;
+  throw_if_stopped();
+  if (seat.worker.number == 0) check_interrupt(seat);
+  prepare(seat, executable, index, step, run_.epoch + step + 1);
+  const Words& words = executable.instructions[index];
+  // Wait for what the header names.
+  for (const Wait& w : words.header.waits) {
+    if (w.barrier == kNone) continue;
+    Condition condition;
+    condition.kind = Condition::kBarrier;
+    condition.address = reinterpret_cast<const uint32_t*>(&executable.barriers[w.barrier].value);
+    condition.target = (executable.steps_run + step) * executable.signals[w.barrier] + w.target;
+    condition.object = w.barrier;
+    wait(seat, condition);
+  }
+  // Execute, and say so.
+  level_.kernels[words.header.opcode](words, seat.worker);
+  if (words.header.signal != kNone)
+    executable.barriers[words.header.signal].value.fetch_add(1, std::memory_order_release);
+  seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+}
+
+void Interpreter::wait(Seat& seat, const Condition& condition) {
+  if (satisfied(condition)) return;
+  const int spins = single_ ? 0 : crowded_ ? kCrowdedSpins : kSpins;
+  bool done = false;
+  for (int i = 0; i < spins && !done; ++i) {
+    pause();
+    done = satisfied(condition);
+  }
+  if (!done) wait_long(seat, condition);
+  seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+}
+
+// Give the processor to others while waiting, and find out when there is nothing to wait for.
+void Interpreter::wait_long(Seat& seat, const Condition& condition) {
+  const auto publish = [&](const Condition& value) {
+    const std::lock_guard lock(mutex_);
+    seat.waiting = value;
+  };
+  if (single_) {
+    publish(condition);
+    stop({Fault::kNoProgress, "", 0, {}});
+    throw Stopped{};
+  }
+  const Clock::time_point start = Clock::now();
+  Clock::time_point last_change = start;
+  uint64_t progress = total_progress();
+  bool published = false;
+  while (!satisfied(condition)) {
+    if (stopped_.load(std::memory_order_relaxed)) {
+      publish(condition);
+      throw Stopped{};
+    }
+    std::this_thread::yield();
+    const Clock::time_point now = Clock::now();
+    if (now - start < kLong) continue;
+    if (!published) publish(condition);
+    published = true;
+    if (seat.worker.number == 0) check_interrupt(seat);
+    const uint64_t current = total_progress();
+    if (current != progress) {
+      progress = current;
+      last_change = now;
+    } else if (now - last_change > timeout_ && nothing_can_happen()) {
+      stop({Fault::kNoProgress, "", seat.worker.number, {}});
+    }
+    if (now - last_change > 4 * kLong) std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+  if (published) publish({});
+}
+
+// Whether every worker has finished or waits for something that is not there: a slow one is no
+// reason to stop.
+bool Interpreter::nothing_can_happen() const {
+  const std::lock_guard lock(mutex_);
+  for (uint32_t i = 0; i < run_.executable->workers; ++i) {
+    const Seat& s = *seats_[i];
+    if (s.finished) continue;
+    if (s.waiting.kind == Condition::kNothing || satisfied(s.waiting)) return false;
+  }
+  return true;
+}
+
+uint64_t Interpreter::total_progress() const {
+  uint64_t total = 0;
+  for (uint32_t i = 0; i < run_.executable->workers; ++i)
+    total += seats_[i]->progress.load(std::memory_order_relaxed);
+  return total;
+}
+
+void Interpreter::check_interrupt(Seat& seat) {
+  const Clock::time_point now = Clock::now();
+  if (now < next_interrupt_check_) return;
+  next_interrupt_check_ = now + kInterruptPeriod;
+  if (!(*run_.interrupted)()) return;
+  stop({Fault::kInterrupted, "", seat.worker.number, {}});
+  throw Stopped{};
+}
+
+void Interpreter::stop(Fault fault) {
+  const std::lock_guard lock(mutex_);
+  if (!fault_) fault_ = std::move(fault);
+  stopped_.store(true, std::memory_order_relaxed);
+}
+
+}  // namespace megavm

@@ -1,0 +1,128 @@
+// Runs programs on threads: queues, barriers, tagged data, and what happens when a run cannot go
+// on.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "vm/cpu/pool.hpp"
+#include "vm/cpu/worker.hpp"
+
+namespace megavm {
+
+// A counter that workers share. It has a cache line of its own.
+struct alignas(64) Counter {
+  std::atomic<uint32_t> value{0};
+};
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+
+// A program with its tensors resolved, and its barriers.
+struct Executable {
+  std::vector<Words> instructions;
+  std::vector<Tensor> tensors;
+  std::vector<std::vector<int32_t>> queues;
+  bool dynamic = false;
+  uint32_t workers = 1;
+  std::vector<uint32_t> signals;       // per barrier and step
+  std::vector<uint32_t> arena_limits;  // bytes per instruction; empty: all of the arena
+  std::unique_ptr<Counter[]> barriers;
+  uint32_t steps_run = 0;
+  bool broken = false;  // a run ended in the middle: the barriers mean nothing any more
+};
+
+// What a worker was doing when a run ended before its time.
+struct WorkerReport {
+  int64_t instruction = -1;  // -1: none
+  Condition waiting;
+  uint32_t value = 0;  // of the barrier or tag that it waits for
+};
+
+// Why a run ended before its time.
+struct Fault {
+  enum Kind { kInstruction, kNoProgress, kInterrupted } kind;
+  std::string cause;  // of an instruction's fault
+  uint32_t worker = 0;
+  std::vector<WorkerReport> workers;
+};
+
+class Interpreter {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  Interpreter(const Level& level, double timeout_seconds);
+
+  const Level& level() const { return level_; }
+
+  // Run for `steps` steps; the first has the tag `epoch` + 1. `interrupted` is asked now and then
+  // on the calling thread. The executable is broken after a fault.
+  std::optional<Fault> run(Executable& executable, uint32_t steps, uint32_t epoch,
+                           const std::function<bool()>& interrupted);
+
+  // Run one instruction without its waits and signal; returns the bytes of the arena it used.
+  std::optional<Fault> execute_one(Executable& executable, uint32_t index, uint32_t step,
+                                   uint32_t epoch, size_t* arena_used);
+
+ private:
+  friend struct Worker;
+
+  // Thrown through a kernel when the run has ended elsewhere.
+  struct Stopped {};
+
+  // What the interpreter knows of a worker. Others read it, so it has cache lines of its own.
+  struct alignas(128) Seat {
+    Worker worker;
+    std::unique_ptr<char[]> arena;
+    std::atomic<uint64_t> progress{0};  // instructions finished, waits satisfied
+    int64_t instruction = -1;
+    // Under `mutex_`: set while the worker waits for long, or has nothing left to do.
+    bool finished = false;
+    Condition waiting;
+  };
+
+  struct Run {
+    Executable* executable = nullptr;
+    uint32_t steps = 0;
+    uint32_t epoch = 0;
+    const std::function<bool()>* interrupted = nullptr;
+    alignas(64) std::atomic<uint64_t> ticket{0};
+  };
+
+  Seat& seat(uint32_t number);
+  void work(uint32_t number);
+  void run_static(Seat& seat);
+  void run_dynamic(Seat& seat);
+  void run_instruction(Seat& seat, int32_t index, uint32_t step);
+  void prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
+               uint32_t epoch);
+  void wait(Seat& seat, const Condition& condition);
+  void wait_long(Seat& seat, const Condition& condition);
+  bool nothing_can_happen() const;
+  uint64_t total_progress() const;
+  void check_interrupt(Seat& seat);
+  void stop(Fault fault);
+  void throw_if_stopped() const {
+    if (stopped_.load(std::memory_order_relaxed)) throw Stopped{};
+  }
+  std::optional<Fault> take_fault();
+
+  const Level& level_;
+  const std::chrono::nanoseconds timeout_;
+  Pool pool_;
+  std::mutex running_;  // one run at a time
+  std::vector<std::unique_ptr<Seat>> seats_;
+  Run run_;
+  bool single_ = false;   // execute_one: nobody else will write what is missing
+  bool crowded_ = false;  // more workers than processors: do not spin
+  Clock::time_point next_interrupt_check_;
+  std::atomic<bool> stopped_{false};
+  mutable std::mutex mutex_;
+  std::optional<Fault> fault_;
+};
+
+}  // namespace megavm

@@ -1,0 +1,54 @@
+// What the ways to multiply (dot.hpp, amx.hpp) share: inputs, blocks of weights, and the layout of
+// sums.
+#pragma once
+
+#include "vm/cpu/rows.hpp"
+
+namespace megavm::MEGAVM_LEVEL {
+
+// The input rows of a product.
+struct Input {
+  uint32_t x;
+  uint32_t gain;  // kNone: not normalised
+  float eps;
+  int64_t k;
+  int declared_rows;   // of the tile, live or not: it chooses the path
+  int num_rows;        // live ones
+  const int32_t* row;  // their rows in x
+};
+
+// Up to 16 consecutive weight rows, and 16 more.
+template <typename Weight>
+struct Block {
+  const Weight* half[2];
+  int count[2];
+};
+
+// The input rows of one tile, rounded and packed, columns [begin, begin + width) at a time.
+template <typename Weight>
+struct Panel {
+  Weight* data;
+  int64_t stride;  // elements per row
+};
+
+// Sums of one block: [tile of 16 input rows][half][input row in the tile][weight row].
+constexpr int kHalfSums = kLanes * kLanes;
+constexpr int kTileSums = 2 * kHalfSums;
+
+MEGAVM_INLINE float* sums_of(float* sums, int row, int half) {
+  return sums + row / kLanes * kTileSums + half * kHalfSums + row % kLanes * kLanes;
+}
+
+// How far ahead in a row weights are fetched.
+constexpr int kPrefetchBytes = 512;
+
+// Read 16 values of a row, normalised.
+template <typename Rows>
+MEGAVM_INLINE Vec load_normalised(const Worker& worker, const Input& in, const Rows& rows,
+                                  const float* scales, int i, int64_t column, int count) {
+  Vec x = count == kLanes ? rows.load(in.row[i], column) : rows.load(in.row[i], column, count);
+  if (scales) x = x * splat(scales[i]) * load_row(worker, in.gain, 0, column, count);
+  return x;
+}
+
+}  // namespace megavm::MEGAVM_LEVEL

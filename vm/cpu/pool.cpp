@@ -1,0 +1,93 @@
+#include "vm/cpu/pool.hpp"
+
+#include <unistd.h>
+
+#include <chrono>
+
+namespace megavm {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// How long a thread spins for the next run. Longer than the host needs between two decode steps.
+constexpr std::chrono::microseconds kAwake{80};
+constexpr int kCountBits = 16;
+constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
+
+}  // namespace
+
+uint32_t num_processors() {
+  const uint32_t found = std::thread::hardware_concurrency();
+  return found == 0 ? 1 : found;
+}
+
+Pool::~Pool() {
+  if (process_ != static_cast<uint64_t>(getpid())) {
+    // In a forked child the threads are not there: nothing to wake, nothing to join.
+    for (std::thread& thread : threads_) thread.detach();
+    return;
+  }
+  {
+    const std::lock_guard lock(mutex_);
+    quit_ = true;
+  }
+  wake_.notify_all();
+  for (std::thread& thread : threads_) thread.join();
+}
+
+void Pool::start(const std::function<void(uint32_t)>& job, uint32_t workers) {
+  const uint64_t process = static_cast<uint64_t>(getpid());
+  if (process != process_) {
+    for (std::thread& thread : threads_) thread.detach();
+    threads_.clear();
+    sleepers_ = 0;
+    process_ = process;
+  }
+  const uint64_t seen = ticket_.load();
+  while (threads_.size() + 1 < workers) {
+    const uint32_t number = static_cast<uint32_t>(threads_.size()) + 1;
+    threads_.emplace_back([this, number, seen] { serve(number, seen); });
+  }
+  job_ = &job;
+  pending_.store(workers - 1);
+  ticket_.store(((seen >> kCountBits) + 1) << kCountBits | workers);
+  if (sleepers_.load() > 0) {
+    // The lock orders this after a thread that has just decided to sleep.
+    const std::lock_guard lock(mutex_);
+    wake_.notify_all();
+  }
+}
+
+// Spin until the ticket changes; false when it is time to sleep.
+bool Pool::stays_awake(uint32_t number, uint64_t seen) const {
+  const uint32_t workers = seen & kCountMask;
+  if (number >= workers || workers > num_processors()) return false;
+  const Clock::time_point end = Clock::now() + kAwake;
+  while (Clock::now() < end) {
+    for (int i = 0; i < 32; ++i) {
+      if (ticket_.load(std::memory_order_relaxed) != seen) return true;
+      pause();
+    }
+  }
+  return false;
+}
+
+void Pool::serve(uint32_t number, uint64_t seen) {
+  while (true) {
+    if (ticket_.load() == seen && !stays_awake(number, seen)) {
+      std::unique_lock lock(mutex_);
+      ++sleepers_;
+      wake_.wait(lock, [&] { return quit_ || ticket_.load() != seen; });
+      --sleepers_;
+      if (quit_) return;
+    }
+    if (quit_) return;
+    seen = ticket_.load();
+    const uint32_t workers = seen & kCountMask;
+    if (number >= workers) continue;
+    (*job_)(number);
+    pending_.fetch_sub(1, std::memory_order_release);
+  }
+}
+
+}  // namespace megavm

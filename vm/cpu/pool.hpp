@@ -1,0 +1,56 @@
+// Threads that stay between runs: they spin for a moment, so that a run that follows closely finds
+// them awake.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+namespace megavm {
+
+class Pool {
+ public:
+  Pool() = default;
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  // Start `job(1)` .. `job(workers - 1)` on threads of the pool. `job` must live until `finished`.
+  void start(const std::function<void(uint32_t)>& job, uint32_t workers);
+
+  // Whether all jobs of the last start have returned.
+  bool finished() const { return pending_.load(std::memory_order_acquire) == 0; }
+
+ private:
+  void serve(uint32_t number, uint64_t seen);
+  bool stays_awake(uint32_t number, uint64_t seen) const;
+
+  std::vector<std::thread> threads_;
+  // Run number and worker count in one word, so that a thread that wakes late never mixes two runs.
+  std::atomic<uint64_t> ticket_{0};
+  std::atomic<uint32_t> pending_{0};
+  std::atomic<uint32_t> sleepers_{0};
+  std::atomic<bool> quit_{false};
+  const std::function<void(uint32_t)>* job_ = nullptr;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  uint64_t process_ = 0;  // the pool's threads do not survive a fork
+};
+
+// The processors that this process may use.
+uint32_t num_processors();
+
+// Tell the processor that this is a spin loop.
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace megavm

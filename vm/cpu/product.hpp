@@ -1,0 +1,110 @@
+// out := x . weight^T for a tile, shared by all instructions that multiply by a weight.
+//
+// The work is cut into *blocks* of up to two times 16 weight rows. Weights are read in their own
+// row-major layout, straight from memory, each once per tile. The input rows are rounded to the
+// weight's type and packed into a panel first. If whole rows fit there, one block has live sums at
+// a time; otherwise the sums of the whole tile live in the arena, and slices of the input pass by
+// (see instructions/tiles.py, which declares the sizes).
+//
+// A float32 sum is taken in pieces of kSplitColumns, each in 16 lanes and with one tree of
+// additions, whatever the number of rows, the tile and the path: the results of a row do not depend
+// on the others.
+#pragma once
+
+#include "vm/cpu/amx.hpp"
+#include "vm/cpu/dot.hpp"
+
+namespace megavm::MEGAVM_LEVEL {
+
+// Input columns that are held at a time when whole rows do not fit.
+MEGAVM_INLINE int64_t slice_columns(int64_t rows, int64_t itemsize) {
+  const int64_t fitting = int64_t{kPanelPages} * kPageBytes / (rows * itemsize) / kSplitColumns;
+  return (fitting > 1 ? fitting : 1) * kSplitColumns;
+}
+
+template <typename Weight, typename Path, typename BlockAt, typename Store>
+inline void product_on(Worker& worker, const Input& in, const float* scales, int num_blocks,
+                       BlockAt block_at, Store store) {
+  const int64_t block_sums = ceil_to(in.num_rows, kLanes) * 2 * kLanes;
+  const auto finish = [&](const Path& path, int b, float* sums) {
+    path.finish(in, sums);
+    for (int i = 0; i < in.num_rows; ++i)
+      store(b, i, load(sums_of(sums, i, 0)), load(sums_of(sums, i, 1)));
+  };
+  const int64_t panel_bytes = in.declared_rows * ceil_to(in.k, 32) * int64_t{sizeof(Weight)};
+  if (panel_bytes <= int64_t{kPanelPages} * kPageBytes) {
+    // The input stays, weights pass by.
+    Path path(worker, in, in.k);
+    float* sums = worker.allocate<float>(block_sums);
+    path.pack(worker, in, scales, 0, in.k);
+    for (int b = 0; b < num_blocks; ++b) {
+      path.multiply(in, block_at(b), block_at(b + 1 < num_blocks ? b + 1 : b), 0, in.k, sums, true);
+      finish(path, b, sums);
+    }
+    return;
+  }
+  // The sums stay, slices of the input and of the weights pass by.
+  const int64_t slice = slice_columns(in.declared_rows, sizeof(Weight));
+  Path path(worker, in, slice < in.k ? slice : in.k);
+  const int64_t room =
+      static_cast<int64_t>((worker.arena_limit - worker.arena_used) / (sizeof(float) * block_sums));
+  // Padding to whole blocks may make the sums larger than declared: then the input passes by more
+  // than once.
+  const int at_once = num_blocks < room ? num_blocks : room > 1 ? static_cast<int>(room) : 1;
+  float* sums = worker.allocate<float>(block_sums * at_once);
+  for (int first = 0; first < num_blocks; first += at_once) {
+    const int end = first + at_once < num_blocks ? first + at_once : num_blocks;
+    for (int64_t begin = 0; begin < in.k; begin += slice) {
+      const int64_t width = in.k - begin < slice ? in.k - begin : slice;
+      path.pack(worker, in, scales, begin, width);
+      for (int b = first; b < end; ++b)
+        path.multiply(in, block_at(b), block_at(b + 1 < end ? b + 1 : b), begin, width,
+                      sums + (b - first) * block_sums, begin == 0);
+    }
+    for (int b = first; b < end; ++b) finish(path, b, sums + (b - first) * block_sums);
+  }
+}
+
+// Multiply the input rows with `num_blocks` blocks of weights. `block_at(b)` is a block; `store(b,
+// i, first, second)` takes the products of its two halves with live row i.
+template <typename Weight, typename BlockAt, typename Store>
+inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt block_at,
+                    Store store) {
+  float* scales = nullptr;
+  if (in.gain != kNone) {
+    scales = worker.allocate<float>(in.num_rows);
+    with_rows(worker, in.x, [&](auto rows) {
+      for (int i = 0; i < in.num_rows; ++i) scales[i] = rms_scale(rows, in.row[i], in.k, in.eps);
+    });
+  }
+#if defined(__AMX_BF16__)
+  if constexpr (sizeof(Weight) == 2) {
+    if (in.num_rows >= kAmxRows)
+      return product_on<Weight, AmxPath>(worker, in, scales, num_blocks, block_at, store);
+  }
+#endif
+  product_on<Weight, DotPath<Weight>>(worker, in, scales, num_blocks, block_at, store);
+}
+
+// Live rows of a tile as rows of x: `row_index[r]`, below `x_rows`, or r itself without it.
+MEGAVM_INLINE const int32_t* input_rows(Worker& worker, const Range& live, uint32_t row_index,
+                                        int64_t x_rows) {
+  int32_t* rows = worker.allocate<int32_t>(live.end - live.begin);
+  for (int64_t r = live.begin; r < live.end; ++r) {
+    const int64_t row = row_index == kNone ? r : worker.data<const int32_t>(row_index)[r];
+    if (row < 0 || row >= x_rows)
+      worker.fault("row_index of row %lld is %lld, expected below %lld", static_cast<long long>(r),
+                   static_cast<long long>(row), static_cast<long long>(x_rows));
+    rows[r - live.begin] = static_cast<int32_t>(row);
+  }
+  return rows;
+}
+
+// Call `use` with a null pointer of the weight's element type.
+template <typename Use>
+MEGAVM_INLINE void with_weight_type(const Worker& worker, uint32_t weight, Use use) {
+  if (worker.tensor(weight).dtype == DType::kBf16) return use(static_cast<const Bf16*>(nullptr));
+  use(static_cast<const float*>(nullptr));
+}
+
+}  // namespace megavm::MEGAVM_LEVEL

@@ -1,0 +1,316 @@
+// Sixteen float lanes on any machine, and what kernels do with them.
+//
+// Every level computes in 16 lanes with the same tree of additions, in one 512-bit register, two of
+// 256 or four of 128.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#include "vm/cpu/worker.hpp"
+
+namespace megavm::MEGAVM_LEVEL {
+
+constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kNative = 16;
+#elif defined(__AVX2__)
+constexpr int kNative = 8;
+#else
+constexpr int kNative = 4;
+#endif
+constexpr int kParts = kLanes / kNative;
+
+typedef float NativeFloats __attribute__((vector_size(4 * kNative), may_alias));
+typedef int32_t NativeInts __attribute__((vector_size(4 * kNative), may_alias));
+typedef uint32_t NativeWords __attribute__((vector_size(4 * kNative), may_alias));
+typedef uint16_t NativeHalves __attribute__((vector_size(2 * kNative), may_alias));
+
+struct Vec {
+  NativeFloats part[kParts];
+};
+
+struct Mask {
+  NativeInts part[kParts];
+};
+
+struct Bf16 {
+  uint16_t bits;
+};
+
+#define MEGAVM_EACH_PART for (int i_ = 0; i_ < kParts; ++i_)
+
+MEGAVM_INLINE Vec splat(float value) {
+  Vec out;
+  MEGAVM_EACH_PART out.part[i_] = NativeFloats{} + value;
+  return out;
+}
+
+MEGAVM_INLINE Vec zero() { return splat(0.0f); }
+
+MEGAVM_INLINE Vec operator+(Vec a, const Vec& b) {
+  MEGAVM_EACH_PART a.part[i_] += b.part[i_];
+  return a;
+}
+
+MEGAVM_INLINE Vec operator-(Vec a, const Vec& b) {
+  MEGAVM_EACH_PART a.part[i_] -= b.part[i_];
+  return a;
+}
+
+MEGAVM_INLINE Vec operator*(Vec a, const Vec& b) {
+  MEGAVM_EACH_PART a.part[i_] *= b.part[i_];
+  return a;
+}
+
+MEGAVM_INLINE Vec operator/(Vec a, const Vec& b) {
+  MEGAVM_EACH_PART a.part[i_] /= b.part[i_];
+  return a;
+}
+
+MEGAVM_INLINE Mask operator<(const Vec& a, const Vec& b) {
+  Mask out;
+  MEGAVM_EACH_PART out.part[i_] = a.part[i_] < b.part[i_];
+  return out;
+}
+
+MEGAVM_INLINE Vec select(const Mask& mask, const Vec& yes, const Vec& no) {
+  Vec out;
+  MEGAVM_EACH_PART out.part[i_] = mask.part[i_] ? yes.part[i_] : no.part[i_];
+  return out;
+}
+
+// The larger of each pair; b where a is not a number.
+MEGAVM_INLINE Vec max(const Vec& a, const Vec& b) { return select(b < a, a, b); }
+
+// a * b + c, rounded once where the machine can.
+MEGAVM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
+  Vec out;
+#if defined(__AVX512F__)
+  out.part[0] = _mm512_fmadd_ps(a.part[0], b.part[0], c.part[0]);
+#elif defined(__AVX2__)
+  MEGAVM_EACH_PART out.part[i_] = _mm256_fmadd_ps(a.part[i_], b.part[i_], c.part[i_]);
+#elif defined(__aarch64__)
+  MEGAVM_EACH_PART out.part[i_] = (NativeFloats)vfmaq_f32(
+      (float32x4_t)c.part[i_], (float32x4_t)a.part[i_], (float32x4_t)b.part[i_]);
+#else
+  MEGAVM_EACH_PART out.part[i_] = a.part[i_] * b.part[i_] + c.part[i_];
+#endif
+  return out;
+}
+
+// Loads and stores need no alignment; with `count` only the first lanes exist, the others are zero.
+
+MEGAVM_INLINE Vec load(const float* from) {
+  Vec out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
+}
+
+MEGAVM_INLINE Vec load(const Bf16* from) {
+  Vec out;
+  MEGAVM_EACH_PART {
+    NativeHalves halves;
+    std::memcpy(&halves, from + i_ * kNative, sizeof(halves));
+    out.part[i_] = (NativeFloats)(__builtin_convertvector(halves, NativeWords) << 16);
+  }
+  return out;
+}
+
+MEGAVM_INLINE Vec load(const float* from, int count) {
+#if defined(__AVX512F__)
+  return {_mm512_maskz_loadu_ps((1u << count) - 1, from)};
+#else
+  Vec out = zero();
+  std::memcpy(&out, from, sizeof(float) * count);
+  return out;
+#endif
+}
+
+MEGAVM_INLINE Vec load(const Bf16* from, int count) {
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+  const __m256i halves = _mm256_maskz_loadu_epi16((1u << count) - 1, from);
+  return {(NativeFloats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16)};
+#else
+  Bf16 buffer[kLanes] = {};
+  std::memcpy(buffer, from, sizeof(Bf16) * count);
+  return load(buffer);
+#endif
+}
+
+MEGAVM_INLINE void store(float* to, const Vec& value) { std::memcpy(to, &value, sizeof(value)); }
+
+MEGAVM_INLINE void store(float* to, const Vec& value, int count) {
+#if defined(__AVX512F__)
+  _mm512_mask_storeu_ps(to, (1u << count) - 1, value.part[0]);
+#else
+  std::memcpy(to, &value, sizeof(float) * count);
+#endif
+}
+
+// To bfloat16, to nearest even; not-a-number stays so.
+MEGAVM_INLINE void round_to(Bf16 (&out)[kLanes], const Vec& value) {
+  MEGAVM_EACH_PART {
+    const NativeWords bits = (NativeWords)value.part[i_];
+    const NativeWords rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    const NativeWords quiet = (bits >> 16) | 0x40;
+    const NativeInts ordered = value.part[i_] == value.part[i_];
+    const NativeHalves halves = __builtin_convertvector(ordered ? rounded : quiet, NativeHalves);
+    std::memcpy(out + i_ * kNative, &halves, sizeof(halves));
+  }
+}
+
+MEGAVM_INLINE void store(Bf16* to, const Vec& value) {
+  Bf16 rounded[kLanes];
+  round_to(rounded, value);
+  std::memcpy(to, rounded, sizeof(rounded));
+}
+
+MEGAVM_INLINE void store(Bf16* to, const Vec& value, int count) {
+  Bf16 rounded[kLanes];
+  round_to(rounded, value);
+  std::memcpy(to, rounded, sizeof(Bf16) * count);
+}
+
+// The sum of the lanes: l and l + 8, then l and l + 4, l + 2, l + 1. Sums of all kernels are this
+// tree.
+MEGAVM_INLINE float sum(const Vec& value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
+  return lanes[0];
+}
+
+MEGAVM_INLINE float largest(const Vec& value) {
+  float lanes[kLanes];
+  store(lanes, value);
+  for (int width = kLanes / 2; width > 0; width /= 2)
+    for (int i = 0; i < width; ++i)
+      lanes[i] = lanes[i] < lanes[i + width] ? lanes[i + width] : lanes[i];
+  return lanes[0];
+}
+
+MEGAVM_INLINE float first_lane(const Vec& value) { return value.part[0][0]; }
+
+// Lane i of the result is sum(rows[i]).
+MEGAVM_INLINE Vec sums(const Vec (&rows)[kLanes]) {
+#if defined(__AVX512F__)
+  // One stage of the tree for two vectors: the halves that are added stand side by side.
+  __m512 quarter[4];
+  for (int i = 0; i < 4; ++i) {
+    const __m512 a = rows[i].part[0], b = rows[i + 4].part[0];
+    const __m512 c = rows[i + 8].part[0], d = rows[i + 12].part[0];
+    const __m512 ab =
+        _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+    const __m512 cd =
+        _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x44), _mm512_shuffle_f32x4(c, d, 0xee));
+    quarter[i] =
+        _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
+  }
+  __m512 half[2];
+  for (int i = 0; i < 2; ++i) {
+    const __m512 a = quarter[2 * i], b = quarter[2 * i + 1];
+    half[i] = _mm512_add_ps(_mm512_shuffle_ps(a, b, 0x44), _mm512_shuffle_ps(a, b, 0xee));
+  }
+  return {_mm512_add_ps(_mm512_shuffle_ps(half[0], half[1], 0x88),
+                        _mm512_shuffle_ps(half[0], half[1], 0xdd))};
+#else
+  float out[kLanes];
+  for (int i = 0; i < kLanes; ++i) out[i] = sum(rows[i]);
+  return load(out);
+#endif
+}
+
+// e^x with a relative error below 2e-7; 0 below -87.3, infinity above 88.7 (Cephes' reduction and
+// polynomial).
+MEGAVM_INLINE Vec exp(const Vec& x) {
+  Vec out;
+  MEGAVM_EACH_PART {
+    const NativeFloats raw = x.part[i_];
+    NativeFloats v = raw < -87.33f ? NativeFloats{} - 87.33f : raw;
+    v = v > 88.72f ? NativeFloats{} + 88.72f : v;
+    // Adding 1.5 * 2^23 rounds to the nearest integer, which then stands in the low bits.
+    const NativeFloats shifted = v * 1.44269504f + 12582912.0f;
+    const NativeFloats n = shifted - 12582912.0f;
+    const NativeFloats r = (v - n * 0.693359375f) + n * 2.12194440e-4f;
+    NativeFloats p = NativeFloats{} + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    // Two factors of 2: n may be 128, where one would overflow.
+    const NativeInts exponent = (NativeInts)shifted - 0x4b400000;
+    const NativeInts half = exponent >> 1;
+    const NativeFloats low = (NativeFloats)((half + 127) << 23);
+    const NativeFloats high = (NativeFloats)((exponent - half + 127) << 23);
+    NativeFloats result = p * low * high;
+    result = raw < -87.33f ? NativeFloats{} : result;
+    result = raw > 88.72f ? NativeFloats{} + __builtin_inff() : result;
+    out.part[i_] = raw == raw ? result : raw;
+  }
+  return out;
+}
+
+// Multiply-accumulate of a step of two rows of elements, in 16 lanes.
+
+template <typename Element>
+constexpr int kStep = 64 / sizeof(Element);
+
+struct FloatStep {
+  Vec values;
+};
+
+// 32 bfloat16: lane i holds elements 2 i (low) and 2 i + 1 (high).
+struct Bf16Step {
+  NativeWords part[kParts];
+};
+
+MEGAVM_INLINE FloatStep load_step(const float* from) { return {load(from)}; }
+MEGAVM_INLINE FloatStep load_step(const float* from, int count) { return {load(from, count)}; }
+
+MEGAVM_INLINE Bf16Step load_step(const Bf16* from) {
+  Bf16Step out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
+}
+
+MEGAVM_INLINE Bf16Step load_step(const Bf16* from, int count) {
+#if defined(__AVX512BW__)
+  const __mmask32 mask = static_cast<__mmask32>((uint64_t{1} << count) - 1);
+  return {(NativeWords)_mm512_maskz_loadu_epi16(mask, from)};
+#else
+  Bf16Step out = {};
+  std::memcpy(&out, from, sizeof(Bf16) * count);
+  return out;
+#endif
+}
+
+MEGAVM_INLINE void accumulate(Vec& to, const FloatStep& a, const FloatStep& b) {
+  to = fma(a.values, b.values, to);
+}
+
+MEGAVM_INLINE void accumulate(Vec& to, const Bf16Step& a, const Bf16Step& b) {
+#if defined(__AVX512BF16__)
+  to.part[0] = _mm512_dpbf16_ps(to.part[0], (__m512bh)a.part[0], (__m512bh)b.part[0]);
+#else
+  Vec a_low, b_low, a_high, b_high;
+  MEGAVM_EACH_PART {
+    a_low.part[i_] = (NativeFloats)(a.part[i_] << 16);
+    b_low.part[i_] = (NativeFloats)(b.part[i_] << 16);
+    a_high.part[i_] = (NativeFloats)(a.part[i_] & 0xffff0000u);
+    b_high.part[i_] = (NativeFloats)(b.part[i_] & 0xffff0000u);
+  }
+  to = fma(a_high, b_high, fma(a_low, b_low, to));
+#endif
+}
+
+}  // namespace megavm::MEGAVM_LEVEL

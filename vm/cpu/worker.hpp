@@ -1,0 +1,95 @@
+// What a kernel sees of the machine: tensors, the step, working memory, and a way to say that
+// something is wrong.
+//
+// Kernels are compiled once per instruction-set level, so nothing here may be emitted out of line
+// by one of them: functions are either always inlined or defined in worker.cpp.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "megavm/isa.hpp"
+
+#define MEGAVM_INLINE inline __attribute__((always_inline))
+
+namespace megavm {
+
+// A tensor of the program, resolved. Instructions see a matrix of `rows` x `columns`.
+struct Tensor {
+  void* data;
+  int64_t rows;
+  int64_t columns;
+  int64_t shape[4];
+  DType dtype;
+  bool tagged;  // stored as Word[rows][columns * dtype_bytes / 4]
+};
+
+// Four bytes of a tagged tensor, and the epoch of the step that wrote them.
+struct alignas(8) Word {
+  uint32_t value;
+  uint32_t epoch;
+};
+
+// What a worker waits for: a counter to reach `target`, or a tagged word to carry epoch `target`.
+struct Condition {
+  enum Kind : uint32_t { kNothing, kBarrier, kTag };
+  Kind kind = kNothing;
+  const uint32_t* address = nullptr;
+  uint32_t target = 0;
+  uint32_t object = 0;  // barrier, or tensor handle
+  int64_t row = 0;      // of the tagged word
+  int64_t word = 0;
+};
+
+class Interpreter;
+
+struct Worker {
+  // The running instruction's view of memory.
+  const Tensor* tensors = nullptr;
+  uint32_t step = 0;   // number of the step within its launch
+  uint32_t epoch = 0;  // tag of the step
+
+  // Working memory: a bump allocator, empty at the start of each instruction.
+  char* arena = nullptr;
+  size_t arena_limit = 0;  // what the running instruction may use
+  size_t arena_used = 0;
+
+  Interpreter* interpreter = nullptr;
+  uint32_t number = 0;
+
+  MEGAVM_INLINE const Tensor& tensor(uint32_t handle) const { return tensors[handle]; }
+
+  template <typename T>
+  MEGAVM_INLINE T* data(uint32_t handle) const {
+    return static_cast<T*>(tensors[handle].data);
+  }
+
+  // `count` uninitialised elements, aligned to a cache line.
+  template <typename T>
+  MEGAVM_INLINE T* allocate(size_t count) {
+    const size_t bytes = (count * sizeof(T) + 63) / 64 * 64;
+    if (bytes > arena_limit - arena_used) arena_exhausted(bytes);
+    T* result = reinterpret_cast<T*>(arena + arena_used);
+    arena_used += bytes;
+    return result;
+  }
+
+  // Return once the word carries the epoch of the step. Throws when the launch ends before that.
+  void await_word(uint32_t handle, int64_t row, int64_t word) const;
+
+  // End the launch: `format` is a printf format of one sentence about the running instruction.
+  [[noreturn]] __attribute__((format(printf, 2, 3))) void fault(const char* format, ...) const;
+
+  [[noreturn]] void arena_exhausted(size_t bytes) const;
+};
+
+using Kernel = void (*)(const Words&, Worker&);
+
+// The kernels of one instruction-set level, by opcode (null: no such instruction).
+struct Level {
+  const char* name;
+  const Kernel* kernels;
+};
+
+}  // namespace megavm

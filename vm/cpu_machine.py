@@ -1,0 +1,185 @@
+"""CpuMachine: the C++ interpreter of the same instruction streams that the GPU runs."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from megavm.vm import _native
+from megavm.vm.config import PAGE_BYTES
+from megavm.vm.machine import MachineFault, WorkerState
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+# What cpu/bindings.cpp tells of a fault: (instruction, kind of condition, barrier or tensor, row, word,
+# target, value) of each worker, in (kind, cause, worker, reports).
+Report = tuple[int, str, int, int, int, int, int]
+Fault = tuple[str, str, int, list[Report]]
+
+
+class CpuMachine:
+    """Runs programs on threads, one per worker of the program.
+
+    ``workers`` is only what schedulers are told to compile for (default: the processors of this process);
+    a program brings its own number, which may be larger than the processors there are. A run in which
+    nothing can happen any more faults after ``timeout`` seconds. ``level`` forces an instruction-set level
+    of ``levels()``; ``check_resources`` makes an instruction fault that uses more working memory than it
+    declares.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        workers: int | None = None,
+        timeout: float = 10.0,
+        *,
+        level: str | None = None,
+        check_resources: bool = False,
+    ) -> None:
+        self.workers = workers or _native.num_processors()
+        self.timeout = timeout
+        self.check_resources = check_resources
+        self._interpreter = _native.Interpreter(level, timeout)
+
+    @property
+    def level(self) -> str:
+        """Which kernels run: "generic", "avx2", "avx512" or "amx"."""
+        return self._interpreter.level
+
+    def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CpuExecutable:
+        """Verify the program and resolve its tensors in ``memory``.
+
+        Raises ValueError for a program that does not verify or a tensor that memory does not have.
+        """
+        if verify:
+            from megavm.vm.verify import verify as verify_program
+
+            verify_program(program)
+        return CpuExecutable(self, program, memory)
+
+
+def levels() -> list[str]:
+    """The instruction-set levels that this processor runs, from the plainest to the fastest."""
+    return _native.levels()
+
+
+class CpuExecutable:
+    """A program on the CpuMachine."""
+
+    def __init__(self, machine: CpuMachine, program: Program, memory: Memory) -> None:
+        self.program = program
+        self.memory = memory
+        self._machine = machine
+        self._interpreter = machine._interpreter
+        self.arena_used = 0
+        # The pointers stay good as long as the tensors do.
+        self._storage = [_resolve(program, memory, i) for i in range(len(program.tensors))]
+        self._loaded = self._interpreter.load(
+            words=program.words.astype("<u4").tobytes(),
+            tensors=[
+                (
+                    storage.data_ptr(),
+                    spec.rows,
+                    spec.columns,
+                    # Kernels look at the sizes of caches, which have four dimensions; more are the same to them.
+                    list(spec.shape) if len(spec.shape) <= 4 else [spec.rows, spec.columns],
+                    spec.dtype.code,
+                    spec.tagged,
+                )
+                for spec, storage in zip(program.tensors, self._storage, strict=True)
+            ],
+            queues=[queue.astype("<i4").tobytes() for queue in program.queues],
+            dynamic=program.dynamic,
+            workers=program.workers,
+            signals=program.signals.astype("<u4").tobytes(),
+            arena_limits=self._arena_limits() if machine.check_resources else [],
+        )
+
+    def _arena_limits(self) -> list[int]:
+        needs = (i.resources(self.program.tensors) for i in self.program.instructions)
+        return [r.pages * PAGE_BYTES + r.scratch_bytes + r.accumulator_bytes for r in needs]
+
+    @property
+    def barriers(self) -> list[int]:
+        """The barriers' counters."""
+        return self._loaded.barriers
+
+    def run(self, steps: int = 1) -> None:
+        """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
+
+        Raises MachineFault when it cannot be finished; the executable is of no use after that, but the
+        machine is.
+        """
+        if self._loaded.broken:
+            raise MachineFault(
+                "an earlier run of this executable ended in the middle: load it again"
+            )
+        if steps < 1:
+            raise ValueError(f"steps is {steps}: a run has at least one step")
+        epoch = self.memory.epoch
+        # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
+        self.memory.epoch += steps
+        main_thread = threading.current_thread() is threading.main_thread()
+        fault = self._interpreter.run(self._loaded, steps, epoch & 0xFFFFFFFF, main_thread)
+        if fault is not None:
+            raise self._machine_fault(fault)
+
+    def execute_one(self, index: int, step: int = 0) -> None:
+        """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
+
+        Leaves in ``arena_used`` how many bytes of working memory it took. Raises MachineFault when it
+        faults or reads a tagged word that is not there.
+        """
+        tag = (self.memory.epoch + step + 1) & 0xFFFFFFFF
+        fault, self.arena_used = self._interpreter.execute_one(self._loaded, index, step, tag)
+        if fault is not None:
+            raise self._machine_fault(fault)
+
+    def _machine_fault(self, fault: Fault) -> MachineFault:
+        kind, cause, worker, reports = fault
+        states = tuple(self._state(number, report) for number, report in enumerate(reports))
+        index = reports[worker][0]
+        if kind == "instruction":
+            name = self.program.instructions[index].name()
+            return MachineFault(f"instruction {index} ({name}): {cause}", states)
+        if kind == "interrupted":
+            return MachineFault("the run was interrupted", states)
+        waiting = states[worker].waiting_for
+        return MachineFault(f"no worker can go on: instruction {index} waits for {waiting}", states)
+
+    def _state(self, number: int, report: Report) -> WorkerState:
+        index, kind, thing, row, word, target, value = report
+        if index < 0:
+            return WorkerState(number, "worker", None, "", "")
+        waiting = ""
+        if kind == "barrier":
+            waiting = (
+                f"barrier {thing} ({self.program.barriers[thing]}): value {value}, target {target}"
+            )
+        elif kind == "tag":
+            waiting = (
+                f"tensor {self.program.tensors[thing].name}, row {row}, word {word}: "
+                f"epoch {value}, wanted {target}"
+            )
+        text = self.program.instructions[index].disassemble(self.program.tensors)
+        return WorkerState(number, "worker", index, text, waiting)
+
+
+def _resolve(program: Program, memory: Memory, index: int) -> torch.Tensor:
+    """Storage of a tensor of the program.
+
+    Raises ValueError when memory does not have it, or as something else.
+    """
+    spec = program.tensors[index]
+    if spec.name not in memory:
+        raise ValueError(f"tensor {spec.name} of the program is not in memory")
+    if memory.spec(spec.name) != spec:
+        raise ValueError(
+            f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
+        )
+    storage = memory.storage(spec.name)
+    if storage.device.type != "cpu" or not storage.is_contiguous():
+        raise ValueError(f"tensor {spec.name} must be contiguous and on the CPU")
+    return storage

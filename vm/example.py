@@ -1,0 +1,150 @@
+"""An instruction with the tensors it works on: what tests and the differential tool feed to machines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from megavm.vm.config import NONE
+from megavm.vm.isa import I32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.program import Program
+
+
+@dataclass(frozen=True)
+class Example:
+    """``values`` gives the contents of tensors by name; the others hold zeros.
+
+    A tagged tensor that has a value was written in the running step; one that has none was not.
+    ``unspecified`` names tensors whose contents afterwards are nobody's business.
+    """
+
+    name: str
+    instruction: Instruction
+    tensors: list[TensorSpec]
+    values: Mapping[str, torch.Tensor]
+    unspecified: frozenset[str] = field(default_factory=frozenset)
+
+    def memory(self, epoch: int = 0) -> Memory:
+        """A fresh memory with the values, after ``epoch`` steps."""
+        memory = Memory()
+        memory.epoch = epoch
+        memory.allocate(self.tensors)
+        for spec in self.tensors:
+            value = self.values.get(spec.name)
+            if value is None:
+                continue
+            value = value.to(TORCH_DTYPE[spec.dtype]).reshape(spec.shape).contiguous()
+            storage = memory.storage(spec.name)
+            if spec.tagged:
+                storage[..., 0] = value.reshape(spec.rows, -1).view(torch.int32)
+                storage[..., 1] = epoch + 1
+            else:
+                storage.copy_(value)
+        return memory
+
+    def program(self) -> Program:
+        """The instruction alone."""
+        return Program.build(self.tensors, [self.instruction], [[0]])
+
+
+@dataclass
+class Table:
+    """Collects the tensors of an example and hands out their handles."""
+
+    rng: np.random.Generator
+    specs: list[TensorSpec] = field(default_factory=list)
+    values: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def add(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        kind: TensorKind,
+        value: torch.Tensor | None = None,
+        *,
+        tagged: bool = False,
+    ) -> int:
+        """A tensor with these contents (none: zeros, and a tagged tensor is yet to be written)."""
+        self.specs.append(TensorSpec(name, shape, dtype, kind, tagged))
+        if value is not None:
+            self.values[name] = value
+        return len(self.specs) - 1
+
+    @staticmethod
+    def tensor(array: np.ndarray) -> torch.Tensor:
+        """A torch tensor of the same contents."""
+        return torch.from_numpy(np.ascontiguousarray(array))
+
+    def normal(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        """Normally distributed float32."""
+        return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32) * scale)
+
+    def weight(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
+        """A weight whose products with normal inputs are about normal."""
+        return self.add(
+            name, shape, dtype, TensorKind.WEIGHT, self.normal(*shape, scale=shape[-1] ** -0.5)
+        )
+
+    def gain(self, name: str, columns: int, dtype: DType) -> int:
+        """A gain around 1."""
+        value = 1 + self.normal(columns, scale=0.3)
+        return self.add(name, (columns,), dtype, TensorKind.WEIGHT, value)
+
+    def activation(
+        self, name: str, shape: tuple[int, ...], dtype: DType, *, tagged: bool = False
+    ) -> int:
+        """A written activation."""
+        return self.add(
+            name, shape, dtype, TensorKind.ACTIVATION, self.normal(*shape), tagged=tagged
+        )
+
+    def output(
+        self, name: str, shape: tuple[int, ...], dtype: DType, *, tagged: bool = False
+    ) -> int:
+        """An activation that is yet to be written."""
+        return self.add(name, shape, dtype, TensorKind.ACTIVATION, tagged=tagged)
+
+    def integers(self, name: str, value: Sequence[int] | torch.Tensor) -> int:
+        """A step tensor."""
+        array = torch.as_tensor(value, dtype=torch.int32)
+        return self.add(name, tuple(array.shape), I32, TensorKind.INPUT, array)
+
+    def count(self, name: str, live: int | None) -> int:
+        """The number of live rows, or NONE."""
+        return NONE if live is None else self.integers(name, [live])
+
+
+@dataclass(frozen=True)
+class Steps:
+    """Handles of the step tensors, by the names of the operands."""
+
+    row_sequence: int
+    row_position: int
+    block_table: int
+    row_count: int
+
+
+def paged_step(
+    table: Table,
+    rows: Sequence[tuple[int, int]],
+    live: int,
+    blocks_per_sequence: int,
+    num_blocks: int,
+) -> Steps:
+    """A step of rows (sequence, position), with the KV blocks of the sequences scattered at random."""
+    sequences = max(sequence for sequence, _ in rows) + 1
+    blocks = table.rng.permutation(num_blocks)[: sequences * blocks_per_sequence]
+    return Steps(
+        row_sequence=table.integers("row_sequence", [s for s, _ in rows]),
+        row_position=table.integers("row_position", [p for _, p in rows]),
+        block_table=table.integers(
+            "block_table",
+            torch.from_numpy(blocks.reshape(sequences, blocks_per_sequence).astype(np.int32)),
+        ),
+        row_count=table.integers("row_count", [live]),
+    )

@@ -1,0 +1,98 @@
+// Proves that a program neither deadlocks nor races, whatever the timing of its workers.
+//
+// The model. A launch runs steps 0, 1, 2, ... of the program. An instruction waits for the barriers
+// in its header, reads, writes, signals. A read of a tagged word waits for the word of the same
+// step. Static queues run in order, step after step; entries of a dynamic queue are ordered by
+// nothing but waits, so that the proof holds for any number of workers.
+//
+// The system is monotone: running one instruction never disables another. So whether something can
+// run does not depend on choices made before, and one greedy execution decides it.
+//
+// Deadlock. Every target is at most what one step signals, so after a whole step all counters stand
+// where the next step counts from. A program that finishes one step from there therefore finishes
+// any number.
+//
+// Races. Two conflicting accesses must be ordered in every execution. A barrier orders all of the
+// signaller before the waiter. A tagged word orders, before the *writes* of its reader, the reads
+// of its writer and all that is ordered before the writer; it says nothing about the writer's other
+// writes, and it does not hold back other reads of the reader, which a machine may issue while it
+// waits for the word. Two steps suffice: each element that is written at all is written in every
+// step, so a conflict over a longer distance is a chain of conflicts over shorter ones.
+//
+// Fast rule and exact rule. A wait for all signals of a step orders every signaller before the
+// waiter only if no signaller can be a step ahead and signal twice. The fast rule assumes that, and
+// checks on what follows from it that it is so (if not, a first execution to break it would
+// contradict itself); barriers for which it is not so are then taken to order nothing. A pair that
+// the fast rule does not order is decided exactly: withhold the first access, run all that can run,
+// see if the second is reached.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+namespace megavm {
+
+struct WaitFor {
+  std::int32_t barrier;  // -1: unused
+  std::int64_t target;
+};
+
+inline constexpr int kMaxWaits = 3;
+
+// What the analysis knows of an instruction, beside its accesses.
+struct Synchronisation {
+  WaitFor waits[kMaxWaits];
+  std::int32_t signal;  // -1: none
+};
+
+// A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see vm/isa.py.
+struct Access {
+  std::int32_t instruction;
+  std::int32_t tensor;
+  std::int64_t row_begin, row_end;
+  std::int64_t column_begin, column_end;
+  bool write;
+  bool indexed;
+};
+
+struct TensorTraits {
+  bool tagged;
+  bool activation;          // must be written before it is read
+  bool comparable_columns;  // columns of plain and of indexed accesses are the same
+};
+
+// Accesses are sorted by instruction and concern tensors that instructions write.
+struct ProgramView {
+  std::vector<Synchronisation> instructions;
+  std::vector<std::vector<std::int32_t>> queues;  // one when dynamic
+  std::int32_t barriers = 0;
+  bool dynamic = false;
+  std::vector<Access> accesses;
+  std::vector<TensorTraits> tensors;
+};
+
+// The head of a queue that cannot run.
+struct Blocked {
+  std::int32_t instruction;
+  std::int32_t barrier;  // -1: a tagged word
+  std::int64_t value;
+  std::int64_t target;
+  std::int32_t missing;  // an instruction that has not run and would have to: signaller or writer
+};
+
+enum class FindingKind { kDeadlock, kUnordered, kUnwritten, kTagUnreachable, kTagAmbiguous };
+
+// The first fault found. Accesses are numbers in ProgramView::accesses, -1 where there is none.
+struct Finding {
+  FindingKind kind;
+  std::vector<Blocked> blocked;     // kDeadlock
+  std::int64_t first_access = -1;   // kUnordered, kTagAmbiguous: the access that came first
+  std::int64_t second_access = -1;  // the access at fault
+  int first_step = 0, second_step = 0;
+};
+
+// The first fault of the program, if it has one.
+std::optional<Finding> find_fault(const ProgramView& program);
+
+}  // namespace megavm

@@ -1,0 +1,491 @@
+"""Proves before a launch that a program is well-formed, ends, and computes the same at any timing.
+
+``verify`` checks, in this order:
+
+1. *Form.* Header and operand words, handles and their types, queues, what instructions say about their
+   operands, tiles inside tensors, writes only where writing is allowed, the budgets of vm/config.py.
+2. *Progress.* Every tagged word that is read has one writer in a step; no deadlock: static queues under
+   their order, a dynamic queue with any number of workers.
+3. *Order.* Any two accesses to overlapping regions, one of them a write, are ordered in every execution,
+   within a step and from step to step; activations are written before they are read.
+
+The second and third are happens_before.cpp; its header states the model, and why two steps are enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import numpy as np
+import numpy.typing as npt
+
+from megavm.instructions import decode, instruction_set
+from megavm.vm import _native
+from megavm.vm.config import (
+    ACCUMULATOR_BYTES,
+    HEADER_WORDS,
+    INSTRUCTION_WORDS,
+    MAX_SEMAPHORES,
+    MAX_WAITS,
+    NONE,
+    NUM_PAGES,
+    SCRATCH_BYTES,
+)
+from megavm.vm.isa import Field, FieldKind, Instruction, Region, TensorKind, TensorSpec
+from megavm.vm.program import Program
+
+MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake
+MAX_ELEMENTS = 1 << 48  # of a tensor, likewise
+
+Ints = npt.NDArray[np.int64]
+
+
+class VerificationError(ValueError):
+    """A program that must not be launched, and why, in one sentence.
+
+    ``rule`` is "form", "deadlock", "unordered", "unwritten", "tag_unreachable" or "tag_ambiguous".
+    ``accesses`` are the ones at fault, in the order in which they came in the execution that was looked at.
+    """
+
+    def __init__(
+        self, sentence: str, rule: str = "form", accesses: tuple[Access, ...] = ()
+    ) -> None:
+        super().__init__(sentence)
+        self.rule = rule
+        self.accesses = accesses
+
+
+@dataclass(frozen=True)
+class Access:
+    """A region that an instruction reads or writes in a step."""
+
+    instruction: int
+    region: Region
+    write: bool
+    step: int = 0
+
+
+def verify(program: Program) -> None:
+    """Return if the program may be launched, for any number of steps.
+
+    Raises VerificationError, with one sentence that names instruction, field and values.
+    """
+    _Verifier(program).verify()
+
+
+class _Verifier:
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.tensors = program.tensors
+        self.words = program.words
+
+    def verify(self) -> None:
+        self._check_shape()
+        self._check_queues()
+        self._check_headers()
+        accesses = self._declared_accesses()
+        self._check_order(accesses)
+
+    # Sentences.
+
+    def _name(self, instruction: int) -> str:
+        """``instruction 118 (matmul, layers.3.o_proj)``"""
+        cls = instruction_set()[int(self.words[instruction, 0])]
+        label = self.program.labels[instruction]
+        return f"instruction {instruction} ({cls.name()}{f', {label}' if label else ''})"
+
+    def _place(self, instruction: int) -> str:
+        """The same, with the worker that runs it."""
+        if self.program.dynamic:
+            return self._name(instruction)
+        return f"{self._name(instruction)} on worker {self.program.worker_of()[instruction]}"
+
+    def _barrier(self, number: int) -> str:
+        name = self.program.barriers[number]
+        return f"barrier {number}{f' ({name})' if name else ''}"
+
+    def _fail(self, instruction: int | np.integer[Any], sentence: str) -> NoReturn:
+        raise VerificationError(f"{self._name(int(instruction))}: {sentence}")
+
+    # 1. Form.
+
+    def _check_shape(self) -> None:
+        program, words = self.program, self.words
+        if words.ndim != 2 or words.shape[1] != INSTRUCTION_WORDS or words.dtype != np.uint32:
+            raise VerificationError(
+                f"instruction words are {words.dtype} of shape {words.shape}, "
+                f"expected uint32 of (n, {INSTRUCTION_WORDS})"
+            )
+        if len(program.labels) != len(words):
+            raise VerificationError(f"{len(program.labels)} labels for {len(words)} instructions")
+        if not 1 <= program.workers <= MAX_WORKERS:
+            raise VerificationError(
+                f"the program is for {program.workers} workers, expected 1 to {MAX_WORKERS}"
+            )
+        queues = 1 if program.dynamic else program.workers
+        if len(program.queues) != queues:
+            kind = "a dynamic program" if program.dynamic else f"{program.workers} workers"
+            raise VerificationError(f"{len(program.queues)} queues for {kind}, expected {queues}")
+        names: dict[str, int] = {}
+        for handle, spec in enumerate(self.tensors):
+            if spec.name in names:
+                raise VerificationError(
+                    f"tensors {names[spec.name]} and {handle} are both called {spec.name}"
+                )
+            names[spec.name] = handle
+            if spec.rows * spec.columns > MAX_ELEMENTS:
+                raise VerificationError(f"tensor {spec.name} has shape {spec.shape}: too large")
+        known = np.fromiter(instruction_set(), dtype=np.uint32)
+        for i in np.flatnonzero(~np.isin(words[:, 0], known))[:1]:
+            raise VerificationError(f"instruction {i}: opcode {words[i, 0]} is unknown")
+
+    def _check_queues(self) -> None:
+        count = len(self.words)
+        for worker, queue in enumerate(self.program.queues):
+            where = "the queue" if self.program.dynamic else f"the queue of worker {worker}"
+            if queue.ndim != 1 or not np.issubdtype(queue.dtype, np.integer):
+                raise VerificationError(f"{where} holds {queue.dtype} of shape {queue.shape}")
+            for entry in queue[(queue < 0) | (queue >= count)][:1]:
+                raise VerificationError(f"{where} holds instruction {entry} of {count}")
+        entries = self._entries()
+        times = np.bincount(entries, minlength=count)
+        for i in np.flatnonzero(times != 1)[:1]:
+            workers = [w for w, q in enumerate(self.program.queues) for entry in q if entry == i]
+            where = ""
+            if workers and not self.program.dynamic:
+                where = f" (workers {', '.join(map(str, workers))})"
+            raise VerificationError(
+                f"{self._name(int(i))} stands {times[i]} times in the queues{where}, expected once"
+            )
+
+    def _entries(self) -> npt.NDArray[np.int32]:
+        return np.concatenate([*self.program.queues, np.empty(0, np.int32)]).astype(np.int32)
+
+    def _check_headers(self) -> None:
+        barriers = len(self.program.barriers)
+        signal = self.words[:, 1]
+        for i in np.flatnonzero((signal != NONE) & (signal >= barriers))[:1]:
+            self._fail(i, f"signals barrier {signal[i]}, the program has {barriers}")
+        waits = self.words[:, 2:HEADER_WORDS].reshape(-1, MAX_WAITS, 2)
+        barrier, target = waits[:, :, 0], waits[:, :, 1]
+        used = barrier != NONE
+        for i, k in np.argwhere(used & (barrier >= barriers))[:1]:
+            self._fail(i, f"wait {k} is for barrier {barrier[i, k]}, the program has {barriers}")
+        for i, k in np.argwhere(~used & (target != 0))[:1]:
+            self._fail(i, f"wait {k} has target {target[i, k]} but no barrier")
+        for i, k in np.argwhere(~used[:, :-1] & used[:, 1:])[:1]:
+            self._fail(i, f"wait {k + 1} is used but wait {k} is not")
+        limit = np.append(self.program.signals, 0)[np.where(used, barrier, barriers)]
+        for i, k in np.argwhere(target > limit)[:1]:
+            self._fail(
+                i,
+                f"waits for {self._barrier(int(barrier[i, k]))} to reach {target[i, k]}, "
+                f"but one step signals it {limit[i, k]} times",
+            )
+        for j in range(1, MAX_WAITS):
+            same = used[:, j, None] & (barrier[:, :j] == barrier[:, j, None])
+            for i in np.flatnonzero(same.any(axis=1))[:1]:
+                self._fail(i, f"waits twice for {self._barrier(int(barrier[i, j]))}")
+
+    def _check_operands(self, cls: type[Instruction], numbers: Ints) -> None:
+        """The operand words of instructions of one class."""
+        operands = self.words[numbers, HEADER_WORDS:]
+        for row, k in np.argwhere(operands[:, len(cls.fields) :] != 0)[:1]:
+            word = HEADER_WORDS + len(cls.fields) + k
+            self._fail(
+                numbers[row],
+                f"word {word} is {operands[row, len(cls.fields) + k]}, expected 0: no field uses it",
+            )
+        for k, field in enumerate(cls.fields):
+            values = operands[:, k]
+            if field.kind is FieldKind.REAL:
+                reals = (
+                    values.view(np.float32)
+                    if values.flags.c_contiguous
+                    else values.copy().view(np.float32)
+                )
+                for row in np.flatnonzero(~np.isfinite(reals))[:1]:
+                    self._fail(
+                        numbers[row], f"{field.name} is {reals[row]}, expected a finite number"
+                    )
+                continue
+            if not field.optional:
+                for row in np.flatnonzero(values == NONE)[:1]:
+                    self._fail(numbers[row], f"{field.name} is NONE, but it is not optional")
+            if field.kind is FieldKind.TENSOR:
+                self._check_handles(field, values, numbers)
+
+    def _check_handles(
+        self, field: Field[Any], values: npt.NDArray[np.uint32], numbers: Ints
+    ) -> None:
+        count = len(self.tensors)
+        for row in np.flatnonzero((values != NONE) & (values >= count))[:1]:
+            self._fail(
+                numbers[row], f"{field.name} is tensor {values[row]}, the program has {count}"
+            )
+        if not field.dtypes:
+            return
+        fits = np.array([t.dtype in field.dtypes for t in self.tensors] + [True])
+        for row in np.flatnonzero(~fits[np.where(values == NONE, count, values)])[:1]:
+            spec = self.tensors[int(values[row])]
+            allowed = " or ".join(t.name for t in field.dtypes)
+            self._fail(
+                numbers[row],
+                f"{field.name} is {spec.name} of {spec.dtype.name}, expected {allowed}",
+            )
+
+    # What instructions declare. Layers repeat the same tiles on tensors of the same shapes, and a
+    # declaration depends on nothing else: one of each kind is asked.
+
+    def _declared_accesses(self) -> Ints:
+        """Rows (instruction, tensor, rows, columns, write, indexed), sorted by instruction.
+
+        Of tensors that instructions may write.
+        """
+        kinds: dict[tuple[object, ...], int] = {}
+        kind_of = np.array(
+            [
+                kinds.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(kinds))
+                for t in self.tensors
+            ]
+            + [-1],
+            dtype=np.int64,
+        )
+        parts = [np.empty((0, 8), np.int64)]
+        for opcode, cls in instruction_set().items():
+            numbers = np.flatnonzero(self.words[:, 0] == opcode)
+            if len(numbers):
+                self._check_operands(cls, numbers)
+                parts.append(self._accesses_of(cls, numbers, kind_of))
+        accesses = np.concatenate(parts)
+        return accesses[np.argsort(accesses[:, 0], kind="stable")]
+
+    def _accesses_of(self, cls: type[Instruction], numbers: Ints, kind_of: Ints) -> Ints:
+        operands = self.words[numbers, HEADER_WORDS : HEADER_WORDS + len(cls.fields)].astype(
+            np.int64
+        )
+        slots = [k for k, field in enumerate(cls.fields) if field.kind is FieldKind.TENSOR]
+        handles = operands[:, slots]
+        key = operands.copy()
+        key[:, slots] = kind_of[np.where(handles == NONE, len(self.tensors), handles)]
+        # Operands that name the same tensor may conflict with each other: equal handles, equal patterns.
+        pattern = (handles[:, :, None] == handles[:, None, :]).argmax(axis=2) if slots else handles
+        key = np.concatenate([key, pattern, np.zeros((len(key), 1), np.int64)], axis=1)
+        raw, width = key.tobytes(), key.shape[1] * key.itemsize
+        known: dict[bytes, int] = {}
+        alike = np.array(
+            [known.setdefault(raw[i : i + width], len(known)) for i in range(0, len(raw), width)],
+            np.int64,
+        )
+        _, representatives = np.unique(alike, return_index=True)
+        declared = [
+            self._declaration(int(numbers[row]), [int(h) for h in handles[row]])
+            for row in representatives
+        ]
+        lengths = np.array([len(d) for d in declared])
+        table = np.array([access for d in declared for access in d], np.int64).reshape(-1, 7)
+        starts = np.cumsum(lengths) - lengths
+        sizes = lengths[alike]
+        row = np.repeat(np.arange(len(numbers)), sizes)
+        offset = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        picked = table[starts[alike[row]] + offset]
+        result = np.empty((len(row), 8), np.int64)
+        result[:, 0] = numbers[row]
+        if len(row):
+            result[:, 1] = handles[row, picked[:, 0]]
+        result[:, 2:] = picked[:, 1:]
+        return result
+
+    def _declaration(self, number: int, handles: list[int]) -> list[tuple[int, ...]]:
+        """Accesses of one instruction, with the position of the operand in place of the tensor."""
+        inst = decode(self.words[number].astype("<u4").tobytes())
+        try:
+            for sentence in inst.check(self.tensors):
+                self._fail(number, sentence)
+            self._check_resources(number, inst)
+            return [
+                (handles.index(region.tensor), *self._span(region), write, region.indexed)
+                for regions, write in ((inst.reads, False), (inst.writes, True))
+                for region in self._regions(number, regions, write, handles)
+                if self.tensors[region.tensor].writable
+            ]
+        except (ArithmeticError, LookupError) as error:
+            self._fail(number, f"its operands contradict each other ({error!r})")
+
+    def _check_resources(self, number: int, inst: Instruction) -> None:
+        needs = inst.resources(self.tensors)
+        for what, need, budget in (
+            ("pages", needs.pages, NUM_PAGES),
+            ("bytes of scratch", needs.scratch_bytes, SCRATCH_BYTES),
+            ("bytes of accumulators", needs.accumulator_bytes, ACCUMULATOR_BYTES),
+            ("semaphores", needs.semaphores, MAX_SEMAPHORES),
+        ):
+            if need > budget:
+                self._fail(number, f"needs {need} {what}, a worker has {budget}")
+
+    def _regions(
+        self,
+        number: int,
+        declared: Callable[[Sequence[TensorSpec]], Iterator[Region]],
+        write: bool,
+        handles: list[int],
+    ) -> Iterator[Region]:
+        """The declared regions, checked against the tensors, and that no two of the writes overlap."""
+        verb = "writes" if write else "reads"
+        seen: list[Region] = []
+        for region in declared(self.tensors):
+            if region.tensor not in handles:
+                self._fail(number, f"{verb} tensor {region.tensor}, which is none of its operands")
+            spec = self.tensors[region.tensor]
+            rows = NONE if region.indexed else spec.rows
+            for what, (begin, end), size in (
+                ("rows", region.rows, rows),
+                ("columns", region.columns, _columns(spec, region.indexed)),
+            ):
+                if begin >= end:
+                    self._fail(number, f"{verb} the empty {what} [{begin}, {end}) of {spec.name}")
+                if not 0 <= begin < end <= size:
+                    where = f"outside tensor {spec.name} of {size} {what}"
+                    self._fail(number, f"{verb} {what} [{begin}, {end}) {where}")
+            if write and not spec.writable:
+                self._fail(number, f"writes {spec.name}, which is {_article(spec.kind)}")
+            if spec.tagged and region.indexed:
+                self._fail(number, f"{verb} indexed rows of {spec.name}, which is tagged")
+            per_word = 4 // spec.dtype.size
+            if spec.tagged and write and any(c % per_word for c in region.columns):
+                begin, end = region.columns
+                self._fail(
+                    number,
+                    f"writes columns [{begin}, {end}) of {spec.name}, which is tagged: "
+                    f"words of {per_word} {spec.dtype.name} are written as a whole",
+                )
+            if write and any(_overlap(region, other) for other in seen):
+                self._fail(number, f"writes parts of {spec.name} twice, in no particular order")
+            seen.append(region)
+            yield region
+
+    def _span(self, region: Region) -> tuple[int, int, int, int]:
+        """Rows and columns; of a tagged tensor whole words."""
+        begin, end = region.columns
+        spec = self.tensors[region.tensor]
+        if spec.tagged:
+            per_word = 4 // spec.dtype.size
+            begin, end = begin // per_word * per_word, -(-end // per_word) * per_word
+        return *region.rows, begin, end
+
+    # 2. and 3. Progress and order.
+
+    def _check_order(self, accesses: Ints) -> None:
+        program = self.program
+        header = self.words[:, 1:HEADER_WORDS].astype(np.int64)
+        header[header == NONE] = -1
+        traits = [
+            (t.tagged, t.kind is TensorKind.ACTIVATION, len(t.shape) != 4) for t in self.tensors
+        ]
+        fault = _native.find_fault(
+            barriers=len(program.barriers),
+            dynamic=program.dynamic,
+            queues=self._entries(),
+            lengths=np.array([len(q) for q in program.queues], np.int64),
+            waits=header[:, 1:].reshape(-1, MAX_WAITS, 2),
+            signals=header[:, 0],
+            accesses=accesses,
+            traits=np.array(traits, bool).reshape(-1, 3),
+        )
+        if fault is None:
+            return
+        rule, first, first_step, second, second_step, blocked = fault
+        if rule == "deadlock":
+            raise VerificationError(self._deadlock(blocked), rule)
+        found = [
+            self._access(accesses[number], step)
+            for number, step in ((first, first_step), (second, second_step))
+            if number >= 0
+        ]
+        raise VerificationError(getattr(self, f"_{rule}")(*found), rule, tuple(found))
+
+    def _access(self, row: Ints, step: int) -> Access:
+        number, tensor, top, bottom, left, right, write, indexed = (int(v) for v in row)
+        region = Region(tensor, (top, bottom), (left, right), bool(indexed))
+        return Access(number, region, bool(write), step)
+
+    def _does(self, access: Access) -> str:
+        """``instruction 118 (matmul, o_proj) on worker 4 writes rows [0, 1) columns [0, 128) of x``"""
+        region = access.region
+        return (
+            f"{self._place(access.instruction)} {'writes' if access.write else 'reads'} "
+            f"{'indexed ' if region.indexed else ''}rows [{region.rows[0]}, {region.rows[1]}) "
+            f"columns [{region.columns[0]}, {region.columns[1]}) of {self.tensors[region.tensor].name}"
+        )
+
+    def _unordered(self, first: Access, second: Access) -> str:
+        step = " in the step before" if first.step < second.step else ""
+        verb = "writes" if first.write else "reads"
+        return (
+            f"{self._does(second)}, which {self._place(first.instruction)} {verb}{step}, "
+            "without an order between them"
+        )
+
+    def _unwritten(self, access: Access) -> str:
+        return f"{self._does(access)}, some of which no instruction has written before in the step"
+
+    def _tag_unreachable(self, access: Access) -> str:
+        return (
+            f"{self._does(access)}, which is tagged, and some of whose words no instruction writes"
+        )
+
+    def _tag_ambiguous(self, first: Access, second: Access) -> str:
+        return (
+            f"{self._does(second)}, which is tagged, and which {self._place(first.instruction)} "
+            "writes too"
+        )
+
+    def _deadlock(self, blocked: Sequence[tuple[int, int, int, int, int]]) -> str:
+        """What keeps the blocked instructions, following who waits for whom into the cycle."""
+        worker_of = self.program.worker_of()
+        heads = {int(worker_of[b[0]]): b for b in blocked}
+        chain: list[int] = []
+        worker = min(heads)
+        while worker not in chain:
+            chain.append(worker)
+            worker = int(worker_of[heads[worker][4]])
+        cycle = chain[chain.index(worker) :]
+        parts = []
+        for worker in cycle:
+            instruction, barrier, value, target, missing = heads[worker]
+            if barrier >= 0:
+                what = f"{self._barrier(barrier)} to reach {target} (it stands at {value})"
+                action = "signalled by"
+            else:
+                what, action = "tagged words", "written by"
+            head = heads[int(worker_of[missing])][0]
+            text = f"{self._place(instruction)} waits for {what}, {action} "
+            text += "itself" if missing == instruction else self._name(missing)
+            if missing not in (instruction, head):
+                text += f", which stands behind instruction {head}"
+            parts.append(text)
+        others = len(blocked) - len(cycle)
+        more = f" ({others} more workers wait behind them)" if others else ""
+        return f"deadlock: {'; '.join(parts)}{more}"
+
+
+def _overlap(one: Region, two: Region) -> bool:
+    """Whether two regions of an instruction share an element, or may."""
+    if one.tensor != two.tensor:
+        return False
+    return one.indexed != two.indexed or all(
+        a[0] < b[1] and b[0] < a[1] for a, b in ((one.rows, two.rows), (one.columns, two.columns))
+    )
+
+
+def _columns(spec: TensorSpec, indexed: bool) -> int:
+    """Width of the tensor as a region sees it: in a KV cache an indexed row spans all heads."""
+    if indexed and len(spec.shape) == 4:
+        return spec.shape[1] * spec.shape[3]
+    return spec.columns
+
+
+def _article(kind: TensorKind) -> str:
+    return f"{'an' if kind is TensorKind.INPUT else 'a'} {kind.value}"
