@@ -15,9 +15,8 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -44,7 +43,8 @@ def make_model(layers: int, directory: Path) -> None:
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
-    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
 
 
 class Transformers:
@@ -74,7 +74,7 @@ class Transformers:
 class Megavm:
     """Ours, through the front door."""
 
-    def __init__(self, directory: Path, dtype: str) -> None:
+    def __init__(self, directory: Path, dtype: Literal["bfloat16", "float32"]) -> None:
         self.llm = LLM(
             str(directory), machine="cpu", dtype=dtype, max_model_len=512, max_num_seqs=1
         )
@@ -95,17 +95,14 @@ class Megavm:
         return self._seconds(prompt, 1)
 
 
-def measure(run: Callable[[], float], into: list[float]) -> None:
-    gc.collect()
-    into.append(run())
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--save", action="store_true", help="write benchmarks/results/llama_cpu.json")
+    parser.add_argument(
+        "--save", action="store_true", help="write benchmarks/results/llama_cpu.json"
+    )
     arguments = parser.parse_args()
     rng = torch.Generator().manual_seed(1)
 
@@ -122,17 +119,18 @@ def main() -> None:
             "transformers bfloat16": Transformers(Path(directory), torch.bfloat16),
             "transformers float32": Transformers(Path(directory), torch.float32),
         }
-        times: dict[str, dict[str, list[float]]] = {n: {"decode": [], "prefill": []} for n in contenders}
-        for name, contender in contenders.items():  # warm up: compile, page in
+        times: dict[str, dict[str, list[float]]] = {
+            n: {"decode": [], "prefill": []} for n in contenders
+        }
+        for contender in contenders.values():  # warm up: compile, page in
             contender.decode(prompt(PROMPT_DECODE), 2)
             contender.prefill(prompt(PROMPT_PREFILL))
         for _ in range(arguments.rounds):
             for name, contender in contenders.items():
-                measure(
-                    lambda c=contender: c.decode(prompt(PROMPT_DECODE), arguments.tokens),
-                    times[name]["decode"],
-                )
-                measure(lambda c=contender: c.prefill(prompt(PROMPT_PREFILL)), times[name]["prefill"])
+                gc.collect()
+                decode = contender.decode(prompt(PROMPT_DECODE), arguments.tokens)
+                times[name]["decode"].append(decode)
+                times[name]["prefill"].append(contender.prefill(prompt(PROMPT_PREFILL)))
     print(f"{'':24}{'decode ms/token':>18}{'prefill of 128, ms':>20}")
     medians = {
         name: {kind: statistics.median(v) * 1e3 for kind, v in kinds.items()}

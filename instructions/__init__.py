@@ -35,7 +35,9 @@ def instruction_set() -> MappingProxyType[int, type[Instruction]]:
         ]
         if len(declared) != 1 or declared[0].name() != info.name:
             names = ", ".join(d.__name__ for d in declared) or "nothing"
-            raise TypeError(f"instructions/{info.name} declares {names}: expected one class of its name")
+            raise TypeError(
+                f"instructions/{info.name} declares {names}: expected one class of its name"
+            )
         cls = declared[0]
         if cls.opcode in found:
             raise TypeError(

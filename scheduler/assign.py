@@ -49,9 +49,7 @@ def _cost(program: Synchronised, index: int, tensors: Sequence[TensorSpec]) -> i
     return inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
 
 
-def _runs(
-    members: Sequence[int], costs: Sequence[int], count: int
-) -> list[tuple[int, list[int]]]:
+def _runs(members: Sequence[int], costs: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
     """At most ``count`` runs of neighbours, with their costs, each about the same share of the total."""
     total = sum(costs)
     runs: list[tuple[int, list[int]]] = []

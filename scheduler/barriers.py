@@ -246,7 +246,7 @@ class _Grouping:
                 by_operation: dict[int, set[int]] = defaultdict(set)
                 for i in _members(needed):
                     by_operation[self.operation[i]].add(self.group[i])
-                operation, found = max(by_operation.items(), key=lambda e: len(e[1]))
+                found = max(by_operation.values(), key=len)
                 if len(found) > 1:
                     first = min(found)
                     self.group = [first if g in found else g for g in self.group]

@@ -75,9 +75,7 @@ class Graph:
 
     # Tensors of memory.
 
-    def tensor(
-        self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind
-    ) -> Value:
+    def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind) -> Value:
         """A tensor that the host binds or allocates in memory under this name."""
         spec = TensorSpec(name, shape, dtype, kind)
         return self.memory(spec)
@@ -135,7 +133,9 @@ class Graph:
     def silu_mul(self, label: str, gate: Value, up: Value) -> Value:
         """silu(gate) * up."""
         if (gate.rows, gate.columns) != (up.rows, up.columns):
-            raise ValueError(f"{label}: gate is {gate.rows} x {gate.columns}, up {up.rows} x {up.columns}")
+            raise ValueError(
+                f"{label}: gate is {gate.rows} x {gate.columns}, up {up.rows} x {up.columns}"
+            )
         inputs = {"gate": gate, "up": up}
         return self._append("silu_mul", label, inputs, gate.columns, up.dtype, like=gate)
 

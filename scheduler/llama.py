@@ -78,15 +78,15 @@ def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DTyp
     batch = Batch(**{name: graph.memory(spec) for name, spec in steps.items()})
     hidden, eps = config.hidden_size, config.rms_norm_eps
     rope = graph.weight("rope", (limits.max_model_len, config.head_dim), F32)
-    embeddings = graph.weight(
-        "model.embed_tokens.weight", (config.vocab_size, hidden), dtype
-    )
+    embeddings = graph.weight("model.embed_tokens.weight", (config.vocab_size, hidden), dtype)
     x = graph.embed("embed", embeddings, batch)
     for layer in range(config.num_layers):
         x = _layer(graph, config, limits, bucket, batch, rope, dtype, layer, x)
     gain = graph.weight("model.norm.weight", (hidden,), dtype)
     normed = graph.rms_norm("norm", x, gain, eps)
-    chosen = graph.gather("logit_rows", normed, batch.logit_row, batch.logit_count, bucket.logit_rows)
+    chosen = graph.gather(
+        "logit_rows", normed, batch.logit_row, batch.logit_count, bucket.logit_rows
+    )
     head = embeddings
     if not config.tie_word_embeddings:
         head = graph.weight("lm_head.weight", (config.vocab_size, hidden), dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megavm.instructions.attention import Attention
 from megavm.instructions.attention_merge import AttentionMerge
@@ -52,7 +53,9 @@ def lower(
 class Lowering:
     """Cuts operations into tiles for the workers of ``options``."""
 
-    def __init__(self, storage: Storage, row_count: TensorSpec | None, options: CompileOptions) -> None:
+    def __init__(
+        self, storage: Storage, row_count: TensorSpec | None, options: CompileOptions
+    ) -> None:
         self.storage = storage
         self.options = options
         self.row_count = NONE if row_count is None else storage.add(row_count)
@@ -76,7 +79,7 @@ class Lowering:
 
     # Operands.
 
-    def _handles(self, operation: Operation, *names: str) -> dict[str, int]:
+    def _handles(self, operation: Operation, *names: str) -> dict[str, Any]:
         """Handles of those inputs and outputs that the operation has."""
         values = {**operation.inputs, **operation.outputs}
         return {name: self.storage.handle(values[name]) for name in names if name in values}
@@ -113,9 +116,7 @@ class Lowering:
 
     def _embed(self, operation: Operation) -> Iterator[Instruction]:
         out = operation.outputs["out"]
-        handles = self._handles(
-            operation, "table", "tokens", "row_sequence", "row_position", "out"
-        )
+        handles = self._handles(operation, "table", "tokens", "row_sequence", "row_position", "out")
         if out.rows >= self.options.workers:
             tiles = [((0, out.columns), rows) for rows in _cut(out.rows, self.options.workers)]
         else:
@@ -144,7 +145,7 @@ class Lowering:
     def _linear(self, operation: Operation) -> Iterator[Instruction]:
         weight, out = operation.inputs["weight"], operation.outputs["out"]
         names = ("x", "weight", "bias", "gain", "residual", "row_index", "row_count", "out")
-        handles = {"row_count": self.row_count} | self._handles(operation, *names)
+        handles: dict[str, Any] = {"row_count": self.row_count} | self._handles(operation, *names)
         gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
         size = weight.dtype.size
         for columns, rows in self._product_tiles(
@@ -162,9 +163,7 @@ class Lowering:
 
     def _gate_up(self, operation: Operation) -> Iterator[Instruction]:
         gate, out = operation.inputs["gate"], operation.outputs["out"]
-        handles = self._handles(
-            operation, "x", "gate", "up", "gate_bias", "up_bias", "gain", "out"
-        )
+        handles = self._handles(operation, "x", "gate", "up", "gate_bias", "up_bias", "gain", "out")
         size = gate.dtype.size
         for columns, rows in self._product_tiles(
             out.rows, out.columns, gate.columns, size, COLUMN_UNIT, 2
@@ -181,7 +180,17 @@ class Lowering:
 
     def _qkv_rope(self, operation: Operation) -> Iterator[Instruction]:
         x, q = operation.inputs["x"], operation.outputs["q"]
-        names = ("x", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias", "gain", "q")
+        names: tuple[str, ...] = (
+            "x",
+            "q_weight",
+            "k_weight",
+            "v_weight",
+            "q_bias",
+            "k_bias",
+            "v_bias",
+            "gain",
+            "q",
+        )
         names += ("k_cache", "v_cache", "rope", "row_sequence", "row_position", "block_table")
         handles = self._handles(operation, *names)
         weight = operation.inputs["q_weight"]
@@ -212,7 +221,7 @@ class Lowering:
         handles = self._handles(
             operation, "q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"
         )
-        merge: dict[str, int] = {}
+        merge: dict[str, Any] = {}
         if splits == 1:
             handles |= self._handles(operation, "out")
         else:
@@ -262,7 +271,13 @@ class Lowering:
 
     def _sample(self, operation: Operation) -> Iterator[Instruction]:
         logits = operation.inputs["logits"]
-        names = ("logits", "adjusted", "tokens", "sampling_real", "sampling_integer")
+        names: tuple[str, ...] = (
+            "logits",
+            "adjusted",
+            "tokens",
+            "sampling_real",
+            "sampling_integer",
+        )
         names += ("logit_row", "logit_count", "row_sequence", "row_position")
         handles = self._handles(operation, *names)
         for begin, end in _cut(logits.rows, self.options.workers):

@@ -35,6 +35,8 @@ class CompileOptions:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
         if self.assignment not in ("balanced", "round_robin", "dynamic"):
-            raise ValueError(f"assignment {self.assignment!r} is not balanced, round_robin or dynamic")
+            raise ValueError(
+                f"assignment {self.assignment!r} is not balanced, round_robin or dynamic"
+            )
         if self.exchange not in ("barrier", "tagged"):
             raise ValueError(f"exchange {self.exchange!r} is not barrier or tagged")

@@ -43,7 +43,9 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
 
         return ReferenceMachine(), workers or 1
     if name == "cuda":
-        raise ValueError("machine 'cuda' is not part of this version of megavm; use 'cpu' or 'auto'")
+        raise ValueError(
+            "machine 'cuda' is not part of this version of megavm; use 'cpu' or 'auto'"
+        )
     raise ValueError(f"machine {name!r} is unknown: expected auto, cpu, cuda or reference")
 
 

@@ -27,7 +27,9 @@ class Storage:
         known = self._by_name.get(spec.name)
         if known is not None:
             if self.tensors[known] != spec:
-                raise ValueError(f"two tensors are called {spec.name}: {self.tensors[known]}, {spec}")
+                raise ValueError(
+                    f"two tensors are called {spec.name}: {self.tensors[known]}, {spec}"
+                )
             return known
         self._by_name[spec.name] = len(self.tensors)
         self.tensors.append(spec)

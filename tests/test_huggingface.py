@@ -50,7 +50,8 @@ def llama_configs(draw: st.DrawFn, least: int = 1) -> dict[str, Any]:
         }
     return {
         "vocab_size": draw(st.integers(max(least, 3), 300)),
-        "hidden_size": draw(st.integers(-(-least // heads), 160 // heads)) * heads,  # transformers insists
+        "hidden_size": draw(st.integers(-(-least // heads), 160 // heads))
+        * heads,  # transformers insists
         "intermediate_size": draw(st.integers(least, 200)),
         "num_hidden_layers": draw(st.integers(1, 3)),
         "num_attention_heads": heads,
@@ -76,7 +77,9 @@ compile_options = st.builds(
 )
 
 
-def make_runner(directory: Path, options: CompileOptions, dtype: str, machine: str = "cpu") -> Runner:
+def make_runner(
+    directory: Path, options: CompileOptions, dtype: str, machine: str = "cpu"
+) -> Runner:
     limits = Limits(
         max_num_seqs=4,
         max_model_len=MAX_LEN,

@@ -97,4 +97,3 @@ def _compare(
     row, column = (int(v) for v in different[0])
     values = (float(a[row, column]), float(b[row, column]))
     return top + row, left + column, values, len(different)
-

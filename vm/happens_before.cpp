@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <memory>
@@ -747,9 +748,17 @@ struct Visit {
   std::int64_t access = -1;
 };
 
+// Reads of the same region between the same writes: what holds for one of them holds for all.
+struct Reading {
+  std::vector<Visit> writers;  // whose results they read
+  std::vector<Visit> readers;
+  bool current = true;        // nothing of the region has been written since
+  std::uint64_t checked = 0;  // number of the last write that was compared with the readers
+};
+
 struct Cell {
   Visit writer;
-  std::vector<Visit> readers;
+  std::vector<std::uint32_t> readings;  // since the writer
   bool settled = false;  // written in the second step: what follows is as in the first
 };
 
@@ -786,6 +795,8 @@ class RaceSearch {
   struct Surface {
     Grid grid;
     std::vector<Cell> cells;
+    std::vector<Reading> readings;
+    std::map<std::array<std::int32_t, 4>, std::uint32_t> latest;  // reading of each region
     bool mixed = false;  // the tensor is accessed both ways
     std::vector<Visit> visits;
   };
@@ -800,44 +811,81 @@ class RaceSearch {
     const auto& traits = index_.program.tensors[access.tensor];
     auto& surface = this->surface(access);
     if (surface.cells.empty()) surface.cells.resize(surface.grid.size());
-    std::optional<Finding> race;
-    surface.grid.for_each(surface.grid.range(access), [&](std::size_t number) {
-      auto& cell = surface.cells[number];
-      if (cell.settled) return true;
-      race = access.write ? write(cell, now, order, traits) : read(cell, now, order, traits);
-      return !race;
-    });
+    const auto range = surface.grid.range(access);
+    auto race = access.write ? write(surface, range, now, order, traits)
+                             : read(surface, range, now, order, traits);
     if (!race && surface.mixed) race = compare(now, order);
     return race;
   }
 
-  std::optional<Finding> read(Cell& cell, const Visit& now, const Order& order,
-                              const TensorTraits& traits) {
-    if (!traits.tagged) {
-      if (cell.writer.node) {
-        if (auto race = check(cell.writer, now, order)) return race;
-      } else if (traits.activation && !unwritten_) {
-        unwritten_ = Finding{FindingKind::kUnwritten, {}};
-        unwritten_->second_access = now.access;
-      }
+  std::optional<Finding> read(Surface& surface, const CellRange& range, const Visit& now,
+                              const Order& order, const TensorTraits& traits) {
+    const auto [entry, is_new] = surface.latest.try_emplace(
+        {range.row_begin, range.row_end, range.column_begin, range.column_end}, 0);
+    if (is_new || !surface.readings[entry->second].current) {
+      entry->second = static_cast<std::uint32_t>(surface.readings.size());
+      surface.readings.emplace_back();
+      begin_reading(surface, range, entry->second, now, traits);
     }
-    if (cell.readers.empty() || !(cell.readers.back().node == now.node))
-      cell.readers.push_back(now);
+    auto& reading = surface.readings[entry->second];
+    if (!traits.tagged)
+      for (const auto& writer : reading.writers)
+        if (auto race = check(writer, now, order)) return race;
+    reading.readers.push_back(now);
     return std::nullopt;
   }
 
-  std::optional<Finding> write(Cell& cell, const Visit& now, const Order& order,
-                               const TensorTraits& traits) {
-    // Who has read a tagged word has waited for its writer.
-    const bool reader_vouches = traits.tagged && !cell.readers.empty();
-    if (cell.writer.node && !reader_vouches)
-      if (auto race = check(cell.writer, now, order)) return race;
-    for (const auto& reader : cell.readers)
-      if (auto race = check(reader, now, order)) return race;
-    cell.writer = now;
-    cell.readers.clear();
-    cell.settled = now.node.step == kAnalysedSteps - 1;
-    return std::nullopt;
+  void begin_reading(Surface& surface, const CellRange& range, std::uint32_t number,
+                     const Visit& now, const TensorTraits& traits) {
+    auto& writers = surface.readings[number].writers;
+    surface.grid.for_each(range, [&](std::size_t place) {
+      auto& cell = surface.cells[place];
+      if (cell.settled) return true;
+      cell.readings.push_back(number);
+      if (cell.writer.node) {
+        if (writers.empty() || !(writers.back().node == cell.writer.node))
+          writers.push_back(cell.writer);
+      } else if (traits.activation && !traits.tagged && !unwritten_) {
+        unwritten_ = Finding{FindingKind::kUnwritten, {}};
+        unwritten_->second_access = now.access;
+      }
+      return true;
+    });
+    const auto key = [](const Visit& v) { return std::pair(v.node.step, v.node.instruction); };
+    std::sort(writers.begin(), writers.end(),
+              [&](const Visit& a, const Visit& b) { return key(a) < key(b); });
+    writers.erase(std::unique(writers.begin(), writers.end(),
+                              [](const Visit& a, const Visit& b) { return a.node == b.node; }),
+                  writers.end());
+  }
+
+  std::optional<Finding> write(Surface& surface, const CellRange& range, const Visit& now,
+                               const Order& order, const TensorTraits& traits) {
+    std::optional<Finding> race;
+    Node before;
+    ++writes_;
+    surface.grid.for_each(range, [&](std::size_t place) {
+      auto& cell = surface.cells[place];
+      if (cell.settled) return true;
+      // Who has read a tagged word has waited for its writer.
+      const bool reader_vouches = traits.tagged && !cell.readings.empty();
+      if (cell.writer.node && !reader_vouches && !(cell.writer.node == before)) {
+        if ((race = check(cell.writer, now, order))) return false;
+        before = cell.writer.node;
+      }
+      for (const auto number : cell.readings) {
+        auto& reading = surface.readings[number];
+        reading.current = false;
+        if (std::exchange(reading.checked, writes_) == writes_) continue;
+        for (const auto& reader : reading.readers)
+          if ((race = check(reader, now, order))) return false;
+      }
+      cell.writer = now;
+      cell.readings.clear();
+      cell.settled = now.node.step == kAnalysedSteps - 1;
+      return true;
+    });
+    return race;
   }
 
   // Plain against indexed accesses of one tensor: their rows cannot be compared.
@@ -875,6 +923,7 @@ class RaceSearch {
   const Index& index_;
   ExactOrder& exact_;
   std::vector<Surface> surfaces_;  // by tensor: plain, indexed
+  std::uint64_t writes_ = 0;
   std::optional<Finding> unwritten_;
 };
 

@@ -95,7 +95,8 @@ class Memory:
         twin = Memory(self.device)
         twin._specs = dict(self._specs)
         twin._storage = {
-            name: t.clone() if self._specs[name].writable else t for name, t in self._storage.items()
+            name: t.clone() if self._specs[name].writable else t
+            for name, t in self._storage.items()
         }
         twin.epoch = self.epoch
         return twin

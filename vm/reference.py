@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megavm.vm.config import NONE
-from megavm.vm.isa import Instruction, TensorSpec
+from megavm.vm.isa import TensorSpec
 from megavm.vm.machine import Executable, MachineFault, WorkerState
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
@@ -28,7 +28,9 @@ class View:
     ``step`` is the number of the step within its launch, ``epoch`` the tag of the step.
     """
 
-    def __init__(self, memory: Memory, tensors: tuple[TensorSpec, ...], step: int, epoch: int) -> None:
+    def __init__(
+        self, memory: Memory, tensors: tuple[TensorSpec, ...], step: int, epoch: int
+    ) -> None:
         self.memory = memory
         self.tensors = tensors
         self.step = step
@@ -98,7 +100,9 @@ class View:
             return x
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.raw(gain).float()
 
-    def product(self, x: torch.Tensor, weight: int, columns: Rows, bias: int = NONE) -> torch.Tensor:
+    def product(
+        self, x: torch.Tensor, weight: int, columns: Rows, bias: int = NONE
+    ) -> torch.Tensor:
         """x . weight[columns]^T + bias[columns]: input rounded to the weight's type, sums in float32."""
         w = self.raw(weight)[columns[0] : columns[1]]
         out = x.to(w.dtype).float() @ w.float().T
@@ -116,9 +120,9 @@ class View:
 
 
 @functools.cache
-def meaning(cls: type[Instruction]) -> Callable[[Any, View], None]:
+def meaning(name: str) -> Callable[[Any, View], None]:
     """``execute`` of instructions/<name>/reference.py."""
-    module = importlib.import_module(f"megavm.instructions.{cls.name()}.reference")
+    module = importlib.import_module(f"megavm.instructions.{name}.reference")
     function: Callable[[Any, View], None] = module.execute
     return function
 
@@ -194,7 +198,7 @@ class ReferenceExecutable:
         inst = self.program.instructions[index]
         view = View(self.memory, self.program.tensors, step, self.memory.epoch + step + 1)
         try:
-            meaning(type(inst))(inst, view)
+            meaning(inst.name())(inst, view)
         except (IndexError, MachineFault) as error:
             text = inst.disassemble(self.program.tensors)
             state = WorkerState(0, "consumer", index, text, "")
@@ -207,5 +211,3 @@ class ReferenceExecutable:
             for index in self._order:
                 self.execute_one(index, step)
         self.memory.epoch += steps
-
-

@@ -95,8 +95,7 @@ class Attention(Instruction):
         tokens = self.context // self.num_splits
         width = heads * cache.shape[3]
         return rows * (
-            2 * tokens * width * cache.dtype.size
-            + 2 * width * self.group(tensors) * q.dtype.size
+            2 * tokens * width * cache.dtype.size + 2 * width * self.group(tensors) * q.dtype.size
         )
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:

@@ -44,24 +44,30 @@ MEGAVM_INLINE void score_heads(const AttentionState& state, int head, const Elem
   const float* q = state.q + head * state.stride;
   for (int begin = 0; begin < tokens; begin += kTokens) {
     Vec products[kLanes];
+    MEGAVM_UNROLL
     for (int i = 0; i < kLanes; ++i) products[i] = zero();
     // A missing token repeats the last one; its score is not used.
     const Element* rows[kTokens];
+    MEGAVM_UNROLL
     for (int t = 0; t < kTokens; ++t)
       rows[t] = keys + (begin + t < tokens ? begin + t : tokens - 1) * state.d;
     for (int64_t c = 0; c < state.d; c += kLanes) {
       const int count = lanes_at(c, state.d);
       Vec queries[kHeads];
+      MEGAVM_UNROLL
       for (int h = 0; h < kHeads; ++h) queries[h] = load(q + h * state.stride + c);
+      MEGAVM_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         const Vec key = count == kLanes ? load(rows[t] + c) : load(rows[t] + c, count);
+        MEGAVM_UNROLL
         for (int h = 0; h < kHeads; ++h)
           products[h * kTokens + t] = fma(queries[h], key, products[h * kTokens + t]);
       }
     }
     float result[kLanes];
-    store(result, splat(scale) * sums(products));
+    store(result, splat(scale) * sums<kHeads * kTokens>(products));
     const int count = tokens - begin < kTokens ? tokens - begin : kTokens;
+    MEGAVM_UNROLL
     for (int h = 0; h < kHeads; ++h)
       std::memcpy(state.scores + (head + h) * state.slots + begin, result + h * kTokens,
                   sizeof(float) * count);
@@ -94,23 +100,28 @@ template <int kHeads, int kVectors, typename Element>
 MEGAVM_INLINE void add_values(const AttentionState& state, int head, const Element* values,
                               int tokens, int64_t c, int count) {
   Vec out[kHeads][kVectors];
-  for (int h = 0; h < kHeads; ++h)
-    for (int v = 0; v < kVectors; ++v)
-      out[h][v] = load(state.sums + (head + h) * state.stride + c + v * kLanes) *
-                  splat(state.rescale[head + h]);
+  MEGAVM_UNROLL
+  for (int h = 0; h < kHeads; ++h) MEGAVM_UNROLL
+  for (int v = 0; v < kVectors; ++v)
+    out[h][v] = load(state.sums + (head + h) * state.stride + c + v * kLanes) *
+                splat(state.rescale[head + h]);
   for (int t = 0; t < tokens; ++t) {
     const Element* row = values + t * state.d + c;
     Vec value[kVectors];
+    MEGAVM_UNROLL
     for (int v = 0; v < kVectors; ++v)
       value[v] = count == kLanes ? load(row + v * kLanes) : load(row, count);
+    MEGAVM_UNROLL
     for (int h = 0; h < kHeads; ++h) {
       const Vec weight = splat(state.scores[(head + h) * state.slots + t]);
+      MEGAVM_UNROLL
       for (int v = 0; v < kVectors; ++v) out[h][v] = fma(weight, value[v], out[h][v]);
     }
   }
-  for (int h = 0; h < kHeads; ++h)
-    for (int v = 0; v < kVectors; ++v)
-      store(state.sums + (head + h) * state.stride + c + v * kLanes, out[h][v]);
+  MEGAVM_UNROLL
+  for (int h = 0; h < kHeads; ++h) MEGAVM_UNROLL
+  for (int v = 0; v < kVectors; ++v)
+    store(state.sums + (head + h) * state.stride + c + v * kLanes, out[h][v]);
 }
 
 template <int kHeads, typename Element>
@@ -118,6 +129,7 @@ MEGAVM_INLINE void attend_heads(const AttentionState& state, int head, const Ele
                                 const Element* values, int tokens, float scale) {
   constexpr int kVectors = kNative == 16 ? 4 : 2;
   score_heads<kHeads, (kNative == 16 ? kLanes : 4) / kHeads>(state, head, keys, tokens, scale);
+  MEGAVM_UNROLL
   for (int h = 0; h < kHeads; ++h) weigh(state, head + h, tokens);
   int64_t c = 0;
   for (; c + kVectors * kLanes <= state.d; c += kVectors * kLanes)

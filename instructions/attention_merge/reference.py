@@ -12,7 +12,8 @@ def execute(inst: AttentionMerge, m: View) -> None:
     partial = m.read(inst.partial, rows, (0, inst.num_splits * heads * width))
     partial = partial.view(-1, inst.num_splits, heads, width)
     partial = partial[:, :, inst.head_begin : inst.head_end]
-    sums, highest, totals = partial.split([inst.head_dim, 1, 1], dim=-1)
+    sums, highest = partial[..., : inst.head_dim], partial[..., -2:-1]
+    totals = partial[..., -1:]
     factors = torch.exp(highest - highest.max(dim=1, keepdim=True).values)
     out = (factors * sums).sum(1) / (factors * totals).sum(1)
     columns = (inst.head_begin * inst.head_dim, inst.head_end * inst.head_dim)

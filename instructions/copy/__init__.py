@@ -34,9 +34,7 @@ class Copy(Instruction):
         )
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        yield Region(
-            self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        )
+        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out = tensors[self.out]

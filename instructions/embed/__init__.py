@@ -38,9 +38,7 @@ class Embed(Instruction):
         yield whole(tensors, self.row_count)
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        yield Region(
-            self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        )
+        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
 
     def bytes(self, tensors: Sequence[TensorSpec]) -> int:
         elements = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)

@@ -56,9 +56,7 @@ class GateUp(Instruction):
             yield Region(handle, columns, (0, 1))
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        yield Region(
-            self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        )
+        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)

@@ -7,7 +7,17 @@ from enum import IntEnum
 
 from megavm.instructions.tiles import ranges, shapes
 from megavm.vm.config import MAX_STOP_TOKENS
-from megavm.vm.isa import F32, I32, Instruction, Region, Resources, TensorSpec, integer, tensor, whole
+from megavm.vm.isa import (
+    F32,
+    I32,
+    Instruction,
+    Region,
+    Resources,
+    TensorSpec,
+    integer,
+    tensor,
+    whole,
+)
 
 
 class Real(IntEnum):

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "SamplingParams", "__version__"]
 
+_HOMES = {"LLM": "megavm.llm", "SamplingParams": "megavm.sampling_params"}
+
 
 def __getattr__(name: str) -> Any:
     """Import a public name on its first use.
@@ -27,10 +29,11 @@ def __getattr__(name: str) -> Any:
     Raises:
         AttributeError: megavm has no such name.
     """
-    if name == "LLM":
-        from megavm.llm import LLM as value
-    elif name == "SamplingParams":
-        from megavm.sampling_params import SamplingParams as value
+    value: Any
+    if name in _HOMES:
+        from importlib import import_module
+
+        value = getattr(import_module(_HOMES[name]), name)
     elif name == "__version__":
         from importlib import metadata
 

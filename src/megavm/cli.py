@@ -388,14 +388,21 @@ def _add_model_with_default(parser: _Parser) -> None:
 # --- commands -----------------------------------------------------------------------------------
 
 
+_BAR_WIDTH = 30
+
+
 class _Progress:
     """One line on stderr that is overwritten by the next; nothing where nobody watches."""
 
     def __init__(self, quiet: bool) -> None:
         self.enabled = not quiet and sys.stderr is not None and sys.stderr.isatty()
 
-    def __call__(self, message: str) -> None:
+    def __call__(self, message: str, done: int = 0, total: int = 0) -> None:
+        """Show ``message``, and of a phase with a length, a bar; called for every piece of work."""
         if self.enabled:
+            if total > 1:
+                filled = _BAR_WIDTH * done // total
+                message += f" [{'#' * filled}{'.' * (_BAR_WIDTH - filled)}] {done}/{total}"
             width = 80
             with suppress(OSError, ValueError):
                 width = os.get_terminal_size(sys.stderr.fileno()).columns

@@ -130,6 +130,12 @@ def _examine_extension() -> dict[str, Any]:
     return {"available": True}
 
 
+def cpu_name() -> str:
+    """The processor's name as the system gives it."""
+    name: str = _examine_cpu()["model"]
+    return name
+
+
 def _examine_cpu() -> dict[str, Any]:
     """Model name, physical cores, logical CPUs (all and usable by this process) and flags."""
     fields: dict[str, str] = {}

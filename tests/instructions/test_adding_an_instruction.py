@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-FILE = re.compile(r"^`(instructions/[a-z_/.]+)`:\n\n```[a-z]+\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(
+    r"^`(instructions/[a-z_/.]+)`:\n\n```[a-z]+\n(.*?)^```$", re.MULTILINE | re.DOTALL
+)
 
 # An editable install puts a finder of its own before the search path.
 RUN_INSTALLED = """

@@ -72,7 +72,9 @@ def test_a_program_is_compiled_once_per_bucket(directory: Path) -> None:
 def test_a_step_beyond_the_limits_is_refused_with_its_size(directory: Path) -> None:
     runner = make_runner(directory)
     rows = np.zeros(49, np.int32)
-    with pytest.raises(ValueError, match="a step of 49 rows and 1 logit rows is outside the limits"):
+    with pytest.raises(
+        ValueError, match="a step of 49 rows and 1 logit rows is outside the limits"
+    ):
         runner.run(Step(rows, rows, rows[:1], 1))
 
 
@@ -97,7 +99,13 @@ def test_machines_that_are_not_to_be_had_are_refused(name: str, workers: Any, me
 def test_a_described_program_can_be_saved_loaded_and_read(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "program.npz"
     text = describe_program(
-        str(directory), rows=5, sequences=2, workers=3, verify=True, disassemble=True, save=str(path)
+        str(directory),
+        rows=5,
+        sequences=2,
+        workers=3,
+        verify=True,
+        disassemble=True,
+        save=str(path),
     )
     program = Program.load(path)
     assert str(program) in text

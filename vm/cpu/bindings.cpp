@@ -177,9 +177,7 @@ PYBIND11_MODULE(_native, m) {
     return names;
   });
   m.def("num_processors", num_processors);
-#if defined(MEGAVM_HAVE_HAPPENS_BEFORE)
   bind_happens_before(m);
-#endif
 }
 
 }  // namespace megavm

@@ -40,21 +40,27 @@ inline void pack_rows(const Worker& worker, const Input& in, const float* scales
 template <int kTokens, int kWeights, typename Weight>
 MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
                        const Weight* const (&weights)[kWeights], int64_t width) {
-  for (int t = 0; t < kTokens; ++t)
-    for (int w = 0; w < kWeights; ++w) out[t][w] = zero();
+  MEGAVM_UNROLL
+  for (int t = 0; t < kTokens; ++t) MEGAVM_UNROLL
+  for (int w = 0; w < kWeights; ++w) out[t][w] = zero();
   int64_t c = 0;
   for (; c + kStep<Weight> <= width; c += kStep<Weight>) {
     decltype(load_step(x)) inputs[kTokens];
+    MEGAVM_UNROLL
     for (int t = 0; t < kTokens; ++t) inputs[t] = load_step(x + t * x_stride + c);
+    MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w) {
       __builtin_prefetch(reinterpret_cast<const char*>(weights[w] + c) + kPrefetchBytes);
       const auto weight = load_step(weights[w] + c);
+      MEGAVM_UNROLL
       for (int t = 0; t < kTokens; ++t) accumulate(out[t][w], weight, inputs[t]);
     }
   }
   if (c < width) {
+    MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w) {
       const auto weight = load_step(weights[w] + c, static_cast<int>(width - c));
+      MEGAVM_UNROLL
       for (int t = 0; t < kTokens; ++t)
         accumulate(out[t][w], weight, load_step(x + t * x_stride + c));
     }
@@ -69,18 +75,23 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
   for (int begin = 0; begin < count; begin += kWeights) {
     // A missing row repeats the last one; its sum is not used.
     const Weight* weights[kWeights];
+    MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w)
       weights[w] = weight + (begin + w < count ? begin + w : count - 1) * k;
     Vec lanes[kTokens][kWeights];
     dot(lanes, panel.data + row * panel.stride, panel.stride, weights, width);
     Vec rows[kLanes];
+    MEGAVM_UNROLL
     for (int i = 0; i < kLanes; ++i) rows[i] = zero();
-    for (int t = 0; t < kTokens; ++t)
-      for (int w = 0; w < kWeights; ++w) rows[t * kWeights + w] = lanes[t][w];
+    MEGAVM_UNROLL
+    for (int t = 0; t < kTokens; ++t) MEGAVM_UNROLL
+    for (int w = 0; w < kWeights; ++w) rows[t * kWeights + w] = lanes[t][w];
     float result[kLanes];
-    store(result, MEGAVM_LEVEL::sums(rows));
+    store(result, MEGAVM_LEVEL::sums<kTokens * kWeights>(rows));
+    MEGAVM_UNROLL
     for (int t = 0; t < kTokens; ++t) {
       float* to = sums_of(sums, row + t, half) + begin;
+      MEGAVM_UNROLL
       for (int w = 0; w < kWeights; ++w)
         to[w] = first ? result[t * kWeights + w] : to[w] + result[t * kWeights + w];
     }

@@ -44,7 +44,14 @@ struct Bf16 {
   uint16_t bits;
 };
 
-#define MEGAVM_EACH_PART for (int i_ = 0; i_ < kParts; ++i_)
+// Loops of a known, small number of rounds that must disappear, so that arrays of vectors live in
+// registers.
+#if defined(__clang__)
+#define MEGAVM_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MEGAVM_UNROLL _Pragma("GCC unroll 16")
+#endif
+#define MEGAVM_EACH_PART MEGAVM_UNROLL for (int i_ = 0; i_ < kParts; ++i_)
 
 MEGAVM_INLINE Vec splat(float value) {
   Vec out;
@@ -109,7 +116,7 @@ MEGAVM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
 
 MEGAVM_INLINE Vec load(const float* from) {
   Vec out;
-  std::memcpy(&out, from, sizeof(out));
+  MEGAVM_EACH_PART std::memcpy(&out.part[i_], from + i_ * kNative, sizeof(NativeFloats));
   return out;
 }
 
@@ -144,7 +151,9 @@ MEGAVM_INLINE Vec load(const Bf16* from, int count) {
 #endif
 }
 
-MEGAVM_INLINE void store(float* to, const Vec& value) { std::memcpy(to, &value, sizeof(value)); }
+MEGAVM_INLINE void store(float* to, const Vec& value) {
+  MEGAVM_EACH_PART std::memcpy(to + i_ * kNative, &value.part[i_], sizeof(NativeFloats));
+}
 
 MEGAVM_INLINE void store(float* to, const Vec& value, int count) {
 #if defined(__AVX512F__)
@@ -181,11 +190,20 @@ MEGAVM_INLINE void store(Bf16* to, const Vec& value, int count) {
 // The sum of the lanes: l and l + 8, then l and l + 4, l + 2, l + 1. Sums of all kernels are this
 // tree.
 MEGAVM_INLINE float sum(const Vec& value) {
-  float lanes[kLanes];
-  store(lanes, value);
-  for (int width = kLanes / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) lanes[i] += lanes[i + width];
-  return lanes[0];
+#if defined(__AVX512F__)
+  const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(value.part[0]),
+                                     _mm512_extractf32x8_ps(value.part[0], 1));
+#elif defined(__AVX2__)
+  const __m256 eight = _mm256_add_ps(value.part[0], value.part[1]);
+#endif
+#if defined(__AVX2__)
+  const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_movehdup_ps(two)));
+#else
+  const NativeFloats four = (value.part[0] + value.part[2]) + (value.part[1] + value.part[3]);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+#endif
 }
 
 MEGAVM_INLINE float largest(const Vec& value) {
@@ -199,7 +217,8 @@ MEGAVM_INLINE float largest(const Vec& value) {
 
 MEGAVM_INLINE float first_lane(const Vec& value) { return value.part[0][0]; }
 
-// Lane i of the result is sum(rows[i]).
+// Lane i of the result is sum(rows[i]), for the first kCount lanes.
+template <int kCount>
 MEGAVM_INLINE Vec sums(const Vec (&rows)[kLanes]) {
 #if defined(__AVX512F__)
   // One stage of the tree for two vectors: the halves that are added stand side by side.
@@ -222,8 +241,9 @@ MEGAVM_INLINE Vec sums(const Vec (&rows)[kLanes]) {
   return {_mm512_add_ps(_mm512_shuffle_ps(half[0], half[1], 0x88),
                         _mm512_shuffle_ps(half[0], half[1], 0xdd))};
 #else
-  float out[kLanes];
-  for (int i = 0; i < kLanes; ++i) out[i] = sum(rows[i]);
+  float out[kLanes] = {};
+  MEGAVM_UNROLL
+  for (int i = 0; i < kCount; ++i) out[i] = sum(rows[i]);
   return load(out);
 #endif
 }
@@ -279,7 +299,7 @@ MEGAVM_INLINE FloatStep load_step(const float* from, int count) { return {load(f
 
 MEGAVM_INLINE Bf16Step load_step(const Bf16* from) {
   Bf16Step out;
-  std::memcpy(&out, from, sizeof(out));
+  MEGAVM_EACH_PART std::memcpy(&out.part[i_], from + i_ * 2 * kNative, sizeof(NativeWords));
   return out;
 }
 
