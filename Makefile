@@ -12,7 +12,7 @@ NATIVE := pyproject.toml CMakeLists.txt vm/codegen.py vm/config.py vm/isa.py vm/
 .PHONY: demo test check clean
 
 demo: $(STAMP)
-	$(BIN)/megavm generate stories "Once upon a time" --max-tokens 120 --seed 7 --stream
+	$(BIN)/megavm generate stories "Once upon a time" --echo --max-tokens 160 --seed 7 --stream
 
 test: $(DEV_STAMP)
 	$(BIN)/python -m pytest -q

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import megavm
+from megavm.vm.cores import physical_cores
 
 EXTENSION: Final = "megavm.vm._native"
 CUDA_MACHINE: Final = "megavm.vm.cuda_machine"
@@ -75,7 +76,11 @@ def format_report(report: dict[str, Any]) -> str:
         ("torch", torch["version"] if torch["available"] else f"not usable: {torch['error']}"),
         ("packages", packages),
         ("extension", "compiled" if extension["available"] else extension["error"]),
-        ("CPU", f"{cpu['model']}, {cpu['cores']} cores, {cpu['usable']} logical usable here"),
+        (
+            "CPU",
+            f"{cpu['model']}, {cpu['cores']} cores usable here, {cpu['usable']} of"
+            f" {cpu['logical']} logical",
+        ),
         ("CPU flags", " ".join(cpu["flags"]) or "none of those that matter"),
         ("memory", f"{_gib(memory['total'])}, {_gib(memory['available'])} available"),
         ("GPU driver", gpu["driver"] or f"none: {gpu['error']}"),
@@ -137,24 +142,18 @@ def cpu_name() -> str:
 
 
 def _examine_cpu() -> dict[str, Any]:
-    """Model name, physical cores, logical CPUs (all and usable by this process) and flags."""
+    """Model name, cores usable by this process, logical CPUs (all and usable) and flags."""
     fields: dict[str, str] = {}
-    cores: set[tuple[str, str]] = set()
-    package = ""
     for line in _read_lines("/proc/cpuinfo"):
         name, _, value = (part.strip() for part in line.partition(":"))
         fields.setdefault(name, value)
-        if name == "physical id":
-            package = value
-        elif name == "core id":
-            cores.add((package, value))
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     logical = os.cpu_count() or 1
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else logical
     return {
         "model": fields.get("model name") or platform.processor() or platform.machine(),
         "architecture": platform.machine(),
-        "cores": len(cores) or logical,
+        "cores": physical_cores(),
         "logical": logical,
         "usable": usable,
         "flags": [flag for flag in _ISA_FLAGS if flag in flags],

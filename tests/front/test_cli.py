@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
 import os
+import pty
 import re
 import signal
 import subprocess
@@ -21,8 +23,10 @@ import pytest
 
 import megavm
 from megavm import cli, doctor
+from megavm.commands.chat import Chat
 
 PACKAGE = Path(megavm.__file__).parent
+COMMANDS = tuple(cli.build_parser()[1])
 
 
 @dataclass
@@ -519,7 +523,7 @@ def test_on_a_terminal_an_error_leaves_the_conversation_as_it_was(
         return line
 
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(cli._Chat, "_is_interactive", staticmethod(lambda: True))
+    monkeypatch.setattr(Chat, "_is_interactive", staticmethod(lambda: True))
     result = run("chat", "m")
     assert result.code == 0
     assert result.err.count("megavm: error: ") == 2
@@ -685,6 +689,33 @@ def start(*arguments: str, **keywords: Any) -> subprocess.Popen[str]:
     )
 
 
+def on_a_terminal(*arguments: str) -> str:
+    """What the command writes to stderr where that is a terminal."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "megavm", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=theirs) as process:
+        os.close(theirs)
+        pieces = []
+        with contextlib.suppress(OSError):  # how Linux says that the other end is closed
+            while piece := os.read(ours, 1 << 16):
+                pieces.append(piece)
+        os.close(ours)
+        assert process.wait(60) == 0
+    return b"".join(pieces).decode()
+
+
+def test_on_a_terminal_loading_shows_its_phases_a_bar_and_their_seconds() -> None:
+    generate = ("generate", "stories", "Once", "--max-tokens", "2")
+    screen = on_a_terminal(*generate)
+    *overwritten, last = screen.replace("\x1b[K", "").split("\r")
+    assert "finding the model" in overwritten
+    assert any(re.match(r"reading weights \[#+\.*\] \d+/\d+  \d+\.\d s", s) for s in overwritten)
+    assert any(re.match(r"\[loaded stories in \d+\.\d s: starting \d", s) for s in overwritten)
+    assert screen.count("\n") == 1
+    assert last == ""
+    assert on_a_terminal(*generate, "--quiet") == ""
+
+
 def test_help_lists_the_commands_and_answers_at_once() -> None:
     times = []
     for _ in range(7):
@@ -693,7 +724,7 @@ def test_help_lists_the_commands_and_answers_at_once() -> None:
         out, err = process.communicate()
         times.append(time.perf_counter() - begin)
         assert (process.returncode, err) == (0, "")
-        assert all(command in out for command in cli._COMMANDS)
+        assert all(command in out for command in COMMANDS)
     assert min(times) < 0.150
 
 
@@ -708,7 +739,7 @@ def test_help_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("command", ["", *cli._COMMANDS])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_every_help_text_fits_a_terminal(run: Run, command: str) -> None:
     result = run(*command.split(), "--help")
     assert result.code == 0

@@ -14,7 +14,7 @@ constexpr int kMaxTokens = 2;
 
 constexpr int weight_rows_at_once(int tokens) {
 #if defined(__AVX512F__)
-  return tokens == 1 ? 8 : tokens == 2 ? 8 : 4;
+  return tokens == 1 ? 16 : tokens == 2 ? 8 : 4;
 #else
   return tokens == 1 ? 4 : 2;
 #endif
@@ -67,6 +67,10 @@ MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x
   }
 }
 
+// Columns that are summed in lanes before the lanes are added up: part of what a float32 result is.
+template <typename Weight>
+constexpr int64_t kPiece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : int64_t{1} << 40;
+
 // Add the products of kTokens panel rows with 16 weight rows to their sums.
 template <int kTokens, typename Weight>
 MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* weight, int64_t k,
@@ -78,22 +82,28 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
     MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w)
       weights[w] = weight + (begin + w < count ? begin + w : count - 1) * k;
-    Vec lanes[kTokens][kWeights];
-    dot(lanes, panel.data + row * panel.stride, panel.stride, weights, width);
-    Vec rows[kLanes];
-    MEGAVM_UNROLL
-    for (int i = 0; i < kLanes; ++i) rows[i] = zero();
-    MEGAVM_UNROLL
-    for (int t = 0; t < kTokens; ++t) MEGAVM_UNROLL
-    for (int w = 0; w < kWeights; ++w) rows[t * kWeights + w] = lanes[t][w];
-    float result[kLanes];
-    store(result, MEGAVM_LEVEL::sums<kTokens * kWeights>(rows));
-    MEGAVM_UNROLL
-    for (int t = 0; t < kTokens; ++t) {
-      float* to = sums_of(sums, row + t, half) + begin;
+    for (int64_t c = 0; c < width; c += kPiece<Weight>) {
+      Vec lanes[kTokens][kWeights];
+      dot(lanes, panel.data + row * panel.stride + c, panel.stride, weights,
+          width - c < kPiece<Weight> ? width - c : kPiece<Weight>);
+      Vec rows[kLanes];
       MEGAVM_UNROLL
-      for (int w = 0; w < kWeights; ++w)
-        to[w] = first ? result[t * kWeights + w] : to[w] + result[t * kWeights + w];
+      for (int i = 0; i < kLanes; ++i) rows[i] = zero();
+      MEGAVM_UNROLL
+      for (int t = 0; t < kTokens; ++t) MEGAVM_UNROLL
+      for (int w = 0; w < kWeights; ++w) rows[t * kWeights + w] = lanes[t][w];
+      float result[kLanes];
+      store(result, MEGAVM_LEVEL::sums<kTokens * kWeights>(rows));
+      const bool fresh = first && c == 0;
+      MEGAVM_UNROLL
+      for (int t = 0; t < kTokens; ++t) {
+        float* to = sums_of(sums, row + t, half) + begin;
+        MEGAVM_UNROLL
+        for (int w = 0; w < kWeights; ++w)
+          to[w] = fresh ? result[t * kWeights + w] : to[w] + result[t * kWeights + w];
+      }
+      MEGAVM_UNROLL
+      for (int w = 0; w < kWeights; ++w) weights[w] += kPiece<Weight>;
     }
   }
 }
@@ -143,8 +153,8 @@ struct DotPath {
   // Columns of the packed slice, from `begin` on; the sums are stored if `first`, added otherwise.
   MEGAVM_INLINE void multiply(const Input& in, const Block<Weight>& block, const Block<Weight>&,
                               int64_t begin, int64_t width, float* sums, bool first) {
-    // float32 sums are taken in pieces even where the panel holds more.
-    const int64_t piece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : width;
+    // Few rows read each weight row to its end; more of them share a piece while it is near.
+    const int64_t piece = in.num_rows <= kMaxTokens ? width : kPiece<Weight>;
     Panel<Weight> part = panel;
     for (int64_t c = 0; c < width; c += piece) {
       dot_block(in, part, block, begin + c, width - c < piece ? width - c : piece, sums,

@@ -1,0 +1,49 @@
+"""The model that a command works with, and the sampling parameters that hold for it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megavm.commands.terminal import Progress
+
+if TYPE_CHECKING:
+    from megavm.llm import LLM
+    from megavm.sampling_params import SamplingParams
+
+
+def load(arguments: argparse.Namespace) -> LLM:
+    """The model, loaded with progress on stderr."""
+    progress = Progress(arguments.quiet)
+    if not progress.enabled:
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        progress("starting")
+        from megavm.llm import LLM
+
+        optional = {
+            name: getattr(arguments, name)
+            for name in ("max_model_len", "max_num_seqs", "workers")
+            if getattr(arguments, name) is not None
+        }
+        llm = LLM(
+            arguments.model,
+            machine=arguments.machine,
+            dtype=arguments.dtype,
+            progress=progress if progress.enabled else None,
+            **optional,
+        )
+    except BaseException:
+        progress.clear()
+        raise
+    progress.finish(f"loaded {arguments.model}")
+    return llm
+
+
+def with_model_defaults(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
+    """What is given, else what the model's generation_config.json says."""
+    from megavm.sampling_params import SamplingParams
+
+    return SamplingParams.from_generation_config(llm.checkpoint.generation, **given)

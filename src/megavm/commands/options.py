@@ -1,0 +1,218 @@
+"""Options of the command line: their kinds, their environment variables, those of many commands.
+
+Imports nothing heavy, because `megavm --help` needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Final, NamedTuple, NoReturn
+
+ENVIRONMENT_PREFIX: Final = "MEGAVM_"
+DEFAULT_MODEL: Final = "stories"
+ENGINE_OPTIONS: Final = (
+    "machine",
+    "dtype",
+    "max_model_len",
+    "max_num_seqs",
+    "workers",
+    "quiet",
+)
+
+
+class UsageError(ValueError):
+    """The command line or an environment variable does not make sense."""
+
+
+class _Option(NamedTuple):
+    action: argparse.Action
+    default: Any
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose options can also be set by environment variables.
+
+    Options parse to None when they are not given; `settle` then fills in the environment's values
+    and the defaults, and is the one place where `MEGAVM_*` variables are read.
+    """
+
+    def __init__(self, **keywords: Any) -> None:
+        super().__init__(
+            formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **keywords
+        )
+        self._declared: list[_Option] = []
+
+    def option(
+        self,
+        group: argparse._ActionsContainer,
+        *flags: str,
+        default: Any = None,
+        **keywords: Any,
+    ) -> None:
+        """Declare an option in `group`; `default` is what it is without a flag and a variable."""
+        action = group.add_argument(*flags, default=None, **keywords)
+        self._declared.append(_Option(action, default))
+
+    def settle(self, arguments: argparse.Namespace, environment: Mapping[str, str]) -> None:
+        """Fill every option that was not given from the environment, else with its default."""
+        for option in self._declared:
+            name = option.action.dest
+            if getattr(arguments, name) is not None:
+                continue
+            variable = ENVIRONMENT_PREFIX + name.upper()
+            text = environment.get(variable)
+            value = option.default if text is None else self._convert(option, variable, text)
+            setattr(arguments, name, value)
+
+    def _convert(self, option: _Option, variable: str, text: str) -> Any:
+        action = option.action
+        if action.nargs == 0:
+            if text.lower() not in ("0", "1", "true", "false", "yes", "no", ""):
+                raise UsageError(f"environment variable {variable}={text!r} must be 0 or 1")
+            return text.lower() in ("1", "true", "yes")
+        try:
+            value = action.type(text) if callable(action.type) else text
+        except (ValueError, argparse.ArgumentTypeError) as error:
+            raise UsageError(f"environment variable {variable}={text!r}: {error}") from error
+        if action.choices is not None and value not in action.choices:
+            choices = ", ".join(action.choices)
+            raise UsageError(f"environment variable {variable}={text!r} must be one of {choices}")
+        return [value] if isinstance(action, argparse._AppendAction) else value
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def integer(text: str) -> int:
+    """An option's integer."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def number(text: str) -> float:
+    """An option's number."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def length(text: str) -> int:
+    """A positive integer, possibly with a suffix: 8k is 8000 and 8K is 8192, as in vLLM."""
+    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
+    unit = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
+    value = int(match[1][:19]) * unit[match[2]] if match else 0
+    if not 1 <= value < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive length such as 8192 or 8K")
+    return value
+
+
+def token_ids(text: str) -> list[int]:
+    """Integers separated by commas or spaces; whether the model has them is not known here."""
+    pieces = text.replace(",", " ").split()
+    if not pieces or not all(re.fullmatch(r"-?\d{1,19}", piece, re.ASCII) for piece in pieces):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3")
+    return [int(piece) for piece in pieces]
+
+
+def add_model(parser: Parser) -> None:
+    """Add the operand MODEL to a command that works without it."""
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        nargs="?",
+        default=DEFAULT_MODEL,
+        help=f"directory, shipped name or hub id ({DEFAULT_MODEL})",
+    )
+
+
+_SAMPLING: Final = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+)
+
+
+def add_sampling(parser: Parser, *, max_tokens: int | None) -> None:
+    """Add the sampling options; `max_tokens` counts where --max-tokens is not given."""
+    limit = "to the end of the context" if max_tokens is None else str(max_tokens)
+    group = parser.add_argument_group(
+        "sampling options", "Without an option: the model's generation_config.json, else off."
+    )
+
+    def add(flag: str, metavar: str, kind: Callable[[str], Any], text: str, **rest: Any) -> None:
+        parser.option(group, flag, metavar=metavar, type=kind, help=text, **rest)
+
+    add("--max-tokens", "N", integer, f"stop after N tokens ({limit})", default=max_tokens)
+    add("--temperature", "T", number, "0 takes the most likely token, 1 follows the model (1)")
+    add("--top-p", "P", number, "keep the likeliest tokens up to this probability together")
+    add("--top-k", "K", integer, "keep the K likeliest tokens")
+    add("--min-p", "P", number, "keep tokens at least P times as likely as the likeliest")
+    add("--repetition-penalty", "R", number, "above 1: avoid tokens that were there already")
+    add("--presence-penalty", "X", number, "above 0: avoid tokens of the output, -2 to 2")
+    add("--frequency-penalty", "X", number, "the same, for every time a token was used")
+    add("--seed", "N", integer, "the same seed gives the same text")
+    add("--stop", "TEXT", str, "stop before this text (may be repeated)", action="append")
+    add("--stop-token-ids", "IDS", token_ids, "stop at one of these token ids, such as 2,13")
+    add("--min-tokens", "N", integer, "do not stop before N tokens")
+    parser.option(
+        group, "--ignore-eos", action="store_true", help="go on after the end-of-text token"
+    )
+
+
+def add_machine(parser: Parser, *names: str) -> None:
+    """Add those of the options that several commands share which `names` lists."""
+    group = parser.add_argument_group("machine options")
+    declarations: dict[str, dict[str, Any]] = {
+        "machine": {
+            "choices": ("auto", "cpu", "cuda", "reference"),
+            "default": "auto",
+            "help": "what executes the program (auto: a GPU if there is one, else the CPU)",
+        },
+        "dtype": {
+            "choices": ("auto", "bfloat16", "float32"),
+            "default": "auto",
+            "help": "type of the weights in memory (auto: float32 if stored so, else bfloat16)",
+        },
+        "max_model_len": {
+            "metavar": "N",
+            "type": length,
+            "help": "longest context, prompt included, such as 4096, 8k or 32K (the model's)",
+        },
+        "max_num_seqs": {"metavar": "N", "type": length, "help": "most sequences in one batch"},
+        "workers": {
+            "metavar": "N",
+            "type": length,
+            "help": "workers of the machine (one for each core or SM)",
+        },
+        "quiet": {"action": "store_true", "help": "no progress and no statistics"},
+    }
+    for name in names:
+        parser.option(group, "--" + name.replace("_", "-"), **declarations[name])
+
+
+def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The sampling parameters that were given, checked before a model is loaded."""
+    from megavm.sampling_params import SamplingParams
+
+    names = (*_SAMPLING, "n", "logprobs")
+    given: dict[str, Any] = {"max_tokens": None}  # without a limit: to the end of the context
+    for name in names:
+        if getattr(arguments, name, None) is not None:
+            given[name] = getattr(arguments, name)
+    SamplingParams(**given)
+    return given
