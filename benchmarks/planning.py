@@ -20,14 +20,14 @@ from typing import Any
 
 import numpy as np
 from environment import save
-from megavm.sampling_params import SamplingParams
-from megavm.tokenizer import StreamDecoder, Tokenizer
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
-from megavm.scheduler.checkpoint import resolve
+from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine import Engine
+from megavm.scheduler.hub import resolve
 from megavm.scheduler.sequence import Request
 from megavm.scheduler.step import Step
+from megavm.tokenizer import StreamDecoder, Tokenizer
 
 BATCHES = (1, 8, 64, 256)
 PLAN_LIMIT_US = {1: 100.0, 64: 1000.0}

@@ -6,8 +6,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-from megavm.scheduler.checkpoint import Checkpoint, resolve
+from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
+from megavm.scheduler.hub import resolve
 from megavm.scheduler.llama import Bucket, Limits, llama_graph
 from megavm.scheduler.options import Assignment, CompileOptions, Exchange
 from megavm.scheduler.runner import choose_dtype, make_machine

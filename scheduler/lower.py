@@ -315,9 +315,5 @@ def _cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
 
 
 def _pair_unit(half: int) -> int:
-    """Rotation pairs that tiles are made of: a divisor of half a head, or half a head.
-
-    Even but for the latter, so that a tile writes whole words of a tagged bfloat16 tensor.
-    """
-    unit = math.gcd(half, COLUMN_UNIT // 2)
-    return unit if unit % 2 == 0 else half
+    """Rotation pairs that tiles are made of: a divisor of half a head."""
+    return math.gcd(half, COLUMN_UNIT // 2)

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from megavm.scheduler.checkpoint import Checkpoint, LlamaConfig
+from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.llama import Bucket, Limits, llama_graph, rope_table, step_tensors
+from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.lower import attention_tiling
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.step import Step

@@ -65,7 +65,11 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             if value.spec is not None:
                 continue
             exchanged = last_use[value] > i
-            if options.exchange == "tagged" and exchanged and _may_be_tagged(value, options):
+            if (
+                options.exchange == "tagged"
+                and exchanged
+                and _may_be_tagged(operation, value, options)
+            ):
                 spec = TensorSpec(
                     f"{value.name}.tagged{value.rows}",
                     (value.rows, value.columns),
@@ -91,6 +95,10 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
     return storage
 
 
-def _may_be_tagged(value: Value, options: CompileOptions) -> bool:
+def _may_be_tagged(operation: Operation, value: Value, options: CompileOptions) -> bool:
+    """Small, and made of whole words: a word is stored at once, or its tag would speak too soon."""
     row = value.columns * value.dtype.size
-    return row % 4 == 0 and value.rows * row <= options.tagged_bytes
+    run = row
+    if operation.kind == "qkv_rope":  # stores the two halves of a head apart
+        run = operation.inputs["rope"].columns // 2 * value.dtype.size
+    return row % 4 == 0 and run % 4 == 0 and value.rows * row <= options.tagged_bytes

@@ -161,6 +161,8 @@ class QkvRope(Instruction):
             gain=(self.gain, x.columns, 1),
             row_count=(self.row_count, 1, 1),
         )
+        if q.tagged and head_dim // 2 * q.dtype.size % 4:
+            yield f"q {q.name} is tagged, but half a head of {head_dim} {q.dtype.name} is no whole words"
         types = {tensors[h].dtype for h in (self.q_weight, self.k_weight, self.v_weight)}
         if len(types) != 1:
             yield f"the three weights hold {', '.join(sorted(t.name for t in types))}"

@@ -18,9 +18,11 @@ from megavm.outputs import GenerationError as GenerationError
 from megavm.outputs import Logprob as Logprob
 from megavm.outputs import RequestOutput as RequestOutput
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.checkpoint import Checkpoint, LlamaConfig, resolve
+from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.engine import Engine
+from megavm.scheduler.hub import resolve
 from megavm.scheduler.llama import Limits
+from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.logprobs import TokenLogprobs
 from megavm.scheduler.runner import Progress, Runner, choose_dtype
 from megavm.scheduler.sequence import Delta, Request

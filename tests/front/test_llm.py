@@ -10,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from megavm.outputs import Chunk, GenerationError, RequestOutput
 
 from megavm import LLM, SamplingParams
-from megavm.scheduler.checkpoint import Checkpoint, resolve
+from megavm.outputs import Chunk, GenerationError, RequestOutput
+from megavm.scheduler.checkpoint import Checkpoint
+from megavm.scheduler.hub import resolve
 from megavm.scheduler.logprobs import log_softmax
 
 TEXTS = [

@@ -10,11 +10,11 @@ import torch
 from torch.nn.functional import silu
 
 from megavm.instructions.matmul import Matmul
-from megavm.scheduler.checkpoint import LlamaConfig
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.fuse import fuse
 from megavm.scheduler.graph import Graph, Value
 from megavm.scheduler.llama import Bucket, Limits, llama_graph
+from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.options import CompileOptions
 from megavm.vm.differential import first_divergence
 from megavm.vm.isa import BF16, F32, DType, TensorKind
