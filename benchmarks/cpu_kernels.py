@@ -1,7 +1,8 @@
 """Kernels of the CPU machine beside torch, on the shapes of Llama-3.2-1B, in one run.
 
-Both work with the same number of threads on the same weights. Weights are cycled through copies that together
-exceed the caches, as the layers of a model do. The times are the best of several runs, ours and torch's in turn.
+Both work with the same number of threads on the same weights. Weights are cycled through copies
+that together exceed the caches, as the layers of a model do. The times are the best of several
+runs, ours and torch's in turn.
 
     python benchmarks/cpu_kernels.py [--rows 1 4 8 128] [--dtype bfloat16 float32] [--seconds 1.0]
 """
@@ -140,7 +141,7 @@ def torch_product(shape: Shape, x: torch.Tensor, weights: list[torch.Tensor]) ->
 
 
 def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile: as many sums as the accumulators hold, once whole rows do not fit."""
+    """Rows and columns of a tile: as many sums as fit, once whole rows do not."""
     if rows < 16:
         return rows, shape.columns
     row_tile = min(rows, 128)
@@ -171,7 +172,8 @@ def main() -> None:
     machine = CpuMachine(level=args.level)
     print(f"{args.workers} workers, kernels {machine.level}, torch {torch.__version__}")
     print(
-        f"{'shape':26} {'dtype':9} {'rows':>4}  {'ours us':>9} {'torch us':>9} {'ratio':>6}  {'GB/s':>6} {'TFLOP/s':>8}"
+        f"{'shape':26} {'dtype':9} {'rows':>4}  {'ours us':>9} {'torch us':>9} {'ratio':>6}"
+        f"  {'GB/s':>6} {'TFLOP/s':>8}"
     )
     for name in args.dtype:
         for shape in SHAPES:

@@ -2,10 +2,10 @@
 
     python benchmarks/llama_cpu.py [--layers 4] [--tokens 20] [--rounds 5] [--save]
 
-A random model with Llama-3.2-1B's layer shapes and vocabulary, fewer layers, bfloat16 weights. Transformers
-runs the same weights in bfloat16 and in float32 (torch's threads = our workers), its forward pass called
-in a plain loop with a growing KV cache; megavm runs `LLM.generate` with everything included. Rounds of all
-contenders are interleaved; the medians are compared.
+A random model with Llama-3.2-1B's layer shapes and vocabulary, fewer layers, bfloat16 weights.
+Transformers runs the same weights in bfloat16 and in float32 (torch's threads = our workers), its
+forward pass called in a plain loop with a growing KV cache; megavm runs `LLM.generate` with
+everything included. Rounds of all contenders are interleaved; the medians are compared.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, Literal
 
 import torch
 import transformers
-from environment import save
 
+from environment import save
 from megavm import LLM, SamplingParams
 
 PROMPT_DECODE = 16

@@ -1,12 +1,13 @@
-"""What the host does for a decode step: plan it, write and read memory around it, collect its tokens.
+"""What the host does for a decode step: plan it, write and read memory, collect its tokens.
 
     python benchmarks/planning.py [--steps 2000] [--save]
 
-The machine is replaced by a runner that puts a token into memory and returns, so that only the host's work
-is measured. ``plan_us`` is what must be known before a step can be launched (design: under 100 us for one
-sequence, under 1000 us for 64); ``execute_us`` is the host's part between two launches, ``collect_us`` the
-part that runs while the next launch does: stop conditions, text (the shipped model's tokenizer), freed
-blocks. Sequences start one token apart, so that KV blocks are needed at every step, as in a server.
+The machine is replaced by a runner that puts a token into memory and returns, so that only the
+host's work is measured. ``plan_us`` is what must be known before a step can be launched (design:
+under 100 us for one sequence, under 1000 us for 64); ``execute_us`` is the host's part between two
+launches, ``collect_us`` the part that runs while the next launch does: stop conditions, text (the
+shipped model's tokenizer), freed blocks. Sequences start one token apart, so that KV blocks are
+needed at every step, as in a server.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import time
 from typing import Any
 
 import numpy as np
-from environment import save
 
+from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine import Engine

@@ -16,11 +16,11 @@ FLOPS_PER_BYTE = 64  # FLOPs that take as long as moving one byte, roughly, on t
 def assign(
     program: Synchronised, tensors: Sequence[TensorSpec], options: CompileOptions
 ) -> list[list[int]]:
-    """The queues: lists of instruction numbers, each in topological order, so none can block for ever.
+    """The queues: lists of instruction numbers in topological order, so that none blocks for ever.
 
     ``round_robin``: instruction i of an operation goes to worker i mod workers. ``balanced``: an
-    operation's instructions are cut into runs of about equal cost (neighbours share weights), and the
-    costliest run goes to the worker with the least to do so far. ``dynamic``: one list for all.
+    operation's instructions are cut into runs of about equal cost (neighbours share weights), and
+    the costliest run goes to the worker with the least to do so far. ``dynamic``: one list for all.
     """
     total = len(program.instructions)
     if options.assignment == "dynamic":
@@ -50,7 +50,7 @@ def _cost(program: Synchronised, index: int, tensors: Sequence[TensorSpec]) -> i
 
 
 def _runs(members: Sequence[int], costs: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-    """At most ``count`` runs of neighbours, with their costs, each about the same share of the total."""
+    """At most ``count`` runs of neighbours, with their costs, each about the same."""
     total = sum(costs)
     runs: list[tuple[int, list[int]]] = []
     run: list[int] = []

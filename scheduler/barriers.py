@@ -1,18 +1,19 @@
 """Barriers: turn data dependencies into waits and signals.
 
-Dependencies are found from the regions that instructions declare: read after write, write after read and
-write after write on the same tensor. What another dependency already implies is dropped. The rest becomes
-counters: the instructions of one operation that the same set of readers waits for share a barrier, so a
-reader waits for just what it needs, unless that would take more waits than a header holds; then barriers
-are merged, and as a last resort joined by Noops.
+Dependencies are found from the regions that instructions declare: read after write, write after
+read and write after write on the same tensor. What another dependency already implies is dropped.
+The rest becomes counters: the instructions of one operation that the same set of readers waits for
+share a barrier, so a reader waits for just what it needs, unless that would take more waits than a
+header holds; then barriers are merged, and as a last resort joined by Noops.
 
-Tagged tensors need no counter: reading them is the wait. But a tag speaks for its word alone. Who has seen the
-word knows that its writer had read its inputs, and what came before the writer; of the writer's other, untagged
-writes it knows nothing, and its own other reads may have been issued before the word came.
+Tagged tensors need no counter: reading them is the wait. But a tag speaks for its word alone. Who
+has seen the word knows that its writer had read its inputs, and what came before the writer; of the
+writer's other, untagged writes it knows nothing, and its own other reads may have been issued
+before the word came.
 
-A program is run step after step without a join of all workers. So that no step overtakes the one before,
-the instructions that wait for nothing inside the step wait for the last ones of the step before
-(target 0).
+A program is run step after step without a join of all workers. So that no step overtakes the one
+before, the instructions that wait for nothing inside the step wait for the last ones of the step
+before (target 0).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ class _Table:
         self.columns = np.concatenate([self.columns[:, ~gone], new.columns], axis=1)
 
     def filled(self) -> _Table:
-        """The rectangle that an operation's disjoint tiles fill, if they fill one; else the tiles."""
+        """The rectangle that an operation's disjoint tiles fill; the tiles if there is none."""
         tiles = np.unique(self.columns[:5], axis=1)
         if not tiles.size:
             return self
@@ -154,8 +155,8 @@ def _dependencies(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) ->
 def _reduce(needs: Sequence[Needs]) -> list[Bits]:
     """The instructions that each one has to wait for, without those that others imply.
 
-    ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its inputs by
-    then. They differ where a tag is the only link.
+    ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its
+    inputs by then. They differ where a tag is the only link.
     """
     done: list[Bits] = []
     read: list[Bits] = []
@@ -227,7 +228,7 @@ class _Grouping:
         self._choose_groups()
 
     def _choose_groups(self) -> None:
-        """Producers with the same readers share a barrier; merge an operation's when there are too many."""
+        """Producers with the same readers share a barrier; merged where there are too many."""
         readers: dict[int, list[int]] = defaultdict(list)
         kinds: dict[Bits, int] = {}
         for needed in (*self.needs, self.sinks):

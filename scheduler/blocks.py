@@ -1,9 +1,9 @@
 """KV blocks: which are free, who shares one, and which hold a prefix that may come again.
 
-A KV block is *held* (one or more sequences use it), *cached* (nobody uses it, but its contents are known
-and a new sequence may take it up again) or *free*. A full block of tokens is known by its digest, which
-covers every token from the start of the sequence: equal digests, equal keys and values. Cached blocks
-are given away, the least recently used first, when no free one is left.
+A KV block is *held* (one or more sequences use it), *cached* (nobody uses it, but its contents are
+known and a new sequence may take it up again) or *free*. A full block of tokens is known by its
+digest, which covers every token from the start of the sequence: equal digests, equal keys and
+values. Cached blocks are given away, the least recently used first, when no free one is left.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class PrefixCounters:
 
 
 class BlockManager:
-    """Hands out the KV blocks 0 .. num_blocks - 1. Every operation on one block takes constant time.
+    """Hands out the KV blocks 0 .. num_blocks - 1, each in constant time.
 
-    Raises ValueError when a number is not positive, and from the methods when a block is used that the
-    caller cannot hold: such an error is a mistake in the caller, never the effect of a request.
+    Raises ValueError when a number is not positive, and from the methods when a block is used that
+    the caller cannot hold: such an error is a mistake in the caller, never the effect of a request.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
@@ -91,7 +91,7 @@ class BlockManager:
         return block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one hold on each block, last block first, so that the ends of prefixes age first."""
+        """Give up one hold on each block, the last first, so that ends of prefixes age first."""
         for block in reversed(list(blocks)):
             holders = self._holders[block]
             if holders < 1:
@@ -125,7 +125,7 @@ class BlockManager:
             self._holders[block] += 1
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody holds: sharing these takes as many away from ``num_free``."""
+        """How many of ``blocks`` nobody holds: sharing them takes as many from ``num_free``."""
         return sum(self._holders[block] == 0 for block in blocks)
 
     def publish(self, block: int, digest: bytes) -> None:

@@ -4,8 +4,8 @@
 
     graph ── fuse ── allocate ── lower ── add_barriers ── assign ──> Program ── verify
 
-fuse.py joins operations that one instruction does, storage.py gives values their tensors, lower.py cuts
-operations into tiles, barriers.py adds the waits and signals, assign.py fills the queues.
+fuse.py joins operations that one instruction does, storage.py gives values their tensors, lower.py
+cuts operations into tiles, barriers.py adds the waits and signals, assign.py fills the queues.
 """
 
 from __future__ import annotations

@@ -3,13 +3,13 @@
 One step is three calls::
 
     plan = engine.plan()            which rows, slots and KV blocks; touches no memory
-    engine.execute(plan)            writes what the plan says into memory, runs the machine (no GIL meanwhile)
+    engine.execute(plan)            the plan into memory, then the machine runs (without the GIL)
     deltas = engine.collect(plan)   new tokens to text, stop conditions, freed blocks
 
-``step`` does it all. With ``overlap`` it keeps one launch running and one waiting behind it: while the
-machine runs launch n, the host collects launch n - 1 and plans launch n + 1, and the machine goes from one
-to the next without waiting for the host. That works because sampled tokens stay in memory, where the
-next launch finds them; the plan needs to know only how many there are.
+``step`` does it all. With ``overlap`` it keeps one launch running and one waiting behind it: while
+the machine runs launch n, the host collects launch n - 1 and plans launch n + 1, and the machine
+goes from one to the next without waiting for the host. That works because sampled tokens stay in
+memory, where the next launch finds them; the plan needs to know only how many there are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
 
 
 class StepRunner(Protocol):
-    """What runs a step: memory that the host and the machine share, and a machine (runner.Runner)."""
+    """Runs steps: memory that the host and the machine share, and a machine (runner.Runner)."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -88,8 +88,8 @@ class EngineCounters:
 class Engine:
     """Runs requests in continuous batches. All methods are for one thread, the one that steps.
 
-    ``new_decoder`` makes the decoder of one sequence; without it there is no text and stop strings are
-    refused. ``seed`` feeds the generator from which requests without a seed get theirs.
+    ``new_decoder`` makes the decoder of one sequence; without it there is no text and stop strings
+    are refused. ``seed`` feeds the generator from which requests without a seed get theirs.
     ``steps_per_launch``: tokens that a launch of pure decode may produce before the host looks.
     """
 
@@ -163,8 +163,8 @@ class Engine:
         length, runner = len(tokens), self.runner
         if length >= runner.max_model_len:
             raise ValueError(
-                f"the prompt has {length} tokens; the context of {runner.max_model_len} must hold it "
-                "and at least one token more"
+                f"the prompt has {length} tokens; the context of {runner.max_model_len} must hold"
+                " it and at least one token more"
             )
         if length > self.max_prompt_len:
             raise ValueError(
@@ -190,7 +190,8 @@ class Engine:
             raise ValueError(f"the prompt is not a list of token ids: {error}") from error
         if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
             raise ValueError(
-                f"the prompt is not a list of token ids: it holds {wide.dtype} of shape {wide.shape}"
+                "the prompt is not a list of token ids: it holds"
+                f" {wide.dtype} of shape {wide.shape}"
             )
         bad = np.flatnonzero((wide < 0) | (wide >= self.runner.vocab_size))
         if len(bad):
@@ -260,7 +261,7 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Delta]:
-        """Work until one launch has ended, and return what it added; [] when there is nothing to do.
+        """Work until one launch has ended, and return what it added; [] if nothing is to be done.
 
         With overlap the next launch is under way when this returns.
         """
@@ -295,8 +296,8 @@ class Engine:
     def plan(self) -> Plan | None:
         """Decide on the next launch, or None if there is nothing that could run now.
 
-        At most one earlier plan may be without its ``collect``; launches are executed and collected in the
-        order of their plans. Raises RuntimeError when two are.
+        At most one earlier plan may be without its ``collect``; launches are executed and collected
+        in the order of their plans. Raises RuntimeError when two are.
         """
         if self._outstanding > 1:
             raise RuntimeError("two plans are not collected yet: collect the first")
@@ -315,7 +316,8 @@ class Engine:
     def execute(self, plan: Plan) -> None:
         """Write what ``plan`` says into memory, run it, and keep what came of it in the plan.
 
-        Does not raise; may be called by another thread than the rest, as long as that is one thread.
+        Does not raise; may be called by another thread than the rest, as long as that is one
+        thread.
         """
         if self._fault is not None or plan.generation != self.planner.generation:
             return  # the launch before it failed: what it builds on is not there
@@ -327,7 +329,8 @@ class Engine:
                 self.runner.run(plan.step, plan.steps)
             self._read(plan)
         except Exception as error:
-            # Kept for ``collect``, which fails the requests; what is not a fault of the machine it raises.
+            # Kept for ``collect``, which fails the requests; what is not a fault of the machine it
+            # raises.
             plan.error = self._fault = error
         self.counters.run_seconds += time.perf_counter() - begin
 
@@ -367,8 +370,8 @@ class Engine:
     def collect(self, plan: Plan) -> list[Delta]:
         """Give the tokens of an executed plan to their sequences; free those that have ended.
 
-        A fault of the machine ends every running request with its sentence; waiting ones go on. Raises any
-        other error that ``execute`` met, after the same cleaning up.
+        A fault of the machine ends every running request with its sentence; waiting ones go on.
+        Raises any other error that ``execute`` met, after the same cleaning up.
         """
         begin = time.perf_counter()
         self._outstanding -= 1
@@ -440,16 +443,16 @@ class Engine:
     def logits(self, token_ids: TokenIds) -> Floats:
         """Raw logits of every position of a text: float32 [n, vocabulary]. Chooses nothing.
 
-        Waits for launches that are under way; their deltas come with the next step. Raises ValueError when
-        the text is empty, too long or holds an unknown token, and MachineFault.
+        Waits for launches that are under way; their deltas come with the next step. Raises
+        ValueError when the text is empty, too long or holds an unknown token, and MachineFault.
         """
         tokens = self._check_tokens(token_ids)
         length, runner = len(tokens), self.runner
         room = min(runner.max_model_len, self.blocks.num_blocks * self.blocks.block_size)
         if length > room:
             raise ValueError(
-                f"the text has {length} tokens; the context of {runner.max_model_len} and the KV cache of "
-                f"{runner.num_blocks} blocks of {runner.block_size} hold {room}"
+                f"the text has {length} tokens; the context of {runner.max_model_len} and the KV"
+                f" cache of {runner.num_blocks} blocks of {runner.block_size} hold {room}"
             )
         self.drain()
         result = np.empty((length, runner.vocab_size), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Fusion: join operations that one instruction can do, so that no pass over memory is spent between them.
+"""Fusion: join operations that one instruction can do, with no pass over memory between them.
 
 * two linears of the same input, then silu_mul: one gate_up;
 * linear, then add: the residual is the product's epilogue;
@@ -17,8 +17,8 @@ from megavm.scheduler.graph import Graph, Operation, Value
 def fuse(graph: Graph, fuse_norm_rows: int) -> list[Operation]:
     """The graph's operations after fusion, in topological order.
 
-    RMSNorm is recomputed by its readers when each reads at most ``fuse_norm_rows`` rows of it, and is an
-    instruction of its own otherwise.
+    RMSNorm is recomputed by its readers when each reads at most ``fuse_norm_rows`` rows of it, and
+    is an instruction of its own otherwise.
 
     Raises ValueError when an operation that only exists fused (add, silu_mul, gather) could not be.
     """
@@ -34,8 +34,8 @@ def fuse(graph: Graph, fuse_norm_rows: int) -> list[Operation]:
     for operation in operations:
         if operation.kind in ("add", "silu_mul", "gather"):
             raise ValueError(
-                f"{operation.label}: no instruction does {operation.kind} by itself, and the operations "
-                "around it cannot be fused with it"
+                f"{operation.label}: no instruction does {operation.kind} by itself, and the"
+                " operations around it cannot be fused with it"
             )
     return operations
 

@@ -1,7 +1,7 @@
 """A tensor-level graph: what is to be computed, before anything is said about tiles and workers.
 
-Values are matrices [rows, columns]; rows are tokens of a step. The graph is built by calling its methods,
-each of which appends one operation, so the list of operations is in topological order.
+Values are matrices [rows, columns]; rows are tokens of a step. The graph is built by calling its
+methods, each of which appends one operation, so the list of operations is in topological order.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 class Value:
     """A matrix that an operation produces, or (``spec`` set) a tensor that memory holds.
 
-    ``capacity`` is the number of rows that its tensor has: programs for steps of different size share
-    tensors that are large enough for the largest.
+    ``capacity`` is the number of rows that its tensor has: programs for steps of different size
+    share tensors that are large enough for the largest.
     """
 
     name: str
@@ -58,8 +58,8 @@ class Batch:
 class Graph:
     """Operations in topological order, and the tensors of memory that they use.
 
-    ``rows`` is the most rows that a step may have, ``row_count`` the tensor that says how many are live
-    (all of them without it), ``capacity`` the rows of the tensors that hold activations.
+    ``rows`` is the most rows that a step may have, ``row_count`` the tensor that says how many are
+    live (all of them without it), ``capacity`` the rows of the tensors that hold activations.
 
     Raises ValueError when shapes or types of an operation's inputs do not fit.
     """
@@ -125,7 +125,8 @@ class Graph:
         """x + residual, as the residual's type."""
         if (x.rows, x.columns) != (residual.rows, residual.columns):
             raise ValueError(
-                f"{label}: {x.rows} x {x.columns} and {residual.rows} x {residual.columns} cannot be added"
+                f"{label}: {x.rows} x {x.columns} and {residual.rows} x {residual.columns}"
+                " cannot be added"
             )
         inputs = {"x": x, "residual": residual}
         return self._append("add", label, inputs, x.columns, residual.dtype, like=x)
@@ -151,7 +152,7 @@ class Graph:
     ) -> Value:
         """Rotated queries of x; rotated keys and values go to the KV caches. See QkvRope.
 
-        ``weights`` has q_weight, k_weight, v_weight and, if there are biases, q_bias, k_bias, v_bias.
+        ``weights`` has q_weight, k_weight, v_weight and, with biases, q_bias, k_bias, v_bias.
         """
         self._fits(label, x, weights["q_weight"].columns, "q_weight", weights["q_weight"])
         inputs = {
@@ -177,7 +178,7 @@ class Graph:
         scale: float,
         context: int,
     ) -> Value:
-        """Causal attention over the KV caches: [rows, columns of q]. ``context`` bounds the tokens seen."""
+        """Causal attention over the KV caches: [rows, columns of q]; ``context`` is a bound."""
         inputs = {
             "q": q,
             "k_cache": caches[0],
@@ -190,7 +191,7 @@ class Graph:
         return self._append("attention", label, inputs, q.columns, q.dtype, attributes, like=q)
 
     def sample(self, label: str, logits: Value, batch: Batch) -> None:
-        """Choose the next token of every logit row and append it to ``batch.tokens``. See Sample."""
+        """Choose the next token of every logit row, append it to ``batch.tokens``. See Sample."""
         inputs = {
             "logits": logits,
             "sampling_real": batch.sampling_real,

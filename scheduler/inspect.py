@@ -48,6 +48,10 @@ def describe_program(
     for name, value in (("rows", rows), ("sequences", sequences), ("context", context)):
         if value < 1:
             raise ValueError(f"{name} is {value}, expected at least 1")
+    if context > config.max_position_embeddings:
+        raise ValueError(
+            f"context is {context}, more than the model's {config.max_position_embeddings} tokens"
+        )
     if sequences > rows:
         raise ValueError(f"sequences is {sequences}, more than the {rows} rows of the step")
     count = workers if workers is not None else make_machine(machine)[1]

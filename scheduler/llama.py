@@ -1,6 +1,7 @@
 """Llama as a graph: the one place that knows the architecture.
 
-The residual stream is float32; queries, attention results and MLP activations have the model's type.
+The residual stream is float32; queries, attention results and MLP activations have the type of
+the model.
 """
 
 from __future__ import annotations

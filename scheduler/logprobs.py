@@ -30,7 +30,7 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
-    """Log-probability and rank of ``token_id``, and the ``count`` most likely tokens (ties: lowest id)."""
+    """Log-probability and rank of ``token_id``, and the ``count`` likeliest (ties: lowest id)."""
     values = log_softmax(logits)
     own = values[token_id]
     top: tuple[tuple[int, float], ...] = ()

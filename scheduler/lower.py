@@ -1,6 +1,7 @@
 """Lowering: cut every operation into instructions, each a tile that fits a worker.
 
-Instructions leave here without waits and signals; barriers.py adds those from the regions they declare.
+Instructions leave here without waits and signals; barriers.py adds those from the regions they
+declare.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ class Lowering:
     ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """(columns, rows) of the tiles of a matrix product, tiles of the same weights side by side.
 
-        ``width`` is how many sums an element of ``columns`` has. When all input rows fit into shared memory
-        they stay there while weights stream; otherwise the sums stay, and input and weights stream.
+        ``width`` is how many sums an element of ``columns`` has. When all input rows fit into
+        shared memory they stay there while weights stream; otherwise the sums stay, and input and
+        weights stream.
         """
         if rows * k * itemsize <= PANEL_PAGES * PAGE_BYTES:
             row_tile, column_tile = rows, columns
@@ -287,10 +289,10 @@ class Lowering:
 def attention_tiling(
     rows: int, kv_heads: int, block_size: int, context: int, options: CompileOptions
 ) -> tuple[int, int, int, int]:
-    """(head tiles, rows per tile, splits of the context, tokens per chunk) of an attention operation.
+    """(head tiles, rows per tile, splits of the context, tokens per chunk) of an attention.
 
-    Heads are cut first: they cost the same, while the rows of a prompt do not. The context is split only
-    when that gives work to workers that would have none.
+    Heads are cut first: they cost the same, while the rows of a prompt do not. The context is split
+    only when that gives work to workers that would have none.
     """
     wanted = options.workers * options.waves
     head_tiles = min(kv_heads, wanted)

@@ -14,10 +14,11 @@ class CompileOptions:
     """How a graph becomes a program.
 
     ``workers``: SMs or threads. ``assignment``: which queue an instruction goes to (assign.py).
-    ``exchange``: how activations pass from worker to worker: ``barrier`` counters, or ``tagged`` words for
-    those of at most ``tagged_bytes`` (storage.py). ``fuse_norm_rows``: see fuse.py. ``waves``: column
-    tiles per worker and operation; one fat tile each is best for static queues, several let a dynamic
-    queue level out. ``min_chunk``: least tokens of context that are worth a split of attention.
+    ``exchange``: how activations pass from worker to worker: ``barrier`` counters, or ``tagged``
+    words for those of at most ``tagged_bytes`` (storage.py). ``fuse_norm_rows``: see fuse.py.
+    ``waves``: column tiles per worker and operation; one fat tile each is best for static queues,
+    several let a dynamic queue level out. ``min_chunk``: least tokens of context that are worth a
+    split of attention.
 
     Raises ValueError when a number is not positive.
     """

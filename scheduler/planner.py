@@ -3,10 +3,11 @@
 What differs from step to step lives in numpy arrays indexed by slot, so that a step in which nobody
 joins, leaves or needs a KV block costs a few vector operations whatever the batch.
 
-A plan may be made while the one before it still runs. It then takes for granted that every sequence goes
-on; those that turn out to have ended lose their rows in ``Plan.drop``. Launches run in the order of
-their plans and all writes to memory happen between them, so slots and KV blocks of a finished sequence can
-be given away at once, even if a launch that is under way still writes to them.
+A plan may be made while the one before it still runs. It then takes for granted that every sequence
+goes on; those that turn out to have ended lose their rows in ``Plan.drop``. Launches run in the
+order of their plans and all writes to memory happen between them, so slots and KV blocks of a
+finished sequence can be given away at once, even if a launch that is under way still writes to
+them.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from megavm.scheduler.step import Admission, Ints, Plan, Step
 class Planner:
     """The waiting and running sequences, and what the next step does with them.
 
-    ``failed`` collects sequences that planning found impossible, each with its sentence; they hold nothing
-    any more.
+    ``failed`` collects sequences that planning found impossible, each with its sentence; they hold
+    nothing any more.
 
     Raises ValueError when a batch of decoding sequences would not fit a step.
     """
@@ -107,7 +108,7 @@ class Planner:
         self.preemptions += 1
 
     def borrow(self, tokens: int) -> tuple[int, list[int]]:
-        """A slot and KV blocks for ``tokens`` tokens outside all planning; others are preempted for it.
+        """A slot and KV blocks for ``tokens`` tokens outside all planning; it preempts others.
 
         Only when no launch is under way. ``return_borrowed`` gives them back.
         """
@@ -173,7 +174,7 @@ class Planner:
         return self._decoders, self._slots
 
     def _num_steps(self) -> int:
-        """Passes of the next launch: several only if nobody joins, ends or runs out of blocks in it."""
+        """Passes of the next launch: several only if nobody joins, ends or lacks blocks in it."""
         steps = self.steps_per_launch
         if steps == 1 or self._prefilling or self.waiting:
             return 1
@@ -224,8 +225,9 @@ class Planner:
     def _cache_full(self, sequence: Sequence) -> str:
         blocks = self.blocks
         return (
-            f"the KV cache is full: {blocks.num_blocks} blocks of {blocks.block_size} tokens do not hold "
-            f"the {len(sequence.prompt)} tokens of the prompt and more than {len(sequence.output)} new ones"
+            f"the KV cache is full: {blocks.num_blocks} blocks of {blocks.block_size} tokens do not"
+            f" hold the {len(sequence.prompt)} tokens of the prompt and more than"
+            f" {len(sequence.output)} new ones"
         )
 
     def _fail(self, sequence: Sequence, error: str) -> None:
@@ -295,7 +297,7 @@ class Planner:
             self._decoders = None
 
     def _admit(self, plan: Plan) -> Sequence | None:
-        """Give the first waiting sequence a slot and the KV blocks of all its tokens, if there are any."""
+        """Give the first waiting sequence a slot and KV blocks for all its tokens, if possible."""
         blocks = self.blocks
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]

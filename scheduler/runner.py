@@ -26,7 +26,7 @@ MIN_CONTEXT_BUCKET = 256
 
 
 def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
-    """A machine by name ("auto", "cpu", "reference", "cuda") and the workers its programs should have.
+    """A machine by name ("auto", "cpu", "reference", "cuda") and the number of its workers.
 
     ``workers`` defaults to the cores of this machine for "cpu", to 1 for "reference".
 
@@ -53,10 +53,10 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
 class Runner:
     """Runs steps of a Llama. The host describes a step in arrays that are views of the memory.
 
-    Attributes: ``tokens`` int32 [max_num_seqs, max_model_len + 1], ``block_table`` int32 [max_num_seqs,
-    blocks per sequence], ``sampling_real`` float32 and ``sampling_integer`` int32 (columns in
-    instructions/sample), ``logits`` float32 [max_logit_rows, vocabulary]: row i is valid after a step with
-    more than i logit rows.
+    Attributes: ``tokens`` int32 [max_num_seqs, max_model_len + 1], ``block_table`` int32
+    [max_num_seqs, blocks per sequence], ``sampling_real`` float32 and ``sampling_integer`` int32
+    (columns in instructions/sample), ``logits`` float32 [max_logit_rows, vocabulary]: row i is
+    valid after a step with more than i logit rows.
     """
 
     def __init__(
@@ -100,10 +100,11 @@ class Runner:
     ) -> Runner:
         """Bind a checkpoint's weights and make the machine.
 
-        ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options`` replaces
-        the compile options; its ``workers`` is the machine's all the same.
+        ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options``
+        replaces the compile options; its ``workers`` is the machine's all the same.
 
-        Raises ValueError when a tensor is missing or has another shape, or the machine is not there.
+        Raises ValueError when a tensor is missing or has another shape, or the machine is not
+        there.
         """
         device, count = make_machine(machine, workers)
         element = choose_dtype(checkpoint.config, dtype)

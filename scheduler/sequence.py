@@ -25,7 +25,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class Times:
-    """When things happened to a request, in seconds of ``time.perf_counter``; 0 if they have not yet."""
+    """When things happened to a request, by ``time.perf_counter``; 0 if they have not yet."""
 
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0
@@ -49,9 +49,10 @@ class Request:
 class Delta:
     """What one launch added to one sequence.
 
-    ``text`` may lag behind ``token_ids`` (an incomplete character, a possible stop string). The last delta
-    of a sequence carries ``finish_reason``; ``stop_reason`` is the stop string or the stop token id that
-    ended it, None for the model's own end of sequence. ``error`` is a sentence when the reason is "error".
+    ``text`` may lag behind ``token_ids`` (an incomplete character, a possible stop string). The
+    last delta of a sequence carries ``finish_reason``; ``stop_reason`` is the stop string or the
+    stop token id that ended it, None for the model's own end of sequence. ``error`` is a sentence
+    when the reason is "error".
     """
 
     request: Request
@@ -77,8 +78,8 @@ class State(Enum):
 class Sequence:
     """One continuation of a request's prompt.
 
-    ``max_output`` is how many tokens it may add at most; ``stop_ids`` are the tokens that end it, of which
-    those in ``eos_ids`` do so without being named as the reason.
+    ``max_output`` is how many tokens it may add at most; ``stop_ids`` are the tokens that end it,
+    of which those in ``eos_ids`` do so without being named as the reason.
     """
 
     __slots__ = (

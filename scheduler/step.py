@@ -19,10 +19,10 @@ Floats = npt.NDArray[np.float32]
 class Step:
     """One pass over a batch of tokens: decode tokens of many sequences and chunks of prefill.
 
-    Row r stands for the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``; its keys
-    and values are written, and it attends to positions 0 .. row_position[r]. Logits are wanted of the
-    rows ``logit_row``. ``context`` is the largest position + 1. In a launch of several steps all positions
-    advance by one from step to step.
+    Row r stands for the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``;
+    its keys and values are written, and it attends to positions 0 .. row_position[r]. Logits are
+    wanted of the rows ``logit_row``. ``context`` is the largest position + 1. In a launch of
+    several steps all positions advance by one from step to step.
     """
 
     row_sequence: Ints
@@ -38,7 +38,7 @@ class Step:
 
 @dataclass(slots=True)
 class Admission:
-    """What is written for a sequence that gets a slot: its tokens, its KV blocks, its parameters."""
+    """What is written for a sequence that gets a slot: tokens, KV blocks, parameters."""
 
     slot: int
     tokens: Ints
@@ -51,7 +51,8 @@ class Admission:
 class Plan:
     """One launch: what the host writes first, the step, and, once it has run, what came of it.
 
-    A plan touches memory only in ``Engine.execute``, so that it can be made while the one before it runs.
+    A plan touches memory only in ``Engine.execute``, so that it can be made while the one before it
+    runs.
     """
 
     step: Step
@@ -61,8 +62,8 @@ class Plan:
     admissions: list[Admission] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
 
-    # Filled in by execute: of each logit row, the tokens chosen, which of them are stop tokens, and the
-    # logits where they were asked for.
+    # Filled in by execute: of each logit row, the tokens chosen, which of them are stop tokens, and
+    # the logits where they were asked for.
     tokens: Ints | None = None
     stopped: npt.NDArray[np.bool_] | None = None
     logits: dict[int, Floats] = field(default_factory=dict)

@@ -16,7 +16,8 @@ Plans = queue.SimpleQueue[tuple[Execute, Plan] | None]
 class StepThread:
     """One thread and the plans it has been given. Submitting and waiting is for one other thread.
 
-    The thread refers to its owner only while it executes, and ends when this object is closed or dropped.
+    The thread refers to its owner only while it executes, and ends when this object is closed or
+    dropped.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Storage: give every value a tensor of memory, and let values that are never alive together share one."""
+"""Storage: give every value a tensor; values that are never alive together share one."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Storage:
 def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storage:
     """Give every value a tensor.
 
-    Small activations that are exchanged as tagged words get a tensor each: a word is written once per
-    step. Others take a tensor of the same size whose last reader came before; hazards that this makes are
-    the business of barriers.py, which orders them like any other dependency.
+    Small activations that are exchanged as tagged words get a tensor each: a word is written once
+    per step. Others take a tensor of the same size whose last reader came before; hazards that this
+    makes are the business of barriers.py, which orders them like any other dependency.
     """
     storage = Storage()
     last_use: dict[Value, int] = {}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Turns token ids into text, holding back incomplete characters (megavm.tokenizer.StreamDecoder)."""
+    """Token ids to text, incomplete characters held back (megavm.tokenizer.StreamDecoder)."""
 
     def step(self, token_id: int) -> str:
         """The text that one more token adds."""

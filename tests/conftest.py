@@ -27,7 +27,7 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 
 @pytest.fixture(scope="session")
 def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, Any]]:
-    """make_llama(seed=0, dtype="float32", **config) -> (directory, transformers model) with random weights.
+    """make_llama(seed=0, dtype="float32", **config) -> (directory, random transformers model).
 
     Norm gains and biases are random too, so that one that is left out shows.
     """

@@ -1,4 +1,4 @@
-"""Logits and greedy tokens equal those of Hugging Face transformers, whatever the shape and the batch."""
+"""Logits and greedy tokens equal those of transformers, whatever the shape and the batch."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def make_runner(
 def feed(
     runner: Runner, prompts: list[list[int]], rng: np.random.Generator, together: bool = True
 ) -> list[npt.NDArray[np.float32]]:
-    """Logits of every position of every prompt, run in random chunks, mixed or one after the other."""
+    """Logits of every position of every prompt, run in random chunks, mixed or in turn."""
     blocks = rng.permutation(runner.num_blocks).astype(np.int32)
     runner.block_table[:] = blocks.reshape(runner.max_num_seqs, -1)
     for slot, prompt in enumerate(prompts):

@@ -1,9 +1,9 @@
 """The command `megavm`: its commands and their options, its exit codes, and how it ends.
 
-`megavm.commands` holds a module for each command. Only argparse is imported at module level, so that
-`megavm --help` answers at once. Results go to stdout, everything else to stderr. Exit codes: 0 done,
-2 bad input or a known fault (one sentence on stderr), 130 interrupted, 141 the reader of our output
-went away.
+`megavm.commands` holds a module for each command. Only argparse is imported at module level, so
+that `megavm --help` answers at once. Results go to stdout, everything else to stderr. Exit codes: 0
+done, 2 bad input or a known fault (one sentence on stderr), 130 interrupted, 141 the reader of our
+output went away.
 """
 
 from __future__ import annotations
@@ -239,7 +239,9 @@ def _run(arguments: Sequence[str] | None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal may lack characters of the text
     parser, parsers = build_parser()
-    parsed = parser.parse_args(arguments)
+    parsed, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parsers.get(parsed.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if parsed.command is None:
         parser.print_help()
         return 0

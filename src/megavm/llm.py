@@ -5,18 +5,25 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from itertools import zip_longest
 from typing import Any, Final, Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from megavm.outputs import Chunk as Chunk
-from megavm.outputs import CompletionOutput as CompletionOutput
-from megavm.outputs import GenerationError as GenerationError
-from megavm.outputs import Logprob as Logprob
-from megavm.outputs import RequestOutput as RequestOutput
+from megavm.collector import Collector
+from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
+from megavm.prompts import (
+    PromptIndex,
+    Prompts,
+    TokenIds,
+    check_positive,
+    describe,
+    is_token_ids,
+    read_params,
+    read_prompts,
+)
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.engine import Engine
@@ -30,9 +37,6 @@ from megavm.tokenizer import Message, StreamDecoder, Tokenizer
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
-Prompts = str | TokenIds | Sequence[str] | Sequence[TokenIds]
-
 LOGIT_ROWS: Final = 64  # positions whose logits `LLM.logits` gets from one step
 DECODER_CONTEXT: Final = 16  # tokens of the prompt that its decoders are shown
 MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
@@ -42,7 +46,8 @@ class LLM:
     """A Llama model on a machine.
 
         with LLM("stories") as llm:
-            print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
+            print(llm.generate("Once upon a time",
+            SamplingParams(max_tokens=64))[0].outputs[0].text)
 
     Methods may be called from several threads; they share the batch.
 
@@ -91,7 +96,7 @@ class LLM:
         progress: Progress | None = None,
     ) -> None:
         report: Callable[[str, int, int], None] = progress or (lambda phase, done, total: None)
-        _check_positive(
+        check_positive(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -167,8 +172,8 @@ class LLM:
     def default_params(self, **given: Any) -> SamplingParams:
         """What is given, else what the model's generation_config.json says, else vLLM's defaults.
 
-        It may say temperature, top_p, top_k, min_p and repetition_penalty, or do_sample=false, which
-        is temperature 0.
+        It may say temperature, top_p, top_k, min_p and repetition_penalty, or do_sample=false,
+        which is temperature 0.
 
         Raises:
             ValueError: a value is out of its range.
@@ -187,7 +192,8 @@ class LLM:
         Raises:
             ValueError: a prompt or its parameters cannot be used; nothing was run.
         """
-        texts, ids, many = self._read_prompts(prompts)
+        self._check_open()
+        texts, ids, many = read_prompts(prompts, self.tokenizer)
         return self._generate(texts, ids, self._read_params(params, len(ids)), many)
 
     def chat(
@@ -197,8 +203,8 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer a conversation, or many at once, through the model's chat template.
 
-        A message is {"role": "user", "content": "..."}. Without `params`, `default_params` counts and
-        an answer may go on to the end of the context.
+        A message is {"role": "user", "content": "..."}. Without `params`, `default_params` counts
+        and an answer may go on to the end of the context.
 
         Raises:
             ValueError: as for `generate`, or the conversation does not fit the template.
@@ -209,7 +215,7 @@ class LLM:
         conversations: Any = messages if many else [messages]
         texts, ids = [], []
         for i, conversation in enumerate(conversations):
-            with _PromptIndex(i if many else None, "conversation"):
+            with PromptIndex(i if many else None, "conversation"):
                 text = self.tokenizer.chat_prompt(conversation)
                 texts.append(text)
                 ids.append(self.tokenizer.encode(text, add_special_tokens=False))
@@ -228,7 +234,8 @@ class LLM:
             ValueError: the prompt or its parameters cannot be used; raised by this call.
             GenerationError: from the generator, when the request cannot go on.
         """
-        _, ids, many = self._read_prompts(prompt)
+        self._check_open()
+        _, ids, many = read_prompts(prompt, self.tokenizer)
         if many:
             raise ValueError("stream takes one prompt, a text or a list of token ids")
         return self._stream(ids[0], params)
@@ -254,61 +261,21 @@ class LLM:
             MachineFault: the machine failed.
         """
         self._check_open()
-        if not _is_token_ids(token_ids):
-            raise ValueError(f"logits takes a list of token ids, not {_kind(token_ids)}")
+        if not is_token_ids(token_ids):
+            raise ValueError(f"logits takes a list of token ids, not {describe(token_ids)}")
         with self._lock:
             return self.engine.logits(token_ids)
 
-    # Reading what the user gave.
+    # Running.
 
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("this LLM is closed")
 
-    def _read_prompts(self, prompts: Any) -> tuple[list[str | None], list[TokenIds], bool]:
-        """Texts (None where ids were given), token ids, and whether it was a list of prompts."""
-        self._check_open()
-        many = isinstance(prompts, list | tuple) and not all(_is_integer(p) for p in prompts)
-        if isinstance(prompts, list | tuple) and not prompts:
-            raise ValueError("the prompt is empty: it must be a text or hold at least one token id")
-        items = list(prompts) if many else [prompts]
-        texts: list[str | None] = []
-        ids: list[TokenIds] = []
-        for i, item in enumerate(items):
-            with _PromptIndex(i if many else None, "prompt"):
-                if isinstance(item, str) != isinstance(items[0], str):
-                    raise ValueError(
-                        f"it is {_kind(item)}, prompt 0 is {_kind(items[0])}: give either texts or "
-                        "token ids"
-                    )
-                if isinstance(item, str):
-                    if not item:
-                        raise ValueError("the prompt is empty: it must hold at least one character")
-                    texts.append(item)
-                    ids.append(self.tokenizer.encode(item))
-                elif _is_token_ids(item):
-                    texts.append(None)
-                    ids.append(item)
-                else:
-                    raise ValueError(
-                        f"a prompt must be a text or a list of token ids, not {_kind(item)}"
-                    )
-        return texts, ids, many
-
     def _read_params(
         self, params: SamplingParams | Sequence[SamplingParams] | None, count: int
     ) -> list[SamplingParams]:
-        if params is None:
-            params = self.default_params()
-        every: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
-        if len(every) != count:
-            raise ValueError(f"{len(every)} SamplingParams for {count} prompts")
-        for item in every:
-            if not isinstance(item, SamplingParams):
-                raise ValueError(f"params must be SamplingParams, not {_kind(item)}")
-        return every
-
-    # Running.
+        return read_params(self.default_params() if params is None else params, count)
 
     def _generate(
         self,
@@ -319,14 +286,14 @@ class LLM:
     ) -> list[RequestOutput]:
         arrays = []
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
-            with _PromptIndex(i if many else None, "prompt"):
+            with PromptIndex(i if many else None, "prompt"):
                 arrays.append(self.engine.validate(prompt, one))
-        collectors: list[_Collector] = []
+        collectors: list[Collector] = []
         with self._lock:
             self._check_open()
             for text, array, one in zip(texts, arrays, params, strict=True):
                 request = self.engine.add(array, one)
-                collectors.append(_Collector(request, text, self._logprobs))
+                collectors.append(Collector(request, text, self._logprobs))
                 self._sinks[request.id] = collectors[-1].add
         try:
             for collector in collectors:
@@ -410,62 +377,6 @@ class LLM:
         return Logprob(logprob, rank, text)
 
 
-class _Collector:
-    """Puts the deltas of one request together."""
-
-    def __init__(
-        self,
-        request: Request,
-        text: str | None,
-        logprobs: Callable[[TokenLogprobs], dict[int, Logprob]],
-    ) -> None:
-        self.request = request
-        self.missing = request.params.n
-        self._text = text
-        self._logprobs = logprobs
-        self._pieces: list[list[str]] = [[] for _ in range(request.params.n)]
-        wanted = request.params.logprobs is not None
-        self._outputs = [
-            CompletionOutput(i, logprobs=[] if wanted else None) for i in range(request.params.n)
-        ]
-
-    def add(self, delta: Delta) -> None:
-        output = self._outputs[delta.index]
-        output.token_ids += delta.token_ids
-        self._pieces[delta.index].append(delta.text)
-        if output.logprobs is not None:
-            output.logprobs += map(self._logprobs, delta.logprobs)
-        if delta.finish_reason is not None:
-            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
-            output.error = delta.error
-            output.text = "".join(self._pieces[delta.index])
-            self.missing -= 1
-
-    def result(self) -> RequestOutput:
-        return RequestOutput(
-            request_id=self.request.id,
-            prompt=self._text,
-            prompt_token_ids=self.request.prompt.tolist(),
-            outputs=self._outputs,
-            timings=self._timings(),
-        )
-
-    def _timings(self) -> dict[str, float]:
-        times = self.request.times
-        tokens = sum(len(output.token_ids) for output in self._outputs)
-        decoding = times.finished - times.first_token
-        # The first token of each sequence is the work of the prompt's step.
-        decoded = tokens - len(self._outputs)
-        return {
-            "queue_seconds": max(times.admitted - times.arrived, 0.0),
-            "time_to_first_token_seconds": max(times.first_token - times.arrived, 0.0),
-            "total_seconds": times.finished - times.arrived,
-            "output_tokens": tokens,
-            "output_tokens_per_second": decoded / decoding if decoded > 0 < decoding else 0.0,
-            "cached_prompt_tokens": self.request.cached_tokens,
-        }
-
-
 def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
     """What makes a decoder for each sequence of a request."""
 
@@ -474,20 +385,6 @@ def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
         return StreamDecoder(tokenizer, request.params.skip_special_tokens, context)
 
     return new_decoder
-
-
-class _PromptIndex:
-    """Puts the number of the prompt before a ValueError that its reading raises."""
-
-    def __init__(self, index: int | None, what: str) -> None:
-        self._index = index
-        self._what = what
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, ValueError) and self._index is not None:
-            raise ValueError(f"{self._what} {self._index}: {error}") from error
 
 
 def _kv_sizes(
@@ -522,33 +419,3 @@ def _kv_sizes(
     length = max_model_len or min(longest, max(affordable * block_size, 2))
     per_sequence = -(-length // block_size)
     return length, max(min(affordable, per_sequence * max_num_seqs), per_sequence)
-
-
-def _check_positive(**values: int | None) -> None:
-    for name, value in values.items():
-        if value is not None and (not _is_integer(value) or value < 1):
-            raise ValueError(f"{name} must be a positive integer, not {value!r}")
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_token_ids(value: object) -> bool:
-    if isinstance(value, np.ndarray):
-        return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
-    return isinstance(value, list | tuple) and all(_is_integer(token) for token in value)
-
-
-def _kind(value: object) -> str:
-    """What a value is, for an error."""
-    if isinstance(value, str):
-        return "a text"
-    if isinstance(value, Mapping):
-        return "a dict"
-    if isinstance(value, list | tuple):
-        odd = next((item for item in value if not _is_integer(item)), None)
-        if odd is None:
-            return "token ids"
-        return f"a {type(value).__name__} that holds a {type(odd).__name__}"
-    return f"a {type(value).__name__}"

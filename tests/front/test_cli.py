@@ -104,7 +104,7 @@ class FakeLLM:
             Completion(n, text, list(tokens), logprobs=logprobs, error=FakeLLM.broken_off)
             for n in range(params.n)
         ]
-        prompt, ids = (prompts, [5]) if isinstance(prompts, str) else (None, prompts[0])
+        prompt, ids = (prompts, [5]) if isinstance(prompts, str) else (None, prompts)
         return [Output(prompt, ids, completions)]
 
     def stream(self, prompt: Any, params: Any) -> Iterator[Piece]:
@@ -188,7 +188,7 @@ def test_generate_reads_the_prompt_from_stdin(run: Run) -> None:
 
 def test_generate_takes_token_ids(run: Run) -> None:
     assert run("generate", "m", "--prompt-ids", "1, 2,3").code == 0
-    assert FakeLLM.made[-1].calls[-1][0] == [[1, 2, 3]]
+    assert FakeLLM.made[-1].calls[-1][0] == [1, 2, 3]
 
 
 def test_generate_with_json_prints_exactly_one_object(run: Run) -> None:

@@ -1,4 +1,4 @@
-"""The Python API on the shipped model: results do not depend on the batch, and bad input loses nothing."""
+"""The Python API: results do not depend on the batch, and bad input loses nothing."""
 
 from __future__ import annotations
 

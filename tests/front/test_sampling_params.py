@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy
 import pytest
-from megavm.sampling_params import SamplingParams
 
+from megavm.sampling_params import SamplingParams
 from megavm.vm.config import MAX_STOP_TOKENS
 
 INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"}

@@ -12,8 +12,9 @@ import tokenizers
 import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from megavm.tokenizer import StreamDecoder, Tokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from megavm.tokenizer import StreamDecoder, Tokenizer
 
 TEXT = (
     "Once upon a time there was a little fox. The fox said: hello, world! "

@@ -1,4 +1,4 @@
-"""A lone matvec, an MLP and a Llama compile through the same pipeline and mean what the graph says."""
+"""A lone matvec, an MLP and a Llama compile through one pipeline and mean what the graph says."""
 
 from __future__ import annotations
 

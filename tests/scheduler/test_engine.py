@@ -1,4 +1,4 @@
-"""The engine gives every request what it would get alone, whatever else goes on, and frees everything."""
+"""The engine gives every request what it would get alone, and frees everything."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
-from megavm.sampling_params import SamplingParams
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
+from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine import Engine
 from megavm.scheduler.logprobs import log_softmax, token_logprobs
 from megavm.scheduler.sequence import Delta, derived_seed

@@ -1,8 +1,8 @@
 """A runner without a model: its next token depends on every token that the KV cache gives it.
 
-It is strict where a machine could not be: a key that is read must have been written, at that position, by an
-earlier step or by a row of the same sequence; a row may not write where another sequence of the step
-reads; all sizes are checked.
+It is strict where a machine could not be: a key that is read must have been written, at that
+position, by an earlier step or by a row of the same sequence; a row may not write where another
+sequence of the step reads; all sizes are checked.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class ToyRunner:
 
 
 class ToyDecoder:
-    """Token t becomes the letters of t; tokens divisible by 7 give their text with the next token."""
+    """Token t becomes the letters of t; those divisible by 7 give theirs with the next."""
 
     def __init__(self, request: Any = None) -> None:
         self.pending = ""

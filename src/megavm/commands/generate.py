@@ -42,11 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     params = with_model_defaults(llm, given)
     if arguments.stream:
         return _generate_stream(arguments, llm, prompt, params)
-    prompts: Any = prompt if isinstance(prompt, str) else [prompt]
     progress = Progress(arguments.quiet)
     progress("generating")
     try:
-        output = llm.generate(prompts, params)[0]
+        output = llm.generate(prompt, params)[0]
     finally:
         progress.clear()
     if arguments.json:

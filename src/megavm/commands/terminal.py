@@ -1,4 +1,4 @@
-"""What the commands print: progress, errors, JSON, statistics. Results go to stdout, the rest not."""
+"""What the commands print: progress, errors, JSON, statistics."""
 
 from __future__ import annotations
 
