@@ -297,7 +297,7 @@ def test_lengths_may_have_a_suffix(run: Run, text: str, value: int) -> None:
         (["hello", "--max-model-len", "8kk"], "'8kk'"),
         (["hello", "--max-model-len", "9" * 5000], "length"),
         (["hello", "--workers", "-1"], "--workers"),
-        (["hello", "--nonsense"], "--nonsense"),
+        (["hello", "--nonsense"], "--nonsense (see megavm generate --help)"),
         (["hello", "--max-tok", "3"], "--max-tok"),
         (["hello", "world"], "world"),
         (["hello", "--prompt-ids", "1"], "not both"),
@@ -585,6 +585,13 @@ def write_model(directory: Path) -> Path:
     model: Any = transformers.LlamaForCausalLM(config)
     model.to(torch.bfloat16).save_pretrained(directory)
     return directory
+
+
+def test_a_program_for_a_longer_context_than_the_model_has_is_refused(
+    run: Run, tmp_path: Path
+) -> None:
+    directory = write_model(tmp_path)  # of 2048 positions
+    assert "context is 4096" in run("program", str(directory), "--context", "4K").error
 
 
 def test_info_gives_the_sizes_of_a_model(run: Run, tmp_path: Path) -> None:

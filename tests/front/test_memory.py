@@ -20,7 +20,7 @@ def status(key):
         if line.startswith(key + ":"):
             return int(line.split()[1]) * 1024
 
-before = status("VmHWM"), status("RssAnon")
+before = status("VmRSS"), status("RssAnon")
 llm = LLM(sys.argv[1], machine="cpu", dtype=sys.argv[2], max_model_len=64, max_num_seqs=1,
           max_num_batched_tokens=16, num_blocks=8)
 print(json.dumps({
@@ -40,7 +40,7 @@ def directory(make_llama: Callable[..., tuple[Path, Any]]) -> Path:
         vocab_size=8192,
         hidden_size=1024,
         intermediate_size=4096,
-        num_hidden_layers=4,
+        num_hidden_layers=6,
         num_attention_heads=16,
         num_key_value_heads=4,
         head_dim=64,
@@ -59,13 +59,13 @@ def measure(directory: Path, dtype: str) -> dict[str, int]:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_converting_weights_peaks_at_the_weights_once_plus_a_tenth(directory: Path) -> None:
     figures = measure(directory, "float32")
-    assert figures["weights"] > 200e6
+    assert figures["weights"] > 300e6
     assert figures["peak"] <= 1.1 * figures["weights"]
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 def test_weights_of_the_stored_type_are_mapped_and_not_copied(directory: Path) -> None:
     figures = measure(directory, "bfloat16")
-    assert figures["weights"] > 100e6
+    assert figures["weights"] > 150e6
     assert figures["anonymous"] <= 0.1 * figures["weights"]
     assert figures["peak"] <= 1.1 * figures["weights"]
