@@ -19,14 +19,12 @@ class Example:
     """``values`` gives the contents of tensors by name; the others hold zeros.
 
     A tagged tensor that has a value was written in the running step; one that has none was not.
-    ``unspecified`` names tensors whose contents afterwards are nobody's business.
     """
 
     name: str
     instruction: Instruction
     tensors: list[TensorSpec]
     values: Mapping[str, torch.Tensor]
-    unspecified: frozenset[str] = field(default_factory=frozenset)
 
     def memory(self, epoch: int = 0) -> Memory:
         """A fresh memory with the values, after ``epoch`` steps."""

@@ -116,4 +116,4 @@ def example(
         row_begin=0,
         row_end=4,
     )
-    return Example(name, inst, table.specs, table.values, frozenset({"adjusted"}))
+    return Example(name, inst, table.specs, table.values)

@@ -179,8 +179,8 @@ def run_cpu(example: Example, level: str | None = None) -> Memory:
 
 
 def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
-    for spec in example.tensors:
-        if spec.name in example.unspecified:
+    for handle, spec in enumerate(example.tensors):
+        if handle in example.instruction.workspaces():
             continue
         a, b = left[spec.name], right[spec.name]
         bound = (
