@@ -15,6 +15,33 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
+# What nvidia-smi is asked for, and what it is called here.
+GPU_FACTS = {
+    "name": "name",
+    "driver_version": "driver",
+    "memory.total": "memory",
+    "clocks.current.sm": "sm_clock",
+    "clocks.max.sm": "sm_clock_max",
+    "clocks.current.memory": "memory_clock",
+    "clocks.max.memory": "memory_clock_max",
+    "power.limit": "power_limit",
+    "temperature.gpu": "temperature_c",
+}
+
+
+def describe_gpus() -> list[dict[str, str]]:
+    """What nvidia-smi says about every GPU at this moment; nothing where there is none."""
+    query = [f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", *query], capture_output=True, text=True, check=True, timeout=30
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [line.split(", ") for line in answer.stdout.splitlines() if line.strip()]
+    return [dict(zip(GPU_FACTS.values(), row, strict=False)) for row in rows]
+
+
 def describe() -> dict[str, Any]:
     """CPU, GPU, versions, commit and command of this run."""
     from megavm.doctor import cpu_name
@@ -23,7 +50,8 @@ def describe() -> dict[str, Any]:
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
     versions = {}
-    for package in ("megavm", "torch", "transformers", "numpy"):
+    packages = ("megavm", "torch", "transformers", "numpy")
+    for package in (*packages, "triton", "cuda-core", "nvidia-cuda-nvrtc"):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
@@ -31,6 +59,7 @@ def describe() -> dict[str, Any]:
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
+        "gpus": describe_gpus(),
         "system": platform.platform(),
         "python": platform.python_version(),
         "versions": versions,

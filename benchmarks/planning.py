@@ -20,6 +20,7 @@ import time
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
@@ -51,6 +52,10 @@ class EchoRunner:
         self.sampling_integer = np.zeros((sequences, INTEGER_COLUMNS), dtype=np.int32)
         self.logits = np.zeros((1, 1), dtype=np.float32)
         self.seconds = 0.0
+
+    def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+        """As the runner's."""
+        self.tokens[slot, : len(tokens)] = tokens
 
     def run(self, step: Step, steps: int = 1) -> None:
         """Choose the tokens; its own time is kept in ``seconds``."""

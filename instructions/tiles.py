@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.vm.config import NONE, PAGE_BYTES
-from megavm.vm.isa import Resources, TensorSpec, pages
+from megavm.vm.isa import F32, Resources, TensorSpec, pages
 
 PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
 STREAM_PAGES = 3  # the least that keeps a weight stream going
@@ -13,6 +13,8 @@ SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: 
 COLUMN_BLOCK = 32  # output columns whose sums are alive at the same time
 ROW_BLOCK = 16  # rows whose sums are kept together
 VECTOR = 32  # input columns are padded to a multiple of this
+TILE_ROW_BYTES = 64  # on the GPU weights are tiles of 8 rows of 64 bytes,
+TILES_PER_PAGE = 32  # and so many tiles a page
 SCRATCH_PER_ROW = 16  # bytes: number, scale, position and KV block of an input row
 
 
@@ -44,6 +46,33 @@ def product_resources(rows: int, columns: int, k: int, itemsize: int) -> Resourc
         accumulator_bytes=4 * rows * columns,
         semaphores=2,
     )
+
+
+def product_constants(
+    tensors: Sequence[TensorSpec],
+    *,
+    x: int,
+    weight: int,
+    gain: int = NONE,
+    biases: Sequence[int] = (),
+) -> dict[str, int]:
+    """What device code for ``x . weight^T`` is compiled for (cuda/config.cuh says what each means)."""
+    spec = tensors[weight]
+    tile = TILE_ROW_BYTES // spec.dtype.size
+    source = tensors[x]
+    pages_of_row = -(-spec.columns // (tile * TILES_PER_PAGE))
+    gain_dtype = None if gain == NONE else tensors[gain].dtype
+    return {
+        "any_product": 1,
+        "max_k": spec.columns,
+        "any_ragged_k": int(spec.columns % tile != 0),
+        "any_partial_pages": int(spec.columns % (tile * TILES_PER_PAGE) != 0),
+        "any_odd_pages": pages_of_row % 2,
+        "any_f32_weights": int(spec.dtype is F32),
+        "any_inputs": 1 << (2 * (source.dtype is F32) + source.tagged),
+        "any_f32_gain": int(gain_dtype is F32),
+        "any_bias": int(any(b != NONE for b in biases)),
+    }
 
 
 def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:

@@ -20,19 +20,23 @@ def assign(
 
     ``round_robin``: instruction i of an operation goes to worker i mod workers. ``balanced``: an
     operation's instructions are cut into runs of about equal cost (neighbours share weights), and
-    the costliest run goes to the worker with the least to do so far. ``dynamic``: one list for all.
+    the costliest run goes to the worker with the least to do so far. Operations that do not occupy
+    all workers come first, so that the others even out what they leave uneven. ``dynamic``: one
+    list for all.
     """
     total = len(program.instructions)
     if options.assignment == "dynamic":
         return [list(range(total))]
     queues: list[list[int]] = [[] for _ in range(options.workers)]
-    load = [0] * options.workers
-    for _, group in itertools.groupby(range(total), key=program.operations.__getitem__):
-        members = list(group)
-        if options.assignment == "round_robin":
+    by_operation = itertools.groupby(range(total), key=program.operations.__getitem__)
+    operations = [list(group) for _, group in by_operation]
+    if options.assignment == "round_robin":
+        for members in operations:
             for i, index in enumerate(members):
                 queues[i % options.workers].append(index)
-            continue
+        return queues
+    load = [0] * options.workers
+    for members in sorted(operations, key=lambda m: len(m) >= options.workers):
         costs = [_cost(program, index, tensors) for index in members]
         runs = _runs(members, costs, options.workers)
         idle = [(load[w], w) for w in range(options.workers)]
@@ -41,7 +45,7 @@ def assign(
             _, worker = heapq.heappop(idle)
             queues[worker] += run
             load[worker] += cost
-    return queues
+    return [sorted(queue) for queue in queues]
 
 
 def _cost(program: Synchronised, index: int, tensors: Sequence[TensorSpec]) -> int:

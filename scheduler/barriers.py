@@ -13,14 +13,17 @@ before the word came.
 
 A program is run step after step without a join of all workers. So that no step overtakes the one
 before, the instructions that wait for nothing inside the step wait for the last ones of the step
-before (target 0).
+before (target 0). Who reads rows of earlier steps waits for their writers in the same way; nothing
+waits for such a reader, since what it reads is never written again (isa.Region).
 """
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -52,13 +55,14 @@ class Needs:
     overwrites: Bits = 0  # it overwrites what these wrote
     replaces: Bits = 0  # it overwrites what these read
     tags: Bits = 0  # it reads tagged words that these wrote
+    earlier: Bits = 0  # it reads what these wrote in earlier steps
 
 
 def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> Synchronised:
     """Add the waits and signals that make any order of execution give the sequential result."""
     instructions = [i for tiles in operations for i in tiles.instructions]
     needs = _dependencies(operations, tensors)
-    waits = _reduce(needs)
+    waits = _reduce(needs, [len(tiles.instructions) for tiles in operations])
     roots = _set(i for i, n in enumerate(needs) if not waits[i] | n.tags)
     plain = _set(
         i
@@ -71,7 +75,7 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
         seen |= needed.tags
     everybody = (1 << len(instructions)) - 1
     sinks = everybody & ~awaited & ~(seen & ~plain)
-    return _Grouping(operations, waits, roots, sinks).result()
+    return _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks).result()
 
 
 class _Table:
@@ -81,12 +85,21 @@ class _Table:
         rows = [(*r.rows, *r.columns, r.indexed, number) for r, number in entries]
         self.columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
 
-    def matching(self, region: Region) -> Bits:
-        """The instructions whose regions overlap ``region``."""
-        top, bottom, left, right, indexed, numbers = self.columns
-        inside = (top < region.rows[1]) & (region.rows[0] < bottom)
-        inside &= (left < region.columns[1]) & (region.columns[0] < right)
-        return _bits(numbers[inside | (indexed != region.indexed)])
+    def matching(self, regions: Sequence[Region]) -> list[Bits]:
+        """For each of ``regions`` the instructions whose regions overlap it."""
+        if not self.columns.size:
+            return [0] * len(regions)
+        top, bottom, left, right, indexed, numbers = self.columns[:, self.columns[5].argsort()]
+        wanted = np.array([(*r.rows, *r.columns, r.indexed) for r in regions], dtype=np.int64)
+        first_row, last_row, begin, end, kind = wanted.T[:, :, None]
+        inside = (top < last_row) & (first_row < bottom) & (left < end) & (begin < right)
+        inside |= indexed != kind
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        first = int(numbers[0])
+        flags = np.zeros((len(regions), int(numbers[-1]) - first + 1), dtype=bool)
+        flags[:, numbers[starts] - first] = np.logical_or.reduceat(inside, starts, axis=1)
+        packed = np.packbits(flags, axis=1, bitorder="little")
+        return [int.from_bytes(row.tobytes(), "little") << first for row in packed]
 
     def update(self, new: _Table, cover: _Table) -> None:
         """Append ``new``, after dropping what lies inside one of the regions of ``cover``."""
@@ -124,52 +137,91 @@ def _dependencies(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) ->
     """What each instruction must come after, from the regions that all declare."""
     needs: list[Needs] = []
     accesses: dict[int, _Accesses] = defaultdict(_Accesses)
+    earlier: list[tuple[Needs, Region]] = []
     for tiles in operations:
         reads: dict[int, list[tuple[Region, int]]] = defaultdict(list)
         writes: dict[int, list[tuple[Region, int]]] = defaultdict(list)
-        writers = functools.cache(lambda r: accesses[r.tensor].writers.matching(r))
-        readers = functools.cache(lambda r: accesses[r.tensor].readers.matching(r))
-        for inst in tiles.instructions:
+        declared = [
+            (
+                [r for r in inst.reads(tensors) if tensors[r.tensor].writable],
+                list(inst.writes(tensors)),
+            )
+            for inst in tiles.instructions
+        ]
+        read = {r for some, _ in declared for r in some if not r.earlier}
+        written = {r for _, some in declared for r in some if not tensors[r.tensor].tagged}
+        writers = _lookup({t: a.writers for t, a in accesses.items()}, read | written)
+        readers = _lookup({t: a.readers for t, a in accesses.items()}, written)
+        for all_read, all_written in declared:
             number, needed = len(needs), Needs()
-            for region in inst.reads(tensors):
-                spec = tensors[region.tensor]
-                if spec.tagged:
-                    needed.tags |= writers(region)
-                elif spec.writable:
-                    needed.reads |= writers(region)
+            for region in all_read:
+                if region.earlier:
+                    earlier.append((needed, region))
+                elif tensors[region.tensor].tagged:
+                    needed.tags |= writers[region]
+                else:
+                    needed.reads |= writers[region]
                     reads[region.tensor].append((region, number))
-            for region in inst.writes(tensors):
+            for region in all_written:
                 writes[region.tensor].append((region, number))
                 if not tensors[region.tensor].tagged:
-                    needed.overwrites |= writers(region)
-                    needed.replaces |= readers(region)
+                    needed.overwrites |= writers[region]
+                    needed.replaces |= readers[region]
             needs.append(needed)
         for handle in reads.keys() | writes.keys():
-            known, written = accesses[handle], _Table(writes[handle])
-            cover = written.filled()
-            known.writers.update(written, cover)
+            known, new = accesses[handle], _Table(writes[handle])
+            cover = new.filled()
+            known.writers.update(new, cover)
             known.readers.update(_Table(reads[handle]), cover)
+    writers = _lookup({t: a.writers for t, a in accesses.items()}, {r for _, r in earlier})
+    for needed, region in earlier:
+        needed.earlier |= writers[region]
     return needs
 
 
-def _reduce(needs: Sequence[Needs]) -> list[Bits]:
+def _lookup(tables: Mapping[int, _Table], regions: Iterable[Region]) -> dict[Region, Bits]:
+    """The instructions that accessed each of ``regions``, by tables of their tensors."""
+    by_tensor: dict[int, list[Region]] = defaultdict(list)
+    for region in regions:
+        by_tensor[region.tensor].append(region)
+    found: dict[Region, Bits] = {}
+    for handle, some in by_tensor.items():
+        table = tables.get(handle)
+        found.update(zip(some, table.matching(some) if table else [0] * len(some), strict=True))
+    return found
+
+
+def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
     """The instructions that each one has to wait for, without those that others imply.
 
     ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its
-    inputs by then. They differ where a tag is the only link.
+    inputs by then. They differ where a tag is the only link. Sets are taken apart by operation (of
+    ``sizes`` instructions): most instructions depend on the same parts.
     """
     done: list[Bits] = []
     read: list[Bits] = []
+    ends = list(itertools.accumulate(sizes))
+    before = [(1 << end) - 1 for end in ends]  # the sets of all instructions up to there
 
     @functools.cache
-    def through_waits(waits: Bits) -> tuple[Bits, Bits]:
-        members = _members(waits)
+    def through_part(part: Bits) -> tuple[Bits, Bits]:
+        members = _members(part)
         return _union(done, members), _union(read, members)
 
     @functools.cache
+    def through_waits(waits: Bits) -> tuple[Bits, Bits]:
+        all_done = all_read = 0
+        while waits:
+            part = waits & before[bisect.bisect_right(ends, (waits & -waits).bit_length() - 1)]
+            waits ^= part
+            part_done, part_read = through_part(part)
+            all_done |= part_done
+            all_read |= part_read
+        return all_done, all_read
+
     def through_tags(tags: Bits) -> tuple[Bits, Bits]:
-        members = _members(tags)
-        return _union(done, members), _union(read, members) | tags
+        tag_done, tag_read = through_waits(tags)
+        return tag_done, tag_read | tags
 
     waits: list[Bits] = []
     for needed in needs:
@@ -197,24 +249,34 @@ def _set(numbers: Iterable[int]) -> Bits:
 
 
 def _members(bits: Bits) -> list[int]:
+    if not bits:
+        return []
+    first = (bits & -bits).bit_length() - 1
+    bits >>= first
     raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-    members: list[int] = np.flatnonzero(np.unpackbits(raw, bitorder="little")).tolist()
+    members: list[int] = (np.unpackbits(raw, bitorder="little").nonzero()[0] + first).tolist()
     return members
 
 
 def _bits(numbers: npt.NDArray[np.int64]) -> Bits:
     if not len(numbers):
         return 0
-    flags = np.zeros(int(numbers.max()) + 1, dtype=np.uint8)
-    flags[numbers] = 1
-    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little")
+    first = int(numbers.min())
+    flags = np.zeros(int(numbers.max()) - first + 1, dtype=np.uint8)
+    flags[numbers - first] = 1
+    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little") << first
 
 
 class _Grouping:
     """Chooses barriers for the needs, then writes the headers."""
 
     def __init__(
-        self, operations: Sequence[Tiles], needs: Sequence[Bits], roots: Bits, sinks: Bits
+        self,
+        operations: Sequence[Tiles],
+        needs: Sequence[Bits],
+        earlier: Sequence[Bits],
+        roots: Bits,
+        sinks: Bits,
     ) -> None:
         self.tiles = operations
         self.instructions = [i for tiles in operations for i in tiles.instructions]
@@ -222,19 +284,21 @@ class _Grouping:
             number for number, tiles in enumerate(operations) for _ in tiles.instructions
         ]
         self.needs = needs
+        self.earlier = earlier
         self.roots = roots  # depend on nothing in their step
         self.sinks = sinks  # nothing in the step tells that they are complete
         self.group = [-1] * len(self.instructions)
+        self.members = functools.cache(_members)
         self._choose_groups()
 
     def _choose_groups(self) -> None:
         """Producers with the same readers share a barrier; merged where there are too many."""
         readers: dict[int, list[int]] = defaultdict(list)
         kinds: dict[Bits, int] = {}
-        for needed in (*self.needs, self.sinks):
+        for needed in (*self.needs, *self.earlier, self.sinks):
             if needed and needed not in kinds:
                 kinds[needed] = len(kinds)
-                for i in _members(needed):
+                for i in self.members(needed):
                     readers[i].append(kinds[needed])
         groups: dict[tuple[int, tuple[int, ...]], int] = {}
         for i in sorted(readers):
@@ -245,7 +309,7 @@ class _Grouping:
             merged = False
             for needed in crowded:
                 by_operation: dict[int, set[int]] = defaultdict(set)
-                for i in _members(needed):
+                for i in self.members(needed):
                     by_operation[self.operation[i]].add(self.group[i])
                 found = max(by_operation.values(), key=len)
                 if len(found) > 1:
@@ -254,9 +318,23 @@ class _Grouping:
                     merged = True
             if not merged:
                 break
+        self._join_sinks()
+
+    def _join_sinks(self) -> None:
+        """Let sinks of several operations share barriers until the closing wait has room for them.
+
+        Nobody waits for them within the step, so that those done early are known late costs
+        nothing. Still, first those that the next step's readers of earlier rows wait for share one:
+        they need not wait for the very end.
+        """
+        awaited = functools.reduce(int.__or__, self.earlier, 0) & self.sinks
+        for some in (awaited, self.sinks):
+            found = self._groups(some)
+            if found and len(self._groups(self.sinks)) > MAX_WAITS:
+                self.group = [found[0] if g in found else g for g in self.group]
 
     def _groups(self, needed: Bits) -> list[int]:
-        return sorted({self.group[i] for i in _members(needed)})
+        return sorted({self.group[i] for i in self.members(needed)})
 
     def result(self) -> Synchronised:
         """Headers for everybody, and the Noops that join more barriers than a header holds."""
@@ -287,12 +365,13 @@ class _Grouping:
             out.operations.append(operation)
 
         closing = [Wait(number[g], 0) for g in self._groups(self.sinks)]
-        cache: dict[Bits, list[Wait]] = {}
+        cache: dict[tuple[Bits, Bits], list[Wait]] = {}
         for i, inst in enumerate(self.instructions):
-            needed = self.needs[i]
+            needed = self.needs[i], self.earlier[i]
             if needed not in cache:
-                groups = [number[g] for g in self._groups(needed)]
-                cache[needed] = [Wait(g, sizes[g]) for g in groups]
+                now, before = ([number[g] for g in self._groups(n)] for n in needed)
+                cache[needed] = [Wait(g, 0) for g in before if g not in now]
+                cache[needed] += [Wait(g, sizes[g]) for g in now]
             waits = closing if self.roots >> i & 1 else cache[needed]
             g = self.group[i]
             emit(inst, list(waits), None if g < 0 else number[g], self.operation[i])

@@ -37,6 +37,7 @@ from megavm.vm.machine import MachineFault
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
+    from megavm.scheduler.step_memory import Rows
 
 
 TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
@@ -60,11 +61,19 @@ class StepRunner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    tokens: Ints  # [max_num_seqs, max_model_len + 1]
+    tokens: Ints  # [max_num_seqs, max_model_len + 1], read here and written by write_tokens
     block_table: Ints  # [max_num_seqs, KV blocks of a sequence]
     sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
     sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
-    logits: Floats  # [max_logit_rows, vocab_size]; row i is that of logit row i of the last step
+
+    @property
+    def logits(self) -> Rows:
+        """[max_logit_rows, vocab_size]; row i is that of logit row i of the last step."""
+        ...
+
+    def write_tokens(self, slot: int, tokens: Ints) -> None:
+        """Set the first tokens of a slot."""
+        ...
 
     def run(self, step: Step, steps: int = 1) -> None:
         """Run ``step`` and return when it is done; raises MachineFault when that is impossible."""
@@ -338,7 +347,7 @@ class Engine:
         runner = self.runner
         for admission in plan.admissions:
             slot = admission.slot
-            runner.tokens[slot, : len(admission.tokens)] = admission.tokens
+            runner.write_tokens(slot, admission.tokens)
             runner.block_table[slot, : len(admission.blocks)] = admission.blocks
             runner.sampling_real[slot] = admission.real
             runner.sampling_integer[slot] = admission.integer
@@ -458,7 +467,7 @@ class Engine:
         result = np.empty((length, runner.vocab_size), dtype=np.float32)
         slot, held = self.planner.borrow(length)
         try:
-            runner.tokens[slot, :length] = tokens
+            runner.write_tokens(slot, tokens)
             runner.block_table[slot, : len(held)] = held
             runner.sampling_integer[slot] = 0
             size = min(runner.max_logit_rows, runner.max_num_batched_tokens)

@@ -6,7 +6,6 @@ declare.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,11 +21,9 @@ from megavm.instructions.sample import Sample
 from megavm.instructions.tiles import PANEL_PAGES, SPLIT_COLUMNS
 from megavm.scheduler.graph import Operation, Value
 from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.storage import Storage
+from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
-from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
-
-COLUMN_UNIT = 16  # column tiles begin at multiples of this
+from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ def lower(
 
     Raises ValueError for a kind of operation that has no instruction.
     """
-    lowering = Lowering(storage, row_count, options)
+    lowering = Lowering(operations, storage, row_count, options)
     return [tiles for operation in operations for tiles in lowering.lower(operation)]
 
 
@@ -55,11 +52,18 @@ class Lowering:
     """Cuts operations into tiles for the workers of ``options``."""
 
     def __init__(
-        self, storage: Storage, row_count: TensorSpec | None, options: CompileOptions
+        self,
+        operations: Sequence[Operation],
+        storage: Storage,
+        row_count: TensorSpec | None,
+        options: CompileOptions,
     ) -> None:
         self.storage = storage
         self.options = options
         self.row_count = NONE if row_count is None else storage.add(row_count)
+        self.sampled = {o.inputs["logits"] for o in operations if o.kind == "sample"}
+        self.peaks: dict[Value, int] = {}  # of logits
+        self.newest: dict[int, dict[str, int]] = {}  # k_new and v_new, by k_cache
 
     def lower(self, operation: Operation) -> Iterator[Tiles]:
         """The instructions of one operation; attention that is split yields two."""
@@ -85,7 +89,7 @@ class Lowering:
         values = {**operation.inputs, **operation.outputs}
         return {name: self.storage.handle(values[name]) for name in names if name in values}
 
-    def _columns(self, size: int, unit: int = COLUMN_UNIT) -> Iterator[tuple[int, int]]:
+    def _columns(self, size: int, unit: int) -> Iterator[tuple[int, int]]:
         """[0, size) cut into equal tiles, ``waves`` for each worker, at multiples of ``unit``."""
         units = -(-size // unit)
         tiles = min(units, self.options.workers * self.options.waves)
@@ -149,10 +153,14 @@ class Lowering:
         names = ("x", "weight", "bias", "gain", "residual", "row_index", "row_count", "out")
         handles: dict[str, Any] = {"row_count": self.row_count} | self._handles(operation, *names)
         gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
-        size = weight.dtype.size
-        for columns, rows in self._product_tiles(
-            out.rows, out.columns, weight.columns, size, COLUMN_UNIT, 1
-        ):
+        size, unit = weight.dtype.size, self.options.column_unit
+        tiles = list(self._product_tiles(out.rows, out.columns, weight.columns, size, unit, 1))
+        number = {columns: n for n, columns in enumerate(sorted({c for c, _ in tiles}))}
+        if out in self.sampled and Matmul.may_have_peaks(self.storage.spec(out)):
+            shape = (out.rows, 2 * len(number))
+            spec = TensorSpec(f"peaks.{shape[0]}x{shape[1]}", shape, F32, TensorKind.ACTIVATION)
+            handles["peaks"] = self.peaks[out] = self.storage.add(spec)
+        for columns, rows in tiles:
             yield Matmul(
                 **handles,
                 row_begin=rows[0],
@@ -160,15 +168,16 @@ class Lowering:
                 column_begin=columns[0],
                 column_end=columns[1],
                 x_rows=rows[1] if gathered is None else gathered,
+                tile=number[columns] if "peaks" in handles else 0,
                 eps=operation.attributes.get("eps", 0.0),
             )
 
     def _gate_up(self, operation: Operation) -> Iterator[Instruction]:
         gate, out = operation.inputs["gate"], operation.outputs["out"]
         handles = self._handles(operation, "x", "gate", "up", "gate_bias", "up_bias", "gain", "out")
-        size = gate.dtype.size
+        size, unit = gate.dtype.size, self.options.column_unit
         for columns, rows in self._product_tiles(
-            out.rows, out.columns, gate.columns, size, COLUMN_UNIT, 2
+            out.rows, out.columns, gate.columns, size, unit, 2
         ):
             yield GateUp(
                 **handles,
@@ -198,7 +207,8 @@ class Lowering:
         weight = operation.inputs["q_weight"]
         kv_columns = operation.inputs["k_weight"].rows
         pairs = q.columns // 2 + kv_columns
-        unit = _pair_unit(operation.inputs["rope"].columns // 2)
+        handles |= self._newest(operation)
+        unit = self.options.pair_unit(operation.inputs["rope"].columns)
         for columns, rows in self._product_tiles(
             x.rows, pairs, weight.columns, weight.dtype.size, unit, 2
         ):
@@ -212,6 +222,28 @@ class Lowering:
                 eps=operation.attributes.get("eps", 0.0),
             )
 
+    def _newest(self, operation: Operation) -> dict[str, int]:
+        """k_new and v_new, tagged, of a step of one row.
+
+        Attention then needs nothing of the caches that the step itself writes. Rows of one sequence
+        do need each other's keys and values, so a step of several rows goes through the caches.
+        """
+        if operation.inputs["x"].rows > 1 or self.options.exchange != "tagged":
+            return {}
+        made: dict[str, int] = {}
+        for part in "kv":
+            cache, columns = operation.outputs[f"{part}_cache"], operation.inputs["k_weight"].rows
+            value = Value(f"{operation.label}.{part}_new", 1, columns, cache.dtype, 1)
+            if not may_be_tagged(operation, value, self.options):
+                return {}
+            made[f"{part}_new"] = self._tagged(value.name, (1, columns), cache.dtype)
+        self.newest[self.storage.handle(operation.outputs["k_cache"])] = made
+        return made
+
+    def _tagged(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
+        spec = TensorSpec(f"{name}.tagged", shape, dtype, TensorKind.ACTIVATION, tagged=True)
+        return self.storage.add(spec)
+
     def _attention(self, operation: Operation) -> Iterator[Tiles]:
         q = operation.inputs["q"]
         cache = _spec(operation.inputs["k_cache"])
@@ -223,6 +255,8 @@ class Lowering:
         handles = self._handles(
             operation, "q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"
         )
+        newest = self.newest.get(handles["k_cache"], {})
+        handles |= newest
         merge: dict[str, Any] = {}
         if splits == 1:
             handles |= self._handles(operation, "out")
@@ -230,7 +264,11 @@ class Lowering:
             heads = q.columns // head_dim
             shape = (q.rows, splits, heads, head_dim + 2)
             name = f"partial.{'x'.join(map(str, shape))}"
-            partial = self.storage.add(TensorSpec(name, shape, F32, TensorKind.ACTIVATION))
+            if newest:
+                # However large it is: only one worker reads a word of it.
+                partial = self._tagged(f"{operation.label}.{name}", shape, F32)
+            else:
+                partial = self.storage.add(TensorSpec(name, shape, F32, TensorKind.ACTIVATION))
             handles["partial"] = partial
             merge = {"partial": partial} | self._handles(operation, "out")
         instructions = [
@@ -282,6 +320,8 @@ class Lowering:
         )
         names += ("logit_row", "logit_count", "row_sequence", "row_position")
         handles = self._handles(operation, *names)
+        if logits in self.peaks:
+            handles["peaks"] = self.peaks[logits]
         for begin, end in _cut(logits.rows, self.options.workers):
             yield Sample(**handles, row_begin=begin, row_end=end)
 
@@ -314,8 +354,3 @@ def _cut(size: int, pieces: int) -> Iterator[tuple[int, int]]:
     pieces = min(size, pieces)
     for i in range(pieces):
         yield size * i // pieces, size * (i + 1) // pieces
-
-
-def _pair_unit(half: int) -> int:
-    """Rotation pairs that tiles are made of: a divisor of half a head."""
-    return math.gcd(half, COLUMN_UNIT // 2)

@@ -2,61 +2,95 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
-
-import numpy as np
-import numpy.typing as npt
 
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.llama import Bucket, Limits, llama_graph, rope_table, step_tensors
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.lower import attention_tiling
-from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.step import Step
+from megavm.scheduler.options import CompileOptions, Exchange
+from megavm.scheduler.step import Floats, Ints, Step
+from megavm.scheduler.step_memory import DeviceStepMemory, Rows, StepMemory
+from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
+from megavm.vm.layout import ROWS, UNIT_ROWS, Layout, program_layouts
 from megavm.vm.machine import Executable, Machine
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
+OptionsFor = Callable[[int], CompileOptions]  # by the rows of a step
+
 MIN_CONTEXT_BUCKET = 256
+MACHINES = ("auto", "cpu", "cuda", "reference")
+
+logger = logging.getLogger("megavm")
+
+
+def choose_machine(name: str) -> str:
+    """The machine that ``name`` means here: for "auto" the GPU if there is one that can be used.
+
+    Raises ValueError when the machine is unknown.
+    """
+    if name not in MACHINES:
+        raise ValueError(f"machine {name!r} is unknown: expected auto, cpu, cuda or reference")
+    if name != "auto":
+        return name
+    reason = reason_unavailable()
+    if reason is not None:
+        logger.info("machine auto is cpu, because cuda is not available: %s", reason)
+    return "cuda" if reason is None else "cpu"
 
 
 def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
     """A machine by name ("auto", "cpu", "reference", "cuda") and the number of its workers.
 
-    ``workers`` defaults to the cores of this machine for "cpu", to 1 for "reference".
+    ``workers`` defaults to the cores of this machine for "cpu", to the SMs of the GPU for "cuda",
+    to 1 for "reference".
 
     Raises ValueError when the machine is unknown or not to be had here.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, expected at least 1")
-    if name in ("auto", "cpu"):
-        from megavm.vm.cores import physical_cores
-        from megavm.vm.cpu_machine import CpuMachine
-
-        return CpuMachine(), workers or physical_cores()
-    if name == "reference":
+    chosen = choose_machine(name)
+    if chosen == "cuda":
+        cuda = CudaMachine()
+        if workers is not None and workers > cuda.workers:
+            raise ValueError(f"workers is {workers}, the GPU has {cuda.workers} SMs")
+        return cuda, workers or cuda.workers
+    if chosen == "reference":
         from megavm.vm.reference import ReferenceMachine
 
         return ReferenceMachine(), workers or 1
-    if name == "cuda":
-        raise ValueError(
-            "machine 'cuda' is not part of this version of megavm; use 'cpu' or 'auto'"
-        )
-    raise ValueError(f"machine {name!r} is unknown: expected auto, cpu, cuda or reference")
+    from megavm.vm.cores import physical_cores
+    from megavm.vm.cpu_machine import CpuMachine
+
+    return CpuMachine(), workers or physical_cores()
+
+
+def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
+    """How steps of up to ``rows`` rows are compiled for a machine."""
+    options = CompileOptions(workers)
+    if machine != "cuda":
+        return options
+    exchange: Exchange = "tagged" if rows == 1 else "barrier"
+    return replace(options, exchange=exchange, column_unit=UNIT_ROWS)
 
 
 class Runner:
-    """Runs steps of a Llama. The host describes a step in arrays that are views of the memory.
+    """Runs steps of a Llama. The host describes a step in arrays that the machine sees.
 
-    Attributes: ``tokens`` int32 [max_num_seqs, max_model_len + 1], ``block_table`` int32
-    [max_num_seqs, blocks per sequence], ``sampling_real`` float32 and ``sampling_integer`` int32
-    (columns in instructions/sample), ``logits`` float32 [max_logit_rows, vocabulary]: row i is
-    valid after a step with more than i logit rows.
+    Attributes: ``tokens`` int32 [max_num_seqs, max_model_len + 1], changed by ``write_tokens``;
+    ``block_table`` int32 [max_num_seqs, blocks per sequence], ``sampling_real`` float32 and
+    ``sampling_integer`` int32 (columns in instructions/sample); ``logits`` float32
+    [max_logit_rows, vocabulary]: row i is valid after a step with more than i logit rows, and
+    indexing gives what it holds then.
+
+    ``options``: how steps are compiled, by their number of rows.
     """
 
     def __init__(
@@ -66,7 +100,7 @@ class Runner:
         limits: Limits,
         dtype: DType,
         machine: Machine,
-        options: CompileOptions,
+        options: OptionsFor,
     ) -> None:
         self.config = config
         self.memory = memory
@@ -74,17 +108,22 @@ class Runner:
         self.dtype = dtype
         self.machine = machine
         self.options = options
+        self._programs: dict[Bucket, Program] = {}
         self._executables: dict[Bucket, Executable] = {}
-        steps = step_tensors(limits)
-        memory.allocate(steps.values())
         logits_shape = (limits.max_logit_rows, config.vocab_size)
         memory.allocate([TensorSpec("logits", logits_shape, F32, TensorKind.ACTIVATION)])
-        self._steps = {name: memory[spec.name].numpy() for name, spec in steps.items()}
-        self.tokens: npt.NDArray[np.int32] = self._steps["tokens"]
-        self.block_table: npt.NDArray[np.int32] = self._steps["block_table"]
-        self.sampling_real: npt.NDArray[np.float32] = self._steps["sampling_real"]
-        self.sampling_integer: npt.NDArray[np.int32] = self._steps["sampling_integer"]
-        self.logits: npt.NDArray[np.float32] = memory["logits"].numpy()
+        on_cpu = memory.device.type == "cpu"
+        self._step = (StepMemory if on_cpu else DeviceStepMemory)(memory, step_tensors(limits))
+        self._arrays = self._step.arrays
+        self.tokens: Ints = self._arrays["tokens"]
+        self.block_table: Ints = self._arrays["block_table"]
+        self.sampling_real: Floats = self._arrays["sampling_real"]
+        self.sampling_integer: Ints = self._arrays["sampling_integer"]
+        self.logits: Rows = self._step.logits
+
+    def write_tokens(self, slot: int, tokens: Ints) -> None:
+        """Set the first tokens of a slot, before the next step."""
+        self._step.write_tokens(slot, tokens)
 
     @classmethod
     def for_checkpoint(
@@ -101,24 +140,44 @@ class Runner:
         """Bind a checkpoint's weights and make the machine.
 
         ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options``
-        replaces the compile options; its ``workers`` is the machine's all the same.
+        replaces the compile options of every step; its ``workers`` is the machine's all the same.
 
         Raises ValueError when a tensor is missing or has another shape, or the machine is not
         there.
         """
         device, count = make_machine(machine, workers)
-        element = choose_dtype(checkpoint.config, dtype)
-        memory = Memory()
-        weights = weight_specs(checkpoint.config, limits, element)
+        config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
+        memory = Memory(device.memory_device)
+        layouts: dict[str, Layout] = {}
+        known: dict[Bucket, Program] = {}
+
+        def options_for(rows: int) -> CompileOptions:
+            chosen = options or default_options(device.name, count, rows)
+            return replace(chosen, workers=count)
+
+        if isinstance(device, CudaMachine):
+            if progress is not None:
+                device.report = lambda line: progress(line, 0, 1)
+                progress("compiling the program of one token", 0, 1)
+            bucket = choose_bucket(config, limits, options_for, 1, 1, 1)
+            known[bucket] = compile_bucket(config, limits, element, bucket, options_for)
+            layouts = program_layouts(known[bucket])
+        weights = weight_specs(config, limits, element)
         for done, spec in enumerate(weights):
             if spec.name == "rope":
-                memory.bind(spec, rope_table(checkpoint.config, limits.max_model_len))
+                value = rope_table(config, limits.max_model_len)
             else:
-                memory.bind(spec, checkpoint.tensor(spec.name, TORCH_DTYPE[element]))
+                value = checkpoint.tensor(spec.name, TORCH_DTYPE[element])
+            # One after the other: on a GPU no more than one tensor is there twice.
+            memory.bind(spec, value.to(memory.device))
+            memory.relayout(spec.name, layouts.get(spec.name, ROWS))
+            if memory.device.type != "cpu" and spec.name != "rope":
+                checkpoint.release(spec.name)
             if progress is not None:
                 progress("reading weights", done + 1, len(weights))
-        chosen = replace(options or CompileOptions(count), workers=count)
-        return cls(checkpoint.config, memory, limits, element, device, chosen)
+        runner = cls(config, memory, limits, element, device, options_for)
+        runner._programs.update(known)
+        return runner
 
     # The sizes that the engine plans with.
 
@@ -157,17 +216,7 @@ class Runner:
 
         Contexts whose attention is cut alike share a program.
         """
-        limits = self.limits
-        rows = min(_power_of_two(rows), limits.max_num_batched_tokens)
-        logit_rows = min(_power_of_two(max(logit_rows, 1)), limits.max_logit_rows)
-
-        def splits(tokens: int) -> int:
-            heads = self.config.num_kv_heads
-            return attention_tiling(rows, heads, limits.block_size, tokens, self.options)[2]
-
-        longest = limits.max_model_len
-        wanted = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
-        return Bucket(rows, logit_rows, longest if splits(wanted) == splits(longest) else wanted)
+        return choose_bucket(self.config, self.limits, self.options, rows, logit_rows, context)
 
     def program(self, bucket: Bucket) -> Program:
         """The program of a bucket, compiled when it is first asked for."""
@@ -185,24 +234,55 @@ class Runner:
                 f"a step of {rows} rows and {logit_rows} logit rows is outside the limits "
                 f"{limits.max_num_batched_tokens} and {limits.max_logit_rows}"
             )
-        arrays = self._steps
+        arrays = self._arrays
         arrays["row_sequence"][:rows] = step.row_sequence
         arrays["row_position"][:rows] = step.row_position
         arrays["row_count"][0] = rows
         arrays["logit_row"][:logit_rows] = step.logit_row
         arrays["logit_count"][0] = logit_rows
-        self._executable(self.bucket(rows, logit_rows, step.context + steps - 1)).run(steps)
+        bucket = self.bucket(rows, logit_rows, step.context + steps - 1)
+        self._step.run(self._executable(bucket), step, steps)
 
     def _executable(self, bucket: Bucket) -> Executable:
         known = self._executables.get(bucket)
         if known is None:
-            graph = llama_graph(self.config, self.limits, bucket, self.dtype)
-            metadata = {"model": "llama", "bucket": vars(bucket)}
-            program = compile_graph(graph, self.options, metadata)
+            program = self._programs.pop(bucket, None) or compile_bucket(
+                self.config, self.limits, self.dtype, bucket, self.options
+            )
             self.memory.allocate(program.tensors)
             known = self.machine.load(program, self.memory, verify=False)
             self._executables[bucket] = known
         return known
+
+
+def choose_bucket(
+    config: LlamaConfig,
+    limits: Limits,
+    options: OptionsFor,
+    rows: int,
+    logit_rows: int,
+    context: int,
+) -> Bucket:
+    """See ``Runner.bucket``."""
+    rows = min(_power_of_two(rows), limits.max_num_batched_tokens)
+    logit_rows = min(_power_of_two(max(logit_rows, 1)), limits.max_logit_rows)
+    chosen = options(rows)
+
+    def splits(tokens: int) -> int:
+        return attention_tiling(rows, config.num_kv_heads, limits.block_size, tokens, chosen)[2]
+
+    longest = limits.max_model_len
+    wanted = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
+    return Bucket(rows, logit_rows, longest if splits(wanted) == splits(longest) else wanted)
+
+
+def compile_bucket(
+    config: LlamaConfig, limits: Limits, dtype: DType, bucket: Bucket, options: OptionsFor
+) -> Program:
+    """The program of one size of step."""
+    graph = llama_graph(config, limits, bucket, dtype)
+    metadata = {"model": "llama", "bucket": vars(bucket)}
+    return compile_graph(graph, options(bucket.rows), metadata)
 
 
 def choose_dtype(config: LlamaConfig, name: str) -> DType:

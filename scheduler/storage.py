@@ -22,6 +22,10 @@ class Storage:
         """The handle of a value of the graph."""
         return self._handles[value]
 
+    def spec(self, value: Value) -> TensorSpec:
+        """The tensor of a value of the graph."""
+        return self.tensors[self._handles[value]]
+
     def add(self, spec: TensorSpec) -> int:
         """The handle of ``spec``, entered into the table if it is new."""
         known = self._by_name.get(spec.name)
@@ -68,7 +72,7 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             if (
                 options.exchange == "tagged"
                 and exchanged
-                and _may_be_tagged(operation, value, options)
+                and may_be_tagged(operation, value, options)
             ):
                 spec = TensorSpec(
                     f"{value.name}.tagged{value.rows}",
@@ -95,10 +99,13 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
     return storage
 
 
-def _may_be_tagged(operation: Operation, value: Value, options: CompileOptions) -> bool:
-    """Small, and made of whole words: a word is stored at once, or its tag would speak too soon."""
+def may_be_tagged(operation: Operation, value: Value, options: CompileOptions) -> bool:
+    """Small, and made of whole words: a word is stored at once, or its tag would speak too soon.
+
+    ``value`` is a result of ``operation``.
+    """
     row = value.columns * value.dtype.size
     run = row
     if operation.kind == "qkv_rope":  # stores the two halves of a head apart
-        run = operation.inputs["rope"].columns // 2 * value.dtype.size
+        run = options.pair_unit(operation.inputs["rope"].columns) * value.dtype.size
     return row % 4 == 0 and run % 4 == 0 and value.rows * row <= options.tagged_bytes

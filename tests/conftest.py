@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
@@ -14,15 +14,41 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from megavm.vm.machine import Machine
 
-MACHINES = ("reference", "cpu")
+if TYPE_CHECKING:
+    from megavm.vm.cuda_machine import CudaMachine
+
+MACHINES = ("reference", "cpu", "cuda")
 
 
 @pytest.fixture(params=MACHINES)
 def machine(request: pytest.FixtureRequest) -> Machine:
-    """Every machine there is, one after the other."""
+    """Every machine there is, one after the other; its memory must be on its ``memory_device``."""
+    if request.param == "cuda":
+        return cast(Machine, request.getfixturevalue("cuda_machine"))
     from megavm.scheduler.runner import make_machine
 
     return make_machine(request.param)[0]
+
+
+@pytest.fixture(scope="session")
+def cuda_machine() -> CudaMachine:
+    """The GPU; tests that need it are skipped where there is none."""
+    from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
+
+    reason = reason_unavailable()
+    if reason is not None:
+        pytest.skip(f"machine cuda is not available: {reason}")
+    return CudaMachine()
+
+
+@pytest.fixture
+def compiler() -> None:
+    """Tests that compile kernels are skipped where there is no compiler for them."""
+    from megavm.vm.cuda_compiler import reason_unavailable
+
+    reason = reason_unavailable()
+    if reason is not None:
+        pytest.skip(f"kernels cannot be compiled: {reason}")
 
 
 @pytest.fixture(scope="session")

@@ -24,8 +24,13 @@ SEMAPHORE_BYTES = 8 * (2 * NUM_PAGES + (2 + MAX_SEMAPHORES) * NUM_STAGES)
 _FIXED_BYTES = NUM_PAGES * PAGE_BYTES + NUM_STAGES * INSTRUCTION_BYTES + SEMAPHORE_BYTES
 SCRATCH_BYTES = (SHARED_BYTES - _FIXED_BYTES) // 1024 * 1024
 
-# Registers of the consumer warps that may hold sums: 8 warps x 32 lanes x 128 registers x 4 bytes.
-ACCUMULATOR_BYTES = 8 * 32 * 128 * 4
+# Warps of one worker on the GPU: the consumers, then loader, controller, storer and a spare one.
+NUM_CONSUMER_WARPS = 8
+NUM_WARPS = 12
+THREADS = 32 * NUM_WARPS
+
+# Registers of the consumer warps that may hold sums: 128 of 4 bytes in each of 32 lanes.
+ACCUMULATOR_BYTES = NUM_CONSUMER_WARPS * 32 * 128 * 4
 
 # Sampling state of a sequence, see instructions/sample.
 MAX_STOP_TOKENS = 32

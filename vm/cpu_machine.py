@@ -8,6 +8,7 @@ import torch
 
 from megavm.vm import _native
 from megavm.vm.config import PAGE_BYTES
+from megavm.vm.layout import ROWS
 from megavm.vm.machine import MachineFault, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -29,6 +30,7 @@ class CpuMachine:
     """
 
     name = "cpu"
+    memory_device = "cpu"
 
     def __init__(
         self,
@@ -182,4 +184,6 @@ def _resolve(program: Program, memory: Memory, index: int) -> torch.Tensor:
     storage = memory.storage(spec.name)
     if storage.device.type != "cpu" or not storage.is_contiguous():
         raise ValueError(f"tensor {spec.name} must be contiguous and on the CPU")
+    if memory.layout(spec.name) != ROWS:
+        raise ValueError(f"tensor {spec.name} has the layout {memory.layout(spec.name)}, not rows")
     return storage

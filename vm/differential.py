@@ -56,7 +56,7 @@ def first_divergence(
 
     Raises ValueError when the program does not verify, MachineFault when an instruction fails.
     """
-    memories = (memory.copy(), memory.copy())
+    memories = (memory.copy(left.memory_device), memory.copy(right.memory_device))
     executables = (left.load(program, memories[0]), right.load(program, memories[1]))
     tolerance = (RELATIVE | (relative or {}), ABSOLUTE | (absolute or {}))
     order = list(sequential_order(program))
@@ -73,7 +73,7 @@ def first_divergence(
                 if found is not None:
                     text = inst.disassemble(program.tensors)
                     return Divergence(step, index, text, program.labels[index], spec.name, *found)
-                memories[1].storage(spec.name).copy_(memories[0].storage(spec.name))
+                memories[1].take(spec.name, memories[0])
     return None
 
 
@@ -84,7 +84,7 @@ def _compare(
     tolerance: tuple[dict[DType, float], dict[DType, float]],
 ) -> tuple[int, int, tuple[float, float], int] | None:
     top = left = 0
-    a, b = (m[spec.name].reshape(spec.rows, -1).double() for m in memories)
+    a, b = (m[spec.name].cpu().reshape(spec.rows, -1).double() for m in memories)
     if not region.indexed:
         top, left = region.rows[0], region.columns[0]
         a, b = (t[top : region.rows[1], left : region.columns[1]] for t in (a, b))

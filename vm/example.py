@@ -10,7 +10,7 @@ import torch
 
 from megavm.vm.config import NONE
 from megavm.vm.isa import I32, DType, Instruction, TensorKind, TensorSpec
-from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
 
@@ -26,22 +26,15 @@ class Example:
     tensors: list[TensorSpec]
     values: Mapping[str, torch.Tensor]
 
-    def memory(self, epoch: int = 0) -> Memory:
+    def memory(self, epoch: int = 0, device: torch.device | str = "cpu") -> Memory:
         """A fresh memory with the values, after ``epoch`` steps."""
-        memory = Memory()
+        memory = Memory(device)
         memory.epoch = epoch
         memory.allocate(self.tensors)
         for spec in self.tensors:
             value = self.values.get(spec.name)
-            if value is None:
-                continue
-            value = value.to(TORCH_DTYPE[spec.dtype]).reshape(spec.shape).contiguous()
-            storage = memory.storage(spec.name)
-            if spec.tagged:
-                storage[..., 0] = value.reshape(spec.rows, -1).view(torch.int32)
-                storage[..., 1] = epoch + 1
-            else:
-                storage.copy_(value)
+            if value is not None:
+                memory.write(spec.name, value.reshape(spec.shape))
         return memory
 
     def program(self) -> Program:

@@ -281,6 +281,14 @@ class Execution {
     return {instruction, -1, 0, 0, -1};
   }
 
+  // Whether the waits of a node's header are satisfied at the end, wherever its queue stands.
+  bool waits_satisfied(Node node) const {
+    const auto& waits = index_.program.instructions[node.instruction].waits;
+    return std::all_of(std::begin(waits), std::end(waits), [&](const WaitFor& wait) {
+      return wait.barrier < 0 || counters_[wait.barrier] >= threshold(wait, node.step);
+    });
+  }
+
   std::vector<char> reached_header, reached_writes;  // by step * instructions + instruction
   Instructions order;                                // in which instructions finished
 
@@ -403,7 +411,10 @@ class Order {
  public:
   virtual ~Order() = default;
   virtual void enter(Node node) = 0;
-  // Whether ``node`` was over before the current node's header waits were satisfied,
+  // Whether ``node`` was over before the current node's header waits were satisfied, by these waits
+  // alone,
+  virtual bool over_before_earlier_reads(Node node) = 0;
+  // by them and the queue,
   virtual bool over_before_reads(Node node) const = 0;
   // before the current node may write,
   virtual bool over_before_writes(Node node) const = 0;
@@ -438,6 +449,11 @@ class QueueOrder final : public Order {
       join(written(group, node.step), over, read);
   }
 
+  bool over_before_earlier_reads(Node node) override {
+    bool over = false;
+    for_each_wait(current_, [&](const Joined& joined) { over |= has(joined.over.data(), node); });
+    return over;
+  }
   bool over_before_reads(Node node) const override {
     return has(tags_.empty() ? clock(over_, current_) : header_.data(), node);
   }
@@ -474,12 +490,17 @@ class QueueOrder final : public Order {
     over[queue] = position(node) - 1;
     if (read) read[queue] = position(node) - 1;
     // What the waits tell.
+    for_each_wait(node, [&](const Joined& joined) { join(joined, over, read); });
+  }
+
+  // Calls visit(what is known when the wait is satisfied) for the waits of a node's header.
+  template <typename Visit>
+  void for_each_wait(Node node, Visit visit) {
     for (const auto& wait : index_.program.instructions[node.instruction].waits) {
       if (wait.barrier < 0 || !trusted_[wait.barrier]) continue;
       const auto all = index_.signals(wait.barrier);
-      if (wait.target > 0) join(signalled(wait.barrier, node.step, wait.target), over, read);
-      if (wait.target < all && node.step > 0)
-        join(signalled(wait.barrier, node.step - 1, all), over, read);
+      if (wait.target > 0) visit(signalled(wait.barrier, node.step, wait.target));
+      if (wait.target < all && node.step > 0) visit(signalled(wait.barrier, node.step - 1, all));
     }
   }
 
@@ -618,6 +639,7 @@ class EventOrder final : public Order {
     knowledge_.push_back(std::move(knowledge));
   }
 
+  bool over_before_earlier_reads(Node node) override { return over_before_reads(node); }
   bool over_before_reads(Node node) const override {
     return has_signal(knowledge_[knowledge_of_[number(current_)]].header, node);
   }
@@ -714,8 +736,16 @@ class ExactOrder {
  public:
   ExactOrder(const Index& index, const TagGroups& tags) : index_(index), tags_(tags) {}
 
-  // Whether an access of ``first`` is over before an access of ``second`` in every execution.
-  bool ordered(Node first, bool first_writes, Node second, bool second_writes) {
+  // When an access is made: at the waits of the header, as an entry of the queue, or with the
+  // tagged words that it reads there.
+  enum Point { kEarlierRead, kRead, kWrite };
+
+  static Point point(const Access& access) {
+    return access.write ? kWrite : access.earlier ? kEarlierRead : kRead;
+  }
+
+  // Whether an access of ``first`` is over before one of ``second`` in every execution.
+  bool ordered(Node first, bool first_writes, Node second, Point point) {
     const auto count = index_.program.instructions.size();
     const auto key = 2 * static_cast<std::size_t>(first.instruction) + (first_writes ? 1 : 0);
     const auto [entry, is_new] = reached_.try_emplace(key);
@@ -726,11 +756,16 @@ class ExactOrder {
                     first_writes ? Execution::Withhold::kWrites : Execution::Withhold::kReads);
       execution.reached_header.resize(kAnalysedSteps * count);
       execution.reached_writes.resize(kAnalysedSteps * count);
-      entry->second = {execution.reached_header, execution.reached_writes};
+      std::vector<char> satisfied(kAnalysedSteps * count);
+      for (std::size_t number = 0; number < satisfied.size(); ++number)
+        satisfied[number] = execution.waits_satisfied(
+            {static_cast<std::int32_t>(number % count), static_cast<std::int32_t>(number / count)});
+      entry->second = {std::move(satisfied), std::move(execution.reached_header),
+                       std::move(execution.reached_writes)};
     }
     // After any number of whole steps all is as in the beginning: only the distance of steps
     // counts.
-    const auto& reached = second_writes ? entry->second.second : entry->second.first;
+    const auto& reached = entry->second[point];
     const auto distance = static_cast<std::size_t>(second.step - first.step);
     return !reached[distance * count + static_cast<std::size_t>(second.instruction)];
   }
@@ -740,7 +775,7 @@ class ExactOrder {
 
   const Index& index_;
   const TagGroups& tags_;
-  std::unordered_map<std::size_t, std::pair<std::vector<char>, std::vector<char>>> reached_;
+  std::unordered_map<std::size_t, std::array<std::vector<char>, 3>> reached_;  // by point
 };
 
 struct Visit {
@@ -758,6 +793,7 @@ struct Reading {
 
 struct Cell {
   Visit writer;
+  Visit earlier_writer;                 // of the first step, once the second has written
   std::vector<std::uint32_t> readings;  // since the writer
   bool settled = false;  // written in the second step: what follows is as in the first
 };
@@ -777,7 +813,7 @@ class RaceSearch {
   }
 
   // Visits the accesses of ``node``, which has entered ``order``. Returns a race, if there is one.
-  std::optional<Finding> visit(Node node, const Order& order) {
+  std::optional<Finding> visit(Node node, Order& order) {
     const auto begin = index_.first_access[node.instruction];
     const auto end = index_.first_access[node.instruction + 1];
     for (const bool writes : {false, true})
@@ -806,20 +842,21 @@ class RaceSearch {
     return surfaces_[2 * static_cast<std::size_t>(access.tensor) + (access.indexed ? 1 : 0)];
   }
 
-  std::optional<Finding> visit_access(const Visit& now, const Order& order) {
+  std::optional<Finding> visit_access(const Visit& now, Order& order) {
     const auto& access = index_.program.accesses[now.access];
     const auto& traits = index_.program.tensors[access.tensor];
     auto& surface = this->surface(access);
     if (surface.cells.empty()) surface.cells.resize(surface.grid.size());
     const auto range = surface.grid.range(access);
-    auto race = access.write ? write(surface, range, now, order, traits)
-                             : read(surface, range, now, order, traits);
+    auto race = access.write     ? write(surface, range, now, order, traits)
+                : access.earlier ? read_earlier(surface, range, now, order)
+                                 : read(surface, range, now, order, traits);
     if (!race && surface.mixed) race = compare(now, order);
     return race;
   }
 
   std::optional<Finding> read(Surface& surface, const CellRange& range, const Visit& now,
-                              const Order& order, const TensorTraits& traits) {
+                              Order& order, const TensorTraits& traits) {
     const auto [entry, is_new] = surface.latest.try_emplace(
         {range.row_begin, range.row_end, range.column_begin, range.column_end}, 0);
     if (is_new || !surface.readings[entry->second].current) {
@@ -833,6 +870,22 @@ class RaceSearch {
         if (auto race = check(writer, now, order)) return race;
     reading.readers.push_back(now);
     return std::nullopt;
+  }
+
+  // What the step before wrote must be over. No other write conflicts: see the header.
+  std::optional<Finding> read_earlier(Surface& surface, const CellRange& range, const Visit& now,
+                                      Order& order) {
+    std::optional<Finding> race;
+    if (now.node.step == 0) return race;
+    Node before;
+    surface.grid.for_each(range, [&](std::size_t place) {
+      const auto& cell = surface.cells[place];
+      const auto& writer = cell.settled ? cell.earlier_writer : cell.writer;
+      if (!writer.node || writer.node == before) return true;
+      before = writer.node;
+      return !(race = check(writer, now, order));
+    });
+    return race;
   }
 
   void begin_reading(Surface& surface, const CellRange& range, std::uint32_t number,
@@ -860,7 +913,7 @@ class RaceSearch {
   }
 
   std::optional<Finding> write(Surface& surface, const CellRange& range, const Visit& now,
-                               const Order& order, const TensorTraits& traits) {
+                               Order& order, const TensorTraits& traits) {
     std::optional<Finding> race;
     Node before;
     ++writes_;
@@ -880,7 +933,7 @@ class RaceSearch {
         for (const auto& reader : reading.readers)
           if ((race = check(reader, now, order))) return false;
       }
-      cell.writer = now;
+      cell.earlier_writer = std::exchange(cell.writer, now);
       cell.readings.clear();
       cell.settled = now.node.step == kAnalysedSteps - 1;
       return true;
@@ -889,7 +942,7 @@ class RaceSearch {
   }
 
   // Plain against indexed accesses of one tensor: their rows cannot be compared.
-  std::optional<Finding> compare(const Visit& now, const Order& order) {
+  std::optional<Finding> compare(const Visit& now, Order& order) {
     const auto& access = this->access(now);
     auto& other = surfaces_[2 * static_cast<std::size_t>(access.tensor) + (access.indexed ? 0 : 1)];
     const bool comparable = index_.program.tensors[access.tensor].comparable_columns;
@@ -905,13 +958,15 @@ class RaceSearch {
     return std::nullopt;
   }
 
-  std::optional<Finding> check(const Visit& before, const Visit& now, const Order& order) {
+  std::optional<Finding> check(const Visit& before, const Visit& now, Order& order) {
     const bool writes = access(now).write, wrote = access(before).write;
     if (before.node == now.node || before.node.step == kAnalysedSteps - 1) return std::nullopt;
-    const bool ordered = !writes ? order.over_before_reads(before.node)
-                         : wrote ? order.over_before_writes(before.node)
-                                 : order.read_before_writes(before.node);
-    if (ordered || exact_.ordered(before.node, wrote, now.node, writes)) return std::nullopt;
+    const bool ordered = access(now).earlier ? order.over_before_earlier_reads(before.node)
+                         : !writes           ? order.over_before_reads(before.node)
+                         : wrote             ? order.over_before_writes(before.node)
+                                             : order.read_before_writes(before.node);
+    if (ordered || exact_.ordered(before.node, wrote, now.node, ExactOrder::point(access(now))))
+      return std::nullopt;
     Finding finding{FindingKind::kUnordered, {}};
     finding.first_access = before.access;
     finding.second_access = now.access;
@@ -1002,7 +1057,7 @@ using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
 // ``queues`` holds instruction numbers one queue after the other, ``lengths`` how many belong to
 // each.
-// ``waits`` is [n, 3, 2], ``accesses`` [m, 8]: the members of Access in order; ``traits`` [t, 3].
+// ``waits`` is [n, 3, 2], ``accesses`` [m, 9]: the members of Access in order; ``traits`` [t, 3].
 py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
                                 const Array<std::int32_t>& queues,
                                 const Array<std::int64_t>& lengths,
@@ -1010,7 +1065,7 @@ py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
                                 const Array<std::int64_t>& signals,
                                 const Array<std::int64_t>& accesses, const Array<bool>& traits) {
   if (waits.ndim() != 3 || waits.shape(1) != kMaxWaits || waits.shape(2) != 2 ||
-      waits.shape(0) != signals.size() || accesses.ndim() != 2 || accesses.shape(1) != 8 ||
+      waits.shape(0) != signals.size() || accesses.ndim() != 2 || accesses.shape(1) != 9 ||
       traits.ndim() != 2 || traits.shape(1) != 3)
     throw std::invalid_argument("arrays of the wrong shape");
   ProgramView program;
@@ -1032,7 +1087,7 @@ py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
   }
   program.accesses.resize(static_cast<std::size_t>(accesses.shape(0)));
   for (std::size_t i = 0; i < program.accesses.size(); ++i) {
-    const std::int64_t* a = accesses.data() + 8 * i;
+    const std::int64_t* a = accesses.data() + 9 * i;
     program.accesses[i] = {static_cast<std::int32_t>(a[0]),
                            static_cast<std::int32_t>(a[1]),
                            a[2],
@@ -1040,7 +1095,8 @@ py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
                            a[4],
                            a[5],
                            a[6] != 0,
-                           a[7] != 0};
+                           a[7] != 0,
+                           a[8] != 0};
   }
   program.tensors.resize(static_cast<std::size_t>(traits.shape(0)));
   for (std::size_t i = 0; i < program.tensors.size(); ++i) {

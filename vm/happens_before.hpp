@@ -19,6 +19,13 @@
 // waits for the word. Two steps suffice: each element that is written at all is written in every
 // step, so a conflict over a longer distance is a chain of conflicts over shorter ones.
 //
+// An *earlier* read (vm/isa.py) sees what the steps before wrote into an indexed tensor. The writes
+// of its own and of later steps go to other places, so it conflicts with none of them; only the
+// last writers of the step before must be over before it. Writes of different steps are compared as
+// if they went to the same places, so those of still earlier steps are over by then too. A machine
+// may make such a read as soon as the waits of the header are satisfied, while entries before it in
+// the queue still run: only those waits order it.
+//
 // Fast rule and exact rule. A wait for all signals of a step orders every signaller before the
 // waiter only if no signaller can be a step ahead and signal twice. The fast rule assumes that, and
 // checks on what follows from it that it is so (if not, a first execution to break it would
@@ -54,6 +61,7 @@ struct Access {
   std::int64_t column_begin, column_end;
   bool write;
   bool indexed;
+  bool earlier;
 };
 
 struct TensorTraits {

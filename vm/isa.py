@@ -130,12 +130,17 @@ class Region:
     table for the sequence of logit row i. The host sees to it that distinct entries name distinct places,
     and all indexed regions of one tensor use the same index. Columns of an indexed region of a
     four-dimensional KV cache are ``kv head * head_dim + element``.
+
+    An *earlier* region is an indexed one that is read: of its places only those that earlier steps wrote,
+    and none that this step or a later one writes. So it must come after the writes of the step before,
+    and conflicts with no write of another step.
     """
 
     tensor: int
     rows: tuple[int, int]
     columns: tuple[int, int]
     indexed: bool = False
+    earlier: bool = False
 
     @property
     def elements(self) -> int:

@@ -43,6 +43,7 @@ class Machine(Protocol):
     """Runs programs. One machine may hold many loaded programs on one memory."""
 
     name: str
+    memory_device: str  # where the memory of its programs must be, as torch names it
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         """Verify the program and resolve its tensors in ``memory``, which must outlive the result.

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 
 from megavm.vm.isa import DType, TensorSpec
+from megavm.vm.layout import ROWS, Layout
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
 
@@ -16,14 +18,16 @@ class Memory:
 
     A tensor is bound (weights: no copy is made) or allocated, filled with zeros. A tagged tensor is stored
     as int32 of shape [rows, words, 2]: the value's bits, then the epoch that wrote them; everything else
-    in its own shape and dtype, contiguous.
+    in its own shape and dtype, contiguous, unless a machine has given it another layout (vm/layout.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._specs: dict[str, TensorSpec] = {}
         self._storage: dict[str, torch.Tensor] = {}
+        self._layouts: dict[str, Layout] = {}
         self.epoch = 0  # steps run on this memory so far; the tag of the last step
+        self.relayouts = 0  # how often storage has moved
 
     def __contains__(self, name: object) -> bool:
         return name in self._storage
@@ -54,6 +58,7 @@ class Memory:
                 f"with strides {value.stride()}"
             )
         self._specs[spec.name] = spec
+        self._layouts[spec.name] = ROWS
         self._storage[spec.name] = value
 
     def allocate(self, specs: Iterable[TensorSpec]) -> None:
@@ -65,6 +70,7 @@ class Memory:
             present = self._specs.get(spec.name)
             if present is None:
                 self._specs[spec.name] = spec
+                self._layouts[spec.name] = ROWS
                 shape: tuple[int, ...] = spec.shape
                 dtype = TORCH_DTYPE[spec.dtype]
                 if spec.tagged:
@@ -79,26 +85,79 @@ class Memory:
         return self._specs[name]
 
     def storage(self, name: str) -> torch.Tensor:
-        """The bytes that machines work on (see the class for the layout of tagged tensors)."""
+        """The bytes that machines work on (see the class for tagged tensors and layouts)."""
         return self._storage[name]
 
+    def layout(self, name: str) -> Layout:
+        """How the elements of the storage are ordered. Raises KeyError when it is not there."""
+        return self._layouts[name]
+
+    def relayout(self, name: str, layout: Layout) -> None:
+        """Give a tensor another layout; its storage moves.
+
+        Raises ValueError when the tensor cannot lie so.
+        """
+        spec, present = self._specs[name], self.layout(name)
+        if layout == present:
+            return
+        layout.check(spec)
+        self._storage[name] = layout.pack(spec, present.unpack(spec, self._storage[name]))
+        self._layouts[name] = layout
+        self.relayouts += 1
+
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The values, in the shape and dtype of the spec. A view, but for a tagged tensor a copy."""
+        """The values in natural order, in the shape and dtype of the spec.
+
+        A view where they are stored so; to change a tagged tensor or one of another layout, ``write``.
+        """
         storage, spec = self._storage[name], self._specs[name]
         if not spec.tagged:
-            return storage
+            return self.layout(name).unpack(spec, storage)
         values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
         return values.reshape(spec.shape)
 
-    def copy(self) -> Memory:
-        """A memory of its own with the same contents; tensors that no program writes are shared."""
-        twin = Memory(self.device)
+    def write(self, name: str, value: torch.Tensor) -> None:
+        """Store values of natural order, whatever the layout; words of a tagged tensor as the next step's.
+
+        Raises ValueError when the shape is not that of the tensor.
+        """
+        storage, spec = self._storage[name], self._specs[name]
+        if tuple(value.shape) != spec.shape:
+            raise ValueError(f"tensor {name} has shape {spec.shape}, not {tuple(value.shape)}")
+        value = value.to(self.device, TORCH_DTYPE[spec.dtype]).contiguous()
+        if spec.tagged:
+            storage[..., 0] = value.reshape(spec.rows, -1).view(torch.int32)
+            storage[..., 1] = int(np.uint32((self.epoch + 1) & 0xFFFFFFFF).view(np.int32))
+        else:
+            storage.copy_(self.layout(name).pack(spec, value))
+
+    def take(self, name: str, other: Memory) -> None:
+        """Copy a tensor's contents, tags included, from another memory, whatever device and layouts."""
+        if self._specs[name].tagged or self.layout(name) == other.layout(name):
+            self._storage[name].copy_(other.storage(name))
+        else:
+            self.write(name, other[name])
+
+    def copy(self, device: torch.device | str | None = None) -> Memory:
+        """A memory of its own with the same contents, on this or another device.
+
+        On the same device tensors that no program writes are shared; on another all are in natural order.
+        """
+        twin = Memory(self.device if device is None else device)
         twin._specs = dict(self._specs)
+        twin.epoch = self.epoch
+        if twin.device != self.device:
+            twin._storage = {
+                name: (t if self._specs[name].tagged else self[name]).to(twin.device)
+                for name, t in self._storage.items()
+            }
+            twin._layouts = dict.fromkeys(self._layouts, ROWS)
+            return twin
+        twin._layouts = dict(self._layouts)
         twin._storage = {
             name: t.clone() if self._specs[name].writable else t
             for name, t in self._storage.items()
         }
-        twin.epoch = self.epoch
         return twin
 
     @property

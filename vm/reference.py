@@ -14,6 +14,7 @@ import torch
 
 from megavm.vm.config import NONE
 from megavm.vm.isa import TensorSpec
+from megavm.vm.layout import ROWS
 from megavm.vm.machine import Executable, MachineFault, WorkerState
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
@@ -171,6 +172,7 @@ class ReferenceMachine:
     """Runs programs one instruction at a time, in torch."""
 
     name = "reference"
+    memory_device = "cpu"
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         if verify:
@@ -181,6 +183,10 @@ class ReferenceMachine:
             if memory.spec(spec.name) != spec:
                 raise ValueError(
                     f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
+                )
+            if memory.layout(spec.name) != ROWS:
+                raise ValueError(
+                    f"tensor {spec.name} has the layout {memory.layout(spec.name)}, not rows"
                 )
         return ReferenceExecutable(program, memory)
 

@@ -7,7 +7,8 @@
 2. *Progress.* Every tagged word that is read has one writer in a step; no deadlock: static queues under
    their order, a dynamic queue with any number of workers.
 3. *Order.* Any two accesses to overlapping regions, one of them a write, are ordered in every execution,
-   within a step and from step to step; activations are written before they are read.
+   within a step and from step to step; activations are written before they are read. (What a step reads
+   of the rows that earlier steps wrote is ordered after those, and conflicts with nothing else.)
 
 The second and third are happens_before.cpp; its header states the model, and why two steps are enough.
 """
@@ -240,7 +241,7 @@ class _Verifier:
     # declaration depends on nothing else: one of each kind is asked.
 
     def _declared_accesses(self) -> Ints:
-        """Rows (instruction, tensor, rows, columns, write, indexed), sorted by instruction.
+        """Rows (instruction, tensor, rows, columns, write, indexed, earlier), sorted by instruction.
 
         Of tensors that instructions may write.
         """
@@ -253,7 +254,7 @@ class _Verifier:
             + [-1],
             dtype=np.int64,
         )
-        parts = [np.empty((0, 8), np.int64)]
+        parts = [np.empty((0, 9), np.int64)]
         for opcode, cls in instruction_set().items():
             numbers = np.flatnonzero(self.words[:, 0] == opcode)
             if len(numbers):
@@ -285,13 +286,13 @@ class _Verifier:
             for row in representatives
         ]
         lengths = np.array([len(d) for d in declared])
-        table = np.array([access for d in declared for access in d], np.int64).reshape(-1, 7)
+        table = np.array([access for d in declared for access in d], np.int64).reshape(-1, 8)
         starts = np.cumsum(lengths) - lengths
         sizes = lengths[alike]
         row = np.repeat(np.arange(len(numbers)), sizes)
         offset = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         picked = table[starts[alike[row]] + offset]
-        result = np.empty((len(row), 8), np.int64)
+        result = np.empty((len(row), 9), np.int64)
         result[:, 0] = numbers[row]
         if len(row):
             result[:, 1] = handles[row, picked[:, 0]]
@@ -306,7 +307,13 @@ class _Verifier:
                 self._fail(number, sentence)
             self._check_resources(number, inst)
             return [
-                (handles.index(region.tensor), *self._span(region), write, region.indexed)
+                (
+                    handles.index(region.tensor),
+                    *self._span(region),
+                    write,
+                    region.indexed,
+                    region.earlier,
+                )
                 for regions, write in ((inst.reads, False), (inst.writes, True))
                 for region in self._regions(number, regions, write, handles)
                 if self.tensors[region.tensor].writable
@@ -353,6 +360,13 @@ class _Verifier:
                 self._fail(number, f"writes {spec.name}, which is {_article(spec.kind)}")
             if spec.tagged and region.indexed:
                 self._fail(number, f"{verb} indexed rows of {spec.name}, which is tagged")
+            if region.earlier and (
+                write or not region.indexed or spec.kind is not TensorKind.STATE
+            ):
+                self._fail(
+                    number,
+                    f"{verb} earlier rows of {spec.name}: only indexed rows of a state can be read so",
+                )
             per_word = 4 // spec.dtype.size
             if spec.tagged and write and any(c % per_word for c in region.columns):
                 begin, end = region.columns
@@ -407,8 +421,8 @@ class _Verifier:
         raise VerificationError(getattr(self, f"_{rule}")(*found), rule, tuple(found))
 
     def _access(self, row: Ints, step: int) -> Access:
-        number, tensor, top, bottom, left, right, write, indexed = (int(v) for v in row)
-        region = Region(tensor, (top, bottom), (left, right), bool(indexed))
+        number, tensor, top, bottom, left, right, write, indexed, earlier = (int(v) for v in row)
+        region = Region(tensor, (top, bottom), (left, right), bool(indexed), bool(earlier))
         return Access(number, region, bool(write), step)
 
     def _does(self, access: Access) -> str:
@@ -416,7 +430,7 @@ class _Verifier:
         region = access.region
         return (
             f"{self._place(access.instruction)} {'writes' if access.write else 'reads'} "
-            f"{'indexed ' if region.indexed else ''}rows [{region.rows[0]}, {region.rows[1]}) "
+            f"{'earlier ' if region.earlier else ''}{'indexed ' if region.indexed else ''}rows [{region.rows[0]}, {region.rows[1]}) "
             f"columns [{region.columns[0]}, {region.columns[1]}) of {self.tensors[region.tensor].name}"
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megavm.instructions.qkv_rope import check_newest
 from megavm.instructions.tiles import ranges, shapes
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -35,6 +36,11 @@ class Attention(Instruction):
     unnormalised sum, its maximum m and its sum l of exp(score - m) go to ``partial`` (an empty split
     writes m = -inf, l = 0), and AttentionMerge joins them. Softmax is computed online over KV blocks
     (Milakov and Gimelshein 2018, arXiv:1805.02867; the split: Flash-Decoding, Dao et al. 2023).
+
+    With ``k_new`` and ``v_new`` the row's own token comes from there: K[p] := k_new[r], V[p] := v_new[r].
+    Of the caches only positions below p are read, which earlier steps wrote: the rows of the step
+    must belong to different sequences. Position p lies in the last chunk, so only the last split
+    reads k_new and v_new.
     """
 
     opcode = 8
@@ -42,6 +48,8 @@ class Attention(Instruction):
     q = tensor("rotated queries [rows, heads * d]", F32, BF16)
     k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
     v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
+    k_new = tensor("keys of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True)
+    v_new = tensor("values of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True)
     out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True)
     partial = tensor("[rows, splits, heads, d + 2], with several splits", F32, optional=True)
     row_sequence = tensor("sequence of each row [rows]", I32)
@@ -64,6 +72,10 @@ class Attention(Instruction):
         cache = tensors[self.k_cache]
         return tensors[self.q].columns // (cache.shape[1] * cache.shape[3])
 
+    def newest(self) -> Iterator[int]:
+        """k_new and v_new, if it reads them."""
+        return present(self.k_new, self.v_new) if self.split == self.num_splits - 1 else iter(())
+
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
         head_dim = tensors[self.k_cache].shape[3]
@@ -71,7 +83,10 @@ class Attention(Instruction):
         group = self.group(tensors)
         yield Region(self.q, rows, (columns[0] * group, columns[1] * group))
         for cache in (self.k_cache, self.v_cache):
-            yield Region(cache, (0, self.step_rows), columns, indexed=True)
+            earlier = self.k_new != NONE
+            yield Region(cache, (0, self.step_rows), columns, indexed=True, earlier=earlier)
+        for handle in self.newest():
+            yield Region(handle, rows, columns)
         yield Region(self.row_sequence, rows, (0, 1))
         yield Region(self.row_position, rows, (0, 1))
         yield whole(tensors, self.block_table)
@@ -94,9 +109,9 @@ class Attention(Instruction):
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
         tokens = self.context // self.num_splits
         width = heads * cache.shape[3]
-        return rows * (
-            2 * tokens * width * cache.dtype.size + 2 * width * self.group(tensors) * q.dtype.size
-        )
+        copied = sum(width * tensors[h].dtype.size for h in self.newest())
+        queries = 2 * width * self.group(tensors) * q.dtype.size
+        return rows * (2 * tokens * width * cache.dtype.size + queries + copied)
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
@@ -113,6 +128,23 @@ class Attention(Instruction):
             accumulator_bytes=4 * group * (head_dim + 2),
             semaphores=2,
         )
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        cache, group = tensors[self.k_cache], self.group(tensors)
+        head_dim = cache.shape[3]
+        bf16 = all(
+            tensors[h].dtype is BF16
+            for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))
+        )
+        return {
+            "head_dim": head_dim,
+            "group": group,
+            "block_size": cache.shape[2],
+            "bf16": int(bf16),
+            # Eight warps leave sums, highest score and total weight of every query head.
+            "max_scratch": 8 * group * (head_dim + 2) * 4,
+        }
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))
@@ -142,7 +174,10 @@ class Attention(Instruction):
             tensors,
             out=(self.out, None, q.columns),
             row_count=(self.row_count, 1, 1),
+            k_new=(self.k_new, None, kv_heads * head_dim),
+            v_new=(self.v_new, None, kv_heads * head_dim),
         )
+        yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
         for handle in present(self.partial):
             spec = tensors[handle]
             if spec.columns < self.num_splits * heads * (head_dim + 2) or spec.rows < self.row_end:

@@ -144,6 +144,10 @@ struct AttentionTile {
   Worker& worker;
   const Tensor& k_cache;
   const Tensor& v_cache;
+  // Room for the keys and values of the KV block that holds the row's own token, with k_new and
+  // v_new.
+  Element* keys_of_last;
+  Element* values_of_last;
 
   // The values of one KV block and one KV head.
   const Element* block_of(const Tensor& cache, int64_t block, int64_t head) const {
@@ -151,9 +155,22 @@ struct AttentionTile {
            (block * cache.shape[1] + head) * cache.shape[2] * cache.shape[3];
   }
 
-  // Tokens [begin, end) of a row's sequence, for the query heads of one KV head.
-  void attend(const AttentionState& state, int64_t sequence, int64_t kv_head,
-              const Range& tokens) const {
+  // `before` rows of a KV block, then the row's own.
+  const Element* with_newest(Element* room, const Element* block, int before, uint32_t newest,
+                             int64_t row, int64_t kv_head) const {
+    const int64_t d = k_cache.shape[3];
+    std::memcpy(room, block, sizeof(Element) * before * d);
+    for (int64_t c = 0; c < d; c += kLanes) {
+      const int count = lanes_at(c, d);
+      store(room + before * d + c, load_row(worker, newest, row, kv_head * d + c, count), count);
+    }
+    return room;
+  }
+
+  // Tokens of a row's sequence, for the query heads of one KV head. `has_newest`: the last of them
+  // is the row's own, and not in the caches.
+  void attend(const AttentionState& state, int64_t row, int64_t sequence, int64_t kv_head,
+              const Range& tokens, bool has_newest) const {
     constexpr int kMany = kNative == 16 ? 4 : 2;
     const int64_t block_size = k_cache.shape[2];
     for (int64_t begin = tokens.begin; begin < tokens.end; begin += block_size) {
@@ -163,6 +180,10 @@ struct AttentionTile {
           static_cast<int>(tokens.end - begin < block_size ? tokens.end - begin : block_size);
       const Element* keys = block_of(k_cache, block, kv_head);
       const Element* values = block_of(v_cache, block, kv_head);
+      if (has_newest && begin + count == tokens.end) {
+        keys = with_newest(keys_of_last, keys, count - 1, inst.k_new, row, kv_head);
+        values = with_newest(values_of_last, values, count - 1, inst.v_new, row, kv_head);
+      }
       int head = 0;
       for (; head + kMany <= state.heads; head += kMany)
         attend_heads<kMany>(state, head, keys, values, count, inst.scale);
@@ -193,9 +214,15 @@ struct AttentionTile {
 
 template <typename Element>
 inline void attention(const Attention& inst, Worker& worker) {
-  const AttentionTile<Element> tile{inst, worker, worker.tensor(inst.k_cache),
-                                    worker.tensor(inst.v_cache)};
-  const int64_t d = tile.k_cache.shape[3], block_size = tile.k_cache.shape[2];
+  const Tensor& k_cache = worker.tensor(inst.k_cache);
+  const int64_t d = k_cache.shape[3], block_size = k_cache.shape[2];
+  const int64_t room = inst.k_new == kNone ? 0 : block_size * d;
+  const AttentionTile<Element> tile{inst,
+                                    worker,
+                                    k_cache,
+                                    worker.tensor(inst.v_cache),
+                                    worker.allocate<Element>(room),
+                                    worker.allocate<Element>(room)};
   const int heads = static_cast<int>(worker.tensor(inst.q).columns / (tile.k_cache.shape[1] * d));
   const int64_t limit = worker.tensor(inst.block_table).columns * block_size;
   const AttentionState state(worker, heads, d, block_size);
@@ -209,13 +236,14 @@ inline void attention(const Attention& inst, Worker& worker) {
     const int64_t begin = inst.split * chunks / inst.num_splits * inst.chunk;
     const int64_t end = (int64_t{inst.split} + 1) * chunks / inst.num_splits * inst.chunk;
     const Range tokens{begin, end < context ? end : context};
+    const bool has_newest = inst.k_new != kNone && tokens.end == context;
     for (int64_t kv_head = inst.head_begin; kv_head < inst.head_end; ++kv_head) {
       for (int h = 0; h < heads; ++h)
         for (int64_t c = 0; c < d; c += kLanes)
           store(state.q + h * state.stride + c,
                 load_row(worker, inst.q, row, (kv_head * heads + h) * d + c, lanes_at(c, d)));
       state.start();
-      tile.attend(state, sequence, kv_head, tokens);
+      tile.attend(state, row, sequence, kv_head, tokens, has_newest);
       tile.finish(state, row, kv_head * heads);
     }
   }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,8 +31,10 @@ class Case:
     tagged: bool = False
     kv_head_range: tuple[int, int] | None = None
     splits: tuple[int, int, int] = (0, 1, 8)  # split, number of splits, chunk
+    newest: bool = False  # k_new and v_new: rows of different sequences
 
 
+APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 
 CASES = [
@@ -52,6 +55,39 @@ CASES = [
     Case("second of three splits", 4, 2, 16, MIXED, 6, cache=BF16, splits=(1, 3, 16)),
     Case("last of three splits", 4, 2, 20, MIXED, 6, tagged=True, splits=(2, 3, 16)),
     Case("split of some heads", 6, 3, 8, MIXED, 6, kv_head_range=(1, 3), splits=(1, 2, 8)),
+    Case("newest", 4, 2, 16, APART, 5, newest=True),
+    Case("newest, bf16", 8, 2, 64, APART, 4, q=BF16, cache=BF16, out=BF16, newest=True),
+    Case("newest, tagged, at position 0", 6, 3, 10, [(1, 0)], 1, tagged=True, newest=True),
+    Case(
+        "newest, tagged, some heads",
+        8,
+        4,
+        64,
+        [(0, 40)],
+        1,
+        block_size=16,
+        q=BF16,
+        cache=BF16,
+        out=BF16,
+        tagged=True,
+        newest=True,
+        kv_head_range=(1, 3),
+        splits=(0, 1, 16),
+    ),
+    Case("newest, first of two splits", 4, 2, 16, APART, 5, newest=True, splits=(0, 2, 16)),
+    Case("newest, last of two splits", 4, 2, 16, APART, 5, newest=True, splits=(1, 2, 16)),
+    Case(
+        "newest, tagged, last of three splits",
+        4,
+        2,
+        20,
+        APART,
+        3,
+        cache=BF16,
+        tagged=True,
+        newest=True,
+        splits=(2, 3, 8),
+    ),
     Case("no live row", 2, 2, 16, MIXED, 0, tagged=True),
 ]
 
@@ -66,7 +102,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     table = Table(rng)
     d, rows = case.head_dim, len(case.rows)
     per_sequence = -(-64 // case.block_size)
-    num_blocks = 3 * per_sequence + 4
+    num_blocks = 5 * per_sequence + 4
     steps = paged_step(table, case.rows, case.live, per_sequence, num_blocks)
     cache_shape = (num_blocks, case.kv_heads, case.block_size, d)
     split, num_splits, chunk = case.splits
@@ -77,6 +113,11 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         shape = (rows, num_splits, case.heads, d + 2)
         partial = table.output("partial", shape, F32, tagged=case.tagged)
     head_begin, head_end = case.kv_head_range or (0, case.kv_heads)
+    newest: dict[str, Any] = {
+        name: table.activation(name, (rows, case.kv_heads * d), case.cache, tagged=case.tagged)
+        for name in ("k_new", "v_new")
+        if case.newest
+    }
     inst = Attention(
         q=table.activation("q", (rows, case.heads * d), case.q, tagged=case.tagged),
         k_cache=table.add(
@@ -87,6 +128,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         ),
         out=out,
         partial=partial,
+        **newest,
         row_sequence=steps.row_sequence,
         row_position=steps.row_position,
         block_table=steps.block_table,

@@ -26,6 +26,11 @@ def execute(inst: Attention, m: View) -> None:
                 m.raw(cache)[blocks, head].reshape(-1, head_dim)[: max(end - begin, 0)].float()
                 for cache in (inst.k_cache, inst.v_cache)
             )
+            if inst.k_new != NONE and end == context:
+                columns = (head * head_dim, (head + 1) * head_dim)
+                keys[-1:], values[-1:] = (
+                    m.read(new, (row, row + 1), columns) for new in (inst.k_new, inst.v_new)
+                )
             scores = inst.scale * (q @ keys.T)
             highest = torch.full((group, 1), -torch.inf)
             if end > begin:

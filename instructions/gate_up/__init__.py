@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import product_resources, ranges, shapes
+from megavm.instructions.tiles import product_constants, product_resources, ranges, shapes
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -69,6 +69,12 @@ class GateUp(Instruction):
             2 * (self.column_end - self.column_begin),
             gate.columns,
             gate.dtype.size,
+        )
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        return product_constants(
+            tensors, x=self.x, weight=self.gate, gain=self.gain, biases=(self.gate_bias, self.up_bias)
         )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:

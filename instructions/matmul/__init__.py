@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import product_resources, ranges, shapes
+from megavm.instructions.tiles import product_constants, product_resources, ranges, shapes
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
     BF16,
@@ -29,6 +29,10 @@ class Matmul(Instruction):
     ``row_index[r]``, or r without it. ``norm`` is RmsNorm with ``gain`` and ``eps``, or nothing without
     a gain. The input of the product is rounded to the weight's type, sums are float32, and the result is
     rounded once to the type of ``out``.
+
+    With ``peaks`` the instruction also writes the largest result of each row and where it is:
+    peaks[r, 2 tile] := max out[r, c], or not-a-number if one of them is; peaks[r, 2 tile + 1] := the lowest c
+    with out[r, c] equal to it (anything after not-a-number). Column numbers are exact in float32.
     """
 
     opcode = 5
@@ -39,6 +43,7 @@ class Matmul(Instruction):
     gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
     residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True)
     out = tensor("result [rows, columns]", F32, BF16)
+    peaks = tensor("largest result and its column [rows, 2 * tiles]", F32, optional=True)
     row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
     row_count = tensor("number of live rows of out [1]; all when absent", I32, optional=True)
     row_begin = integer("first row of out")
@@ -46,6 +51,7 @@ class Matmul(Instruction):
     column_begin = integer("first column of out")
     column_end = integer("end of the columns")
     x_rows = integer("row_index stays below this; row_end without row_index")
+    tile = integer("number of the column tile, in peaks; 0 without peaks")
     eps = real("added to the mean square")
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
@@ -64,7 +70,10 @@ class Matmul(Instruction):
             yield Region(handle, rows, (0, 1))
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
+        rows = (self.row_begin, self.row_end)
+        yield Region(self.out, rows, (self.column_begin, self.column_end))
+        for handle in present(self.peaks):
+            yield Region(handle, rows, (2 * self.tile, 2 * self.tile + 2))
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
@@ -77,6 +86,12 @@ class Matmul(Instruction):
             self.column_end - self.column_begin,
             weight.columns,
             weight.dtype.size,
+        )
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        return product_constants(
+            tensors, x=self.x, weight=self.weight, gain=self.gain, biases=(self.bias,)
         )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
@@ -96,3 +111,15 @@ class Matmul(Instruction):
         )
         if self.row_index == NONE and self.x_rows != self.row_end:
             yield f"x_rows is {self.x_rows}, expected row_end {self.row_end} without row_index"
+        if self.peaks == NONE and self.tile:
+            yield f"tile is {self.tile}, expected 0 without peaks"
+        if self.peaks != NONE and not self.may_have_peaks(out):
+            yield (
+                f"peaks are of {out.name}, {out.columns} columns of {out.dtype.name}: "
+                "expected fewer than 2^24 of F32"
+            )
+
+    @staticmethod
+    def may_have_peaks(out: TensorSpec) -> bool:
+        """Whether float32 holds the results and the numbers of their columns exactly."""
+        return out.dtype is F32 and out.columns < 1 << 24

@@ -4,6 +4,18 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
+// The largest element of a row so far, and the lowest column that holds it.
+struct Peak {
+  float value;
+  int64_t column;
+
+  // Not-a-number stays.
+  void update(float candidate, int64_t at) {
+    if (candidate > value || candidate != candidate || (candidate == value && at < column))
+      *this = {candidate, at};
+  }
+};
+
 template <typename Weight>
 inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t first_row) {
   const Weight* weight = worker.data<const Weight>(inst.weight);
@@ -15,12 +27,21 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
     const int second = left > kLanes ? lanes_at(kLanes, left) : 0;
     return Block<Weight>{{rows, rows + (second ? kLanes * in.k : 0)}, {lanes_at(0, left), second}};
   };
+  Peak* peaks = nullptr;  // of the live rows
+  if (inst.peaks != kNone) {
+    peaks = worker.allocate<Peak>(in.num_rows);
+    for (int i = 0; i < in.num_rows; ++i) peaks[i] = {-__builtin_inff(), inst.column_begin};
+  }
   const auto finish = [&](int64_t row, int64_t column, Vec value) {
     if (column >= inst.column_end) return;
     const int count = lanes_at(column, inst.column_end);
     if (inst.bias != kNone) value = value + load_row(worker, inst.bias, 0, column, count);
     if (inst.residual != kNone) value = value + load_row(worker, inst.residual, row, column, count);
     store_row(worker, inst.out, row, column, value, count);
+    if (!peaks) return;
+    float values[kLanes];
+    store(values, value);
+    for (int i = 0; i < count; ++i) peaks[row - first_row].update(values[i], column + i);
   };
   product<Weight>(worker, in, static_cast<int>((columns + kWidth - 1) / kWidth), block_at,
                   [&](int b, int i, const Vec& low, const Vec& high) {
@@ -28,6 +49,10 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
                     finish(first_row + i, column, low);
                     finish(first_row + i, column + kLanes, high);
                   });
+  for (int i = 0; peaks && i < in.num_rows; ++i) {
+    const float pair[kLanes] = {peaks[i].value, static_cast<float>(peaks[i].column)};
+    store_row(worker, inst.peaks, first_row + i, 2 * int64_t{inst.tile}, load(pair), 2);
+  }
 }
 
 inline void execute(const Matmul& inst, Worker& worker) {

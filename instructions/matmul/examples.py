@@ -28,6 +28,7 @@ class Case:
     tagged: bool = False
     extras: bool = False  # bias, gain, residual
     gather: bool = False
+    tiles: int = 0  # column tiles that peaks have room for, if there are peaks
 
 
 CASES = [
@@ -43,6 +44,14 @@ CASES = [
     Case("tagged", rows=2, k=64, columns=34, tagged=True, extras=True),
     Case("gathered", rows=6, k=48, columns=20, gather=True, live=4),
     Case("no live row", rows=3, live=0, tagged=True),
+]
+
+PEAKS = [
+    Case("peaks", rows=3, columns=45, tiles=1),
+    Case("peaks of one column", columns=1, tiles=2),
+    Case("peaks, tagged", rows=2, columns=34, tagged=True, extras=True, tiles=3),
+    Case("peaks, gathered", rows=4, k=48, columns=70, gather=True, live=3, tiles=4),
+    Case("peaks, sums stay", rows=40, k=1100, columns=35, tiles=2),
 ]
 
 
@@ -66,6 +75,9 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
     yield example(
         rng, Case("large all bf16", rows=130, k=1088, columns=40, weight=BF16, x=BF16, live=129)
     )
+    for case in PEAKS:
+        yield example(rng, case)
+        yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))
 
 
 def example(rng: np.random.Generator, case: Case) -> Example:
@@ -84,6 +96,9 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         if case.extras
         else NONE,
         out=table.output("out", out_shape, case.out, tagged=case.tagged),
+        peaks=table.output("peaks", (out_shape[0], 2 * case.tiles), F32, tagged=case.tagged)
+        if case.tiles
+        else NONE,
         row_index=table.integers(
             "row_index", [0] + [int(i) for i in rng.integers(0, x_rows, case.rows + 1)]
         )
@@ -95,6 +110,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         column_begin=1 if case.out is F32 or not case.tagged else 2,
         column_end=case.columns + 1,
         x_rows=x_rows if case.gather else case.rows + 1,
+        tile=max(case.tiles - 1, 0),
         eps=1e-5,
     )
     return Example(case.name, inst, table.specs, table.values)

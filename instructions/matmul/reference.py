@@ -23,3 +23,8 @@ def execute(inst: Matmul, m: View) -> None:
     if inst.residual != NONE:
         out += m.read(inst.residual, rows, columns)
     m.write(inst.out, rows, columns, out)
+    if inst.peaks != NONE:
+        largest = out.amax(-1, keepdim=True)
+        column = inst.column_begin + (out == largest).float().argmax(-1, keepdim=True)
+        pair = torch.cat([largest, column.float()], dim=1)
+        m.write(inst.peaks, rows, (2 * inst.tile, 2 * inst.tile + 2), pair)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import product_resources, ranges, shapes
+from megavm.instructions.tiles import product_constants, product_resources, ranges, shapes
+from megavm.vm.config import NONE
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -36,6 +37,10 @@ class QkvRope(Instruction):
     of a row at position p of sequence s is row p % block_size of KV block block_table[s, p // block_size];
     p is row_position[r] plus the number of the step within its launch. ``norm``, biases and rounding
     are those of Matmul.
+
+    With ``k_new`` and ``v_new`` the rotated key and the value go there as well, to row r:
+    k_new[r], v_new[r] := k_cache[slot(r)], v_cache[slot(r)]. Attention can read them as tagged words,
+    and then no instruction of the step waits for the caches.
     """
 
     opcode = 7
@@ -51,6 +56,8 @@ class QkvRope(Instruction):
     q = tensor("rotated queries [rows, heads * d]", F32, BF16)
     k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
     v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
+    k_new = tensor("the keys again [rows, kv heads * d]", F32, BF16, optional=True)
+    v_new = tensor("the values again [rows, kv heads * d]", F32, BF16, optional=True)
     rope = tensor("cos and sin of the angles [positions, d]", F32)
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
@@ -107,15 +114,24 @@ class QkvRope(Instruction):
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
         outputs = (self.q, self.k_cache, self.v_cache)
+        copies = (NONE, self.k_new, self.v_new)
         for part, begin, end, _ in self.parts(tensors):
             yield Region(outputs[part], rows, (begin, end), indexed=part > 0)
+            for handle in present(copies[part]):
+                yield Region(handle, rows, (begin, end))
 
     def bytes(self, tensors: Sequence[TensorSpec]) -> int:
         rows = self.row_end - self.row_begin
         k = tensors[self.x].columns
         columns = 2 * (self.pair_end - self.pair_begin)
         x, weight, q = tensors[self.x], tensors[self.q_weight], tensors[self.q]
-        return rows * k * x.dtype.size + columns * (k * weight.dtype.size + rows * q.dtype.size)
+        copied = sum(
+            r.elements * tensors[r.tensor].dtype.size
+            for r in self.writes(tensors)
+            if r.tensor in (self.k_new, self.v_new)
+        )
+        product = columns * (k * weight.dtype.size + rows * q.dtype.size)
+        return rows * k * x.dtype.size + product + copied
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = 2 * (self.row_end - self.row_begin) * (self.pair_end - self.pair_begin)
@@ -129,6 +145,16 @@ class QkvRope(Instruction):
             weight.columns,
             weight.dtype.size,
         )
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        return product_constants(
+            tensors,
+            x=self.x,
+            weight=self.q_weight,
+            gain=self.gain,
+            biases=(self.q_bias, self.k_bias, self.v_bias),
+        ) | {"block_size": tensors[self.k_cache].shape[2]}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]
@@ -158,11 +184,29 @@ class QkvRope(Instruction):
             q_bias=(self.q_bias, q.columns, 1),
             k_bias=(self.k_bias, kv_columns, 1),
             v_bias=(self.v_bias, kv_columns, 1),
+            k_new=(self.k_new, None, kv_columns),
+            v_new=(self.v_new, None, kv_columns),
             gain=(self.gain, x.columns, 1),
             row_count=(self.row_count, 1, 1),
         )
-        if q.tagged and head_dim // 2 * q.dtype.size % 4:
-            yield f"q {q.name} is tagged, but half a head of {head_dim} {q.dtype.name} is no whole words"
+        yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
+        for name in ("q", "k_new", "v_new"):
+            for spec in (tensors[h] for h in present(getattr(self, name))):
+                if spec.tagged and head_dim // 2 * spec.dtype.size % 4:
+                    half = f"half a head of {head_dim} {spec.dtype.name}"
+                    yield f"{name} {spec.name} is tagged, but {half} is no whole words"
         types = {tensors[h].dtype for h in (self.q_weight, self.k_weight, self.v_weight)}
         if len(types) != 1:
             yield f"the three weights hold {', '.join(sorted(t.name for t in types))}"
+
+
+def check_newest(
+    tensors: Sequence[TensorSpec], k_cache: int, k_new: int, v_new: int
+) -> Iterator[str]:
+    """A sentence when only one of k_new and v_new is there, or one has another type than the caches."""
+    if (k_new == NONE) != (v_new == NONE):
+        yield f"{'k_new' if k_new == NONE else 'v_new'} is missing: k_new and v_new go together"
+    for spec in (tensors[h] for h in present(k_new, v_new)):
+        cache = tensors[k_cache]
+        if spec.dtype is not cache.dtype:
+            yield f"{spec.name} holds {spec.dtype.name}, {cache.name} holds {cache.dtype.name}"

@@ -66,8 +66,9 @@ struct QkvRopeTile {
                   const Vec& value) const {
     if (p.part == 0)
       return store_row(worker, inst.q, row, p.head * 2 * half + element, value, p.count);
-    const uint32_t handle = p.part == 1 ? inst.k_cache : inst.v_cache;
-    const Tensor& cache = worker.tensor(handle);
+    const uint32_t copy = p.part == 1 ? inst.k_new : inst.v_new;
+    if (copy != kNone) store_row(worker, copy, row, p.head * 2 * half + element, value, p.count);
+    const Tensor& cache = worker.tensor(p.part == 1 ? inst.k_cache : inst.v_cache);
     const int64_t offset =
         ((slot.block * cache.shape[1] + p.head) * cache.shape[2] + slot.position % cache.shape[2]) *
             2 * half +

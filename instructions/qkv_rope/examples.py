@@ -35,6 +35,7 @@ class Case:
     cache: DType = F32
     tagged: bool = False
     extras: bool = False
+    newest: bool = False  # k_new and v_new
 
 
 MIXED = [(0, 17), (1, 0), (1, 1), (1, 2), (2, 39)]
@@ -51,6 +52,31 @@ CASES = [
     Case("bf16 of float32", 4, 2, 20, MIXED, 5, k=50, weight=BF16, q=BF16, cache=BF16, extras=True),
     Case(
         "tagged", 4, 1, 16, [(0, 5), (1, 9)], 2, weight=BF16, cache=BF16, tagged=True, extras=True
+    ),
+    Case("newest", 4, 2, 16, MIXED, 4, newest=True, extras=True),
+    Case(
+        "newest, bf16, part of the keys",
+        4,
+        2,
+        12,
+        MIXED,
+        5,
+        pairs=(22, 33),
+        cache=BF16,
+        newest=True,
+    ),
+    Case("newest, tagged", 4, 2, 16, [(1, 0)], 1, q=BF16, cache=BF16, tagged=True, newest=True),
+    Case("newest, tagged, rows", 2, 2, 10, MIXED, 3, k=37, tagged=True, newest=True),
+    Case(
+        "newest, tagged, part of a head",
+        2,
+        1,
+        64,
+        [(0, 9)],
+        1,
+        pairs=(72, 120),
+        tagged=True,
+        newest=True,
     ),
     Case("prefill", 4, 2, 64, LONG, 34, k=70, weight=BF16, x=BF16, q=BF16, cache=BF16),
     Case(
@@ -90,6 +116,11 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         name: table.add(name, cache_shape, case.cache, TensorKind.STATE, table.normal(*cache_shape))
         for name in ("k_cache", "v_cache")
     }
+    copies: dict[str, Any] = {
+        name: table.output(name, (num_rows, kv_columns), case.cache, tagged=case.tagged)
+        for name in ("k_new", "v_new")
+        if case.newest
+    }
     biases: dict[str, Any] = {
         name: table.weight(name, (columns,), case.weight) if case.extras else NONE
         for name, columns in (("q_bias", q_columns), ("k_bias", kv_columns), ("v_bias", kv_columns))
@@ -104,6 +135,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         gain=table.gain("gain", case.k, case.weight) if case.extras else NONE,
         q=table.output("q", (num_rows, q_columns), case.q, tagged=case.tagged),
         **caches,
+        **copies,
         rope=table.add(
             "rope",
             (POSITIONS, d),

@@ -3,6 +3,7 @@
 import torch
 
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
 
@@ -33,7 +34,12 @@ def execute(inst: QkvRope, m: View) -> None:
             m.write(inst.q, rows, (low, low + 1), a[:, None])
             m.write(inst.q, rows, (high, high + 1), b[:, None])
             continue
-        cache = m.raw(inst.k_cache if part == 1 else inst.v_cache)
+        cache, copy = m.raw(inst.k_cache), inst.k_new
+        if part == 2:
+            cache, copy = m.raw(inst.v_cache), inst.v_new
+        if copy != NONE:
+            m.write(copy, rows, (low, low + 1), a[:, None])
+            m.write(copy, rows, (high, high + 1), b[:, None])
         for i, row in enumerate(range(*rows)):
             block, slot = m.slots(inst, row)
             cache[block, head, slot, [j, half + j]] = torch.stack([a[i], b[i]]).to(cache.dtype)

@@ -15,6 +15,7 @@ from megavm.vm.isa import (
     Resources,
     TensorSpec,
     integer,
+    present,
     tensor,
     whole,
 )
@@ -66,11 +67,16 @@ class Sample(Instruction):
        sampling from softmax), u_t uniform in (0, 1) from (seed, p, t) as in ``uniform``.
 
     So the choice depends on the sequence, its seed and its logits alone, and not on the batch.
+
+    ``peaks`` holds the largest logit and its column for every tile of columns, as Matmul writes them. With it
+    a row of temperature 0 without penalties and masked stop tokens takes the largest pair (the
+    lowest column among equals) and does not read its logits: the same choice.
     """
 
     opcode = 10
 
     logits = tensor("logits [logit rows, vocabulary]", F32)
+    peaks = tensor("largest logit and its column [logit rows, 2 * tiles]", F32, optional=True)
     adjusted = tensor("for adjusted logits [logit rows, vocabulary]", F32, workspace=True)
     tokens = tensor("token ids of every sequence [sequences, max length]", I32)
     sampling_real = tensor("real parameters [sequences, REAL_COLUMNS]", F32)
@@ -85,6 +91,8 @@ class Sample(Instruction):
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
         yield Region(self.logits, rows, (0, tensors[self.logits].columns))
+        for handle in present(self.peaks):
+            yield Region(handle, rows, (0, tensors[handle].columns))
         yield Region(self.tokens, rows, (0, tensors[self.tokens].columns), indexed=True)
         yield Region(self.logit_row, rows, (0, 1))
         for handle in (
@@ -110,6 +118,10 @@ class Sample(Instruction):
     def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
         return Resources(pages=6, scratch_bytes=1024, semaphores=2)
 
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        return {"max_scratch": 8448}  # a histogram of 1024 bins of 8 bytes, and sums of the warps
+
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         logits = tensors[self.logits]
         sequences = tensors[self.tokens].rows
@@ -121,6 +133,9 @@ class Sample(Instruction):
             sampling_integer=(self.sampling_integer, sequences, INTEGER_COLUMNS),
             logit_count=(self.logit_count, 1, 1),
         )
+        for handle in present(self.peaks):
+            if tensors[handle].columns % 2:
+                yield f"peaks {tensors[handle].name} has {tensors[handle].columns} columns, not pairs"
 
 
 def uniform(seed: int, position: int, token: int) -> float:

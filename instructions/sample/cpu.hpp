@@ -113,7 +113,8 @@ class Sampler {
                            reals_[sample::kPresencePenalty] != 0.0f ||
                            reals_[sample::kFrequencyPenalty] != 0.0f;
     const bool greedy = reals_[sample::kTemperature] == 0.0f;
-    if (greedy && !penalised && masked_ == 0) return largest_logit(row);
+    if (greedy && !penalised && masked_ == 0)
+      return inst_.peaks == kNone ? largest_logit(row) : largest_peak(row);
     a_ = worker_.data<float>(inst_.adjusted) + row * vocabulary_;
     copy_logits(row);
     for (int i = 0; i < masked_; ++i) {
@@ -167,6 +168,24 @@ class Sampler {
         return count == kLanes ? logits.load(row, t) : logits.load(row, t, count);
       });
     });
+  }
+
+  int64_t largest_peak(int64_t row) const {
+    const int64_t columns = worker_.tensor(inst_.peaks).columns;
+    float largest = -__builtin_inff();
+    int64_t token = vocabulary_;
+    for (int64_t c = 0; c < columns; c += 2) {
+      float pair[kLanes];
+      store(pair, load_row(worker_, inst_.peaks, row, c, 2));
+      if (pair[0] != pair[0])
+        worker_.fault("logits of row %lld hold NaN", static_cast<long long>(row));
+      const auto at = static_cast<int64_t>(pair[1]);
+      if (pair[0] > largest || (pair[0] == largest && at < token)) {
+        largest = pair[0];
+        token = at;
+      }
+    }
+    return token;
   }
 
   int64_t largest_adjusted() const {

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real, Sample
+from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.isa import F32, I32, TensorKind
 
@@ -63,6 +64,11 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         {Real.TEMPERATURE: 1.0, Integer.TOP_K: 4},
         steps_of_logit=0.5,
     )
+    for name in ("greedy", "repetition penalty", "stop tokens are masked", "everything"):
+        ((vocabulary, parameters),) = [(v, p) for n, v, p in CASES if n == name]
+        yield example(rng, f"{name}, with peaks", vocabulary, parameters, tile=16)
+    yield example(rng, "equal logits, with peaks", 50, {}, steps_of_logit=0.5, tile=7)
+    yield example(rng, "peaks alone", 50, {}, tile=32, tagged=True, written=False)
     yield example(rng, "not enabled", 50, {Integer.ENABLED: 0}, tagged=True, written=False)
 
 
@@ -76,8 +82,12 @@ def example(
     tagged: bool = False,
     written: bool = True,
     steps_of_logit: float = 0.0,
+    tile: int = 0,
 ) -> Example:
-    """Four sequences with the same parameters and other seeds; the logit rows stand in another order."""
+    """Four sequences with the same parameters and other seeds; the logit rows stand in another order.
+
+    With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``.
+    """
     table = Table(rng)
     logits = table.normal(4, vocabulary, scale=3.0)
     if steps_of_logit:
@@ -103,6 +113,16 @@ def example(
             logits if written else None,
             tagged=tagged,
         ),
+        peaks=table.add(
+            "peaks",
+            (4, 2 * -(-vocabulary // tile)),
+            F32,
+            TensorKind.ACTIVATION,
+            peaks_of(logits, tile),
+            tagged=tagged,
+        )
+        if tile
+        else NONE,
         adjusted=table.output("adjusted", (4, vocabulary), F32),
         tokens=table.add("tokens", (4, LENGTH), I32, TensorKind.STATE, tokens),
         sampling_real=table.add("sampling_real", (4, REAL_COLUMNS), F32, TensorKind.INPUT, reals),
@@ -117,3 +137,13 @@ def example(
         row_end=4,
     )
     return Example(name, inst, table.specs, table.values)
+
+
+def peaks_of(logits: torch.Tensor, tile: int) -> torch.Tensor:
+    """The largest logit of every ``tile`` columns and its column: [rows, 2 * tiles]."""
+    largest = [(part.max(-1).values, part.argmax(-1)) for part in torch.split(logits, tile, -1)]
+    pairs = [
+        torch.stack([value, (number * tile + column).float()], dim=-1)
+        for number, (value, column) in enumerate(largest)
+    ]
+    return torch.cat(pairs, dim=-1)

@@ -5,6 +5,7 @@ import math
 import torch
 
 from megavm.instructions.sample import Integer, Real, Sample, uniform
+from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
 
@@ -17,12 +18,30 @@ def execute(inst: Sample, m: View) -> None:
         reals = [float(v) for v in m.raw(inst.sampling_real)[sequence]]
         if not integers[Integer.ENABLED]:
             continue
+        if inst.peaks != NONE and takes_largest(position, integers, reals):
+            peaks, columns = m.read(inst.peaks, (row, row + 1)).view(-1, 2).T
+            if bool(peaks.isnan().any()):
+                raise IndexError(f"logits of row {row} hold NaN")
+            m.raw(inst.tokens)[sequence, position + 1] = int(columns[peaks == peaks.max()].min())
+            continue
         logits = m.read(inst.logits, (row, row + 1))[0]
         if bool(logits.isnan().any()):
             raise IndexError(f"logits of row {row} hold NaN")
         tokens = m.raw(inst.tokens)[sequence]
         history = tokens[: position + 1].long()
         tokens[position + 1] = choose(logits, history, integers, reals)
+
+
+def takes_largest(position: int, integers: list[int], reals: list[float]) -> bool:
+    """Whether the choice is the largest logit as it stands."""
+    masks = position + 1 < integers[Integer.MIN_LENGTH] and integers[Integer.NUM_STOP] > 0
+    neutral = {
+        Real.TEMPERATURE: 0.0,
+        Real.REPETITION_PENALTY: 1.0,
+        Real.PRESENCE_PENALTY: 0.0,
+        Real.FREQUENCY_PENALTY: 0.0,
+    }
+    return not masks and all(reals[column] == value for column, value in neutral.items())
 
 
 def choose(

@@ -75,6 +75,15 @@ examples:
   megavm program path/to/model --rows 128 --sequences 4 --save prefill.program
 """
 
+_COMPILE_EXAMPLES: Final = """\
+examples:
+  megavm compile path/to/model              for the GPU of this machine
+  megavm compile path/to/model --arch sm_90a
+
+Needs the model's config.json and no weights. Kernels are kept in $MEGAVM_CACHE_DIR, else in
+$XDG_CACHE_HOME/megavm, else in ~/.cache/megavm.
+"""
+
 _INFO_EXAMPLES: Final = """\
 examples:
   megavm info stories
@@ -115,6 +124,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _declare_chat(command("chat", "[MODEL]", "talk to a model", _CHAT_EXAMPLES))
     summary = "show the program that a model is compiled to"
     _declare_program(command("program", "[MODEL]", summary, _PROGRAM_EXAMPLES))
+    summary = "compile a model's GPU kernels ahead of their first use"
+    _declare_compile(command("compile", "[MODEL]", summary, _COMPILE_EXAMPLES))
     _declare_info(command("info", "[MODEL]", "show the sizes of a model", _INFO_EXAMPLES))
     _declare_doctor(command("doctor", "", "show what this machine has and what would run where"))
     return parser, parsers
@@ -196,6 +207,16 @@ def _declare_program(program: Parser) -> None:
     )
     program.option(result, "--save", metavar="FILE", help="write the program to FILE")
     add_machine(program, "machine", "dtype", "workers", "quiet")
+
+
+def _declare_compile(parser: Parser) -> None:
+    add_model(parser)
+    target = parser.add_argument_group("target and output")
+    parser.option(
+        target, "--arch", choices=("sm_90a",), help="compile for this GPU, which need not be there"
+    )
+    parser.option(target, "--json", action="store_true", help="print one JSON object")
+    add_machine(parser, "dtype", "workers", "quiet")
 
 
 def _declare_info(info: Parser) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import importlib.util
 import os
 import platform
 import shutil
@@ -22,8 +21,7 @@ import megavm
 from megavm.vm.cores import physical_cores
 
 EXTENSION: Final = "megavm.vm._native"
-CUDA_MACHINE: Final = "megavm.vm.cuda_machine"
-MIN_COMPUTE_CAPABILITY: Final = (9, 0)
+COMPUTE_CAPABILITY: Final = (9, 0)
 
 # The extensions of the instruction set that the CPU machine can use, as /proc/cpuinfo spells them.
 _ISA_FLAGS: Final = (
@@ -302,26 +300,30 @@ def _examine_machines(
     reasons = {
         "reference": no_torch,
         "cpu": no_torch + no_extension,
-        "cuda": no_torch + no_extension + _missing_for_cuda(gpu),
+        "cuda": no_torch + no_extension + _missing_for_cuda(torch, gpu),
     }
     return {
         name: {"available": not missing, "reasons": missing} for name, missing in reasons.items()
     }
 
 
-def _missing_for_cuda(gpu: dict[str, Any]) -> list[str]:
+def _missing_for_cuda(torch: dict[str, Any], gpu: dict[str, Any]) -> list[str]:
     missing = []
     if sys.platform != "linux":
         missing.append(f"{sys.platform} is not supported, Linux is")
-    if importlib.util.find_spec(CUDA_MACHINE) is None:
-        missing.append("this version of megavm does not have it yet")
     if not gpu["devices"]:
         missing.append(gpu["error"] or "no NVIDIA GPU")
-    elif not any(_capability(device) >= MIN_COMPUTE_CAPABILITY for device in gpu["devices"]):
+    elif not any(_capability(device) == COMPUTE_CAPABILITY for device in gpu["devices"]):
         names = ", ".join(device["name"] for device in gpu["devices"])
-        missing.append(f"{names} is older than compute capability 9.0 (Hopper)")
+        missing.append(f"{names} is not of compute capability 9.0 (Hopper)")
+    if torch["available"] and torch["cuda"] is None:
+        missing.append("torch was built without CUDA")
     if gpu["cuda_core"] is None:
-        missing.append("the package cuda-core, which compiles and loads kernels, is not installed")
+        missing.append('cuda-core is not installed; pip install "megavm[cuda]" brings it')
+    elif torch["available"] and not missing:
+        from megavm.vm.cuda_machine import reason_unavailable
+
+        missing += [reason for reason in (reason_unavailable(),) if reason is not None]
     return missing
 
 

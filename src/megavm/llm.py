@@ -31,15 +31,20 @@ from megavm.scheduler.hub import resolve
 from megavm.scheduler.llama import Limits
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.logprobs import TokenLogprobs
-from megavm.scheduler.runner import Progress, Runner, choose_dtype
+from megavm.scheduler.runner import Progress, Runner, choose_dtype, choose_machine
 from megavm.scheduler.sequence import Delta, Request
 from megavm.tokenizer import Message, StreamDecoder, Tokenizer
+from megavm.vm import cuda_machine
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 LOGIT_ROWS: Final = 64  # positions whose logits `LLM.logits` gets from one step
 DECODER_CONTEXT: Final = 16  # tokens of the prompt that its decoders are shown
 MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
+GPU_KV_FRACTION: Final = 0.85  # of what the weights leave of a GPU's memory
+BLOCK_SIZE: Final = 16
+GPU_BLOCK_SIZE: Final = 64
+GPU_STEPS_PER_LAUNCH: Final = 8
 
 
 class LLM:
@@ -54,22 +59,24 @@ class LLM:
     Args:
         model: a Hugging Face model directory, the name of a model that comes with megavm
             ("stories"), or a model id on the Hugging Face hub.
-        machine: what runs the programs; "auto" is the best that this computer has.
+        machine: what runs the programs; "auto" is the best that this computer has: a GPU that
+            `megavm doctor` finds usable, else the CPU.
         dtype: of weights and KV cache; "auto" as the weights are stored (float16 as bfloat16).
         max_model_len: tokens of the longest sequence, prompt included; None takes the model's
             limit, or less where a KV cache of the default size cannot hold that many.
         max_num_seqs: sequences that run at the same time; others wait.
         max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
         kv_cache_bytes, num_blocks: size of the KV cache, one way or the other; by default as many
-            blocks as `max_num_seqs` sequences of `max_model_len` need, within 4 GiB and a quarter
-            of this computer's memory.
-        block_size: tokens of a KV block.
+            blocks as `max_num_seqs` sequences of `max_model_len` need, within 85 % of what the
+            weights leave of a GPU's memory, or on the CPU 4 GiB and a quarter of this computer's.
+        block_size: tokens of a KV block; None is 64 on a GPU and 16 elsewhere.
         workers: threads of the machine; None takes its own choice.
         seed: of the generator that seeds the requests that come without a seed.
         prefix_caching: keep the keys and values of finished sequences for prompts that begin alike.
         overlap: plan the next step while one runs; None does so where the processor is not the
             machine itself, whose threads it would disturb.
-        steps_per_launch: tokens that a sequence may get before its stop conditions are looked at.
+        steps_per_launch: tokens that a sequence may get before its stop conditions are looked at;
+            None is 8 on a GPU and 1 elsewhere.
         progress: called as progress(phase, done, total) while loading.
 
     Raises:
@@ -87,12 +94,12 @@ class LLM:
         max_num_batched_tokens: int = 512,
         kv_cache_bytes: int | None = None,
         num_blocks: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         workers: int | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
         overlap: bool | None = None,
-        steps_per_launch: int = 1,
+        steps_per_launch: int | None = None,
         progress: Progress | None = None,
     ) -> None:
         report: Callable[[str, int, int], None] = progress or (lambda phase, done, total: None)
@@ -112,11 +119,17 @@ class LLM:
         self.checkpoint = Checkpoint.open(directory)
         self.checkpoint.check()
         config = self.checkpoint.config
+        machine_name = choose_machine(machine)
+        on_gpu = machine_name == "cuda"
+        if block_size is None:
+            block_size = GPU_BLOCK_SIZE if on_gpu else BLOCK_SIZE
+        if steps_per_launch is None:
+            steps_per_launch = GPU_STEPS_PER_LAUNCH if on_gpu else 1
+        itemsize = choose_dtype(config, dtype).size
         self.max_model_len, blocks = _kv_sizes(
             config,
-            block_bytes=config.kv_elements_per_token
-            * block_size
-            * choose_dtype(config, dtype).size,
+            available_bytes=_gpu_kv_bytes(config, itemsize) if on_gpu else _cpu_kv_bytes(),
+            block_bytes=config.kv_elements_per_token * block_size * itemsize,
             block_size=block_size,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
@@ -134,7 +147,12 @@ class LLM:
         report("reading the tokenizer", 0, 1)
         self.tokenizer = Tokenizer(directory)
         self.runner = Runner.for_checkpoint(
-            self.checkpoint, limits, machine=machine, dtype=dtype, workers=workers, progress=report
+            self.checkpoint,
+            limits,
+            machine=machine_name,
+            dtype=dtype,
+            workers=workers,
+            progress=report,
         )
         report("compiling the program of one token", 0, 1)
         self.runner.program(self.runner.bucket(1, 1, 1))
@@ -144,7 +162,7 @@ class LLM:
             new_decoder=_new_decoder(self.tokenizer) if self.tokenizer.available else None,
             seed=seed,
             prefix_caching=prefix_caching,
-            overlap=self.runner.machine.name == "cuda" if overlap is None else overlap,
+            overlap=on_gpu if overlap is None else overlap,
             steps_per_launch=steps_per_launch,
         )
         self._lock = threading.RLock()
@@ -387,9 +405,34 @@ def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
     return new_decoder
 
 
+def _cpu_kv_bytes() -> int:
+    """Bytes that the default KV cache may take on this computer."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(MAX_KV_BYTES, physical // 4)
+
+
+def _gpu_kv_bytes(config: LlamaConfig, itemsize: int) -> int:
+    """Bytes that the default KV cache may take on the GPU, whose weights are not there yet.
+
+    Raises ValueError when there is no GPU or the weights do not fit.
+    """
+    reason = cuda_machine.reason_unavailable()
+    if reason is not None:
+        raise ValueError(f"machine 'cuda' is not available: {reason}")
+    free = cuda_machine.free_memory()
+    rope = config.max_position_embeddings * config.head_dim * 4
+    weights = config.num_parameters * itemsize + rope
+    if weights >= free:
+        raise ValueError(
+            f"the weights take {weights / 2**30:.1f} GiB, the GPU has {free / 2**30:.1f} GiB free"
+        )
+    return int((free - weights) * GPU_KV_FRACTION)
+
+
 def _kv_sizes(
     config: LlamaConfig,
     *,
+    available_bytes: int,
     block_bytes: int,
     block_size: int,
     max_model_len: int | None,
@@ -414,8 +457,7 @@ def _kv_sizes(
         return max_model_len or longest, num_blocks
     if kv_cache_bytes is not None:
         return max_model_len or longest, kv_cache_bytes // block_bytes
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    affordable = max(min(MAX_KV_BYTES, physical // 4) // block_bytes, 1)
+    affordable = max(available_bytes // block_bytes, 1)
     length = max_model_len or min(longest, max(affordable * block_size, 2))
     per_sequence = -(-length // block_size)
     return length, max(min(affordable, per_sequence * max_num_seqs), per_sequence)

@@ -14,7 +14,7 @@ from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.inspect import describe_program
 from megavm.scheduler.llama import Bucket, Limits
 from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.runner import Runner, make_machine
+from megavm.scheduler.runner import Runner, choose_machine, default_options, make_machine
 from megavm.scheduler.step import Step
 from megavm.vm.program import Program
 
@@ -87,13 +87,25 @@ def test_impossible_limits_are_refused() -> None:
     ("name", "workers", "message"),
     [
         ("gpu", None, "machine 'gpu' is unknown"),
-        ("cuda", None, "machine 'cuda' is not part of this version"),
         ("cpu", 0, "workers is 0"),
     ],
 )
 def test_machines_that_are_not_to_be_had_are_refused(name: str, workers: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_machine(name, workers)
+
+
+def test_cuda_without_a_gpu_is_refused_and_auto_is_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"machine 'cuda' is not available: (torch|this torch) "):
+        make_machine("cuda")
+    assert choose_machine("auto") == "cpu"
+
+
+def test_steps_of_one_row_pass_tagged_words_on_a_gpu() -> None:
+    assert default_options("cuda", 132, 1).exchange == "tagged"
+    assert default_options("cuda", 132, 2).exchange == "barrier"
+    assert default_options("cpu", 8, 1) == CompileOptions(8)
 
 
 def test_a_described_program_can_be_saved_loaded_and_read(directory: Path, tmp_path: Path) -> None:

@@ -76,6 +76,9 @@ class ToyRunner:
         self.epoch = 0
         self.runs = 0
 
+    def write_tokens(self, slot: int, tokens: np.ndarray) -> None:
+        self.tokens[slot, : len(tokens)] = tokens
+
     def run(self, step: Step, steps: int = 1) -> None:
         self.runs += 1
         assert steps >= 1

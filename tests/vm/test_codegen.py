@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megavm.instructions import instruction_set
+from megavm.instructions.copy import Copy
 from megavm.vm import codegen, config
-from megavm.vm.isa import FieldKind
+from megavm.vm.isa import F32, FieldKind, TensorKind, TensorSpec
+from megavm.vm.program import Program
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
 CLASSES = list(instruction_set().values())
@@ -31,6 +35,84 @@ def test_constants_are_those_of_the_configuration() -> None:
     assert f"constexpr unsigned int kNone = {config.NONE}u;" in HEADER
     assert "constexpr unsigned int kSplitColumns" in HEADER
     assert "enum Real : unsigned int { kTemperature = 0," in HEADER
+
+
+def test_tensor_operands_are_a_mask_of_operand_words() -> None:
+    for cls in CLASSES:
+        mask = codegen.tensor_operands(cls)
+        for i, field in enumerate(cls.fields):
+            assert bool(mask >> i & 1) == (field.kind is FieldKind.TENSOR)
+        assert f"static constexpr unsigned int kTensorOperands = {mask:#x}u;" in HEADER
+    entries = HEADER[HEADER.index("kTensorMask[kNumOpcodes] = {") :].splitlines()[1:]
+    for cls in CLASSES:
+        assert entries[cls.opcode].strip() == f"{cls.__name__}::kTensorOperands,"
+
+
+def test_a_program_header_names_what_the_program_uses() -> None:
+    header = codegen.program_header(program_of(copy_rows(0, 1)))
+    assert "constexpr bool kUsesCopy = true;" in header
+    assert "constexpr bool kUsesMatmul = false;" in header
+    assert "constexpr bool kTrace = false;" in header
+    assert "constexpr unsigned int kMaxRows = 1u;" in header
+    assert [line for line in header.splitlines() if line.startswith("#include")] == [
+        '#include "isa.hpp"',
+        '#include "faults.hpp"',
+        '#include "cuda/interpreter.cuh"',
+        '#include "instructions/copy/cuda.cuh"',
+    ]
+    assert "using Used = List<Copy>;" in header
+    assert "kTrace = true" in codegen.program_header(program_of(copy_rows(0, 1)), trace=True)
+
+
+def test_steps_of_several_rows_share_a_header() -> None:
+    one, two, many = (codegen.program_header(program_of(copy_rows(0, n))) for n in (1, 2, 500))
+    assert one != two
+    assert two == many
+
+
+def test_attention_brings_its_merge_whether_it_is_split_or_not() -> None:
+    (attention,) = (cls for cls in CLASSES if cls.name() == "attention")
+    module = importlib.import_module(f"{attention.__module__}.examples")
+    example = next(iter(module.examples(np.random.default_rng(0))))
+    header = codegen.program_header(example.program())
+    assert "using Used = List<Attention, AttentionMerge>;" in header
+    assert "kUsesAttentionMerge = true" in header
+
+
+def test_specialisations_are_joined_and_contradictions_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def specialise(self: Copy, tensors: object) -> dict[str, int]:
+        return {"max_end": self.row_end, "any_even": 1 << self.row_begin % 2, "width": self.x_row}
+
+    monkeypatch.setattr(Copy, "specialise", specialise, raising=False)
+    header = codegen.program_header(program_of(copy_rows(0, 5), copy_rows(1, 3)))
+    inner = header[header.index("namespace megavm::copy {") :]
+    for line in ("kMaxEnd = 5u;", "kAnyEven = 3u;", "kWidth = 0u;"):
+        assert f"constexpr unsigned int {line}" in inner
+    common = header[: header.index("namespace megavm::copy {")]
+    assert "kMaxEnd = 5u;" in common
+    assert "kWidth" not in common
+    with pytest.raises(ValueError, match="of copy is for one width, the program has 0 and 7"):
+        codegen.program_header(program_of(copy_rows(0, 5), copy_rows(0, 5, x_row=7)))
+
+
+def copy_rows(begin: int, end: int, x_row: int = 0) -> Copy:
+    return Copy(
+        x=0,
+        out=1,
+        x_row=x_row,
+        x_column=0,
+        row_begin=begin,
+        row_end=end,
+        column_begin=0,
+        column_end=4,
+    )
+
+
+def program_of(*instructions: Copy) -> Program:
+    tensors = [TensorSpec(n, (600, 4), F32, TensorKind.STATE) for n in "xy"]
+    return Program.build(tensors, instructions, [list(range(len(instructions)))])
 
 
 def test_kernel_table_lists_kernels_by_opcode() -> None:

@@ -59,6 +59,7 @@ def add_one(x: int, out: int, one: int, columns: int, **sync: object) -> Matmul:
         column_begin=0,
         column_end=columns,
         x_rows=1,
+        tile=0,
         eps=0.0,
         **sync,  # type: ignore[arg-type]
     )
@@ -448,6 +449,7 @@ def product_program(
         column_begin=column_range[0],
         column_end=column_range[1],
         x_rows=row_range[1],
+        tile=0,
         eps=1e-5,
     )
     return Program.build(tensors, [inst], [[0]])

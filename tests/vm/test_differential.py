@@ -34,6 +34,7 @@ class Wrong:
     index: int
     error: float
     name: str = "wrong"
+    memory_device: str = "cpu"
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         inner = ReferenceMachine().load(program, memory, verify=verify)

@@ -42,6 +42,10 @@ from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Sample
+from megavm.scheduler.compile import compile_graph
+from megavm.scheduler.llama import Bucket, Limits, llama_graph
+from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.options import Assignment, CompileOptions
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
 from megavm.vm.isa import F32, I32, DType, Instruction, Region, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program
@@ -100,6 +104,9 @@ class Accesses:
             for b in later
             # Tagged words of the same step are waited for without a barrier.
             if not (is_flow and same_step and self.tensors[a.tensor].tagged)
+            # What earlier steps wrote is not written by this one, nor by a later one.
+            and not a.earlier
+            and not (b.earlier and same_step)
         )
 
 
@@ -179,9 +186,10 @@ def need_of(
 class Model:
     """Tensors and operations of small networks."""
 
-    def __init__(self, tagged: bool, rows: int = 1) -> None:
+    def __init__(self, tagged: bool, rows: int = 1, newest: bool = False) -> None:
         self.tagged = tagged
         self.rows = rows
+        self.newest = newest  # attention reads the keys and values of the step from k_new and v_new
         self.tensors: list[TensorSpec] = []
         self.operations: list[Operation] = []
         self.handles: dict[str, int] = {}
@@ -227,6 +235,7 @@ class Model:
                     row_begin=0,
                     row_end=self.rows,
                     x_rows=self.rows,
+                    tile=0,
                     column_begin=begin,
                     column_end=end,
                     eps=0.0,
@@ -272,6 +281,8 @@ class Model:
             f"{c}_cache": self.state(f"{caches}.{c}", 2, heads, block, d) for c in "kv"
         }
         q = self.tensor(f"{name}.q", rows, heads * d)
+        if self.newest:
+            cache |= {f"{c}_new": self.tensor(f"{name}.{c}_new", rows, heads * d) for c in "kv"}
         weights: dict[str, Any] = {
             f"{c}_weight": self.weight(f"{name}.{c}_weight", heads * d, k) for c in "qkv"
         }
@@ -391,6 +402,16 @@ def cut(size: int, pieces: int) -> Iterable[tuple[int, int]]:
     return ((size * i // pieces, size * (i + 1) // pieces) for i in range(pieces))
 
 
+def attend_newest(m: Model) -> None:
+    m.newest = True
+    attend(m)
+
+
+def llama_newest(m: Model) -> None:
+    m.newest = True
+    llama(m)
+
+
 def copies(m: Model) -> None:
     source = m.state("source", 1, 8)
     for name in ("first", "second", "third"):
@@ -503,6 +524,28 @@ def chunks(_: Model) -> Program:
     )
 
 
+def compiled(_: Model, assignment: Assignment = "balanced") -> Program:
+    """What the compiler makes of a step of one row: attention waits for nothing but earlier steps."""
+    config = LlamaConfig(
+        vocab_size=6,
+        hidden_size=4,
+        intermediate_size=6,
+        num_layers=2,
+        num_heads=2,
+        num_kv_heads=2,
+        head_dim=2,
+    )
+    graph = llama_graph(config, Limits(1, 8, 1, 1, 2, 4), Bucket(1, 1, 8), F32)
+    options = CompileOptions(
+        4, exchange="tagged", assignment=assignment, column_unit=2, min_chunk=4
+    )
+    return compile_graph(graph, options)
+
+
+def compiled_dynamic(m: Model) -> Program:
+    return compiled(m, "dynamic")
+
+
 CASES: list[tuple[Callable[[Model], Any], int, bool, bool, int]] = [
     # network, workers, dynamic, tagged, rows
     (copies, 1, False, False, 1),
@@ -528,6 +571,13 @@ CASES: list[tuple[Callable[[Model], Any], int, bool, bool, int]] = [
     (llama, 4, True, False, 1),
     (llama, 4, True, True, 1),
     (chunks, 2, False, False, 1),
+    (attend_newest, 3, False, False, 2),
+    (attend_newest, 4, False, True, 1),
+    (attend_newest, 3, True, True, 1),
+    (llama_newest, 3, False, True, 1),
+    (llama_newest, 4, True, True, 1),
+    (compiled, 4, False, True, 1),
+    (compiled_dynamic, 4, True, True, 1),
 ]
 NAMES = [
     f"{network.__name__}-{'dynamic' if dynamic else 'static'}{workers}{'-tagged' * tagged}"
@@ -559,6 +609,15 @@ class Part:
     cells: tuple[int, ...]
     get: Callable[[list[int]], Any]
     words: tuple[int, ...] = ()  # cells of tagged words that have to be there
+
+    def contents(self, run: Run, step: int) -> Any:
+        """What a read in ``step`` finds: of earlier rows all that earlier steps wrote, and that alone."""
+        if not self.region.earlier:
+            return self.get(run.values)
+        return tuple(
+            tuple(sorted(written for written in run.history.get(cell, ()) if written[0] < step))
+            for cell in self.cells
+        )
 
 
 @dataclass
@@ -684,15 +743,25 @@ class Run:
         self.epochs = [0] * len(self.values)
         self.counters = [0] * len(interpreter.signals)
         self.digests: dict[tuple[int, int], int] = {}
+        self.history: dict[int, list[tuple[int, int]]] = defaultdict(list)  # by cell: step, value
         self.log: list[tuple[int, int, bool, Region]] = []
         self.ticket = 0
         self.changed = False
         self.read_unwritten: set[int] = set()
+        self.fetched: dict[tuple[int, int, int], Any] = {}  # earlier rows: instruction, step, part
         if interpreter.dynamic:
             count = workers or len(interpreter.code) * steps
-            self._schedule([self._take_tickets() for _ in range(count)], limit)
+            live = [self._take_tickets() for _ in range(count)]
         else:
-            self._schedule([self._run_queue(q) for q in interpreter.queues], limit)
+            live = [self._run_queue(q) for q in interpreter.queues]
+        live += [
+            self._read_ahead(index, step, k)
+            for step in reversed(range(steps))
+            for index, code in enumerate(interpreter.code)
+            for k, part in enumerate(code.reads)
+            if part.region.earlier
+        ]
+        self._schedule(live, limit)
         self.outcome = (self.digests, self.values)
 
     def _run_queue(self, queue: list[int]) -> Generator[bool | None]:
@@ -735,16 +804,31 @@ class Run:
             )
         return order
 
-    def _execute(self, index: int, step: int) -> Generator[bool | None]:
-        """Yields True after an event, False when it cannot go on, None before the held access."""
-        code, values, epochs = self.program.code[index], self.values, self.epochs
-        for barrier, target in code.waits:
+    def _wait(self, index: int, step: int) -> Generator[bool | None]:
+        for barrier, target in self.program.code[index].waits:
             needed = step * self.program.signals[barrier] + target
             while self.counters[barrier] < needed:
                 yield False
         yield True
+
+    def _read_ahead(self, index: int, step: int, k: int) -> Generator[bool | None]:
+        """Read earlier rows as soon as the waits allow it, whatever else the worker does."""
+        yield from self._wait(index, step)
+        part = self.program.code[index].reads[k]
+        if self.held is not None and self._is(self.held, index, step, part, False):
+            yield None
+        self.fetched[index, step, k] = part.contents(self, step)
+        self.changed = True
+        self.log.append((index, step, False, part.region))
+        yield True
+
+    def _execute(self, index: int, step: int) -> Generator[bool | None]:
+        """Yields True after an event, False when it cannot go on, None before the held access."""
+        code, values, epochs = self.program.code[index], self.values, self.epochs
+        yield from self._wait(index, step)
         contents: list[Any] = [None] * len(code.reads)
-        pending = self._order(index, step, code.reads, False)
+        ahead = [k for k, part in enumerate(code.reads) if part.region.earlier]
+        pending = [k for k in self._order(index, step, code.reads, False) if k not in ahead]
         while pending:
             there = (k for k in pending if all(epochs[c] == step + 1 for c in code.reads[k].words))
             k = next(there, -1)
@@ -755,7 +839,7 @@ class Run:
             part = code.reads[k]
             if self.held is not None and self._is(self.held, index, step, part, False):
                 yield None
-            contents[k] = part.get(values)
+            contents[k] = part.contents(self, step)
             self.read_unwritten.update(
                 cell
                 for cell in part.cells
@@ -763,6 +847,10 @@ class Run:
             )
             self.log.append((index, step, False, part.region))
             yield True
+        for k in ahead:
+            while (index, step, k) not in self.fetched:
+                yield False
+            contents[k] = self.fetched[index, step, k]
         digest = hash((code.identity, step, *contents))
         self.digests[index, step] = digest
         for k in self._order(index, step, code.writes, True):
@@ -772,6 +860,8 @@ class Run:
             base = hash((digest, k))
             for offset, cell in enumerate(part.cells):
                 values[cell] = base + offset
+                if part.region.indexed:
+                    self.history[cell].append((step, base + offset))
                 epochs[cell] = step + 1
             self.changed = True
             self.log.append((index, step, True, part.region))
@@ -785,15 +875,15 @@ class Run:
         if not self.program.code:
             return
         rng = self.rng
-        held: Generator[bool | None] | None = None
+        held: list[Generator[bool | None]] = []
         ready = live
         stalled: list[Generator[bool | None]] = []
         burst = 0.0 if rng is None else rng.choice((0.0, 0.0, 0.5, 0.9))
         at = 0
         for _ in range(limit):
             if not ready:
-                if held is not None:
-                    ready, held = [held], None
+                if held:
+                    ready, held = held, []
                 elif stalled:
                     raise Hang
                 else:
@@ -816,7 +906,7 @@ class Run:
             if event is False:
                 stalled.append(worker)
             elif event is None:
-                held = worker
+                held.append(worker)
         raise AssertionError("the run takes too long")
 
 
@@ -1144,7 +1234,7 @@ def test_no_mutant_that_hangs_or_races_is_accepted_and_no_correct_one_rejected(c
 
 
 def random_tile(m: Model, rng: random.Random) -> Instruction:
-    """One of four instructions: with one input, with two, with three outputs, with nothing."""
+    """An instruction with one input, with two, with three outputs, with earlier rows, or with nothing."""
     begin, end = rng.choice(((0, 2), (2, 4), (0, 4)))
     x, y, out = (m.handles[f"t{rng.randrange(4)}"] for _ in range(3))
     columns: dict[str, Any] = {
@@ -1158,7 +1248,7 @@ def random_tile(m: Model, rng: random.Random) -> Instruction:
         return Copy(x=x, out=out, x_row=0, x_column=begin, **columns)
     if kind < 0.6:
         weight = m.weight("w", 4, 4)
-        return Matmul(x=x, residual=y, weight=weight, out=out, x_rows=1, eps=0.0, **columns)
+        return Matmul(x=x, residual=y, weight=weight, out=out, x_rows=1, tile=0, eps=0.0, **columns)
     if kind < 0.75:
         first, last = rng.choice(((0, 4), (2, 6), (0, 6), (0, 2)))
         return QkvRope(
@@ -1179,6 +1269,29 @@ def random_tile(m: Model, rng: random.Random) -> Instruction:
             pair_begin=first,
             pair_end=last,
             eps=0.0,
+        )
+    if kind < 0.85:
+        return Attention(
+            q=x,
+            out=out,
+            k_cache=m.state(f"c{rng.randrange(2)}", 2, 2, 2, 2),
+            v_cache=m.state(f"c{rng.randrange(2)}", 2, 2, 2, 2),
+            k_new=y,
+            v_new=y,
+            row_sequence=m.given("one", 1),
+            row_position=m.given("one", 1),
+            row_count=m.given("one", 1),
+            block_table=m.given("blocks", 1, 2),
+            row_begin=0,
+            row_end=1,
+            head_begin=begin // 2,
+            head_end=end // 2,
+            split=0,
+            num_splits=1,
+            chunk=2,
+            context=4,
+            step_rows=1,
+            scale=1.0,
         )
     return Noop()
 
@@ -1246,7 +1359,7 @@ def fine_grained(case: int) -> Program:
     return build(model.tensors, tiles, max(workers, 2), False)
 
 
-NETWORKS = [c for c in range(len(CASES)) if CASES[c][0] is not chunks]
+NETWORKS = [c for c in range(len(CASES)) if CASES[c][0] not in (chunks, compiled, compiled_dynamic)]
 STATIC = [c for c in NETWORKS if not CASES[c][2]]
 
 

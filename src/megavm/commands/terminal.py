@@ -114,7 +114,9 @@ def sentence(error: BaseException) -> str | None:
         if isinstance(error, ModuleNotFoundError):
             return f"the Python package {error.name} is not installed"
         return f"a Python package cannot be loaded: {error}"
-    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+    if isinstance(error, MemoryError) or any(
+        words in str(error) for words in ("can't allocate memory", "CUDA out of memory")
+    ):
         return f"not enough memory: {error or 'an allocation failed'}"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}: {error.filename}" if error.filename else error.strerror

@@ -1,0 +1,119 @@
+"""How long the kernels of a model take to make, and how long to find them again in the cache.
+
+    python benchmarks/kernel_compile.py [--model 1b 8b] [--rounds 3] [--save]
+
+No GPU is needed. The cache is a temporary folder; every round begins with an empty one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from typing import Any
+
+from environment import save
+from llama_cuda import MODELS
+from megavm.scheduler.checkpoint import Checkpoint
+from megavm.scheduler.hub import resolve
+from megavm.scheduler.kernels import compile_kernels, kernel_headers
+from megavm.scheduler.llama_config import LlamaConfig
+from megavm.vm.isa import BF16
+
+LONGEST = 131072  # the context that the shapes without a config.json are taken to have
+
+
+def config_of(model: str) -> LlamaConfig:
+    """One of the known shapes, or the shipped model "stories"."""
+    if model == "stories":
+        return Checkpoint.open(resolve("stories")).config
+    return replace(MODELS[model], max_position_embeddings=LONGEST)
+
+
+def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
+    """Medians of ``rounds``, of every kernel and of all that a model needs.
+
+    ``plan_s``: what precedes, finding out what the kernels are specialised for. It is part of
+    ``cold_s`` and ``warm_s`` too.
+    """
+    plan, cold, warm = [], [], []
+    seconds: dict[tuple[int, ...], list[float]] = {}
+    facts: dict[tuple[int, ...], dict[str, Any]] = {}
+    before = os.environ.get("MEGAVM_CACHE_DIR")
+    try:
+        for _ in range(rounds):
+            with tempfile.TemporaryDirectory(prefix="megavm-") as folder:
+                os.environ["MEGAVM_CACHE_DIR"] = folder
+                plan.append(_seconds(lambda: kernel_headers(config, BF16))[0])
+                time_cold, made = _seconds(lambda: compile_kernels(config, BF16))
+                time_warm, found = _seconds(lambda: compile_kernels(config, BF16))
+            cold.append(time_cold)
+            warm.append(time_warm)
+            if any(m.kernel.cached for m in made) or not all(f.kernel.cached for f in found):
+                raise RuntimeError("the cache did not hold what was put there")
+            for model_kernel in made:
+                kernel = model_kernel.kernel
+                seconds.setdefault(model_kernel.rows, []).append(kernel.seconds)
+                facts[model_kernel.rows] = {
+                    "registers": kernel.registers,
+                    "spill_stores": kernel.spill_stores,
+                    "spill_loads": kernel.spill_loads,
+                    "cubin_bytes": len(kernel.cubin),
+                    "warnings": kernel.warnings,
+                }
+    finally:
+        if before is None:
+            os.environ.pop("MEGAVM_CACHE_DIR", None)
+        else:
+            os.environ["MEGAVM_CACHE_DIR"] = before
+    kernels = [
+        {"rows": list(rows), "cold_s": statistics.median(seconds[rows]), **found}
+        for rows, found in facts.items()
+    ]
+    return {
+        "plan_s": statistics.median(plan),
+        "cold_s": statistics.median(cold),
+        "warm_s": statistics.median(warm),
+        "kernels": kernels,
+    }
+
+
+def _seconds(work: Any) -> tuple[float, Any]:
+    begin = time.perf_counter()
+    result = work()
+    return time.perf_counter() - begin, result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    models = [*MODELS, "stories"]
+    parser.add_argument("--model", choices=models, nargs="+", default=models)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    results = {}
+    print(f"{'model':12}{'rows':>10}{'cold s':>9}{'registers':>11}{'spills':>8}{'cubin KiB':>11}")
+    for model in args.model:
+        found = results[model] = measure(config_of(model), args.rounds)
+        for kernel in found["kernels"]:
+            rows = kernel["rows"]
+            served = str(rows[0]) if len(rows) == 1 else f"{rows[0]}..{rows[-1]}"
+            spills = kernel["spill_stores"] + kernel["spill_loads"]
+            print(
+                f"{model:12}{served:>10}{kernel['cold_s']:9.2f}{kernel['registers']:11}"
+                f"{spills:8}{kernel['cubin_bytes'] / 1024:11.0f}"
+            )
+        print(
+            f"{model:12}{'all':>10}{found['cold_s']:9.2f}   warm {found['warm_s']:.3f} s, "
+            f"of which planning {found['plan_s']:.3f} s",
+            flush=True,
+        )
+    if args.save:
+        print(f"saved {save('kernel_compile', {'rounds': args.rounds, 'models': results})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""Decoding on a GPU against the time that reading the weights takes, measured in the same run.
+
+    python benchmarks/llama_cuda.py --model 1b --context 2 250 1000 4096 16384 --batch 1 8 --save
+
+Random weights of the model's shapes. A token is everything: embedding, all layers, LM head, greedy
+choice, and the chosen token feeds the next step without the host.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+
+from environment import save
+from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
+from megavm.scheduler.llama import Limits, rope_table
+from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.runner import Runner, default_options, weight_specs
+from megavm.scheduler.step import Step
+from megavm.vm.cuda_machine import CudaMachine
+from megavm.vm.isa import BF16
+from megavm.vm.memory import Memory
+from read_floor import ReadFloor, time_gpu
+
+MODELS = {
+    "1b": LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
+    "3b": LlamaConfig(128256, 3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True),
+    "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128),
+    "tinyllama": LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64),
+}
+
+
+def weight_bytes(config: LlamaConfig) -> int:
+    """Bytes that one token must read: every weight, but of the embeddings one row unless tied."""
+    hidden, wide = config.hidden_size, config.intermediate_size
+    attention = hidden * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    layer = attention + 3 * hidden * wide + 2 * hidden
+    return 2 * (config.num_layers * layer + config.vocab_size * hidden + hidden)
+
+
+def kv_bytes(config: LlamaConfig, context: int) -> int:
+    """Bytes of keys and values of so many tokens."""
+    return 4 * config.num_layers * config.num_kv_heads * config.head_dim * context
+
+
+def make_runner(
+    config: LlamaConfig, machine: CudaMachine, max_context: int, batch: int, **options: Any
+) -> Runner:
+    """Random weights on the GPU, with norm-preserving scales."""
+    blocks = -(-max_context // 64)
+    limits = Limits(batch, blocks * 64, max(batch, 8), batch, batch * blocks, 64)
+    memory = Memory(machine.memory_device)
+    generator = torch.Generator(machine.memory_device).manual_seed(0)
+    for spec in weight_specs(config, limits, BF16):
+        if spec.name == "rope":
+            memory.bind(spec, rope_table(config, limits.max_model_len).to(memory.device))
+            continue
+        value = torch.empty(spec.shape, dtype=torch.bfloat16, device=memory.device)
+        if len(spec.shape) == 1:
+            value.uniform_(0.8, 1.2, generator=generator)
+        else:
+            value.normal_(0.0, spec.shape[1] ** -0.5, generator=generator)
+        memory.bind(spec, value)
+
+    def options_for(rows: int) -> Any:
+        return dataclasses.replace(default_options("cuda", machine.workers, rows), **options)
+
+    return Runner(config, memory, limits, BF16, machine, options_for)
+
+
+def prepare(runner: Runner, batch: int, context: int) -> Step:
+    """``batch`` sequences of ``context`` cached tokens (of random keys and values)."""
+    limits = runner.limits
+    rng = np.random.default_rng(1)
+    real = np.zeros(REAL_COLUMNS, np.float32)
+    real[Real.TOP_P] = real[Real.REPETITION_PENALTY] = 1.0
+    integer = np.zeros(INTEGER_COLUMNS, np.int32)
+    integer[Integer.ENABLED] = 1
+    per_sequence = limits.blocks_per_sequence
+    blocks = rng.permutation(limits.num_blocks)[: batch * per_sequence]
+    for slot in range(batch):
+        tokens = rng.integers(0, runner.vocab_size, limits.max_model_len).astype(np.int32)
+        runner.write_tokens(slot, tokens)
+        runner.block_table[slot] = blocks[slot * per_sequence : (slot + 1) * per_sequence]
+        runner.sampling_real[slot] = real
+        runner.sampling_integer[slot] = integer
+    rows = np.arange(batch, dtype=np.int32)
+    return Step(rows, np.full(batch, context, np.int32), rows, context + 1)
+
+
+def measure(
+    runner: Runner, batch: int, context: int, steps: int, rounds: int
+) -> dict[str, float | int]:
+    """Median microseconds per token (per step of all sequences)."""
+    step = prepare(runner, batch, context)
+    runner.run(step, steps)
+    bucket = runner.bucket(batch, batch, context + steps)
+    executable = runner._executable(bucket)
+
+    def launch() -> None:
+        executable.launch(steps)  # type: ignore[attr-defined]
+
+    time = time_gpu(launch, rounds)
+    executable.finish()  # type: ignore[attr-defined]
+    return {"batch": batch, "context": context, "steps": steps, "us_per_step": time / steps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="1b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--context", type=int, nargs="+", default=[250])
+    parser.add_argument("--batch", type=int, nargs="+", default=[1])
+    parser.add_argument("--steps", type=int, default=8, help="tokens per launch")
+    parser.add_argument("--rounds", type=int, default=50)
+    parser.add_argument("--baseline", action="store_true", help="torch.compile beside it")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+
+    config = MODELS[args.model]
+    if args.layers:
+        config = dataclasses.replace(config, num_layers=args.layers)
+    machine = CudaMachine()
+    size = weight_bytes(config)
+    floor = ReadFloor(min(size, 4 << 30))
+    results = []
+    runner = make_runner(config, machine, max(args.context) + 2 * args.steps, max(args.batch))
+    for batch in args.batch:
+        for context in args.context:
+            read = size + batch * kv_bytes(config, context)
+            before = floor.microseconds(read)
+            found = measure(runner, batch, context, args.steps, args.rounds)
+            limit = statistics.mean((before, floor.microseconds(read)))
+            found |= {"floor_us": limit, "percent_of_floor": 100 * limit / found["us_per_step"]}
+            ratio = ""
+            if args.baseline and context == args.context[0]:
+                from torch_baseline import measure as measure_torch
+
+                found["torch_us"] = measure_torch(config, batch, context, args.rounds)
+                found["times_torch"] = found["torch_us"] / found["us_per_step"]
+                ratio = f", torch.compile {found['torch_us']:.0f} us: {found['times_torch']:.2f} x"
+            results.append(found)
+            print(
+                f"{args.model} batch {batch} context {context:6d}: "
+                f"{found['us_per_step']:8.1f} us per token, floor {limit:7.1f} us, "
+                f"{found['percent_of_floor']:.1f} %{ratio}",
+                flush=True,
+            )
+    if args.save:
+        path = save(f"llama_cuda_{args.model}", {"model": args.model, "results": results})
+        print(f"saved {path}")
+
+
+if __name__ == "__main__":
+    main()

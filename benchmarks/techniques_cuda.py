@@ -1,0 +1,272 @@
+"""What each technique brings: decoding with one thing changed at a time.
+
+    python benchmarks/techniques_cuda.py [--model 1b] [--context 250] [--rounds 50] [--save]
+
+A variant is a copy of the kernel sources with a constant or a line changed, other compile options,
+or another way to launch. It is measured between two measurements of the unchanged machine at the
+same context and steps per launch, and must choose the same tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from environment import save
+from llama_cuda import MODELS, make_runner, measure, prepare
+from megavm.scheduler.runner import Runner
+from megavm.vm import codegen
+from megavm.vm.cuda_compiler import ROOT, CompileError, compile_kernel
+from megavm.vm.cuda_machine import ARCHITECTURE, CudaExecutable, CudaMachine
+from megavm.vm.machine import MachineFault
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+CONFIG, LOADER = "cuda/config.cuh", "cuda/loader.cuh"
+CHECKED = 32  # tokens that must be the same (but for ties that rounding decides)
+LONG = 4096  # a context at which the splits of attention matter
+
+Edits = Mapping[str, tuple[tuple[str, str], ...]]  # by file: what to find (a regex) and put there
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One change. ``context`` and ``steps`` per launch default to those of the command line."""
+
+    technique: str
+    name: str
+    edits: Edits = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    hints: bool = True
+    trace: bool = False
+    context: int = 0
+    steps: int = 0
+
+
+def constant(name: str, value: int) -> Edits:
+    """Give a constant of cuda/config.cuh another value."""
+    pattern = rf"(?m)^constexpr uint32_t {name} = [^;]+;"
+    return {CONFIG: ((pattern, f"constexpr uint32_t {name} = {value};"),)}
+
+
+def pages(count: int) -> Edits:
+    """A ring of at most so many pages."""
+    return {CONFIG: ((r"(?<=kPages = min_of\()kNumPages(?=,)", str(count)),)}
+
+
+def in_flight(count: int) -> Edits:
+    """The loader never has more pages under way."""
+    return {LOADER: ((r"(?<= >= )k?[wW]indow(?=\))", str(count)),)}
+
+
+def waiting(*semaphores: str) -> Edits:
+    """The loader waits for what an instruction waits for before it fetches any of its pages."""
+    waits = "".join(f"\n    stage.{name}().wait(stage.phase);" for name in semaphores)
+    start = r"void begin_page\(uint32_t bytes[^)]*\) \{"
+    return {LOADER: ((start, rf"\g<0>{waits}"),)}
+
+
+BARRIER = {"exchange": "barrier"}
+VARIANTS = [
+    # Streaming weights.
+    *(Variant("ring of pages", f"{n} pages", pages(n)) for n in (4, 6, 8, 10)),
+    *(Variant("copies in flight", f"{n}", in_flight(n)) for n in (1, 2, 6, 10)),
+    *(Variant("pages in registers", f"{n}", constant("kPreload", n)) for n in (2, 4, 8)),
+    *(Variant("instructions in flight", f"{n}", constant("kStages", n)) for n in (2, 4)),
+    Variant("weights before waits", "off", waiting("ready", "hinted")),
+    Variant("weights before waits", "off, with barriers", waiting("ready"), BARRIER),
+    # Passing activations on.
+    Variant("exchange", "barriers", options=BARRIER),
+    Variant("hints", "off", hints=False),
+    # Cutting the work.
+    Variant("tiles of columns", "multiples of 16", options={"column_unit": 16}),
+    Variant("tiles of columns", "2 per worker", options={"waves": 2}),
+    Variant("assignment", "round robin", options={"assignment": "round_robin"}),
+    Variant("assignment", "dynamic", options={"assignment": "dynamic"}),
+    Variant("norm in products", "off", options={"fuse_norm_rows": 0}),
+    Variant("splits of attention", "of 512", options={"min_chunk": 512}, context=LONG),
+    Variant("splits of attention", "of 1024", options={"min_chunk": 1024}, context=LONG),
+    Variant("splits of attention", "none", options={"min_chunk": 1 << 20}, context=LONG),
+    # Around it.
+    *(Variant("tokens per launch", f"{n}", steps=n) for n in (1, 2, 4, 8, 32)),
+    Variant("trace", "on", trace=True),
+]
+
+
+def changed_sources(edits: Edits, folder: Path, root: Path = ROOT) -> None:
+    """Copy the kernel sources to ``folder`` and edit the copies.
+
+    Raises ValueError when what is to be changed is not there.
+    """
+    for path in _sources(root):
+        target = folder / path.relative_to(root)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+    for name, replacements in edits.items():
+        text = (folder / name).read_text(encoding="utf-8")
+        for pattern, replacement in replacements:
+            text, count = re.subn(pattern, replacement, text)
+            if not count:
+                raise ValueError(f"there is no {pattern} in {name}")
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for folder in ("cuda", "instructions"):
+        for suffix in ("cu", "cuh", "hpp"):
+            yield from (root / folder).rglob(f"*.{suffix}")
+
+
+class VariantMachine(CudaMachine):
+    """A CudaMachine whose kernels come from other sources, or that gives no hints."""
+
+    def __init__(self, root: Path = ROOT, hints: bool = True, trace: bool = False) -> None:
+        super().__init__(trace=trace)
+        self.root = root
+        self.hints = hints
+
+    def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
+        executable = super().load(program, memory, verify=verify)
+        if not self.hints:
+            executable._hints.fill_(0xFF)  # the bytes of NONE
+        return executable
+
+    def _function(self, program: Program) -> Any:
+        header = codegen.program_header(program, trace=self.trace)
+        if header not in self._functions:
+            kernel = compile_kernel(header, ARCHITECTURE, root=self.root)
+            self._functions[header] = self._driver.function(kernel.cubin)
+        return self._functions[header]
+
+
+def use_machine(runner: Runner, machine: CudaMachine) -> None:
+    """Let a runner go on with its programs on another machine."""
+    runner.machine = machine
+    for bucket, executable in runner._executables.items():
+        runner._programs[bucket] = executable.program
+    runner._executables.clear()
+
+
+class Bench:
+    """The unchanged machine, and runners of the same weights for variants.
+
+    The variants that compile to the same programs share one runner.
+    """
+
+    def __init__(self, model: str, layers: int | None, context: int, steps: int) -> None:
+        self.config = MODELS[model]
+        if layers:
+            self.config = dataclasses.replace(self.config, num_layers=layers)
+        self.context = context
+        self.steps = steps
+        self.max_context = max(context, *(v.context for v in VARIANTS))
+        self.max_context += 2 * max(CHECKED, steps, *(v.steps for v in VARIANTS))
+        self.machine = VariantMachine()
+        self.plain = make_runner(self.config, self.machine, self.max_context, 1)
+        self.other = make_runner(self.config, self.machine, self.max_context, 1)
+
+    def tokens(self, runner: Runner, context: int) -> list[int]:
+        """The tokens that follow random ones, with random keys and values."""
+        step = prepare(runner, 1, context)
+        runner.program(runner.bucket(1, 1, context + CHECKED))
+        generator = torch.Generator(runner.memory.device)
+        for name in runner.memory:
+            if name.endswith("_cache"):
+                generator.manual_seed(zlib.crc32(name.encode()))
+                runner.memory.storage(name).normal_(generator=generator)
+        runner.run(step, CHECKED)
+        chosen: list[int] = runner.tokens[0, context + 1 : context + 1 + CHECKED].tolist()
+        return chosen
+
+    def compare(self, variant: Variant, rounds: int) -> dict[str, Any]:
+        """Measure a variant beside the unchanged machine.
+
+        Raises CompileError or ValueError when it cannot be made, MachineFault when it does not run.
+        """
+        context, steps = variant.context or self.context, variant.steps or self.steps
+        with tempfile.TemporaryDirectory(prefix="megavm-") as folder:
+            root = ROOT
+            if variant.edits:
+                root = Path(folder)
+                changed_sources(variant.edits, root)
+            machine = VariantMachine(root, variant.hints, variant.trace)
+            runner = self.other
+            if variant.options:
+                runner = make_runner(self.config, machine, self.max_context, 1, **variant.options)
+            use_machine(runner, machine)
+            want = self.tokens(self.plain, context)
+            got = self.tokens(runner, context)
+
+        def time(subject: Runner, at: int) -> float:
+            return float(measure(subject, 1, context, at, rounds)["us_per_step"])
+
+        before = time(self.plain, self.steps)
+        found = time(runner, steps)
+        base = (before + time(self.plain, self.steps)) / 2
+        return {
+            "context": context,
+            "steps": steps,
+            "us_per_token": found,
+            "base_us": base,
+            "ratio": found / base,
+            "same_tokens": float(np.mean(np.array(want) == np.array(got))),
+        }
+
+
+def row(variant: Variant, found: Mapping[str, Any]) -> str:
+    """A row of the table."""
+    start = f"| {variant.technique} | {variant.name} |"
+    if "failed" in found:
+        return f"{start} {found['failed']} | | | |"
+    doubt = "" if found["same_tokens"] == 1 else f" ({found['same_tokens']:.0%} of tokens)"
+    return (
+        f"{start} {found['context']} | {found['base_us']:.1f} | {found['us_per_token']:.1f} | "
+        f"{100 * (found['ratio'] - 1):+.1f} %{doubt} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", choices=MODELS, default="1b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--context", type=int, default=250)
+    parser.add_argument("--steps", type=int, default=8, help="tokens per launch")
+    parser.add_argument("--rounds", type=int, default=50)
+    names = sorted({v.technique for v in VARIANTS})
+    parser.add_argument("--only", nargs="+", choices=names, help="techniques")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+    bench = Bench(args.model, args.layers, args.context, args.steps)
+    results = []
+    print("| technique | changed to | context | as it is, us | changed, us | time |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for variant in VARIANTS:
+        if args.only and variant.technique not in args.only:
+            continue
+        found: dict[str, Any]
+        try:
+            found = bench.compare(variant, args.rounds)
+        except (CompileError, MachineFault, ValueError) as error:
+            found = {"failed": str(error).splitlines()[0]}
+            if bench.machine.lost or "context is lost" in str(error):
+                raise
+        results.append({"technique": variant.technique, "name": variant.name, **found})
+        print(row(variant, found), flush=True)
+    if args.save:
+        facts = {"model": args.model, "layers": bench.config.num_layers, "rounds": args.rounds}
+        print(f"\nsaved {save('techniques_cuda', {**facts, 'results': results})}")
+
+
+if __name__ == "__main__":
+    main()

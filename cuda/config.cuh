@@ -1,0 +1,90 @@
+// Every size of the machine on the device, derived from what the program uses.
+#pragma once
+
+#include "cuda/launch.cuh"
+
+namespace megavm {
+
+// What a program does not say. A name in `program` itself hides the one from here.
+namespace program_defaults {
+constexpr uint32_t kMaxK = 0;             // longest rows of a weight
+constexpr uint32_t kAnyPartialPages = 0;  // whether some do not fill pages
+constexpr uint32_t kAnyRaggedK = 0;       // whether some do not fill tiles
+constexpr uint32_t kAnyOddPages = 0;      // whether some have an odd number of pages
+constexpr uint32_t kAnyF32Weights = 0;
+constexpr uint32_t kMaxScratch = 0;  // bytes of shared memory that instructions want beside
+constexpr uint32_t kAnyProduct = 0;
+constexpr uint32_t kAnyBias = 0;
+constexpr uint32_t kAnyF32Gain = 0;
+constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
+}  // namespace program_defaults
+namespace program {
+using namespace program_defaults;
+}
+
+constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
+
+constexpr uint32_t kLanes = 32;
+constexpr uint32_t kNumConsumers = kNumConsumerWarps;
+constexpr uint32_t kLoaderWarp = kNumConsumers;
+constexpr uint32_t kControllerWarp = kNumConsumers + 1;
+constexpr uint32_t kStorerWarp = kNumConsumers + 2;
+constexpr uint32_t kWaiterWarp = kNumConsumers + 3;
+static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the consumers");
+constexpr uint32_t kNumThreads = kNumWarps * kLanes;
+constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
+constexpr uint32_t kRoleRegisters = 72;
+constexpr uint32_t kConsumerRegisters = 216;
+static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
+                  65536 / kNumThreads / 8 * 8 * kNumThreads,
+              "what a launch gives");
+
+constexpr uint32_t kStages = 8;     // instructions in flight in a worker
+constexpr uint32_t kWindow = 3;     // pages issued and not yet landed; one less in instructions
+constexpr uint32_t kFewPages = 8;   // of so few pages: there the latency of others' data counts
+constexpr uint32_t kHintSlack = 4;  // of the writers of a tensor, one in so many need not be done
+constexpr uint32_t kUnitRows = 8;
+constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
+static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
+constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
+
+// ---- Products. A *group* of rows is multiplied at a time; its input lies in the *panel*, all of
+// it or a *chunk* of columns; the sums of a *block* of units are finished together.
+constexpr bool kSingleRow = program::kMaxRows <= 1;
+constexpr bool kF32Weights = program::kAnyF32Weights != 0;
+constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
+constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
+constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
+constexpr uint32_t kGroupRows = kSingleRow ? 1 : 8;
+constexpr uint32_t kBlockUnits = kSingleRow ? 16 : 8;
+constexpr uint32_t kMaxChunkPages = kSingleRow ? 0xffffu : 2;
+constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
+constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
+constexpr uint32_t kChunkPages =
+    min_of(kMaxChunkPages, ceil_div(program::kMaxK, kPageColumns));  // pages of a unit in a chunk
+constexpr uint32_t kPanelBytes = kGroupRows * kChunkPages * kPageColumns * kElementBytes;
+constexpr uint32_t kPreload = kSingleRow ? 6 : 2;  // pages that consumers hold in registers
+constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
+constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
+
+// ---- Shared memory, in bytes from its start.
+constexpr uint32_t kStageBytes = 640;  // words, operands and place of an instruction
+constexpr uint32_t kCurrentBytes = 32;
+constexpr uint32_t kMbarrierBytes = (8 * (2 * kNumPages + 5 * kStages + 1) + 15) / 16 * 16;
+constexpr uint32_t kProductScratch = kPanelBytes + 2 * 4 * (kPartialFloats + kSquares);
+constexpr uint32_t kScratch =
+    (max_of(program::kAnyProduct ? kProductScratch : 0, program::kMaxScratch) + 127) / 128 * 128;
+constexpr uint32_t kFixedBytes =
+    kStages * kStageBytes + kMbarrierBytes + kNumWarps * kCurrentBytes + 64 + kScratch;
+constexpr uint32_t kPages = min_of(kNumPages, (kSharedBytes - kFixedBytes) / kPageBytes);
+static_assert(kFixedBytes < kSharedBytes && kPages >= 4, "no room for pages beside scratch");
+constexpr uint32_t kScratchAt = kPages * kPageBytes;
+constexpr uint32_t kStagesAt = kScratchAt + kScratch;
+static_assert(kStagesAt % 128 == 0, "instructions are aligned to their size");
+constexpr uint32_t kSemaphoresAt = kStagesAt + kStages * kStageBytes;
+constexpr uint32_t kCurrentAt = kSemaphoresAt + kMbarrierBytes;
+constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
+static_assert(kControlAt % 16 == 0 && kControlAt + 64 <= kSharedBytes);
+
+}  // namespace megavm

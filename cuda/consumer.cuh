@@ -1,0 +1,55 @@
+// The consumers: eight warps that compute. What they share while an instruction runs.
+#pragma once
+
+#include "cuda/trace.cuh"
+
+namespace megavm {
+
+class Consumer {
+ public:
+  __device__ __forceinline__ explicit Consumer(const Launch& launch) : launch_(launch) {}
+
+  __device__ __forceinline__ uint32_t warp() const { return warp_index(); }
+  __device__ __forceinline__ uint32_t thread() const { return threadIdx.x; }
+
+  // Wait for the barriers in the header of the instruction.
+  __device__ __forceinline__ void wait_ready() { stage.ready().wait(stage.phase); }
+
+  // Wait until the tagged words that the instruction reads are likely there.
+  __device__ __forceinline__ void wait_hinted() { stage.hinted().wait(stage.phase); }
+
+  // Wait until all consumers are here.
+  __device__ __forceinline__ void sync() {
+    const Semaphore all{SemaphoreKind::kConsumers, 0};
+    __syncwarp();
+    if (lane_index() == 0) all.arrive();
+    all.wait(sync_phase_);
+    sync_phase_ ^= 1;
+  }
+
+  // This warp will not read the page any more.
+  __device__ __forceinline__ void finish(const PageCursor& page) {
+    __syncwarp();
+    if (lane_index() == 0) page_finished(page.slot).arrive();
+  }
+
+  // Shared memory that instructions share, `offset` bytes from its beginning.
+  __device__ __forceinline__ uint32_t scratch(uint32_t offset = 0) const {
+    return ptx::shared_address(shared_memory) + kScratchAt + offset;
+  }
+
+  __device__ __forceinline__ void note(const Stage& stage, Event event) const {
+    if constexpr (program::kTrace)
+      if (threadIdx.x == 0) megavm::note(launch_, stage, event);
+  }
+
+  StageCursor stage;
+  PageCursor page;      // the next page of the ring
+  uint32_t parity = 0;  // which half of double-buffered scratch is next
+
+ private:
+  const Launch& launch_;
+  uint32_t sync_phase_ = 0;
+};
+
+}  // namespace megavm

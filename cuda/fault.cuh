@@ -1,0 +1,131 @@
+// How a launch ends early: the warp that cannot go on writes down why, tells the others, and exits;
+// they do the same at their next wait.
+#pragma once
+
+#include "cuda/config.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/memory.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace megavm {
+
+extern __shared__ __align__(1024) unsigned char shared_memory[];
+
+// What every wait needs, kept in shared memory to spare registers.
+struct alignas(16) Control {
+  uint64_t timeout;
+  FaultRecord* faults;
+  uint32_t* abort;
+  uint32_t stopping;  // 1: all warps of this worker stop at their next wait
+  uint32_t aborted;   // 1: because another worker did
+};
+
+// What a warp is at; and, when it stops, why: the fields of FaultRecord after `step`, and its kind.
+struct alignas(16) Current {
+  uint32_t position;
+  uint32_t step;
+  uint32_t kind;
+  uint32_t thing;
+  uint32_t row, word, value, target;
+};
+static_assert(sizeof(Current) == kCurrentBytes);
+
+__device__ __forceinline__ Control& control() {
+  return *reinterpret_cast<Control*>(shared_memory + kControlAt);
+}
+
+__device__ __forceinline__ uint32_t warp_index() { return threadIdx.x / kLanes; }
+__device__ __forceinline__ uint32_t lane_index() { return threadIdx.x % kLanes; }
+
+__device__ __forceinline__ Current& current() {
+  return reinterpret_cast<Current*>(shared_memory + kCurrentAt)[warp_index()];
+}
+
+__device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
+  ptx::store_shared2(ptx::shared_address(&current()), position, step);
+}
+
+// Leave word why this warp stops, and exit. The controller hands it to the host (report_faults). It
+// must not be a function call: that would cost every wait registers.
+[[noreturn]] __device__ __forceinline__ void stop(FaultKind kind, uint32_t thing, uint32_t row,
+                                                  uint32_t word, uint32_t value, uint32_t target) {
+  const uint32_t address = ptx::shared_address(&current());
+  ptx::store_shared2(address + 8, static_cast<uint32_t>(kind), thing);
+  ptx::store_shared4(address + 16, {row, word, value, target});
+  ptx::store_shared(ptx::shared_address(&control().stopping), 1);
+  asm volatile("exit;");
+  __builtin_unreachable();
+}
+
+// The same for semaphores, of which there are many: packed as 1, kind, number, phase
+// (1, 15, 8, 8 bits).
+[[noreturn]] __device__ __forceinline__ void stop_waiting(uint32_t semaphore) {
+  ptx::store_shared(ptx::shared_address(&current()) + 12, 1u << 31 | semaphore);
+  asm volatile("exit;");
+  __builtin_unreachable();
+}
+
+// An instruction cannot be executed; the arguments are those of the fault's sentence.
+[[noreturn]] __device__ __forceinline__ void stop_instruction(Fault fault, uint32_t row,
+                                                              uint32_t word, uint32_t value,
+                                                              uint32_t target) {
+  stop(FaultKind::kInstruction, static_cast<uint32_t>(fault), row, word, value, target);
+  __builtin_unreachable();
+}
+
+// Whether this worker is to stop: what every waiting loop asks. The controller watches the time,
+// see Watch; the others only look at what it found.
+__device__ __forceinline__ bool is_stopping() {
+  uint32_t stopping;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];"
+               : "=r"(stopping)
+               : "r"(ptx::shared_address(&control().stopping)));
+  return stopping != 0;
+}
+
+// The controller's last act: when the other warps have had time to stop, tell the host and the
+// other workers.
+__device__ __forceinline__ void report_faults() {
+  __nanosleep(100000);
+  __syncwarp();
+  const uint32_t warp = lane_index();
+  if (warp < kNumWarps) {
+    const Current& why = reinterpret_cast<const Current*>(shared_memory + kCurrentAt)[warp];
+    FaultRecord& record = control().faults[blockIdx.x * kNumWarps + warp];
+    // A warp that waited for a semaphore left no kind.
+    const bool waited = why.kind == 0 && why.thing >> 31;
+    const uint32_t kind = waited ? static_cast<uint32_t>(FaultKind::kSemaphore) : why.kind;
+    record.kind = control().aborted ? static_cast<uint32_t>(FaultKind::kAborted) << 8 | kind : kind;
+    record.position = why.position;
+    record.step = why.step;
+    record.thing = waited ? why.thing >> 16 & 0x7fff : why.thing;
+    record.row = waited ? why.thing >> 8 & 0xff : why.row;
+    record.word = why.word;
+    record.value = why.value;
+    record.target = waited ? why.thing & 0xff : why.target;
+  }
+  __threadfence();
+  __syncwarp();
+  if (warp == 0) ptx::store_relaxed(control().abort, 1);
+}
+
+// The controller's watch over a worker that makes no progress. All lanes keep it together.
+struct Watch {
+  uint32_t turns = 0;
+  uint64_t since = 0;
+
+  // Look at the time and at the other workers now and then; true when it is time to stop.
+  __device__ __forceinline__ bool is_over() {
+    if (++turns % 64 != 0) return false;
+    const uint64_t now = ptx::global_timer();
+    if (since == 0) since = now;
+    const bool late = now - since > control().timeout;
+    const bool aborted = ptx::load_relaxed(control().abort) != 0;
+    if (!__any_sync(~0u, late || aborted || is_stopping())) return false;
+    if (aborted) *const_cast<volatile uint32_t*>(&control().aborted) = 1;
+    *const_cast<volatile uint32_t*>(&control().stopping) = 1;
+    return true;
+  }
+};
+
+}  // namespace megavm

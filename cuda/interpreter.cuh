@@ -1,0 +1,106 @@
+// The interpreter: one persistent CTA per SM, its warps specialised by role.
+#pragma once
+
+#include "cuda/controller.cuh"
+#include "cuda/pipelines/product.cuh"
+#include "cuda/storer.cuh"
+
+namespace megavm {
+
+template <class Used>
+__device__ __forceinline__ void run_loader(const Launch& launch) {
+  Loader loader;
+  while (true) {
+    loader.stage.resolved().wait(loader.stage.phase);
+    const Stage& stage = stage_at(loader.stage.slot);
+    if (stage.trace_row == kNone) return;
+    if (lane_index() == 0) {
+      set_current(stage.position, stage.step - launch.first_step);
+      note(launch, stage, Event::kLoadBegin);
+    }
+    ProductInput product = {};
+    WeightRows weights = {};
+    Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
+      if constexpr (IsProduct<Instruction>) {
+        const typename Kernel<Instruction>::Plan plan(stage);
+        product = plan.input();
+        weights = plan.weights();
+      } else {
+        Kernel<Instruction>::load(Operands<Instruction>(stage), loader);
+      }
+    });
+    if constexpr (program::kAnyProduct)
+      if (product.tiling.units > 0) load_product(stage, product, weights, loader);
+    __syncwarp();
+    if (lane_index() == 0) {
+      note(launch, stage, Event::kLoadEnd);
+      loader.stage.released().arrive();
+    }
+    loader.stage.advance();
+  }
+}
+
+template <class Used>
+__device__ __forceinline__ void run_consumer(const Launch& launch) {
+  Consumer consumer(launch);
+  while (true) {
+    consumer.stage.resolved().wait(consumer.stage.phase);
+    const Stage& stage = stage_at(consumer.stage.slot);
+    if (stage.trace_row == kNone) return;
+    if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
+    consumer.note(stage, Event::kBegin);
+    bool is_product = false;
+    Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
+      if constexpr (IsProduct<Instruction>)
+        is_product = true;
+      else
+        Kernel<Instruction>::consume(Operands<Instruction>(stage), consumer);
+    });
+    if constexpr (program::kAnyProduct)
+      if (is_product) product<Used>(stage, consumer);
+    consumer.note(stage, Event::kEnd);
+    __syncwarp();
+    if (lane_index() == 0) consumer.stage.stored().arrive();
+    consumer.stage.advance();
+  }
+}
+
+__device__ __forceinline__ void initialise(const Launch& launch) {
+  if (threadIdx.x == 0) {
+    for (uint32_t i = 0; i < kPages; ++i) {
+      page_arrived(i).init(1);
+      page_finished(i).init(kNumConsumers);
+    }
+    for (uint32_t i = 0; i < kStages; ++i) {
+      const StageCursor stage{i, 0};
+      stage.resolved().init(1);
+      stage.ready().init(1);
+      stage.stored().init(kNumConsumers);
+      stage.hinted().init(1);
+      stage.released().init(4);  // loader, waiter (waits, hints), storer
+    }
+    Semaphore{SemaphoreKind::kConsumers, 0}.init(kNumConsumers);
+    control() = {launch.timeout, launch.faults, launch.abort, 0, 0};
+    ptx::fence_mbarrier_init();
+  }
+  if (lane_index() == 0) current() = {};
+  __syncthreads();
+}
+
+// The megakernel. Grid: the workers of the program.
+template <class Used>
+__device__ __forceinline__ void run(const Launch& launch) {
+  initialise(launch);
+  if (warp_index() < kNumConsumers) {
+    ptx::grow_registers<kConsumerRegisters>();
+    run_consumer<Used>(launch);
+  } else {
+    ptx::shrink_registers<kRoleRegisters>();
+    if (warp_index() == kLoaderWarp) run_loader<Used>(launch);
+    if (warp_index() == kControllerWarp) run_controller(launch);
+    if (warp_index() == kStorerWarp) run_storer(launch);
+    if (warp_index() == kWaiterWarp) run_waiter(launch);
+  }
+}
+
+}  // namespace megavm

@@ -1,0 +1,867 @@
+// The matrix product behind matmul, gate_up and qkv_rope: weights stream through the ring in units
+// of 8 rows, each warp multiplies its share of every tile row with the input, and the partial sums
+// meet in shared memory.
+//
+// Order of work, the same for loader and consumers:
+//   for each group of rows (1 row, or 8), for each block of units, for each chunk of columns,
+//   for each unit of the block, for each page of the unit in the chunk.
+//
+// A page is up to 32 tiles of [8 rows][64 bytes]; tile i belongs to warp i % 8. One 16-byte shared
+// load per lane and tile is the B operand of two mma.m16n8k16: lane 4n + j gets W[n][8j .. 8j+7].
+// Of the 16 rows of A, the first 8 are the input's columns 8j .. 8j+3 and the others its columns
+// 8j+4 .. 8j+7: the first product is right in the upper half of D, the second in the lower, and
+// what is in the other halves is not looked at. So A is one 16-byte load as well, of four words
+// that the panel holds in the order 0, 2, 1, 3.
+//
+// A *plan* says what is multiplied and what becomes of the sums, see instructions/matmul/cuda.cuh.
+// There is one copy of the code for all product instructions, so that it stays in the instruction
+// cache; only prefetch and finish are theirs.
+#pragma once
+
+#include "cuda/kernel.cuh"
+
+namespace megavm {
+
+constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
+static_assert(kPreload % 2 == 0);
+constexpr uint32_t kSquaresAt = kPanelBytes;
+constexpr uint32_t kPartialsAt = kSquaresAt + 2 * 4 * kSquares;
+
+// The weight rows of a product, as a rectangle of tiles.
+struct Tiling {
+  uint32_t k;      // columns
+  uint32_t units;  // of the instruction
+
+  __device__ __forceinline__ uint32_t tiles() const { return ceil_div(k, kTileColumns); }
+  __device__ __forceinline__ uint32_t pages() const { return ceil_div(k, kPageColumns); }
+  __device__ __forceinline__ uint32_t chunks() const {
+    return kSingleRow ? 1 : ceil_div(pages(), kChunkPages);
+  }
+  __device__ __forceinline__ uint32_t pages_of(uint32_t chunk) const {
+    return kSingleRow ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
+  }
+  // Tiles of a page of a unit.
+  __device__ __forceinline__ uint32_t tiles_of(uint32_t page) const {
+    return min_of(kTilesPerPage, tiles() - page * kTilesPerPage);
+  }
+};
+
+// The weights of a product: up to three tensors whose units follow one another, or take turns.
+struct WeightRows {
+  uint64_t from[3];  // of the first unit of each
+  uint32_t upto[3];  // units of this tensor and those before it
+  bool alternate;    // unit u is of tensor u % 2
+
+  __device__ __forceinline__ uint64_t unit(uint32_t u, uint64_t unit_bytes) const {
+    if (alternate) return (u % 2 ? from[1] : from[0]) + u / 2 * unit_bytes;
+    if (u < upto[0]) return from[0] + u * unit_bytes;
+    if (u < upto[1]) return from[1] + (u - upto[0]) * unit_bytes;
+    return from[2] + (u - upto[1]) * unit_bytes;
+  }
+};
+
+// What the common code must know of a product.
+struct ProductInput {
+  Tiling tiling;
+  uint32_t half_items;  // twice the items in a unit, for one row
+  bool wants_end;       // whether the plan has something to do at the end of a group
+  OperandWord x;
+  OperandWord gain;       // kNone: no normalisation
+  OperandWord row_index;  // kNone: row r of x for row r
+  OperandWord row_count;  // kNone: all rows are live
+  uint32_t x_rows;        // row_index stays below this
+  uint32_t row_begin;
+  uint32_t row_end;
+  float eps;
+};
+
+// What a thread fetched and worked out for its item before the sums were there. Every plan has its
+// own use of it.
+struct Prefetched {
+  float value[8];
+  uint32_t number[2];
+  uint64_t to[3];
+  uint32_t kind;  // of the PairPlace that to[0] is of
+
+  __device__ __forceinline__ Prefetched() {
+#pragma unroll
+    for (uint32_t i = 0; i < 8; ++i)
+      value[i] = i < 4 || program::kAnyBias ? __uint_as_float(ptx::zero()) : 0.0f;
+    number[0] = number[1] = ptx::zero();
+#pragma unroll
+    for (uint64_t& address : to) address = ptx::zero();
+    kind = ptx::zero();
+  }
+
+  __device__ __forceinline__ void set_place(const PairPlace& place) {
+    to[0] = place.address;
+    kind = place.kind;
+  }
+  __device__ __forceinline__ PairPlace place() const {
+    PairPlace found;
+    found.address = to[0];
+    found.kind = kind;
+    return found;
+  }
+};
+
+__device__ __forceinline__ uint32_t live_end(const Stage& stage, const ProductInput& p) {
+  if (p.row_count == kNone) return p.row_end;
+  const uint32_t count = static_cast<uint32_t>(constant_integer(stage.tensors[p.row_count], 0, 0));
+  return max_of(p.row_begin, min_of(p.row_end, count));
+}
+
+// The groups of rows: those that may be live, if that is one group; else those that are.
+__device__ __forceinline__ uint32_t num_groups(const Stage& stage, const ProductInput& p) {
+  if (p.row_end - p.row_begin <= kGroupRows) return 1;
+  return ceil_div(live_end(stage, p) - p.row_begin, kGroupRows);
+}
+
+__device__ __forceinline__ void load_product(const Stage& stage, const ProductInput& p,
+                                             const WeightRows& weights, Loader& loader) {
+  const Tiling& tiling = p.tiling;
+  const uint64_t unit_bytes = uint64_t{tiling.tiles()} * kTileBytes;
+  const uint32_t groups = num_groups(stage, p), chunks = tiling.chunks();
+  const uint32_t pages = tiling.units * tiling.pages();
+  loader.window = pages <= kFewPages ? kWindow - 1 : kWindow;
+#pragma unroll 1
+  for (uint32_t group = 0; group < groups; ++group)
+#pragma unroll 1
+    for (uint32_t first = 0; first < tiling.units; first += kBlockUnits)
+#pragma unroll 1
+      for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+        const uint32_t end = min_of(first + kBlockUnits, tiling.units);
+        const uint32_t first_page = chunk * kChunkPages;
+        const uint32_t end_page = first_page + tiling.pages_of(chunk);
+#pragma unroll 1
+        for (uint32_t unit = first; unit < end; ++unit) {
+          const uint64_t from = weights.unit(unit, unit_bytes);
+#pragma unroll 1
+          for (uint32_t page = first_page; page < end_page; ++page) {
+            const uint32_t bytes = tiling.tiles_of(page) * kTileBytes;
+            loader.begin_page(bytes);
+            loader.copy(0, from + page * kPageBytes, bytes);
+          }
+        }
+      }
+}
+
+// ---- Input: rows of x become the panel.
+
+// kLaneColumns neighbouring elements of x as they come from memory.
+template <bool kF32, bool kTagged>
+struct RawInput {
+  static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
+  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged float32 input
+
+  __device__ __forceinline__ void clear(uint32_t not_a_tag) {
+    low = ptx::zero4();
+    low.y = not_a_tag;
+    if constexpr (kTagged && kWordsIn == 4) high = ptx::zero4();
+  }
+
+  __device__ __forceinline__ void load(uint64_t address) {
+    if constexpr (kTagged && kWordsIn == 4) {
+      low = ptx::load_relaxed_tagged2(address);
+      high = ptx::load_relaxed_tagged2(address + 16);
+    } else if constexpr (kTagged && kWordsIn == 2) {
+      low = ptx::load_relaxed_tagged2(address);
+    } else if constexpr (kTagged) {
+      const ptx::Words2 word = ptx::load_relaxed_tagged(address);
+      low.x = word.x, low.y = word.y;
+    } else if constexpr (kWordsIn == 4) {
+      low = ptx::load_relaxed4(address);
+    } else if constexpr (kWordsIn == 2) {
+      const ptx::Words2 words = ptx::load_relaxed2(address);
+      low.x = words.x, low.y = words.y;
+    } else {
+      low.x = ptx::load_relaxed1(address);
+    }
+  }
+
+  // A tag that is not the wanted one, if there is one; else the wanted one.
+  __device__ __forceinline__ uint32_t check(uint32_t tag) const {
+    if constexpr (!kTagged) return tag;
+    uint32_t found = low.y;
+    if constexpr (kWordsIn >= 2) found = found == tag ? low.w : found;
+    if constexpr (kWordsIn == 4) {
+      found = found == tag ? high.y : found;
+      found = found == tag ? high.w : found;
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ uint32_t word(uint32_t i) const {
+    if constexpr (kTagged) {
+      if (i == 0) return low.x;
+      if (i == 1) return low.z;
+      return i == 2 ? high.x : high.z;
+    }
+    if (i == 0) return low.x;
+    if (i == 1) return low.y;
+    return i == 2 ? low.z : low.w;
+  }
+
+  __device__ __forceinline__ float value(uint32_t i) const {
+    if constexpr (kF32) return __uint_as_float(word(i));
+    return i % 2 ? ptx::high_bf16(word(i / 2)) : ptx::low_bf16(word(i / 2));
+  }
+};
+
+// The gain of a lane's columns, as it comes from memory.
+struct Gain {
+  ptx::Words4 words;
+
+  __device__ __forceinline__ void load(const Tensor& gain, uint32_t column) {
+    const uint64_t address = element_at(gain, 0, 0) + column * element_bytes(gain);
+    if (program::kAnyF32Gain && is_f32(gain)) {
+      if constexpr (kLaneColumns == 4) {
+        words = ptx::load_constant4(address);
+      } else {
+        const ptx::Words2 w = ptx::load_constant2(address);
+        words.x = w.x, words.y = w.y;
+      }
+    } else if constexpr (kLaneColumns == 4) {
+      const ptx::Words2 w = ptx::load_constant2(address);
+      words.x = w.x, words.y = w.y;
+    } else {
+      words.x = ptx::load_constant(address);
+    }
+  }
+
+  __device__ __forceinline__ float value(bool f32, uint32_t i) const {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+    if (program::kAnyF32Gain && f32) return __uint_as_float(word[i]);
+    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
+  }
+};
+
+constexpr uint32_t kInputBatch = 4;  // loads of float32 input that a lane has in flight
+
+// Whether gains wait in the panel, each where its product with the input will be.
+constexpr bool kGainsAhead =
+    kSingleRow && !program::kAnyRaggedK && !program::kAnyF32Gain && !kF32Weights;
+
+// One group's rows of the product's input.
+struct Panel {
+  const Stage& stage;
+  const ProductInput& input;
+  const Consumer& consumer;
+  uint32_t tile;     // of a page, that this lane converts
+  uint32_t in_tile;  // byte in the row of the tile
+  uint32_t column;   // of page 0
+
+  __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
+                                   const Consumer& consumer)
+      : stage(stage), input(input), consumer(consumer) {
+    const uint32_t lane = lane_index();
+    tile = lane / 8 * kNumConsumers + consumer.warp();
+    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
+    column = tile * kTileColumns + lane % 8 * kLaneColumns;
+  }
+
+  __device__ __forceinline__ const Tensor& x() const { return stage.tensors[input.x]; }
+  __device__ __forceinline__ const Tensor& gain() const { return stage.tensors[input.gain]; }
+  __device__ __forceinline__ bool has_gain() const { return input.gain != kNone; }
+
+  // The row of x for a row of the result.
+  __device__ __forceinline__ uint32_t x_row(uint32_t row) const {
+    if (input.row_index == kNone) return row;
+    const uint32_t found =
+        static_cast<uint32_t>(constant_integer(stage.tensors[input.row_index], row, 0));
+    if (found >= input.x_rows) stop_instruction(Fault::kRowIndex, row, 0, found, input.x_rows);
+    return found;
+  }
+
+  __device__ __forceinline__ uint32_t address(uint32_t page, uint32_t row) const {
+    return consumer.scratch() + ((page * kTilesPerPage + tile) * kGroupRows + row) * kTileRowBytes +
+           in_tile;
+  }
+  __device__ __forceinline__ uint32_t squares(uint32_t row) const {
+    return consumer.scratch(kSquaresAt) +
+           4 * ((consumer.parity * kGroupRows + row) * kNumConsumers + consumer.warp());
+  }
+
+  __device__ __forceinline__ void put(uint32_t page, uint32_t row,
+                                      const float (&value)[kLaneColumns]) const {
+    if constexpr (kF32Weights) {
+      ptx::store_shared2(address(page, row), __float_as_uint(value[0]), __float_as_uint(value[1]));
+    } else {
+      ptx::store_shared(address(page, row), ptx::pack_bf16(value[0], value[1]));
+      ptx::store_shared(address(page, row) + 8,
+                        ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
+    }
+  }
+
+  // Add the lanes' squares; lane 0 keeps the sum of the row.
+  __device__ __forceinline__ void add_squares(uint32_t row, float sum, bool first) const {
+    for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane_index() != 0) return;
+    if (!first) sum += __uint_as_float(ptx::load_shared(squares(row)));
+    ptx::store_shared(squares(row), __float_as_uint(sum));
+  }
+
+  // Fill the chunk's columns of `rows` rows, `first_row` on. A lane has a part of every page of
+  // every row; it issues kBatch loads before it looks at any.
+  template <bool kF32, bool kTagged, uint32_t kBatch>
+  __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
+    constexpr uint32_t kColumnBytes = (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
+    constexpr uint32_t kPageStride = kPageColumns * kColumnBytes;
+    const Tensor x = this->x();
+    const uint32_t first_column = column + chunk * kChunkPages * kPageColumns;
+    const uint32_t pages = input.tiling.pages_of(chunk);
+    // Pages in which this lane's columns exist.
+    const uint32_t mine =
+        !program::kAnyPartialPages ? pages
+        : first_column >= input.tiling.k
+            ? 0
+            : min_of(pages, ceil_div(input.tiling.k - first_column, kPageColumns));
+    const uint32_t tag = stage.tag;
+#pragma unroll 1
+    for (uint32_t row = 0; row < rows; ++row) {
+      const uint64_t from =
+          base_of(x) +
+          (static_cast<uint64_t>(x_row(first_row + row)) * x.columns + first_column) * kColumnBytes;
+      float sum = 0.0f;
+#pragma unroll 1
+      for (uint32_t begin = 0; begin < pages; begin += kBatch) {
+        RawInput<kF32, kTagged> raw[kBatch];
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i) raw[i].clear(~tag);
+        while (true) {
+          // Again and again what is still missing; all loads before a look at any.
+#pragma unroll
+          for (uint32_t i = 0; i < kBatch; ++i)
+            if (begin + i < mine && (!kTagged || raw[i].check(tag) != tag))
+              raw[i].load(from + begin * kPageStride + i * kPageStride);
+          if constexpr (!kTagged) break;
+          uint32_t missing = kBatch, found = tag;
+#pragma unroll
+          for (uint32_t i = 0; i < kBatch; ++i)
+            if (begin + i < mine && raw[i].check(tag) != tag)
+              missing = i, found = raw[i].check(tag);
+          if (missing == kBatch) break;
+          if (__builtin_expect(is_stopping(), 0))
+            stop_at_tag(input.x, x_row(first_row + row),
+                        (first_column + (begin + missing) * kPageColumns) / (kF32 ? 1 : 2), found,
+                        tag);
+        }
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i) {
+          if (begin + i >= mine) break;
+          float value[kLaneColumns];
+#pragma unroll
+          for (uint32_t j = 0; j < kLaneColumns; ++j) {
+            value[j] = raw[i].value(j);
+            sum = fmaf(value[j], value[j], sum);
+          }
+          if (has_gain()) {
+            Gain gain;
+            if constexpr (kGainsAhead) {
+              gain.words.x = ptx::load_shared(address(begin + i, row));
+              gain.words.y = ptx::load_shared(address(begin + i, row) + 8);
+            } else {
+              gain.load(this->gain(), first_column + (begin + i) * kPageColumns);
+            }
+            const bool f32_gain = is_f32(this->gain());
+#pragma unroll
+            for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
+          }
+          put(begin + i, row, value);
+        }
+      }
+      if (has_gain()) add_squares(row, sum, chunk == 0);
+    }
+  }
+
+  // The same for several rows of an untagged input: a page of all rows at a time.
+  template <bool kF32>
+  __device__ __forceinline__ void fill_rows(uint32_t first_row, uint32_t rows,
+                                            uint32_t chunk) const {
+    constexpr uint32_t kColumnBytes = kF32 ? 4 : 2;
+    const Tensor x = this->x();
+    const uint32_t first_column = column + chunk * kChunkPages * kPageColumns;
+    const uint32_t pages = input.tiling.pages_of(chunk);
+    // Lane r knows where row r of x begins.
+    uint64_t mine = 0;
+    if (lane_index() < rows)
+      mine = base_of(x) +
+             static_cast<uint64_t>(x_row(first_row + lane_index())) * x.columns * kColumnBytes;
+    float sums[kGroupRows] = {};
+#pragma unroll 1
+    for (uint32_t page = 0; page < pages; ++page) {
+      const uint32_t at = first_column + page * kPageColumns;
+      const bool inside = !program::kAnyPartialPages || at < input.tiling.k;
+      RawInput<kF32, false> raw[kGroupRows];
+#pragma unroll
+      for (uint32_t row = 0; row < kGroupRows; ++row) {
+        raw[row].clear(0);
+        const uint64_t from = __shfl_sync(~0u, mine, row);
+        if (row < rows && inside) raw[row].load(from + at * kColumnBytes);
+      }
+      if (!inside) continue;
+      Gain gain;
+      gain.words = ptx::zero4();
+      if (has_gain()) gain.load(this->gain(), at);
+      const bool f32_gain = has_gain() && is_f32(this->gain());
+#pragma unroll
+      for (uint32_t row = 0; row < kGroupRows; ++row) {
+        if (row >= rows) break;
+        float value[kLaneColumns];
+#pragma unroll
+        for (uint32_t j = 0; j < kLaneColumns; ++j) {
+          value[j] = raw[row].value(j);
+          sums[row] = fmaf(value[j], value[j], sums[row]);
+          if (has_gain()) value[j] *= gain.value(f32_gain, j);
+        }
+        put(page, row, value);
+      }
+    }
+    if (!has_gain()) return;
+#pragma unroll
+    for (uint32_t row = 0; row < kGroupRows; ++row)
+      if (row < rows) add_squares(row, sums[row], chunk == 0);
+  }
+
+  // The same for rows that are not made of whole tiles, element by element.
+  __device__ __forceinline__ void fill_ragged(uint32_t first_row, uint32_t rows,
+                                              uint32_t chunk) const {
+    const Tensor& x = this->x();
+#pragma unroll 1
+    for (uint32_t row = 0; row < rows; ++row) {
+      const uint32_t from = x_row(first_row + row);
+      float sum = 0.0f;
+#pragma unroll 1
+      for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
+        const uint32_t c = column + (chunk * kChunkPages + page) * kPageColumns;
+        float value[kLaneColumns];
+#pragma unroll
+        for (uint32_t j = 0; j < kLaneColumns; ++j) {
+          value[j] = 0.0f;
+          if (c + j < input.tiling.k) {
+            value[j] = read_element(x, from, c + j, stage.tag, input.x);
+            sum += value[j] * value[j];
+            if (has_gain()) value[j] *= constant_element(gain(), c + j, 0);
+          }
+        }
+        put(page, row, value);
+      }
+      if (has_gain()) add_squares(row, sum, chunk == 0);
+    }
+  }
+
+  __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
+    // All of this warp must be done with what was there.
+    __syncwarp();
+    if constexpr (program::kAnyRaggedK) {
+      fill_ragged(first_row, rows, chunk);
+    } else {
+      // Only the kinds of input that the program has.
+      const uint32_t kind = 1u << (2 * is_f32(x()) + is_tagged(x()));
+      if (program::kAnyInputs & kind & 8) fill<true, true, kInputBatch>(first_row, rows, chunk);
+      if (!kSingleRow && program::kAnyInputs & kind & 4) fill_rows<true>(first_row, rows, chunk);
+      if (!kSingleRow && program::kAnyInputs & kind & 1) fill_rows<false>(first_row, rows, chunk);
+      if (kSingleRow && program::kAnyInputs & kind & 4)
+        fill<true, false, kInputBatch>(first_row, rows, chunk);
+      if (program::kAnyInputs & kind & 2)
+        fill<false, true, 2 * kInputBatch>(first_row, rows, chunk);
+      if (kSingleRow && program::kAnyInputs & kind & 1)
+        fill<false, false, 2 * kInputBatch>(first_row, rows, chunk);
+    }
+    __syncwarp();
+  }
+
+  // Bring the gains into the panel.
+  __device__ __forceinline__ void prefetch() const {
+    if constexpr (kGainsAhead) {
+      if (!has_gain()) return;
+      const uint32_t pages = input.tiling.pages();
+#pragma unroll 2
+      for (uint32_t page = 0; page < pages; ++page) {
+        const uint32_t at = column + page * kPageColumns;
+        if (program::kAnyPartialPages && at >= input.tiling.k) break;
+        const ptx::Words2 words = ptx::load_constant2(element_at(gain(), 0, 0) + 2 * at);
+        ptx::store_shared(address(page, 0), words.x);
+        ptx::store_shared(address(page, 0) + 8, words.y);
+      }
+    }
+  }
+};
+
+// ---- Sums.
+
+// A warp's tiles of one page.
+struct PageTiles {
+  ptx::Words4 tile[kTilesPerWarp];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (ptx::Words4& t : tile) t = ptx::zero4();
+  }
+
+  __device__ __forceinline__ void load(uint32_t page_address, uint32_t warp) {
+    const uint32_t from = page_address + warp * kTileBytes + lane_index() * 16;
+#pragma unroll
+    for (uint32_t i = 0; i < kTilesPerWarp; ++i)
+      tile[i] = ptx::load_shared4(from + i * kNumConsumers * kTileBytes);
+  }
+};
+
+// The sums of one unit: this warp's part of the columns.
+struct UnitSums {
+  // bf16: two chains, each of both halves of D. float32: one column of every row.
+  float sum[kF32Weights ? kGroupRows : 4][4];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (auto& chain : sum)
+#pragma unroll
+      for (float& value : chain) value = 0.0f;
+  }
+
+  __device__ __forceinline__ void add(const PageTiles& page, uint32_t panel_page, uint32_t warp,
+                                      uint32_t tiles) {
+    const uint32_t lane = lane_index();
+#pragma unroll
+    for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
+      const uint32_t tile = i * kNumConsumers + warp;
+      if (program::kAnyPartialPages && tile >= tiles) break;
+      const uint32_t rows = panel_page + tile * kGroupRows * kTileRowBytes + lane % 4 * 16;
+      const ptx::Words4& w = page.tile[i];
+      if constexpr (kF32Weights) {
+#pragma unroll
+        for (uint32_t row = 0; row < kGroupRows; ++row) {
+          const ptx::Words4 a = ptx::load_shared4(rows + row * kTileRowBytes);
+          float& total = sum[row][0];
+          total = fmaf(__uint_as_float(a.x), __uint_as_float(w.x), total);
+          total = fmaf(__uint_as_float(a.y), __uint_as_float(w.y), total);
+          total = fmaf(__uint_as_float(a.z), __uint_as_float(w.z), total);
+          total = fmaf(__uint_as_float(a.w), __uint_as_float(w.w), total);
+        }
+      } else {
+        const ptx::Words4 a = ptx::load_shared4(rows + (kSingleRow ? 0 : lane / 4 * kTileRowBytes));
+        ptx::mma(sum[i % 2], a, w.x, w.y);
+        ptx::mma(sum[2 + i % 2], a, w.z, w.w);
+      }
+    }
+  }
+
+  // Two whole pages of the same unit: their loads and products overlap.
+  __device__ __forceinline__ void add_pair(const PageTiles& first, const PageTiles& second,
+                                           uint32_t panel_page, uint32_t warp, uint32_t tiles) {
+    constexpr uint32_t kPanelPage = kTilesPerPage * kGroupRows * kTileRowBytes;
+    if constexpr (kF32Weights || program::kAnyPartialPages) {
+      add(first, panel_page, warp, kTilesPerPage);
+      add(second, panel_page + kPanelPage, warp, tiles);
+    } else {
+      const uint32_t lane = lane_index();
+      const uint32_t rows = panel_page + warp * kGroupRows * kTileRowBytes + lane % 4 * 16 +
+                            (kSingleRow ? 0 : lane / 4 * kTileRowBytes);
+      ptx::Words4 a[2 * kTilesPerWarp];
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * kTilesPerWarp; ++i)
+        a[i] = ptx::load_shared4(rows + i * kNumConsumers * kGroupRows * kTileRowBytes);
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * kTilesPerWarp; ++i) {
+        const ptx::Words4& w = i < kTilesPerWarp ? first.tile[i] : second.tile[i - kTilesPerWarp];
+        ptx::mma(sum[i % 2], a[i], w.x, w.y);
+        ptx::mma(sum[2 + i % 2], a[i], w.z, w.w);
+      }
+    }
+  }
+
+  // Leave the sums in shared memory, [row][8 columns] for this warp; or add them to those there.
+  __device__ __forceinline__ void flush(uint32_t partials, bool add_up) {
+    const uint32_t lane = lane_index();
+    if constexpr (kF32Weights) {
+#pragma unroll
+      for (uint32_t row = 0; row < kGroupRows; ++row) {
+        float total = sum[row][0];
+        total += __shfl_xor_sync(~0u, total, 1);
+        total += __shfl_xor_sync(~0u, total, 2);
+        const uint32_t address = partials + 4 * (row * kUnitRows + lane / 4);
+        if (lane % 4 == 0) {
+          if (add_up) total += __uint_as_float(ptx::load_shared(address));
+          ptx::store_shared(address, __float_as_uint(total));
+        }
+      }
+    } else {
+      float x = sum[0][0] + sum[1][0] + (sum[2][2] + sum[3][2]);
+      float y = sum[0][1] + sum[1][1] + (sum[2][3] + sum[3][3]);
+      if (lane / 4 < kGroupRows) {
+        const uint32_t address = partials + 4 * (lane / 4 * kUnitRows + lane % 4 * 2);
+        if (add_up) {
+          const ptx::Words2 before = ptx::load_shared2(address);
+          x += __uint_as_float(before.x), y += __uint_as_float(before.y);
+        }
+        ptx::store_shared2(address, __float_as_uint(x), __float_as_uint(y));
+      }
+    }
+    clear();
+  }
+};
+
+// Address of a warp's partial sums of a unit of the block.
+__device__ __forceinline__ uint32_t partials_at(const Consumer& consumer, uint32_t unit,
+                                                uint32_t warp) {
+  return consumer.scratch(kPartialsAt) +
+         4 * (consumer.parity * kPartialFloats +
+              (unit * kNumConsumers + warp) * kGroupRows * kUnitRows);
+}
+
+// Which item of a block this thread finishes, together with others. A thread keeps its row from
+// block to block.
+struct ItemShare {
+  uint32_t item;     // of the block, for one row
+  uint32_t row;      // of the group
+  uint32_t part;     // of the threads that share the item
+  uint32_t threads;  // that share it
+  bool active;
+
+  // `most`: items of a row in a whole block; `items`: in this one.
+  __device__ __forceinline__ ItemShare(uint32_t most, uint32_t items, uint32_t rows,
+                                       uint32_t thread) {
+    if constexpr (kSingleRow) {
+      threads = kShare;
+      part = thread % kShare;
+      row = 0;
+      item = thread / kShare;
+    } else {
+      const uint32_t total = most * rows;
+      threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
+      part = thread % threads;
+      row = thread / threads % max_of(rows, 1);
+      item = thread / threads / max_of(rows, 1);
+    }
+    active = item < items && rows > 0;
+  }
+  // Threads that share an item of a single row.
+  static constexpr uint32_t kShare = kNumConsumerThreads / (kBlockUnits * kUnitRows / 2);
+};
+
+// Add up the partial sums of an item, and finish it.
+template <class Plan>
+__device__ __forceinline__ void finish_block(Plan& plan, const ProductInput& input,
+                                             const Consumer& consumer, const ItemShare& share,
+                                             uint32_t first_unit, uint32_t first_row,
+                                             const Prefetched& prefetched) {
+  constexpr uint32_t kPairs = Plan::kPairs;
+  float values[2 * kPairs] = {};
+  if (share.active) {
+#pragma unroll
+    for (uint32_t i = 0; i < kPairs; ++i) {
+      uint32_t unit, column;
+      plan.place(share.item, i, unit, column);
+      const uint32_t from =
+          partials_at(consumer, unit, share.part) + 4 * (share.row * kUnitRows + column);
+      const auto add = [&](uint32_t warp) {
+        const ptx::Words2 sums = ptx::load_shared2(from + 4 * warp * kGroupRows * kUnitRows);
+        values[2 * i] += __uint_as_float(sums.x);
+        values[2 * i + 1] += __uint_as_float(sums.y);
+      };
+      if constexpr (kSingleRow) {
+#pragma unroll
+        for (uint32_t warp = 0; warp < kNumConsumers; warp += ItemShare::kShare) add(warp);
+      } else {
+#pragma unroll 1
+        for (uint32_t warp = 0; warp + share.part < kNumConsumers; warp += share.threads) add(warp);
+      }
+    }
+  }
+  const auto add_parts = [&](uint32_t offset) {
+#pragma unroll
+    for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
+  };
+  if constexpr (kSingleRow) {
+#pragma unroll
+    for (uint32_t offset = 1; offset < ItemShare::kShare; offset *= 2) add_parts(offset);
+  } else {
+#pragma unroll 1
+    for (uint32_t offset = 1; offset < share.threads; offset *= 2) add_parts(offset);
+  }
+  if (!share.active || share.part != 0) return;
+  if (input.gain != kNone) {
+    float squares = 0.0f;
+    const uint32_t from = consumer.scratch(kSquaresAt) +
+                          4 * (consumer.parity * kGroupRows + share.row) * kNumConsumers;
+#pragma unroll
+    for (uint32_t i = 0; i < kNumConsumers; i += 4) {
+      const ptx::Words4 s = ptx::load_shared4(from + 4 * i);
+      squares += __uint_as_float(s.x) + __uint_as_float(s.y) +
+                 (__uint_as_float(s.z) + __uint_as_float(s.w));
+    }
+    const float scale = rsqrtf(__fdividef(squares, static_cast<float>(input.tiling.k)) + input.eps);
+#pragma unroll
+    for (float& value : values) value *= scale;
+  }
+  plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
+}
+
+// Copy this warp's sums of squares into the half of the scratch that is used next.
+__device__ __forceinline__ void carry_squares(Consumer& consumer) {
+  if (lane_index() != 0) return;
+#pragma unroll
+  for (uint32_t row = 0; row < kGroupRows; ++row) {
+    const uint32_t at = consumer.scratch(kSquaresAt) + 4 * (row * kNumConsumers + consumer.warp());
+    const uint32_t half = 4 * kGroupRows * kNumConsumers;
+    const uint32_t value = ptx::load_shared(at + (consumer.parity ^ 1) * half);
+    ptx::store_shared(at + consumer.parity * half, value);
+  }
+}
+
+// Call `visitor` with the plan of a product instruction.
+template <class Used, class Visitor>
+__device__ __forceinline__ void dispatch_product(const Stage& stage, Visitor&& visitor) {
+  Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
+    if constexpr (IsProduct<Instruction>)
+      visitor(static_cast<typename Kernel<Instruction>::Plan*>(nullptr));
+  });
+}
+
+// Whether a page, and with `next_too` the one after it, is there.
+__device__ __forceinline__ bool has_arrived(PageCursor page, bool next_too) {
+  bool there = page_arrived(page.slot).is_over(page.phase);
+  page.advance();
+  if (next_too) there &= page_arrived(page.slot).is_over(page.phase);
+  return __shfl_sync(~0u, there, 0);
+}
+
+template <class Used>
+__device__ __forceinline__ void product(const Stage& stage, Consumer& consumer) {
+  ProductInput input = {{ptx::zero(), ptx::zero()},
+                        ptx::zero(),
+                        ptx::zero() != 0,
+                        ptx::zero(),
+                        ptx::zero(),
+                        ptx::zero(),
+                        ptx::zero(),
+                        ptx::zero(),
+                        ptx::zero(),
+                        ptx::zero(),
+                        __uint_as_float(ptx::zero())};
+  uint32_t best_column = kNone;
+  float best = -kInfinity;
+  dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
+  const Tiling& tiling = input.tiling;
+  const uint32_t warp = consumer.warp();
+  const Panel panel(stage, input, consumer);
+  const uint32_t groups = num_groups(stage, input), chunks = tiling.chunks();
+
+  panel.prefetch();
+  bool waited = false;
+
+#pragma unroll 1
+  for (uint32_t group = 0; group < groups; ++group) {
+    const uint32_t first_row = input.row_begin + group * kGroupRows;
+    const uint32_t end = live_end(stage, input);
+    const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
+    const uint32_t most = min_of(kBlockUnits, tiling.units) * input.half_items / 2;
+#pragma unroll 1
+    for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += kBlockUnits) {
+      const uint32_t units = min_of(kBlockUnits, tiling.units - first_unit);
+      const ItemShare share(most, units * input.half_items / 2, rows, consumer.thread());
+      Prefetched prefetched;
+      if (share.active)
+        dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+          Plan(stage).prefetch(share.item, first_unit, first_row + share.row, prefetched);
+        });
+#pragma unroll 1
+      for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+        const uint32_t pages = tiling.pages_of(chunk);
+        // Take the pages of weights that are there into registers, while the input is not.
+        // NOTE: every register is written on every path: one that keeps its old value somewhere
+        // would be live in all of the kernel.
+        PageTiles early[kPreload];
+        uint32_t num_early = 0;
+        const bool paired = !program::kAnyOddPages || pages % 2 == 0;  // taken two at a time
+#pragma unroll
+        for (uint32_t i = 0; i < kPreload; ++i) {
+          early[i].clear();
+          if (i == num_early && i < units * pages &&
+              has_arrived(consumer.page, paired && i % 2 == 0)) {
+            early[i].load(consumer.page.address(), warp);
+            consumer.finish(consumer.page);
+            consumer.page.advance();
+            num_early = i + 1;
+          }
+        }
+        if (!waited) {
+          consumer.wait_ready();
+          consumer.wait_hinted();
+          waited = true;
+        }
+        if (chunks > 1 || first_unit == 0)
+          panel.fill(first_row, rows, chunk);
+        else if (input.gain != kNone)
+          carry_squares(consumer);
+        if (first_unit == 0 && chunk == 0) consumer.note(stage, Event::kInputs);
+        UnitSums sums;
+        sums.clear();
+        uint32_t page = 0, unit = 0;
+        const auto add = [&](const PageTiles& tiles) {
+          sums.add(tiles, consumer.scratch() + page * kTilesPerPage * kGroupRows * kTileRowBytes,
+                   warp, tiling.tiles_of(chunk * kChunkPages + page));
+          if (++page == pages) {
+            sums.flush(partials_at(consumer, unit, warp), chunk > 0);
+            page = 0;
+            ++unit;
+          }
+        };
+        const auto take = [&](PageTiles& tiles) {
+          page_arrived(consumer.page.slot).wait(consumer.page.phase);
+          tiles.load(consumer.page.address(), warp);
+          consumer.finish(consumer.page);
+          consumer.page.advance();
+        };
+        if (paired) {
+          const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
+            sums.add_pair(first, second,
+                          consumer.scratch() + page * kTilesPerPage * kGroupRows * kTileRowBytes,
+                          warp, tiling.tiles_of(chunk * kChunkPages + page + 1));
+            page += 2;
+            if (page == pages) {
+              sums.flush(partials_at(consumer, unit, warp), chunk > 0);
+              page = 0;
+              ++unit;
+            }
+          };
+#pragma unroll
+          for (uint32_t i = 0; i < kPreload; i += 2)
+            if (i < num_early) add_pair(early[i], early[i + 1]);
+#pragma unroll 1
+          while (unit < units) {
+            PageTiles first, second;
+            take(first);
+            take(second);
+            add_pair(first, second);
+          }
+        } else {
+#pragma unroll
+          for (uint32_t i = 0; i < kPreload; ++i)
+            if (i < num_early) add(early[i]);
+#pragma unroll 1
+          while (unit < units) {
+            PageTiles tiles;
+            take(tiles);
+            add(tiles);
+          }
+        }
+      }
+      consumer.sync();
+      if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
+      dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+        Plan plan(stage);
+        finish_block(plan, input, consumer, share, first_unit, first_row, prefetched);
+        if (input.wants_end) plan.consider(share, best, best_column);
+      });
+      consumer.parity ^= 1;
+    }
+    if (input.wants_end)
+      dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+        Plan(stage).end_group(consumer, first_row, rows, most, best, best_column);
+      });
+  }
+  if (!waited) consumer.wait_ready();
+}
+
+}  // namespace megavm

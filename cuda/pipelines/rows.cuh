@@ -1,0 +1,47 @@
+// Rows of a step: which are live, and where their keys and values lie.
+#pragma once
+
+#include "cuda/kernel.cuh"
+
+namespace megavm {
+
+// End of the live rows of [begin, end).
+template <class Instruction>
+__device__ __forceinline__ uint32_t live_end(const Operands<Instruction>& in,
+                                             uint32_t Instruction::* row_count, uint32_t begin,
+                                             uint32_t end) {
+  if (!in.has(row_count)) return end;
+  const uint32_t count = static_cast<uint32_t>(constant_integer(in[row_count], 0, 0));
+  return max_of(begin, min_of(end, count));
+}
+
+// Sequence of a row; `table` has a row for each.
+__device__ __forceinline__ uint32_t sequence_of(const Tensor& row_sequence, uint32_t row,
+                                                const Tensor& table) {
+  const uint32_t sequence = static_cast<uint32_t>(constant_integer(row_sequence, row, 0));
+  if (sequence >= table.rows) stop_instruction(Fault::kRowSequence, row, 0, sequence, table.rows);
+  return sequence;
+}
+
+// Position of a row in this step; it stays below `limit`.
+__device__ __forceinline__ uint32_t position_of(const Tensor& row_position, uint32_t row,
+                                                uint32_t step, uint32_t limit) {
+  const uint32_t position = static_cast<uint32_t>(constant_integer(row_position, row, 0)) + step;
+  if (position >= limit) stop_instruction(Fault::kPosition, row, 0, position, limit);
+  return position;
+}
+
+// KV block of entry `column` of a sequence's row in the block table.
+__device__ __forceinline__ uint32_t kv_block(const Tensor& block_table, uint32_t sequence,
+                                             uint32_t column, uint32_t num_blocks) {
+  const uint32_t block = static_cast<uint32_t>(constant_integer(block_table, sequence, column));
+  if (block >= num_blocks) stop_instruction(Fault::kKvBlock, sequence, column, block, num_blocks);
+  return block;
+}
+
+// Elements before element e of slot t of a KV head's rows.
+__device__ __forceinline__ uint32_t swizzled_element(bool swizzled, uint32_t slot, uint32_t e) {
+  return swizzled ? (e / 8 ^ (slot & 7)) * 8 + e % 8 : e;
+}
+
+}  // namespace megavm

@@ -1,0 +1,242 @@
+// Loads, stores and copies with the cache and ordering behaviour that the machine needs.
+#pragma once
+
+#include "cuda/launch.cuh"
+
+namespace megavm::ptx {
+
+struct Words2 {
+  uint32_t x, y;
+};
+
+struct alignas(16) Words4 {
+  uint32_t x, y, z, w;
+};
+
+// Zeros that the compiler takes for any value: a register that is written on every path, however
+// the paths are merged, is not live before.
+__device__ __forceinline__ Words4 zero4() {
+  Words4 v;
+  asm volatile("mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t zero() {
+  uint32_t v;
+  asm volatile("mov.u32 %0, 0;" : "=r"(v));
+  return v;
+}
+
+// ---- Global memory, past the first-level cache.
+
+__device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// One {value, epoch} word.
+__device__ __forceinline__ Words2 load_relaxed_tagged(uint64_t address) {
+  uint64_t word;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+  return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
+}
+
+// Two {value, epoch} words: {value, epoch, value, epoch}. Each is read whole.
+__device__ __forceinline__ Words4 load_relaxed_tagged2(uint64_t address) {
+  uint64_t first, second;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(first), "=l"(second)
+               : "l"(address)
+               : "memory");
+  return {static_cast<uint32_t>(first), static_cast<uint32_t>(first >> 32),
+          static_cast<uint32_t>(second), static_cast<uint32_t>(second >> 32)};
+}
+
+__device__ __forceinline__ Words4 load_relaxed4(uint64_t address) {
+  Words4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ Words2 load_relaxed2(uint64_t address) {
+  Words2 v;
+  asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
+               : "=r"(v.x), "=r"(v.y)
+               : "l"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_relaxed1(uint64_t address) {
+  return load_relaxed(reinterpret_cast<const uint32_t*>(address));
+}
+
+__device__ __forceinline__ unsigned short load_relaxed_half(uint64_t address) {
+  unsigned short value;
+  asm volatile("ld.relaxed.gpu.global.u16 %0, [%1];" : "=h"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// What nobody writes while the kernel runs may stay in the first-level cache.
+__device__ __forceinline__ uint32_t load_constant(uint64_t address) {
+  uint32_t value;
+  asm("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(address));
+  return value;
+}
+
+__device__ __forceinline__ Words2 load_constant2(uint64_t address) {
+  Words2 v;
+  asm("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ Words4 load_constant4(uint64_t address) {
+  Words4 v;
+  asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
+      : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+      : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ unsigned short load_constant_half(uint64_t address) {
+  unsigned short value;
+  asm("ld.global.nc.u16 %0, [%1];" : "=h"(value) : "l"(address));
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed_tagged(uint64_t address, uint32_t value,
+                                                     uint32_t epoch) {
+  const uint64_t word = static_cast<uint64_t>(epoch) << 32 | value;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed_tagged2(uint64_t address, uint32_t first,
+                                                      uint32_t second, uint32_t epoch) {
+  const uint64_t high = static_cast<uint64_t>(epoch) << 32;
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(address), "l"(high | first),
+               "l"(high | second)
+               : "memory");
+}
+
+__device__ __forceinline__ void store(uint64_t address, uint32_t value) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store2(uint64_t address, uint32_t x, uint32_t y) {
+  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void store_half(uint64_t address, unsigned short value) {
+  asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// Adds, after everything that this thread has seen and done is visible to the whole GPU.
+__device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_relaxed(uint32_t* address, uint32_t value) {
+  asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ uint32_t fetch_add_relaxed(uint32_t* address, uint32_t value) {
+  uint32_t before;
+  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(address), "r"(value)
+               : "memory");
+  return before;
+}
+
+// ---- Shared memory, by 32-bit address.
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ Words4 load_shared4(uint32_t address) {
+  Words4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+__device__ __forceinline__ Words2 load_shared2(uint32_t address) {
+  Words2 v;
+  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
+}
+
+__device__ __forceinline__ void store_shared2(uint32_t address, uint32_t x, uint32_t y) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+
+__device__ __forceinline__ void store_shared4(uint32_t address, const Words4& v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
+// Four 8 x 8 matrices of 16-bit elements, transposed; lane i gives the address of row i % 8 of
+// matrix i / 8.
+__device__ __forceinline__ Words4 load_matrices_transposed(uint32_t address) {
+  Words4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// ---- The copy engine.
+
+// A policy for data that is read once.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// Copies a multiple of 16 bytes from global to shared memory; `mbarrier` counts the bytes.
+__device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t bytes,
+                                          uint32_t mbarrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(mbarrier), "l"(policy)
+      : "memory");
+}
+
+// Orders what ordinary accesses wrote before later copies of the copy engine.
+__device__ __forceinline__ void fence_proxy_async() {
+  asm volatile("fence.proxy.async;" ::: "memory");
+}
+
+}  // namespace megavm::ptx

@@ -1,0 +1,70 @@
+// Matrix instructions and conversions.
+#pragma once
+
+#include "cuda/ptx/memory.cuh"
+
+namespace megavm::ptx {
+
+// D += A . B (m16n8k16, bf16). A: lane holds row lane / 4, columns 2 (lane % 4) and the next, in x;
+// row 8 + lane / 4 in y; the same rows, columns 8 further, in z and w. B: column lane / 4, rows
+// 2 (lane % 4) and the next, then 8 further. D: row lane / 4, columns 2 (lane % 4) and the next,
+// then row 8 + lane / 4.
+__device__ __forceinline__ void mma(float (&sums)[4], const Words4& a, uint32_t b0, uint32_t b1) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
+}
+
+// sums[0..1] += A . B for the first 8 rows of A, whose lower 8 rows are zero. A: lane holds row
+// lane / 4, columns 2 (lane % 4) and 8 + 2 (lane % 4); B likewise by columns (m16n8k16, bf16).
+__device__ __forceinline__ void mma_8_rows(float (&sums)[2], uint32_t a0, uint32_t a2, uint32_t b0,
+                                           uint32_t b1) {
+  [[maybe_unused]] float unused0, unused1;
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+      "{%0, %1, %2, %3}, {%4, %8, %5, %8}, {%6, %7}, {%0, %1, %9, %9};"
+      : "+f"(sums[0]), "+f"(sums[1]), "=f"(unused0), "=f"(unused1)
+      : "r"(a0), "r"(a2), "r"(b0), "r"(b1), "r"(0), "f"(0.0f));
+}
+
+__device__ __forceinline__ float exp2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats as bf16, `low` in the lower half.
+__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
+  uint32_t packed;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
+__device__ __forceinline__ float high_bf16(uint32_t packed) {
+  return __uint_as_float(packed & 0xffff0000u);
+}
+__device__ __forceinline__ float from_bf16(unsigned short bits) {
+  return __uint_as_float(static_cast<uint32_t>(bits) << 16);
+}
+
+template <uint32_t kRegisters>
+__device__ __forceinline__ void grow_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <uint32_t kRegisters>
+__device__ __forceinline__ void shrink_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Nanoseconds, the same on every SM; steps of 32 ns on H200.
+__device__ __forceinline__ uint64_t global_timer() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+}  // namespace megavm::ptx

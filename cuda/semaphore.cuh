@@ -1,0 +1,89 @@
+// Semaphores: mbarriers in shared memory, between the warps of a worker.
+#pragma once
+
+#include "cuda/fault.cuh"
+
+namespace megavm {
+
+// What a semaphore stands for, as fault records say it.
+enum class SemaphoreKind : uint32_t {
+  kPageArrived = 0,
+  kPageFinished = 1,
+  kStageResolved = 2,  // the instruction and its operands may be read
+  kStageReady = 3,     // the waits of its header are over
+  kStageStored = 4,    // its results are stored
+  kStageReleased = 5,  // the stage may be overwritten
+  kStageHinted = 6,    // the tagged words that it reads are likely there
+  kConsumers = 7,      // all consumers have come to the same place
+};
+
+__device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
+  const uint32_t number = static_cast<uint32_t>(kind);
+  return number < 2 ? number * kPages : 2 * kPages + (number - 2) * kStages;
+}
+
+struct Semaphore {
+  SemaphoreKind kind;
+  uint32_t number;
+
+  __device__ __forceinline__ uint32_t address() const {
+    return ptx::shared_address(shared_memory) + kSemaphoresAt +
+           8 * (first_semaphore(kind) + number);
+  }
+
+  __device__ __forceinline__ void init(uint32_t count) const {
+    ptx::mbarrier_init(address(), count);
+  }
+  __device__ __forceinline__ void arrive() const { ptx::mbarrier_arrive(address()); }
+  __device__ __forceinline__ bool is_over(uint32_t phase) const {
+    return ptx::mbarrier_test_wait(address(), phase);
+  }
+
+  // Wait until the phase of this parity is over.
+  __device__ __forceinline__ void wait(uint32_t phase) const {
+    while (!ptx::mbarrier_try_wait(address(), phase))
+      if (__builtin_expect(is_stopping(), 0)) give_up(phase);
+  }
+  // The same for the controller, which keeps the watch: false when the worker has to stop.
+  __device__ __forceinline__ bool wait_watching(uint32_t phase) const {
+    Watch watch;
+    while (!__all_sync(~0u, ptx::mbarrier_try_wait(address(), phase)))
+      if (watch.is_over()) return false;
+    return true;
+  }
+  [[noreturn]] __device__ __forceinline__ void give_up(uint32_t phase) const {
+    stop_waiting(static_cast<uint32_t>(kind) << 16 | number << 8 | phase);
+  }
+};
+
+// ---- The ring of pages.
+
+__device__ __forceinline__ Semaphore page_arrived(uint32_t slot) {
+  return {SemaphoreKind::kPageArrived, slot};
+}
+__device__ __forceinline__ Semaphore page_finished(uint32_t slot) {
+  return {SemaphoreKind::kPageFinished, slot};
+}
+
+// A place in an endless sequence of pages: its slot in the ring, and the parity of its round.
+struct PageCursor {
+  uint32_t slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kPages) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(uint32_t pages) {
+    slot += pages;
+    phase ^= slot / kPages & 1;
+    slot %= kPages;
+  }
+  __device__ __forceinline__ uint32_t address() const {
+    return ptx::shared_address(shared_memory) + slot * kPageBytes;
+  }
+};
+
+}  // namespace megavm

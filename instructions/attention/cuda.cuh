@@ -1,0 +1,541 @@
+#pragma once
+
+#include "cuda/pipelines/rows.cuh"
+
+namespace megavm {
+
+// The pages of keys and values of one row and KV head: first the tokens that a page holds of K,
+// then as many of V.
+struct AttentionSpan {
+  uint32_t begin, end;  // tokens of the split, those of earlier steps and of this one
+  uint32_t cached;      // end of those that are read from the caches
+  bool newest;          // whether the row's own token comes from k_new and v_new, in this split
+  uint32_t sequence;
+
+  __device__ __forceinline__ AttentionSpan(const Operands<Attention>& in, uint32_t row) {
+    const Tensor& table = in[&Attention::block_table];
+    sequence = sequence_of(in[&Attention::row_sequence], row, table);
+    const uint32_t position = position_of(in[&Attention::row_position], row, in.step(),
+                                          table.columns * attention::kBlockSize);
+    const Attention& inst = in.inst;
+    const uint32_t tokens = position + 1;
+    const uint32_t chunks = ceil_div(tokens, inst.chunk);
+    begin = inst.split * chunks / inst.num_splits * inst.chunk;
+    end = min_of((inst.split + 1) * chunks / inst.num_splits * inst.chunk, tokens);
+    begin = min_of(begin, end);
+    newest = in.has(&Attention::k_new) && begin <= position && position < end;
+    cached = newest ? position : end;
+  }
+};
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+
+// ---- The fast kernel: bf16, heads of 64 or 128 elements, up to 8 query heads for a KV head.
+//
+// A page holds 64 (or 32) tokens. A warp takes 16 tokens of a page at a time: scores by
+// mma.m16n8k16 with the query heads as rows of A and keys as B, then weights as A and values as B.
+// The rows of the caches are stored swizzled, so that no shared load conflicts. (FlashAttention-2,
+// Dao 2023, arXiv:2307.08691, for the bookkeeping of the online softmax.)
+template <uint32_t kD>
+struct FastAttention {
+  static constexpr uint32_t kGroup = attention::kGroup;
+  static constexpr uint32_t kBlockSize = attention::kBlockSize;
+  static constexpr uint32_t kRowBytes = 2 * kD;
+  static constexpr uint32_t kPageTokens = kPageBytes / (2 * kRowBytes);
+  static constexpr uint32_t kValuesAt = kPageTokens * kRowBytes;
+  static constexpr uint32_t kWarpTokens = 16;
+  static constexpr uint32_t kWarpsPerPage = kPageTokens / kWarpTokens;
+  static constexpr uint32_t kPagesPerRound = kNumConsumers / kWarpsPerPage;
+  static constexpr uint32_t kKeyChunks = kD / 32;  // 16-byte loads of a lane in a row of keys
+  static constexpr uint32_t kValueTiles = kD / 8;
+  static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens side by side
+  static constexpr uint32_t kStateFloats = kGroup * (kD + 2);
+
+  static __device__ __forceinline__ uint32_t num_pages(const AttentionSpan& span) {
+    return span.cached > span.begin ? ceil_div(span.cached - span.begin, kPageTokens) : 0;
+  }
+
+  // Tokens of the span in one of its pages.
+  static __device__ __forceinline__ uint32_t tokens_of(const AttentionSpan& span, uint32_t page) {
+    return min_of(kPageTokens, span.cached - span.begin - page * kPageTokens);
+  }
+
+  static __device__ __forceinline__ void load(const Operands<Attention>& in, Loader& loader) {
+    const Attention& inst = in.inst;
+    const uint32_t lane = lane_index();
+    const uint32_t live = live_end(in, &Attention::row_count, inst.row_begin, inst.row_end);
+    const Tensor& keys = in[&Attention::k_cache];
+    const Tensor& values = in[&Attention::v_cache];
+    const Tensor& table = in[&Attention::block_table];
+    const uint32_t heads = keys.columns / (kBlockSize * kD);
+    bool ready = false;
+    for (uint32_t row = inst.row_begin; row < live; ++row) {
+      const AttentionSpan span(in, row);
+      const uint32_t pages = num_pages(span);
+      if (pages == 0) continue;
+      for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
+        uint32_t blocks = 0, known = 0;  // a lane's KV block, of those from piece `known` on
+        const uint32_t pieces = ceil_div(span.cached - span.begin, kPiece);
+        for (uint32_t piece = 0; piece < pieces; ++piece) {
+          if (piece % kLanes == 0) {
+            known = piece;
+            const uint32_t token = span.begin + (piece + lane) * kPiece;
+            if (piece + lane < pieces)
+              blocks = kv_block(table, span.sequence, token / kBlockSize, keys.rows);
+          }
+          if (!ready) loader.wait_ready();
+          ready = true;
+          const uint32_t token = span.begin + piece * kPiece;
+          const uint32_t in_page = piece * kPiece % kPageTokens;
+          if (in_page == 0) {
+            // Whole groups of 8 tokens: the swizzle stays inside them.
+            const uint32_t tokens = tokens_of(span, piece * kPiece / kPageTokens);
+            loader.begin_page(2 * ceil_div(tokens, 8) * 8 * kRowBytes);
+          }
+          const uint32_t block = __shfl_sync(~0u, blocks, piece - known);
+          const uint64_t from =
+              ((uint64_t{block} * heads + head) * kBlockSize + token % kBlockSize) * kRowBytes;
+          const uint32_t bytes = min_of(kPiece, ceil_div(span.cached - token, 8) * 8) * kRowBytes;
+          loader.copy(in_page * kRowBytes, base_of(keys) + from, bytes);
+          loader.copy(kValuesAt + in_page * kRowBytes, base_of(values) + from, bytes);
+        }
+      }
+    }
+  }
+
+  // What a warp knows of a row's query heads. A lane has head lane / 4: its part of q, and of every
+  // 8 elements of the sum elements 2 (lane % 4) and the next.
+  struct State {
+    ptx::Words4 q[kKeyChunks];
+    float sum[kValueTiles][2];
+    float highest;  // of the scores, times log2 e
+    float total;    // this lane's part of the sum of weights
+  };
+
+  // Eight bf16 elements, in four words, as they come from memory.
+  struct RawWords {
+    ptx::Words4 low, high;  // high: words 2 and 3 of a tagged tensor
+
+    __device__ __forceinline__ void load(const Tensor& t, uint32_t row, uint32_t column) {
+      if (is_tagged(t)) {
+        const uint64_t address = word_at(t, row, column);
+        low = ptx::load_relaxed_tagged2(address);
+        high = ptx::load_relaxed_tagged2(address + 16);
+      } else {
+        low = ptx::load_relaxed4(element_at(t, row, column));
+      }
+    }
+    __device__ __forceinline__ bool has(uint32_t tag) const {
+      return low.y == tag && low.w == tag && high.y == tag && high.w == tag;
+    }
+    // Words 0, 2, 1, 3: what mma wants of A, see UnitSums.
+    __device__ __forceinline__ ptx::Words4 words(bool tagged) const {
+      if (tagged) return {low.x, high.x, low.z, high.z};
+      return {low.x, low.z, low.y, low.w};
+    }
+  };
+
+  // Start from the queries, and in one warp from the newest token. All loads are issued before any
+  // is looked at, and again until all words are there.
+  static __device__ __forceinline__ void start(const Operands<Attention>& in, uint32_t row,
+                                               uint32_t head, bool newest, State& state) {
+    const uint32_t lane = lane_index(), chunk = lane % 4 * 8, tag = in.tag();
+    const uint32_t query = head * kGroup + min_of(lane / 4, kGroup - 1);
+    const Tensor q = in[&Attention::q];
+    const bool tagged = is_tagged(q);
+    RawWords queries[kKeyChunks], key[kKeyChunks];
+    ptx::Words2 value[kValueTiles];
+#pragma unroll
+    for (uint32_t i = 0; i < kKeyChunks; ++i)
+      key[i].low = key[i].high = {ptx::zero(), tag, ptx::zero(), tag};
+#pragma unroll
+    for (uint32_t i = 0; i < kValueTiles; ++i) value[i] = {ptx::zero(), tag};
+    bool new_tagged = false;
+    while (true) {
+      bool complete = true;
+#pragma unroll
+      for (uint32_t i = 0; i < kKeyChunks; ++i)
+        queries[i].load(q, row, query * kD + i * 32 + chunk);
+      if (newest) {
+        const Tensor k = in[&Attention::k_new], v = in[&Attention::v_new];
+        new_tagged = is_tagged(k);
+#pragma unroll
+        for (uint32_t i = 0; i < kKeyChunks; ++i) key[i].load(k, row, head * kD + i * 32 + chunk);
+#pragma unroll
+        for (uint32_t i = 0; i < kValueTiles; ++i) {
+          const uint32_t column = head * kD + i * 8 + lane % 4 * 2;
+          if (new_tagged)
+            value[i] = ptx::load_relaxed_tagged(word_at(v, row, column));
+          else
+            value[i].x = ptx::load_relaxed1(element_at(v, row, column));
+        }
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= !tagged || queries[i].has(tag);
+      if (new_tagged) {
+#pragma unroll
+        for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= key[i].has(tag);
+#pragma unroll
+        for (uint32_t i = 0; i < kValueTiles; ++i) complete &= value[i].y == tag;
+      }
+      if (complete) break;
+      if (__builtin_expect(is_stopping(), 0)) stop_at_missing(in, row, head, newest);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kKeyChunks; ++i) state.q[i] = queries[i].words(tagged);
+    state.highest = -kInfinity;
+    state.total = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kValueTiles; ++i) state.sum[i][0] = state.sum[i][1] = 0.0f;
+    if (!newest) return;
+    float score = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kKeyChunks; ++i) {
+      const ptx::Words4 other = key[i].words(new_tagged);
+      const uint32_t words[4] = {state.q[i].x, state.q[i].y, state.q[i].z, state.q[i].w};
+      const uint32_t k[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j)
+        score += ptx::low_bf16(words[j]) * ptx::low_bf16(k[j]) +
+                 ptx::high_bf16(words[j]) * ptx::high_bf16(k[j]);
+    }
+    score += __shfl_xor_sync(~0u, score, 1);
+    score += __shfl_xor_sync(~0u, score, 2);
+    state.highest = score * in.inst.scale * kLog2E;
+    state.total = lane % 4 == 0 ? 1.0f : 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kValueTiles; ++i) {
+      state.sum[i][0] = ptx::low_bf16(value[i].x);
+      state.sum[i][1] = ptx::high_bf16(value[i].x);
+    }
+  }
+
+  // Find a word that is missing, and stop.
+  [[noreturn]] static __device__ __forceinline__ void stop_at_missing(const Operands<Attention>& in,
+                                                                      uint32_t row, uint32_t head,
+                                                                      bool newest) {
+    const uint32_t tag = in.tag();
+#pragma unroll 1
+    for (uint32_t operand = 0; operand < 3; ++operand) {
+      const OperandWord word = in.word(operand == 0   ? &Attention::q
+                                       : operand == 1 ? &Attention::k_new
+                                                      : &Attention::v_new);
+      const uint32_t width = (operand == 0 ? kGroup : 1) * kD;
+      if (operand > 0 && !newest) break;
+#pragma unroll 1
+      for (uint32_t c = head * width; c < (head + 1) * width; c += 2) {
+        const ptx::Words2 found = ptx::load_relaxed_tagged(word_at(in.stage.tensors[word], row, c));
+        if (found.y != tag) stop_at_tag(word, row, c / 2, found.y, tag);
+      }
+    }
+    stop_at_tag(in.word(&Attention::q), row, 0, tag, tag);
+    __builtin_unreachable();
+  }
+
+  // Take in 16 tokens of a page, of which the first `tokens` count.
+  static __device__ __forceinline__ void attend(uint32_t page, uint32_t first, uint32_t tokens,
+                                                float scale, State& state) {
+    const uint32_t lane = lane_index();
+    // Scores of 8 tokens, twice.
+    float score[2][2];
+#pragma unroll
+    for (uint32_t n = 0; n < 2; ++n) {
+      score[n][0] = score[n][1] = 0.0f;
+      if (n * 8 >= tokens) continue;
+      const uint32_t token = first + n * 8 + lane / 4;
+      const uint32_t row = page + token * kRowBytes;
+      ptx::Words4 key[kKeyChunks];
+#pragma unroll
+      for (uint32_t i = 0; i < kKeyChunks; ++i)
+        key[i] = ptx::load_shared4(row + ((i * 4 + lane % 4) ^ (token & 7)) * 16);
+      float upper[4] = {}, lower[4] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < kKeyChunks; ++i) {
+        ptx::mma(upper, state.q[i], key[i].x, key[i].y);
+        ptx::mma(lower, state.q[i], key[i].z, key[i].w);
+      }
+      score[n][0] = upper[0] + lower[2], score[n][1] = upper[1] + lower[3];
+    }
+    // Weights, relative to the highest score so far.
+    float highest = -kInfinity;
+#pragma unroll
+    for (uint32_t n = 0; n < 2; ++n)
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) {
+        const uint32_t token = n * 8 + lane % 4 * 2 + j;
+        score[n][j] = token < tokens ? score[n][j] * scale : -kInfinity;
+        highest = fmaxf(highest, score[n][j]);
+      }
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
+    highest = fmaxf(highest, state.highest);
+    const float rescale = ptx::exp2(state.highest - highest);
+    state.highest = highest;
+#pragma unroll
+    for (uint32_t n = 0; n < 2; ++n)
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j) score[n][j] = ptx::exp2(score[n][j] - highest);
+    state.total = state.total * rescale + (score[0][0] + score[0][1]) + (score[1][0] + score[1][1]);
+    const uint32_t low = ptx::pack_bf16(score[0][0], score[0][1]);
+    const uint32_t high = ptx::pack_bf16(score[1][0], score[1][1]);
+    // Values. Rows that were not copied have weight 0, but may hold anything: read row 0 instead.
+    const uint32_t mine =
+        first + (lane % 8 + lane / 8 % 2 * 8 < ceil_div(tokens, 8) * 8 ? lane % 8 + lane / 8 % 2 * 8
+                                                                       : lane % 8);
+    const uint32_t row = page + kValuesAt + mine * kRowBytes;
+#pragma unroll
+    for (uint32_t i = 0; i < kValueTiles; i += 2) {
+      const ptx::Words4 v =
+          ptx::load_matrices_transposed(row + ((i + lane / 16) ^ (mine & 7)) * 16);
+#pragma unroll
+      for (uint32_t t = 0; t < 2; ++t) {
+        state.sum[i + t][0] *= rescale, state.sum[i + t][1] *= rescale;
+        ptx::mma_8_rows(state.sum[i + t], low, high, t ? v.z : v.x, t ? v.w : v.y);
+      }
+    }
+  }
+
+  // Where a warp leaves its state: [head][kD] sums, then [head] highest, then [head] total.
+  static __device__ __forceinline__ uint32_t state_at(const Consumer& consumer, uint32_t warp) {
+    return consumer.scratch(4 * warp * kStateFloats);
+  }
+
+  // Join the warps' states and write the result.
+  static __device__ __forceinline__ void finish(const Operands<Attention>& in, Consumer& consumer,
+                                                uint32_t row, uint32_t head, State& state) {
+    const uint32_t lane = lane_index();
+    state.total += __shfl_xor_sync(~0u, state.total, 1);
+    state.total += __shfl_xor_sync(~0u, state.total, 2);
+    const uint32_t mine = state_at(consumer, consumer.warp());
+    const uint32_t query = lane / 4;
+    if (query < kGroup) {
+#pragma unroll
+      for (uint32_t i = 0; i < kValueTiles; ++i)
+        ptx::store_shared2(mine + 4 * (query * kD + i * 8 + lane % 4 * 2),
+                           __float_as_uint(state.sum[i][0]), __float_as_uint(state.sum[i][1]));
+      if (lane % 4 == 0) {
+        ptx::store_shared(mine + 4 * (kGroup * kD + query), __float_as_uint(state.highest));
+        ptx::store_shared(mine + 4 * (kGroup * kD + kGroup + query), __float_as_uint(state.total));
+      }
+    }
+    consumer.sync();
+    // Two threads share a pair of elements: each adds up the states of half the warps.
+    const uint32_t half = consumer.thread() % 2;
+#pragma unroll 1
+    for (uint32_t pair = consumer.thread() / 2; pair < kGroup * kD / 2;
+         pair += kNumConsumerThreads / 2) {
+      const uint32_t h = pair / (kD / 2), e = pair % (kD / 2) * 2;
+      constexpr uint32_t kStates = kNumConsumers / 2;
+      const uint32_t from = state_at(consumer, half * kStates);
+      float peaks[kStates], highest = -kInfinity;
+#pragma unroll
+      for (uint32_t w = 0; w < kStates; ++w) {
+        peaks[w] =
+            __uint_as_float(ptx::load_shared(from + 4 * (w * kStateFloats + kGroup * kD + h)));
+        highest = fmaxf(highest, peaks[w]);
+      }
+      highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
+      float total = 0.0f, x = 0.0f, y = 0.0f;
+#pragma unroll
+      for (uint32_t w = 0; w < kStates; ++w) {
+        const float factor = peaks[w] == -kInfinity ? 0.0f : ptx::exp2(peaks[w] - highest);
+        const uint32_t state = from + 4 * w * kStateFloats;
+        total = fmaf(factor, __uint_as_float(ptx::load_shared(state + 4 * (kGroup * (kD + 1) + h))),
+                     total);
+        const ptx::Words2 sums = ptx::load_shared2(state + 4 * (h * kD + e));
+        x = fmaf(factor, __uint_as_float(sums.x), x);
+        y = fmaf(factor, __uint_as_float(sums.y), y);
+      }
+      total += __shfl_xor_sync(~0u, total, 1);
+      x += __shfl_xor_sync(~0u, x, 1);
+      y += __shfl_xor_sync(~0u, y, 1);
+      if (half != 0) continue;
+      const uint32_t number = head * kGroup + h;
+      if (in.inst.num_splits == 1) {
+        write_pair(in[&Attention::out], row, number * kD + e, __fdividef(x, total),
+                   __fdividef(y, total), true, in.tag());
+      } else {
+        const uint32_t heads = in[&Attention::q].columns / kD;
+        const Tensor& partial = in[&Attention::partial];
+        const uint32_t base = (in.inst.split * heads + number) * (kD + 2);
+        write_pair(partial, row, base + e, x, y, true, in.tag());
+        if (e == 0) write_pair(partial, row, base + kD, highest * kLn2, total, true, in.tag());
+      }
+    }
+    consumer.sync();
+  }
+
+  static __device__ __forceinline__ void consume(const Operands<Attention>& in,
+                                                 Consumer& consumer) {
+    const Attention& inst = in.inst;
+    const uint32_t warp = consumer.warp();
+    const uint32_t live = live_end(in, &Attention::row_count, inst.row_begin, inst.row_end);
+    const float scale = inst.scale * kLog2E;
+    bool ready = false;
+#pragma unroll 1
+    for (uint32_t row = inst.row_begin; row < live; ++row) {
+      const AttentionSpan span(in, row);
+      const uint32_t pages = num_pages(span);
+#pragma unroll 1
+      for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
+        if (!ready) consumer.wait_ready();
+        State state;
+        start(in, row, head, span.newest && warp == 0, state);
+        if (!ready) consumer.note(in.stage, Event::kInputs);
+        ready = true;
+        for (uint32_t page = 0; page < pages; ++page) {
+          page_arrived(consumer.page.slot).wait(consumer.page.phase);
+          if (page % kPagesPerRound == warp / kWarpsPerPage) {
+            const uint32_t first = warp % kWarpsPerPage * kWarpTokens;
+            const uint32_t tokens = tokens_of(span, page);
+            if (first < tokens)
+              attend(consumer.page.address(), first, min_of(kWarpTokens, tokens - first), scale,
+                     state);
+          }
+          consumer.finish(consumer.page);
+          consumer.page.advance();
+        }
+        consumer.note(in.stage, Event::kComputed);
+        // The scratch may still be in use by the instruction before.
+        consumer.sync();
+        finish(in, consumer, row, head, state);
+      }
+    }
+    if (!ready) consumer.wait_ready();
+  }
+};
+
+// ---- Any shapes and types: a warp takes query heads, its lanes tokens, then elements.
+struct AnyAttention {
+  static constexpr uint32_t kElements = ceil_div(attention::kHeadDim, kLanes);  // of a lane
+
+  static __device__ __forceinline__ void load(const Operands<Attention>&, Loader&) {}
+
+  static __device__ __forceinline__ float cached(const Tensor& cache, uint32_t block, uint32_t head,
+                                                 uint32_t slot, uint32_t e) {
+    const bool swizzled = layout_of(cache) == Layout::kSwizzled;
+    const uint32_t column = (head * attention::kBlockSize + slot) * attention::kHeadDim +
+                            swizzled_element(swizzled, slot, e);
+    const uint64_t address = element_at(cache, block, column);
+    if (is_f32(cache)) return __uint_as_float(ptx::load_relaxed1(address));
+    return ptx::from_bf16(ptx::load_relaxed_half(address));
+  }
+
+  static __device__ __forceinline__ void attend(const Operands<Attention>& in, uint32_t row,
+                                                const AttentionSpan& span, uint32_t query) {
+    constexpr uint32_t d = attention::kHeadDim;
+    const Attention& inst = in.inst;
+    const Tensor& keys = in[&Attention::k_cache];
+    const Tensor& values = in[&Attention::v_cache];
+    const Tensor& table = in[&Attention::block_table];
+    const uint32_t lane = lane_index(), head = query / attention::kGroup;
+    float highest = -kInfinity, total = 0.0f, sum[kElements];
+#pragma unroll
+    for (float& s : sum) s = 0.0f;
+    for (uint32_t first = span.begin; first < span.end; first += kLanes) {
+      const uint32_t token = first + lane;
+      const bool own = span.newest && token == span.end - 1;
+      float score = -kInfinity;
+      uint32_t block = 0;
+      if (token < span.end) {
+        if (!own) block = kv_block(table, span.sequence, token / attention::kBlockSize, keys.rows);
+        score = 0.0f;
+        for (uint32_t e = 0; e < d; ++e) {
+          const float q =
+              read_element(in[&Attention::q], row, query * d + e, in.tag(), in.word(&Attention::q));
+          const float k = own ? read_element(in[&Attention::k_new], row, head * d + e, in.tag(),
+                                             in.word(&Attention::k_new))
+                              : cached(keys, block, head, token % attention::kBlockSize, e);
+          score = fmaf(q, k, score);
+        }
+        score *= inst.scale;
+      }
+      float peak = score;
+      for (uint32_t offset = 16; offset > 0; offset /= 2)
+        peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, offset));
+      peak = fmaxf(peak, highest);
+      const float rescale = expf(highest - peak);
+      const float weight = expf(score - peak);
+      highest = peak;
+      total = total * rescale + weight;
+#pragma unroll
+      for (float& s : sum) s *= rescale;
+      for (uint32_t i = 0; i < kLanes && first + i < span.end; ++i) {
+        const float w = __shfl_sync(~0u, weight, i);
+        const uint32_t from = __shfl_sync(~0u, block, i),
+                       slot = (first + i) % attention::kBlockSize;
+#pragma unroll
+        for (uint32_t j = 0; j < kElements; ++j) {
+          const uint32_t e = j * kLanes + lane;
+          if (e >= d) continue;
+          const float v = span.newest && first + i == span.end - 1
+                              ? read_element(in[&Attention::v_new], row, head * d + e, in.tag(),
+                                             in.word(&Attention::v_new))
+                              : cached(values, from, head, slot, e);
+          sum[j] = fmaf(w, v, sum[j]);
+        }
+      }
+    }
+    for (uint32_t offset = 16; offset > 0; offset /= 2)
+      total += __shfl_xor_sync(~0u, total, offset);
+    store(in, row, query, sum, highest, total);
+  }
+
+  static __device__ __forceinline__ void store(const Operands<Attention>& in, uint32_t row,
+                                               uint32_t query, const float (&sum)[kElements],
+                                               float highest, float total) {
+    constexpr uint32_t d = attention::kHeadDim;
+    const uint32_t lane = lane_index();
+    const bool whole = in.inst.num_splits == 1;
+    const Tensor& to = whole ? in[&Attention::out] : in[&Attention::partial];
+    const uint32_t heads = in[&Attention::q].columns / d;
+    const uint32_t base = whole ? query * d : (in.inst.split * heads + query) * (d + 2);
+#pragma unroll
+    for (uint32_t j = 0; j < kElements; ++j) {
+      const uint32_t e = j * kLanes + lane;
+      const float value = whole ? __fdividef(sum[j], total) : sum[j];
+      // A tagged word of two bf16 elements is stored whole, by the lane of the first.
+      const float next = __shfl_down_sync(~0u, value, 1);
+      if (e >= d) continue;
+      if (is_f32(to) || !is_tagged(to))
+        write_element(to, row, base + e, value, in.tag());
+      else if (e % 2 == 0)
+        write_pair(to, row, base + e, value, next, true, in.tag());
+    }
+    if (!whole && lane == 0) {
+      write_element(to, row, base + d, highest, in.tag());
+      write_element(to, row, base + d + 1, total, in.tag());
+    }
+  }
+
+  static __device__ __forceinline__ void consume(const Operands<Attention>& in,
+                                                 Consumer& consumer) {
+    const Attention& inst = in.inst;
+    const uint32_t live = live_end(in, &Attention::row_count, inst.row_begin, inst.row_end);
+    consumer.wait_ready();
+    for (uint32_t row = inst.row_begin; row < live; ++row) {
+      const AttentionSpan span(in, row);
+      const uint32_t end = inst.head_end * attention::kGroup;
+      for (uint32_t query = inst.head_begin * attention::kGroup + consumer.warp(); query < end;
+           query += kNumConsumers)
+        attend(in, row, span, query);
+    }
+  }
+};
+
+// Which of the two a program uses.
+constexpr bool kFastAttention = attention::kBf16 &&
+                                (attention::kHeadDim == 64 || attention::kHeadDim == 128) &&
+                                attention::kGroup <= 8 && attention::kBlockSize % 8 == 0 &&
+                                (attention::kBlockSize & (attention::kBlockSize - 1)) == 0;
+
+template <bool kFast>
+struct ChosenAttention : FastAttention<attention::kHeadDim> {};
+template <>
+struct ChosenAttention<false> : AnyAttention {};
+
+template <>
+struct Kernel<Attention> : ChosenAttention<kFastAttention> {};
+
+}  // namespace megavm

@@ -1,0 +1,185 @@
+#pragma once
+
+#include "cuda/pipelines/rows.cuh"
+
+namespace megavm {
+
+template <>
+struct Kernel<AttentionMerge> : NoPages {
+  static constexpr uint32_t kBatch = 8;  // splits
+  static constexpr float kLog2E = 1.4426950408889634f;
+
+  // Factor of a split whose largest score is `m`; one without tokens has -inf.
+  static __device__ __forceinline__ float factor(float m, float highest) {
+    return m == -kInfinity ? 0.0f : ptx::exp2((m - highest) * kLog2E);
+  }
+
+  // Largest of the warp's values.
+  static __device__ __forceinline__ float largest_of_warp(float value) {
+    // As integers in the order of the floats, and back.
+    int32_t key = __float_as_int(value);
+    key = __reduce_max_sync(~0u, key ^ (key >> 31 & 0x7fffffff));
+    return __int_as_float(key ^ (key >> 31 & 0x7fffffff));
+  }
+
+  // Heads of an even number of elements: a warp takes up to 32 of a head. All of a batch of splits
+  // comes in one round trip; lane i has the score of split i of the batch.
+  template <bool kTagged>
+  static __device__ __forceinline__ void merge_heads(const Operands<AttentionMerge>& in,
+                                                     uint32_t rows, uint32_t warp) {
+    const AttentionMerge& inst = in.inst;
+    const Tensor& partial = in[&AttentionMerge::partial];
+    const Tensor& out = in[&AttentionMerge::out];
+    const uint32_t d = inst.head_dim, heads = out.columns / d, splits = inst.num_splits;
+    const uint32_t parts = ceil_div(d, kLanes), lane = lane_index(), tag = in.tag();
+    const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
+    constexpr uint32_t kBytes = kTagged ? 8 : 4;  // of an element
+#pragma unroll 1
+    for (uint32_t item = warp; item < rows * per_row; item += kNumConsumers) {
+      const uint32_t row = inst.row_begin + item / per_row;
+      const uint32_t head = inst.head_begin + item % per_row / parts;
+      const uint32_t e = item % parts * kLanes + lane;
+      const uint32_t base = head * (d + 2), stride = heads * (d + 2);  // from split to split
+      const uint64_t from = base_of(partial) + (uint64_t{row} * partial.columns + base) * kBytes;
+      float highest = -kInfinity, total = 0.0f, sum = 0.0f;  // total: of this lane's splits
+#pragma unroll 1
+      for (uint32_t first = 0; first < splits; first += kBatch) {
+        const uint32_t count = min_of(kBatch, splits - first);
+        const bool has_score = lane < count, has_sums = e < d;
+        ptx::Words4 score = {0, tag, 0, tag};
+        ptx::Words2 sums[kBatch] = {};
+        while (true) {
+          uint64_t split = from + uint64_t{first} * stride * kBytes;
+          if (has_score) {
+            const uint64_t at = split + (uint64_t{lane} * stride + d) * kBytes;
+            if constexpr (kTagged) {
+              score = ptx::load_relaxed_tagged2(at);
+            } else {
+              const ptx::Words2 words = ptx::load_relaxed2(at);
+              score.x = words.x, score.z = words.y;
+            }
+          }
+          split += e * kBytes;
+#pragma unroll
+          for (uint32_t i = 0; i < kBatch; ++i) {
+            if (i < count && has_sums) {
+              if constexpr (kTagged)
+                sums[i] = ptx::load_relaxed_tagged(split);
+              else
+                sums[i].x = ptx::load_relaxed1(split);
+            }
+            split += stride * kBytes;
+          }
+          if constexpr (!kTagged) break;
+          uint32_t found = tag, wrong = 0;
+#pragma unroll
+          for (uint32_t i = 0; i < kBatch; ++i)
+            if (i < count && has_sums && sums[i].y != tag)
+              found = sums[i].y, wrong = i * stride + e;
+          if (score.y != tag || score.w != tag)
+            found = score.y != tag ? score.y : score.w, wrong = lane * stride + d;
+          const uint32_t late = __ballot_sync(~0u, found != tag);
+          if (late == 0) break;
+          if (is_stopping()) {
+            const uint32_t lowest = __ffs(late) - 1;
+            wrong = base + first * stride + __shfl_sync(~0u, wrong, lowest);
+            found = __shfl_sync(~0u, found, lowest);
+            stop_at_tag(in.word(&AttentionMerge::partial), row, wrong, found, tag);
+          }
+        }
+        const float m = has_score ? __uint_as_float(score.x) : -kInfinity;
+        const float before = highest;
+        highest = fmaxf(highest, largest_of_warp(m));
+        const float rescale = factor(before, highest), mine = factor(m, highest);
+        total *= rescale, sum *= rescale;
+        if (has_score) total = fmaf(mine, __uint_as_float(score.z), total);
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i) {
+          if (i >= count) continue;
+          const float f = __shfl_sync(~0u, mine, i);
+          if (has_sums) sum = fmaf(f, __uint_as_float(sums[i].x), sum);
+        }
+      }
+#pragma unroll
+      for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
+        total += __shfl_xor_sync(~0u, total, offset);
+      const float value = sum / total, next = __shfl_down_sync(~0u, value, 1);
+      if (e >= d) continue;
+      // A lane stores its own float32, or a pair of bf16.
+      if (is_f32(out))
+        write_element(out, row, head * d + e, value, tag);
+      else if (e % 2 == 0)
+        write_pair(out, row, head * d + e, value, next, true, tag);
+    }
+  }
+
+  // One element of the result.
+  static __device__ __forceinline__ float merged(const Operands<AttentionMerge>& in, uint32_t row,
+                                                 uint32_t column) {
+    const Tensor& partial = in[&AttentionMerge::partial];
+    const OperandWord word = in.word(&AttentionMerge::partial);
+    const uint32_t d = in.inst.head_dim, heads = in[&AttentionMerge::out].columns / d;
+    float highest = -kInfinity, total = 0.0f, sum = 0.0f;
+#pragma unroll 1
+    for (uint32_t split = 0; split < in.inst.num_splits; ++split) {
+      const uint32_t base = (split * heads + column / d) * (d + 2);
+      const float part = read_element(partial, row, base + column % d, in.tag(), word);
+      const float m = read_element(partial, row, base + d, in.tag(), word);
+      const float l = read_element(partial, row, base + d + 1, in.tag(), word);
+      const float before = highest;
+      highest = fmaxf(highest, m);
+      const float rescale = factor(before, highest), mine = factor(m, highest);
+      total = fmaf(mine, l, total * rescale);
+      sum = fmaf(mine, part, sum * rescale);
+    }
+    return sum / total;
+  }
+
+  // Heads of an odd number of elements: a thread takes what shares a word of bf16.
+  static __device__ __forceinline__ void merge_elements(const Operands<AttentionMerge>& in,
+                                                        uint32_t rows, uint32_t thread) {
+    const AttentionMerge& inst = in.inst;
+    const Tensor& out = in[&AttentionMerge::out];
+    const uint32_t begin = inst.head_begin * inst.head_dim, end = inst.head_end * inst.head_dim;
+    const uint32_t first_pair = begin / 2, per_row = ceil_div(end, 2) - first_pair;
+    const bool whole_words = is_tagged(out) && !is_f32(out);
+#pragma unroll 1
+    for (uint32_t item = thread; item < rows * per_row; item += kNumConsumerThreads) {
+      const uint32_t row = inst.row_begin + item / per_row;
+      const uint32_t column = (first_pair + item % per_row) * 2;
+      float x = 0.0f, y = 0.0f;
+#pragma unroll 1
+      for (uint32_t j = 0; j < 2; ++j) {
+        float value = 0.0f;
+        if (column + j >= begin && column + j < end)
+          value = merged(in, row, column + j);
+        else if (whole_words)  // a word of two elements of which one is written keeps the other
+          value = __uint_as_float(ptx::load_relaxed_tagged(word_at(out, row, column)).x
+                                      << (j == 0 ? 16 : 0) &
+                                  0xffff0000u);
+        (j == 0 ? x : y) = value;
+      }
+      if (whole_words || column >= begin)
+        write_pair(out, row, column, x, y, whole_words || column + 1 < end, in.tag());
+      else
+        write_element(out, row, column + 1, y, in.tag());
+    }
+  }
+
+  static __device__ __forceinline__ void consume(const Operands<AttentionMerge>& in,
+                                                 Consumer& consumer) {
+    const AttentionMerge& inst = in.inst;
+    const uint32_t live = live_end(in, &AttentionMerge::row_count, inst.row_begin, inst.row_end);
+    const uint32_t rows = live - inst.row_begin;
+    consumer.wait_ready();
+    if (inst.head_begin >= inst.head_end) return;
+    if (inst.head_dim % 2)
+      merge_elements(in, rows, consumer.thread());
+    else if (is_tagged(in[&AttentionMerge::partial]))
+      merge_heads<true>(in, rows, consumer.warp());
+    else
+      merge_heads<false>(in, rows, consumer.warp());
+  }
+};
+
+}  // namespace megavm

@@ -1,0 +1,47 @@
+#pragma once
+
+#include "cuda/kernel.cuh"
+
+namespace megavm {
+
+template <>
+struct Kernel<Copy> : NoPages {
+  // Two neighbouring elements of the destination, the first in an even column, as far as they lie
+  // in [begin, end).
+  static __device__ __forceinline__ void write(const Tensor& out, uint32_t row, uint32_t column,
+                                               uint32_t begin, uint32_t end, float first,
+                                               float second, uint32_t tag) {
+    const bool with_first = column >= begin, with_second = column + 1 < end;
+    if (with_first && with_second) return write_pair(out, row, column, first, second, true, tag);
+    if (is_tagged(out) && !is_f32(out)) {
+      // A word of two elements of which one is written keeps the other.
+      const uint32_t old = ptx::load_relaxed_tagged(word_at(out, row, column)).x;
+      if (!with_first) first = ptx::low_bf16(old);
+      if (!with_second) second = ptx::high_bf16(old);
+      return write_pair(out, row, column, first, second, true, tag);
+    }
+    write_element(out, row, with_first ? column : column + 1, with_first ? first : second, tag);
+  }
+
+  static __device__ __forceinline__ void consume(const Operands<Copy>& in, Consumer& consumer) {
+    const Copy& inst = in.inst;
+    const Tensor& x = in[&Copy::x];
+    const uint32_t begin = inst.column_begin, end = inst.column_end;
+    const uint32_t first = begin / 2, pairs = begin < end ? ceil_div(end, 2) - first : 0;
+    const uint32_t items = (inst.row_end - inst.row_begin) * pairs;
+    consumer.wait_ready();
+#pragma unroll 1
+    for (uint32_t item = consumer.thread(); item < items; item += kNumConsumerThreads) {
+      const uint32_t i = item / pairs, column = (first + item % pairs) * 2;
+      const uint32_t from = inst.x_column - begin + column;
+      float value[2] = {0.0f, 0.0f};
+#pragma unroll
+      for (uint32_t j = 0; j < 2; ++j)
+        if (column + j >= begin && column + j < end)
+          value[j] = read_element(x, inst.x_row + i, from + j, in.tag(), in.word(&Copy::x));
+      write(in[&Copy::out], inst.row_begin + i, column, begin, end, value[0], value[1], in.tag());
+    }
+  }
+};
+
+}  // namespace megavm

@@ -1,0 +1,105 @@
+#pragma once
+
+#include "cuda/pipelines/rows.cuh"
+
+namespace megavm {
+
+// A row is taken by one warp, or by several when there are fewer rows than warps. Ahead of the
+// wait a thread finds out where the token of its first row lies; after it come two dependent loads,
+// the token and its embedding, and the store.
+template <>
+struct Kernel<Embed> : NoPages {
+  static constexpr uint32_t kBatch = 4;  // pairs of columns that a thread has in flight
+
+  // Where a row of the table lies.
+  struct TableRow {
+    const Tensor& table;
+    uint64_t base;
+    uint32_t tile_columns;  // 0: in its natural order
+    uint32_t bytes;         // of an element
+
+    __device__ __forceinline__ TableRow(const Tensor& table, uint32_t row)
+        : table(table), bytes(element_bytes(table)) {
+      tile_columns = layout_of(table) == Layout::kUnits ? 64 / bytes : 0;
+      base = element_at(table, row, 0);
+      if (tile_columns == 0) return;
+      const uint64_t unit = uint64_t{ceil_div(table.columns, tile_columns)} * kTileBytes;
+      base = base_of(table) + row / kUnitRows * unit + row % kUnitRows * 64;
+    }
+    __device__ __forceinline__ uint64_t at(uint32_t column) const {
+      if (tile_columns == 0) return base + uint64_t{column} * bytes;
+      return base + uint64_t{column / tile_columns} * kTileBytes + column % tile_columns * bytes;
+    }
+    // A pair of elements as it comes from memory: a word of two bf16, or two of float32.
+    __device__ __forceinline__ ptx::Words2 load(uint32_t column) const {
+      const uint64_t address = at(column);
+      if (column + 1 < table.columns && address % (2 * bytes) == 0) {
+        if (bytes == 4) return ptx::load_constant2(address);
+        return {ptx::load_constant(address), 0};
+      }
+      const uint64_t next = at(min_of(column + 1, table.columns - 1));
+      if (bytes == 4) return {ptx::load_constant(address), ptx::load_constant(next)};
+      const uint32_t high = ptx::load_constant_half(next);
+      return {ptx::load_constant_half(address) | high << 16, 0};
+    }
+  };
+
+  static __device__ __forceinline__ void copy_row(const Operands<Embed>& in, uint32_t row,
+                                                  uint32_t token, uint32_t thread,
+                                                  uint32_t threads) {
+    const Tensor& table = in[&Embed::table];
+    const Tensor& out = in[&Embed::out];
+    const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
+    const TableRow from(table, token);
+#pragma unroll 1
+    for (uint32_t first = begin / 2 + thread; first * 2 < end; first += kBatch * threads) {
+      ptx::Words2 raw[kBatch] = {};
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        const uint32_t column = (first + i * threads) * 2;
+        if (column < end) raw[i] = from.load(column);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        const uint32_t column = (first + i * threads) * 2;
+        if (column >= end) continue;
+        const float x = is_f32(table) ? __uint_as_float(raw[i].x) : ptx::low_bf16(raw[i].x);
+        const float y = is_f32(table) ? __uint_as_float(raw[i].y) : ptx::high_bf16(raw[i].x);
+        // NOTE: a tagged word of two bf16 is stored whole even when one of them belongs to another
+        // instruction, which stores the same.
+        if (column >= begin || (is_tagged(out) && !is_f32(out)))
+          write_pair(out, row, column, x, y, column + 1 < end, in.tag());
+        else
+          write_element(out, row, column + 1, y, in.tag());
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void consume(const Operands<Embed>& in, Consumer& consumer) {
+    const Embed& inst = in.inst;
+    const Tensor& tokens = in[&Embed::tokens];
+    const uint32_t vocabulary = in[&Embed::table].rows;
+    const uint32_t live = live_end(in, &Embed::row_count, inst.row_begin, inst.row_end);
+    const uint32_t rows = live - inst.row_begin;
+    const uint32_t parts = rows == 0 ? 1 : max_of(1, kNumConsumers / rows);
+    const uint32_t threads = parts * kLanes, step = kNumConsumers / parts;
+    const uint32_t thread = consumer.warp() % parts * kLanes + lane_index();
+    bool ready = false;
+    // Warps without a part of their own have no row either.
+#pragma unroll 1
+    for (uint32_t row = inst.row_begin + consumer.warp() / parts; row < live; row += step) {
+      const uint32_t sequence = sequence_of(in[&Embed::row_sequence], row, tokens);
+      const uint32_t position =
+          position_of(in[&Embed::row_position], row, in.step(), tokens.columns);
+      if (!ready) consumer.wait_ready();
+      ready = true;
+      const uint32_t token = ptx::load_relaxed1(element_at(tokens, sequence, position));
+      if (token >= vocabulary)
+        stop_instruction(Fault::kToken, sequence, position, token, vocabulary);
+      copy_row(in, row, token, thread, threads);
+    }
+    if (!ready) consumer.wait_ready();
+  }
+};
+
+}  // namespace megavm

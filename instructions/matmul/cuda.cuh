@@ -1,0 +1,145 @@
+#pragma once
+
+#include "cuda/pipelines/plan.cuh"
+
+namespace megavm {
+
+struct MatmulPlan : ProductPlan<Matmul> {
+  static constexpr uint32_t kPairs = 1;  // an item is two columns
+  static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;
+
+  uint32_t first_unit;
+  float result[2];  // of the item that was finished last
+  uint32_t result_column = kNone;
+
+  __device__ __forceinline__ explicit MatmulPlan(const Stage& stage)
+      : ProductPlan(stage), first_unit(in.inst.column_begin / kUnitRows) {}
+
+  __device__ __forceinline__ ProductInput input() const {
+    ProductInput p =
+        input_of(in[&Matmul::weight].columns, ceil_div(in.inst.column_end, kUnitRows) - first_unit,
+                 2 * kItemsPerUnit);
+    p.wants_end = in.has(&Matmul::peaks);
+    p.row_index = word_if_there(&Matmul::row_index);
+    p.x_rows = in.inst.x_rows;
+    return p;
+  }
+  __device__ __forceinline__ WeightRows weights() const {
+    const Tensor& weight = in[&Matmul::weight];
+    const uint64_t from = base_of(weight) + first_unit * unit_bytes(weight);
+    return {{from, 0, 0}, {kNone, kNone, kNone}, false};
+  }
+
+  static __device__ __forceinline__ void place(uint32_t item, uint32_t, uint32_t& unit,
+                                               uint32_t& column) {
+    unit = item / kItemsPerUnit;
+    column = item % kItemsPerUnit * 2;
+  }
+  __device__ __forceinline__ uint32_t column_of(uint32_t item, uint32_t unit) const {
+    return (first_unit + unit) * kUnitRows + item * 2;
+  }
+
+  // Whether the residual of an item is one load of two tagged words.
+  __device__ __forceinline__ bool has_tagged_residual() const {
+    return in.has(&Matmul::residual) && is_tagged(in[&Matmul::residual]) &&
+           is_f32(in[&Matmul::residual]) && in[&Matmul::residual].columns % 2 == 0;
+  }
+
+  __device__ __forceinline__ void prefetch(uint32_t item, uint32_t unit, uint32_t row,
+                                           Prefetched& out) const {
+    const uint32_t column = column_of(item, unit);
+    load_bias(in, &Matmul::bias, column, out.value[0], out.value[1]);
+    if (has_tagged_residual() && column < in.inst.column_end) {
+      const ptx::Words4 words =
+          ptx::load_relaxed_tagged2(word_at(in[&Matmul::residual], row, column));
+      out.value[2] = __uint_as_float(words.x);
+      out.number[0] = words.y;
+      out.value[3] = __uint_as_float(words.z);
+      out.number[1] = words.w;
+    }
+    out.set_place(
+        place_of(in[&Matmul::out], row, column, in.inst.column_begin, in.inst.column_end));
+  }
+
+  __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
+                                         float (&values)[2], const Prefetched& early) {
+    const uint32_t column = column_of(item, unit), tag = in.tag();
+    const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
+    values[0] += early.value[0], values[1] += early.value[1];
+    if (in.has(&Matmul::residual)) {
+      if (has_tagged_residual() && early.number[0] == tag && early.number[1] == tag) {
+        values[0] += early.value[2];
+        values[1] += early.value[3];
+      } else {
+        const Tensor& residual = in[&Matmul::residual];
+        const OperandWord word = in.word(&Matmul::residual);
+#pragma unroll 1
+        for (uint32_t j = 0; j < 2; ++j)
+          if (column + j >= begin && column + j < end)
+            (j ? values[1] : values[0]) += read_element(residual, row, column + j, tag, word);
+      }
+    }
+    if (early.kind != kNone)
+      early.place().store(values[0], values[1], tag);
+    else
+      write_columns(in[&Matmul::out], row, column, begin, end, values[0], values[1], tag);
+    result[0] = values[0], result[1] = values[1];
+    result_column = column;
+  }
+
+  // Keep the larger of two results, the lower column of equals; not-a-number beats all.
+  static __device__ __forceinline__ void keep_larger(float value, uint32_t column, float& best,
+                                                     uint32_t& best_column) {
+    if (best != best) return;
+    if (value != value || value > best || (value == best && column < best_column)) {
+      best = value;
+      best_column = column;
+    }
+  }
+
+  __device__ __forceinline__ void consider(const ItemShare&, float& best,
+                                           uint32_t& best_column) const {
+    if (!in.has(&Matmul::peaks) || result_column == kNone) return;
+#pragma unroll
+    for (uint32_t j = 0; j < 2; ++j)
+      if (result_column + j >= in.inst.column_begin && result_column + j < in.inst.column_end)
+        keep_larger(result[j], result_column + j, best, best_column);
+  }
+
+  // Write the largest result of every row of the group.
+  __device__ __forceinline__ void end_group(Consumer& consumer, uint32_t first_row, uint32_t rows,
+                                            uint32_t most, float& best,
+                                            uint32_t& best_column) const {
+    if (!in.has(&Matmul::peaks)) return;
+    static_assert(4 * kPartialFloats >= 8 * kNumConsumerThreads, "room for a pair of each thread");
+    const uint32_t from = partials_at(consumer, 0, 0);
+    const ItemShare share(most, most, rows, consumer.thread());
+    ptx::store_shared2(from + 8 * consumer.thread(), __float_as_uint(best), best_column);
+    consumer.sync();
+    for (uint32_t row = consumer.warp(); row < rows; row += kNumConsumers) {
+      best = -kInfinity;
+      best_column = kNone;
+      for (uint32_t thread = lane_index(); thread < kNumConsumerThreads; thread += kLanes) {
+        const ptx::Words2 pair = ptx::load_shared2(from + 8 * thread);
+        if (pair.y != kNone && (kSingleRow || thread / share.threads % rows == row))
+          keep_larger(__uint_as_float(pair.x), pair.y, best, best_column);
+      }
+      for (uint32_t offset = 16; offset > 0; offset /= 2) {
+        const float value = __shfl_xor_sync(~0u, best, offset);
+        const uint32_t column = __shfl_xor_sync(~0u, best_column, offset);
+        keep_larger(value, column, best, best_column);
+      }
+      if (lane_index() == 0)
+        write_pair(in[&Matmul::peaks], first_row + row, 2 * in.inst.tile, best,
+                   static_cast<float>(best_column), true, in.tag());
+    }
+    consumer.parity ^= 1;
+    best = -kInfinity;
+    best_column = kNone;
+  }
+};
+
+template <>
+struct Kernel<Matmul> : ProductKernel<MatmulPlan> {};
+
+}  // namespace megavm

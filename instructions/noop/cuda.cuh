@@ -1,0 +1,14 @@
+#pragma once
+
+#include "cuda/kernel.cuh"
+
+namespace megavm {
+
+template <>
+struct Kernel<Noop> : NoPages {
+  static __device__ __forceinline__ void consume(const Operands<Noop>&, Consumer& consumer) {
+    consumer.wait_ready();
+  }
+};
+
+}  // namespace megavm

@@ -1,0 +1,79 @@
+"""The GPU kernels that a Llama needs: one for a single row, one for several, whatever the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megavm.scheduler.llama import Limits
+from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
+from megavm.vm.codegen import program_header
+from megavm.vm.cuda_compiler import Kernel, compile_kernel
+from megavm.vm.cuda_machine import ARCHITECTURE, NUM_SMS
+from megavm.vm.isa import DType
+
+# The sizes of LLM on a GPU, where nothing else is asked for.
+MAX_NUM_SEQS = 16
+MAX_NUM_BATCHED_TOKENS = 512
+MAX_LOGIT_ROWS = 64
+BLOCK_SIZE = 64
+
+
+@dataclass(frozen=True)
+class ModelKernel:
+    """A kernel, and the sizes of steps (in rows) that it runs."""
+
+    rows: tuple[int, ...]
+    kernel: Kernel
+
+
+def kernel_headers(
+    config: LlamaConfig, dtype: DType, workers: int = NUM_SMS, trace: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """What the kernels of a model are compiled for, each with the rows of the steps it runs."""
+    # All layers are alike, and the kernels know nothing of their number.
+    config = replace(config, num_layers=1)
+    length = config.max_position_embeddings
+    limits = Limits(
+        max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=length,
+        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+        max_logit_rows=MAX_LOGIT_ROWS,
+        num_blocks=-(-length // BLOCK_SIZE),
+        block_size=BLOCK_SIZE,
+    )
+
+    def options_for(rows: int) -> CompileOptions:
+        return default_options("cuda", workers, rows)
+
+    headers: dict[str, dict[int, None]] = {}
+    sizes = [1 << i for i in range(MAX_NUM_BATCHED_TOKENS.bit_length())]
+    buckets = dict.fromkeys(
+        choose_bucket(config, limits, options_for, rows, min(rows, MAX_NUM_SEQS), context)
+        for rows in sizes
+        for context in (1, length)
+    )
+    for bucket in buckets:
+        program = compile_bucket(config, limits, dtype, bucket, options_for)
+        headers.setdefault(program_header(program, trace=trace), {})[bucket.rows] = None
+    return {header: tuple(rows) for header, rows in headers.items()}
+
+
+def compile_kernels(
+    config: LlamaConfig,
+    dtype: DType,
+    *,
+    architecture: str = ARCHITECTURE,
+    workers: int = NUM_SMS,
+    report: Callable[[str], None] | None = None,
+) -> list[ModelKernel]:
+    """Compile the kernels of a model, or find them in the cache.
+
+    Raises ValueError when the model cannot be compiled, CompileError when a kernel does not.
+    """
+    return [
+        ModelKernel(rows, compile_kernel(header, architecture, report=report))
+        for header, rows in kernel_headers(config, dtype, workers).items()
+    ]

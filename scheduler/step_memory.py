@@ -1,0 +1,147 @@
+"""The arrays in which the host describes a step and finds its tokens, wherever the memory is.
+
+On the CPU they are views of the memory. For a GPU they are copies in pinned memory: what the host
+writes goes over in one copy before a launch, and the tokens that it chose come back in one after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import Any, Protocol, cast
+
+import numpy as np
+import torch
+
+from megavm.scheduler.step import Floats, Ints, Step
+from megavm.vm.isa import TensorKind, TensorSpec
+from megavm.vm.machine import Executable
+from megavm.vm.memory import TORCH_DTYPE, Memory
+
+ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 bytes
+
+
+class AsynchronousExecutable(Executable, Protocol):
+    """A program whose runs can be begun and waited for (cuda_machine.CudaExecutable)."""
+
+    def launch(self, steps: int = 1) -> None:
+        """Begin to run."""
+        ...
+
+    def finish(self) -> None:
+        """Wait until all is done; raises MachineFault when it was not to be finished."""
+        ...
+
+
+class Rows(Protocol):
+    """Rows of a matrix, by index or slice."""
+
+    def __getitem__(self, key: Any, /) -> Any: ...
+
+
+class StepMemory:
+    """The step tensors of a memory on the CPU; ``arrays`` by the names of ``step_tensors``."""
+
+    def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
+        memory.allocate(steps.values())
+        self.arrays: dict[str, Any] = {name: memory[s.name].numpy() for name, s in steps.items()}
+        self.logits: Rows = memory["logits"].numpy()
+
+    def write_tokens(self, slot: int, tokens: Ints) -> None:
+        """Set the first tokens of a slot."""
+        self.arrays["tokens"][slot, : len(tokens)] = tokens
+
+    def run(self, executable: Executable, step: Step, steps: int) -> None:
+        """Run the program of a step that is in the arrays. Raises MachineFault."""
+        executable.run(steps)
+
+
+class DeviceRows:
+    """Rows of a float32 tensor on a GPU; indexing copies them to the host."""
+
+    def __init__(self, memory: Memory, name: str) -> None:
+        self._memory = memory
+        self._name = name
+
+    def __getitem__(self, key: Any, /) -> Floats:
+        rows: Floats = self._memory[self._name][key].cpu().numpy()
+        return rows
+
+
+class DeviceStepMemory(StepMemory):
+    """The step tensors of a memory on a GPU.
+
+    The inputs are one slab on either side. Tokens, which launches write too, have a mirror that
+    holds what the host wrote and what launches chose for their logit rows.
+    """
+
+    def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
+        self._device = memory.device
+        self._on_gpu = memory.device.type == "cuda"
+        inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT}
+        sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
+        self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self._on_gpu)
+        self._slab = torch.zeros_like(self._host_slab, device=self._device)
+        self.arrays = {}
+        begin = 0
+        for (name, spec), size in zip(inputs.items(), sizes, strict=True):
+            words = slice(begin, begin + spec.bytes // 4)
+            dtype = TORCH_DTYPE[spec.dtype]
+            memory.bind(spec, self._slab[words].view(dtype).view(spec.shape))
+            self.arrays[name] = self._host_slab[words].view(dtype).view(spec.shape).numpy()
+            begin += size
+        tokens = steps["tokens"]
+        memory.allocate([tokens])
+        self._tokens = memory.storage(tokens.name)
+        self._host_tokens = torch.zeros(tokens.shape, dtype=torch.int32, pin_memory=self._on_gpu)
+        self.arrays["tokens"] = self._host_tokens.numpy()
+        self._written: list[tuple[int, int]] = []  # (slot, tokens) that the GPU does not have yet
+        self.logits = DeviceRows(memory, "logits")
+        self._reserve(steps["logit_row"].rows)
+
+    def _current(self) -> contextlib.AbstractContextManager[Any]:
+        """Torch's copies go to this GPU, in whatever thread."""
+        return torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext()
+
+    def _reserve(self, count: int) -> None:
+        """Room for ``count`` chosen tokens and their places, on both sides."""
+        self._places = torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu)
+        self._device_places = torch.zeros(count, dtype=torch.int64, device=self._device)
+        self._chosen = torch.zeros(count, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._device)
+
+    def write_tokens(self, slot: int, tokens: Ints) -> None:
+        super().write_tokens(slot, tokens)
+        self._written.append((slot, len(tokens)))
+
+    def run(self, executable: Executable, step: Step, steps: int) -> None:
+        device = cast(AsynchronousExecutable, executable)
+        with self._current():
+            self._slab.copy_(self._host_slab, non_blocking=True)
+            for slot, count in self._written:
+                source = self._host_tokens[slot, :count]
+                self._tokens[slot, :count].copy_(source, non_blocking=True)
+            self._written.clear()
+            device.launch(steps)
+            places = self._fetch(step, steps)
+            device.finish()
+        self.arrays["tokens"].reshape(-1)[places] = self._chosen[: len(places)].numpy()
+
+    def _fetch(self, step: Step, steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """Begin to copy the tokens that follow the logit rows; their places in the table."""
+        slots = step.row_sequence[step.logit_row].astype(np.int64)
+        following = step.row_position[step.logit_row] + 1
+        columns = following[:, None] + np.arange(steps)[None]
+        # What a bad step names is not there: the machine finds that out, not this copy.
+        places = (slots[:, None] * self._tokens.shape[1] + columns).reshape(-1)
+        places = places.clip(0, self._tokens.numel() - 1)
+        count = len(places)
+        if count > len(self._places):
+            self._reserve(2 * count)
+        self._places[:count].numpy()[:] = places
+        self._device_places[:count].copy_(self._places[:count], non_blocking=True)
+        torch.index_select(
+            self._tokens.view(-1), 0, self._device_places[:count], out=self._device_chosen[:count]
+        )
+        self._chosen[:count].copy_(self._device_chosen[:count], non_blocking=True)
+        return places

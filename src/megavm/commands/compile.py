@@ -1,0 +1,81 @@
+"""`megavm compile`: compile a model's GPU kernels ahead of their first use."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from megavm.commands.terminal import Progress, print_json
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compile, print what the compiler said and return the exit code."""
+    from megavm.scheduler.checkpoint import Checkpoint
+    from megavm.scheduler.hub import resolve
+    from megavm.scheduler.kernels import compile_kernels
+    from megavm.scheduler.runner import choose_dtype
+    from megavm.vm import cuda_compiler
+
+    architecture, workers = _target(arguments.arch, arguments.workers)
+    missing = cuda_compiler.reason_unavailable()
+    if missing is not None:
+        raise ValueError(f"kernels cannot be compiled here: {missing}")
+    progress = Progress(arguments.quiet)
+    progress(f"compiling {arguments.model}")
+    try:
+        config = Checkpoint.open(resolve(arguments.model)).config
+        kernels = compile_kernels(
+            config,
+            choose_dtype(config, arguments.dtype),
+            architecture=architecture,
+            workers=workers,
+            report=progress,
+        )
+    finally:
+        progress.clear()
+    facts = [_facts(kernel.rows, kernel.kernel) for kernel in kernels]
+    if arguments.json:
+        print_json({"model": arguments.model, "architecture": architecture, "kernels": facts})
+        return 0
+    for fact in facts:
+        spills = fact["spill_stores"] + fact["spill_loads"]
+        print(
+            f"steps of {_span(fact['rows'])}: "
+            + ("cached" if fact["cached"] else f"compiled in {fact['seconds']:.1f} s")
+            + f", {fact['registers']} registers, "
+            + (f"{spills} bytes of spills" if spills else "no spills")
+            + f", {fact['path'] or 'not cached'}"
+        )
+    return 0
+
+
+def _target(architecture: str | None, workers: int | None) -> tuple[str, int]:
+    """Architecture and workers to compile for: those given, else those of the GPU that is there.
+
+    Raises ValueError when none is there and none was given.
+    """
+    from megavm.vm import cuda_machine
+
+    reason = cuda_machine.reason_unavailable()
+    if reason is None:
+        import torch
+
+        workers = workers or torch.cuda.get_device_properties(0).multi_processor_count
+    elif architecture is None:
+        raise ValueError(f"there is no GPU to compile for ({reason}): give --arch sm_90a")
+    return architecture or cuda_machine.ARCHITECTURE, workers or cuda_machine.NUM_SMS
+
+
+def _facts(rows: tuple[int, ...], kernel: Any) -> dict[str, Any]:
+    names = ("registers", "spill_stores", "spill_loads", "stack", "seconds", "cached")
+    return {
+        "rows": list(rows),
+        **{name: getattr(kernel, name) for name in names},
+        "path": None if kernel.path is None else str(kernel.path),
+    }
+
+
+def _span(rows: list[int]) -> str:
+    if len(rows) == 1:
+        return f"{rows[0]} row{'s' if rows[0] > 1 else ''}"
+    return f"{min(rows)} to {max(rows)} rows"

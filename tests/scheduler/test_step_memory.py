@@ -1,0 +1,126 @@
+"""Step memory: what the host writes arrives, and what launches choose comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from megavm.scheduler.llama import Limits, step_tensors
+from megavm.scheduler.step import Step
+from megavm.scheduler.step_memory import DeviceStepMemory, StepMemory
+from megavm.vm.cuda_machine import CudaMachine
+from megavm.vm.isa import F32, TensorKind, TensorSpec
+from megavm.vm.machine import Executable
+from megavm.vm.memory import Memory
+
+LIMITS = Limits(
+    max_num_seqs=3,
+    max_model_len=20,
+    max_num_batched_tokens=8,
+    max_logit_rows=3,
+    num_blocks=9,
+    block_size=4,
+)
+
+
+class Launched:
+    """An executable that does its work when it is launched, and counts."""
+
+    def __init__(self, work: Callable[[int], None]) -> None:
+        self.work = work
+        self.calls: list[str] = []
+
+    def launch(self, steps: int = 1) -> None:
+        self.calls.append("launch")
+        self.work(steps)
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+    def run(self, steps: int = 1) -> None:
+        self.launch(steps)
+        self.finish()
+
+
+def make(kind: type[StepMemory], device: str = "cpu") -> tuple[Memory, StepMemory]:
+    memory = Memory(device)
+    memory.allocate([TensorSpec("logits", (3, 5), F32, TensorKind.ACTIVATION)])
+    return memory, kind(memory, step_tensors(LIMITS))
+
+
+def executable(work: Callable[[int], None]) -> tuple[Launched, Executable]:
+    made = Launched(work)
+    return made, cast(Executable, made)
+
+
+def ints(*values: int) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+@pytest.fixture(params=["host", "device", "cuda"])
+def made(request: pytest.FixtureRequest) -> tuple[Memory, StepMemory]:
+    if request.param == "cuda":
+        machine: CudaMachine = request.getfixturevalue("cuda_machine")
+        return make(DeviceStepMemory, machine.memory_device)
+    return make(StepMemory if request.param == "host" else DeviceStepMemory)
+
+
+def test_what_the_host_writes_is_there_when_the_program_runs(
+    made: tuple[Memory, StepMemory],
+) -> None:
+    memory, step = made
+    seen: dict[str, torch.Tensor] = {}
+
+    def work(steps: int) -> None:
+        seen.update({name: memory[name].cpu().clone() for name in memory})
+
+    step.arrays["row_position"][:3] = [4, 5, 6]
+    step.arrays["sampling_real"][1] = 0.5
+    step.arrays["block_table"][2, 1] = 7
+    step.write_tokens(2, ints(11, 12, 13))
+    step.run(executable(work)[1], Step(ints(2), ints(2), ints(0), 3), 1)
+    assert seen["step.row_position"].tolist() == [4, 5, 6, 0, 0, 0, 0, 0]
+    assert seen["step.sampling_real"][1].unique().tolist() == [0.5]
+    assert seen["step.block_table"][2].tolist() == [0, 7, 0, 0, 0]
+    assert seen["step.tokens"][2, :4].tolist() == [11, 12, 13, 0]
+    assert step.arrays["tokens"][2, :3].tolist() == [11, 12, 13]
+
+
+@pytest.mark.parametrize("steps", [1, 7])
+def test_chosen_tokens_come_back_for_logit_rows(
+    made: tuple[Memory, StepMemory], steps: int
+) -> None:
+    memory, step = made
+
+    def work(steps: int) -> None:
+        tokens = memory.storage("step.tokens")
+        for slot, position in ((0, 4), (2, 9)):
+            for i in range(steps):
+                tokens[slot, position + 1 + i] = 100 * slot + i + 1
+
+    rows = Step(ints(0, 1, 1, 2), ints(4, 0, 1, 9), ints(0, 3), 10)
+    launched, program = executable(work)
+    step.run(program, rows, steps)
+    assert launched.calls == ["launch", "finish"]
+    tokens = step.arrays["tokens"]
+    assert tokens[0, 5 : 5 + steps].tolist() == [i + 1 for i in range(steps)]
+    assert tokens[2, 10 : 10 + steps].tolist() == [200 + i + 1 for i in range(steps)]
+    assert int((tokens != 0).sum()) == 2 * steps
+
+
+def test_steps_without_logit_rows_bring_nothing(made: tuple[Memory, StepMemory]) -> None:
+    _, step = made
+    step.run(executable(lambda steps: None)[1], Step(ints(0), ints(0), ints(), 1), 1)
+    assert not step.arrays["tokens"].any()
+
+
+def test_logits_are_those_of_the_last_step(made: tuple[Memory, StepMemory]) -> None:
+    memory, step = made
+    memory.write("logits", torch.arange(15.0).reshape(3, 5))
+    assert step.logits[1].tolist() == [5, 6, 7, 8, 9]
+    assert step.logits[:2].shape == (2, 5)
+    assert step.logits[1].dtype == np.float32

@@ -1,0 +1,115 @@
+"""The kernels of real models compile without warnings and without spills. Needs no GPU."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import pytest
+
+from megavm.instructions import instruction_set
+from megavm.scheduler.checkpoint import Checkpoint
+from megavm.scheduler.hub import resolve
+from megavm.scheduler.kernels import kernel_headers
+from megavm.scheduler.llama_config import LlamaConfig
+from megavm.vm.config import THREADS
+from megavm.vm.cuda_compiler import ROOT, Kernel, compile_kernel
+from megavm.vm.isa import BF16, F32
+
+MAX_REGISTERS = 65536 // THREADS // 8 * 8  # what a thread may have before roles share them out anew
+MAX_CUBIN = 1 << 20
+
+LLAMA_1B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=16,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=64,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)
+LLAMA_3B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=3072,
+    intermediate_size=8192,
+    num_layers=28,
+    num_heads=24,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+)
+LLAMA_8B = LlamaConfig(
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=131072,
+)
+TINY_LLAMA = LlamaConfig(
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=5632,
+    num_layers=22,
+    num_heads=32,
+    num_kv_heads=4,
+    head_dim=64,
+    max_position_embeddings=2048,
+)
+MODELS = {
+    "llama-1b": (LLAMA_1B, BF16),
+    "llama-3b": (LLAMA_3B, BF16),
+    "llama-8b": (LLAMA_8B, BF16),
+    "tiny-llama": (TINY_LLAMA, BF16),
+    "stories": (Checkpoint.open(resolve("stories")).config, BF16),
+    "stories in float32": (Checkpoint.open(resolve("stories")).config, F32),
+}
+
+
+@functools.cache
+def compiled(header: str) -> Kernel:
+    """Each distinct kernel is compiled once."""
+    return compile_kernel(header)
+
+
+@pytest.fixture
+def kernels(
+    compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder: Path = tmp_path_factory.getbasetemp() / "kernels"
+    monkeypatch.setenv("MEGAVM_CACHE_DIR", str(folder))
+    names = [cls.name() for cls in instruction_set().values()]
+    missing = [n for n in names if not (ROOT / "instructions" / n / "cuda.cuh").is_file()]
+    if missing:
+        pytest.skip(f"instructions without a kernel for the GPU: {', '.join(missing)}")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("model", MODELS)
+def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
+    headers = kernel_headers(*MODELS[model])
+    sizes = sorted(rows for served in headers.values() for rows in served)
+    assert sizes[0] == 1
+    assert {1, 2, 512} <= set(sizes)
+    for header, rows in headers.items():
+        assert (rows == (1,)) == ("kMaxRows = 1u" in header)
+        kernel = compiled(header)
+        assert kernel.warnings == [], (model, rows)
+        assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), (model, rows)
+        assert 0 < kernel.registers <= MAX_REGISTERS, (model, rows)
+        assert len(kernel.cubin) < MAX_CUBIN, (model, rows)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("kernels")
+def test_a_kernel_that_traces_compiles_too() -> None:
+    header = next(iter(kernel_headers(TINY_LLAMA, BF16, trace=True)))
+    assert "kTrace = true" in header
+    kernel = compiled(header)
+    assert (kernel.warnings, kernel.spill_stores, kernel.spill_loads) == ([], 0, 0)

@@ -1,0 +1,173 @@
+"""The CudaMachine: every instruction means what the reference says; launches, layouts, what it refuses."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from megavm.instructions import instruction_set
+from megavm.instructions.copy import Copy
+from megavm.scheduler.compile import compile_graph
+from megavm.scheduler.graph import Graph
+from megavm.scheduler.options import CompileOptions
+from megavm.vm.config import NONE
+from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
+from megavm.vm.example import Example
+from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.layout import program_layouts, units
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+from megavm.vm.reference import ReferenceMachine
+
+INSTRUCTIONS = list(instruction_set().values())
+RELATIVE = {DType.F32: 2e-5, DType.BF16: 2**-7, DType.I32: 0.0}
+ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}
+
+
+def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert reason_unavailable() in ("torch sees no GPU", "this torch was built without CUDA")
+    with pytest.raises(ValueError, match="machine 'cuda' is not available"):
+        CudaMachine()
+
+
+def examples_of(cls: type[Instruction]) -> list[Example]:
+    module = importlib.import_module(f"{cls.__module__}.examples")
+    return list(module.examples(np.random.default_rng(cls.opcode)))
+
+
+def rounding(example: Example) -> float:
+    """How far results may be off because the kernels round x * gain to bf16, not x / rms * gain."""
+    inst = example.instruction
+    weight = getattr(inst, "weight", getattr(inst, "gate", getattr(inst, "q_weight", None)))
+    if weight is None or getattr(inst, "gain", NONE) == NONE:
+        return 0.0
+    return 1e-2 if example.tensors[weight].dtype is BF16 else 0.0
+
+
+def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
+    for handle, spec in enumerate(example.tensors):
+        if handle in example.instruction.workspaces():
+            continue
+        a, b = left[spec.name].double(), right[spec.name].cpu().double()
+        bound = rounding(example) + ABSOLUTE[spec.dtype] + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs())
+        wrong = ~((a - b).abs() <= bound) & ~(a == b)
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in torch.nonzero(wrong)[0])
+            yield (
+                f"{example.name}: {int(wrong.sum())} of {wrong.numel()} elements of {spec.name} "
+                f"differ; {at}: {a[at]} and {b[at]}"
+            )
+        tags = (m.storage(spec.name)[..., 1].cpu() for m in (left, right) if spec.tagged)
+        if spec.tagged and not torch.equal(*tags):
+            yield f"{example.name}: tags of {spec.name} differ"
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "launched"])
+@pytest.mark.parametrize("cls", INSTRUCTIONS, ids=[c.name() for c in INSTRUCTIONS])
+def test_instructions_mean_what_the_reference_says(
+    cuda_machine: CudaMachine, cls: type[Instruction], alone: bool
+) -> None:
+    found: list[str] = []
+    for example in examples_of(cls):
+        memories = example.memory(5), example.memory(5, cuda_machine.memory_device)
+        ReferenceMachine().load(example.program(), memories[0], verify=False).execute_one(0)
+        executable = cuda_machine.load(example.program(), memories[1], verify=False)
+        if alone:
+            executable.execute_one(0)
+        else:
+            executable.run()
+        found += differences(example, *memories)
+    assert not found, "\n".join(found)
+
+
+def product(columns: int = 64) -> Program:
+    graph = Graph(1)
+    x = graph.tensor("x", (1, columns), BF16, TensorKind.INPUT)
+    y = graph.linear("product", x, graph.weight("w", (200, columns), BF16), dtype=F32)
+    graph.output(y, "y")
+    return compile_graph(graph, CompileOptions(4))
+
+
+def filled(program: Program, device: str) -> Memory:
+    torch.manual_seed(0)
+    memory = Memory(device)
+    memory.allocate(program.tensors)
+    for name in ("x", "w"):
+        memory.write(name, torch.randn(memory.spec(name).shape))
+    return memory
+
+
+def test_weights_are_given_their_layout_and_keep_their_values(cuda_machine: CudaMachine) -> None:
+    program = product()
+    memory = filled(program, cuda_machine.memory_device)
+    before = memory["w"].clone()
+    executable = cuda_machine.load(program, memory)
+    assert memory.layout("w") == program_layouts(program)["w"] == units()
+    assert torch.equal(memory["w"], before)
+    executable.run(2)
+    values = memory.copy("cpu")
+    want = values["x"].float() @ values["w"].float().T
+    torch.testing.assert_close(values["y"], want, rtol=1e-4, atol=1e-4)
+    # What is written later goes to where it belongs.
+    memory.write("w", before * 2)
+    executable.run()
+    torch.testing.assert_close(memory["y"].cpu(), 2 * want, rtol=1e-4, atol=1e-4)
+
+
+def test_launches_may_follow_each_other_before_one_waits(cuda_machine: CudaMachine) -> None:
+    program = product()
+    memory = filled(program, cuda_machine.memory_device)
+    executable = cuda_machine.load(program, memory)
+    for _ in range(5):
+        executable.launch(3)
+    executable.finish()
+    assert memory.epoch == 15
+    assert executable.barriers == [15 * int(n) for n in program.signals]
+
+
+def test_programs_that_need_the_same_share_a_kernel(cuda_machine: CudaMachine) -> None:
+    machine = CudaMachine()
+    for columns in (64, 64):
+        program = product(columns)
+        machine.load(program, filled(program, machine.memory_device))
+    assert len(machine._functions) == 1
+
+
+def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMachine) -> None:
+    machine = CudaMachine(trace=True)
+    program = product()
+    executable = machine.load(program, filled(program, machine.memory_device))
+    with pytest.raises(ValueError, match="nothing was traced"):
+        executable.trace()
+    executable.run(2)
+    rows, events = executable.trace()
+    assert rows.shape == (2 * len(program), 3)
+    assert sorted(rows[:, 2].tolist()) == sorted([*range(len(program))] * 2)
+    assert events.shape == (2 * len(program), 8)
+    assert bool((events[:, 7] >= events[:, 4]).all())
+    assert int(events[:, 4].min()) > 0
+
+
+def test_what_does_not_fit_the_gpu_is_refused(cuda_machine: CudaMachine) -> None:
+    program = product()
+    with pytest.raises(ValueError, match="the memory is on cpu, the machine on cuda:0"):
+        cuda_machine.load(program, filled(program, "cpu"))
+    empty = Memory(cuda_machine.memory_device)
+    with pytest.raises(ValueError, match=r"tensor \w of the program is not in memory"):
+        cuda_machine.load(program, empty)
+    tensors = [TensorSpec(n, (1, 4), F32, TensorKind.STATE) for n in "xy"]
+    inst = Copy(
+        x=0, out=1, x_row=0, x_column=0, row_begin=0, row_end=1, column_begin=0, column_end=4
+    )
+    wide = Program.build(tensors, [inst], [[0], *[[]] * 200])
+    memory = Memory(cuda_machine.memory_device)
+    memory.allocate(tensors)
+    with pytest.raises(ValueError, match="for 201 workers, GPU 0 has"):
+        cuda_machine.load(wide, memory)
+    with pytest.raises(ValueError, match="a run has at least one step"):
+        cuda_machine.load(program, filled(program, cuda_machine.memory_device)).run(0)

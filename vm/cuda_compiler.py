@@ -1,0 +1,296 @@
+"""Compiles the GPU's kernel for what a program uses, with NVRTC, and keeps the result on disk.
+
+No GPU is needed. A cached kernel is found by the hash of everything that went into it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import logging
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from megavm.vm import codegen
+
+ROOT = (
+    Path(__file__).resolve().parents[1]
+)  # of the sources: "cuda/..." and "instructions/..." are below
+ENTRY = "cuda/megakernel.cu"
+KERNEL_NAME = "megavm_kernel"
+CACHE_FORMAT = 1
+
+logger = logging.getLogger("megavm")
+
+Report = Callable[[str], None]
+
+
+class CompileError(RuntimeError):
+    """A kernel does not compile; the text has the compiler's log."""
+
+
+@dataclass(frozen=True)
+class CompilerOptions:
+    """What NVRTC is told beside the architecture."""
+
+    std: str = "c++20"
+    lineinfo: bool = False
+    ptxas: tuple[str, ...] = ("-v",)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, and what the compiler said about it.
+
+    ``spill_stores`` and ``spill_loads`` are bytes, ``stack`` the bytes of its largest stack frame;
+    ``seconds`` is what the compilation took, when it was made; ``path`` its place in the cache, None
+    when it could not be stored.
+    """
+
+    cubin: bytes = field(repr=False)
+    architecture: str
+    log: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+    seconds: float
+    cached: bool
+    path: Path | None
+
+    @property
+    def warnings(self) -> list[str]:
+        """The lines of the log that warn."""
+        return [line for line in self.log.splitlines() if _WARNING.search(line)]
+
+
+def reason_unavailable() -> str | None:
+    """Why kernels cannot be compiled here, in words; None when they can."""
+    try:
+        import cuda.core
+        from cuda.bindings import nvrtc
+
+        nvrtc.nvrtcVersion()
+    except ImportError as error:
+        name = error.name or "cuda-core"
+        return (
+            f"the package that compiles and loads kernels is not usable ({name}: {error}): install"
+            ' megavm with the extra "cuda"'
+        )
+    except Exception as error:  # cuda-pathfinder has its own, for a library that it does not find
+        return f"NVRTC, which compiles kernels, cannot be loaded: {error}"
+    version = tuple(int(part) for part in re.findall(r"\d+", cuda.core.__version__)[:2])
+    if version < (1, 0):
+        return f"cuda-core is {cuda.core.__version__}, 1.0 or later is needed"
+    if not (ROOT / ENTRY).is_file():
+        return f"this installation of megavm has no {ENTRY}"
+    return None
+
+
+def compile_kernel(
+    program_header: str,
+    architecture: str = "sm_90a",
+    options: CompilerOptions | None = None,
+    *,
+    report: Report | None = None,
+    root: Path = ROOT,
+    entry: str = ENTRY,
+) -> Kernel:
+    """The kernel that ``program_header`` (codegen.program_header) specialises, compiled or from the cache.
+
+    ``report`` is called with one line when a compilation begins. ``root`` and ``entry`` are for tests.
+
+    Raises CompileError with the compiler's log when it does not compile, ImportError when there is no
+    compiler.
+    """
+    options = options or CompilerOptions()
+    generated = generated_headers(program_header)
+    key = cache_key(generated, architecture, options, root, entry)
+    path = cache_directory() / f"{key}.kernel"
+    known = read_cached(path)
+    if known is not None:
+        return known
+    line = f"compiling the kernel for {architecture} ..."
+    logger.info(line)
+    if report is not None:
+        report(line)
+    begin = time.perf_counter()
+    cubin, log = run_nvrtc(generated, architecture, options, root, entry)
+    made = Kernel(
+        cubin=cubin,
+        architecture=architecture,
+        log=log,
+        seconds=time.perf_counter() - begin,
+        cached=False,
+        path=path,
+        **resource_usage(log),
+    )
+    try:
+        write_cached(path, made)
+    except OSError as error:
+        logger.warning("the kernel cannot be cached in %s: %s", path.parent, error)
+        return Kernel(**{**vars(made), "path": None})
+    return made
+
+
+def generated_headers(program_header: str) -> dict[str, str]:
+    """Every header that is not a file of the tree, by the name it is included by."""
+    from megavm.instructions import instruction_set
+
+    return {
+        "isa.hpp": codegen.isa_header(instruction_set().values()),
+        "faults.hpp": codegen.faults_header(),
+        "program.hpp": program_header,
+    }
+
+
+def run_nvrtc(
+    generated: Mapping[str, str],
+    architecture: str,
+    options: CompilerOptions,
+    root: Path = ROOT,
+    entry: str = ENTRY,
+) -> tuple[bytes, str]:
+    """(cubin, log). Raises CompileError with the log when the source has errors."""
+    from cuda.core import Program, ProgramOptions
+
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory(prefix="megavm-") as folder:
+        for name, text in generated.items():
+            Path(folder, name).write_text(text, encoding="utf-8")
+        chosen = ProgramOptions(
+            name=entry,
+            arch=architecture,
+            std=options.std,
+            lineinfo=options.lineinfo or None,
+            ptxas_options=list(options.ptxas),
+            include_path=[folder, str(root)],
+            no_source_include=True,
+            device_as_default_execution_space=True,
+        )
+        program = Program((root / entry).read_text(encoding="utf-8"), "c++", chosen)
+        try:
+            code = program.compile("cubin", logs=log).code
+        except Exception as error:
+            # cuda-core's own type; the log is in its text. Anything else is not of the compiler.
+            if "compilation log" not in str(error) and "NVRTC" not in type(error).__name__:
+                raise
+            text = str(error).replace(folder + os.sep, "")
+            raise CompileError(f"{entry} does not compile for {architecture}: {text}") from error
+        finally:
+            program.close()
+    return bytes(code), log.getvalue().replace(folder + os.sep, "").replace("\0", "").strip()
+
+
+_WARNING = re.compile(r"(: |ptxas )warning\b", re.IGNORECASE)
+_USAGE = {
+    "registers": re.compile(r"Used (\d+) registers"),
+    "spill_stores": re.compile(r"(\d+) bytes spill stores"),
+    "spill_loads": re.compile(r"(\d+) bytes spill loads"),
+    "stack": re.compile(r"(\d+) bytes stack frame"),
+}
+
+
+def resource_usage(log: str) -> dict[str, int]:
+    """Registers, spills and stack from ptxas' report: the largest of all functions."""
+    return {
+        name: max((int(found) for found in pattern.findall(log)), default=0)
+        for name, pattern in _USAGE.items()
+    }
+
+
+# The cache.
+
+
+def cache_directory() -> Path:
+    """$MEGAVM_CACHE_DIR, else megavm in $XDG_CACHE_HOME, else in ~/.cache. Read from nowhere else."""
+    own, shared = os.environ.get("MEGAVM_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    if own:
+        return Path(own)
+    if shared and os.path.isabs(shared):
+        return Path(shared) / "megavm"
+    return Path(os.path.expanduser("~")) / ".cache" / "megavm"
+
+
+def cache_key(
+    generated: Mapping[str, str],
+    architecture: str,
+    options: CompilerOptions,
+    root: Path = ROOT,
+    entry: str = ENTRY,
+) -> str:
+    """SHA-256 over every source that is included, the options, the architecture and the compiler."""
+    from cuda.bindings import nvrtc
+
+    digest = hashlib.sha256()
+    _, *version = nvrtc.nvrtcVersion()
+    facts = [CACHE_FORMAT, architecture, asdict(options), entry, list(version)]
+    for part in (json.dumps(facts), *included_sources(entry, generated, root)):
+        data = part.encode()
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()
+
+
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+
+
+def included_sources(entry: str, generated: Mapping[str, str], root: Path = ROOT) -> Sequence[str]:
+    """Names and texts of ``entry`` and all that it includes in quotes, each once, in order of inclusion.
+
+    A header that is in neither place is left to the compiler to complain about.
+    """
+    seen: dict[str, str] = {}
+    pending = [entry]
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        text = generated.get(name)
+        if text is None:
+            try:
+                text = (root / name).read_text(encoding="utf-8")
+            except OSError:
+                text = ""
+        seen[name] = text
+        pending += reversed(_INCLUDE.findall(text))
+    return [part for pair in seen.items() for part in pair]
+
+
+def read_cached(path: Path) -> Kernel | None:
+    """A kernel from the cache; None when it is not there or damaged."""
+    try:
+        header, _, cubin = path.read_bytes().partition(b"\n")
+        facts = json.loads(header)
+        if facts.pop("sha256") != hashlib.sha256(cubin).hexdigest():
+            raise ValueError("the hash does not match")
+        return Kernel(cubin=cubin, cached=True, path=path, **facts)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s is damaged and will be made again: %s", path, error)
+        return None
+
+
+def write_cached(path: Path, kernel: Kernel) -> None:
+    """Store a kernel; another process sees all of it or nothing. Raises OSError."""
+    facts = {
+        name: value
+        for name, value in vars(kernel).items()
+        if name not in ("cubin", "cached", "path")
+    }
+    facts["sha256"] = hashlib.sha256(kernel.cubin).hexdigest()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(json.dumps(facts).encode() + b"\n" + kernel.cubin)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,509 @@
+"""CudaMachine: programs as one launch of a persistent kernel, compiled for what they use."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megavm.vm import codegen, cuda_compiler, cuda_faults
+from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
+from megavm.vm.cuda_faults import FaultKind, Record
+from megavm.vm.isa import Instruction, whole
+from megavm.vm.layout import ROWS, program_layouts
+from megavm.vm.machine import MachineFault, WorkerState
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+CAPABILITY = (9, 0)
+ARCHITECTURE = "sm_90a"
+NUM_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
+BARRIER_WORDS = 32  # kBarrierStride of cuda/launch.cuh
+RECORD_WORDS = 8  # of a FaultRecord
+NUM_EVENTS = 8  # of an instruction, see cuda/trace.cuh
+
+
+class LaunchParameters(ctypes.Structure):
+    """``Launch`` of cuda/launch.cuh."""
+
+    _fields_ = [
+        ("instructions", ctypes.c_uint64),
+        ("queue_begin", ctypes.c_uint64),
+        ("tensors", ctypes.c_uint64),
+        ("barriers", ctypes.c_uint64),
+        ("signals", ctypes.c_uint64),
+        ("ticket", ctypes.c_uint64),
+        ("hints", ctypes.c_uint64),
+        ("faults", ctypes.c_uint64),
+        ("abort", ctypes.c_uint64),
+        ("trace", ctypes.c_uint64),
+        ("timeout", ctypes.c_uint64),
+        ("epoch", ctypes.c_uint32),
+        ("steps_before", ctypes.c_uint32),
+        ("steps", ctypes.c_uint32),
+        ("first_step", ctypes.c_uint32),
+        ("dynamic", ctypes.c_uint32),
+        ("alone", ctypes.c_uint32),
+    ]
+
+
+LAUNCH_BYTES = 112
+if ctypes.sizeof(LaunchParameters) != LAUNCH_BYTES:
+    raise AssertionError(f"Launch has {LAUNCH_BYTES} bytes")
+
+IndexOf = Callable[[Record], int | None]  # the instruction that a warp was at
+
+TENSOR = np.dtype([("address", "<u8"), ("rows", "<u4"), ("columns", "<u4")])
+
+
+def reason_unavailable(device: int = 0) -> str | None:
+    """Why the CudaMachine cannot run here, in words; None when it can."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda is not None
+        return "torch sees no GPU" if built else "this torch was built without CUDA"
+    if device >= torch.cuda.device_count():
+        return f"there is no GPU {device}, torch sees {torch.cuda.device_count()}"
+    capability = torch.cuda.get_device_capability(device)
+    if capability != CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels are for 9.0"
+    return cuda_compiler.reason_unavailable()
+
+
+def free_memory(device: int = 0) -> int:
+    """Bytes of a GPU's memory that nobody uses; what torch keeps for later use counts as free."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA driver failed. ``name`` is that of the error."""
+
+    def __init__(self, name: str, call: str) -> None:
+        super().__init__(f"{call} failed with {name}")
+        self.name = name
+
+
+class _Driver:
+    """The calls of the CUDA driver that launches are made of, on torch's context of one GPU."""
+
+    def __init__(self, device: int) -> None:
+        from cuda.bindings import driver
+
+        self.api: Any = driver
+        torch.zeros(1, device=f"cuda:{device}")  # torch makes the context as it likes it
+        self.context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
+        self._handle = int(self.context)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The call's one result, or None. Raises CudaError."""
+        result, *values = getattr(self.api, name)(*arguments)
+        if result != self.api.CUresult.CUDA_SUCCESS:
+            raise CudaError(result.name, name)
+        return values[0] if values else None
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the context this thread's while it lasts."""
+        if int(self.call("cuCtxGetCurrent")) == self._handle:
+            yield
+            return
+        self.call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            self.api.cuCtxPopCurrent()
+
+    def function(self, cubin: bytes) -> Any:
+        """The kernel of a cubin, with all of an SM's shared memory."""
+        with self.current():
+            module = self.call("cuModuleLoadData", cubin)
+            function = self.call("cuModuleGetFunction", module, cuda_compiler.KERNEL_NAME.encode())
+            attribute = (
+                self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            )
+            self.call("cuFuncSetAttribute", function, attribute, SHARED_BYTES)
+        return function
+
+
+class CudaMachine:
+    """Runs programs on a GPU, one block of its persistent kernel per worker and SM.
+
+    ``workers`` is the number of SMs, what schedulers are told to compile for. A wait that takes longer
+    than ``timeout`` seconds ends the launch with a fault. With ``trace`` executables note when each
+    instruction did what. ``report`` is called with a line when a kernel is compiled.
+
+    Raises ValueError when there is no such GPU here, or it cannot be used.
+    """
+
+    name = "cuda"
+
+    def __init__(self, device: int = 0, timeout: float = 10.0, trace: bool = False) -> None:
+        reason = reason_unavailable(device)
+        if reason is not None:
+            raise ValueError(f"machine 'cuda' is not available: {reason}")
+        self.device = device
+        self.memory_device = f"cuda:{device}"
+        self.workers = torch.cuda.get_device_properties(device).multi_processor_count
+        self.timeout = timeout
+        self.trace = trace
+        self.report: cuda_compiler.Report | None = None
+        self.lost = ""  # the error after which the context is of no use
+        self._driver = _Driver(device)
+        self._functions: dict[str, Any] = {}  # by the header that specialises them
+
+    def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
+        """Verify the program, compile its kernel and give tensors of ``memory`` the layouts it wants.
+
+        Raises ValueError for a program that does not verify or does not fit the GPU, or a tensor that
+        memory does not have on it; CompileError when the kernel does not compile.
+        """
+        if verify:
+            from megavm.vm.verify import verify as verify_program
+
+            verify_program(program)
+        self.check_alive()
+        if memory.device != torch.device(self.memory_device):
+            raise ValueError(
+                f"the memory is on {memory.device}, the machine on {self.memory_device}"
+            )
+        if program.workers > self.workers:
+            raise ValueError(
+                f"the program is for {program.workers} workers, GPU {self.device} has {self.workers} SMs"
+            )
+        for spec in program.tensors:
+            if spec.name not in memory:
+                raise ValueError(f"tensor {spec.name} of the program is not in memory")
+            if memory.spec(spec.name) != spec:
+                raise ValueError(
+                    f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
+                )
+        for name, layout in program_layouts(program).items():
+            present = memory.layout(name)
+            if present not in (layout, ROWS):
+                raise ValueError(f"tensor {name} has the layout {present}, needed is {layout}")
+            memory.relayout(name, layout)
+        return CudaExecutable(self, program, memory, self._function(program))
+
+    def check_alive(self) -> None:
+        """Raise MachineFault when an earlier error has taken the context away."""
+        if self.lost:
+            raise MachineFault(
+                f"the process's CUDA context is lost since {self.lost}: start the process again"
+            )
+
+    def _function(self, program: Program) -> Any:
+        header = codegen.program_header(program, trace=self.trace)
+        if header not in self._functions:
+            kernel = cuda_compiler.compile_kernel(header, ARCHITECTURE, report=self.report)
+            self._functions[header] = self._driver.function(kernel.cubin)
+        return self._functions[header]
+
+    def _fault(self, error: CudaError) -> MachineFault:
+        """What an error of the driver means; remembers when it is the end of the context."""
+        sticky = False
+        try:
+            with self._driver.current():
+                self._driver.call("cuCtxSynchronize")
+        except CudaError:
+            sticky = True
+        if not sticky:
+            return MachineFault(f"the GPU failed: {error}")
+        self.lost = self.lost or error.name
+        return MachineFault(
+            f"the GPU failed: {error}; the process's CUDA context is lost: start the process again"
+        )
+
+
+def _hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+    """The hints of every instruction, uint32 [n, 2] (signal, wait), and the signals of their counters.
+
+    A tagged tensor that instructions read as a whole has a counter of the instructions that write it.
+    Counters are numbered after the program's barriers.
+    """
+    tensors = program.tensors
+
+    def reads_whole(inst: Instruction) -> set[int]:
+        tagged = (r for r in inst.reads(tensors) if tensors[r.tensor].tagged)
+        return {r.tensor for r in tagged if r == whole(tensors, r.tensor)}
+
+    read = [reads_whole(inst) for inst in program.instructions]
+    hinted = set().union(*read)
+    written = [{r.tensor for r in inst.writes(tensors)} & hinted for inst in program.instructions]
+    # An instruction signals one counter: of what it writes beside, nobody gets a hint.
+    hinted -= set().union(*(set(sorted(handles)[1:]) for handles in written))
+    number = {handle: len(program.barriers) + i for i, handle in enumerate(sorted(hinted))}
+    hints = np.full((len(program), 2), NONE, dtype=np.uint32)
+    writers = np.zeros(len(number), dtype=np.uint32)
+    for i in range(len(program)):
+        for handle in written[i] & hinted:
+            hints[i, 0] = number[handle]
+            writers[number[handle] - len(program.barriers)] += 1
+        for handle in read[i] & hinted:
+            hints[i, 1] = number[handle]
+    return hints, writers
+
+
+class CudaExecutable:
+    """A program on the CudaMachine."""
+
+    def __init__(
+        self, machine: CudaMachine, program: Program, memory: Memory, function: Any
+    ) -> None:
+        self.program = program
+        self.memory = memory
+        self.broken = False
+        self._machine = machine
+        self._driver = machine._driver
+        self._function = function
+        queues = program.queues[:1] if program.dynamic else program.queues
+        self._order = np.concatenate([*queues, np.empty(0, np.int32)])
+        begin = np.cumsum([0, *map(len, queues)])
+        if not program.dynamic:
+            begin = np.concatenate([begin, np.full(program.workers + 1 - len(begin), begin[-1])])
+        self._begin = begin
+        self._instructions = self._upload(program.words[self._order])
+        self._queue_begin = self._upload(begin.astype(np.uint32))
+        hints, writers = _hints(program)
+        self._hints = self._upload(hints[self._order])
+        self._signals = self._upload(np.concatenate([program.signals, writers]))
+        counters = len(program.barriers) + len(writers)
+        self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
+        self._ticket = self._zeros(1)
+        # The abort word, then the records, 32 bytes each.
+        self._faults = self._zeros((1 + program.workers * NUM_WARPS) * RECORD_WORDS)
+        self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._aborted = self._abort.numpy()
+        self._alone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._trace: torch.Tensor | None = None
+        self._traced_steps = 0
+        self._stream: int | None = None  # of the launches that have not been waited for
+        self._resolve()
+        self._parameters = LaunchParameters(
+            instructions=self._instructions.data_ptr(),
+            queue_begin=self._queue_begin.data_ptr(),
+            tensors=self._tensors.data_ptr(),
+            barriers=self._barriers.data_ptr(),
+            signals=self._signals.data_ptr(),
+            ticket=self._ticket.data_ptr(),
+            hints=self._hints.data_ptr(),
+            faults=self._faults.data_ptr() + 4 * RECORD_WORDS,
+            abort=self._faults.data_ptr(),
+            timeout=int(machine.timeout * 1e9),
+            dynamic=int(program.dynamic),
+        )
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
+
+    # What lies on the GPU.
+
+    def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return torch.from_numpy(data).to(self._machine.memory_device)
+
+    def _zeros(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32, device=self._machine.memory_device)
+
+    def _resolve(self) -> None:
+        """Make the table of tensors; their storage is kept as long as it is in use."""
+        specs = self.program.tensors
+        table = np.zeros(max(len(specs), 1), dtype=TENSOR)
+        self._storage = []
+        for entry, spec in zip(table, specs, strict=False):
+            storage = self.memory.storage(spec.name)
+            order = int(self.memory.layout(spec.name).order)
+            entry["address"] = (
+                storage.data_ptr() | spec.dtype.code << 48 | spec.tagged << 52 | order << 56
+            )
+            entry["rows"], entry["columns"] = spec.rows, spec.columns
+            self._storage.append(storage)
+        self._tensors = self._upload(table)
+        self._relayouts = self.memory.relayouts
+
+    @property
+    def barriers(self) -> list[int]:
+        """The barriers' counters."""
+        counters = self._barriers.cpu().numpy().view(np.uint32)[::BARRIER_WORDS]
+        return [int(value) for value in counters[: len(self.program.barriers)]]
+
+    # Running.
+
+    def run(self, steps: int = 1) -> None:
+        """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
+
+        Raises MachineFault when it cannot be finished; the executable is of no use after that, but the
+        machine is, unless the fault says that the CUDA context is lost.
+        """
+        self.launch(steps)
+        self.finish()
+
+    def launch(self, steps: int = 1) -> None:
+        """Begin to run, on torch's current stream; ``finish`` waits for it. Launches run one by one.
+
+        Raises MachineFault when the launch is refused.
+        """
+        if self.broken:
+            raise MachineFault(
+                "an earlier run of this executable ended in the middle: load it again"
+            )
+        if steps < 1:
+            raise ValueError(f"steps is {steps}: a run has at least one step")
+        self._machine.check_alive()
+        parameters = self._parameters
+        if self._relayouts != self.memory.relayouts:
+            self._resolve()
+            parameters.tensors = self._tensors.data_ptr()
+        if self._machine.trace:
+            self._traced_steps = steps
+            rows = len(self._order) * steps
+            self._trace = self._zeros(max(rows, 1) * NUM_EVENTS * 2)
+            parameters.trace = self._trace.data_ptr()
+        parameters.epoch = self.memory.epoch & 0xFFFFFFFF
+        parameters.steps = steps
+        # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
+        self.memory.epoch += steps
+        try:
+            self._start(self._pointers, self.program.workers)
+        except CudaError as error:
+            self.broken = True
+            raise self._machine._fault(error) from error
+        parameters.steps_before = (parameters.steps_before + steps) & 0xFFFFFFFF
+
+    def finish(self) -> None:
+        """Wait for all launches. Raises MachineFault when one of them could not be finished."""
+        try:
+            faulted = self._finish()
+        except CudaError as error:
+            self.broken = True
+            raise self._machine._fault(error) from error
+        if faulted:
+            self.broken = True
+            raise self._machine_fault(self._instruction_at)
+
+    def execute_one(self, index: int, step: int = 0) -> None:
+        """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
+
+        For tools; ``memory.epoch`` stays. Raises MachineFault when the instruction fails or reads a tagged
+        word that is not there.
+        """
+        if not 0 <= index < len(self.program):
+            raise IndexError(f"instruction {index} of a program of {len(self.program)}")
+        self._machine.check_alive()
+        if self._relayouts != self.memory.relayouts:
+            self._resolve()
+            self._parameters.tensors = self._tensors.data_ptr()
+        if self._alone is None:
+            ends = self._upload(np.array([0, 1], dtype=np.uint32))
+            self._alone = (self._upload(self.program.words), ends)
+        words, ends = self._alone
+        parameters = LaunchParameters.from_buffer_copy(self._parameters)
+        parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
+        parameters.queue_begin = ends.data_ptr()
+        events = self._zeros(NUM_EVENTS * 2) if self._machine.trace else None
+        parameters.trace = 0 if events is None else events.data_ptr()
+        parameters.epoch = self.memory.epoch & 0xFFFFFFFF
+        parameters.steps, parameters.first_step = 1, step
+        parameters.dynamic, parameters.alone = 0, 1
+        try:
+            self._start((ctypes.c_void_p * 1)(ctypes.addressof(parameters)), 1)
+            faulted = self._finish()
+        except CudaError as error:
+            raise self._machine._fault(error) from error
+        if faulted:
+            raise self._machine_fault(lambda _: index)
+
+    def _instruction_at(self, record: Record) -> int | None:
+        """Number of the instruction at which a warp was; None when it had none."""
+        queue = 0 if self.program.dynamic else record.worker
+        place = int(self._begin[queue]) + record.position
+        return int(self._order[place]) if place < self._begin[queue + 1] else None
+
+    def _start(self, pointers: ctypes.Array[ctypes.c_void_p], workers: int) -> None:
+        driver = self._driver
+        stream = torch.cuda.current_stream(self._machine.device).cuda_stream
+        with driver.current():
+            if self.program.dynamic:
+                driver.call("cuMemsetD32Async", self._ticket.data_ptr(), 0, 1, stream)
+            driver.call(
+                "cuLaunchKernel",
+                *(self._function, workers, 1, 1, THREADS, 1, 1, SHARED_BYTES, stream),
+                *(ctypes.addressof(pointers), 0),
+            )
+            driver.call(
+                "cuMemcpyDtoHAsync", self._abort.data_ptr(), self._faults.data_ptr(), 4, stream
+            )
+        self._stream = stream
+
+    def _finish(self) -> bool:
+        """Wait; whether a warp has faulted."""
+        if self._stream is None:
+            return False
+        with self._driver.current():
+            self._driver.call("cuStreamSynchronize", self._stream)
+        self._stream = None
+        return bool(self._aborted[0])
+
+    # Faults.
+
+    def _machine_fault(self, index_of: IndexOf) -> MachineFault:
+        """What the records say; clears them."""
+        words = self._faults.cpu().numpy().view(np.uint32).reshape(-1, RECORD_WORDS)[1:]
+        records = [
+            Record.read(i // NUM_WARPS, i % NUM_WARPS, words[i].tolist())
+            for i in np.flatnonzero(words[:, 0]).tolist()
+        ]
+        self._faults.zero_()
+        if not records:
+            return MachineFault("a worker stopped and did not say why")
+        # Of the warps of one role, the one that says most.
+        telling: dict[tuple[int, str], Record] = {}
+        for record in sorted(records, key=lambda r: r.rank):
+            telling.setdefault((record.worker, record.role), record)
+        cause = min(records, key=lambda r: r.rank)
+        states = tuple(self._state(telling[key], index_of) for key in sorted(telling))
+        index = index_of(cause)
+        at = "no instruction" if index is None else f"instruction {index}"
+        if index is not None and cause.condition is FaultKind.INSTRUCTION:
+            inst = self.program.instructions[index]
+            text = cuda_faults.sentence(cause, inst, self.program.tensors)
+            return MachineFault(f"{at} ({inst.name()}): {text}", states)
+        waiting = self._state(cause, index_of).waiting_for
+        return MachineFault(
+            f"worker {cause.worker} ({cause.role}) gave up after {self._machine.timeout:g} s: "
+            f"{at} waits for {waiting}",
+            states,
+        )
+
+    def _state(self, record: Record, index_of: IndexOf) -> WorkerState:
+        index = index_of(record)
+        tensors = self.program.tensors
+        inst = None if index is None else self.program.instructions[index]
+        waiting = cuda_faults.waiting_for(record, inst, tensors, self.program.barriers)
+        text = "" if inst is None else inst.disassemble(tensors)
+        return WorkerState(record.worker, record.role, index, text, waiting)
+
+    # Traces.
+
+    def trace(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
+        """What the last launch noted: (worker, step, instruction) of each row, and its times in ns.
+
+        The times are [rows, 8], in the order of cuda/trace.cuh's events; the worker of a dynamic queue's
+        instructions is -1. Raises ValueError when the machine does not trace or nothing has run.
+        """
+        if self._trace is None:
+            raise ValueError("nothing was traced: run on a CudaMachine(trace=True)")
+        rows = []
+        workers = 1 if self.program.dynamic else len(self._begin) - 1
+        for worker in range(workers):
+            queue = self._order[self._begin[worker] : self._begin[worker + 1]]
+            steps = np.repeat(np.arange(self._traced_steps), len(queue))
+            owner = np.full(len(steps), -1 if self.program.dynamic else worker)
+            rows.append(np.stack([owner, steps, np.tile(queue, self._traced_steps)], axis=1))
+        events = self._trace.cpu().numpy().view(np.uint64).reshape(-1, NUM_EVENTS)
+        return np.concatenate(rows).astype(np.int32), events[
+            : len(self._order) * self._traced_steps
+        ]
