@@ -64,7 +64,11 @@ constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
 constexpr uint32_t kChunkPages =
     min_of(kMaxChunkPages, ceil_div(program::kMaxK, kPageColumns));  // pages of a unit in a chunk
 constexpr uint32_t kPanelBytes = kGroupRows * kChunkPages * kPageColumns * kElementBytes;
-constexpr uint32_t kPreload = kSingleRow ? 6 : 2;  // pages that consumers hold in registers
+// Pages that consumers hold in registers: as many as there is room for beside the code that rows of
+// other lengths and traces need.
+constexpr bool kLeanProduct = !program::kAnyPartialPages && !program::kAnyOddPages &&
+                              program::kMaxK <= 8192 && !program::kTrace;
+constexpr uint32_t kPreload = !kSingleRow ? 2 : kLeanProduct ? 6 : 4;
 constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
 constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
 

@@ -1,7 +1,7 @@
 """The instruction set: one folder per instruction, found by looking at the folders.
 
 Each folder ``<name>/`` holds the declaration (``__init__.py``), the meaning in torch (``reference.py``),
-and the kernel of the CPU machine (``cpu.hpp``).
+and the kernels of the CPU machine (``cpu.hpp``) and the GPU (``cuda.cuh``).
 """
 
 from __future__ import annotations

@@ -30,15 +30,20 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     return make_machine(request.param)[0]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    text = "seconds that a wait on the GPU may take (more under a sanitizer)"
+    parser.addoption("--cuda-timeout", type=float, default=10.0, help=text)
+
+
 @pytest.fixture(scope="session")
-def cuda_machine() -> CudaMachine:
+def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
     """The GPU; tests that need it are skipped where there is none."""
     from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(f"machine cuda is not available: {reason}")
-    return CudaMachine()
+    return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"))
 
 
 @pytest.fixture

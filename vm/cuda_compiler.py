@@ -173,6 +173,7 @@ def run_nvrtc(
             include_path=[folder, str(root)],
             no_source_include=True,
             device_as_default_execution_space=True,
+            no_cache=True,  # what comes out of NVRTC's own cache has no report of registers and spills
         )
         program = Program((root / entry).read_text(encoding="utf-8"), "c++", chosen)
         try:

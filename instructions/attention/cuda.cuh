@@ -151,34 +151,40 @@ struct FastAttention {
       key[i].low = key[i].high = {ptx::zero(), tag, ptx::zero(), tag};
 #pragma unroll
     for (uint32_t i = 0; i < kValueTiles; ++i) value[i] = {ptx::zero(), tag};
-    bool new_tagged = false;
+    const bool new_tagged = newest && is_tagged(in[&Attention::k_new]);
+    // Whether all words of the newest value are there.
+    const auto load_value = [&] {
+      const Tensor v = in[&Attention::v_new];
+      bool complete = true;
+#pragma unroll
+      for (uint32_t i = 0; i < kValueTiles; ++i) {
+        const uint32_t column = head * kD + i * 8 + lane % 4 * 2;
+        if (new_tagged)
+          value[i] = ptx::load_relaxed_tagged(word_at(v, row, column));
+        else
+          value[i].x = ptx::load_relaxed1(element_at(v, row, column));
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kValueTiles; ++i) complete &= value[i].y == tag;
+      return complete;
+    };
+    // Long heads have too many words for all to be on their way at once.
+    constexpr bool kValueLater = kD > 64;
     while (true) {
       bool complete = true;
 #pragma unroll
       for (uint32_t i = 0; i < kKeyChunks; ++i)
         queries[i].load(q, row, query * kD + i * 32 + chunk);
       if (newest) {
-        const Tensor k = in[&Attention::k_new], v = in[&Attention::v_new];
-        new_tagged = is_tagged(k);
+        const Tensor k = in[&Attention::k_new];
 #pragma unroll
         for (uint32_t i = 0; i < kKeyChunks; ++i) key[i].load(k, row, head * kD + i * 32 + chunk);
-#pragma unroll
-        for (uint32_t i = 0; i < kValueTiles; ++i) {
-          const uint32_t column = head * kD + i * 8 + lane % 4 * 2;
-          if (new_tagged)
-            value[i] = ptx::load_relaxed_tagged(word_at(v, row, column));
-          else
-            value[i].x = ptx::load_relaxed1(element_at(v, row, column));
-        }
+        if constexpr (!kValueLater) complete = load_value();
       }
 #pragma unroll
       for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= !tagged || queries[i].has(tag);
-      if (new_tagged) {
 #pragma unroll
-        for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= key[i].has(tag);
-#pragma unroll
-        for (uint32_t i = 0; i < kValueTiles; ++i) complete &= value[i].y == tag;
-      }
+      for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= !new_tagged || key[i].has(tag);
       if (complete) break;
       if (__builtin_expect(is_stopping(), 0)) stop_at_missing(in, row, head, newest);
     }
@@ -202,6 +208,9 @@ struct FastAttention {
     }
     score += __shfl_xor_sync(~0u, score, 1);
     score += __shfl_xor_sync(~0u, score, 2);
+    if constexpr (kValueLater)
+      while (!load_value())
+        if (__builtin_expect(is_stopping(), 0)) stop_at_missing(in, row, head, newest);
     state.highest = score * in.inst.scale * kLog2E;
     state.total = lane % 4 == 0 ? 1.0f : 0.0f;
 #pragma unroll

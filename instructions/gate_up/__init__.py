@@ -74,7 +74,11 @@ class GateUp(Instruction):
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""
         return product_constants(
-            tensors, x=self.x, weight=self.gate, gain=self.gain, biases=(self.gate_bias, self.up_bias)
+            tensors,
+            x=self.x,
+            weight=self.gate,
+            gain=self.gain,
+            biases=(self.gate_bias, self.up_bias),
         )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:

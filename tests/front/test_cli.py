@@ -673,6 +673,7 @@ def test_doctor_describes_the_gpus_that_libcuda_names(monkeypatch: pytest.Monkey
             out._obj.value = {75: 9, 76: 0, 16: 132}[attribute]
             return 0
 
+    monkeypatch.setattr("shutil.which", lambda name: None)  # no nvidia-smi, even where there is one
     monkeypatch.setattr("ctypes.CDLL", lambda name: Library())
     report = doctor.examine()
     assert report["gpu"]["driver"] == "CUDA 13.0"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megavm import LLM, SamplingParams
 from megavm.outputs import Chunk, GenerationError, RequestOutput
@@ -353,7 +354,7 @@ def test_logits_of_bad_input_are_refused(llm: LLM, tokens: Any, message: str) ->
 
 
 def test_a_full_cache_fails_its_own_request_only() -> None:
-    with LLM("stories", dtype="float32", num_blocks=8, max_num_seqs=4) as small:
+    with LLM("stories", dtype="float32", num_blocks=8, block_size=16, max_num_seqs=4) as small:
         with pytest.raises(ValueError, match="prompt 1: the prompt has 129 tokens; the KV cache"):
             small.generate([[1], [5] * 129], greedy())
         params = [greedy(max_tokens=None, ignore_eos=True), greedy(), greedy()]
@@ -373,7 +374,11 @@ def test_a_full_cache_fails_its_own_request_only() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"machine": "cuda"}, "cuda"),
+        pytest.param(
+            {"machine": "cuda"},
+            "cuda",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
         ({"machine": "tpu"}, "machine 'tpu' is unknown"),
         ({"dtype": "int8"}, "dtype 'int8' is not supported"),
         (
@@ -430,7 +435,7 @@ def test_loading_reports_its_phases() -> None:
 def test_the_size_of_the_cache_can_be_given_in_bytes() -> None:
     config = Checkpoint.open(resolve("stories")).config
     block = config.kv_elements_per_token * 16 * 2
-    with LLM("stories", kv_cache_bytes=5 * block + 1) as small:
+    with LLM("stories", kv_cache_bytes=5 * block + 1, block_size=16) as small:
         assert small.runner.num_blocks == 5
         assert small.max_model_len == 1024
 

@@ -41,7 +41,7 @@ def test_the_page_on_adding_an_instruction_works_as_written(tmp_path: Path) -> N
     (tree / "models").mkdir(exist_ok=True)
     blocks = FILE.findall((ROOT / "docs/adding-an-instruction.md").read_text())
     assert [Path(name).name for name, _ in blocks] == [
-        "__init__.py", "reference.py", "cpu.hpp", "examples.py",
+        "__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py",
     ]  # fmt: skip
     for name, text in blocks:
         (tree / name).parent.mkdir(exist_ok=True)

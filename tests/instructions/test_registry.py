@@ -51,7 +51,7 @@ def sample_of(cls: type[Instruction], first: int = 0) -> Instruction:
 def test_folder_holds_declaration_meaning_kernel_and_examples(cls: type[Instruction]) -> None:
     folder = folder_of(cls)
     assert folder.name == cls.name()
-    for name in ("__init__.py", "reference.py", "cpu.hpp", "examples.py"):
+    for name in ("__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py"):
         assert (folder / name).is_file(), f"{folder.name} has no {name}"
 
 

@@ -139,7 +139,11 @@ def test_a_llama_is_the_same_instruction_by_instruction_on_every_machine(
     memory["step.tokens"][:] = torch.randint(0, 67, (4, 65))
     memory["step.sampling_integer"][:, 0] = 1
     memory["step.sampling_real"][:] = torch.tensor([0.7, 0.9, 0.01, 1.1, 0.1, 0.1])
-    found = first_divergence(program, memory, ReferenceMachine(), machine, steps=2)
+    # The GPU rounds x * gain to bfloat16, not x / rms * gain.
+    bounds = {F32: 2e-2, BF16: 2e-2} if machine.name == "cuda" else {}
+    found = first_divergence(
+        program, memory, ReferenceMachine(), machine, steps=2, relative=bounds, absolute=bounds
+    )
     assert found is None, str(found)
 
 
@@ -202,8 +206,8 @@ def one_row_llama(options: CompileOptions, context: int = 32, dtype: DType = F32
     return compile_graph(graph, options)
 
 
-def memory_of_one_row(program: Program) -> Memory:
-    memory = random_memory(program)
+def memory_of_one_row(program: Program, device: str = "cpu") -> Memory:
+    memory = random_memory(program, device=device)
     memory["step.row_count"][0] = memory["step.logit_count"][0] = 1
     blocks = memory["step.block_table"]
     blocks[0] = torch.randperm(blocks.shape[1])
@@ -228,7 +232,7 @@ def test_tagged_steps_of_one_row_choose_what_steps_with_barriers_choose(
     tokens = []
     for each in (options, CompileOptions(1)):
         program = one_row_llama(each)
-        memory = memory_of_one_row(program)
+        memory = memory_of_one_row(program, machine.memory_device)
         machine.load(program, memory).run(steps=29)
         memory["step.row_position"][0] = 29
         machine.load(program, memory).run(steps=2)
@@ -386,7 +390,7 @@ def test_more_dependencies_than_waits_are_joined_by_noops(machine: Machine) -> N
         graph.output(value, f"y{i}")
     program = compile_graph(graph, CompileOptions(2))
     assert any(i.name() == "noop" for i in program.instructions)
-    memory = random_memory(program)
+    memory = random_memory(program, device=machine.memory_device)
     machine.load(program, memory).run(steps=3)
     weights = {n: memory[f"{n}.w"].T for n in ("first", "reader4", "second", "third")}
     one = memory["x"] @ weights["first"]
@@ -404,7 +408,7 @@ def test_the_ends_of_a_step_share_barriers_instead_of_noops(machine: Machine) ->
     program = compile_graph(graph, CompileOptions(2))
     assert not any(i.name() == "noop" for i in program.instructions)
     assert all(len(i.waits) == 1 for i in program.instructions)
-    memory = random_memory(program)
+    memory = random_memory(program, device=machine.memory_device)
     machine.load(program, memory).run(steps=3)
     for i in range(5):
         torch.testing.assert_close(memory[f"y{i}"], memory["x"] @ memory[f"part{i}.w"].T)

@@ -46,7 +46,7 @@ def rounding(example: Example) -> float:
     weight = getattr(inst, "weight", getattr(inst, "gate", getattr(inst, "q_weight", None)))
     if weight is None or getattr(inst, "gain", NONE) == NONE:
         return 0.0
-    return 1e-2 if example.tensors[weight].dtype is BF16 else 0.0
+    return 2e-2 if example.tensors[weight].dtype is BF16 else 0.0
 
 
 def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
@@ -54,7 +54,11 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
         if handle in example.instruction.workspaces():
             continue
         a, b = left[spec.name].double(), right[spec.name].cpu().double()
-        bound = rounding(example) + ABSOLUTE[spec.dtype] + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs())
+        bound = (
+            rounding(example)
+            + ABSOLUTE[spec.dtype]
+            + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs())
+        )
         wrong = ~((a - b).abs() <= bound) & ~(a == b)
         if bool(wrong.any()):
             at = tuple(int(i) for i in torch.nonzero(wrong)[0])
