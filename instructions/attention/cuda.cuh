@@ -442,6 +442,11 @@ struct AnyAttention {
     float highest = -kInfinity, total = 0.0f, sum[kElements];
 #pragma unroll
     for (float& s : sum) s = 0.0f;
+    // NOTE: an empty split waits for its queries too. One that did not would write its part of a
+    // later step before the merge of this step has read this one.
+    for (uint32_t e = lane; e < d; e += kLanes)
+      read_element(in[&Attention::q], row, query * d + e, in.tag(), in.word(&Attention::q));
+    __syncwarp();
     for (uint32_t first = span.begin; first < span.end; first += kLanes) {
       const uint32_t token = first + lane;
       const bool own = span.newest && token == span.end - 1;
