@@ -69,6 +69,7 @@ def product_constants(
         "any_partial_pages": int(spec.columns % (tile * TILES_PER_PAGE) != 0),
         "any_odd_pages": pages_of_row % 2,
         "any_f32_weights": int(spec.dtype is F32),
+        "any_bf16_weights": int(spec.dtype is not F32),
         "any_inputs": 1 << (2 * (source.dtype is F32) + source.tagged),
         "any_f32_gain": int(gain_dtype is F32),
         "any_bias": int(any(b != NONE for b in biases)),

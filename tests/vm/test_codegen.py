@@ -97,6 +97,17 @@ def test_specialisations_are_joined_and_contradictions_refused(
         codegen.program_header(program_of(copy_rows(0, 5), copy_rows(0, 5, x_row=7)))
 
 
+def test_weights_of_two_types_in_one_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def specialise(self: Copy, tensors: object) -> dict[str, int]:
+        f32 = self.row_begin % 2
+        return {"any_f32_weights": f32, "any_bf16_weights": 1 - f32}
+
+    monkeypatch.setattr(Copy, "specialise", specialise, raising=False)
+    codegen.program_header(program_of(copy_rows(0, 5), copy_rows(2, 5)))
+    with pytest.raises(ValueError, match="weights of float32 and of bfloat16"):
+        codegen.program_header(program_of(copy_rows(0, 5), copy_rows(1, 5)))
+
+
 def copy_rows(begin: int, end: int, x_row: int = 0) -> Copy:
     return Copy(
         x=0,
