@@ -8,6 +8,7 @@ namespace megavm {
 // What a program does not say. A name in `program` itself hides the one from here.
 namespace program_defaults {
 constexpr uint32_t kMaxK = 0;             // longest rows of a weight
+constexpr uint32_t kMaxNormalisedK = 0;   // of those whose input is normalised
 constexpr uint32_t kAnyPartialPages = 0;  // whether some do not fill pages
 constexpr uint32_t kAnyRaggedK = 0;       // whether some do not fill tiles
 constexpr uint32_t kAnyOddPages = 0;      // whether some have an odd number of pages
@@ -33,16 +34,17 @@ constexpr uint32_t kWaiterWarp = kNumConsumers + 3;
 static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the consumers");
 constexpr uint32_t kNumThreads = kNumWarps * kLanes;
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
-constexpr uint32_t kRoleRegisters = 72;
-constexpr uint32_t kConsumerRegisters = 216;
+// Consumers of one row hold more pages in registers.
+constexpr uint32_t kRoleRegisters = program::kMaxRows <= 1 ? 72 : 104;
+constexpr uint32_t kConsumerRegisters = program::kMaxRows <= 1 ? 216 : 200;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
 constexpr uint32_t kStages = 8;     // instructions in flight in a worker
-constexpr uint32_t kWindow = 3;     // pages issued and not yet landed; one less in instructions
-constexpr uint32_t kFewPages = 8;   // of so few pages: there the latency of others' data counts
-constexpr uint32_t kHintSlack = 4;  // of the writers of a tensor, one in so many need not be done
+constexpr uint32_t kWindow = 4;      // pages issued and not yet landed,
+constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
+constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so many need not be done
 constexpr uint32_t kUnitRows = 8;
 constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
@@ -52,11 +54,13 @@ constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
 // it or a *chunk* of columns; the sums of a *block* of units are finished together.
 constexpr bool kSingleRow = program::kMaxRows <= 1;
 constexpr bool kF32Weights = program::kAnyF32Weights != 0;
+// Whether the storer finishes products, while the consumers turn to the next instruction.
+constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
 constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
 constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
 constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
 constexpr uint32_t kGroupRows = kSingleRow ? 1 : 8;
-constexpr uint32_t kBlockUnits = kSingleRow ? 16 : 8;
+constexpr uint32_t kBlockUnits = 8;
 constexpr uint32_t kMaxChunkPages = kSingleRow ? 0xffffu : 2;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -75,7 +79,7 @@ constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
 // ---- Shared memory, in bytes from its start.
 constexpr uint32_t kStageBytes = 640;  // words, operands and place of an instruction
 constexpr uint32_t kCurrentBytes = 32;
-constexpr uint32_t kMbarrierBytes = (8 * (2 * kNumPages + 5 * kStages + 1) + 15) / 16 * 16;
+constexpr uint32_t kMbarrierBytes = (8 * (2 * kNumPages + 5 * kStages + 5) + 15) / 16 * 16;
 constexpr uint32_t kProductScratch = kPanelBytes + 2 * 4 * (kPartialFloats + kSquares);
 constexpr uint32_t kScratch =
     (max_of(program::kAnyProduct ? kProductScratch : 0, program::kMaxScratch) + 127) / 128 * 128;

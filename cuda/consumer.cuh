@@ -17,6 +17,22 @@ class Consumer {
 
   // Wait until the tagged words that the instruction reads are likely there.
   __device__ __forceinline__ void wait_hinted() { stage.hinted().wait(stage.phase); }
+  __device__ __forceinline__ bool is_hinted() const {
+    return __shfl_sync(~0u, stage.hinted().is_over(stage.phase), 0);
+  }
+
+  // Wait until the storer is done with what was in the half of the scratch that is next; in all.
+  __device__ __forceinline__ void wait_sums() const { sums.finished().wait(sums.phase() ^ 1); }
+  __device__ __forceinline__ void wait_all_sums() const {
+    SumsCursor other = sums;
+    wait_sums();
+    other.advance();
+    other.finished().wait(other.phase() ^ 1);
+  }
+
+  // Between these two the consumers wait for what other workers produce: the loader makes way.
+  __device__ __forceinline__ void begin_waiting() const { set_waiting(1); }
+  __device__ __forceinline__ void end_waiting() const { set_waiting(0); }
 
   // Wait until all consumers are here.
   __device__ __forceinline__ void sync() {
@@ -35,7 +51,7 @@ class Consumer {
 
   // Shared memory that instructions share, `offset` bytes from its beginning.
   __device__ __forceinline__ uint32_t scratch(uint32_t offset = 0) const {
-    return ptx::shared_address(shared_memory) + kScratchAt + offset;
+    return scratch_at(offset);
   }
 
   __device__ __forceinline__ void note(const Stage& stage, Event event) const {
@@ -44,10 +60,14 @@ class Consumer {
   }
 
   StageCursor stage;
-  PageCursor page;      // the next page of the ring
-  uint32_t parity = 0;  // which half of double-buffered scratch is next
+  PageCursor page;  // the next page of the ring
+  SumsCursor sums;  // the next block of sums
 
  private:
+  __device__ __forceinline__ void set_waiting(uint32_t waiting) const {
+    if (threadIdx.x == 0) ptx::store_shared(ptx::shared_address(&control().waiting), waiting);
+  }
+
   const Launch& launch_;
   uint32_t sync_phase_ = 0;
 };

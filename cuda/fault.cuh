@@ -18,6 +18,7 @@ struct alignas(16) Control {
   uint32_t* abort;
   uint32_t stopping;  // 1: all warps of this worker stop at their next wait
   uint32_t aborted;   // 1: because another worker did
+  uint32_t waiting;   // 1: the consumers wait for what others produce, see Loader
 };
 
 // What a warp is at; and, when it stops, why: the fields of FaultRecord after `step`, and its kind.
@@ -34,7 +35,8 @@ __device__ __forceinline__ Control& control() {
   return *reinterpret_cast<Control*>(shared_memory + kControlAt);
 }
 
-__device__ __forceinline__ uint32_t warp_index() { return threadIdx.x / kLanes; }
+// NOTE: read anew whenever it is asked for: it would take a register of the whole kernel.
+__device__ __forceinline__ uint32_t warp_index() { return ptx::thread_index() / kLanes; }
 __device__ __forceinline__ uint32_t lane_index() { return threadIdx.x % kLanes; }
 
 __device__ __forceinline__ Current& current() {
@@ -76,11 +78,11 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
 // Whether this worker is to stop: what every waiting loop asks. The controller watches the time,
 // see Watch; the others only look at what it found.
 __device__ __forceinline__ bool is_stopping() {
-  uint32_t stopping;
-  asm volatile("ld.volatile.shared.u32 %0, [%1];"
-               : "=r"(stopping)
-               : "r"(ptx::shared_address(&control().stopping)));
-  return stopping != 0;
+  return ptx::load_shared_volatile(ptx::shared_address(&control().stopping)) != 0;
+}
+
+__device__ __forceinline__ bool are_consumers_waiting() {
+  return ptx::load_shared_volatile(ptx::shared_address(&control().waiting)) != 0;
 }
 
 // The controller's last act: when the other warps have had time to stop, tell the host and the

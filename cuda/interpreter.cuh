@@ -2,7 +2,8 @@
 #pragma once
 
 #include "cuda/controller.cuh"
-#include "cuda/pipelines/product.cuh"
+#include "cuda/pipelines/product_row.cuh"
+#include "cuda/pipelines/product_rows.cuh"
 #include "cuda/storer.cuh"
 
 namespace megavm {
@@ -51,26 +52,53 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     consumer.note(stage, Event::kBegin);
     bool is_product = false;
     Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
-      if constexpr (IsProduct<Instruction>)
+      if constexpr (IsProduct<Instruction>) {
         is_product = true;
-      else
+      } else {
+        // Instructions of other kinds use the scratch in their own way.
+        if constexpr (kStorerFinishes) consumer.wait_all_sums();
         Kernel<Instruction>::consume(Operands<Instruction>(stage), consumer);
+      }
     });
-    if constexpr (program::kAnyProduct)
-      if (is_product) product<Used>(stage, consumer);
-    consumer.note(stage, Event::kEnd);
+    if constexpr (kStorerFinishes) {
+      if (is_product) product_row<Used>(stage, consumer);
+    } else if constexpr (program::kAnyProduct) {
+      if (is_product) product_rows<Used>(stage, consumer);
+    }
+    if (!kStorerFinishes || !is_product) consumer.note(stage, Event::kEnd);
     __syncwarp();
     if (lane_index() == 0) consumer.stage.stored().arrive();
     consumer.stage.advance();
   }
 }
 
+template <class Used>
+__device__ __forceinline__ void run_storer(const Launch& launch) {
+  Storer storer(launch);
+  while (true) {
+    storer.stage.resolved().wait(storer.stage.phase);
+    const Stage& stage = stage_at(storer.stage.slot);
+    if (stage.trace_row == kNone) return;
+    if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
+    if constexpr (kStorerFinishes) finish_row<Used>(stage, storer);
+    storer.stage.stored().wait(storer.stage.phase);
+    __syncwarp();
+    if (lane_index() == 0) {
+      storer.publish(stage);
+      storer.stage.released().arrive();
+    }
+    storer.stage.advance();
+  }
+}
+
 __device__ __forceinline__ void initialise(const Launch& launch) {
   if (threadIdx.x == 0) {
+#pragma unroll 1
     for (uint32_t i = 0; i < kPages; ++i) {
       page_arrived(i).init(1);
       page_finished(i).init(kNumConsumers);
     }
+#pragma unroll 1
     for (uint32_t i = 0; i < kStages; ++i) {
       const StageCursor stage{i, 0};
       stage.resolved().init(1);
@@ -80,7 +108,12 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
       stage.released().init(4);  // loader, waiter (waits, hints), storer
     }
     Semaphore{SemaphoreKind::kConsumers, 0}.init(kNumConsumers);
-    control() = {launch.timeout, launch.faults, launch.abort, 0, 0};
+    for (uint32_t half = 0; half < 2; ++half) {
+      const SumsCursor sums{half};
+      sums.arrived().init(kNumConsumers);
+      sums.finished().init(1);
+    }
+    control() = {launch.timeout, launch.faults, launch.abort, 0, 0, 0};
     ptx::fence_mbarrier_init();
   }
   if (lane_index() == 0) current() = {};
@@ -98,7 +131,7 @@ __device__ __forceinline__ void run(const Launch& launch) {
     ptx::shrink_registers<kRoleRegisters>();
     if (warp_index() == kLoaderWarp) run_loader<Used>(launch);
     if (warp_index() == kControllerWarp) run_controller(launch);
-    if (warp_index() == kStorerWarp) run_storer(launch);
+    if (warp_index() == kStorerWarp) run_storer<Used>(launch);
     if (warp_index() == kWaiterWarp) run_waiter(launch);
   }
 }

@@ -14,7 +14,7 @@ class Loader {
   __device__ __forceinline__ void begin_page(uint32_t bytes) {
     page_finished(next_.slot).wait(next_.phase ^ 1);
     // Keep few copies in flight: every other access of memory queues behind them.
-    while (in_flight_ >= window) {
+    while (in_flight_ >= (are_consumers_waiting() ? kWaitWindow : kWindow)) {
       page_arrived(landing_.slot).wait(landing_.phase);
       landing_.advance();
       --in_flight_;
@@ -40,7 +40,6 @@ class Loader {
   }
 
   StageCursor stage;
-  uint32_t window = kWindow;  // most pages in flight
 
  private:
   PageCursor next_;         // the page to fill next

@@ -15,11 +15,15 @@ enum class SemaphoreKind : uint32_t {
   kStageReleased = 5,  // the stage may be overwritten
   kStageHinted = 6,    // the tagged words that it reads are likely there
   kConsumers = 7,      // all consumers have come to the same place
+  kSumsArrived = 8,    // a block of sums may be read
+  kSumsFinished = 9,   // its half of the scratch may be overwritten
 };
 
 __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t number = static_cast<uint32_t>(kind);
-  return number < 2 ? number * kPages : 2 * kPages + (number - 2) * kStages;
+  if (number < 2) return number * kPages;
+  const uint32_t stages = 2 * kPages + (min_of(number, 7) - 2) * kStages;
+  return number < 8 ? stages : stages + 1 + (number - 8) * 2;
 }
 
 struct Semaphore {
@@ -53,6 +57,22 @@ struct Semaphore {
   }
   [[noreturn]] __device__ __forceinline__ void give_up(uint32_t phase) const {
     stop_waiting(static_cast<uint32_t>(kind) << 16 | number << 8 | phase);
+  }
+};
+
+// ---- Blocks of sums, from the consumers to the storer, through two halves of the scratch.
+
+struct SumsCursor {
+  uint32_t block = 0;  // of an endless sequence
+
+  __device__ __forceinline__ uint32_t half() const { return block & 1; }
+  __device__ __forceinline__ uint32_t phase() const { return block >> 1 & 1; }
+  __device__ __forceinline__ void advance() { ++block; }
+  __device__ __forceinline__ Semaphore arrived() const {
+    return {SemaphoreKind::kSumsArrived, half()};
+  }
+  __device__ __forceinline__ Semaphore finished() const {
+    return {SemaphoreKind::kSumsFinished, half()};
   }
 };
 

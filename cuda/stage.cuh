@@ -17,6 +17,11 @@ struct Stage {
 };
 static_assert(sizeof(Stage) == kStageBytes);
 
+// The scratch, shared memory that instructions share, `offset` bytes from its beginning.
+__device__ __forceinline__ uint32_t scratch_at(uint32_t offset = 0) {
+  return ptx::shared_address(shared_memory) + kScratchAt + offset;
+}
+
 __device__ __forceinline__ Stage& stage_at(uint32_t slot) {
   return reinterpret_cast<Stage*>(shared_memory + kStagesAt)[slot];
 }

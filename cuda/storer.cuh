@@ -1,28 +1,33 @@
-// The storer publishes results: when all consumers have stored theirs it signals the barrier of the
-// instruction, so that the consumers need not wait for the fence.
+// The storer finishes what the consumers leave to it and publishes results: it signals the hint and
+// the barrier of the instruction when all are stored, so that the consumers need not wait for that.
 #pragma once
 
 #include "cuda/trace.cuh"
 
 namespace megavm {
 
-__device__ __forceinline__ void run_storer(const Launch& launch) {
-  if (lane_index() != 0) return;
-  StageCursor cursor;
-  while (true) {
-    cursor.resolved().wait(cursor.phase);
-    const Stage& stage = stage_at(cursor.slot);
-    if (stage.trace_row == kNone) return;
-    set_current(stage.position, stage.step - launch.first_step);
-    cursor.stored().wait(cursor.phase);
-    if (stage.hint.signal != kNone)
-      ptx::add_relaxed(launch.barriers + stage.hint.signal * kBarrierStride, 1);
-    const uint32_t barrier = stage.words.header.signal;
-    if (barrier != kNone && !launch.alone)
-      ptx::add_release(launch.barriers + barrier * kBarrierStride, 1);
-    cursor.released().arrive();
-    cursor.advance();
+class Storer {
+ public:
+  __device__ __forceinline__ explicit Storer(const Launch& launch) : launch_(launch) {}
+
+  __device__ __forceinline__ void note(const Stage& stage, Event event) const {
+    megavm::note(launch_, stage, event);
   }
-}
+
+  // Say that the results of an instruction are stored.
+  __device__ __forceinline__ void publish(const Stage& stage) const {
+    if (stage.hint.signal != kNone)
+      ptx::add_relaxed(launch_.barriers + stage.hint.signal * kBarrierStride, 1);
+    const uint32_t barrier = stage.words.header.signal;
+    if (barrier != kNone && !launch_.alone)
+      ptx::add_release(launch_.barriers + barrier * kBarrierStride, 1);
+  }
+
+  StageCursor stage;
+  SumsCursor sums;  // the next block of sums
+
+ private:
+  const Launch& launch_;
+};
 
 }  // namespace megavm

@@ -36,6 +36,8 @@ class SemaphoreKind(IntEnum):
     STAGE_RELEASED = 5
     STAGE_HINTED = 6
     CONSUMERS = 7
+    SUMS_ARRIVED = 8
+    SUMS_FINISHED = 9
 
 
 class Fault(IntEnum):
@@ -74,6 +76,8 @@ SEMAPHORES = {
     SemaphoreKind.STAGE_RELEASED: "stage {number} to be free",
     SemaphoreKind.STAGE_HINTED: "the hint of stage {number}",
     SemaphoreKind.CONSUMERS: "the other consumers",
+    SemaphoreKind.SUMS_ARRIVED: "block {number} of sums to arrive",
+    SemaphoreKind.SUMS_FINISHED: "block {number} of sums to be stored",
 }
 
 ROLES = ("consumer",) * NUM_CONSUMER_WARPS + ("loader", "controller", "storer", "waiter")

@@ -1,7 +1,8 @@
 // What the plans of all product instructions share.
 #pragma once
 
-#include "cuda/pipelines/product.cuh"
+#include "cuda/pipelines/product_row.cuh"
+#include "cuda/pipelines/product_rows.cuh"
 #include "cuda/pipelines/rows.cuh"
 
 namespace megavm {
@@ -33,7 +34,8 @@ struct ProductPlan {
   }
 
   // Nothing is to be done with results beside storing them.
-  __device__ __forceinline__ void consider(const ItemShare&, float&, uint32_t&) const {}
+  __device__ __forceinline__ void consider(float&, uint32_t&) const {}
+  __device__ __forceinline__ void end_row(uint32_t, float, uint32_t) const {}
   __device__ __forceinline__ void end_group(Consumer&, uint32_t, uint32_t, uint32_t, float&,
                                             uint32_t&) const {}
 };

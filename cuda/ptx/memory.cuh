@@ -22,6 +22,12 @@ __device__ __forceinline__ Words4 zero4() {
   return v;
 }
 
+__device__ __forceinline__ uint32_t thread_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 __device__ __forceinline__ uint32_t zero() {
   uint32_t v;
   asm volatile("mov.u32 %0, 0;" : "=r"(v));
@@ -187,6 +193,13 @@ __device__ __forceinline__ Words2 load_shared2(uint32_t address) {
 __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
+  return v;
+}
+
+// The same for a word that another warp may change at any time.
+__device__ __forceinline__ uint32_t load_shared_volatile(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
   return v;
 }
 

@@ -7,7 +7,8 @@ namespace megavm {
 // Units of gate and up take turns, so that both sums of a column are of the same block.
 struct GateUpPlan : ProductPlan<GateUp> {
   static constexpr uint32_t kPairs = 2;  // an item is two columns of gate, and of up
-  static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;
+  static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;  // of gate and one of up
+  static constexpr uint32_t kHalfItems = kItemsPerUnit;
   static_assert(kBlockUnits % 2 == 0);
 
   uint32_t first_unit;
@@ -17,7 +18,7 @@ struct GateUpPlan : ProductPlan<GateUp> {
 
   __device__ __forceinline__ ProductInput input() const {
     return input_of(in[&GateUp::gate].columns,
-                    2 * (ceil_div(in.inst.column_end, kUnitRows) - first_unit), kItemsPerUnit);
+                    2 * (ceil_div(in.inst.column_end, kUnitRows) - first_unit), kHalfItems);
   }
   __device__ __forceinline__ WeightRows weights() const {
     const uint64_t skipped = first_unit * unit_bytes(in[&GateUp::gate]);

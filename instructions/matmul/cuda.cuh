@@ -7,6 +7,7 @@ namespace megavm {
 struct MatmulPlan : ProductPlan<Matmul> {
   static constexpr uint32_t kPairs = 1;  // an item is two columns
   static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;
+  static constexpr uint32_t kHalfItems = 2 * kItemsPerUnit;
 
   uint32_t first_unit;
   float result[2];  // of the item that was finished last
@@ -18,7 +19,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
   __device__ __forceinline__ ProductInput input() const {
     ProductInput p =
         input_of(in[&Matmul::weight].columns, ceil_div(in.inst.column_end, kUnitRows) - first_unit,
-                 2 * kItemsPerUnit);
+                 kHalfItems);
     p.wants_end = in.has(&Matmul::peaks);
     p.row_index = word_if_there(&Matmul::row_index);
     p.x_rows = in.inst.x_rows;
@@ -97,8 +98,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     }
   }
 
-  __device__ __forceinline__ void consider(const ItemShare&, float& best,
-                                           uint32_t& best_column) const {
+  __device__ __forceinline__ void consider(float& best, uint32_t& best_column) const {
     if (!in.has(&Matmul::peaks) || result_column == kNone) return;
 #pragma unroll
     for (uint32_t j = 0; j < 2; ++j)
@@ -106,13 +106,26 @@ struct MatmulPlan : ProductPlan<Matmul> {
         keep_larger(result[j], result_column + j, best, best_column);
   }
 
-  // Write the largest result of every row of the group.
+  // Write the largest result of a row, of those that the lanes have seen.
+  __device__ __forceinline__ void end_row(uint32_t row, float best, uint32_t best_column) const {
+    for (uint32_t offset = 16; offset > 0; offset /= 2) {
+      const float value = __shfl_xor_sync(~0u, best, offset);
+      const uint32_t column = __shfl_xor_sync(~0u, best_column, offset);
+      keep_larger(value, column, best, best_column);
+    }
+    if (lane_index() == 0)
+      write_pair(in[&Matmul::peaks], row, 2 * in.inst.tile, best, static_cast<float>(best_column),
+                 true, in.tag());
+  }
+
+  // The same for all rows of a group, of what the consumers have seen.
   __device__ __forceinline__ void end_group(Consumer& consumer, uint32_t first_row, uint32_t rows,
                                             uint32_t most, float& best,
                                             uint32_t& best_column) const {
     if (!in.has(&Matmul::peaks)) return;
-    static_assert(4 * kPartialFloats >= 8 * kNumConsumerThreads, "room for a pair of each thread");
-    const uint32_t from = partials_at(consumer, 0, 0);
+    static_assert(kSingleRow || 4 * kPartialFloats >= 8 * kNumConsumerThreads,
+                  "room for a pair of each thread");
+    const uint32_t from = partials_at(consumer.sums.half(), 0, 0);
     const ItemShare share(most, most, rows, consumer.thread());
     ptx::store_shared2(from + 8 * consumer.thread(), __float_as_uint(best), best_column);
     consumer.sync();
@@ -121,19 +134,12 @@ struct MatmulPlan : ProductPlan<Matmul> {
       best_column = kNone;
       for (uint32_t thread = lane_index(); thread < kNumConsumerThreads; thread += kLanes) {
         const ptx::Words2 pair = ptx::load_shared2(from + 8 * thread);
-        if (pair.y != kNone && (kSingleRow || thread / share.threads % rows == row))
+        if (pair.y != kNone && thread / share.threads % rows == row)
           keep_larger(__uint_as_float(pair.x), pair.y, best, best_column);
       }
-      for (uint32_t offset = 16; offset > 0; offset /= 2) {
-        const float value = __shfl_xor_sync(~0u, best, offset);
-        const uint32_t column = __shfl_xor_sync(~0u, best_column, offset);
-        keep_larger(value, column, best, best_column);
-      }
-      if (lane_index() == 0)
-        write_pair(in[&Matmul::peaks], first_row + row, 2 * in.inst.tile, best,
-                   static_cast<float>(best_column), true, in.tag());
+      end_row(first_row + row, best, best_column);
     }
-    consumer.parity ^= 1;
+    consumer.sums.advance();
     best = -kInfinity;
     best_column = kNone;
   }

@@ -10,6 +10,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
   static constexpr uint32_t kPairs = 2;  // an item is two rotation pairs
   static constexpr uint32_t kPairsPerUnit = kUnitRows / 2;
   static constexpr uint32_t kItemsPerUnit = kPairsPerUnit / 2;
+  static constexpr uint32_t kHalfItems = 2 * kItemsPerUnit;
 
   __device__ __forceinline__ explicit QkvRopePlan(const Stage& stage) : ProductPlan(stage) {}
 
@@ -55,7 +56,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
 
   __device__ __forceinline__ ProductInput input() const {
     return input_of(weight(0).columns, part(0).units + part(1).units + part(2).units,
-                    2 * kItemsPerUnit);
+                    kHalfItems);
   }
   __device__ __forceinline__ WeightRows weights() const {
     WeightRows rows = {};

@@ -1,0 +1,367 @@
+// Products of one row, where latency counts. The consumers ask for the input before anything else,
+// take weights into registers while it is on its way, and leave partial sums for the storer; the
+// storer has worked out where results go before the sums are there, and finishes them while the
+// consumers turn to the next instruction. See product.cuh.
+#pragma once
+
+#include "cuda/pipelines/product.cuh"
+#include "cuda/storer.cuh"
+
+namespace megavm {
+
+// The row of x on its way to the panel: what a lane has asked for and not looked at yet.
+class RowInput {
+ public:
+  __device__ __forceinline__ RowInput(const Panel& panel, const ProductInput& input, bool live)
+      : panel_(panel), input_(input) {
+    row_ = input.row_index == kNone ? input.row_begin : live ? panel.x_row(input.row_begin) : 0;
+#pragma unroll
+    for (ptx::Words2& gain : gains_) gain = {ptx::zero(), ptx::zero()};
+    forget();
+  }
+
+  // Ask for the first of the row if it is likely there, and for its gains.
+  __device__ __forceinline__ void ask(bool likely) {
+    if constexpr (program::kAnyRaggedK) return;
+    with_kind([&]<bool kF32, bool kTagged>() {
+      if constexpr (kTagged)
+        if (likely) load_missing<kF32, kTagged>(0);
+      if (kGainsAhead && kF32 && panel_.has_gain()) load_gains(0);
+    });
+  }
+
+  // Wait until the row is there and fill the panel.
+  __device__ __forceinline__ void fill() {
+    // All of this warp must be done with what was there.
+    __syncwarp();
+    if constexpr (program::kAnyRaggedK)
+      panel_.fill_ragged(input_.row_begin, 1, 0);
+    else
+      with_kind([&]<bool kF32, bool kTagged>() { fill<kF32, kTagged>(); });
+    __syncwarp();
+  }
+
+ private:
+  static constexpr uint32_t kWords = 8;  // times four, that a lane has on their way
+  static constexpr uint32_t kGains =
+      max_of(1, min_of(kWords / 2, ceil_div(program::kMaxNormalisedK, kPageColumns)));
+  static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
+
+  template <bool kF32, bool kTagged>
+  static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
+  template <bool kF32, bool kTagged>
+  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages
+  template <bool kF32, bool kTagged>
+  static constexpr uint32_t kPageStride = kPageColumns * (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
+
+  // Call the visitor for the kind of x, if the program has it.
+  template <class Visitor>
+  __device__ __forceinline__ void with_kind(Visitor&& visitor) const {
+    const uint32_t kind = 1u << (2 * is_f32(panel_.x()) + is_tagged(panel_.x()));
+    if (program::kAnyInputs & kind & 8) visitor.template operator()<true, true>();
+    if (program::kAnyInputs & kind & 4) visitor.template operator()<true, false>();
+    if (program::kAnyInputs & kind & 2) visitor.template operator()<false, true>();
+    if (program::kAnyInputs & kind & 1) visitor.template operator()<false, false>();
+  }
+
+  // Pages in which this lane's columns exist.
+  __device__ __forceinline__ uint32_t pages() const {
+    const uint32_t pages = input_.tiling.pages();
+    if constexpr (!program::kAnyPartialPages) return pages;
+    const uint32_t k = input_.tiling.k;
+    return panel_.column >= k ? 0 : min_of(pages, ceil_div(k - panel_.column, kPageColumns));
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ RawInput<kF32, kTagged> raw(uint32_t i) const {
+    RawInput<kF32, kTagged> found;
+    found.low = words_[i * kEach<kF32, kTagged>];
+    found.high = words_[i * kEach<kF32, kTagged> + kEach<kF32, kTagged> - 1];
+    return found;
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void set(uint32_t i, const RawInput<kF32, kTagged>& raw) {
+    words_[i * kEach<kF32, kTagged>] = raw.low;
+    if constexpr (kEach<kF32, kTagged> == 2) words_[2 * i + 1] = raw.high;
+  }
+
+  // Begin with words that are not tagged as the step's.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (ptx::Words4& words : words_) {
+      words = ptx::zero4();
+      words.y = ~panel_.stage.tag;
+    }
+  }
+
+  // Ask for what is missing of the batch that begins at this page.
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void load_missing(uint32_t begin) {
+    constexpr uint32_t kStride = kPageStride<kF32, kTagged>;
+    const Tensor& x = panel_.x();
+    const uint64_t from =
+        base_of(x) + (static_cast<uint64_t>(row_) * x.columns + panel_.column) *
+                         (kStride / kPageColumns);
+    const uint32_t pages = this->pages(), tag = panel_.stage.tag;
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch<kF32, kTagged>; ++i) {
+      RawInput<kF32, kTagged> now = raw<kF32, kTagged>(i);
+      if (begin + i < pages && (!kTagged || now.check(tag) != tag)) {
+        now.load(from + begin * kStride + i * kStride);
+        set<kF32, kTagged>(i, now);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_gains(uint32_t begin) {
+    const Tensor& gain = panel_.gain();
+    const uint32_t pages = this->pages();
+#pragma unroll
+    for (uint32_t i = 0; i < kGains; ++i)
+      if (begin + i < pages)
+        gains_[i] = ptx::load_constant2(element_at(gain, 0, 0) +
+                                        2 * (panel_.column + (begin + i) * kPageColumns));
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void fill() {
+    constexpr uint32_t kBatch = RowInput::kBatch<kF32, kTagged>;
+    const uint32_t pages = this->pages(), tag = panel_.stage.tag;
+    const bool has_gain = panel_.has_gain();
+    float sum = 0.0f;
+#pragma unroll 1
+    for (uint32_t begin = 0; begin < input_.tiling.pages(); begin += kBatch) {
+      if (begin > 0) {
+        forget();
+        if (kGainsAhead && kF32 && has_gain) load_gains(begin);
+      }
+      while (true) {
+        // Again and again what is still missing; all loads before a look at any.
+        load_missing<kF32, kTagged>(begin);
+        if constexpr (!kTagged) break;
+        uint32_t missing = kBatch, found = tag;
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i) {
+          const uint32_t there = raw<kF32, kTagged>(i).check(tag);
+          if (begin + i < pages && there != tag) missing = i, found = there;
+        }
+        if (missing == kBatch) break;
+        if (__builtin_expect(is_stopping(), 0))
+          stop_at_tag(input_.x, row_,
+                      (panel_.column + (begin + missing) * kPageColumns) / (kF32 ? 1 : 2), found,
+                      tag);
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        if (begin + i >= pages) break;
+        const RawInput<kF32, kTagged> now = raw<kF32, kTagged>(i);
+        float value[kLaneColumns];
+#pragma unroll
+        for (uint32_t j = 0; j < kLaneColumns; ++j) {
+          value[j] = now.value(j);
+          sum = fmaf(value[j], value[j], sum);
+        }
+        if (has_gain) {
+          Gain gain;
+          if constexpr (kGainsAhead && kF32)
+            gain.words.x = gains_[i % kGains].x, gain.words.y = gains_[i % kGains].y;
+          else
+            gain.load(panel_.gain(), panel_.column + (begin + i) * kPageColumns);
+          const bool f32_gain = is_f32(panel_.gain());
+#pragma unroll
+          for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
+        }
+        panel_.put(begin + i, 0, value);
+      }
+    }
+    if (has_gain) panel_.add_squares(0, sum, true);
+  }
+
+  const Panel& panel_;
+  const ProductInput& input_;
+  uint32_t row_;
+  ptx::Words4 words_[kWords];
+  ptx::Words2 gains_[kGains];  // of the batch, for float32 x
+};
+
+// How many of the next pages have arrived, at most `most` <= kPreload.
+__device__ __forceinline__ uint32_t count_arrived(PageCursor page, uint32_t most) {
+  page.advance(lane_index() % kPreload);
+  const bool there =
+      lane_index() < most && page_arrived(page.slot).is_over(page.phase);
+  const uint32_t count = __ffs(~__ballot_sync(~0u, there)) - 1;
+  __syncwarp();
+  return count;
+}
+
+template <class Used>
+__device__ __forceinline__ void product_row(const Stage& stage, Consumer& consumer) {
+  ProductInput input = no_input();
+  dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
+  const uint32_t warp = consumer.warp(), pages = input.tiling.pages();
+  const uint32_t units = input.tiling.units;
+  const bool live = live_end(stage, input) > input.row_begin;
+  const Panel panel(stage, input, consumer);
+  RowInput x(panel, input, live);
+  x.ask(consumer.is_hinted());
+
+  // Take the pages of weights that are there into registers.
+  // NOTE: every register is written on every path: one that keeps its old value somewhere would be
+  // live in all of the kernel.
+  const bool paired = !program::kAnyOddPages || pages % 2 == 0;  // taken two at a time
+  uint32_t num_early = count_arrived(consumer.page, min_of(kPreload, units * pages));
+  if (paired) num_early &= ~1u;
+  PageTiles early[kPreload];
+  {
+    PageCursor page = consumer.page;
+#pragma unroll
+    for (uint32_t i = 0; i < kPreload; ++i) {
+      early[i].clear();
+      if (i < num_early) {
+        early[i].load(page.address(), warp);
+        page.advance();
+      }
+    }
+    __syncwarp();
+    PageCursor mine = consumer.page;
+    mine.advance(lane_index() % kPreload);
+    if (lane_index() < num_early) page_finished(mine.slot).arrive();
+    consumer.page = page;
+  }
+
+  consumer.begin_waiting();
+  consumer.wait_ready();
+  consumer.wait_hinted();
+  consumer.wait_sums();
+  if (live) x.fill();
+  consumer.end_waiting();
+  consumer.note(stage, Event::kInputs);
+
+  UnitSums sums;
+  sums.clear();
+  uint32_t page = 0, unit = 0;
+  const auto panel_page = [&] {
+    return scratch_at(page * kTilesPerPage * kGroupRows * kTileRowBytes);
+  };
+  const auto flush = [&] {
+    sums.flush(partials_at(consumer.sums.half(), unit % kBlockUnits, warp), false);
+    page = 0;
+    ++unit;
+  };
+  const auto add = [&](const PageTiles& tiles) {
+    sums.add(tiles, panel_page(), warp, input.tiling.tiles_of(page));
+    if (++page == pages) flush();
+  };
+  const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
+    sums.add_pair(first, second, panel_page(), warp, input.tiling.tiles_of(page + 1));
+    page += 2;
+    if (page == pages) flush();
+  };
+  const auto take = [&](PageTiles& tiles) {
+    page_arrived(consumer.page.slot).wait(consumer.page.phase);
+    tiles.load(consumer.page.address(), warp);
+    consumer.finish(consumer.page);
+    consumer.page.advance();
+  };
+  // Hand over the sums of a block.
+  const auto end_block = [&] {
+    __syncwarp();
+    if (lane_index() == 0) consumer.sums.arrived().arrive();
+    consumer.sums.advance();
+  };
+  static_assert(kPreload < kBlockUnits, "the first pages are of the first block");
+  if (paired) {
+#pragma unroll
+    for (uint32_t i = 0; i < kPreload; i += 2)
+      if (i < num_early) add_pair(early[i], early[i + 1]);
+#pragma unroll 1
+    while (unit < units) {
+      PageTiles first, second;
+      take(first);
+      take(second);
+      add_pair(first, second);
+      if (page == 0 && unit % kBlockUnits == 0 && unit < units) {
+        end_block();
+        consumer.wait_sums();
+      }
+    }
+  } else {
+#pragma unroll
+    for (uint32_t i = 0; i < kPreload; ++i)
+      if (i < num_early) add(early[i]);
+#pragma unroll 1
+    while (unit < units) {
+      PageTiles tiles;
+      take(tiles);
+      add(tiles);
+      if (page == 0 && unit % kBlockUnits == 0 && unit < units) {
+        end_block();
+        consumer.wait_sums();
+      }
+    }
+  }
+  consumer.note(stage, Event::kComputed);
+  end_block();
+}
+
+// The storer's part: finish the sums, block by block.
+template <class Used>
+__device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
+  dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+    Plan plan(stage);
+    const ProductInput input = plan.input();
+    // Lanes that add up an item together.
+    constexpr uint32_t kShare = Plan::kPairs;
+    static_assert(kBlockUnits * Plan::kHalfItems / 2 * kShare == kLanes);
+    const uint32_t item = lane_index() / kShare, part = lane_index() % kShare;
+    const uint32_t row = input.row_begin, units = input.tiling.units;
+    const bool live = live_end(stage, input) > row;
+    float scale = 1.0f;
+    float best = -kInfinity;
+    uint32_t best_column = kNone;
+#pragma unroll 1
+    for (uint32_t first_unit = 0; first_unit < units; first_unit += kBlockUnits) {
+      const uint32_t items = min_of(kBlockUnits, units - first_unit) * Plan::kHalfItems / 2;
+      const bool active = live && item < items;
+      Prefetched early;
+      if (active) plan.prefetch(item, first_unit, row, early);
+      storer.sums.arrived().wait(storer.sums.phase());
+      // NOTE: the sum of squares is the next instruction's when the first block is finished.
+      if (input.gain != kNone && first_unit == 0)
+        scale = rms_scale(squares_at(storer.sums.half(), 0), input.tiling.k, input.eps);
+      float values[2 * Plan::kPairs] = {};
+      if (active) {
+#pragma unroll
+        for (uint32_t i = 0; i < Plan::kPairs; ++i) {
+          uint32_t unit, column;
+          plan.place(item, i, unit, column);
+          const uint32_t from = partials_at(storer.sums.half(), unit, part) + 4 * column;
+#pragma unroll
+          for (uint32_t warp = 0; warp < kNumConsumers; warp += kShare) {
+            const ptx::Words2 sums = ptx::load_shared2(from + 4 * warp * kGroupRows * kUnitRows);
+            values[2 * i] += __uint_as_float(sums.x);
+            values[2 * i + 1] += __uint_as_float(sums.y);
+          }
+        }
+      }
+#pragma unroll
+      for (uint32_t offset = 1; offset < kShare; offset *= 2)
+#pragma unroll
+        for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
+      if (active && part == 0) {
+#pragma unroll
+        for (float& value : values) value *= scale;
+        plan.finish(item, first_unit, row, values, early);
+        if (input.wants_end) plan.consider(best, best_column);
+      }
+      __syncwarp();
+      if (lane_index() == 0) storer.sums.finished().arrive();
+      storer.sums.advance();
+    }
+    if (input.wants_end && live) plan.end_row(row, best, best_column);
+    if (lane_index() == 0) storer.note(stage, Event::kEnd);
+  });
+}
+
+}  // namespace megavm
