@@ -42,7 +42,7 @@ static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegis
               "what a launch gives");
 
 constexpr uint32_t kStages = 8;     // instructions in flight in a worker
-constexpr uint32_t kWindow = 4;      // pages issued and not yet landed,
+constexpr uint32_t kWindow = 5;      // pages issued and not yet landed,
 constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
 constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so many need not be done
 constexpr uint32_t kUnitRows = 8;
@@ -61,12 +61,13 @@ constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
 constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
 constexpr uint32_t kGroupRows = kSingleRow ? 1 : 8;
 constexpr uint32_t kBlockUnits = 8;
-constexpr uint32_t kMaxChunkPages = kSingleRow ? 0xffffu : 2;
+constexpr uint32_t kMaxChunkPages = kSingleRow ? 4 : 2;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
 constexpr uint32_t kChunkPages =
     min_of(kMaxChunkPages, ceil_div(program::kMaxK, kPageColumns));  // pages of a unit in a chunk
+constexpr bool kOneChunk = program::kMaxK <= kChunkPages * kPageColumns;  // holds all of any input
 constexpr uint32_t kPanelBytes = kGroupRows * kChunkPages * kPageColumns * kElementBytes;
 // Pages that consumers hold in registers: as many as there is room for beside the code that rows of
 // other lengths and traces need.

@@ -5,6 +5,14 @@
 
 namespace megavm {
 
+// Whether a page, and with `next_too` the one after it, is there.
+__device__ __forceinline__ bool has_arrived(PageCursor page, bool next_too = false) {
+  bool there = page_arrived(page.slot).is_over(page.phase);
+  page.advance();
+  if (next_too) there &= page_arrived(page.slot).is_over(page.phase);
+  return __shfl_sync(~0u, there, 0);
+}
+
 class Consumer {
  public:
   __device__ __forceinline__ explicit Consumer(const Launch& launch) : launch_(launch) {}
@@ -47,6 +55,22 @@ class Consumer {
   __device__ __forceinline__ void finish(const PageCursor& page) {
     __syncwarp();
     if (lane_index() == 0) page_finished(page.slot).arrive();
+  }
+
+  // The same for the next `count` <= 32 pages at once: wait until they are there; be done with them.
+  __device__ __forceinline__ void wait_pages(uint32_t count) const {
+    PageCursor mine = page;
+    mine.advance(lane_index());
+    while (!__all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase)))
+      if (__builtin_expect(is_stopping(), 0)) page_arrived(page.slot).give_up(page.phase);
+    __syncwarp();
+  }
+  __device__ __forceinline__ void finish_pages(uint32_t count) {
+    PageCursor mine = page;
+    mine.advance(lane_index());
+    __syncwarp();
+    if (lane_index() < count) page_finished(mine.slot).arrive();
+    page.advance(count);
   }
 
   // Shared memory that instructions share, `offset` bytes from its beginning.

@@ -55,8 +55,11 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
       if constexpr (IsProduct<Instruction>) {
         is_product = true;
       } else {
-        // Instructions of other kinds use the scratch in their own way.
-        if constexpr (kStorerFinishes) consumer.wait_all_sums();
+        // Instructions of other kinds use the scratch in their own way: all must be done with it.
+        if constexpr (kStorerFinishes)
+          consumer.wait_all_sums();
+        else
+          consumer.sync();
         Kernel<Instruction>::consume(Operands<Instruction>(stage), consumer);
       }
     });

@@ -21,8 +21,9 @@ def assign(
     ``round_robin``: instruction i of an operation goes to worker i mod workers. ``balanced``: an
     operation's instructions are cut into runs of about equal cost (neighbours share weights), and
     the costliest run goes to the worker with the least to do so far. Operations that do not occupy
-    all workers come first, so that the others even out what they leave uneven. ``dynamic``: one
-    list for all.
+    all workers come first, so that the others even out what they leave uneven; they prefer workers
+    that the operation before them does not occupy, which wait for it while it runs. ``dynamic``:
+    one list for all.
     """
     total = len(program.instructions)
     if options.assignment == "dynamic":
@@ -36,15 +37,19 @@ def assign(
                 queues[i % options.workers].append(index)
         return queues
     load = [0] * options.workers
+    busy: dict[int, set[int]] = {}  # the workers of an operation, by its last instruction
     for members in sorted(operations, key=lambda m: len(m) >= options.workers):
         costs = [_cost(program, index, tensors) for index in members]
         runs = _runs(members, costs, options.workers)
-        idle = [(load[w], w) for w in range(options.workers)]
+        before = busy.get(members[0] - 1, set())
+        idle = [(w in before, load[w], w) for w in range(options.workers)]
         heapq.heapify(idle)
+        chosen = busy[members[-1]] = set()
         for cost, run in sorted(runs, key=lambda r: -r[0]):
-            _, worker = heapq.heappop(idle)
+            worker = heapq.heappop(idle)[-1]
             queues[worker] += run
             load[worker] += cost
+            chosen.add(worker)
     return [sorted(queue) for queue in queues]
 
 

@@ -25,6 +25,8 @@ from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
 from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
 
+MANY_SPLITS = 8  # of which one less costs less than merges that begin late
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -299,13 +301,13 @@ class Lowering:
                     row_count=self.row_count,
                     row_begin=top,
                     row_end=min(top + row_tile, q.rows),
-                    head_begin=begin,
-                    head_end=end,
+                    head_begin=begin * heads // kv_heads,
+                    head_end=end * heads // kv_heads,
                     head_dim=head_dim,
                     num_splits=splits,
                 )
                 for top in range(0, q.rows, row_tile)
-                for begin, end in _cut(heads, max(1, self.options.workers // row_tiles))
+                for begin, end in _cut(kv_heads, max(1, self.options.workers // row_tiles))
             ]
             yield Tiles(f"{operation.label}.merge", tuple(merges))
 
@@ -332,15 +334,20 @@ def attention_tiling(
     """(head tiles, rows per tile, splits of the context, tokens per chunk) of an attention.
 
     Heads are cut first: they cost the same, while the rows of a prompt do not. The context is split
-    only when that gives work to workers that would have none.
+    only when that gives work to workers that would have none, in three pieces or more of at least
+    ``min_chunk`` tokens: two are not worth a merge. Where it costs few of many splits, workers are
+    left free for the merges: those wait there already when the last split ends.
     """
     wanted = options.workers * options.waves
     head_tiles = min(kv_heads, wanted)
     row_tile = -(-rows // -(-wanted // head_tiles))
-    chunk = -(-options.min_chunk // block_size) * block_size
     items = -(-rows // row_tile) * head_tiles
-    splits = max(1, min(options.workers // items, -(-context // chunk)))
-    return head_tiles, row_tile, splits, chunk if splits > 1 else block_size
+    most = options.workers // items
+    if most >= MANY_SPLITS:
+        most = (options.workers - items) // items
+    pieces = -(-context // options.min_chunk)
+    splits = max(1, min(most, pieces)) if pieces > 2 else 1
+    return head_tiles, row_tile, splits, block_size
 
 
 def _spec(value: Value) -> TensorSpec:

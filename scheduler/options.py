@@ -19,7 +19,7 @@ class CompileOptions:
     words for those of at most ``tagged_bytes`` (storage.py). ``fuse_norm_rows``: see fuse.py.
     ``waves``: column tiles per worker and operation; one fat tile each is best for static queues,
     several let a dynamic queue level out. ``column_unit``: column tiles of products begin at
-    multiples of it. ``min_chunk``: least tokens of context that are worth a split of attention.
+    multiples of it. ``min_chunk``: least tokens of a split of attention.
 
     Raises ValueError when a number is not positive, or ``column_unit`` odd.
     """

@@ -36,10 +36,10 @@ struct Tiling {
   __device__ __forceinline__ uint32_t tiles() const { return ceil_div(k, kTileColumns); }
   __device__ __forceinline__ uint32_t pages() const { return ceil_div(k, kPageColumns); }
   __device__ __forceinline__ uint32_t chunks() const {
-    return kSingleRow ? 1 : ceil_div(pages(), kChunkPages);
+    return kOneChunk ? 1 : ceil_div(pages(), kChunkPages);
   }
   __device__ __forceinline__ uint32_t pages_of(uint32_t chunk) const {
-    return kSingleRow ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
+    return kOneChunk ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
   }
   // Tiles of a page of a unit.
   __device__ __forceinline__ uint32_t tiles_of(uint32_t page) const {

@@ -20,7 +20,7 @@ class RowInput {
     forget();
   }
 
-  // Ask for the first of the row if it is likely there, and for its gains.
+  // Ask for the first batch of the row if it is likely there, and for its gains.
   __device__ __forceinline__ void ask(bool likely) {
     if constexpr (program::kAnyRaggedK) return;
     with_kind([&]<bool kF32, bool kTagged>() {
@@ -30,14 +30,15 @@ class RowInput {
     });
   }
 
-  // Wait until the row is there and fill the panel.
-  __device__ __forceinline__ void fill() {
+  // Wait until the columns of the chunk are there and fill the panel. Chunks come one after the
+  // other; the row begins again after the last.
+  __device__ __forceinline__ void fill(uint32_t chunk) {
     // All of this warp must be done with what was there.
     __syncwarp();
     if constexpr (program::kAnyRaggedK)
-      panel_.fill_ragged(input_.row_begin, 1, 0);
+      panel_.fill_ragged(input_.row_begin, 1, chunk);
     else
-      with_kind([&]<bool kF32, bool kTagged>() { fill<kF32, kTagged>(); });
+      with_kind([&]<bool kF32, bool kTagged>() { fill<kF32, kTagged>(chunk); });
     __syncwarp();
   }
 
@@ -50,7 +51,7 @@ class RowInput {
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
   template <bool kF32, bool kTagged>
-  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages
+  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages, one or two chunks
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kPageStride = kPageColumns * (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
 
@@ -124,63 +125,83 @@ class RowInput {
                                         2 * (panel_.column + (begin + i) * kPageColumns));
   }
 
+  // Wait for all words of the batch that begins at this page.
   template <bool kF32, bool kTagged>
-  __device__ __forceinline__ void fill() {
+  __device__ __forceinline__ void wait(uint32_t begin) {
     constexpr uint32_t kBatch = RowInput::kBatch<kF32, kTagged>;
     const uint32_t pages = this->pages(), tag = panel_.stage.tag;
-    const bool has_gain = panel_.has_gain();
-    float sum = 0.0f;
-#pragma unroll 1
-    for (uint32_t begin = 0; begin < input_.tiling.pages(); begin += kBatch) {
-      if (begin > 0) {
-        forget();
-        if (kGainsAhead && kF32 && has_gain) load_gains(begin);
-      }
-      while (true) {
-        // Again and again what is still missing; all loads before a look at any.
-        load_missing<kF32, kTagged>(begin);
-        if constexpr (!kTagged) break;
-        uint32_t missing = kBatch, found = tag;
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i) {
-          const uint32_t there = raw<kF32, kTagged>(i).check(tag);
-          if (begin + i < pages && there != tag) missing = i, found = there;
-        }
-        if (missing == kBatch) break;
-        if (__builtin_expect(is_stopping(), 0))
-          stop_at_tag(input_.x, row_,
-                      (panel_.column + (begin + missing) * kPageColumns) / (kF32 ? 1 : 2), found,
-                      tag);
-      }
+    while (true) {
+      // Again and again what is still missing; all loads before a look at any.
+      load_missing<kF32, kTagged>(begin);
+      if constexpr (!kTagged) return;
+      uint32_t missing = kBatch, found = tag;
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        if (begin + i >= pages) break;
-        const RawInput<kF32, kTagged> now = raw<kF32, kTagged>(i);
-        float value[kLaneColumns];
-#pragma unroll
-        for (uint32_t j = 0; j < kLaneColumns; ++j) {
-          value[j] = now.value(j);
-          sum = fmaf(value[j], value[j], sum);
-        }
-        if (has_gain) {
-          Gain gain;
-          if constexpr (kGainsAhead && kF32)
-            gain.words.x = gains_[i % kGains].x, gain.words.y = gains_[i % kGains].y;
-          else
-            gain.load(panel_.gain(), panel_.column + (begin + i) * kPageColumns);
-          const bool f32_gain = is_f32(panel_.gain());
-#pragma unroll
-          for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
-        }
-        panel_.put(begin + i, 0, value);
+        const uint32_t there = raw<kF32, kTagged>(i).check(tag);
+        if (begin + i < pages && there != tag) missing = i, found = there;
       }
+      if (missing == kBatch) return;
+      if (__builtin_expect(is_stopping(), 0))
+        stop_at_tag(input_.x, row_,
+                    (panel_.column + (begin + missing) * kPageColumns) / (kF32 ? 1 : 2), found,
+                    tag);
     }
-    if (has_gain) panel_.add_squares(0, sum, true);
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void fill(uint32_t chunk) {
+    static_assert(kBatch<kF32, kTagged> % kMaxChunkPages == 0);
+    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // of a batch
+    const uint32_t begin = chunk * kMaxChunkPages;
+    if (chunk % kChunks == 0) {
+      if (!kOneChunk && asked_) {
+        forget();
+        if (kGainsAhead && kF32 && panel_.has_gain()) load_gains(begin);
+      }
+      asked_ = true;
+      wait<kF32, kTagged>(begin);
+    }
+    float sum = 0.0f;
+    if (kChunks == 1 || chunk % 2 == 0)
+      put<kF32, kTagged, 0>(begin, sum);
+    else
+      put<kF32, kTagged, kMaxChunkPages>(begin, sum);
+    if (panel_.has_gain()) panel_.add_squares(0, sum, chunk == 0);
+  }
+
+  // Put the words from number `kFirst` on into the panel, as the chunk that begins at this page.
+  template <bool kF32, bool kTagged, uint32_t kFirst>
+  __device__ __forceinline__ void put(uint32_t begin, float& sum) {
+    const uint32_t pages = this->pages();
+    const bool has_gain = panel_.has_gain();
+#pragma unroll
+    for (uint32_t i = 0; i < kChunkPages; ++i) {
+      if (begin + i >= pages) break;
+      const RawInput<kF32, kTagged> now = raw<kF32, kTagged>((kFirst + i) % kBatch<kF32, kTagged>);
+      float value[kLaneColumns];
+#pragma unroll
+      for (uint32_t j = 0; j < kLaneColumns; ++j) {
+        value[j] = now.value(j);
+        sum = fmaf(value[j], value[j], sum);
+      }
+      if (has_gain) {
+        Gain gain;
+        if constexpr (kGainsAhead && kF32)
+          gain.words.x = gains_[i % kGains].x, gain.words.y = gains_[i % kGains].y;
+        else
+          gain.load(panel_.gain(), panel_.column + (begin + i) * kPageColumns);
+        const bool f32_gain = is_f32(panel_.gain());
+#pragma unroll
+        for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
+      }
+      panel_.put(i, 0, value);
+    }
   }
 
   const Panel& panel_;
   const ProductInput& input_;
   uint32_t row_;
+  bool asked_ = false;  // whether words_ have been looked at
   ptx::Words4 words_[kWords];
   ptx::Words2 gains_[kGains];  // of the batch, for float32 x
 };
@@ -195,12 +216,16 @@ __device__ __forceinline__ uint32_t count_arrived(PageCursor page, uint32_t most
   return count;
 }
 
+// Whether a unit's pages in a chunk are taken two at a time.
+__device__ __forceinline__ bool is_paired(uint32_t pages) {
+  return !program::kAnyOddPages || pages % 2 == 0;
+}
+
 template <class Used>
 __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consumer) {
   ProductInput input = no_input();
   dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
-  const uint32_t warp = consumer.warp(), pages = input.tiling.pages();
-  const uint32_t units = input.tiling.units;
+  const uint32_t warp = consumer.warp(), first_pages = input.tiling.pages_of(0);
   const bool live = live_end(stage, input) > input.row_begin;
   const Panel panel(stage, input, consumer);
   RowInput x(panel, input, live);
@@ -209,9 +234,10 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   // Take the pages of weights that are there into registers.
   // NOTE: every register is written on every path: one that keeps its old value somewhere would be
   // live in all of the kernel.
-  const bool paired = !program::kAnyOddPages || pages % 2 == 0;  // taken two at a time
-  uint32_t num_early = count_arrived(consumer.page, min_of(kPreload, units * pages));
-  if (paired) num_early &= ~1u;
+  uint32_t num_early =
+      count_arrived(consumer.page, min_of(kPreload, min_of(kBlockUnits, input.tiling.units) *
+                                                        first_pages));
+  if (is_paired(first_pages)) num_early &= ~1u;
   PageTiles early[kPreload];
   {
     PageCursor page = consumer.page;
@@ -223,40 +249,41 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
         page.advance();
       }
     }
-    __syncwarp();
-    PageCursor mine = consumer.page;
-    mine.advance(lane_index() % kPreload);
-    if (lane_index() < num_early) page_finished(mine.slot).arrive();
-    consumer.page = page;
+    consumer.finish_pages(num_early);
   }
 
   consumer.begin_waiting();
   consumer.wait_ready();
   consumer.wait_hinted();
   consumer.wait_sums();
-  if (live) x.fill();
+  if (live) x.fill(0);
   consumer.end_waiting();
   consumer.note(stage, Event::kInputs);
 
   UnitSums sums;
   sums.clear();
-  uint32_t page = 0, unit = 0;
+  const uint32_t units = input.tiling.units, chunks = input.tiling.chunks();
+  uint32_t chunk = 0, pages = first_pages;  // of a unit in the chunk
+  uint32_t page = 0, unit = 0;              // in the chunk, in the block
   const auto panel_page = [&] {
     return scratch_at(page * kTilesPerPage * kGroupRows * kTileRowBytes);
   };
   const auto flush = [&] {
-    sums.flush(partials_at(consumer.sums.half(), unit % kBlockUnits, warp), false);
+    if (page < pages) return;
+    sums.flush(partials_at(consumer.sums.half(), unit, warp), chunk > 0);
     page = 0;
     ++unit;
   };
   const auto add = [&](const PageTiles& tiles) {
-    sums.add(tiles, panel_page(), warp, input.tiling.tiles_of(page));
-    if (++page == pages) flush();
+    sums.add(tiles, panel_page(), warp, input.tiling.tiles_of(chunk * kChunkPages + page));
+    ++page;
+    flush();
   };
   const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
-    sums.add_pair(first, second, panel_page(), warp, input.tiling.tiles_of(page + 1));
+    sums.add_pair(first, second, panel_page(), warp,
+                  input.tiling.tiles_of(chunk * kChunkPages + page + 1));
     page += 2;
-    if (page == pages) flush();
+    flush();
   };
   const auto take = [&](PageTiles& tiles) {
     page_arrived(consumer.page.slot).wait(consumer.page.phase);
@@ -264,45 +291,49 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
     consumer.finish(consumer.page);
     consumer.page.advance();
   };
-  // Hand over the sums of a block.
-  const auto end_block = [&] {
-    __syncwarp();
-    if (lane_index() == 0) consumer.sums.arrived().arrive();
-    consumer.sums.advance();
-  };
-  static_assert(kPreload < kBlockUnits, "the first pages are of the first block");
-  if (paired) {
+  if (is_paired(pages)) {
 #pragma unroll
     for (uint32_t i = 0; i < kPreload; i += 2)
       if (i < num_early) add_pair(early[i], early[i + 1]);
-#pragma unroll 1
-    while (unit < units) {
-      PageTiles first, second;
-      take(first);
-      take(second);
-      add_pair(first, second);
-      if (page == 0 && unit % kBlockUnits == 0 && unit < units) {
-        end_block();
-        consumer.wait_sums();
-      }
-    }
   } else {
 #pragma unroll
     for (uint32_t i = 0; i < kPreload; ++i)
       if (i < num_early) add(early[i]);
-#pragma unroll 1
-    while (unit < units) {
-      PageTiles tiles;
-      take(tiles);
-      add(tiles);
-      if (page == 0 && unit % kBlockUnits == 0 && unit < units) {
-        end_block();
-        consumer.wait_sums();
-      }
-    }
   }
-  consumer.note(stage, Event::kComputed);
-  end_block();
+#pragma unroll 1
+  for (uint32_t first_unit = 0; first_unit < units; first_unit += kBlockUnits) {
+    const uint32_t block = min_of(kBlockUnits, units - first_unit);
+    if (first_unit > 0) consumer.wait_sums();
+#pragma unroll 1
+    for (chunk = 0; chunk < chunks; ++chunk) {
+      if (!kOneChunk && (first_unit > 0 || chunk > 0) && chunks > 1) {
+        if (live) x.fill(chunk);
+        pages = input.tiling.pages_of(chunk);
+      }
+      if (is_paired(pages)) {
+#pragma unroll 1
+        while (unit < block) {
+          PageTiles first, second;
+          take(first);
+          take(second);
+          add_pair(first, second);
+        }
+      } else {
+#pragma unroll 1
+        while (unit < block) {
+          PageTiles tiles;
+          take(tiles);
+          add(tiles);
+        }
+      }
+      unit = 0;
+    }
+    // Hand over the sums of the block.
+    if (first_unit + kBlockUnits >= units) consumer.note(stage, Event::kComputed);
+    __syncwarp();
+    if (lane_index() == 0) consumer.sums.arrived().arrive();
+    consumer.sums.advance();
+  }
 }
 
 // The storer's part: finish the sums, block by block.

@@ -215,14 +215,6 @@ __device__ __forceinline__ void carry_squares(Consumer& consumer) {
   }
 }
 
-// Whether a page, and with `next_too` the one after it, is there.
-__device__ __forceinline__ bool has_arrived(PageCursor page, bool next_too) {
-  bool there = page_arrived(page.slot).is_over(page.phase);
-  page.advance();
-  if (next_too) there &= page_arrived(page.slot).is_over(page.phase);
-  return __shfl_sync(~0u, there, 0);
-}
-
 template <class Used>
 __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consumer) {
   ProductInput input = no_input();

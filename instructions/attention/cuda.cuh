@@ -47,6 +47,8 @@ struct FastAttention {
   static constexpr uint32_t kWarpTokens = 16;
   static constexpr uint32_t kWarpsPerPage = kPageTokens / kWarpTokens;
   static constexpr uint32_t kPagesPerRound = kNumConsumers / kWarpsPerPage;
+  static constexpr uint32_t kRounds = 2 * kPagesPerRound <= kPages ? 2 : 1;  // at a time
+  static_assert(kPagesPerRound <= kPages);
   static constexpr uint32_t kKeyChunks = kD / 32;  // 16-byte loads of a lane in a row of keys
   static constexpr uint32_t kValueTiles = kD / 8;
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens side by side
@@ -242,65 +244,76 @@ struct FastAttention {
     __builtin_unreachable();
   }
 
-  // Take in 16 tokens of a page, of which the first `tokens` count.
-  static __device__ __forceinline__ void attend(uint32_t page, uint32_t first, uint32_t tokens,
-                                                float scale, State& state) {
-    const uint32_t lane = lane_index();
-    // Scores of 8 tokens, twice.
-    float score[2][2];
+  // Take in 16 tokens of each of two pages, `first` on, of which the first `tokens` count.
+  static __device__ __forceinline__ void attend(const uint32_t (&pages)[2], uint32_t first,
+                                                const uint32_t (&tokens)[2], float scale,
+                                                State& state) {
+    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    const uint32_t lane = ptx::thread_index() % kLanes;
+    // Scores of 8 tokens, twice for each page.
+    float score[2][2][2];
 #pragma unroll
-    for (uint32_t n = 0; n < 2; ++n) {
-      score[n][0] = score[n][1] = 0.0f;
-      if (n * 8 >= tokens) continue;
-      const uint32_t token = first + n * 8 + lane / 4;
-      const uint32_t row = page + token * kRowBytes;
-      ptx::Words4 key[kKeyChunks];
+    for (uint32_t p = 0; p < 2; ++p)
 #pragma unroll
-      for (uint32_t i = 0; i < kKeyChunks; ++i)
-        key[i] = ptx::load_shared4(row + ((i * 4 + lane % 4) ^ (token & 7)) * 16);
-      float upper[4] = {}, lower[4] = {};
+      for (uint32_t n = 0; n < 2; ++n) {
+        score[p][n][0] = score[p][n][1] = 0.0f;
+        if (n * 8 >= tokens[p]) continue;
+        const uint32_t token = first + n * 8 + lane / 4;
+        const uint32_t row = pages[p] + token * kRowBytes;
+        ptx::Words4 key[kKeyChunks];
 #pragma unroll
-      for (uint32_t i = 0; i < kKeyChunks; ++i) {
-        ptx::mma(upper, state.q[i], key[i].x, key[i].y);
-        ptx::mma(lower, state.q[i], key[i].z, key[i].w);
+        for (uint32_t i = 0; i < kKeyChunks; ++i)
+          key[i] = ptx::load_shared4(row + ((i * 4 + lane % 4) ^ (token & 7)) * 16);
+        float upper[4] = {}, lower[4] = {};
+#pragma unroll
+        for (uint32_t i = 0; i < kKeyChunks; ++i) {
+          ptx::mma(upper, state.q[i], key[i].x, key[i].y);
+          ptx::mma(lower, state.q[i], key[i].z, key[i].w);
+        }
+        score[p][n][0] = upper[0] + lower[2], score[p][n][1] = upper[1] + lower[3];
       }
-      score[n][0] = upper[0] + lower[2], score[n][1] = upper[1] + lower[3];
-    }
     // Weights, relative to the highest score so far.
     float highest = -kInfinity;
 #pragma unroll
-    for (uint32_t n = 0; n < 2; ++n)
+    for (uint32_t p = 0; p < 2; ++p)
 #pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) {
-        const uint32_t token = n * 8 + lane % 4 * 2 + j;
-        score[n][j] = token < tokens ? score[n][j] * scale : -kInfinity;
-        highest = fmaxf(highest, score[n][j]);
-      }
+      for (uint32_t n = 0; n < 2; ++n)
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j) {
+          const uint32_t token = n * 8 + lane % 4 * 2 + j;
+          score[p][n][j] = token < tokens[p] ? score[p][n][j] * scale : -kInfinity;
+          highest = fmaxf(highest, score[p][n][j]);
+        }
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, 2));
     highest = fmaxf(highest, state.highest);
     const float rescale = ptx::exp2(state.highest - highest);
     state.highest = highest;
+    state.total *= rescale;
 #pragma unroll
-    for (uint32_t n = 0; n < 2; ++n)
+    for (uint32_t i = 0; i < kValueTiles; ++i)
+      state.sum[i][0] *= rescale, state.sum[i][1] *= rescale;
 #pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) score[n][j] = ptx::exp2(score[n][j] - highest);
-    state.total = state.total * rescale + (score[0][0] + score[0][1]) + (score[1][0] + score[1][1]);
-    const uint32_t low = ptx::pack_bf16(score[0][0], score[0][1]);
-    const uint32_t high = ptx::pack_bf16(score[1][0], score[1][1]);
-    // Values. Rows that were not copied have weight 0, but may hold anything: read row 0 instead.
-    const uint32_t mine =
-        first + (lane % 8 + lane / 8 % 2 * 8 < ceil_div(tokens, 8) * 8 ? lane % 8 + lane / 8 % 2 * 8
-                                                                       : lane % 8);
-    const uint32_t row = page + kValuesAt + mine * kRowBytes;
+    for (uint32_t p = 0; p < 2; ++p) {
+      if (tokens[p] == 0) continue;
 #pragma unroll
-    for (uint32_t i = 0; i < kValueTiles; i += 2) {
-      const ptx::Words4 v =
-          ptx::load_matrices_transposed(row + ((i + lane / 16) ^ (mine & 7)) * 16);
+      for (uint32_t n = 0; n < 2; ++n)
 #pragma unroll
-      for (uint32_t t = 0; t < 2; ++t) {
-        state.sum[i + t][0] *= rescale, state.sum[i + t][1] *= rescale;
-        ptx::mma_8_rows(state.sum[i + t], low, high, t ? v.z : v.x, t ? v.w : v.y);
+        for (uint32_t j = 0; j < 2; ++j) score[p][n][j] = ptx::exp2(score[p][n][j] - highest);
+      state.total += (score[p][0][0] + score[p][0][1]) + (score[p][1][0] + score[p][1][1]);
+      const uint32_t low = ptx::pack_bf16(score[p][0][0], score[p][0][1]);
+      const uint32_t high = ptx::pack_bf16(score[p][1][0], score[p][1][1]);
+      // Values. Rows that were not copied have weight 0, but may hold anything: read one of the
+      // first 8 instead.
+      const uint32_t wanted = lane % 8 + lane / 8 % 2 * 8;
+      const uint32_t mine = first + (wanted < ceil_div(tokens[p], 8) * 8 ? wanted : lane % 8);
+      const uint32_t row = pages[p] + kValuesAt + mine * kRowBytes;
+#pragma unroll
+      for (uint32_t i = 0; i < kValueTiles; i += 2) {
+        const ptx::Words4 v =
+            ptx::load_matrices_transposed(row + ((i + lane / 16) ^ (mine & 7)) * 16);
+        ptx::mma_8_rows(state.sum[i], low, high, v.x, v.y);
+        ptx::mma_8_rows(state.sum[i + 1], low, high, v.z, v.w);
       }
     }
   }
@@ -313,7 +326,7 @@ struct FastAttention {
   // Join the warps' states and write the result.
   static __device__ __forceinline__ void finish(const Operands<Attention>& in, Consumer& consumer,
                                                 uint32_t row, uint32_t head, State& state) {
-    const uint32_t lane = lane_index();
+    const uint32_t lane = ptx::thread_index() % kLanes;
     state.total += __shfl_xor_sync(~0u, state.total, 1);
     state.total += __shfl_xor_sync(~0u, state.total, 2);
     const uint32_t mine = state_at(consumer, consumer.warp());
@@ -393,21 +406,26 @@ struct FastAttention {
         start(in, row, head, span.newest && warp == 0, state);
         if (!ready) consumer.note(in.stage, Event::kInputs);
         ready = true;
-        for (uint32_t page = 0; page < pages; ++page) {
-          page_arrived(consumer.page.slot).wait(consumer.page.phase);
-          if (page % kPagesPerRound == warp / kWarpsPerPage) {
-            const uint32_t first = warp % kWarpsPerPage * kWarpTokens;
-            const uint32_t tokens = tokens_of(span, page);
-            if (first < tokens)
-              attend(consumer.page.address(), first, min_of(kWarpTokens, tokens - first), scale,
-                     state);
+#pragma unroll 1
+        for (uint32_t begin = 0; begin < pages; begin += kRounds * kPagesPerRound) {
+          const uint32_t count = min_of(kRounds * kPagesPerRound, pages - begin);
+          consumer.wait_pages(count);
+          const uint32_t first = warp % kWarpsPerPage * kWarpTokens;
+          PageCursor cursor = consumer.page;
+          cursor.advance(warp / kWarpsPerPage);
+          uint32_t addresses[2], tokens[2];
+#pragma unroll
+          for (uint32_t p = 0; p < 2; ++p) {
+            const uint32_t page = p * kPagesPerRound + warp / kWarpsPerPage;
+            const uint32_t there = page < count ? tokens_of(span, begin + page) : 0;
+            addresses[p] = cursor.address();
+            tokens[p] = there > first ? min_of(kWarpTokens, there - first) : 0;
+            cursor.advance(kPagesPerRound);
           }
-          consumer.finish(consumer.page);
-          consumer.page.advance();
+          if (tokens[0] > 0) attend(addresses, first, tokens, scale, state);
+          consumer.finish_pages(count);
         }
         consumer.note(in.stage, Event::kComputed);
-        // The scratch may still be in use by the instruction before.
-        consumer.sync();
         finish(in, consumer, row, head, state);
       }
     }
