@@ -90,6 +90,7 @@ class CpuExecutable:
         self._machine = machine
         self._interpreter = machine._interpreter
         self.arena_used = 0
+        self._trace = machine.trace
         self._traced_steps = 0
         # The pointers stay good as long as the tensors do.
         self._storage = [_resolve(program, memory, i) for i in range(len(program.tensors))]
@@ -139,7 +140,7 @@ class CpuExecutable:
         # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
         self.memory.epoch += steps
         main_thread = threading.current_thread() is threading.main_thread()
-        trace = self._machine.trace
+        trace = self._trace
         self._traced_steps = steps if trace else 0
         fault = self._interpreter.run(self._loaded, steps, epoch & 0xFFFFFFFF, main_thread, trace)
         if fault is not None:

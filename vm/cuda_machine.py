@@ -291,6 +291,7 @@ class CudaExecutable:
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._aborted = self._abort.numpy()
         self._alone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._traces = machine.trace  # as the kernel was compiled
         self._trace: torch.Tensor | None = None
         self._traced_steps = 0
         self._stream: int | None = None  # of the launches that have not been waited for
@@ -368,7 +369,7 @@ class CudaExecutable:
         if self._relayouts != self.memory.relayouts:
             self._resolve()
             parameters.tensors = self._tensors.data_ptr()
-        if self._machine.trace:
+        if self._traces:
             self._traced_steps = steps
             rows = len(self._order) * steps
             self._trace = self._zeros(max(rows, 1) * NUM_EVENTS * 2)
@@ -414,7 +415,7 @@ class CudaExecutable:
         parameters = LaunchParameters.from_buffer_copy(self._parameters)
         parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
         parameters.queue_begin = ends.data_ptr()
-        events = self._zeros(NUM_EVENTS * 2) if self._machine.trace else None
+        events = self._zeros(NUM_EVENTS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps, parameters.first_step = 1, step
