@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
 import platform
 import time
 from typing import Any, Final
@@ -29,31 +28,20 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
     }
 
 
-def measure_bandwidth(device: str, workers: int) -> float:
-    """Bytes per second that the memory of a torch device gives to a plain sum; on the CPU to ``workers``
-    threads. Takes well under a second.
-    """
+def measure_bandwidth(device: str) -> float:
+    """Bytes per second that the memory of a torch device gives to a plain sum; well under a second."""
     where = torch.device(device)
-    on_gpu = where.type == "cuda"
-    size = min(READ_BYTES, _free_bytes(where) // 4) if on_gpu else CPU_READ_BYTES
-    data = torch.ones(size // 4, dtype=torch.int32, device=where).view(torch.float32)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(min(workers, os.cpu_count() or 1) if not on_gpu else threads)
-    try:
-        best = min(_seconds_to_sum(data) for _ in range(ROUNDS + 1))
-    finally:
-        torch.set_num_threads(threads)
-    return data.nbytes / best
+    size = CPU_READ_BYTES
+    if where.type == "cuda":
+        size = min(READ_BYTES, torch.cuda.mem_get_info(where)[0] // 4)
+    data = torch.ones(size // 4, dtype=torch.float32, device=where)
+    return data.nbytes / min(_seconds_to_sum(data) for _ in range(ROUNDS + 1))
 
 
 def _seconds_to_sum(data: torch.Tensor) -> float:
     begin = time.perf_counter()
     float(data.sum())
     return time.perf_counter() - begin
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def _processor() -> str:
