@@ -130,7 +130,8 @@ def synthetic_trace(workers: int = 8, steps: int = 4, layers: int = 2, seed: int
             t["load_begin"][:] = np.maximum(loader, t["fetched"] + 100)
             t["load_issued"][:] = t["load_begin"] + 0.8 * stream[step, phase]
             t["load_arrived"][:] = t["load_begin"] + stream[step, phase] + 400
-            t["ready"][:] = np.maximum(t["fetched"] + 50, complete)
+            tagged = phase > 1 and PHASES[(phase - 2) % len(PHASES)][3]
+            t["ready"][:] = np.maximum(t["fetched"] + 50, 0 if tagged else complete)
             t["begin"][:] = free
             t["inputs"][:] = np.maximum(free, complete)
             t["computed"][:] = np.maximum(t["inputs"] + 0.9 * work[step, phase], t["load_arrived"])
