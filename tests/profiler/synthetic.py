@@ -1,7 +1,7 @@
-"""Traces of any size that no machine has run: every worker does the same few instructions per layer.
+"""Traces of any size that no machine has run: workers do the same few instructions per layer.
 
-A phase is one instruction per worker and waits for all of the phase before; half of the phases hand their
-results on through barriers, the others through tagged words.
+A phase is one instruction per worker and waits for all of the phase before; half of the phases hand
+their results on through barriers, the others through tagged words.
 """
 
 from __future__ import annotations
@@ -65,9 +65,14 @@ def program(workers: int, layers: int) -> TraceProgram:
         "fingerprint": f"{workers:032x}{layers:032x}",
         "dynamic": False,
         "workers": workers,
-        "barriers": [f"{name}.done" for name, t in zip([*names, "sample"], tagged, strict=True) if not t],
+        "barriers": [
+            f"{name}.done" for name, t in zip([*names, "sample"], tagged, strict=True) if not t
+        ],
         "tensors": [
-            *([f"{name}.out", [1, 4096], "BF16", "activation", bool(t)] for name, t in zip(names, tagged[:-1], strict=True)),
+            *(
+                [f"{name}.out", [1, 4096], "BF16", "activation", bool(t)]
+                for name, t in zip(names, tagged[:-1], strict=True)
+            ),
             ["tokens", [1, 4096], "I32", "state", False],
             ["weights", [4096, 4096], "BF16", "weight", False],
         ],
