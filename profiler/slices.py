@@ -49,9 +49,10 @@ def lanes(trace: Trace) -> list[Lane]:
         "consumer": (spans.begin, spans.end),
         "storer": (spans.end, spans.signalled),
     }
+    order = np.argsort(trace.record_worker, kind="stable")
+    workers, first = np.unique(trace.record_worker[order], return_index=True)
     found = []
-    for worker in range(trace.workers):
-        own = np.flatnonzero(trace.record_worker == worker)
+    for worker, own in zip(workers.tolist(), np.split(order, first[1:]), strict=True):
         for role in ROLES:
             begin, end = (times[own] for times in of_role[role])
             found.append(_lane(worker, role, own, begin, end))
