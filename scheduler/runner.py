@@ -252,9 +252,8 @@ class Runner:
             executable = self._executable(bucket)
             self._step.run(executable, step, steps)
             if self._recorder is not None:
-                seen = float(step.row_position.sum()) + rows * (1 + (steps - 1) / 2)
                 traced = cast(TracingExecutable, executable)
-                self._recorder.add(traced, rows, seen / bucket.rows)
+                self._recorder.add(traced, step.row_position, bucket.rows)
 
     def record(self, recorder: Recorder | None) -> None:
         """Give what the machine notes of the steps that follow to ``recorder``; None ends that.

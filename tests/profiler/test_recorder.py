@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recording import record, record_ring, ring
+from recording import POSITIONS, record, record_ring, ring
 
 from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
@@ -94,15 +94,35 @@ def test_a_machine_that_does_not_trace_has_nothing_to_hand_out() -> None:
     memory.allocate(program.tensors)
     executable = CpuMachine().load(program, memory)
     executable.run()
-    with pytest.raises(ValueError, match="nothing was traced"):
+    with pytest.raises(ValueError, match="nothing is noted"):
         executable.trace()
-    traced = CpuMachine(trace=True).load(program, memory)
-    with pytest.raises(ValueError, match="nothing was traced"):
-        traced.trace()
-    traced.run()
-    traced.trace()
-    with pytest.raises(ValueError, match="nothing was traced"):
-        traced.trace()
+
+
+def test_notes_are_kept_until_they_are_asked_for() -> None:
+    program = ring(2, 1)
+    memory = Memory()
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    assert executable.trace() == []
+    executable.run(1)
+    executable.run(3)
+    assert [notes.steps for notes in executable.trace()] == [1, 3]
+    assert executable.trace() == []
+
+
+def test_a_launch_that_has_not_been_added_yet_waits_for_it() -> None:
+    program = ring(2, 1)
+    memory = Memory()
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    recorder = Recorder()
+    executable.run(1)
+    executable.run(2)
+    recorder.add(executable, POSITIONS, rows=1)
+    assert len(recorder) == 1
+    recorder.add(executable, POSITIONS, rows=1)
+    assert len(recorder) == 3
+    assert recorder.trace().num_steps == 3
 
 
 def test_threads_may_add_and_read_at_the_same_time() -> None:
@@ -115,7 +135,7 @@ def test_threads_may_add_and_read_at_the_same_time() -> None:
         executable = CpuMachine(trace=True).load(program, memory)
         for _ in range(30):
             executable.run(2)
-            recorder.add(executable, tokens=1, context=1.0)
+            recorder.add(executable, POSITIONS, rows=1)
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
