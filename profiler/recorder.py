@@ -32,7 +32,7 @@ class _Launch:
 
     @property
     def context(self) -> float:
-        """Tokens of context that a row of the program saw on average; without a token it saw none."""
+        """Tokens of context that a row of the program saw on average; a row may have no token."""
         tokens = len(self.positions)
         seen = float(self.positions.sum()) + tokens * (1 + (self.notes.steps - 1) / 2)
         return seen / self.rows
@@ -74,11 +74,17 @@ class Recorder:
         # the rest is done for many launches at once.
         self._new.append((executable, positions, rows))
         if len(self._new) >= DRAIN:
-            with self._lock:
-                self._drain()
+            self.drain()
+
+    def drain(self) -> None:
+        """Take the notes of all launches that were added from their executables.
+
+        To be called before another recorder is given the same executables.
+        """
+        with self._lock:
+            self._drain()
 
     def _drain(self) -> None:
-        """Take the notes of new launches, and drop those of old ones."""
         while self._new:
             executable, positions, rows = self._new.popleft()
             noted = self._early.setdefault(executable, deque())
