@@ -399,6 +399,8 @@ def _check_version(metadata: Mapping[str, str]) -> None:
 def _read_header(text: str) -> dict[str, Any]:
     try:
         header = json.loads(text, parse_constant=_no_constant)
+        # Halves of characters and numbers without end would fail later, when somebody writes them.
+        json.dumps(header, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise TraceError(f"its header is no JSON ({_line(error)})") from error
     _check_members("the header", header, _HEADER)
