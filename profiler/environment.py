@@ -1,0 +1,82 @@
+"""Where a trace was recorded: machine, device, versions, and how fast the memory is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from megavm.vm.cuda_machine import CudaMachine
+from megavm.vm.machine import Machine
+
+GPU_READ_BYTES: Final = 1 << 30  # of a measurement of the memory; far more than any cache holds
+CPU_READ_BYTES: Final = 1 << 28
+ROUNDS: Final = 8
+
+
+def describe_machine(machine: Machine) -> dict[str, Any]:
+    """The members of a trace's ``machine`` that are known without measuring anything."""
+    if isinstance(machine, CudaMachine):
+        device, clock = torch.cuda.get_device_name(machine.device), "globaltimer"
+    else:
+        device, clock = _processor(), "steady clock"
+    return {"name": machine.name, "device": device, "clock": clock}
+
+
+def measure_bandwidth(device: str) -> float:
+    """Bytes per second that the memory of a torch device gives to a plain sum. Under a second."""
+    where = torch.device(device)
+    size, passes = CPU_READ_BYTES, 1
+    if where.type == "cuda":
+        # Several passes in a row, so that launching them counts little.
+        size, passes = min(GPU_READ_BYTES, torch.cuda.mem_get_info(where)[0] // 4), 8
+    data = torch.ones(size // 4, dtype=torch.float32, device=where)
+    return passes * data.nbytes / min(_seconds_to_sum(data, passes) for _ in range(ROUNDS))
+
+
+def _seconds_to_sum(data: torch.Tensor, passes: int) -> float:
+    begin = time.perf_counter()
+    for _ in range(passes):
+        total = data.sum()
+    float(total)
+    return time.perf_counter() - begin
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it."""
+    from megavm.doctor import cpu_name
+
+    return cpu_name()
+
+
+def environment() -> dict[str, str]:
+    """Versions of what took part."""
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "torch": version("torch"),
+        "numpy": np.__version__,
+        **_driver(),
+    }
+
+
+def _driver() -> dict[str, str]:
+    """The GPU's driver, where there is one."""
+    if not torch.cuda.is_available():
+        return {}
+    from cuda.bindings import driver
+
+    number = int(driver.cuDriverGetVersion()[1])
+    return {"cuda driver": f"{number // 1000}.{number % 1000 // 10}"}
+
+
+def version(package: str) -> str:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,273 @@
+"""A trace: what a machine noted while it ran, as columns. trace_file.py reads and writes it."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+MAX_TIME: Final = 1 << 60  # nanoseconds
+
+Ints = npt.NDArray[np.int32]
+Longs = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
+
+
+class Event(NamedTuple):
+    """A point in the life of an instruction, and the role that notes it."""
+
+    name: str
+    role: str
+    help: str
+
+
+EVENTS: Final = (
+    Event("fetched", "controller", "the instruction is decoded"),
+    Event("ready", "controller", "the waits of its header are over"),
+    Event("load_begin", "loader", "before its first load is issued"),
+    Event("load_issued", "loader", "after its last load was issued"),
+    Event("load_arrived", "loader", "its last load is there"),
+    Event("begin", "consumer", "the consumers turn to it"),
+    Event("inputs", "consumer", "its inputs are there, tagged words too"),
+    Event("computed", "consumer", "its sums are complete"),
+    Event("end", "consumer", "its results are stored"),
+    Event("signalled", "storer", "its barrier is signalled"),
+)
+
+BARRIER, TAGGED = 0, 1  # kinds of a channel
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read or used, and why, in one sentence."""
+
+
+@dataclass(frozen=True, eq=False)
+class TraceProgram:
+    """A program as a trace holds it: n instructions, c channels, w waits (docs/trace-format.md).
+
+    ``facts`` are its members of the header: fingerprint, dynamic, workers, barriers, tensors,
+    labels, metadata, opcodes.
+    """
+
+    facts: Mapping[str, Any]
+    words: Words  # [n, 32]
+    label: Ints  # [n]
+    bytes: Longs  # [n]
+    load_bytes: Longs  # [n]
+    flops: Longs  # [n]
+    channel_kind: Ints  # [c]
+    channel_object: Ints  # [c]
+    channel_target: Ints  # [c]
+    channel_offsets: Ints  # [c + 1]
+    channel_producers: Ints  # [channel_offsets[c]]
+    waits: Ints  # [w, 3]: instruction, channel, steps back; sorted by instruction
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    @property
+    def workers(self) -> int:
+        return int(self.facts["workers"])
+
+    @functools.cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The different kinds of instruction (names of opcodes), in the order of the opcodes."""
+        return tuple(dict.fromkeys(self._name(int(o)) for o in np.unique(self.words[:, 0])))
+
+    @functools.cached_property
+    def kind(self) -> Ints:
+        """Of every instruction its kind, an index of ``kinds``: int32 [n]."""
+        opcodes, inverse = np.unique(self.words[:, 0], return_inverse=True)
+        index = {name: i for i, name in enumerate(self.kinds)}
+        of_opcode = np.array([index[self._name(int(o))] for o in opcodes], np.int32)
+        return of_opcode[inverse.reshape(-1)]
+
+    def _name(self, opcode: int) -> str:
+        return str(self.facts["opcodes"][str(opcode)]["name"])
+
+    def channel_name(self, channel: int) -> str:
+        """The barrier or the tagged tensor of a channel; "queue" for -1."""
+        if channel < 0:
+            return "queue"
+        thing = int(self.channel_object[channel])
+        if self.channel_kind[channel] == TAGGED:
+            return str(self.facts["tensors"][thing][0])
+        return str(self.facts["barriers"][thing] or f"barrier {thing}")
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """The times of every record without holes: int64 [R], ns, with
+
+    begin <= waited <= inputs <= computed <= end <= signalled. ``waited`` is the end of the wait for
+    the header's barriers. ``load_begin`` and ``load_end`` are -1 where nothing was loaded.
+    """
+
+    begin: Longs
+    waited: Longs
+    inputs: Longs
+    computed: Longs
+    end: Longs
+    signalled: Longs
+    load_begin: Longs
+    load_end: Longs
+
+
+@dataclass(frozen=True, eq=False)
+class Trace:
+    """P programs, S steps of them, R records (one instruction executed once), E events.
+
+    ``times`` is int64 [E, R]: nanoseconds since the first event, -1 where an event was not noted.
+    Records are sorted by step, worker and slot. docs/trace-format.md says what every column holds.
+    """
+
+    machine: Mapping[str, Any]
+    programs: tuple[TraceProgram, ...]
+    step_program: Ints  # [S]
+    step_number: Longs  # [S]
+    step_tokens: Ints  # [S]
+    record_step: Ints  # [R]
+    record_worker: Ints  # [R]
+    record_slot: Ints  # [R]
+    record_instruction: Ints  # [R]
+    record_cause: Ints  # [R]
+    record_cause_channel: Ints  # [R]
+    times: Longs  # [E, R]
+    events: tuple[Event, ...] = EVENTS
+    created: str = ""
+    megavm: str = ""
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_program)
+
+    @property
+    def num_records(self) -> int:
+        return len(self.record_step)
+
+    @functools.cached_property
+    def workers(self) -> int:
+        """Workers of the largest program."""
+        return max((p.workers for p in self.programs), default=0)
+
+    @functools.cached_property
+    def record_program(self) -> Ints:
+        """The program of every record: int32 [R]."""
+        return self.step_program[self.record_step]
+
+    @functools.cached_property
+    def step_offsets(self) -> Longs:
+        """Records of step s are [step_offsets[s], step_offsets[s + 1]): int64 [S + 1]."""
+        return np.searchsorted(self.record_step, np.arange(self.num_steps + 1))
+
+    def event(self, name: str) -> Longs:
+        """The times of one event: int64 [R], all -1 when the trace does not have it."""
+        for row, event in enumerate(self.events):
+            if event.name == name:
+                times: Longs = self.times[row]
+                return times
+        return np.full(self.num_records, -1, np.int64)
+
+    def of_instruction(self, name: str) -> Longs:
+        """A column of the programs ("bytes", "flops", ...) for every record: int64 [R]."""
+        values = [np.asarray(getattr(p, name), np.int64) for p in self.programs]
+        first = np.cumsum([0, *map(len, values)])
+        joined = np.concatenate([*values, np.empty(0, np.int64)])
+        return joined[first[self.record_program] + self.record_instruction]
+
+    @functools.cached_property
+    def kinds(self) -> tuple[str, ...]:
+        """The different kinds of instruction in all programs."""
+        return tuple(dict.fromkeys(kind for p in self.programs for kind in p.kinds))
+
+    @functools.cached_property
+    def record_kind(self) -> Ints:
+        """The kind of every record, an index of ``kinds``: int32 [R]."""
+        return self._joined([(p.kinds, p.kind) for p in self.programs], self.kinds)
+
+    @functools.cached_property
+    def labels(self) -> tuple[str, ...]:
+        """The different labels in all programs."""
+        return tuple(dict.fromkeys(str(x) for p in self.programs for x in p.facts["labels"]))
+
+    @functools.cached_property
+    def record_label(self) -> Ints:
+        """The label of every record, an index of ``labels``: int32 [R]."""
+        return self._joined([(p.facts["labels"], p.label) for p in self.programs], self.labels)
+
+    def _joined(self, own: Sequence[tuple[Sequence[str], Ints]], names: Sequence[str]) -> Ints:
+        index = {name: i for i, name in enumerate(names)}
+        parts = [
+            np.array([index[n] for n in names_], np.int32)[of] for names_, of in own if len(of)
+        ]
+        sizes = [len(of) for _, of in own]
+        first = np.cumsum([0, *sizes])
+        joined = np.concatenate([*parts, np.empty(0, np.int32)])
+        return joined[first[self.record_program] + self.record_instruction]
+
+    @functools.cached_property
+    def spans(self) -> Spans:
+        """The times of every record, what was not noted filled in from what was."""
+        at = {e.name: self.event(e.name) for e in EVENTS}
+        known = self.times.max(axis=0, initial=-1)
+        end = np.where(at["end"] >= 0, at["end"], known)
+        begin = end.copy()
+        for name in ("computed", "inputs", "load_begin", "ready", "fetched", "begin"):
+            begin = np.where(at[name] >= 0, np.minimum(at[name], end), begin)
+        ready = np.clip(at["ready"], begin, end)
+        inputs = np.where(at["inputs"] >= 0, np.clip(at["inputs"], begin, end), ready)
+        computed = np.where(at["computed"] >= 0, np.clip(at["computed"], inputs, end), end)
+        arrived = np.where(at["load_arrived"] >= 0, at["load_arrived"], at["load_issued"])
+        load_begin = np.where(arrived >= 0, at["load_begin"], -1)
+        return Spans(
+            begin=begin,
+            waited=np.minimum(ready, inputs),
+            inputs=inputs,
+            computed=computed,
+            end=end,
+            signalled=np.maximum(at["signalled"], end),
+            load_begin=load_begin,
+            load_end=np.where(load_begin >= 0, np.maximum(arrived, load_begin), -1),
+        )
+
+    @functools.cached_property
+    def step_begin(self) -> Longs:
+        """When each step begins, its predecessor being over: int64 [S], ns.
+
+        Steps of one launch overlap: a worker may fetch for a step before the last one has ended.
+        """
+        first = np.where(self.times >= 0, self.times, MAX_TIME).min(axis=0, initial=MAX_TIME)
+        begin = np.minimum.reduceat(first, self.step_offsets[:-1]) if self.num_steps else first
+        over = np.concatenate([[0], self.step_end[:-1]])
+        both: Longs = np.minimum(np.maximum(begin, over), self.step_end)
+        return both
+
+    @functools.cached_property
+    def step_end(self) -> Longs:
+        """When the last record of each step, and of those before it, has ended: int64 [S], ns."""
+        last = self.spans.signalled
+        end = np.maximum.reduceat(last, self.step_offsets[:-1]) if self.num_steps else last
+        return np.maximum.accumulate(end)
+
+    # The file.
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace as a safetensors file. Raises OSError when that is not possible."""
+        from megavm.profiler.trace_file import write
+
+        write(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Trace:
+        """Read a trace and check all of it. Raises TraceError when the file is no trace."""
+        from megavm.profiler.trace_file import read
+
+        return read(path)
