@@ -18,6 +18,8 @@ import torch
 
 from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
+from megavm.profiler.environment import describe_machine
+from megavm.profiler.recorder import Recorder
 from megavm.scheduler.llama import Limits, rope_table
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.runner import Runner, default_options, weight_specs
@@ -110,6 +112,22 @@ def measure(
     return {"batch": batch, "context": context, "steps": steps, "us_per_step": time / steps}
 
 
+def record(config: LlamaConfig, batch: int, context: int, steps: int, path: str) -> None:
+    """Write a trace of two launches, after one that is not in it."""
+    recorder = Recorder()
+    machine = CudaMachine()
+    runner = make_runner(config, machine, context + 3 * steps, batch)
+    recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}
+    recorder.model |= {"name": f"Llama, {config.num_layers} layers of {config.hidden_size}"}
+    runner.record(recorder)
+    step = prepare(runner, batch, context)
+    runner.run(step, steps)
+    recorder.clear()
+    for _ in range(2):
+        runner.run(step, steps)
+    recorder.trace().save(path)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="1b")
@@ -120,6 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--baseline", action="store_true", help="torch.compile beside it")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument("--trace", help="file for a trace of the last batch and context")
     args = parser.parse_args()
 
     config = MODELS[args.model]
@@ -154,6 +173,10 @@ def main() -> None:
     if args.save:
         path = save(f"llama_cuda_{args.model}", {"model": args.model, "results": results})
         print(f"saved {path}")
+    if args.trace:
+        del runner
+        record(config, args.batch[-1], args.context[-1], args.steps, args.trace)
+        print(f"saved {args.trace}")
 
 
 if __name__ == "__main__":

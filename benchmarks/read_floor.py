@@ -93,6 +93,10 @@ class ReadFloor:
         self._data = torch.randint(0, 256, (self.size,), dtype=torch.uint8, device="cuda")
         self._sink = torch.zeros(1, dtype=torch.int32, device="cuda")
 
+    def bandwidth(self) -> float:
+        """Bytes per second of a read of the whole buffer."""
+        return self.size / self.microseconds(self.size) * 1e6
+
     def microseconds(self, size: int, rounds: int = 50) -> float:
         """Median time to read ``size`` bytes: whole passes over the buffer and a part of one."""
         from cuda.core import Stream, launch

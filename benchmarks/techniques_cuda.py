@@ -65,9 +65,10 @@ def pages(count: int) -> Edits:
     return {CONFIG: ((r"(?<=kPages = min_of\()kNumPages(?=,)", str(count)),)}
 
 
-def in_flight(count: int) -> Edits:
-    """The loader never has more pages under way."""
-    return {LOADER: ((r"(?<= >= )k?[wW]indow(?=\))", str(count)),)}
+def in_flight(count: int, waiting: int) -> Edits:
+    """The loader never has more pages under way; fewer while consumers wait for other workers."""
+    edits = constant("kWindow", count)[CONFIG] + constant("kWaitWindow", waiting)[CONFIG]
+    return {CONFIG: edits}
 
 
 def waiting(*semaphores: str) -> Edits:
@@ -81,7 +82,8 @@ BARRIER = {"exchange": "barrier"}
 VARIANTS = [
     # Streaming weights.
     *(Variant("ring of pages", f"{n} pages", pages(n)) for n in (4, 6, 8, 10)),
-    *(Variant("copies in flight", f"{n}", in_flight(n)) for n in (1, 2, 6, 10)),
+    *(Variant("copies in flight", f"{n}", in_flight(n, n)) for n in (2, 3, 5, 8)),
+    *(Variant("copies in flight", f"5, waiting {n}", in_flight(5, n)) for n in (1, 3)),
     *(Variant("pages in registers", f"{n}", constant("kPreload", n)) for n in (2, 4, 8)),
     *(Variant("instructions in flight", f"{n}", constant("kStages", n)) for n in (2, 4)),
     Variant("weights before waits", "off", waiting("ready", "hinted")),
@@ -89,6 +91,7 @@ VARIANTS = [
     # Passing activations on.
     Variant("exchange", "barriers", options=BARRIER),
     Variant("hints", "off", hints=False),
+    *(Variant("hints", f"1 writer of {n} late", constant("kHintSlack", n)) for n in (4, 1 << 20)),
     # Cutting the work.
     Variant("tiles of columns", "multiples of 16", options={"column_unit": 16}),
     Variant("tiles of columns", "2 per worker", options={"waves": 2}),

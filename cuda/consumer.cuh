@@ -57,7 +57,8 @@ class Consumer {
     if (lane_index() == 0) page_finished(page.slot).arrive();
   }
 
-  // The same for the next `count` <= 32 pages at once: wait until they are there; be done with them.
+  // The same for the next `count` <= 32 pages at once: wait until they are there; be done with
+  // them.
   __device__ __forceinline__ void wait_pages(uint32_t count) const {
     PageCursor mine = page;
     mine.advance(lane_index());

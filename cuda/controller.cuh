@@ -101,7 +101,10 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
     }
     __syncwarp();
     if (lane == 0) {
-      if (more) note(launch, stage, Event::kResolved);
+      if (more) {
+        note(launch, stage, Event::kWorker);
+        note(launch, stage, Event::kResolved);
+      }
       cursor.resolved().arrive();
     }
     if (!more) break;

@@ -37,7 +37,7 @@ __device__ __forceinline__ Control& control() {
 
 // NOTE: read anew whenever it is asked for: it would take a register of the whole kernel.
 __device__ __forceinline__ uint32_t warp_index() { return ptx::thread_index() / kLanes; }
-__device__ __forceinline__ uint32_t lane_index() { return threadIdx.x % kLanes; }
+__device__ __forceinline__ uint32_t lane_index() { return ptx::lane_index(); }
 
 __device__ __forceinline__ Current& current() {
   return reinterpret_cast<Current*>(shared_memory + kCurrentAt)[warp_index()];

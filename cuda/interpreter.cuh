@@ -88,6 +88,7 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     __syncwarp();
     if (lane_index() == 0) {
       storer.publish(stage);
+      storer.note(stage, Event::kSignalled);
       storer.stage.released().arrive();
     }
     storer.stage.advance();

@@ -15,15 +15,19 @@ enum class Event : uint32_t {
   kBegin = 4,      // consumers: they turn to it
   kInputs = 5,     // consumers: its inputs are there
   kComputed = 6,   // consumers: its sums are complete
-  kEnd = 7,        // consumers: its results are stored
+  kEnd = 7,        // consumers or storer: its results are stored
+  kArrived = 8,    // consumers: they have seen its last page
+  kSignalled = 9,  // storer: its barrier is signalled
+  kWorker = 10,    // no time, but the worker that executes it
 };
-constexpr uint32_t kNumEvents = 8;
+constexpr uint32_t kNumEvents = 11;
 
 __device__ __forceinline__ void note(const Launch& launch, const Stage& stage, Event event) {
-  if constexpr (program::kTrace)
-    launch
-        .trace[static_cast<uint64_t>(stage.trace_row) * kNumEvents + static_cast<uint32_t>(event)] =
-        ptx::global_timer();
+  if constexpr (program::kTrace) {
+    const uint64_t row = static_cast<uint64_t>(stage.trace_row) * kNumEvents;
+    launch.trace[row + static_cast<uint32_t>(event)] =
+        event == Event::kWorker ? blockIdx.x : ptx::global_timer();
+  }
 }
 
 }  // namespace megavm

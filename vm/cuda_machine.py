@@ -35,8 +35,11 @@ EVENTS = {
     "inputs": 5,
     "computed": 6,
     "end": 7,
+    "load_arrived": 8,
+    "signalled": 9,
 }
-NUM_EVENTS = len(EVENTS)
+WORKER_COLUMN = 10
+NUM_EVENTS = 11
 
 
 class LaunchParameters(ctypes.Structure):
@@ -373,7 +376,7 @@ class CudaExecutable:
             rows = len(self._order) * steps
             times = self._zeros(max(rows, 1) * NUM_EVENTS * 2).view(torch.int64)
             parameters.trace = times.data_ptr()
-            self._noting.append(Notes(steps, times.view(-1, NUM_EVENTS)[:rows], EVENTS))
+            self._noting.append(Notes(steps, times.view(-1, NUM_EVENTS)[:rows], EVENTS, WORKER_COLUMN))
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps = steps
         # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.

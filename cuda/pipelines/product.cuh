@@ -15,8 +15,8 @@
 //
 // A *plan* says what is multiplied and what becomes of the sums, see instructions/matmul/cuda.cuh.
 // There is one copy of the code for all product instructions, so that it stays in the instruction
-// cache; only prefetch and finish are theirs. Here is what programs of one row (product_row.cuh) and
-// of several (product_rows.cuh) share.
+// cache; only prefetch and finish are theirs. Here is what programs of one row (product_row.cuh)
+// and of several (product_rows.cuh) share.
 #pragma once
 
 #include "cuda/kernel.cuh"
@@ -235,8 +235,8 @@ struct Gain {
   }
 };
 
-// Address of the sums of squares of a row of x, [warp], and of a warp's partial sums of a unit of the
-// block, [row][8 columns], in this half of the scratch.
+// Address of the sums of squares of a row of x, [warp], and of a warp's partial sums of a unit of
+// the block, [row][8 columns], in this half of the scratch.
 __device__ __forceinline__ uint32_t squares_at(uint32_t half, uint32_t row) {
   return scratch_at(kSquaresAt) + 4 * (half * kGroupRows + row) * kNumConsumers;
 }
@@ -245,15 +245,15 @@ __device__ __forceinline__ uint32_t partials_at(uint32_t half, uint32_t unit, ui
          4 * (half * kPartialFloats + (unit * kNumConsumers + warp) * kGroupRows * kUnitRows);
 }
 
-// What the sums of a row are multiplied with: 1 / sqrt(mean(x^2) + eps) (RMSNorm, Zhang and Sennrich
-// 2019, arXiv:1910.07467).
+// What the sums of a row are multiplied with: 1 / sqrt(mean(x^2) + eps) (RMSNorm, Zhang and
+// Sennrich 2019, arXiv:1910.07467).
 __device__ __forceinline__ float rms_scale(uint32_t squares, uint32_t k, float eps) {
   float sum = 0.0f;
 #pragma unroll
   for (uint32_t i = 0; i < kNumConsumers; i += 4) {
     const ptx::Words4 s = ptx::load_shared4(squares + 4 * i);
-    sum += __uint_as_float(s.x) + __uint_as_float(s.y) +
-           (__uint_as_float(s.z) + __uint_as_float(s.w));
+    sum +=
+        __uint_as_float(s.x) + __uint_as_float(s.y) + (__uint_as_float(s.z) + __uint_as_float(s.w));
   }
   return rsqrtf(__fdividef(sum, static_cast<float>(k)) + eps);
 }
@@ -284,7 +284,8 @@ struct Panel {
   __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
                                    const Consumer& consumer)
       : stage(stage), input(input), consumer(consumer) {
-    const uint32_t lane = lane_index();
+    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    const uint32_t lane = ptx::thread_index() % kLanes;
     tile = lane / 8 * kNumConsumers + consumer.warp();
     in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
     column = tile * kTileColumns + lane % 8 * kLaneColumns;

@@ -101,9 +101,8 @@ class RowInput {
   __device__ __forceinline__ void load_missing(uint32_t begin) {
     constexpr uint32_t kStride = kPageStride<kF32, kTagged>;
     const Tensor& x = panel_.x();
-    const uint64_t from =
-        base_of(x) + (static_cast<uint64_t>(row_) * x.columns + panel_.column) *
-                         (kStride / kPageColumns);
+    const uint64_t from = base_of(x) + (static_cast<uint64_t>(row_) * x.columns + panel_.column) *
+                                           (kStride / kPageColumns);
     const uint32_t pages = this->pages(), tag = panel_.stage.tag;
 #pragma unroll
     for (uint32_t i = 0; i < kBatch<kF32, kTagged>; ++i) {
@@ -209,8 +208,7 @@ class RowInput {
 // How many of the next pages have arrived, at most `most` <= kPreload.
 __device__ __forceinline__ uint32_t count_arrived(PageCursor page, uint32_t most) {
   page.advance(lane_index() % kPreload);
-  const bool there =
-      lane_index() < most && page_arrived(page.slot).is_over(page.phase);
+  const bool there = lane_index() < most && page_arrived(page.slot).is_over(page.phase);
   const uint32_t count = __ffs(~__ballot_sync(~0u, there)) - 1;
   __syncwarp();
   return count;
@@ -234,9 +232,8 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   // Take the pages of weights that are there into registers.
   // NOTE: every register is written on every path: one that keeps its old value somewhere would be
   // live in all of the kernel.
-  uint32_t num_early =
-      count_arrived(consumer.page, min_of(kPreload, min_of(kBlockUnits, input.tiling.units) *
-                                                        first_pages));
+  uint32_t num_early = count_arrived(
+      consumer.page, min_of(kPreload, min_of(kBlockUnits, input.tiling.units) * first_pages));
   if (is_paired(first_pages)) num_early &= ~1u;
   PageTiles early[kPreload];
   {
@@ -250,6 +247,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
       }
     }
     consumer.finish_pages(num_early);
+    if (num_early > 0) consumer.note(stage, Event::kArrived);
   }
 
   consumer.begin_waiting();
@@ -287,6 +285,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   };
   const auto take = [&](PageTiles& tiles) {
     page_arrived(consumer.page.slot).wait(consumer.page.phase);
+    consumer.note(stage, Event::kArrived);
     tiles.load(consumer.page.address(), warp);
     consumer.finish(consumer.page);
     consumer.page.advance();

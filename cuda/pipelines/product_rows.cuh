@@ -210,8 +210,7 @@ __device__ __forceinline__ void carry_squares(Consumer& consumer) {
 #pragma unroll
   for (uint32_t row = 0; row < kGroupRows; ++row) {
     const uint32_t half = consumer.sums.half(), at = 4 * consumer.warp();
-    ptx::store_shared(squares_at(half, row) + at,
-                      ptx::load_shared(squares_at(half ^ 1, row) + at));
+    ptx::store_shared(squares_at(half, row) + at, ptx::load_shared(squares_at(half ^ 1, row) + at));
   }
 }
 
@@ -289,6 +288,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         };
         const auto take = [&](PageTiles& tiles) {
           page_arrived(consumer.page.slot).wait(consumer.page.phase);
+          consumer.note(stage, Event::kArrived);
           tiles.load(consumer.page.address(), warp);
           consumer.finish(consumer.page);
           consumer.page.advance();

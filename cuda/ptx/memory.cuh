@@ -22,6 +22,12 @@ __device__ __forceinline__ Words4 zero4() {
   return v;
 }
 
+__device__ __forceinline__ uint32_t lane_index() {
+  uint32_t lane;
+  asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+  return lane;
+}
+
 __device__ __forceinline__ uint32_t thread_index() {
   uint32_t index;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));

@@ -17,9 +17,8 @@ struct MatmulPlan : ProductPlan<Matmul> {
       : ProductPlan(stage), first_unit(in.inst.column_begin / kUnitRows) {}
 
   __device__ __forceinline__ ProductInput input() const {
-    ProductInput p =
-        input_of(in[&Matmul::weight].columns, ceil_div(in.inst.column_end, kUnitRows) - first_unit,
-                 kHalfItems);
+    ProductInput p = input_of(in[&Matmul::weight].columns,
+                              ceil_div(in.inst.column_end, kUnitRows) - first_unit, kHalfItems);
     p.wants_end = in.has(&Matmul::peaks);
     p.row_index = word_if_there(&Matmul::row_index);
     p.x_rows = in.inst.x_rows;

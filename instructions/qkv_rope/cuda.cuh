@@ -55,8 +55,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
   }
 
   __device__ __forceinline__ ProductInput input() const {
-    return input_of(weight(0).columns, part(0).units + part(1).units + part(2).units,
-                    kHalfItems);
+    return input_of(weight(0).columns, part(0).units + part(1).units + part(2).units, kHalfItems);
   }
   __device__ __forceinline__ WeightRows weights() const {
     WeightRows rows = {};
