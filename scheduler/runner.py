@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TYPE_CHECKING, cast
 
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
@@ -14,12 +16,16 @@ from megavm.scheduler.lower import attention_tiling
 from megavm.scheduler.options import CompileOptions, Exchange
 from megavm.scheduler.step import Floats, Ints, Step
 from megavm.scheduler.step_memory import DeviceStepMemory, Rows, StepMemory
+from megavm.vm.cpu_machine import CpuMachine
 from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS, UNIT_ROWS, Layout, program_layouts
-from megavm.vm.machine import Executable, Machine
+from megavm.vm.machine import Executable, Machine, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+
+if TYPE_CHECKING:
+    from megavm.profiler.recorder import Recorder
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
@@ -67,7 +73,6 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
 
         return ReferenceMachine(), workers or 1
     from megavm.vm.cores import physical_cores
-    from megavm.vm.cpu_machine import CpuMachine
 
     return CpuMachine(), workers or physical_cores()
 
@@ -110,6 +115,8 @@ class Runner:
         self.options = options
         self._programs: dict[Bucket, Program] = {}
         self._executables: dict[Bucket, Executable] = {}
+        self._recorder: Recorder | None = None
+        self._running = threading.Lock()  # a recorder comes and goes between two steps
         logits_shape = (limits.max_logit_rows, config.vocab_size)
         memory.allocate([TensorSpec("logits", logits_shape, F32, TensorKind.ACTIVATION)])
         on_cpu = memory.device.type == "cpu"
@@ -241,7 +248,28 @@ class Runner:
         arrays["logit_row"][:logit_rows] = step.logit_row
         arrays["logit_count"][0] = logit_rows
         bucket = self.bucket(rows, logit_rows, step.context + steps - 1)
-        self._step.run(self._executable(bucket), step, steps)
+        with self._running:
+            executable = self._executable(bucket)
+            self._step.run(executable, step, steps)
+            if self._recorder is not None:
+                seen = float(step.row_position.sum()) + rows * (1 + (steps - 1) / 2)
+                traced = cast(TracingExecutable, executable)
+                self._recorder.add(traced, rows, seen / bucket.rows)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Give what the machine notes of the steps that follow to ``recorder``; None ends that.
+
+        Programs are loaded again, on a GPU with kernels that trace or do not.
+
+        Raises ValueError when the machine cannot trace.
+        """
+        if not isinstance(self.machine, CpuMachine | CudaMachine):
+            raise ValueError(f"machine {self.machine.name!r} does not trace: use cpu or cuda")
+        with self._running:
+            self.machine.trace = recorder is not None
+            self._recorder = recorder
+            self._programs.update((b, e.program) for b, e in self._executables.items())
+            self._executables.clear()
 
     def _executable(self, bucket: Bucket) -> Executable:
         known = self._executables.get(bucket)

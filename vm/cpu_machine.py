@@ -9,7 +9,7 @@ import torch
 from megavm.vm import _native
 from megavm.vm.config import PAGE_BYTES
 from megavm.vm.layout import ROWS
-from megavm.vm.machine import MachineFault, WorkerState
+from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -17,6 +17,18 @@ from megavm.vm.program import Program
 # target, value) of each worker, in (kind, cause, worker, reports).
 Report = tuple[int, str, int, int, int, int, int]
 Fault = tuple[str, str, int, list[Report]]
+
+# Columns of a Note of cpu/interpreter.hpp. A worker turns to an instruction when it fetches it.
+EVENTS = {
+    "fetched": 0,
+    "begin": 0,
+    "ready": 1,
+    "inputs": 2,
+    "computed": 3,
+    "end": 3,
+    "signalled": 4,
+}
+WORKER_COLUMN = 5
 
 
 class CpuMachine:
@@ -26,7 +38,7 @@ class CpuMachine:
     a program brings its own number, which may be larger than the processors there are. A run in which
     nothing can happen any more faults after ``timeout`` seconds. ``level`` forces an instruction-set level
     of ``levels()``; ``check_resources`` makes an instruction fault that uses more working memory than it
-    declares.
+    declares. With ``trace`` executables note when each instruction did what.
     """
 
     name = "cpu"
@@ -39,10 +51,12 @@ class CpuMachine:
         *,
         level: str | None = None,
         check_resources: bool = False,
+        trace: bool = False,
     ) -> None:
         self.workers = workers or _native.num_processors()
         self.timeout = timeout
         self.check_resources = check_resources
+        self.trace = trace
         self._interpreter = _native.Interpreter(level, timeout)
 
     @property
@@ -76,6 +90,8 @@ class CpuExecutable:
         self._machine = machine
         self._interpreter = machine._interpreter
         self.arena_used = 0
+        self._trace = machine.trace
+        self._traced_steps = 0
         # The pointers stay good as long as the tensors do.
         self._storage = [_resolve(program, memory, i) for i in range(len(program.tensors))]
         self._loaded = self._interpreter.load(
@@ -124,7 +140,9 @@ class CpuExecutable:
         # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
         self.memory.epoch += steps
         main_thread = threading.current_thread() is threading.main_thread()
-        fault = self._interpreter.run(self._loaded, steps, epoch & 0xFFFFFFFF, main_thread)
+        trace = self._trace
+        self._traced_steps = steps if trace else 0
+        fault = self._interpreter.run(self._loaded, steps, epoch & 0xFFFFFFFF, main_thread, trace)
         if fault is not None:
             raise self._machine_fault(fault)
 
@@ -138,6 +156,19 @@ class CpuExecutable:
         fault, self.arena_used = self._interpreter.execute_one(self._loaded, index, step, tag)
         if fault is not None:
             raise self._machine_fault(fault)
+
+    def trace(self) -> Notes:
+        """What the last run noted, in nanoseconds of the steady clock; it is handed out once.
+
+        A kernel computes and stores in one go, so that ``computed`` is ``end``. ``inputs`` is ``ready``
+        and all the time that the kernel waited for tagged words, at once or here and there. Raises
+        ValueError when the machine does not trace or nothing has run since.
+        """
+        if not self._traced_steps:
+            raise ValueError("nothing was traced: run on a CpuMachine(trace=True)")
+        steps, self._traced_steps = self._traced_steps, 0
+        times = self._loaded.take_notes()
+        return Notes(steps, times, EVENTS, times[:, WORKER_COLUMN])
 
     def _machine_fault(self, fault: Fault) -> MachineFault:
         kind, cause, worker, reports = fault

@@ -16,7 +16,7 @@ from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, T
 from megavm.vm.cuda_faults import FaultKind, Record
 from megavm.vm.isa import Instruction, whole
 from megavm.vm.layout import ROWS, program_layouts
-from megavm.vm.machine import MachineFault, WorkerState
+from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -25,7 +25,18 @@ ARCHITECTURE = "sm_90a"
 NUM_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
 BARRIER_WORDS = 32  # kBarrierStride of cuda/launch.cuh
 RECORD_WORDS = 8  # of a FaultRecord
-NUM_EVENTS = 8  # of an instruction, see cuda/trace.cuh
+# The events of an instruction by the profiler's names, in the order of cuda/trace.cuh.
+EVENTS = {
+    "fetched": 0,
+    "ready": 1,
+    "load_begin": 2,
+    "load_issued": 3,
+    "begin": 4,
+    "inputs": 5,
+    "computed": 6,
+    "end": 7,
+}
+NUM_EVENTS = len(EVENTS)
 
 
 class LaunchParameters(ctypes.Structure):
@@ -280,6 +291,7 @@ class CudaExecutable:
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._aborted = self._abort.numpy()
         self._alone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._traces = machine.trace  # as the kernel was compiled
         self._trace: torch.Tensor | None = None
         self._traced_steps = 0
         self._stream: int | None = None  # of the launches that have not been waited for
@@ -357,7 +369,7 @@ class CudaExecutable:
         if self._relayouts != self.memory.relayouts:
             self._resolve()
             parameters.tensors = self._tensors.data_ptr()
-        if self._machine.trace:
+        if self._traces:
             self._traced_steps = steps
             rows = len(self._order) * steps
             self._trace = self._zeros(max(rows, 1) * NUM_EVENTS * 2)
@@ -403,7 +415,7 @@ class CudaExecutable:
         parameters = LaunchParameters.from_buffer_copy(self._parameters)
         parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
         parameters.queue_begin = ends.data_ptr()
-        events = self._zeros(NUM_EVENTS * 2) if self._machine.trace else None
+        events = self._zeros(NUM_EVENTS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps, parameters.first_step = 1, step
@@ -488,22 +500,14 @@ class CudaExecutable:
 
     # Traces.
 
-    def trace(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-        """What the last launch noted: (worker, step, instruction) of each row, and its times in ns.
+    def trace(self) -> Notes:
+        """What the last launch noted, in nanoseconds of the GPU's global timer.
 
-        The times are [rows, 8], in the order of cuda/trace.cuh's events; the worker of a dynamic queue's
-        instructions is -1. Raises ValueError when the machine does not trace or nothing has run.
+        The worker of a dynamic queue's instructions is -1. Raises ValueError when the machine does
+        not trace or nothing has run.
         """
         if self._trace is None:
             raise ValueError("nothing was traced: run on a CudaMachine(trace=True)")
-        rows = []
-        workers = 1 if self.program.dynamic else len(self._begin) - 1
-        for worker in range(workers):
-            queue = self._order[self._begin[worker] : self._begin[worker + 1]]
-            steps = np.repeat(np.arange(self._traced_steps), len(queue))
-            owner = np.full(len(steps), -1 if self.program.dynamic else worker)
-            rows.append(np.stack([owner, steps, np.tile(queue, self._traced_steps)], axis=1))
-        events = self._trace.cpu().numpy().view(np.uint64).reshape(-1, NUM_EVENTS)
-        return np.concatenate(rows).astype(np.int32), events[
-            : len(self._order) * self._traced_steps
-        ]
+        times = self._trace.cpu().numpy().view(np.int64).reshape(-1, NUM_EVENTS)
+        rows = len(self._order) * self._traced_steps
+        return Notes(self._traced_steps, times[:rows], EVENTS)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+
+Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,40 @@ class MachineFault(RuntimeError):
         self.workers = workers
 
 
+@dataclass(frozen=True, eq=False)
+class Notes:
+    """What a tracing machine noted of one launch: a row for every instruction that it executed.
+
+    Rows stand worker by worker, step by step, in the order of the queue; of a dynamic queue step by
+    step. ``times`` is int64 [rows, n] in nanoseconds of one clock for all workers and launches, 0 for
+    what did not happen; ``events`` says which of its columns holds an event of the profiler.
+    ``worker`` is int64 [rows] if the machine noted who executed what (None: it did not).
+    """
+
+    steps: int
+    times: npt.NDArray[np.int64]
+    events: Mapping[str, int]
+    worker: npt.NDArray[np.int64] | None = None
+
+    def places(self, program: Program) -> tuple[Ints, Ints, Ints, Ints]:
+        """Worker (-1: unknown), step, slot in the queue and instruction of every row: int32 [rows]."""
+        lengths = [len(queue) for queue in program.queues]
+        order = np.concatenate([np.empty(0, np.int32), *program.queues])
+        slots = np.concatenate([np.arange(n, dtype=np.int32) for n in (0, *lengths)])
+        if self.worker is not None:
+            workers = self.worker.astype(np.int32)
+        elif program.dynamic:
+            workers = np.full(len(order) * self.steps, -1, np.int32)
+        else:
+            of_queue = np.multiply(lengths, self.steps)
+            workers = np.repeat(np.arange(len(lengths), dtype=np.int32), of_queue)
+        length = np.repeat(lengths, np.multiply(lengths, self.steps))
+        first = np.repeat(np.cumsum([0, *lengths])[:-1], np.multiply(lengths, self.steps))
+        number = np.arange(len(length)) - first * self.steps  # among the executions of its queue
+        place = first + number % length
+        return workers, (number // length).astype(np.int32), slots[place], order[place]
+
+
 class Machine(Protocol):
     """Runs programs. One machine may hold many loaded programs on one memory."""
 
@@ -50,6 +90,16 @@ class Machine(Protocol):
 
         Raises ValueError for a program that does not verify or a tensor that memory does not have.
         """
+        ...
+
+
+class TracingExecutable(Protocol):
+    """A program on a machine that notes what happens when."""
+
+    program: Program
+
+    def trace(self) -> Notes:
+        """What the last launch noted. Raises ValueError when the machine does not trace."""
         ...
 
 

@@ -24,6 +24,7 @@ import numpy.typing as npt
 
 from megavm.instructions import decode, instruction_set
 from megavm.vm import _native
+from megavm.vm.alike import alike, tensor_kinds
 from megavm.vm.config import (
     ACCUMULATOR_BYTES,
     HEADER_WORDS,
@@ -245,15 +246,7 @@ class _Verifier:
 
         Of tensors that instructions may write.
         """
-        kinds: dict[tuple[object, ...], int] = {}
-        kind_of = np.array(
-            [
-                kinds.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(kinds))
-                for t in self.tensors
-            ]
-            + [-1],
-            dtype=np.int64,
-        )
+        kind_of = tensor_kinds(self.tensors)
         parts = [np.empty((0, 9), np.int64)]
         for opcode, cls in instruction_set().items():
             numbers = np.flatnonzero(self.words[:, 0] == opcode)
@@ -264,38 +257,16 @@ class _Verifier:
         return accesses[np.argsort(accesses[:, 0], kind="stable")]
 
     def _accesses_of(self, cls: type[Instruction], numbers: Ints, kind_of: Ints) -> Ints:
-        operands = self.words[numbers, HEADER_WORDS : HEADER_WORDS + len(cls.fields)].astype(
-            np.int64
-        )
-        slots = [k for k, field in enumerate(cls.fields) if field.kind is FieldKind.TENSOR]
-        handles = operands[:, slots]
-        key = operands.copy()
-        key[:, slots] = kind_of[np.where(handles == NONE, len(self.tensors), handles)]
-        # Operands that name the same tensor may conflict with each other: equal handles, equal patterns.
-        pattern = (handles[:, :, None] == handles[:, None, :]).argmax(axis=2) if slots else handles
-        key = np.concatenate([key, pattern, np.zeros((len(key), 1), np.int64)], axis=1)
-        raw, width = key.tobytes(), key.shape[1] * key.itemsize
-        known: dict[bytes, int] = {}
-        alike = np.array(
-            [known.setdefault(raw[i : i + width], len(known)) for i in range(0, len(raw), width)],
-            np.int64,
-        )
-        _, representatives = np.unique(alike, return_index=True)
+        same = alike(cls, numbers, self.words, kind_of)
         declared = [
-            self._declaration(int(numbers[row]), [int(h) for h in handles[row]])
-            for row in representatives
+            self._declaration(int(numbers[row]), [int(h) for h in same.handles[row]])
+            for row in same.representatives
         ]
-        lengths = np.array([len(d) for d in declared])
-        table = np.array([access for d in declared for access in d], np.int64).reshape(-1, 8)
-        starts = np.cumsum(lengths) - lengths
-        sizes = lengths[alike]
-        row = np.repeat(np.arange(len(numbers)), sizes)
-        offset = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        picked = table[starts[alike[row]] + offset]
+        row, picked = same.spread(declared, 8)
         result = np.empty((len(row), 9), np.int64)
         result[:, 0] = numbers[row]
         if len(row):
-            result[:, 1] = handles[row, picked[:, 0]]
+            result[:, 1] = same.handles[row, picked[:, 0]]
         result[:, 2:] = picked[:, 1:]
         return result
 

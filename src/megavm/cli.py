@@ -33,6 +33,7 @@ from megavm.commands.terminal import (
     print_error,
     sentence,
 )
+from megavm.commands.trace_options import PROFILE_EXAMPLES, declare_profile, declare_trace
 
 _DESCRIPTION: Final = (
     "Run Llama models as one program on a virtual machine, on a GPU or on the CPU."
@@ -43,6 +44,7 @@ examples:
   megavm generate stories "Once upon a time" --echo --stream
   megavm chat                               talk to the small model that comes with megavm
   megavm info meta-llama/Llama-3.2-1B       sizes of a model, from its directory or the hub
+  megavm profile stories -o run.megatrace   record where the time goes; then megavm trace report
   megavm doctor                             what this machine has, and what would run where
 
 MODEL is a Hugging Face model directory, the name of a model that comes with megavm (stories), or
@@ -102,7 +104,10 @@ class _ShowVersion(argparse.Action):
 
 
 def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the whole command line, and the parser of each command by its name."""
+    """The parser of the whole command line, and the parser of each command by its name.
+
+    A command of a command has both names: "trace report".
+    """
     parser = Parser(prog="megavm", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(
@@ -126,6 +131,10 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     _declare_program(command("program", "[MODEL]", summary, _PROGRAM_EXAMPLES))
     summary = "compile a model's GPU kernels ahead of their first use"
     _declare_compile(command("compile", "[MODEL]", summary, _COMPILE_EXAMPLES))
+    summary = "record what every instruction does when, while a model runs"
+    declare_profile(command("profile", "MODEL [PROMPT]", summary, PROFILE_EXAMPLES))
+    trace = command("trace", "COMMAND", "look at a recorded trace")
+    parsers.update(declare_trace(trace))
     _declare_info(command("info", "[MODEL]", "show the sizes of a model", _INFO_EXAMPLES))
     _declare_doctor(command("doctor", "", "show what this machine has and what would run where"))
     return parser, parsers
@@ -261,11 +270,12 @@ def _run(arguments: Sequence[str] | None) -> int:
             stream.reconfigure(errors="replace")  # a terminal may lack characters of the text
     parser, parsers = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
+    name = " ".join(filter(None, (parsed.command, getattr(parsed, "action", None))))
     if unknown:
-        parsers.get(parsed.command, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    if parsed.command is None:
-        parser.print_help()
+        parsers.get(name, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
+    if name in ("", "trace"):
+        parsers.get(name, parser).print_help()
         return 0
-    parsers[parsed.command].settle(parsed, os.environ)
+    parsers[name].settle(parsed, os.environ)
     code: int = importlib.import_module(f"megavm.commands.{parsed.command}").run(parsed)
     return code

@@ -24,6 +24,8 @@ from megavm.prompts import (
     read_params,
     read_prompts,
 )
+from megavm.profiler.environment import describe_machine
+from megavm.profiler.recorder import Recorder
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.engine import Engine
@@ -283,6 +285,30 @@ class LLM:
             raise ValueError(f"logits takes a list of token ids, not {describe(token_ids)}")
         with self._lock:
             return self.engine.logits(token_ids)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Give `recorder` what the machine notes of every step from now on; None ends that.
+
+        Raises:
+            ValueError: the machine cannot trace, or this LLM is closed.
+        """
+        self._check_open()
+        if recorder is not None:
+            recorder.machine |= describe_machine(self.runner.machine)
+            recorder.model |= self._model_facts()
+        self.runner.record(recorder)
+
+    def _model_facts(self) -> dict[str, Any]:
+        config = self.checkpoint.config
+        return {
+            "name": self.checkpoint.directory.name,
+            "parameters": config.num_parameters,
+            "layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "vocab_size": config.vocab_size,
+            "dtype": self.runner.dtype.name,
+            "max_model_len": self.max_model_len,
+        }
 
     # Running.
 

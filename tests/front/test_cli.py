@@ -732,7 +732,7 @@ def test_help_lists_the_commands_and_answers_at_once() -> None:
         out, err = process.communicate()
         times.append(time.perf_counter() - begin)
         assert (process.returncode, err) == (0, "")
-        assert all(command in out for command in COMMANDS)
+        assert all(command.split()[0] in out for command in COMMANDS)
     assert min(times) < 0.150
 
 

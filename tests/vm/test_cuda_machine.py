@@ -149,12 +149,12 @@ def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMach
     with pytest.raises(ValueError, match="nothing was traced"):
         executable.trace()
     executable.run(2)
-    rows, events = executable.trace()
-    assert rows.shape == (2 * len(program), 3)
-    assert sorted(rows[:, 2].tolist()) == sorted([*range(len(program))] * 2)
-    assert events.shape == (2 * len(program), 8)
-    assert bool((events[:, 7] >= events[:, 4]).all())
-    assert int(events[:, 4].min()) > 0
+    notes = executable.trace()
+    assert sorted(notes.instruction.tolist()) == sorted([*range(len(program))] * 2)
+    assert notes.times.shape == (2 * len(program), 8)
+    begin, end = (notes.times[:, notes.events[name]] for name in ("begin", "end"))
+    assert bool((end >= begin).all())
+    assert int(begin.min()) > 0
 
 
 def test_what_does_not_fit_the_gpu_is_refused(cuda_machine: CudaMachine) -> None:

@@ -1,5 +1,6 @@
 // The compiled module megavm.vm._native.
 #include <pybind11/functional.h>
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -112,12 +113,12 @@ bool interrupted() {
 bool never_interrupted() { return false; }
 
 py::object run(Interpreter& interpreter, Executable& executable, uint32_t steps, uint32_t epoch,
-               bool main_thread) {
+               bool main_thread, bool trace) {
   std::optional<Fault> fault;
   {
     const py::gil_scoped_release release;
-    fault =
-        interpreter.run(executable, steps, epoch, main_thread ? interrupted : never_interrupted);
+    fault = interpreter.run(executable, steps, epoch, trace,
+                            main_thread ? interrupted : never_interrupted);
   }
   // The handler of a signal has left its exception.
   if (PyErr_Occurred()) throw py::error_already_set();
@@ -134,6 +135,16 @@ py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t
     fault = interpreter.execute_one(executable, index, step, epoch, &used);
   }
   return py::make_tuple(describe(fault), used);
+}
+
+// int64 [rows, fields of Note]; the executable has none afterwards.
+py::array take_notes(Executable& executable) {
+  constexpr size_t kFields = sizeof(Note) / sizeof(int64_t);
+  auto* notes = new std::vector<Note>(std::move(executable.notes));
+  executable.notes.clear();
+  const py::capsule owner(notes, [](void* p) { delete static_cast<std::vector<Note>*>(p); });
+  return py::array_t<int64_t>({notes->size(), kFields},
+                              reinterpret_cast<const int64_t*>(notes->data()), owner);
 }
 
 std::vector<uint32_t> barrier_values(const Executable& executable) {
@@ -156,6 +167,7 @@ PYBIND11_MODULE(_native, m) {
   py::class_<Executable>(m, "Executable")
       .def_property_readonly("broken", [](const Executable& e) { return e.broken; })
       .def_property_readonly("barriers", barrier_values)
+      .def("take_notes", take_notes, "What the last run noted, if it was traced: int64 [rows, 6].")
       .def("set_steps_run", set_barriers, py::arg("steps"),
            "Pretend that the program has run `steps` steps (for tests of counters that wrap "
            "around).");
@@ -168,7 +180,7 @@ PYBIND11_MODULE(_native, m) {
       .def("load", load, py::arg("words"), py::arg("tensors"), py::arg("queues"),
            py::arg("dynamic"), py::arg("workers"), py::arg("signals"), py::arg("arena_limits"))
       .def("run", run, py::arg("executable"), py::arg("steps"), py::arg("epoch"),
-           py::arg("main_thread"))
+           py::arg("main_thread"), py::arg("trace"))
       .def("execute_one", execute_one, py::arg("executable"), py::arg("index"), py::arg("step"),
            py::arg("epoch"));
   m.def("levels", [] {

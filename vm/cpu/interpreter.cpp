@@ -18,6 +18,11 @@ struct InstructionFault {
   std::string cause;
 };
 
+int64_t nanoseconds() {
+  const auto now = Interpreter::Clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(now).count();
+}
+
 bool satisfied(const Condition& condition) {
   const uint32_t value = __atomic_load_n(condition.address, __ATOMIC_ACQUIRE);
   if (condition.kind == Condition::kTag) return value == condition.target;
@@ -74,11 +79,12 @@ Interpreter::Seat& Interpreter::seat(uint32_t number) {
 }
 
 std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, uint32_t epoch,
-                                      const std::function<bool()>& interrupted) {
+                                      bool trace, const std::function<bool()>& interrupted) {
   const std::lock_guard lock(running_);
   run_.executable = &executable;
   run_.steps = steps;
   run_.epoch = epoch;
+  run_.trace = trace;
   run_.interrupted = &interrupted;
   run_.ticket = 0;
   crowded_ = executable.workers > num_processors();
@@ -89,6 +95,11 @@ std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, ui
     s.finished = false;
     s.instruction = -1;
     s.waiting = {};
+  }
+  if (trace) {
+    size_t length = 0;
+    for (const std::vector<int32_t>& queue : executable.queues) length += queue.size();
+    executable.notes.assign(length * steps, Note{});
   }
   const std::function<void(uint32_t)> job = [this](uint32_t number) { work(number); };
   pool_.start(job, executable.workers);
@@ -116,6 +127,7 @@ std::optional<Fault> Interpreter::execute_one(Executable& executable, uint32_t i
                                               uint32_t epoch, size_t* arena_used) {
   const std::lock_guard lock(running_);
   single_ = true;
+  run_.trace = false;
   run_.executable = &executable;
   Seat& s = seat(0);
   s.waiting = {};
@@ -151,7 +163,7 @@ std::optional<Fault> Interpreter::take_fault() {
 void Interpreter::work(uint32_t number) {
   Seat& s = *seats_[number];
   try {
-    run_.executable->dynamic ? run_dynamic(s) : run_static(s);
+    run_.trace ? run_queue<true>(s) : run_queue<false>(s);
     s.instruction = -1;
   } catch (const InstructionFault& fault) {
     stop({Fault::kInstruction, fault.cause, number, {}});
@@ -161,21 +173,28 @@ void Interpreter::work(uint32_t number) {
   s.finished = true;
 }
 
-void Interpreter::run_static(Seat& seat) {
-  const std::vector<int32_t>& queue = run_.executable->queues[seat.worker.number];
-  for (uint32_t step = 0; step < run_.steps; ++step)
-    for (const int32_t index : queue) run_instruction(seat, index, step);
-}
-
-void Interpreter::run_dynamic(Seat& seat) {
-  const std::vector<int32_t>& queue = run_.executable->queues[0];
-  const uint64_t end = uint64_t{run_.steps} * queue.size();
-  while (true) {
-    const uint64_t ticket = run_.ticket.fetch_add(1, std::memory_order_relaxed);
-    if (ticket >= end) return;
-    run_instruction(seat, queue[ticket % queue.size()],
-                    static_cast<uint32_t>(ticket / queue.size()));
+// All steps of the worker's own queue, or tickets of the common one.
+template <bool kTrace>
+void Interpreter::run_queue(Seat& seat) {
+  Executable& executable = *run_.executable;
+  Note* note = kTrace ? executable.notes.data() : nullptr;
+  if (executable.dynamic) {
+    const std::vector<int32_t>& queue = executable.queues[0];
+    const uint64_t end = uint64_t{run_.steps} * queue.size();
+    while (true) {
+      const uint64_t ticket = run_.ticket.fetch_add(1, std::memory_order_relaxed);
+      if (ticket >= end) return;
+      run_instruction<kTrace>(seat, queue[ticket % queue.size()],
+                              static_cast<uint32_t>(ticket / queue.size()),
+                              kTrace ? note + ticket : nullptr);
+    }
   }
+  if constexpr (kTrace)
+    for (uint32_t i = 0; i < seat.worker.number; ++i)
+      note += executable.queues[i].size() * run_.steps;
+  for (uint32_t step = 0; step < run_.steps; ++step)
+    for (const int32_t index : executable.queues[seat.worker.number])
+      run_instruction<kTrace>(seat, index, step, kTrace ? note++ : nullptr);
 }
 
 // Point the worker at one instruction of one step.
@@ -191,8 +210,15 @@ void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t inde
   seat.instruction = index;
 }
 
-void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step) {
+// Without kTrace nothing of `note` is compiled.
+template <bool kTrace>
+void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note* note) {
   Executable& executable = *run_.executable;
+  if constexpr (kTrace) {
+    note->fetched = nanoseconds();
+    note->worker = seat.worker.number;
+    seat.waited = 0;
+  }
   throw_if_stopped();
   if (seat.worker.number == 0) check_interrupt(seat);
   prepare(seat, executable, index, step, run_.epoch + step + 1);
@@ -207,15 +233,29 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step) {
     condition.object = w.barrier;
     wait(seat, condition);
   }
+  if constexpr (kTrace) note->ready = note->fetched + seat.waited;
   // Execute, and say so.
   level_.kernels[words.header.opcode](words, seat.worker);
-  if (words.header.signal != kNone)
+  if constexpr (kTrace) {
+    note->inputs = note->fetched + seat.waited;
+    note->end = nanoseconds();
+  }
+  if (words.header.signal != kNone) {
     executable.barriers[words.header.signal].value.fetch_add(1, std::memory_order_release);
+    if constexpr (kTrace) note->signalled = nanoseconds();
+  }
   seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
 void Interpreter::wait(Seat& seat, const Condition& condition) {
   if (satisfied(condition)) return;
+  if (!run_.trace) return wait_short(seat, condition);
+  const int64_t begin = nanoseconds();
+  wait_short(seat, condition);
+  seat.waited += nanoseconds() - begin;
+}
+
+void Interpreter::wait_short(Seat& seat, const Condition& condition) {
   const int spins = single_ ? 0 : crowded_ ? kCrowdedSpins : kSpins;
   bool done = false;
   for (int i = 0; i < spins && !done; ++i) {

@@ -22,6 +22,16 @@ struct alignas(64) Counter {
 };
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
+// When a worker did what with one instruction, in nanoseconds of the steady clock; 0: it did not.
+struct Note {
+  int64_t fetched;
+  int64_t ready;      // the waits of the header are over
+  int64_t inputs;     // `ready` and all the time that the kernel waited for tagged words
+  int64_t end;        // the kernel has returned
+  int64_t signalled;  // after the signal
+  int64_t worker;
+};
+
 // A program with its tensors resolved, and its barriers.
 struct Executable {
   std::vector<Words> instructions;
@@ -34,6 +44,8 @@ struct Executable {
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
   bool broken = false;  // a run ended in the middle: the barriers mean nothing any more
+  // Of the last run that was traced, worker by worker, step by step (dynamic: in order of tickets).
+  std::vector<Note> notes;
 };
 
 // What a worker was doing when a run ended before its time.
@@ -60,8 +72,8 @@ class Interpreter {
   const Level& level() const { return level_; }
 
   // Run for `steps` steps; the first has the tag `epoch` + 1. `interrupted` is asked now and then
-  // on the calling thread. The executable is broken after a fault.
-  std::optional<Fault> run(Executable& executable, uint32_t steps, uint32_t epoch,
+  // on the calling thread. With `trace` the executable gets notes. It is broken after a fault.
+  std::optional<Fault> run(Executable& executable, uint32_t steps, uint32_t epoch, bool trace,
                            const std::function<bool()>& interrupted);
 
   // Run one instruction without its waits and signal; returns the bytes of the arena it used.
@@ -80,6 +92,7 @@ class Interpreter {
     std::unique_ptr<char[]> arena;
     std::atomic<uint64_t> progress{0};  // instructions finished, waits satisfied
     int64_t instruction = -1;
+    int64_t waited = 0;  // nanoseconds, when tracing; counted from time to time
     // Under `mutex_`: set while the worker waits for long, or has nothing left to do.
     bool finished = false;
     Condition waiting;
@@ -89,18 +102,21 @@ class Interpreter {
     Executable* executable = nullptr;
     uint32_t steps = 0;
     uint32_t epoch = 0;
+    bool trace = false;
     const std::function<bool()>* interrupted = nullptr;
     alignas(64) std::atomic<uint64_t> ticket{0};
   };
 
   Seat& seat(uint32_t number);
   void work(uint32_t number);
-  void run_static(Seat& seat);
-  void run_dynamic(Seat& seat);
-  void run_instruction(Seat& seat, int32_t index, uint32_t step);
+  template <bool kTrace>
+  void run_queue(Seat& seat);
+  template <bool kTrace>
+  void run_instruction(Seat& seat, int32_t index, uint32_t step, Note* note);
   void prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
                uint32_t epoch);
   void wait(Seat& seat, const Condition& condition);
+  void wait_short(Seat& seat, const Condition& condition);
   void wait_long(Seat& seat, const Condition& condition);
   bool nothing_can_happen() const;
   uint64_t total_progress() const;

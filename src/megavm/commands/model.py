@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
 
 
-def load(arguments: argparse.Namespace) -> LLM:
-    """The model, loaded with progress on stderr."""
+def load(arguments: argparse.Namespace, **options: Any) -> LLM:
+    """The model, loaded with progress on stderr; `options` are more of those of `LLM`."""
     progress = Progress(arguments.quiet)
     if not progress.enabled:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -34,6 +34,7 @@ def load(arguments: argparse.Namespace) -> LLM:
             dtype=arguments.dtype,
             progress=progress if progress.enabled else None,
             **optional,
+            **options,
         )
     except BaseException:
         progress.clear()

@@ -1,0 +1,103 @@
+"""The critical path of a step: the chain of causes from its last record back to its beginning.
+
+Every record has a cause, the record without which it would have begun to compute earlier. Following causes from
+the record that ends last gives the chain that made the step as long as it was: shortening anything else would
+not have helped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from megavm.profiler.trace import TAGGED, Trace, TraceError
+
+# What a segment of the path is: the way from the cause to the record, waiting for the loads, computing,
+# storing and telling others, or not yet turned to although its cause is over.
+PARTS: Final = ("delay", "latency", "loading", "computing", "signalling")
+
+
+@dataclass(frozen=True)
+class Link:
+    """One record on the path: it counts from ``begin``, when its cause was over, to ``end``; ns.
+
+    ``through`` is how the cause held it up: "barrier", "words", "queue", or "start" for one without a
+    cause, which counts from the step's beginning: its worker had to come first. ``channel`` names the
+    barrier or tensor. ``parts`` divides the time, see ``PARTS``.
+    """
+
+    record: int
+    begin: int
+    end: int
+    through: str
+    channel: str
+    parts: dict[str, int]
+
+
+@dataclass(frozen=True)
+class CriticalPath:
+    """The links of a step's critical path in order of time; ``begin`` and ``end`` are the step's, ns."""
+
+    step: int
+    begin: int
+    end: int
+    links: tuple[Link, ...]
+
+    @property
+    def length(self) -> int:
+        """What the links cover: ns."""
+        return sum(link.end - link.begin for link in self.links)
+
+
+def critical_path(trace: Trace, step: int) -> CriticalPath:
+    """The critical path of a step, by its index. O(its links).
+
+    Raises TraceError when the causes of the trace go in a circle.
+    """
+    begin, end = int(trace.step_begin[step]), int(trace.step_end[step])
+    offsets = trace.step_offsets
+    own = slice(int(offsets[step]), int(offsets[step + 1]))
+    record = own.start + int(trace.spans.signalled[own].argmax())
+    links: list[Link] = []
+    seen: set[int] = set()
+    until = int(trace.spans.signalled[record])
+    while record >= 0 and until > begin:
+        if record in seen:
+            raise TraceError(f"the causes of record {record} go in a circle")
+        seen.add(record)
+        cause = int(trace.record_cause[record])
+        since = begin if cause < 0 else max(min(_over(trace, record, cause), until), begin)
+        links.append(_link(trace, record, cause, since, until))
+        record, until = cause, since
+    return CriticalPath(step, begin, end, tuple(reversed(links)))
+
+
+def _over(trace: Trace, record: int, cause: int) -> int:
+    """When the cause no longer held the record up."""
+    spans, channel = trace.spans, int(trace.record_cause_channel[record])
+    program = trace.programs[trace.record_program[record]]
+    barrier = channel >= 0 and program.channel_kind[channel] != TAGGED
+    over = int((spans.signalled if barrier else spans.end)[cause])
+    # What it saw of a barrier or of words may be older than the time that was noted.
+    return min(over, int(spans.inputs[record])) if channel >= 0 else over
+
+
+def _link(trace: Trace, record: int, cause: int, since: int, until: int) -> Link:
+    spans = trace.spans
+    channel = int(trace.record_cause_channel[record])
+    program = trace.programs[trace.record_program[record]]
+    through = "start" if cause < 0 else "queue"
+    if channel >= 0:
+        through = "words" if program.channel_kind[channel] == TAGGED else "barrier"
+    marks = {
+        "delay": int(spans.begin[record]),
+        "latency": int(spans.inputs[record]),
+        "loading": min(int(spans.load_end[record]), int(spans.computed[record])),
+        "computing": int(spans.end[record]),
+        "signalling": until,
+    }
+    parts, at = {}, since
+    for part, mark in marks.items():
+        mark = min(max(mark, at), until)
+        parts[part], at = mark - at, mark
+    return Link(record, since, until, through, program.channel_name(channel), parts)

@@ -1,0 +1,212 @@
+"""What a trace must know of a program: who waits for whom, and what instructions move and compute.
+
+All of it is derived from what instructions declare.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from megavm.instructions import decode, instruction_set
+from megavm.profiler.trace import BARRIER, TAGGED, Ints, Longs, TraceProgram
+from megavm.vm.alike import alike, tensor_kinds
+from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
+from megavm.vm.isa import FieldKind, Instruction, Region, TensorKind, TensorSpec
+from megavm.vm.layout import layouts_of
+from megavm.vm.program import Program
+
+CONTEXT: Final = "context"  # the operand that says how many tokens a row may see, for the cost only
+
+# What a region of a tagged tensor is spread as: operand, rows, columns.
+_REGION = 5
+
+
+def trace_program(program: Program, context: float | None = None) -> TraceProgram:
+    """The program as a trace holds it.
+
+    Instructions declare their cost for the longest context of the program; with ``context`` (tokens
+    that its rows saw on average) their bytes and FLOPs are those of that context. Half a second for
+    10,000 instructions.
+    """
+    tensors = program.tensors
+    cost = np.zeros((len(program), 3), np.int64)
+    reads, writes = [np.empty((0, 6), np.int64)], [np.empty((0, 6), np.int64)]
+    kinds = tensor_kinds(tensors)
+    for opcode, cls in instruction_set().items():
+        numbers = np.flatnonzero(program.words[:, 0] == opcode)
+        if not len(numbers):
+            continue
+        same = alike(cls, numbers, program.words, kinds)
+        chosen = [
+            decode(program.words[numbers[row]].astype("<u4").tobytes())
+            for row in same.representatives
+        ]
+        cost[numbers] = np.array([_cost(i, tensors, context) for i in chosen])[same.kind]
+        for found, declared in (
+            (reads, [list(inst.reads(tensors)) for inst in chosen]),
+            (writes, [list(inst.writes(tensors)) for inst in chosen]),
+        ):
+            handles = [same.handles[row].tolist() for row in same.representatives]
+            tagged = [_tagged(d, tensors, h) for d, h in zip(declared, handles, strict=True)]
+            row, regions = same.spread(tagged, _REGION)
+            if len(row):
+                tensor = same.handles[row, regions[:, 0]]
+                found.append(np.column_stack([numbers[row], tensor, regions[:, 1:]]))
+    channels = _Channels()
+    _add_barriers(channels, program)
+    _add_tagged(channels, np.concatenate(reads), np.concatenate(writes))
+    labels = list(dict.fromkeys(program.labels))
+    number = {label: i for i, label in enumerate(labels)}
+    return TraceProgram(
+        facts=_facts(program, labels),
+        words=program.words,
+        label=np.array([number[label] for label in program.labels], np.int32),
+        bytes=cost[:, 0],
+        load_bytes=cost[:, 1],
+        flops=cost[:, 2],
+        **channels.columns(),
+    )
+
+
+def _facts(program: Program, labels: list[str]) -> dict[str, Any]:
+    """The program's members of the header."""
+    used = {int(opcode) for opcode in np.unique(program.words[:, 0])}
+    return {
+        "fingerprint": program.fingerprint(),
+        "dynamic": program.dynamic,
+        "workers": program.workers,
+        "barriers": list(program.barriers),
+        "tensors": [
+            [t.name, list(t.shape), t.dtype.name, t.kind.value, t.tagged] for t in program.tensors
+        ],
+        "labels": labels,
+        "metadata": dict(program.metadata),
+        "opcodes": {
+            str(opcode): {
+                "name": cls.name(),
+                "help": cls.formula(),
+                "fields": [
+                    {"name": field.name, "word": HEADER_WORDS + k, "kind": _FIELD_KINDS[field.kind]}
+                    for k, field in enumerate(cls.fields)
+                ],
+            }
+            for opcode, cls in instruction_set().items()
+            if opcode in used
+        },
+    }
+
+
+_FIELD_KINDS: Final = {
+    FieldKind.TENSOR: "tensor",
+    FieldKind.INTEGER: "integer",
+    FieldKind.REAL: "float",
+}
+
+
+def _cost(
+    inst: Instruction, tensors: Sequence[TensorSpec], context: float | None
+) -> tuple[int, int, int]:
+    """Bytes that it moves, those of them that are streamed (weights, KV), and its FLOPs."""
+    cached = 0.0
+    moved, flops = float(inst.bytes(tensors)), float(inst.flops(tensors))
+    if any(field.name == CONTEXT for field in inst.fields):
+        longest = getattr(inst, CONTEXT)
+        none = _at_context(inst, 0)
+        fixed, fixed_flops = none.bytes(tensors), none.flops(tensors)
+        share = 1.0 if context is None or not longest else context / longest
+        cached = (moved - fixed) * share
+        moved = fixed + cached
+        flops = fixed_flops + (flops - fixed_flops) * share
+    streamed = layouts_of(inst, tensors)
+    weights = sum(
+        region.elements * tensors[region.tensor].dtype.size
+        for region in inst.reads(tensors)
+        if region.tensor in streamed and tensors[region.tensor].kind is TensorKind.WEIGHT
+    )
+    return round(moved), min(round(moved), weights + round(cached)), round(flops)
+
+
+def _at_context(inst: Instruction, context: int) -> Instruction:
+    changed = copy.copy(inst)
+    setattr(changed, CONTEXT, context)
+    return changed
+
+
+def _tagged(
+    regions: Sequence[Region], tensors: Sequence[TensorSpec], handles: list[int]
+) -> list[tuple[int, ...]]:
+    """The regions of tagged tensors, with the position of the operand in place of the tensor."""
+    return [
+        (handles.index(r.tensor), *r.rows, *r.columns) for r in regions if tensors[r.tensor].tagged
+    ]
+
+
+class _Channels:
+    """Collects channels, equal ones once, and who waits for them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int, int, bytes], int] = {}
+        self._producers: list[Ints] = []
+        self._waits: list[Longs] = [np.empty((0, 3), np.int64)]
+
+    def channel(self, kind: int, thing: int, target: int, producers: Ints) -> int:
+        """The number of a channel."""
+        key = kind, thing, target, producers.tobytes()
+        number = self._known.setdefault(key, len(self._known))
+        if number == len(self._producers):
+            self._producers.append(producers)
+        return number
+
+    def wait(self, instructions: Longs, channel: int | Longs, back: int) -> None:
+        """Let instructions wait for a channel, or each for its own."""
+        columns = np.broadcast_arrays(instructions, channel, back)
+        self._waits.append(np.column_stack(columns))
+
+    def columns(self) -> dict[str, Ints]:
+        """The columns of a TraceProgram."""
+        keys = np.array([key[:3] for key in self._known], np.int32).reshape(-1, 3)
+        waits = np.unique(np.concatenate(self._waits), axis=0)
+        offsets = np.cumsum([0, *map(len, self._producers)])
+        return {
+            "channel_kind": keys[:, 0].copy(),
+            "channel_object": keys[:, 1].copy(),
+            "channel_target": keys[:, 2].copy(),
+            "channel_offsets": offsets.astype(np.int32),
+            "channel_producers": np.concatenate([*self._producers, np.empty(0, np.int32)]),
+            "waits": waits.astype(np.int32),
+        }
+
+
+def _add_barriers(channels: _Channels, program: Program) -> None:
+    """The waits in the headers. Target 0 is for all signals of the step before."""
+    header = program.words[:, 2:HEADER_WORDS].reshape(-1, MAX_WAITS, 2).astype(np.int64)
+    instruction, place = np.nonzero(header[:, :, 0] != NONE)
+    barrier, target = header[instruction, place].T
+    wanted = program.words[:, 1]
+    order = np.argsort(wanted, kind="stable").astype(np.int32)
+    first = np.searchsorted(wanted[order], np.arange(len(program.barriers) + 1))
+    pairs, which = np.unique(np.column_stack([barrier, target]), axis=0, return_inverse=True)
+    for i, (number, wish) in enumerate(pairs.tolist()):
+        producers = order[first[number] : first[number + 1]]
+        if len(producers):
+            found = channels.channel(BARRIER, number, wish or len(producers), producers)
+            channels.wait(instruction[which.reshape(-1) == i], found, int(wish == 0))
+
+
+def _add_tagged(channels: _Channels, reads: Longs, writes: Longs) -> None:
+    """The reads of tagged words. Rows (instruction, tensor, rows, columns)."""
+    for tensor in np.unique(reads[:, 1]):
+        writers = writes[writes[:, 1] == tensor]
+        readers = reads[reads[:, 1] == tensor]
+        regions, which = np.unique(readers[:, 2:], axis=0, return_inverse=True)
+        for i, (top, bottom, left, right) in enumerate(regions.tolist()):
+            inside = (writers[:, 2] < bottom) & (top < writers[:, 3])
+            inside &= (writers[:, 4] < right) & (left < writers[:, 5])
+            producers = np.unique(writers[inside, 0]).astype(np.int32)
+            if len(producers):
+                found = channels.channel(TAGGED, int(tensor), 0, producers)
+                channels.wait(readers[which.reshape(-1) == i, 0], found, 0)

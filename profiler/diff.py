@@ -1,0 +1,180 @@
+"""`megavm trace diff`: two traces side by side, aligned by label, kind of instruction and step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from megavm.profiler.analysis import phases, states
+from megavm.profiler.critical_path import critical_path
+from megavm.profiler.report import LONG_PATH, contributions, table
+from megavm.profiler.trace import Trace, TraceError
+
+PARTS: Final = ("computing", "loading", "barrier", "words")
+
+Totals = dict[str, dict[str, float]]  # by name, ns of all workers in a step
+
+
+def diff(before: Trace, after: Trace) -> dict[str, Any]:
+    """What changed from one trace to another, as JSON values; times are ns.
+
+    Compared are the steps of one number of tokens: the one that most steps have in both (so decode
+    steps with decode steps). ``kinds``, ``phases`` and ``labels`` have time of all workers per step,
+    ``critical_path`` that of the steps of median duration; ``steps`` pairs steps in their order.
+
+    Raises TraceError when no number of tokens is in both.
+    """
+    tokens = _common_tokens(before, after)
+    chosen = [np.flatnonzero(t.step_tokens == tokens) for t in (before, after)]
+    a, b = (_Side(t, steps) for t, steps in zip((before, after), chosen, strict=True))
+    return {
+        "tokens": tokens,
+        "machines": [dict(t.machine) for t in (before, after)],
+        "models": [dict(t.model) for t in (before, after)],
+        "count": [len(a.steps), len(b.steps)],
+        "step": _change(a.median, b.median),
+        "gap": _change(a.gap, b.gap),
+        "streamed": _change(a.streamed, b.streamed),
+        "kinds": _changes(a.totals(0), b.totals(0)),
+        "phases": _changes(a.totals(1), b.totals(1)),
+        "labels": _changes(a.totals(2), b.totals(2)),
+        "critical_path": _changes(a.path(), b.path()),
+        "steps": [
+            {"numbers": [int(n), int(m)], **_change(float(x), float(y))}
+            for n, m, x, y in zip(a.numbers, b.numbers, a.durations, b.durations, strict=False)
+        ],
+    }
+
+
+def _common_tokens(before: Trace, after: Trace) -> int:
+    counts = [Counter(t.step_tokens.tolist()) for t in (before, after)]
+    common = counts[0].keys() & counts[1].keys()
+    if not common:
+        raise TraceError(
+            "the traces have no steps of the same number of tokens: "
+            f"{sorted(counts[0])[:8]} and {sorted(counts[1])[:8]}"
+        )
+    return max(common, key=lambda n: (min(counts[0][n], counts[1][n]), -n))
+
+
+def _change(a: float, b: float) -> dict[str, Any]:
+    return {"before": a, "after": b, "change": b - a, "ratio": b / a if a else None}
+
+
+def _changes(a: Totals, b: Totals) -> list[dict[str, Any]]:
+    """A row for each name of either side, the largest change first."""
+    none = dict.fromkeys(("total", *PARTS), 0.0)
+    rows = []
+    for name in dict.fromkeys([*a, *b]):
+        x, y = a.get(name, none), b.get(name, none)
+        parts = {part: y.get(part, 0.0) - x.get(part, 0.0) for part in PARTS}
+        rows.append({"name": name, **_change(x["total"], y["total"]), "parts": parts})
+    return sorted(rows, key=lambda row: -abs(row["change"]))
+
+
+class _Side:
+    """The compared steps of one trace."""
+
+    def __init__(self, trace: Trace, steps: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self.trace = trace
+        self.steps = steps
+        self.numbers = trace.step_number[steps].tolist()
+        self.durations = (trace.step_end - trace.step_begin)[steps]
+        self.median = float(np.median(self.durations))
+        following = steps[steps > 0]
+        between = trace.step_begin[following] - trace.step_end[following - 1]
+        self.gap = float(np.median(between)) if len(between) else 0.0
+        chosen = np.zeros(trace.num_steps, np.bool_)
+        chosen[steps] = True
+        self.records = chosen[trace.record_step]
+        streamed = trace.of_instruction("load_bytes")[self.records].sum()
+        self.streamed = float(streamed / max(self.durations.sum(), 1) * 1e9)
+
+    def totals(self, level: int) -> Totals:
+        """Time per step by kind (0), phase (1) or label (2)."""
+        trace = self.trace
+        phase, phase_names = phases(trace)
+        of, names = (
+            (trace.record_kind, trace.kinds),
+            (phase[trace.record_label], phase_names),
+            (trace.record_label, trace.labels),
+        )[level]
+        columns = {
+            name: np.bincount(of[self.records], values[self.records], len(names)) / len(self.steps)
+            for name, values in vars(states(trace.spans)).items()
+        }
+        return {
+            name: {
+                "total": float(sum(column[i] for column in columns.values())),
+                **{part: float(columns[part][i]) for part in PARTS},
+            }
+            for i, name in enumerate(names)
+            if (of[self.records] == i).any()
+        }
+
+    def path(self) -> Totals:
+        """The critical path of the step of median duration, by phase."""
+        step = int(self.steps[np.argsort(self.durations, kind="stable")[len(self.steps) // 2]])
+        totals: Totals = {}
+        for row in contributions(self.trace, critical_path(self.trace, step)):
+            known = totals.setdefault(row["phase"], {"total": 0.0})
+            known["total"] += row["total"]
+        return totals
+
+
+def format_diff(facts: dict[str, Any]) -> str:
+    """A comparison as tables for people."""
+    return "\n".join(_lines(facts))
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    before, after = facts["machines"]
+    for name, machine, model, count in zip(
+        "AB", (before, after), facts["models"], facts["count"], strict=True
+    ):
+        yield (
+            f"{name}  {model.get('name', 'unknown model')} on {machine['name']} "
+            f"({machine['device']}, {machine['workers']} workers), {count} steps"
+        )
+    yield f"compared: steps of {facts['tokens']} tokens"
+    yield ""
+    rows = [("step, us", facts["step"], 1e3), ("gap before it, us", facts["gap"], 1e3)]
+    rows.append(("weights and KV, GB/s", facts["streamed"], 1e9))
+    yield from table(
+        ("median", "A", "B", "change", "ratio"),
+        [(name, *_cells(change, unit)) for name, change, unit in rows],
+    )
+    for title, key in (
+        ("Kinds: us of all workers per step", "kinds"),
+        ("Phases: us of all workers per step", "phases"),
+    ):
+        yield f"\n{title}"
+        yield from table(
+            ("", "A", "B", "change", "ratio", *PARTS),
+            [
+                (
+                    row["name"],
+                    *_cells(row, 1e3),
+                    *(f"{row['parts'][part] / 1e3:+,.1f}" for part in PARTS),
+                )
+                for row in facts[key][:LONG_PATH]
+            ],
+        )
+    yield "\nCritical path of the median step: us by phase"
+    yield from table(
+        ("", "A", "B", "change", "ratio"),
+        [(row["name"], *_cells(row, 1e3)) for row in facts["critical_path"][:LONG_PATH]],
+    )
+
+
+def _cells(change: dict[str, Any], unit: float) -> tuple[str, str, str, str]:
+    ratio = "-" if change["ratio"] is None else f"{change['ratio']:.3f}"
+    return (
+        f"{change['before'] / unit:,.1f}",
+        f"{change['after'] / unit:,.1f}",
+        f"{change['change'] / unit:+,.1f}",
+        ratio,
+    )

@@ -1,0 +1,80 @@
+"""Where a trace was recorded: machine, device, versions, and how fast the memory is."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import time
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from megavm.vm.cuda_machine import CudaMachine
+from megavm.vm.machine import Machine
+
+READ_BYTES: Final = 1 << 30  # of a measurement of the memory; far more than any cache holds
+CPU_READ_BYTES: Final = 1 << 28
+ROUNDS: Final = 5
+
+
+def describe_machine(machine: Machine) -> dict[str, Any]:
+    """The members of a trace's ``machine`` that are known without measuring anything."""
+    on_gpu = isinstance(machine, CudaMachine)
+    return {
+        "name": machine.name,
+        "device": torch.cuda.get_device_name(machine.device) if on_gpu else _processor(),
+        "clock": "globaltimer" if on_gpu else "steady clock",
+    }
+
+
+def measure_bandwidth(device: str) -> float:
+    """Bytes per second that the memory of a torch device gives to a plain sum; well under a second."""
+    where = torch.device(device)
+    size = CPU_READ_BYTES
+    if where.type == "cuda":
+        size = min(READ_BYTES, torch.cuda.mem_get_info(where)[0] // 4)
+    data = torch.ones(size // 4, dtype=torch.float32, device=where)
+    return data.nbytes / min(_seconds_to_sum(data) for _ in range(ROUNDS + 1))
+
+
+def _seconds_to_sum(data: torch.Tensor) -> float:
+    begin = time.perf_counter()
+    float(data.sum())
+    return time.perf_counter() - begin
+
+
+def _processor() -> str:
+    """The processor's name as the system gives it."""
+    from megavm.doctor import cpu_name
+
+    return cpu_name()
+
+
+def environment() -> dict[str, str]:
+    """Versions of what took part."""
+    return {
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "torch": version("torch"),
+        "numpy": np.__version__,
+        **_driver(),
+    }
+
+
+def _driver() -> dict[str, str]:
+    """The GPU's driver, where a GPU is in use already."""
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+        return {}
+    from cuda.bindings import driver
+
+    number = int(driver.cuDriverGetVersion()[1])
+    return {"cuda driver": f"{number // 1000}.{number % 1000 // 10}"}
+
+
+def version(package: str) -> str:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,171 @@
+"""Records what a machine notes, step after step, and makes a trace of it."""
+
+from __future__ import annotations
+
+import datetime
+import threading
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from megavm.profiler.causes import Executions, find_causes
+from megavm.profiler.dependencies import trace_program
+from megavm.profiler.environment import environment, version
+from megavm.profiler.trace import EVENTS, Ints, Longs, Trace, TraceError
+from megavm.vm.machine import Notes, TracingExecutable
+from megavm.vm.program import Program
+
+@dataclass(frozen=True, eq=False)
+class _Launch:
+    """One launch as it was noted; nothing is made of it before a trace is asked for."""
+
+    program: Program
+    notes: Notes
+    first_step: int
+    tokens: int
+    context: float
+
+
+class Recorder:
+    """Keeps what a machine noted of the last ``steps`` steps (all of them by default).
+
+    It is given to a runner or an ``LLM`` (``record``). A step of a launch is kept or dropped as a whole;
+    memory is about 64 bytes for each instruction executed. ``machine``, ``model``
+    and ``notes`` go into the header of the trace. Methods may be called from several threads.
+
+    Raises ValueError when ``steps`` is less than 1.
+    """
+
+    def __init__(self, steps: int | None = None) -> None:
+        if steps is not None and steps < 1:
+            raise ValueError(f"steps is {steps}: a recorder keeps at least one step")
+        self.steps = steps
+        self.machine: dict[str, Any] = {}
+        self.model: dict[str, Any] = {}
+        self.notes: dict[str, Any] = {}
+        self._launches: deque[_Launch] = deque()
+        self._kept = 0  # steps of the launches
+        self._seen = 0  # steps of the machine's life
+        self._lock = threading.Lock()
+
+    def add(self, executable: TracingExecutable, tokens: int, context: float) -> None:
+        """Keep what the last launch noted.
+
+        ``tokens`` are the rows of one step, ``context`` what a row saw on average, in tokens.
+        """
+        notes = executable.trace()
+        if not len(notes.times):
+            return
+        with self._lock:
+            launch = _Launch(executable.program, notes, self._seen, tokens, context)
+            self._launches.append(launch)
+            self._kept += notes.steps
+            self._seen += notes.steps
+            while self.steps is not None and self._kept - self._launches[0].notes.steps >= self.steps:
+                self._kept -= self._launches.popleft().notes.steps
+
+    def __len__(self) -> int:
+        """Steps that a trace would have now."""
+        return self._kept if self.steps is None else min(self._kept, self.steps)
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        with self._lock:
+            self._launches.clear()
+            self._kept = 0
+
+    def trace(self) -> Trace:
+        """What is kept, as a trace. Raises TraceError when that is nothing."""
+        with self._lock:
+            launches = list(self._launches)
+            dropped = self._kept - len(self)
+        if not launches:
+            raise TraceError("nothing was recorded: no step has run")
+        return _assemble(launches, dropped, self)
+
+
+def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trace:
+    """One trace of all launches, without the first ``dropped`` steps."""
+    programs = list({id(launch.program): launch.program for launch in launches}.values())
+    number = {id(program): p for p, program in enumerate(programs)}
+    steps = [launch.notes.steps for launch in launches]
+    step_program = np.repeat([number[id(launch.program)] for launch in launches], steps)
+    step_launch = np.repeat(np.arange(len(launches)), steps)
+    step_number = np.concatenate([np.arange(n.notes.steps) + n.first_step for n in launches])
+    context = np.repeat([launch.context for launch in launches], steps)
+    described = tuple(
+        trace_program(program, float(context[step_program == p].mean()))
+        for p, program in enumerate(programs)
+    )
+    columns = _records(launches, np.cumsum([0, *steps[:-1]]))
+    worker, step, slot, instruction, times = (c[..., columns[1] >= dropped] for c in columns)
+    step = step - dropped
+    order = np.lexsort((slot, worker, step))
+    worker, step, slot, instruction = (c[order] for c in (worker, step, slot, instruction))
+    times = times[:, order]
+    noted = times > 0
+    times = np.where(noted, times - times[noted].min(initial=np.iinfo(np.int64).max), -1)
+    row = {event.name: times[i] for i, event in enumerate(EVENTS)}
+    executions = Executions(
+        programs=described,
+        step_program=step_program[dropped:].astype(np.int32),
+        launch=step_launch[dropped:],
+        step=step,
+        worker=worker,
+        slot=slot,
+        instruction=instruction,
+        stored=row["end"],
+        signalled=np.maximum(row["signalled"], row["end"]),
+    )
+    cause, channel = find_causes(executions)
+    return Trace(
+        machine={"clock_step": _resolution(times), **_machine(recorder, described[0].workers)},
+        programs=described,
+        step_program=executions.step_program,
+        step_number=step_number[dropped:],
+        step_tokens=np.repeat([launch.tokens for launch in launches], steps)[dropped:].astype(np.int32),
+        record_step=step,
+        record_worker=worker,
+        record_slot=slot,
+        record_instruction=instruction,
+        record_cause=cause,
+        record_cause_channel=channel,
+        times=times,
+        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        megavm=version("megavm"),
+        environment=environment(),
+        model=dict(recorder.model),
+        notes=dict(recorder.notes),
+    )
+
+
+def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Ints, Ints, Ints, Longs]:
+    """Worker, step, slot, instruction [r] and times [events, r] of all launches; 0: not noted.
+
+    Steps are counted over all launches.
+    """
+    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
+    times = []
+    for launch, first in zip(launches, first_steps.tolist(), strict=True):
+        worker, step, slot, instruction = launch.notes.places(launch.program)
+        parts.append((worker, (step + first).astype(np.int32), slot, instruction))
+        table = np.zeros((len(EVENTS), len(worker)), np.int64)
+        for i, event in enumerate(EVENTS):
+            if event.name in launch.notes.events:
+                table[i] = launch.notes.times[:, launch.notes.events[event.name]]
+        times.append(table)
+    worker, step, slot, instruction = (np.concatenate(c) for c in zip(*parts, strict=True))
+    return worker, step, slot, instruction, np.concatenate(times, axis=1)
+
+
+def _resolution(times: Longs) -> int | None:
+    """The largest step of the clock with which all times are consistent, in ns."""
+    step = int(np.gcd.reduce(times[times > 0], initial=0))
+    return step or None
+
+
+def _machine(recorder: Recorder, workers: int) -> dict[str, Any]:
+    unknown = {"name": "unknown", "device": "unknown", "clock": "unknown", "bandwidth": None}
+    return {**unknown, "workers": workers, **recorder.machine}

@@ -1,0 +1,322 @@
+"""`megavm trace report`: what analysis.py and critical_path.py know of a trace, as JSON and as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any, Final
+
+import numpy as np
+
+from megavm.profiler.analysis import (
+    STATES,
+    Selection,
+    balance,
+    bandwidth,
+    by_kind,
+    by_role,
+    by_worker,
+    gaps,
+    phases,
+    waits,
+)
+from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
+from megavm.profiler.trace import Trace
+
+LONG_PATH: Final = 12  # links and rows that a table shows of a long list
+
+
+def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
+    """All answers about a trace, or about the step of this number, as JSON values.
+
+    Times end in ``_ns``. The critical path is that of the step, or of the one of median duration.
+    Raises TraceError when the trace does not have the step.
+    """
+    selection = Selection.of(trace, number)
+    streams = bandwidth(selection)
+    workers = by_worker(selection)
+    return {
+        "created": trace.created,
+        "megavm": trace.megavm,
+        "machine": dict(trace.machine),
+        "model": dict(trace.model),
+        "notes": dict(trace.notes),
+        "records": selection.records.stop - selection.records.start,
+        "steps": _steps(selection),
+        "bandwidth": {
+            "ceiling": streams.ceiling,
+            "streamed": streams.streamed,
+            "of_ceiling": streams.of_ceiling,
+            "moved": streams.moved,
+            "streamed_bytes": streams.streamed_bytes,
+            "moved_bytes": streams.moved_bytes,
+            "begin_ns": streams.begin,
+            "bin_ns": streams.bin,
+            "over_time": streams.rates.tolist(),
+        },
+        "kinds": by_kind(selection),
+        "roles_ns": by_role(selection),
+        "workers": [
+            {"worker": w, **{state: int(workers[state][w]) for state in STATES}}
+            for w in range(trace.workers)
+        ],
+        "workers_unknown": bool((trace.record_worker[selection.records] < 0).any()),
+        "waits": [asdict(row) for row in waits(selection)],
+        "phases": [{**asdict(row), "imbalance": row.imbalance} for row in balance(selection)],
+        "critical_path": _path(trace, _typical(selection)),
+    }
+
+
+def _typical(selection: Selection) -> int:
+    """The index of the step whose duration is the median."""
+    order = np.argsort(selection.step_seconds, kind="stable")
+    return selection.first + int(order[len(order) // 2])
+
+
+def _steps(selection: Selection) -> dict[str, Any]:
+    trace, own = selection.trace, slice(selection.first, selection.last)
+    seconds, between = selection.step_seconds, gaps(selection)
+    return {
+        "count": selection.steps,
+        "first": int(trace.step_number[selection.first]),
+        "last": int(trace.step_number[selection.last - 1]),
+        "tokens": int(trace.step_tokens[own].sum()),
+        "busy_ns": selection.busy,
+        "mean_ns": float(seconds.mean() * 1e9),
+        "median_ns": float(np.median(seconds) * 1e9),
+        "p99_ns": float(np.percentile(seconds, 99) * 1e9),
+        "gap_ns": int(between.sum()),
+        "gap_median_ns": float(np.median(between)) if len(between) else 0.0,
+        "gap_longest_ns": int(between.max(initial=0)),
+        "durations_ns": np.rint(seconds * 1e9).astype(int).tolist(),
+    }
+
+
+def _path(trace: Trace, step: int) -> dict[str, Any]:
+    path = critical_path(trace, step)
+    return {
+        "step": int(trace.step_number[step]),
+        "step_ns": path.end - path.begin,
+        "length_ns": path.length,
+        "contributions": contributions(trace, path),
+        "links": [_link(trace, path, i) for i in range(len(path.links))],
+    }
+
+
+def contributions(trace: Trace, path: CriticalPath) -> list[dict[str, Any]]:
+    """The path's time by phase and by what each was held up by, most first."""
+    phase, names = phases(trace)
+    rows: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for link in path.links:
+        name = names[phase[trace.record_label[link.record]]]
+        kind = trace.kinds[trace.record_kind[link.record]]
+        row = rows.setdefault(
+            (name, kind, link.through),
+            {"phase": name, "kind": kind, "through": link.through, "count": 0, "total": 0}
+            | dict.fromkeys(PARTS, 0),
+        )
+        row["count"] += 1
+        row["total"] += link.end - link.begin
+        for part in PARTS:
+            row[part] += link.parts[part]
+    return sorted(rows.values(), key=lambda row: -int(row["total"]))
+
+
+def _link(trace: Trace, path: CriticalPath, i: int) -> dict[str, Any]:
+    link = path.links[i]
+    return {
+        "record": link.record,
+        "label": trace.labels[trace.record_label[link.record]],
+        "kind": trace.kinds[trace.record_kind[link.record]],
+        "worker": int(trace.record_worker[link.record]),
+        "begin_ns": link.begin - path.begin,
+        "end_ns": link.end - path.begin,
+        "through": link.through,
+        "channel": link.channel,
+        **link.parts,
+    }
+
+
+# Text.
+
+
+def format_report(facts: dict[str, Any]) -> str:
+    """A report as tables for people."""
+    return "\n".join(_lines(facts))
+
+
+def _lines(facts: dict[str, Any]) -> Iterator[str]:
+    machine, steps, streams = facts["machine"], facts["steps"], facts["bandwidth"]
+    model = facts["model"].get("name", "unknown model")
+    yield (
+        f"{model} on {machine['name']} ({machine['device']}, {machine['workers']} workers), "
+        f"recorded {facts['created']} by megavm {facts['megavm']}"
+    )
+    numbers = f"step {steps['first']}"
+    if steps["count"] > 1:
+        numbers = f"{steps['count']} steps ({steps['first']} to {steps['last']})"
+    yield f"{numbers}, {steps['tokens']} tokens, {facts['records']:,} instructions executed"
+    yield ""
+    yield (
+        f"step       median {_us(steps['median_ns'])} us, mean {_us(steps['mean_ns'])}, "
+        f"p99 {_us(steps['p99_ns'])}"
+    )
+    if steps["count"] > 1:
+        yield (
+            f"gaps       median {_us(steps['gap_median_ns'])} us between steps, "
+            f"longest {_us(steps['gap_longest_ns'])}, "
+            f"{_percent(steps['gap_ns'], steps['gap_ns'] + steps['busy_ns'])} of the time"
+        )
+    ceiling = streams["ceiling"]
+    text = "" if ceiling is None else f", {streams['of_ceiling']:.1%} of {ceiling / 1e9:,.1f}"
+    yield (
+        f"bandwidth  {streams['streamed'] / 1e9:,.1f} GB/s of weights and KV{text}; "
+        f"{streams['moved'] / 1e9:,.1f} GB/s with activations"
+    )
+    yield from _kinds(facts["kinds"], ceiling)
+    yield from _roles(facts["roles_ns"])
+    yield from _workers(facts)
+    yield from _waits(facts["waits"])
+    yield from _phases(facts["phases"])
+    yield from _critical(facts["critical_path"])
+
+
+def _us(ns: float) -> str:
+    return f"{ns / 1e3:,.1f}"
+
+
+def _percent(part: float, whole: float) -> str:
+    return f"{part / whole:.1%}" if whole else "0.0%"
+
+
+def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
+    """Lines of a table: the first ``left`` columns to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
+    for row in (headings, *rows):
+        cells = [
+            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        yield "  ".join(cells).rstrip()
+
+
+def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[str]:
+    yield "\nTime by kind of instruction: us of all workers; rates of workers that do nothing else"
+    total = sum(row["total"] for row in kinds)
+    yield from table(
+        ("kind", "count", "share", "total", "computing", "loading", "barrier", "words", "p50", "p99",
+         "GB/s", "of ceiling", "GFLOP/s", "FLOP/B"),
+        [
+            (
+                row["kind"],
+                f"{row['count']:,}",
+                _percent(row["total"], total),
+                *(_us(row[name]) for name in ("total", "computing", "loading", "barrier", "words")),
+                _us(row["p50"]),
+                _us(row["p99"]),
+                f"{row['bytes_per_second'] / 1e9:,.1f}",
+                _percent(row["bytes_per_second"], ceiling) if ceiling else "-",
+                f"{row['flops_per_second'] / 1e9:,.1f}",
+                f"{row['flops_per_byte']:.2f}",
+            )
+            for row in kinds
+        ],
+    )  # fmt: skip
+
+
+def _roles(roles: dict[str, int]) -> Iterator[str]:
+    yield "\nTime by role: us of all workers, waiting included"
+    yield from table(("role", "us"), [(role, _us(ns)) for role, ns in roles.items()])
+
+
+def _workers(facts: dict[str, Any]) -> Iterator[str]:
+    workers, busy = facts["workers"], facts["steps"]["busy_ns"]
+    yield "\nWhat workers did while a step ran"
+    if facts["workers_unknown"]:
+        yield "(of a dynamic queue the machine does not note who executed what: such time looks idle)"
+    rows = [
+        (name, *(_percent(row(state), busy) for state in STATES))
+        for name, row in (
+            ("mean", lambda s: sum(w[s] for w in workers) / len(workers)),
+            ("least", lambda s: min(w[s] for w in workers)),
+            ("most", lambda s: max(w[s] for w in workers)),
+        )
+    ]
+    if len(workers) <= LONG_PATH:
+        rows += [
+            (f"worker {w['worker']}", *(_percent(w[s], busy) for s in STATES)) for w in workers
+        ]
+    yield from table(("", *STATES), rows)
+
+
+def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "\nWaits: us of all workers, and who came last most often"
+    yield from table(
+        ("waiting", "for", "by", "longest through", "count", "total", "longest", "came last"),
+        [
+            (
+                row["waiting"],
+                row["awaited"],
+                row["kind"],
+                row["channel"],
+                f"{row['count']:,}",
+                _us(row["total"]),
+                _us(row["longest"]),
+                f"worker {row['last_worker']} ({_percent(row['last_count'], row['count'])})"
+                if row["last_worker"] >= 0
+                else "-",
+            )
+            for row in rows[:LONG_PATH]
+        ],
+        left=4,
+    )
+    yield from _more(len(rows))
+
+
+def _more(count: int) -> Iterator[str]:
+    if count > LONG_PATH:
+        yield f"... and {count - LONG_PATH} more (--json has all)"
+
+
+def _phases(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    yield "\nBalance: us of a worker's computing and loading, means over layers and steps"
+    yield from table(
+        ("phase", "count", "workers", "mean", "longest", "imbalance", "first to last end"),
+        [
+            (
+                row["phase"],
+                f"{row['count']:,}",
+                f"{row['workers']:.1f}",
+                _us(row["mean"]),
+                _us(row["longest"]),
+                f"{row['imbalance']:.2f}",
+                _us(row["tail"]),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _critical(path: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"\nCritical path of step {path['step']}: {_us(path['length_ns'])} us in "
+        f"{len(path['links'])} links, the step took {_us(path['step_ns'])}"
+    )
+    rows = path["contributions"]
+    yield from table(
+        ("phase", "kind", "held up by", "links", "us", "share", *PARTS),
+        [
+            (
+                row["phase"],
+                row["kind"],
+                row["through"],
+                str(row["count"]),
+                _us(row["total"]),
+                _percent(row["total"], path["step_ns"]),
+                *(_us(row[part]) for part in PARTS),
+            )
+            for row in rows[:LONG_PATH]
+        ],
+        left=3,
+    )
+    yield from _more(len(rows))
