@@ -37,7 +37,7 @@ export class View {
     let from = middle - span / 2;
     // At least half of the window shows something.
     from = Math.max(this.low - Math.max(margin, span / 2), Math.min(from, this.high + Math.max(margin, span / 2) - span));
-    if (span >= whole) from = Math.max(this.high + margin - span, Math.min(from, this.low - margin));
+    if (span >= whole) from = (this.low + this.high - span) / 2;
     this.begin = from;
     this.end = from + span;
   }

@@ -327,6 +327,7 @@ def make_trace(
 def write(path: Path, data: dict[str, npt.NDArray[Any]], header: Any, version: str = "1") -> Path:
     """Write columns and header as a trace file."""
     text = header if isinstance(header, str) else json.dumps(header)
+    data = {name: np.ascontiguousarray(column) for name, column in data.items()}
     save_file(data, path, {"format": "megavm-trace", "version": version, "header": text})
     return path
 
