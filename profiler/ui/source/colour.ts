@@ -152,6 +152,8 @@ export interface Painting {
   readonly codes: Uint8Array;
   readonly tables: readonly (readonly Uint32Array[])[];
   readonly legend: readonly LegendEntry[];
+  /** Whether waiting is as strong in colour as the rest. */
+  readonly strong: boolean;
 }
 
 /** What a record's code stands for in a mode. */
@@ -253,5 +255,5 @@ export function paint(trace: Trace, mode: Mode, theme: Theme, dimmed: ((record: 
     { name: "controller", colour: css(CONTROLLER_COLOUR), query: "" },
     { name: "storer", colour: css(STORER_COLOUR), query: "" },
   ];
-  return { codes, tables, legend: mode === "role" ? roles : legend };
+  return { codes, tables, legend: mode === "role" ? roles : legend, strong: mode === "role" };
 }

@@ -43,7 +43,7 @@ export class ComparePage implements Page {
     const [first, second] = [a, b].map(({ trace, step }) =>
       measure(
         trace,
-        { begin: 0, end: trace.end, workers: [0, trace.workers], step },
+        { begin: trace.stepBegin[step]!, end: trace.stepEnd[step]!, workers: [0, trace.workers], step },
         grouping,
       ),
     );

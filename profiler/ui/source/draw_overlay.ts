@@ -97,7 +97,7 @@ export function drawArrows(ctx: CanvasRenderingContext2D, pane: Pane, view: View
   ctx.restore();
 }
 
-/** The rectangles of a record in its lanes. */
+/** The rectangles of a record in its lanes, or in that of the consumers alone. */
 export function outline(
   ctx: CanvasRenderingContext2D,
   pane: Pane,
@@ -105,6 +105,7 @@ export function outline(
   record: number,
   colour: string,
   width: number,
+  alone = false,
 ): void {
   const { trace, rows, body, scroll } = pane;
   const worker = trace.worker[record]!;
@@ -115,6 +116,7 @@ export function outline(
   for (const row of rows.lanes(worker)) {
     const lane = trace.lanes[row.role]!;
     if (!lane.used || (row.subrow >= 0 && lane.subrow !== null && lane.subrow[record] !== row.subrow)) continue;
+    if (alone && row.role !== CONSUMER) continue;
     const from = lane.edges[0]![record]!;
     if (from < 0) continue;
     const x0 = pane.xOf(view, from);
@@ -147,7 +149,7 @@ export function drawPath(ctx: CanvasRenderingContext2D, pane: Pane, view: View, 
     for (const { record } of path) {
       const x0 = pane.xOf(view, inputsAt(trace, record));
       const x1 = pane.xOf(view, doneAt(trace, record, false));
-      const y = pane.middleOf(record);
+      const y = pane.pathOf(record);
       if (started) ctx.lineTo(x0, y);
       else ctx.moveTo(x0, y);
       ctx.lineTo(x1, y);
@@ -159,7 +161,7 @@ export function drawPath(ctx: CanvasRenderingContext2D, pane: Pane, view: View, 
   for (const { record } of path) {
     const [from, to] = trace.span(record);
     const x = pane.xOf(view, from);
-    if (pane.xOf(view, to) - x > 3 && x < body.left + body.width) outline(ctx, pane, view, record, theme.path, 1.5);
+    if (pane.xOf(view, to) - x > 3 && x < body.left + body.width) outline(ctx, pane, view, record, theme.path, 1.5, true);
   }
 }
 

@@ -9,7 +9,8 @@ import type { View } from "./view.ts";
 
 const HATCH_FROM = 5;
 const NAME_FROM = 30;
-const MAX_HATCHED = 4000;
+const HATCH_WIDTHS = [5, 8, 12, 20, 40, 80];
+const MAX_HATCHED = 6000;
 const MAX_NAMED = 1500;
 export const FONT = "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif";
 
@@ -80,7 +81,7 @@ export class RowPainter {
     for (const lane of lanes) {
       if (lane.height >= 3.5) ctx.fillRect(left, deviceY(lane.top + lane.height) - 1, width, 1);
     }
-    this.drawHatching(ctx, wide, left, deviceY, theme);
+    this.drawHatching(ctx, wide, left, deviceY, theme, pane.painting.codes);
     this.drawNames(ctx, pane, wide, left, deviceY, theme, ratio);
     ctx.restore();
     this.drawGutter(ctx, pane, theme, ratio);
@@ -92,24 +93,34 @@ export class RowPainter {
     left: number,
     deviceY: (y: number) => number,
     theme: Theme,
+    codes: Uint8Array,
   ): void {
     if (this.hatch === null || this.hatchTheme !== theme) {
       this.hatch = makeHatch(ctx, theme.hatch);
       this.hatchTheme = theme;
     }
     if (this.hatch === null) return;
+    // All segments of at least a width, so few that a frame has the time.
+    const widths = HATCH_WIDTHS.map(() => 0);
+    const eachWait = (use: (lane: LaneRow, x0: number, x1: number) => void): void => {
+      for (const { lane, segments } of wide) {
+        if (lane.role !== CONSUMER) continue;
+        for (const { record, segment, x0, x1 } of segments) {
+          if (segment <= WAIT_WORDS && (codes[record]! & DIM) === 0) use(lane, x0, x1);
+        }
+      }
+    };
+    eachWait((_, x0, x1) => HATCH_WIDTHS.forEach((w, i) => (widths[i]! += x1 - x0 >= w ? 1 : 0)));
+    const least = HATCH_WIDTHS.find((_, i) => widths[i]! <= MAX_HATCHED);
+    if (least === undefined) return;
     ctx.fillStyle = this.hatch;
-    let count = 0;
-    for (const { lane, segments } of wide) {
-      if (lane.role !== CONSUMER) continue;
+    eachWait((lane, x0, x1) => {
+      if (x1 - x0 < least) return;
       const top = deviceY(lane.top);
       const height = deviceY(lane.top + lane.height) - top - 1;
-      for (const { segment, x0, x1 } of segments) {
-        if (segment > WAIT_WORDS || ++count > MAX_HATCHED) continue;
-        const from = Math.max(0, x0);
-        ctx.fillRect(left + from, top, Math.min(x1, ctx.canvas.width) - from, height);
-      }
-    }
+      const from = Math.max(0, x0);
+      ctx.fillRect(left + from, top, Math.min(x1, ctx.canvas.width) - from, height);
+    });
   }
 
   private drawNames(
@@ -138,7 +149,7 @@ export class RowPainter {
         const room = Math.min(segments[i]!.x1, pane.body.width * ratio) - from - 6 * ratio;
         if (room < NAME_FROM * ratio || ++count > MAX_NAMED) continue;
         const dim = (pane.painting.codes[record]! & DIM) !== 0;
-        ctx.fillStyle = isWait || dim ? theme.faint : theme.onSpan;
+        ctx.fillStyle = dim || (isWait && !pane.painting.strong) ? theme.faint : theme.onSpan;
         const shown = fit(ctx, isWait ? "wait" : pane.trace.labelOf(record), room);
         if (shown) ctx.fillText(shown, left + from + 3 * ratio, y);
       }
@@ -168,7 +179,7 @@ export class RowPainter {
       if (rows.isOpen(w)) {
         ctx.textAlign = "left";
         ctx.fillStyle = theme.text;
-        ctx.fillText(`▾ ${trace.workerName(w)}`, Math.round(8 * ratio), Math.round((pane.yOf(w) + 9) * ratio));
+        ctx.fillText(`▾ ${trace.workerName(w)}`, Math.round(6 * ratio), Math.round((pane.yOf(w) + (rows.bottom(w) - rows.top(w)) / 2) * ratio));
         ctx.textAlign = "right";
         let before = -1;
         for (const lane of rows.lanes(w)) {

@@ -5,6 +5,7 @@ import { Causes } from "./dependencies.ts";
 import { type Mode, type Painting, type Theme, paint } from "./colour.ts";
 import type { Matches } from "./query.ts";
 import { Raster } from "./raster.ts";
+import { CONSUMER } from "./roles.ts";
 import { type LaneRow, Rows } from "./rows.ts";
 import type { Trace } from "./trace.ts";
 import type { View } from "./view.ts";
@@ -21,6 +22,8 @@ const BANDWIDTH_HEIGHT = 56;
 const STATES_HEIGHT = 44;
 const GAP = 4;
 const TITLE_HEIGHT = 20;
+/** The tallest rows that are made of themselves. */
+const MAX_FIT = 110;
 
 export class Pane {
   readonly activity: Activity;
@@ -56,8 +59,11 @@ export class Pane {
   /** What the bandwidth track reaches up to, in GB/s: the machine's ceiling, or the most that there was. */
   get bandwidthCeiling(): number {
     if (this.ceiling === 0) {
-      const { bandwidth } = this.activity.sample(0, this.trace.end, 500);
-      this.ceiling = Math.max(1e-3, this.trace.machine.bandwidth ?? 0, ...bandwidth);
+      // Not the highest of peaks: a rate that one sample of two hundred is above.
+      const count = Math.max(200, Math.min(50000, Math.floor(this.trace.end / 1000)));
+      const { bandwidth } = this.activity.sample(0, this.trace.end, count);
+      const high = bandwidth.sort()[Math.floor(0.995 * count)]!;
+      this.ceiling = Math.max(1e-3, this.trace.machine.bandwidth ?? 0, high);
     }
     return this.ceiling;
   }
@@ -98,7 +104,7 @@ export class Pane {
     this.body = { left, top, width, height: Math.max(20, box.top + box.height - top) };
     if (this.fitRows) {
       const height = this.body.height / this.trace.workers;
-      this.rows.setRowHeight(Math.max(2, Math.min(40, height >= 4 ? Math.floor(height) : height)));
+      this.rows.setRowHeight(Math.max(2, Math.min(MAX_FIT, height >= 4 ? Math.floor(height) : height)));
     }
     this.scrollTo(this.scroll);
   }
@@ -188,13 +194,21 @@ export class Pane {
     return best;
   }
 
+  private consumerRow(record: number): LaneRow {
+    const subrow = this.trace.lanes[CONSUMER]!.subrow?.[record] ?? 0;
+    const lanes = this.rows.lanes(this.trace.worker[record]!);
+    return lanes.find((l) => l.role === CONSUMER && (l.subrow < 0 || l.subrow === subrow)) ?? lanes[0]!;
+  }
+
   /** Middle of a record's consumer lane on the canvas. */
-  middleOf(record: number, role = 2): number {
-    const worker = this.trace.worker[record]!;
-    const lane = this.trace.lanes[role]!;
-    const subrow = lane.subrow === null ? 0 : lane.subrow[record]!;
-    const lanes = this.rows.lanes(worker);
-    const row = lanes.find((l) => l.role === role && (l.subrow < 0 || l.subrow === subrow)) ?? lanes[0]!;
+  middleOf(record: number): number {
+    const row = this.consumerRow(record);
     return this.body.top + row.top + row.height / 2 - this.scroll;
+  }
+
+  /** Where the line of the critical path goes through a record: below its name. */
+  pathOf(record: number): number {
+    const row = this.consumerRow(record);
+    return this.body.top + row.top + row.height * (row.height >= 16 ? 0.86 : 0.5) - this.scroll;
   }
 }

@@ -37,7 +37,7 @@ export class Panel {
     });
     const bar = make("div", "tabs", ...this.tabs);
     bar.setAttribute("role", "tablist");
-    this.element.append(bar, ...this.pages.map((page) => page.element));
+    this.element.append(this.sash(), bar, ...this.pages.map((page) => page.element));
     let before = app.selected;
     app.on(["selection"], () => {
       if (app.selected !== null && app.selected.record !== before?.record && this.open !== 2) this.show(0);
@@ -59,6 +59,18 @@ export class Panel {
     });
     app.on(["step", "theme", "colour", "view"], () => this.later());
     this.show(4);
+  }
+
+  /** The edge that makes the panel wider or narrower. */
+  private sash(): HTMLElement {
+    const sash = make("div", "sash");
+    sash.addEventListener("pointerdown", (event) => sash.setPointerCapture(event.pointerId));
+    sash.addEventListener("pointermove", (event) => {
+      if (!sash.hasPointerCapture(event.pointerId)) return;
+      const width = this.element.getBoundingClientRect().right - event.clientX;
+      this.element.style.width = `${Math.max(280, Math.min(0.7 * window.innerWidth, width))}px`;
+    });
+    return sash;
   }
 
   show(index: number): void {

@@ -43,7 +43,7 @@ export class PathPage implements Page {
       make("h2", "", `Step ${trace.stepNumber[step]}`),
       make("p", "faint", "The chain of records that made the step as long as it was: each began to compute when the one before it was over."),
       pair("step", duration(whole)),
-      pair("path", `${duration(length)}, ${percent(length / whole)} of the step`),
+      pair("path", `${duration(length)} · ${percent(length / whole)} of the step`),
       pair("records", integer(path.length)),
       make("div", "buttons", toggle),
       ...this.parts(path, length),
@@ -57,7 +57,7 @@ export class PathPage implements Page {
   private parts(path: readonly Link[], length: number): HTMLElement[] {
     return PARTS.map((name, i) => {
       const sum = path.reduce((total, link) => total + link.parts[i]!, 0);
-      const line = pair(name, `${duration(sum)}  ${percent(sum / length)}`);
+      const line = pair(name, `${duration(sum)} · ${percent(sum / length)}`);
       line.title = PART_HELP[i]!;
       return line;
     });

@@ -10,12 +10,12 @@ export interface LaneRow extends LaneKey {
   readonly height: number;
 }
 
-const OPEN_HEIGHT = 64;
+const OPEN_HEIGHT = 88;
 export const MAX_ROW = 160;
 /** Rows at least this tall show the roles. */
 const LANES_FROM = 46;
 /** Shares of an open row's height: for each row of overlapping spans of a role. */
-const SHARES = [0.45, 0.8, 1.7, 0.6];
+const SHARES = [0.55, 0.85, 1.7, 0.6];
 
 export class Rows {
   rowHeight = 6;

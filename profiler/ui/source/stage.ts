@@ -23,7 +23,7 @@ import {
 import type { Box, Pane } from "./pane.ts";
 import type { View } from "./view.ts";
 
-export const GUTTER = 88;
+export const GUTTER = 104;
 const OVERVIEW_HEIGHT = 34;
 const RULER_HEIGHT = 40;
 
@@ -106,7 +106,9 @@ export class Stage {
       drawSteps(ctx, pane, view, theme, pane === main ? this.rulerBox : null);
     }
     ctx.fillStyle = theme.line;
-    ctx.fillRect(GUTTER - 1, this.rulerBox.top, 1, this.height);
+    for (const { bandwidth, body } of panes) {
+      ctx.fillRect(GUTTER - 1, bandwidth.top, 1, body.top + body.height - bandwidth.top);
+    }
     this.drawOverlay(scene);
   }
 

@@ -9,7 +9,7 @@ export interface Scope {
   readonly end: number;
   /** First worker, and the one after the last. */
   readonly workers: readonly [number, number];
-  /** Only records of this step; -1: all. */
+  /** Only records of this step, and all of their times; -1: what of all records is between begin and end. */
   readonly step: number;
 }
 
@@ -109,6 +109,7 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
   let streamed = 0;
   let flops = 0;
   const consumer = trace.lanes[CONSUMER]!;
+  const [low, high] = step < 0 ? [begin, end] : [0, trace.end + 1];
   for (let worker = scope.workers[0]; worker < scope.workers[1]; worker++) {
     let known = 0;
     sweepStates(trace, worker, begin, end, (state, a, b) => {
@@ -116,9 +117,9 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
       known += b - a;
     });
     states[IDLE]! += Math.max(0, end - begin - known);
-    sweepBytes(trace, worker, begin, end, (a, b, amount, record) => {
+    sweepBytes(trace, worker, low, high, (a, b, amount, record) => {
       if (step >= 0 && trace.step[record] !== step) return;
-      streamed += (amount * common(a, b, begin, end)) / (b - a);
+      streamed += step < 0 ? (amount * common(a, b, begin, end)) / (b - a) : amount;
     });
     trace.lanes.forEach((lane, role) => {
       if (!lane.used) return;
@@ -130,17 +131,17 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
     });
     const { edges } = consumer;
     const [from, to] = [edges[0]!, edges[5]!];
-    for (let r = trace.firstAfter(consumer, worker, begin); r < trace.workerOffsets[worker + 1]!; r++) {
-      if (consumer.search[r]! >= end) break;
-      if (from[r]! < 0 || to[r]! <= begin || (step >= 0 && trace.step[r] !== step)) continue;
+    for (let r = trace.firstAfter(consumer, worker, low); r < trace.workerOffsets[worker + 1]!; r++) {
+      if (consumer.search[r]! >= high) break;
+      if (from[r]! < 0 || to[r]! < low || (step >= 0 && trace.step[r] !== step)) continue;
       const here = group(r);
       const whole = to[r]! - from[r]!;
-      const inside = common(from[r]!, to[r]!, begin, end);
+      const inside = common(from[r]!, to[r]!, low, high);
       const share = whole > 0 ? inside / whole : 1;
       here.durations.push(whole);
       here.total += inside;
       for (const shade of SHADES) {
-        here.segments[shade]! += common(edges[shade]![r]!, edges[shade + 1]![r]!, begin, end);
+        here.segments[shade]! += common(edges[shade]![r]!, edges[shade + 1]![r]!, low, high);
       }
       here.bytes += trace.bytes[r]! * share;
       bytes += trace.bytes[r]! * share;

@@ -59,7 +59,7 @@ export class StatisticsPage implements Page {
       case "step": {
         const [begin, end] = [trace.stepBegin[pane.step]!, trace.stepEnd[pane.step]!];
         const title = `step ${trace.stepNumber[pane.step]}, ${trace.stepTokens[pane.step]} rows`;
-        return { scope: { begin, end: Math.max(end, begin + 1), workers: all, step: -1 }, title };
+        return { scope: { begin, end: Math.max(end, begin + 1), workers: all, step: pane.step }, title };
       }
       case "trace":
         return { scope: { begin: 0, end: trace.end, workers: all, step: -1 }, title: `${trace.steps} steps` };
@@ -105,24 +105,24 @@ export class StatisticsPage implements Page {
         "div",
         "pair",
         make("span", "key", dot, name),
-        make("span", "value", `${share}  ${duration(s.states[state]! / s.workers)} a worker`),
+        make("span", "value", `${duration(s.states[state]! / s.workers)} · ${share}`),
       );
       line.title = STATE_HELP[state]!;
       return line;
     });
     const streamed = s.streamed / s.duration;
-    const of = ceiling === null ? "" : `, ${percent(streamed / ceiling)} of ceiling`;
+    const of = ceiling === null ? "" : ` · ${percent(streamed / ceiling)} of ceiling`;
     return [
       pair("duration", duration(s.duration)),
       pair("instructions", integer(s.count)),
-      pair("streamed", `${bytes(s.streamed)}, ${rate(streamed)}${of}`),
-      pair("read and written", `${bytes(s.bytes)}, ${rate(s.bytes / s.duration)}`),
+      pair("streamed", `${bytes(s.streamed)} · ${rate(streamed)}${of}`),
+      pair("read and written", `${bytes(s.bytes)} · ${rate(s.bytes / s.duration)}`),
       pair("operations", flops(s.flops / s.duration)),
-      make("h3", "", "What the workers do"),
+      make("h3", "", "What a worker does"),
       bar,
       ...rows,
-      make("h3", "", "Spans of each role, a worker"),
-      ...ROLES.map((role, i) => pair(role, `${duration(s.roles[i]! / s.workers)}  ${percent(s.roles[i]! / s.workers / s.duration)}`)),
+      make("h3", "", "How long a worker's roles have an instruction"),
+      ...ROLES.map((role, i) => pair(role, `${duration(s.roles[i]! / s.workers)} · ${percent(s.roles[i]! / s.workers / s.duration)}`)),
     ];
   }
 

@@ -10,6 +10,8 @@ import { SHADE_NAMES, SHADES } from "./roles.ts";
 import { css } from "./colour.ts";
 import type { Trace } from "./trace.ts";
 
+const MAX_FIELDS = 11;
+
 /** A name and a value, side by side. */
 export function pair(name: string, value: string, className = ""): HTMLElement {
   return make("div", `pair ${className}`, make("span", "key", name), make("span", "value", value));
@@ -61,13 +63,13 @@ export class Tooltip {
 
   private place(x: number, y: number): void {
     const box = this.parent.getBoundingClientRect();
+    this.lastY = y - box.top;
+    this.update();
     const { offsetWidth: width, offsetHeight: height } = this.element;
     const left = x - box.left + 16 + width > box.width ? x - box.left - width - 12 : x - box.left + 16;
     const top = Math.min(y - box.top + 14, box.height - height - 6);
     this.element.style.left = `${Math.max(4, left)}px`;
     this.element.style.top = `${Math.max(4, top)}px`;
-    this.lastY = y - box.top;
-    this.update();
   }
 
   private lastY = 0;
@@ -131,13 +133,15 @@ export class Tooltip {
     }
     const signal = program.signal(instruction);
     if (signal !== null) lines.push(pair("signals", signal));
-    lines.push(make("div", "rule"));
-    for (const [e, event] of trace.events.entries()) {
+    const events = trace.events.flatMap((event, e) => {
       const time = trace.times[e]![record]!;
-      if (time >= 0) lines.push(pair(event.name, instant(time - origin, 1), "small"));
-    }
-    lines.push(make("div", "rule"));
-    for (const { name, value } of decode(program, instruction).slice(0, 16)) lines.push(pair(name, value, "small"));
+      return time < 0 ? [] : [pair(event.name, instant(time - origin, 1))];
+    });
+    const fields = decode(program, instruction)
+      .filter(({ value }) => value !== "none")
+      .slice(0, MAX_FIELDS)
+      .map(({ name, value }) => pair(name, value));
+    lines.push(make("div", "halves", make("div", "", ...events), make("div", "", ...fields)));
     return lines;
   }
 }

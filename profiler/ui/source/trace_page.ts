@@ -17,7 +17,10 @@ function text(value: unknown): string {
 
 function members(value: unknown): HTMLElement[] {
   if (typeof value !== "object" || value === null) return [];
-  return Object.entries(value).map(([name, member]) => pair(name, text(member)));
+  return Object.entries(value).map(([name, member]) => {
+    const isRate = name === "bandwidth" && typeof member === "number";
+    return pair(name, isRate ? rate(member / 1e9) : text(member));
+  });
 }
 
 export class TracePage implements Page {
@@ -62,7 +65,7 @@ export class TracePage implements Page {
               { title: "gap before", text: (s) => duration(gap(s)), value: gap, help: "time in which no step ran" },
               {
                 title: "streamed",
-                text: (s) => rate(streamed(s)) + (bandwidth === null ? "" : `  ${percent(streamed(s) / bandwidth)}`),
+                text: (s) => rate(streamed(s)) + (bandwidth === null ? "" : ` · ${percent(streamed(s) / bandwidth)}`),
                 value: streamed,
               },
             ],
