@@ -1,7 +1,7 @@
-"""Answers about a trace: where time went by kind and role, what workers waited for, bandwidth, balance.
+"""Answers about a trace: time by kind and role, what workers waited for, bandwidth, balance.
 
-Times are nanoseconds, rates bytes or operations per second. Functions take a ``Selection``: steps of a
-trace that follow each other.
+Times are nanoseconds, rates bytes or operations per second. Functions take a ``Selection``: steps
+of a trace that follow each other.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +19,8 @@ from megavm.profiler.trace import Ints, Longs, Spans, Trace, TraceError
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 
-# What a worker does at a moment. Its consumers decide: while they compute, loads of later instructions
-# go on beside them and cost nothing.
+# What a worker does at a moment. Its consumers decide: while they compute, loads of later
+# instructions go on beside them and cost nothing.
 STATES: Final = ("computing", "loading", "barrier", "words", "idle")
 BINS: Final = 200  # of the bandwidth over time
 
@@ -88,8 +88,8 @@ class Selection:
 class States:
     """How long each record keeps its worker's consumers in which state: int64 [R], ns.
 
-    The wait for inputs is for barriers until the header's waits are over, then for words. What follows
-    is loading until the last load is there, then computing.
+    The wait for inputs is for barriers until the header's waits are over, then for words. What
+    follows is loading until the last load is there, then computing.
     """
 
     computing: Longs
@@ -109,12 +109,12 @@ def states(spans: Spans) -> States:
     )
 
 
-def by_kind(selection: Selection) -> list[dict[str, float | int | str]]:
+def by_kind(selection: Selection) -> list[dict[str, Any]]:
     """Time by kind of instruction, longest first, each with its place under the roofline.
 
-    ``computing``, ``loading``, ``barrier`` and ``words`` are of all workers together; ``p50`` and ``p99``
-    are of one instruction's time from ``begin`` to ``end``. Rates are what all workers would reach that
-    did nothing else: over the time of computing and loading, by workers.
+    ``computing``, ``loading``, ``barrier`` and ``words`` are of all workers together; ``p50`` and
+    ``p99`` are of one instruction's time from ``begin`` to ``end``. Rates are what all workers
+    would reach that did nothing else: over the time of computing and loading, by workers.
     """
     trace, spans = selection.trace, selection.spans
     kind = selection.column(trace.record_kind)
@@ -130,7 +130,7 @@ def by_kind(selection: Selection) -> list[dict[str, float | int | str]]:
         }.items()
     }
     whole = spans.end - spans.begin
-    rows = []
+    rows: list[dict[str, Any]] = []
     for i, name in enumerate(trace.kinds):
         own = whole[kind == i]
         if not len(own):
@@ -292,7 +292,7 @@ class Balance:
 
 
 def balance(selection: Selection) -> list[Balance]:
-    """The load imbalance of every phase, in the order of the program. Records without a worker aside."""
+    """The load imbalance of every phase, in the order of the program; known workers only."""
     trace, spans = selection.trace, selection.spans
     worker = selection.column(trace.record_worker)
     known = worker >= 0
@@ -318,7 +318,9 @@ def balance(selection: Selection) -> list[Balance]:
     }
     columns["mean"] = np.add.reduceat(busy, first) / columns["workers"]
     counts = np.bincount(of_phase, minlength=len(names))
-    means = {n: np.bincount(of_phase, v, len(names)) / np.maximum(counts, 1) for n, v in columns.items()}
+    means = {
+        n: np.bincount(of_phase, v, len(names)) / np.maximum(counts, 1) for n, v in columns.items()
+    }
     return [
         Balance(names[i], int(counts[i]), **{name: float(m[i]) for name, m in means.items()})
         for i in np.flatnonzero(counts)
@@ -327,8 +329,10 @@ def balance(selection: Selection) -> list[Balance]:
 
 @dataclass(frozen=True, eq=False)
 class Bandwidth:
-    """Bytes of memory over time. ``streamed`` are weights and KV, ``moved`` all bytes: bytes/s over the
-    time in which a step ran. ``rates`` are streamed bytes/s in bins of ``bin`` ns from ``begin`` on.
+    """Bytes of memory over time, as bytes/s of the time in which a step ran.
+
+    ``streamed`` are weights and KV, ``moved`` are all bytes. ``rates`` are streamed bytes/s in bins
+    of ``bin`` ns from ``begin`` on.
     """
 
     streamed_bytes: int
@@ -388,7 +392,7 @@ def _ramps(at: Floats, begin: Longs, rate: Floats) -> Floats:
 
 
 def gaps(selection: Selection) -> Longs:
-    """The time between each step and the one before, in which no step ran: int64 [steps - 1], ns."""
+    """The time between each step and the one before: int64 [steps - 1], ns."""
     own = slice(selection.first, selection.last)
     begin, end = selection.trace.step_begin[own], selection.trace.step_end[own]
     between: Longs = begin[1:] - end[:-1]

@@ -1,8 +1,8 @@
 """For every record its cause: the record without which it would have begun to compute earlier.
 
-An instruction begins to compute when its worker has ended the one before it in the queue and its channels
-are complete: a barrier with the target-th signal, tagged words with the last of their writers. The last
-of these is the cause.
+An instruction begins to compute when its worker has ended the one before it in the queue and its
+channels are complete: a barrier with the target-th signal, tagged words with the last of their
+writers. The last of these is the cause.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _before_in_queue(executions: Executions) -> tuple[Longs, Ints]:
 
 
 def _records(executions: Executions, steps: Longs, n: int) -> Longs:
-    """The record of every instruction in each of the steps: int64 [steps, n], -1 where there is none."""
+    """The record of every instruction in each of the steps, or -1: int64 [steps, n]."""
     place = np.full(len(executions.step_program), -1, np.int64)
     place[steps] = np.arange(len(steps))
     row = place[executions.step]
@@ -101,7 +101,9 @@ def _last_channels(
     for c in np.flatnonzero(early):
         # The target-th signal in time completes it.
         own = slice(offsets[c], offsets[c] + counts[c])
-        nth = np.argsort(arrivals[:, own], axis=1, kind="stable")[:, program.channel_target[c] - 1, None]
+        nth = np.argsort(arrivals[:, own], axis=1, kind="stable")[
+            :, program.channel_target[c] - 1, None
+        ]
         complete[:, c] = np.take_along_axis(arrivals[:, own], nth, axis=1)[:, 0]
         completer[:, c] = np.take_along_axis(producers[:, own], nth, axis=1)[:, 0]
     # Waits for the step before see it only within a launch.

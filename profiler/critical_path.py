@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of causes from its last record back to its beginning.
 
-Every record has a cause, the record without which it would have begun to compute earlier. Following causes from
-the record that ends last gives the chain that made the step as long as it was: shortening anything else would
-not have helped.
+Every record has a cause, the record without which it would have begun to compute earlier. Following
+causes from the record that ends last gives the chain that made the step as long as it was:
+shortening anything else would not have helped.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Final
 
 from megavm.profiler.trace import TAGGED, Trace, TraceError
 
-# What a segment of the path is: the way from the cause to the record, waiting for the loads, computing,
-# storing and telling others, or not yet turned to although its cause is over.
+# What a segment of the path is: the way from the cause to the record, waiting for the loads,
+# computing, storing and telling others, or not yet turned to although its cause is over.
 PARTS: Final = ("delay", "latency", "loading", "computing", "signalling")
 
 
@@ -21,9 +21,9 @@ PARTS: Final = ("delay", "latency", "loading", "computing", "signalling")
 class Link:
     """One record on the path: it counts from ``begin``, when its cause was over, to ``end``; ns.
 
-    ``through`` is how the cause held it up: "barrier", "words", "queue", or "start" for one without a
-    cause, which counts from the step's beginning: its worker had to come first. ``channel`` names the
-    barrier or tensor. ``parts`` divides the time, see ``PARTS``.
+    ``through`` is how the cause held it up: "barrier", "words", "queue", or "start" for one without
+    a cause, which counts from the step's beginning: its worker had to come first. ``channel`` names
+    the barrier or tensor. ``parts`` divides the time, see ``PARTS``.
     """
 
     record: int
@@ -36,7 +36,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The links of a step's critical path in order of time; ``begin`` and ``end`` are the step's, ns."""
+    """The links of a step's critical path in order of time. ``begin`` and ``end``: its own, ns."""
 
     step: int
     begin: int

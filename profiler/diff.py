@@ -22,8 +22,9 @@ def diff(before: Trace, after: Trace) -> dict[str, Any]:
     """What changed from one trace to another, as JSON values; times are ns.
 
     Compared are the steps of one number of tokens: the one that most steps have in both (so decode
-    steps with decode steps). ``kinds``, ``phases`` and ``labels`` have time of all workers per step,
-    ``critical_path`` that of the steps of median duration; ``steps`` pairs steps in their order.
+    steps with decode steps). ``kinds``, ``phases`` and ``labels`` have time of all workers per
+    step, ``critical_path`` that of the steps of median duration; ``steps`` pairs steps in their
+    order.
 
     Raises TraceError when no number of tokens is in both.
     """
@@ -57,7 +58,7 @@ def _common_tokens(before: Trace, after: Trace) -> int:
             "the traces have no steps of the same number of tokens: "
             f"{sorted(counts[0])[:8]} and {sorted(counts[1])[:8]}"
         )
-    return max(common, key=lambda n: (min(counts[0][n], counts[1][n]), -n))
+    return int(max(common, key=lambda n: (min(counts[0][n], counts[1][n]), -n)))
 
 
 def _change(a: float, b: float) -> dict[str, Any]:

@@ -20,16 +20,15 @@ ROUNDS: Final = 5
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
     """The members of a trace's ``machine`` that are known without measuring anything."""
-    on_gpu = isinstance(machine, CudaMachine)
-    return {
-        "name": machine.name,
-        "device": torch.cuda.get_device_name(machine.device) if on_gpu else _processor(),
-        "clock": "globaltimer" if on_gpu else "steady clock",
-    }
+    if isinstance(machine, CudaMachine):
+        device, clock = torch.cuda.get_device_name(machine.device), "globaltimer"
+    else:
+        device, clock = _processor(), "steady clock"
+    return {"name": machine.name, "device": device, "clock": clock}
 
 
 def measure_bandwidth(device: str) -> float:
-    """Bytes per second that the memory of a torch device gives to a plain sum; well under a second."""
+    """Bytes per second that the memory of a torch device gives to a plain sum. Under a second."""
     where = torch.device(device)
     size = CPU_READ_BYTES
     if where.type == "cuda":
@@ -63,8 +62,8 @@ def environment() -> dict[str, str]:
 
 
 def _driver() -> dict[str, str]:
-    """The GPU's driver, where a GPU is in use already."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
+    """The GPU's driver, where there is one."""
+    if not torch.cuda.is_available():
         return {}
     from cuda.bindings import driver
 

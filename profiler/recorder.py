@@ -17,6 +17,7 @@ from megavm.profiler.trace import EVENTS, Ints, Longs, Trace, TraceError
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
 
+
 @dataclass(frozen=True, eq=False)
 class _Launch:
     """One launch as it was noted; nothing is made of it before a trace is asked for."""
@@ -31,9 +32,9 @@ class _Launch:
 class Recorder:
     """Keeps what a machine noted of the last ``steps`` steps (all of them by default).
 
-    It is given to a runner or an ``LLM`` (``record``). A step of a launch is kept or dropped as a whole;
-    memory is about 64 bytes for each instruction executed. ``machine``, ``model``
-    and ``notes`` go into the header of the trace. Methods may be called from several threads.
+    It is given to a runner or an ``LLM`` (``record``). A step of a launch is kept or dropped as a
+    whole; memory is about 64 bytes for each instruction executed. ``machine``, ``model`` and
+    ``notes`` go into the header of the trace. Methods may be called from several threads.
 
     Raises ValueError when ``steps`` is less than 1.
     """
@@ -63,7 +64,9 @@ class Recorder:
             self._launches.append(launch)
             self._kept += notes.steps
             self._seen += notes.steps
-            while self.steps is not None and self._kept - self._launches[0].notes.steps >= self.steps:
+            while (
+                self.steps is not None and self._kept - self._launches[0].notes.steps >= self.steps
+            ):
                 self._kept -= self._launches.popleft().notes.steps
 
     def __len__(self) -> int:
@@ -92,18 +95,17 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     number = {id(program): p for p, program in enumerate(programs)}
     steps = [launch.notes.steps for launch in launches]
     step_program = np.repeat([number[id(launch.program)] for launch in launches], steps)
-    step_launch = np.repeat(np.arange(len(launches)), steps)
+    step_launch = np.repeat(np.arange(len(launches), dtype=np.int32), steps)
     step_number = np.concatenate([np.arange(n.notes.steps) + n.first_step for n in launches])
     context = np.repeat([launch.context for launch in launches], steps)
     described = tuple(
         trace_program(program, float(context[step_program == p].mean()))
         for p, program in enumerate(programs)
     )
-    columns = _records(launches, np.cumsum([0, *steps[:-1]]))
-    worker, step, slot, instruction, times = (c[..., columns[1] >= dropped] for c in columns)
-    step = step - dropped
-    order = np.lexsort((slot, worker, step))
-    worker, step, slot, instruction = (c[order] for c in (worker, step, slot, instruction))
+    places, times = _records(launches, np.cumsum([-dropped, *steps[:-1]]))
+    order = np.lexsort(places[[2, 0, 1]])
+    order = order[places[1, order] >= 0]
+    worker, step, slot, instruction = places[:, order]
     times = times[:, order]
     noted = times > 0
     times = np.where(noted, times - times[noted].min(initial=np.iinfo(np.int64).max), -1)
@@ -125,7 +127,9 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         programs=described,
         step_program=executions.step_program,
         step_number=step_number[dropped:],
-        step_tokens=np.repeat([launch.tokens for launch in launches], steps)[dropped:].astype(np.int32),
+        step_tokens=np.repeat([launch.tokens for launch in launches], steps)[dropped:].astype(
+            np.int32
+        ),
         record_step=step,
         record_worker=worker,
         record_slot=slot,
@@ -133,7 +137,7 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         record_cause=cause,
         record_cause_channel=channel,
         times=times,
-        created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         megavm=version("megavm"),
         environment=environment(),
         model=dict(recorder.model),
@@ -141,23 +145,21 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     )
 
 
-def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Ints, Ints, Ints, Longs]:
-    """Worker, step, slot, instruction [r] and times [events, r] of all launches; 0: not noted.
+def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
+    """Worker, step, slot, instruction [4, r] and times [events, r] of all launches; 0: not noted.
 
-    Steps are counted over all launches.
+    The steps of a launch are counted from its first step.
     """
-    parts: list[tuple[Ints, Ints, Ints, Ints]] = []
-    times = []
+    places, times = [], []
     for launch, first in zip(launches, first_steps.tolist(), strict=True):
         worker, step, slot, instruction = launch.notes.places(launch.program)
-        parts.append((worker, (step + first).astype(np.int32), slot, instruction))
+        places.append(np.stack([worker, step + np.int32(first), slot, instruction]))
         table = np.zeros((len(EVENTS), len(worker)), np.int64)
         for i, event in enumerate(EVENTS):
             if event.name in launch.notes.events:
                 table[i] = launch.notes.times[:, launch.notes.events[event.name]]
         times.append(table)
-    worker, step, slot, instruction = (np.concatenate(c) for c in zip(*parts, strict=True))
-    return worker, step, slot, instruction, np.concatenate(times, axis=1)
+    return np.concatenate(places, axis=1), np.concatenate(times, axis=1)
 
 
 def _resolution(times: Longs) -> int | None:

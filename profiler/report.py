@@ -1,4 +1,4 @@
-"""`megavm trace report`: what analysis.py and critical_path.py know of a trace, as JSON and as tables."""
+"""`megavm trace report`: what the analysis knows of a trace, as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -204,8 +204,8 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
     yield "\nTime by kind of instruction: us of all workers; rates of workers that do nothing else"
     total = sum(row["total"] for row in kinds)
     yield from table(
-        ("kind", "count", "share", "total", "computing", "loading", "barrier", "words", "p50", "p99",
-         "GB/s", "of ceiling", "GFLOP/s", "FLOP/B"),
+        ("kind", "count", "share", "total", "computing", "loading", "barrier", "words",
+         "p50", "p99", "GB/s", "of ceiling", "GFLOP/s", "FLOP/B"),
         [
             (
                 row["kind"],
@@ -233,14 +233,12 @@ def _workers(facts: dict[str, Any]) -> Iterator[str]:
     workers, busy = facts["workers"], facts["steps"]["busy_ns"]
     yield "\nWhat workers did while a step ran"
     if facts["workers_unknown"]:
-        yield "(of a dynamic queue the machine does not note who executed what: such time looks idle)"
+        yield "(of a dynamic queue it is not known who executed what: such time looks idle)"
+    columns = [[worker[state] for worker in workers] for state in STATES]
     rows = [
-        (name, *(_percent(row(state), busy) for state in STATES))
-        for name, row in (
-            ("mean", lambda s: sum(w[s] for w in workers) / len(workers)),
-            ("least", lambda s: min(w[s] for w in workers)),
-            ("most", lambda s: max(w[s] for w in workers)),
-        )
+        ("mean", *(_percent(sum(column) / len(column), busy) for column in columns)),
+        ("least", *(_percent(min(column), busy) for column in columns)),
+        ("most", *(_percent(max(column), busy) for column in columns)),
     ]
     if len(workers) <= LONG_PATH:
         rows += [

@@ -1,7 +1,7 @@
 """A trace: what a machine noted while it ran, as columns, and the file that holds it.
 
-docs/trace-format.md describes the file; this module writes and reads it. Nothing in a file is executed, and
-a file that is damaged or made to harm is refused with one sentence.
+docs/trace-format.md describes the file; this module writes and reads it. Nothing in a file is
+executed, and a file that is damaged or made to harm is refused with one sentence.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class TraceError(ValueError):
 class TraceProgram:
     """A program as a trace holds it: n instructions, c channels, w waits (docs/trace-format.md).
 
-    ``facts`` are its members of the header: fingerprint, dynamic, workers, barriers, tensors, labels,
-    metadata, opcodes.
+    ``facts`` are its members of the header: fingerprint, dynamic, workers, barriers, tensors,
+    labels, metadata, opcodes.
     """
 
     facts: Mapping[str, Any]
@@ -98,19 +98,6 @@ class TraceProgram:
     def _name(self, opcode: int) -> str:
         return str(self.facts["opcodes"][str(opcode)]["name"])
 
-    def label_of(self, instruction: int) -> str:
-        """The graph operation of an instruction."""
-        return str(self.facts["labels"][self.label[instruction]])
-
-    def kind_of(self, instruction: int) -> str:
-        """The name of an instruction's opcode."""
-        return self.kinds[self.kind[instruction]]
-
-    def producers(self, channel: int) -> Ints:
-        """The instructions that a channel's consumers wait for."""
-        begin, end = self.channel_offsets[channel : channel + 2]
-        return self.channel_producers[begin:end]
-
     def channel_name(self, channel: int) -> str:
         """The barrier or the tagged tensor of a channel; "queue" for -1."""
         if channel < 0:
@@ -125,8 +112,8 @@ class TraceProgram:
 class Spans:
     """The times of every record without holes: int64 [R], ns, with
 
-    begin <= waited <= inputs <= computed <= end <= signalled. ``waited`` is the end of the wait for the
-    header's barriers. ``load_begin`` and ``load_end`` are -1 where nothing was loaded.
+    begin <= waited <= inputs <= computed <= end <= signalled. ``waited`` is the end of the wait for
+    the header's barriers. ``load_begin`` and ``load_end`` are -1 where nothing was loaded.
     """
 
     begin: Longs
@@ -143,8 +130,8 @@ class Spans:
 class Trace:
     """P programs, S steps of them, R records (one instruction executed once), E events.
 
-    ``times`` is int64 [E, R]: nanoseconds since the first event, -1 where an event was not noted. Records
-    are sorted by step, worker and slot. docs/trace-format.md says what every column holds.
+    ``times`` is int64 [E, R]: nanoseconds since the first event, -1 where an event was not noted.
+    Records are sorted by step, worker and slot. docs/trace-format.md says what every column holds.
     """
 
     machine: Mapping[str, Any]
@@ -226,7 +213,9 @@ class Trace:
 
     def _joined(self, own: Sequence[tuple[Sequence[str], Ints]], names: Sequence[str]) -> Ints:
         index = {name: i for i, name in enumerate(names)}
-        parts = [np.array([index[n] for n in names_], np.int32)[of] for names_, of in own if len(of)]
+        parts = [
+            np.array([index[n] for n in names_], np.int32)[of] for names_, of in own if len(of)
+        ]
         sizes = [len(of) for _, of in own]
         first = np.cumsum([0, *sizes])
         joined = np.concatenate([*parts, np.empty(0, np.int32)])
@@ -266,7 +255,8 @@ class Trace:
         first = np.where(self.times >= 0, self.times, MAX_TIME).min(axis=0, initial=MAX_TIME)
         begin = np.minimum.reduceat(first, self.step_offsets[:-1]) if self.num_steps else first
         over = np.concatenate([[0], self.step_end[:-1]])
-        return np.minimum(np.maximum(begin, over), self.step_end)
+        both: Longs = np.minimum(np.maximum(begin, over), self.step_end)
+        return both
 
     @functools.cached_property
     def step_end(self) -> Longs:
@@ -385,13 +375,10 @@ def _read(path: str) -> Trace:
         taken = _take(columns, f"program.{p}.", _PROGRAM_COLUMNS, {})
         programs.append(TraceProgram(facts, **taken))
         _check_program(f"program {p}", programs[-1])
-    trace = Trace(
-        machine=header["machine"],
-        programs=tuple(programs),
-        events=tuple(Event(e["name"], e["role"], e["help"]) for e in header["events"]),
-        **{name: header[name] for name in ("created", "megavm", "environment", "model", "notes")},
-        **{name.replace(".", "_"): column for name, column in own.items()},
-    )
+    known: dict[str, Any] = {name.replace(".", "_"): column for name, column in own.items()}
+    known |= {name: header[name] for name in ("created", "megavm", "environment", "model", "notes")}
+    events = tuple(Event(e["name"], e["role"], e["help"]) for e in header["events"])
+    trace = Trace(machine=header["machine"], programs=tuple(programs), events=events, **known)
     _check_trace(trace)
     return trace
 
@@ -450,9 +437,7 @@ def _check_members(what: str, value: object, members: Mapping[str, type]) -> Non
         raise TraceError(f"{what} is {_show(value)}, not an object")
     for name, expected in members.items():
         if type(value.get(name)) is not expected:
-            raise TraceError(
-                f"{what} has {name} {_show(value.get(name))}, not {expected.__name__}"
-            )
+            raise TraceError(f"{what} has {name} {_show(value.get(name))}, not {expected.__name__}")
 
 
 def _check_strings(what: str, values: Sequence[object]) -> None:
@@ -479,7 +464,9 @@ def _check_facts(what: str, facts: Any) -> None:
             raise TraceError(f"{where} is no number")
         _check_members(where, facts_, {"name": str, "help": str, "fields": list})
         for described in facts_["fields"]:
-            _check_members(f"a field of {where}", described, {"name": str, "word": int, "kind": str})
+            _check_members(
+                f"a field of {where}", described, {"name": str, "word": int, "kind": str}
+            )
             if not 0 <= described["word"] < 32:
                 raise TraceError(f"a field of {where} is word {described['word']} of 32")
 
@@ -514,7 +501,7 @@ def _take(
 
 
 def _check_range(what: str, values: npt.NDArray[Any], low: int, high: Any) -> None:
-    """Raise TraceError when a value is below ``low`` or not below ``high`` (a number or one for each)."""
+    """Raise TraceError when a value is not in [low, high), which is one number or one for each."""
     wrong = np.flatnonzero((values < low) | (values >= high))
     if len(wrong):
         end = high if np.ndim(high) == 0 else high[wrong[0]]

@@ -31,7 +31,9 @@ class Alike:
     kind: Ints  # [m]
     representatives: Ints  # [k]
 
-    def spread(self, declared: Sequence[Sequence[tuple[int, ...]]], width: int) -> tuple[Ints, Ints]:
+    def spread(
+        self, declared: Sequence[Sequence[tuple[int, ...]]], width: int
+    ) -> tuple[Ints, Ints]:
         """What the representatives declare, for every instruction.
 
         ``declared[kind]`` are any number of tuples of ``width`` numbers. Returns the row of the
@@ -49,9 +51,7 @@ class Alike:
 def tensor_kinds(tensors: Sequence[TensorSpec]) -> Ints:
     """Equal numbers for tensors of the same shape, type and kind, and -1 for none: int64 [tensors + 1]."""
     kinds: dict[tuple[object, ...], int] = {}
-    numbers = [
-        kinds.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(kinds)) for t in tensors
-    ]
+    numbers = [kinds.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(kinds)) for t in tensors]
     return np.array([*numbers, -1], dtype=np.int64)
 
 

@@ -14,6 +14,8 @@ import numpy.typing as npt
 
 from megavm.collector import Collector
 from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
+from megavm.profiler.environment import describe_machine
+from megavm.profiler.recorder import Recorder
 from megavm.prompts import (
     PromptIndex,
     Prompts,
@@ -24,8 +26,6 @@ from megavm.prompts import (
     read_params,
     read_prompts,
 )
-from megavm.profiler.environment import describe_machine
-from megavm.profiler.recorder import Recorder
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.engine import Engine

@@ -1,12 +1,13 @@
-"""Traces of any size that no machine has run: every worker does the same few instructions per layer.
+"""Traces of any size that no machine has run: workers do the same few instructions per layer.
 
-A phase is one instruction per worker and waits for all of the phase before; half of the phases hand their
-results on through barriers, the others through tagged words.
+A phase is one instruction per worker and waits for all of the phase before; half of the phases hand
+their results on through barriers, the others through tagged words.
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -65,9 +66,14 @@ def program(workers: int, layers: int) -> TraceProgram:
         "fingerprint": f"{workers:032x}{layers:032x}",
         "dynamic": False,
         "workers": workers,
-        "barriers": [f"{name}.done" for name, t in zip([*names, "sample"], tagged, strict=True) if not t],
+        "barriers": [
+            f"{name}.done" for name, t in zip([*names, "sample"], tagged, strict=True) if not t
+        ],
         "tensors": [
-            *([f"{name}.out", [1, 4096], "BF16", "activation", bool(t)] for name, t in zip(names, tagged[:-1], strict=True)),
+            *(
+                [f"{name}.out", [1, 4096], "BF16", "activation", bool(t)]
+                for name, t in zip(names, tagged[:-1], strict=True)
+            ),
             ["tokens", [1, 4096], "I32", "state", False],
             ["weights", [4096, 4096], "BF16", "weight", False],
         ],
@@ -105,8 +111,19 @@ def program(workers: int, layers: int) -> TraceProgram:
     )
 
 
-def synthetic_trace(workers: int = 8, steps: int = 4, layers: int = 2, seed: int = 0) -> Trace:
-    """A plausible trace of ``steps * (workers * (5 * layers + 1) + 1)`` records."""
+def synthetic_trace(
+    workers: int = 8,
+    steps: int = 4,
+    layers: int = 2,
+    seed: int = 0,
+    *,
+    slower: Mapping[str, float] | None = None,
+    slow_worker: int | None = None,
+) -> Trace:
+    """A plausible trace of ``steps * (workers * (5 * layers + 1) + 1)`` records.
+
+    ``slower`` multiplies the time of phases by label, ``slow_worker`` takes four times as long.
+    """
     made = program(workers, layers)
     random = np.random.default_rng(seed)
     count = len(made.facts["labels"]) - 1
@@ -116,6 +133,10 @@ def synthetic_trace(workers: int = 8, steps: int = 4, layers: int = 2, seed: int
     # The consumers' time once the inputs are there; now and then a worker takes longer.
     work = us[:, None] * 1e3 * random.gamma(40, 1 / 40, shape)
     work *= 1 + 2 * (random.random(shape) < 0.002)
+    for label, factor in (slower or {}).items():
+        work[:, 1 + LABELS.index(label) : -1 : len(LABELS)] *= factor
+    if slow_worker is not None:
+        work[:, :, slow_worker] *= 4
     stream = size[:, None] / RATE * 1e9 * random.gamma(60, 1 / 60, shape)
     times = {name: np.zeros(shape) for name in EVENT_NAMES}
     now = 0.0

@@ -1,0 +1,110 @@
+"""A trace as viewers of other projects want it: lanes of slices that do not overlap, and arrows.
+
+A lane is a role of a worker. Roles work ahead (a controller fetches the next instruction while the
+waits of this one last), so that the slices of a lane are cut to follow each other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from megavm.profiler.analysis import Bandwidth, Selection, bandwidth
+from megavm.profiler.trace import EVENTS, Longs, Trace, TraceError
+
+ROLES: Final = tuple(dict.fromkeys(event.role for event in EVENTS))
+INSIDE: Final = ("wait for a barrier", "wait for words", "load", "compute", "store")
+BINS_PER_STEP: Final = 50  # of the bandwidth counter
+MAX_BINS: Final = 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """The slices of one worker's role in order of time; int64 [n] each, times in ns."""
+
+    worker: int
+    role: str
+    record: Longs
+    begin: Longs
+    end: Longs
+
+
+def lanes(trace: Trace) -> list[Lane]:
+    """All lanes that have slices, by worker and role. Slices of no length are left out.
+
+    Raises TraceError when the trace does not say which worker executed an instruction.
+    """
+    if (trace.record_worker < 0).any():
+        raise TraceError(
+            "the trace does not say which worker executed what (a dynamic queue): it has no lanes"
+        )
+    spans = trace.spans
+    fetched, ready = trace.event("fetched"), trace.event("ready")
+    fetched = np.where(ready >= 0, fetched, -1)
+    of_role = {
+        "controller": (fetched, np.maximum(ready, fetched)),
+        "loader": (spans.load_begin, spans.load_end),
+        "consumer": (spans.begin, spans.end),
+        "storer": (spans.end, spans.signalled),
+    }
+    order = np.argsort(trace.record_worker, kind="stable")
+    workers, first = np.unique(trace.record_worker[order], return_index=True)
+    found = []
+    for worker, own in zip(workers.tolist(), np.split(order, first[1:]), strict=True):
+        for role in ROLES:
+            begin, end = (times[own] for times in of_role[role])
+            found.append(_lane(worker, role, own, begin, end))
+    return [lane for lane in found if len(lane.record)]
+
+
+def _lane(worker: int, role: str, record: Longs, begin: Longs, end: Longs) -> Lane:
+    order = np.lexsort((end, begin))
+    order = order[begin[order] >= 0]
+    record, begin, end = record[order], begin[order], end[order]
+    if role == "loader":
+        # Loads are issued one after the other, and arrive when the next are under way.
+        end = np.minimum(end, np.append(begin[1:], end[-1:]))
+    else:
+        before = np.maximum.accumulate(np.concatenate([[0], end[:-1]])) if len(end) else end
+        begin = np.maximum(begin, before)
+    some = end > begin
+    return Lane(worker, role, record[some], begin[some], end[some])
+
+
+def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
+    """What is inside the slices of a consumer's lane: a name of INSIDE, begin and end, int64 [n].
+
+    They follow each other within their slice; some have no length.
+    """
+    spans = trace.spans
+    marks = [
+        np.clip(values[lane.record], lane.begin, lane.end)
+        for values in (spans.waited, spans.inputs, np.maximum(spans.load_end, 0), spans.computed)
+    ]
+    waited, inputs, loaded, computed = marks
+    loaded = np.clip(loaded, inputs, computed)
+    borders = [lane.begin, waited, inputs, loaded, computed, lane.end]
+    return list(zip(INSIDE, borders[:-1], borders[1:], strict=True))
+
+
+def arrows(trace: Trace) -> tuple[Longs, Longs]:
+    """The dependencies that came last: records, and their causes: int64 [k] each."""
+    spans = trace.spans
+    through = trace.record_cause_channel >= 0
+    target = np.flatnonzero(through & (trace.record_cause >= 0))
+    source = trace.record_cause[target].astype(np.int64)
+    forward = (source != target) & (spans.begin[source] <= spans.inputs[target])
+    return target[forward], source[forward]
+
+
+def counter(trace: Trace) -> Bandwidth:
+    """The bandwidth over time, in enough bins to see steps."""
+    bins = min(trace.num_steps * BINS_PER_STEP, MAX_BINS)
+    return bandwidth(Selection.of(trace), bins)
+
+
+def title(trace: Trace) -> str:
+    """What the trace is of, in a few words."""
+    return f"{trace.model.get('name', 'unknown model')} on {trace.machine['name']}"

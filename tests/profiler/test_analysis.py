@@ -1,0 +1,282 @@
+"""Answers about traces: they cover all time and agree with what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+
+import numpy as np
+import pytest
+from recording import record, record_ring, ring
+from synthetic import HOP, LABELS, synthetic_trace
+
+from megavm.instructions.matmul import Matmul
+from megavm.profiler.analysis import (
+    STATES,
+    Selection,
+    balance,
+    bandwidth,
+    by_kind,
+    by_role,
+    by_worker,
+    gaps,
+    states,
+    waits,
+)
+from megavm.profiler.critical_path import PARTS, critical_path
+from megavm.profiler.diff import diff, format_diff
+from megavm.profiler.recorder import Recorder
+from megavm.profiler.report import format_report, report
+from megavm.profiler.trace import Trace, TraceError
+from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+WORKERS, ROUNDS, SIZE = 2, 6, 768
+
+
+def products() -> Program:
+    """Rounds of matrix products, one per worker; each round waits for all of the round before."""
+    tensors = [TensorSpec("x", (1, SIZE), F32, TensorKind.STATE)]
+    instructions = []
+    for i in range(ROUNDS):
+        weight, out = len(tensors), len(tensors) + 1
+        tensors += [
+            TensorSpec(f"weight{i}", (WORKERS * SIZE, SIZE), F32, TensorKind.WEIGHT),
+            TensorSpec(f"out{i}", (1, WORKERS * SIZE), F32, TensorKind.ACTIVATION),
+        ]
+        for w in range(WORKERS):
+            instructions.append(
+                Matmul(
+                    x=0, weight=weight, out=out, row_begin=0, row_end=1, column_begin=w * SIZE,
+                    column_end=(w + 1) * SIZE, x_rows=1, tile=0, eps=0.0, signal=i,
+                    waits=[Wait(i - 1, WORKERS) if i else Wait(ROUNDS - 1, 0)],
+                )
+            )  # fmt: skip
+    numbers = np.arange(len(instructions))
+    return Program.build(
+        tensors,
+        instructions,
+        [numbers[numbers % WORKERS == w].tolist() for w in range(WORKERS)],
+        barriers=[f"round{i}" for i in range(ROUNDS)],
+        labels=[f"layers.{i // WORKERS}.product" for i in numbers],
+    )
+
+
+def run_products(launches: int, steps: int) -> tuple[Trace, float]:
+    """A trace, and the seconds that its launches took."""
+    program, memory = products(), Memory()
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    executable.run(20)
+    recorder = Recorder()
+    seconds = 0.0
+    for _ in range(launches):
+        begin = time.perf_counter()
+        executable.run(steps)
+        seconds += time.perf_counter() - begin
+        recorder.add(executable, tokens=1, context=1.0)
+    return recorder.trace(), seconds
+
+
+TRACES = {
+    "synthetic": lambda: synthetic_trace(workers=6, steps=5, layers=3),
+    "ring": record_ring,
+    "tagged ring": lambda: record_ring(tagged=True),
+    "dynamic ring": lambda: record_ring(dynamic=True),
+    "launches of many steps": lambda: record(ring(2, 10), launches=2, steps=30).trace(),
+    "products": lambda: run_products(2, 10)[0],
+}
+
+
+@pytest.fixture(params=TRACES)
+def trace(request: pytest.FixtureRequest) -> Trace:
+    made: Trace = TRACES[request.param]()
+    return made
+
+
+def selections(trace: Trace) -> list[Selection]:
+    numbers = trace.step_number[[0, trace.num_steps // 2, -1]].tolist()
+    return [Selection.of(trace), *(Selection.of(trace, n) for n in numbers)]
+
+
+def test_what_a_worker_does_covers_all_of_its_time(trace: Trace) -> None:
+    for selection in selections(trace):
+        time = by_worker(selection)
+        assert tuple(sorted(time)) == tuple(sorted(STATES))
+        total = sum(time.values())
+        assert (total >= 0.99 * selection.busy).all()
+        assert (total <= 1.01 * selection.busy + 1).all()
+        assert all((values >= 0).all() for values in time.values())
+
+
+def test_the_states_of_a_record_are_its_time(trace: Trace) -> None:
+    total = sum(vars(states(trace.spans)).values())
+    assert (total == trace.spans.end - trace.spans.begin).all()
+
+
+def test_steps_follow_each_other_and_gaps_are_what_is_between(trace: Trace) -> None:
+    selection = Selection.of(trace)
+    assert (trace.step_begin <= trace.step_end).all()
+    assert (gaps(selection) >= 0).all()
+    whole = int(trace.step_end[-1] - trace.step_begin[0])
+    assert selection.busy + int(gaps(selection).sum()) == whole
+
+
+def test_kinds_and_roles_count_every_record_once(trace: Trace) -> None:
+    selection = Selection.of(trace)
+    kinds = by_kind(selection)
+    assert sum(row["count"] for row in kinds) == trace.num_records
+    spans = trace.spans
+    assert sum(row["total"] for row in kinds) == int((spans.end - spans.begin).sum())
+    assert by_role(selection)["consumer"] == int((spans.end - spans.begin).sum())
+    for row in kinds:
+        parts = sum(row[part] for part in ("computing", "loading", "barrier", "words"))
+        assert parts == row["total"]
+
+
+def test_the_critical_path_is_as_long_as_the_step(trace: Trace) -> None:
+    for step in range(trace.num_steps):
+        path = critical_path(trace, step)
+        assert path.length == pytest.approx(path.end - path.begin, rel=0.02)
+        for link in path.links:
+            assert link.begin <= link.end
+            assert sum(link.parts.values()) == link.end - link.begin
+            assert tuple(link.parts) == PARTS
+        for before, after in itertools.pairwise(path.links):
+            assert before.end == after.begin
+            assert int(trace.record_cause[after.record]) == before.record
+
+
+def test_the_critical_path_of_a_ring_goes_round_it() -> None:
+    trace = record(ring(3, 4), launches=1, steps=1).trace()
+    path = critical_path(trace, 0)
+    hops = [int(trace.record_instruction[link.record]) for link in path.links]
+    assert hops == list(range(12))
+    assert {link.through for link in path.links[1:]} <= {"barrier", "queue"}
+
+
+def test_a_circle_of_causes_is_refused() -> None:
+    trace = synthetic_trace(workers=2, steps=1, layers=1)
+    cause = np.arange(trace.num_records, dtype=np.int32)
+    with pytest.raises(TraceError, match="go in a circle"):
+        critical_path(dataclasses.replace(trace, record_cause=cause), 0)
+
+
+def test_bandwidth_is_bytes_over_the_time_that_was_measured() -> None:
+    trace, seconds = run_products(launches=3, steps=100)
+    streamed = 300 * ROUNDS * WORKERS * SIZE * SIZE * 4
+    found = bandwidth(Selection.of(trace))
+    assert found.streamed_bytes == streamed
+    assert found.streamed == pytest.approx(streamed / seconds, rel=0.02)
+
+
+def test_bandwidth_over_time_adds_up_to_all_bytes(trace: Trace) -> None:
+    for selection in selections(trace):
+        found = bandwidth(selection, bins=77)
+        assert len(found.rates) == 77
+        total = float(found.rates.sum()) * found.bin / 1e9
+        assert total == pytest.approx(found.streamed_bytes, rel=1e-6, abs=1e-3)
+        assert (found.rates >= 0).all()
+
+
+def test_bandwidth_in_a_bin_is_what_is_streamed_in_it() -> None:
+    """Against the sum over records, one by one."""
+    trace = synthetic_trace(workers=3, steps=2, layers=1)
+    found = bandwidth(Selection.of(trace), bins=20)
+    spans, streamed = trace.spans, trace.of_instruction("load_bytes")
+    for i in range(20):
+        begin, end = found.begin + i * found.bin, found.begin + (i + 1) * found.bin
+        inside = sum(
+            size * max(min(b, end) - max(a, begin), 0) / max(b - a, 1)
+            for a, b, size in zip(spans.load_begin, spans.load_end, streamed, strict=True)
+        )
+        assert found.rates[i] * found.bin / 1e9 == pytest.approx(inside, rel=1e-6, abs=1e-3)
+
+
+def test_waits_name_who_is_waited_for_and_who_came_last() -> None:
+    trace = synthetic_trace(workers=6, steps=5, layers=3)
+    rows = waits(Selection.of(trace))
+    found = {(row.waiting, row.awaited): row for row in rows}
+    order = [f"layers.*.{label}" for label in LABELS]
+    for before, after in itertools.pairwise(order):
+        row = found[after, before]
+        assert row.longest >= HOP
+        assert 0 <= row.last_worker < 6
+        assert row.kind == ("barrier" if before == "layers.*.attention" else "words")
+    spans = trace.spans
+    assert sum(row.total for row in rows) == int((spans.inputs - spans.begin).sum())
+
+
+def test_one_slow_worker_is_seen_in_balance_and_in_waits() -> None:
+    trace = synthetic_trace(workers=4, steps=3, layers=2, slow_worker=2)
+    uneven = {row.phase: row.imbalance for row in balance(Selection.of(trace))}
+    assert all(uneven[f"layers.*.{label}"] > 2 for label in LABELS)
+    behind = [row for row in waits(Selection.of(trace)) if row.awaited != "nothing"]
+    assert all(row.last_worker == 2 for row in behind if row.awaited != "embed")
+    links = critical_path(trace, 1).links
+    on_path = [int(trace.record_worker[link.record]) for link in links]
+    assert on_path.count(2) > 0.8 * len(links)
+
+
+def test_a_step_that_is_not_there_is_told() -> None:
+    trace = synthetic_trace(workers=2, steps=3, layers=1)
+    with pytest.raises(TraceError, match="step 9 is not in the trace: it has 0 to 2"):
+        Selection.of(trace, 9)
+
+
+def test_a_report_says_the_same_in_json_and_in_tables(trace: Trace) -> None:
+    facts = report(trace)
+    text = format_report(facts)
+    assert "Critical path" in text
+    for row in facts["kinds"]:
+        assert row["kind"] in text
+    assert max(map(len, text.splitlines())) < 200
+    one = report(trace, int(trace.step_number[1]))
+    assert one["steps"]["count"] == 1
+    assert format_report(one)
+
+
+def test_a_report_of_unknown_workers_says_so() -> None:
+    trace = record_ring(dynamic=True)
+    unknown = np.full(trace.num_records, -1, np.int32)
+    order = np.lexsort((trace.record_slot, unknown, trace.record_step))
+    dynamic = dataclasses.replace(
+        trace,
+        record_worker=unknown,
+        **{
+            name: getattr(trace, name)[order]
+            for name in ("record_slot", "record_instruction", "record_cause")
+        },
+        times=trace.times[:, order],
+    )
+    assert "not known who executed what" in format_report(report(dynamic))
+
+
+def test_a_trace_compared_with_itself_has_not_changed(trace: Trace) -> None:
+    facts = diff(trace, trace)
+    assert facts["step"]["change"] == 0
+    for key in ("kinds", "phases", "labels", "critical_path"):
+        assert all(row["change"] == 0 for row in facts[key])
+    assert len(facts["steps"]) == facts["count"][0]
+    assert format_diff(facts)
+
+
+def test_what_became_slower_is_named_first() -> None:
+    before = synthetic_trace(workers=4, steps=6, layers=2, seed=1)
+    after = synthetic_trace(workers=4, steps=8, layers=2, seed=1, slower={"down_proj": 3.0})
+    facts = diff(before, after)
+    assert facts["step"]["change"] > 0
+    assert facts["phases"][0]["name"] in ("layers.*.down_proj", "layers.*.qkv")
+    assert facts["critical_path"][0]["name"] == "layers.*.down_proj"
+    assert facts["critical_path"][0]["ratio"] > 1.5
+    assert "down_proj" in format_diff(facts)
+
+
+def test_traces_without_steps_in_common_are_refused() -> None:
+    one, two = (synthetic_trace(workers=2, steps=2, layers=1) for _ in range(2))
+    more = dataclasses.replace(two, step_tokens=two.step_tokens + 7)
+    with pytest.raises(TraceError, match=r"same number of tokens: \[1\] and \[8\]"):
+        diff(one, more)

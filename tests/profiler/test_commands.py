@@ -1,0 +1,145 @@
+"""`megavm profile` and `megavm trace`: what they print, write and refuse."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from synthetic import synthetic_trace
+
+from megavm import cli
+from megavm.profiler.trace import Trace
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    path = tmp_path / "a.megatrace"
+    synthetic_trace(workers=3, steps=4, layers=2).save(path)
+    return str(path)
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> Result:
+    code = cli.main(arguments)
+    captured = capsys.readouterr()
+    return Result(code, captured.out, captured.err)
+
+
+def test_profile_writes_a_trace_and_says_what_tracing_cost(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.megatrace"
+    options = ("--machine", "cpu", "--workers", "2", "--max-tokens", "8", "-o", str(path))
+    result = run(capsys, "profile", "stories", *options)
+    assert result.code == 0, result.err
+    assert f"{path}: 8 steps" in result.out
+    assert "times as long" in result.out
+    trace = Trace.load(path)
+    assert trace.num_steps == 8
+    assert trace.step_tokens[0] > 1
+    assert trace.machine["bandwidth"] > 1e9
+    assert trace.notes["ratio"] > 0
+
+
+def test_profile_keeps_the_last_steps_and_takes_a_context(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.megatrace"
+    options = ("--machine", "cpu", "--workers", "1", "--max-tokens", "6", "--keep", "2")
+    result = run(
+        capsys, "profile", "stories", *options, "--context", "40", "--json", "-o", str(path)
+    )
+    facts = json.loads(result.out)
+    assert (facts["steps"], facts["file"]) == (2, str(path))
+    assert Trace.load(path).step_tokens.tolist() == [1, 1]
+
+
+def test_profile_of_one_token_has_no_ratio(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "run.megatrace"
+    options = ("--machine", "cpu", "--max-tokens", "1", "--prompt-ids", "5,6,7", "-o", str(path))
+    result = run(capsys, "profile", "stories", *options)
+    assert result.code == 0
+    assert "times as long" not in result.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("profile", "stories", "text", "--context", "5"), "give one of PROMPT"),
+        (("profile", "stories", "--machine", "reference"), "'reference' does not trace"),
+        (("profile", "stories", "--max-tokens", "0"), "max_tokens"),
+        (("trace", "report", "missing.megatrace"), "missing.megatrace"),
+        (("trace", "export", "missing.megatrace"), "say where to write: -o FILE"),
+        (("trace", "html", "missing.megatrace"), "say where to write: -o FILE"),
+        (("trace", "nonsense"), "invalid choice"),
+        (("trace", "report"), "required: FILE"),
+        (("trace", "report", "a", "--stop"), "unrecognized arguments: --stop"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    result = run(capsys, *arguments)
+    assert (result.code, result.out) == (2, "")
+    assert sentence in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+def test_report_prints_tables_or_json(capsys: pytest.CaptureFixture[str], saved: str) -> None:
+    assert "Critical path of step" in run(capsys, "trace", "report", saved).out
+    facts = json.loads(run(capsys, "trace", "report", saved, "--json").out)
+    assert facts["steps"]["count"] == 4
+    assert len(facts["workers"]) == 3
+    assert facts["bandwidth"]["streamed"] > 0
+    one = json.loads(run(capsys, "trace", "report", saved, "--step", "2", "--json").out)
+    assert (one["steps"]["count"], one["critical_path"]["step"]) == (1, 2)
+    assert "step 7 is not in the trace" in run(capsys, "trace", "report", saved, "--step", "7").err
+
+
+def test_diff_prints_tables_or_json(
+    capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path
+) -> None:
+    other = str(tmp_path / "b.megatrace")
+    synthetic_trace(workers=3, steps=4, layers=2, slower={"gate_up": 2.0}).save(other)
+    assert "Critical path of the median step" in run(capsys, "trace", "diff", saved, other).out
+    facts = json.loads(run(capsys, "trace", "diff", saved, other, "--json").out)
+    assert facts["step"]["ratio"] > 1
+
+
+@pytest.mark.parametrize("format", ["perfetto", "chrome"])
+def test_export_writes_the_file(
+    capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path, format: str
+) -> None:
+    path = tmp_path / "out"
+    result = run(capsys, "trace", "export", saved, "--format", format, "-o", str(path))
+    assert (result.code, result.out) == (0, "")
+    assert path.stat().st_size > 1000
+
+
+def test_view_and_html_hand_over_to_the_viewer(
+    capsys: pytest.CaptureFixture[str], saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    viewer: Any = types.ModuleType("megavm.profiler.viewer")
+    viewer.serve = lambda *arguments: calls.append(arguments)
+    viewer.save_html = lambda *arguments: calls.append(arguments)
+    monkeypatch.setitem(sys.modules, "megavm.profiler.viewer", viewer)
+    assert run(capsys, "trace", "view", saved, "--port", "8123", "--no-open").code == 0
+    assert run(capsys, "trace", "html", saved, "-o", "page.html").code == 0
+    assert calls == [(saved, "127.0.0.1", 8123, False), (saved, "page.html")]
+
+
+def test_trace_alone_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "trace")
+    assert result.code == 0
+    assert all(name in result.out for name in ("report", "diff", "export", "view", "html"))

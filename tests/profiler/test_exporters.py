@@ -1,0 +1,228 @@
+"""Exported traces, read back with Perfetto's own classes and as JSON: nested, ordered, named."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import defaultdict
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from recording import record_ring
+from synthetic import synthetic_trace
+
+from megavm.profiler.chrome import save_chrome
+from megavm.profiler.perfetto import save_perfetto, varint
+from megavm.profiler.slices import ROLES, arrows, lanes
+from megavm.profiler.trace import Trace, TraceError
+
+HTML = "<script>alert(1)</script>\"'&\\"
+
+
+def traces() -> dict[str, Trace]:
+    """A trace of a machine with a loader, and one that a CPU machine has recorded."""
+    return {"synthetic": synthetic_trace(workers=5, steps=3, layers=2), "cpu": record_ring()}
+
+
+@pytest.fixture(params=("synthetic", "cpu"))
+def trace(request: pytest.FixtureRequest) -> Trace:
+    return traces()[request.param]
+
+
+def perfetto_packets(trace: Trace, path: Path) -> list[Any]:
+    from perfetto.protos.perfetto.trace import perfetto_trace_pb2
+
+    save_perfetto(trace, path)
+    parsed = perfetto_trace_pb2.Trace()
+    parsed.ParseFromString(path.read_bytes())
+    assert parsed.ByteSize() > 0
+    return list(parsed.packet)
+
+
+def nested(events: list[tuple[int, str, Any]]) -> list[tuple[int, int, Any, int]]:
+    """Slices (begin, end, what, depth) of one track, whose begins and ends must pair up."""
+    stack: list[tuple[int, Any]] = []
+    found = []
+    last = -1
+    for time, kind, what in events:
+        assert time >= last
+        last = time
+        if kind == "begin":
+            stack.append((time, what))
+        else:
+            begin, of = stack.pop()
+            found.append((begin, time, of, len(stack)))
+    assert not stack
+    return found
+
+
+def test_perfetto_reads_every_packet_and_knows_every_field(trace: Trace, tmp_path: Path) -> None:
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    for packet in perfetto_packets(trace, tmp_path / "a.pftrace"):
+        assert packet.trusted_packet_sequence_id == 1
+        for message in (packet, packet.track_event, packet.track_descriptor, packet.interned_data):
+            assert not len(UnknownFieldSet(message))
+
+
+def test_perfetto_tracks_are_named_ordered_and_below_each_other(
+    trace: Trace, tmp_path: Path
+) -> None:
+    packets = perfetto_packets(trace, tmp_path / "a.pftrace")
+    tracks = {
+        p.track_descriptor.uuid: p.track_descriptor
+        for p in packets
+        if p.HasField("track_descriptor")
+    }
+    by_name = {t.name: t for t in tracks.values() if t.name.startswith("worker")}
+    assert list(by_name) == [f"worker {w}" for w in range(trace.workers)]
+    ranks = [t.sibling_order_rank for t in by_name.values()]
+    assert ranks == sorted(ranks)
+    root = tracks[by_name["worker 0"].parent_uuid]
+    assert "on" in root.name
+    assert root.child_ordering == root.EXPLICIT
+    roles = [t for t in tracks.values() if t.parent_uuid == by_name["worker 0"].uuid]
+    assert [t.name for t in roles] == [r for r in ROLES if any(x.role == r for x in lanes(trace))]
+    assert [t.sibling_order_rank for t in roles] == [ROLES.index(t.name) for t in roles]
+    used = {p.track_event.track_uuid for p in packets if p.HasField("track_event")}
+    assert used <= set(tracks)
+    assert any(t.HasField("counter") and t.counter.unit_name == "GB/s" for t in tracks.values())
+
+
+def test_perfetto_slices_nest_and_say_what_they_are(trace: Trace, tmp_path: Path) -> None:
+    packets = perfetto_packets(trace, tmp_path / "a.pftrace")
+    interned = packets[0].interned_data
+    names = {n.iid: n.name for n in interned.event_names}
+    kinds = {n.iid: n.name for n in interned.event_categories}
+    arguments = {n.iid: n.name for n in interned.debug_annotation_names}
+    assert packets[0].sequence_flags == 1
+    assert packets[0].first_packet_on_sequence
+    tracks: dict[int, list[tuple[int, str, Any]]] = defaultdict(list)
+    for packet in packets[1:]:
+        event = packet.track_event
+        if packet.HasField("track_event") and event.type in (1, 2):
+            kind = "begin" if event.type == 1 else "end"
+            tracks[event.track_uuid].append((packet.timestamp, kind, event))
+    consumers = 0
+    for events in tracks.values():
+        for begin, end, event, depth in nested(events):
+            assert begin <= end
+            assert names[event.name_iid]
+            facts = {arguments[a.name_iid]: a.uint_value for a in event.debug_annotations}
+            if depth == 0 and names[event.name_iid] != "step":
+                assert kinds[event.category_iids[0]] in trace.kinds
+                program = trace.programs[0]
+                assert facts["bytes"] == program.bytes[facts["instruction"]]
+                consumers += 1
+    assert consumers == sum(len(lane.record) for lane in lanes(trace))
+
+
+def test_perfetto_flows_lead_from_the_last_producer_to_who_waited(
+    trace: Trace, tmp_path: Path
+) -> None:
+    sources: dict[int, int] = {}
+    targets: dict[int, int] = {}
+    for packet in perfetto_packets(trace, tmp_path / "a.pftrace"):
+        for flow in packet.track_event.flow_ids:
+            assert flow not in sources
+            sources[flow] = packet.timestamp
+        for flow in packet.track_event.terminating_flow_ids:
+            assert flow not in targets
+            targets[flow] = packet.timestamp
+    assert sources.keys() == targets.keys()
+    assert len(sources) == len(arrows(trace)[0]) > 0
+    assert all(sources[flow] <= targets[flow] for flow in sources)
+
+
+def chrome_events(trace: Trace, path: Path) -> list[dict[str, Any]]:
+    save_chrome(trace, path)
+    loaded = json.loads(path.read_text(), parse_float=Decimal)
+    assert loaded["displayTimeUnit"] == "ns"
+    events: list[dict[str, Any]] = loaded["traceEvents"]
+    return events
+
+
+def test_chrome_slices_nest_on_every_thread(trace: Trace, tmp_path: Path) -> None:
+    threads: dict[tuple[int, int], list[tuple[Decimal, Decimal]]] = defaultdict(list)
+    for event in chrome_events(trace, tmp_path / "a.json"):
+        if event["ph"] == "X":
+            begin = Decimal(event["ts"])
+            threads[event["pid"], event["tid"]].append((begin, begin + Decimal(event["dur"])))
+    assert len(threads) > trace.workers
+    for slices in threads.values():
+        stack: list[Decimal] = []
+        for begin, end in sorted(slices, key=lambda s: (s[0], -s[1])):
+            while stack and stack[-1] <= begin:
+                stack.pop()
+            assert not stack or end <= stack[-1]
+            stack.append(end)
+
+
+def test_chrome_arrows_have_two_ends_inside_slices(trace: Trace, tmp_path: Path) -> None:
+    events = chrome_events(trace, tmp_path / "a.json")
+    slices = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            slices[event["pid"], event["tid"]].append(
+                (Decimal(event["ts"]), Decimal(event["ts"]) + Decimal(event["dur"]))
+            )
+    ends: dict[str, dict[int, Any]] = {"s": {}, "f": {}}
+    for event in events:
+        if event["ph"] in ends:
+            ends[event["ph"]][event["id"]] = event
+            at = Decimal(event["ts"])
+            assert any(b <= at <= e for b, e in slices[event["pid"], event["tid"]])
+    assert ends["s"].keys() == ends["f"].keys()
+    assert len(ends["s"]) == len(arrows(trace)[0])
+    assert all(ends["s"][i]["ts"] <= ends["f"][i]["ts"] for i in ends["s"])
+
+
+def test_chrome_processes_and_threads_are_named_and_ordered(trace: Trace, tmp_path: Path) -> None:
+    events = chrome_events(trace, tmp_path / "a.json")
+    names = {
+        (e["pid"], e.get("tid")): e["args"]["name"]
+        for e in events
+        if e["ph"] == "M" and e["name"].endswith("_name")
+    }
+    assert [names[w + 1, None] for w in range(trace.workers)] == [
+        f"worker {w}" for w in range(trace.workers)
+    ]
+    used = {(e["pid"], e["tid"]) for e in events if e["ph"] == "X"}
+    assert used <= names.keys()
+    assert {names[1, t] for _, t in used if (1, t) in names} <= set(ROLES)
+
+
+def renamed(trace: Trace) -> Trace:
+    """The trace with names that would be markup in a page."""
+    facts = dict(trace.programs[0].facts)
+    facts["labels"] = [HTML + str(i) for i in range(len(facts["labels"]))]
+    program = dataclasses.replace(trace.programs[0], facts=facts)
+    return dataclasses.replace(trace, programs=(program,), model={"name": HTML})
+
+
+def test_names_with_markup_and_quotes_come_through_unchanged(trace: Trace, tmp_path: Path) -> None:
+    strange = renamed(trace)
+    packets = perfetto_packets(strange, tmp_path / "a.pftrace")
+    assert HTML + "0" in {n.name for n in packets[0].interned_data.event_names}
+    events = chrome_events(strange, tmp_path / "a.json")
+    assert HTML + "0" in {e["name"] for e in events if e["ph"] == "X"}
+
+
+def test_without_workers_there_are_no_lanes(trace: Trace, tmp_path: Path) -> None:
+    unknown = np.full(trace.num_records, -1, np.int32)
+    dynamic = dataclasses.replace(trace, record_worker=unknown)
+    for save in (save_perfetto, save_chrome):
+        with pytest.raises(TraceError, match="does not say which worker executed what"):
+            save(dynamic, tmp_path / "a")
+
+
+@given(st.integers(0, 2**64 - 1))
+def test_a_varint_is_read_back(value: int) -> None:
+    from google.protobuf.internal.decoder import _DecodeVarint
+
+    assert _DecodeVarint(varint(value), 0) == (value, len(varint(value)))

@@ -1,0 +1,182 @@
+"""Recording on the CPU machine: every instruction once, times in order, the last steps kept."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recording import record, record_ring, ring
+
+from megavm import LLM, SamplingParams
+from megavm.profiler.recorder import Recorder
+from megavm.profiler.trace import Trace, TraceError
+from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.memory import Memory
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_every_instruction_of_every_step_is_recorded_once(
+    tagged: bool, dynamic: bool, tmp_path: Path
+) -> None:
+    trace = record_ring(tagged, dynamic)
+    assert (trace.num_steps, trace.num_records) == (6, 36)
+    pairs = set(zip(trace.record_step.tolist(), trace.record_instruction.tolist(), strict=True))
+    assert pairs == {(s, i) for s in range(6) for i in range(6)}
+    assert ((trace.record_worker >= 0) & (trace.record_worker < 3)).all()
+    if not dynamic:
+        assert (trace.record_worker == trace.record_instruction % 3).all()
+    assert trace.step_number.tolist() == list(range(6))
+    trace.save(tmp_path / "a")
+    assert Trace.load(tmp_path / "a").num_records == 36
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_times_are_in_order_and_what_was_not_noted_is_absent(tagged: bool) -> None:
+    trace = record_ring(tagged)
+    names = ("fetched", "ready", "inputs", "computed", "end")
+    times = np.stack([trace.event(name) for name in names])
+    assert (times >= 0).all()
+    assert (np.diff(times, axis=0) >= 0).all()
+    assert times.min() == 0
+    signalled = trace.event("signalled")
+    signals = trace.programs[0].words[trace.record_instruction, 1] != 0xFFFFFFFF
+    assert ((signalled >= trace.event("end")) == signals).all()
+    assert ((signalled == -1) == ~signals).all()
+    for name in ("load_begin", "load_issued", "load_arrived"):
+        assert (trace.event(name) == -1).all()
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_time_that_an_instruction_waits_ends_when_its_producer_has_ended(tagged: bool) -> None:
+    trace = record(ring(2, 20, tagged), launches=3, steps=5).trace()
+    spans = trace.spans
+    waited = (spans.inputs - spans.begin) > 0
+    through = trace.record_cause_channel >= 0
+    assert (waited & through).sum() > 20
+    own = np.flatnonzero(waited & through)
+    # Waiting is for words in a tagged program and for barriers in the other.
+    words = spans.inputs - spans.waited
+    assert bool((words[own] > 0).any()) == tagged
+    # A producer computes before the one who waits for it.
+    assert (spans.begin[trace.record_cause[own]] <= spans.inputs[own]).all()
+
+
+@pytest.mark.parametrize(("keep", "numbers"), [(None, 6), (4, 4), (3, 3), (1, 1), (9, 6)])
+def test_the_last_steps_are_kept_and_keep_their_numbers(keep: int | None, numbers: int) -> None:
+    recorder = record(ring(2, 1), launches=2, steps=3, keep=keep)
+    assert len(recorder) == numbers
+    trace = recorder.trace()
+    assert trace.step_number.tolist() == list(range(6))[6 - numbers :]
+    assert trace.num_records == 2 * numbers
+    assert trace.times[trace.times >= 0].min() == 0
+    assert len(recorder._launches) <= 2 if keep is None or keep > 3 else 1
+
+
+def test_a_recorder_without_steps_has_no_trace() -> None:
+    recorder = Recorder()
+    with pytest.raises(TraceError, match="nothing was recorded"):
+        recorder.trace()
+    with pytest.raises(ValueError, match="keeps at least one step"):
+        Recorder(0)
+    used = record(ring(2, 1))
+    used.clear()
+    assert len(used) == 0
+    with pytest.raises(TraceError, match="nothing was recorded"):
+        used.trace()
+
+
+def test_a_machine_that_does_not_trace_has_nothing_to_hand_out() -> None:
+    program = ring(2, 1)
+    memory = Memory()
+    memory.allocate(program.tensors)
+    executable = CpuMachine().load(program, memory)
+    executable.run()
+    with pytest.raises(ValueError, match="nothing was traced"):
+        executable.trace()
+    traced = CpuMachine(trace=True).load(program, memory)
+    with pytest.raises(ValueError, match="nothing was traced"):
+        traced.trace()
+    traced.run()
+    traced.trace()
+    with pytest.raises(ValueError, match="nothing was traced"):
+        traced.trace()
+
+
+def test_threads_may_add_and_read_at_the_same_time() -> None:
+    recorder = Recorder(8)
+    program = ring(1, 3)
+
+    def run() -> None:
+        memory = Memory()
+        memory.allocate(program.tensors)
+        executable = CpuMachine(trace=True).load(program, memory)
+        for _ in range(30):
+            executable.run(2)
+            recorder.add(executable, tokens=1, context=1.0)
+
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        if len(recorder):
+            assert recorder.trace().num_steps <= 8
+    assert len(recorder) == 8
+
+
+# Through the front door.
+
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+def test_an_llm_records_prompts_and_tokens_and_says_the_same(tmp_path: Path) -> None:
+    recorder = Recorder()
+    with LLM("stories", machine="cpu", workers=2, prefix_caching=False) as llm:
+        before = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
+        llm.record(recorder)
+        during = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
+        llm.record(None)
+        after = llm.generate("Once upon a time", GREEDY)[0].outputs[0].token_ids
+    assert before == during == after
+    trace = recorder.trace()
+    assert len(trace.programs) == 2
+    assert trace.num_steps == 12
+    assert trace.step_tokens[0] > 1
+    assert (trace.step_tokens[1:] == 1).all()
+    assert trace.machine["name"] == "cpu"
+    assert trace.machine["workers"] == 2
+    assert trace.model["name"] == "stories"
+    trace.save(tmp_path / "a")
+    assert Trace.load(tmp_path / "a").kinds == trace.kinds
+
+
+def test_bytes_are_those_of_the_context_that_was_seen() -> None:
+    recorder = Recorder()
+    with LLM("stories", machine="cpu", workers=2, prefix_caching=False) as llm:
+        llm.record(recorder)
+        prompt = list(range(5, 105))
+        llm.generate(prompt, GREEDY)
+        config, itemsize = llm.checkpoint.config, llm.runner.dtype.size
+    trace = recorder.trace()
+    program = trace.programs[int(trace.step_program[-1])]
+    attention = np.array(program.kinds)[program.kind] == "attention"
+    # Tokens 101 to 111 are computed one by one.
+    seen = np.mean(range(101, 112)) * config.kv_elements_per_token * itemsize
+    assert program.load_bytes[attention].sum() == pytest.approx(seen, rel=0.01)
+
+
+def test_the_reference_machine_does_not_trace() -> None:
+    with (
+        LLM("stories", machine="reference") as llm,
+        pytest.raises(ValueError, match="machine 'reference' does not trace"),
+    ):
+        llm.record(Recorder())
+
+
+def test_a_closed_llm_records_nothing() -> None:
+    llm = LLM("stories", machine="cpu")
+    llm.close()
+    with pytest.raises(ValueError, match="closed"):
+        llm.record(Recorder())
