@@ -37,8 +37,8 @@ class _Handler(BaseHTTPRequestHandler):
     server_version = "megavm"
     sys_version = ""
 
-    def __init__(self, page: bytes, traces: Sequence[Path], *arguments: object) -> None:
-        self._page, self._traces = page, traces
+    def __init__(self, host: str, page: bytes, traces: Sequence[Path], *arguments: object) -> None:
+        self._host, self._page, self._traces = host, page, traces
         super().__init__(*arguments)  # type: ignore[arg-type]
 
     def do_GET(self) -> None:
@@ -62,8 +62,11 @@ class _Handler(BaseHTTPRequestHandler):
         A page of another site may have its name resolve to this computer; it must not read traces.
         """
         name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
-        host = str(self.server.server_address[0])
-        return host not in ("127.0.0.1", "::1") or name in ("127.0.0.1", "localhost", "[::1]")
+        return self._host not in ("127.0.0.1", "::1", "localhost") or name in (
+            "127.0.0.1",
+            "localhost",
+            "[::1]",
+        )
 
     def _head(self, status: HTTPStatus, kind: str, length: int) -> None:
         self.send_response(status)
@@ -104,7 +107,8 @@ def make_server(
 ) -> ThreadingHTTPServer:
     """A server of the page with traces, not yet serving. Port 0 is a free one.
 
-    Raises TraceError when a file cannot be read, the page is not there, or the address not to be had.
+    Raises TraceError when a file cannot be read, the page is not there, or the address is not
+    to be had.
     """
     traces = [_check(path) for path in paths]
     page = _page_with("".join(_meta(path) for path in traces), before="<title>")
@@ -113,7 +117,7 @@ def make_server(
     server = type("_Server6", (_Server,), {"address_family": socket.AF_INET6})
     kind: type[_Server] = server if ":" in host else _Server
     try:
-        return kind((host, port), partial(_Handler, page.encode(), traces))
+        return kind((host, port), partial(_Handler, host, page.encode(), traces))
     except OSError as error:
         raise TraceError(f"cannot listen at {host}:{port}: {error.strerror or error}") from error
 

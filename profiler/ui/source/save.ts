@@ -22,7 +22,7 @@ export async function saveAsHtml(app: App, page: string): Promise<void> {
   const traces: string[] = [];
   for (const { trace } of app.panes) traces.push(await embed(trace.buffer, trace.name));
   const at = page.indexOf("<script>");
-  const blob = new Blob([page.slice(0, at), ...traces, "\n", page.slice(at)], { type: "text/html" });
+  const blob = new Blob([page.slice(0, at), ...traces, page.slice(at)], { type: "text/html" });
   const link = document.createElement("a");
   link.href = URL.createObjectURL(blob);
   link.download = `${app.main?.trace.name.replace(/\.megatrace$/, "") ?? "trace"}.html`;

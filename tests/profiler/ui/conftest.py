@@ -15,7 +15,7 @@ from ui.page import Viewer
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-SIZE = {"width": 1600, "height": 950}
+WIDTH, HEIGHT = 1600, 950
 
 
 def find_chromium() -> str | None:
@@ -54,7 +54,9 @@ def make_viewer(browser: Browser, screenshots: Path) -> Iterator[Callable[..., V
     made: list[tuple[Any, Viewer]] = []
 
     def make(**options: Any) -> Viewer:
-        context = browser.new_context(viewport=SIZE, accept_downloads=True, **options)
+        context = browser.new_context(
+            viewport={"width": WIDTH, "height": HEIGHT}, accept_downloads=True, **options
+        )
         viewer = Viewer(context.new_page(), screenshots)
         made.append((context, viewer))
         return viewer
@@ -75,9 +77,8 @@ def viewer(make_viewer: Callable[..., Viewer]) -> Viewer:
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """`a`, and `b` of the same program with a slow phase and a slow worker."""
     directory = tmp_path_factory.mktemp("traces")
-    sizes = {"workers": 132, "layers": 4, "steps": 3}
-    synthetic_trace(**sizes).save(directory / "a.megatrace")
-    slower = synthetic_trace(**sizes, slower={"o_proj": 2.5}, slow_worker=40)
+    synthetic_trace(132, layers=4, steps=3).save(directory / "a.megatrace")
+    slower = synthetic_trace(132, layers=4, steps=3, slower={"o_proj": 2.5}, slow_worker=40)
     slower.save(directory / "b.megatrace")
     return {name: directory / f"{name}.megatrace" for name in ("a", "b")}
 

@@ -1,4 +1,4 @@
-"""What a user does with the page, in a real Chromium. The numbers agree with the analysis in Python."""
+"""What a user does with the page, in a real Chromium. Its numbers agree with the analysis."""
 
 from __future__ import annotations
 
@@ -125,7 +125,12 @@ def test_bars_are_where_the_records_are(opened: Viewer) -> None:
     begin, end = opened.run(f"pane.trace.span({record})")
     opened.show(begin - 20000, end + 20000)
     x, y = opened.point(record)
-    assert opened.run(f"pane.recordAt(app.view, {x}, {y} - app.stage.overlay.getBoundingClientRect().top)") == record
+    assert (
+        opened.run(
+            f"pane.recordAt(app.view, {x}, {y} - app.stage.overlay.getBoundingClientRect().top)"
+        )
+        == record
+    )
     pixel = opened.page.evaluate(
         "([x, y]) => { const box = profiler.stage.picture.getBoundingClientRect();"
         " return [...profiler.stage.picture.getContext('2d')"
@@ -370,9 +375,7 @@ def test_two_traces_are_compared_step_by_step(viewer: Viewer, traces: dict[str, 
     viewer.screenshot("compare")
     # The slow phase is the largest change.
     rows = viewer.page.locator(".page:visible tbody tr")
-    cells = {
-        (c := rows.nth(i).locator("td").all_inner_texts())[0]: c for i in range(rows.count())
-    }
+    cells = {(c := rows.nth(i).locator("td").all_inner_texts())[0]: c for i in range(rows.count())}
     a, b = (
         {r["kind"]: r for r in by_kind(Selection.of(Trace.load(traces[n]), step))} for n in "ab"
     )

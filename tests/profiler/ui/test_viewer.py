@@ -46,7 +46,9 @@ def test_server_gives_page_and_trace_with_their_types(trace: Path) -> None:
         assert ask(port, "/trace/0", "HEAD") == (200, "application/octet-stream", b"")
 
 
-@pytest.mark.parametrize("path", ["/trace/1", "/favicon.ico", "/../pyproject.toml", "/trace/", "/x"])
+@pytest.mark.parametrize(
+    "path", ["/trace/1", "/favicon.ico", "/../pyproject.toml", "/trace/", "/x"]
+)
 def test_server_gives_nothing_else(trace: Path, path: str) -> None:
     with served(trace) as port:
         assert ask(port, path)[0] == 404
@@ -63,7 +65,7 @@ def test_server_says_what_is_wrong_in_one_sentence(trace: Path, tmp_path: Path) 
         make_server([tmp_path / "missing.megatrace"])
     with pytest.raises(TraceError, match=r"^cannot read .*: Is a directory"):
         make_server([tmp_path])
-    with pytest.raises(TraceError, match="^port 70000 is not between 0 and 65535"):
+    with pytest.raises(TraceError, match=r"^port 70000 is not between 0 and 65535"):
         make_server([trace], port=70000)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -100,7 +102,7 @@ def test_saved_page_has_the_trace_and_its_name_escaped(trace: Path, tmp_path: Pa
 
 
 def test_saving_says_what_is_wrong(trace: Path, tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="^cannot write .*nowhere"):
+    with pytest.raises(TraceError, match=r"^cannot write .*nowhere"):
         save_html(trace, tmp_path / "nowhere" / "out.html")
-    with pytest.raises(TraceError, match="^cannot read "):
+    with pytest.raises(TraceError, match=r"^cannot read "):
         save_html(tmp_path / "missing", tmp_path / "out.html")
