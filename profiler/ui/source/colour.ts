@@ -137,7 +137,7 @@ function colourOfLayer(layer: number): Rgb {
   ];
   const [r, g, b] = parts[Math.floor(hue)]!;
   const lift = layer % 3 === 1 ? 96 : 76;
-  return [lift + r * 150, lift + g * 130, lift + b * 160];
+  return [lift + r * 130, lift + g * 105, lift + b * 140];
 }
 
 export interface LegendEntry {

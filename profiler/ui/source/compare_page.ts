@@ -53,7 +53,7 @@ export class ComparePage implements Page {
       make("p", "", make("b", "", "B "), b.trace.name, ", step ", this.stepChoice(b)),
       pair("step A", duration(timeA)),
       pair("step B", duration(timeB)),
-      pair("B to A", `${signedDuration(timeB - timeA)}, ${signed(timeB / timeA - 1)}`, timeB > timeA ? "worse" : "better"),
+      pair("B to A", `${signedDuration(timeB - timeA)}, ${signed(timeB / timeA - 1)}`, timeB > timeA ? "worse" : timeB < timeA ? "better" : ""),
       make("div", "choices", "Time of all workers in the step by ", this.grouping),
       this.table(compare(first!.groups, second!.groups), grouping),
       make("div", "buttons", button("Close B", "show the first trace alone", () => this.app.closeCompare())),
@@ -86,9 +86,13 @@ export class ComparePage implements Page {
         text: (d) => (d.a && d.b && d.a.total > 0 ? signed(d.b.total / d.a.total - 1) : "-"),
         value: (d) => (d.a && d.b && d.a.total > 0 ? d.b.total / d.a.total - 1 : 0),
       },
-      { title: "of it waiting", text: (d) => signedDuration(waits(d)), value: waits, help: "change of the time that is waiting" },
-      { title: "p50 A", text: (d) => (d.a ? duration(d.a.p50) : "-"), value: (d) => d.a?.p50 ?? 0 },
-      { title: "p50 B", text: (d) => (d.b ? duration(d.b.p50) : "-"), value: (d) => d.b?.p50 ?? 0 },
+      { title: "waiting", text: (d) => signedDuration(waits(d)), value: waits, help: "change of the time that is waiting" },
+      {
+        title: "p50",
+        help: "change of the median time of one instruction",
+        text: (d) => (d.a && d.b ? signedDuration(d.b.p50 - d.a.p50) : "-"),
+        value: (d) => (d.b?.p50 ?? 0) - (d.a?.p50 ?? 0),
+      },
     ];
     return makeTable(columns, deltas, (d) => this.app.search(`${grouping}:${d.name}`));
   }

@@ -150,7 +150,10 @@ export class RowPainter {
         if (room < NAME_FROM * ratio || ++count > MAX_NAMED) continue;
         const dim = (pane.painting.codes[record]! & DIM) !== 0;
         ctx.fillStyle = dim || (isWait && !pane.painting.strong) ? theme.faint : theme.onSpan;
-        const shown = fit(ctx, isWait ? "wait" : pane.trace.labelOf(record), room);
+        const label = pane.trace.labelOf(record);
+        let shown = fit(ctx, isWait ? "wait" : label, room);
+        // The layer is the first to go.
+        if (!isWait && shown !== label) shown = fit(ctx, pane.trace.phases[pane.trace.phase[record]!]!, room);
         if (shown) ctx.fillText(shown, left + from + 3 * ratio, y);
       }
     }
@@ -193,6 +196,7 @@ export class RowPainter {
         ctx.fillRect(0, Math.round(pane.yOf(w) * ratio), Math.round(body.left * ratio), 1);
       } else if (w % every === 0 && !firstOpen.has(w - 1)) {
         const height = rows.bottom(w) - rows.top(w);
+        if (every > 1 && pane.yOf(w) + 10 > bottom) continue;
         name(trace.workerName(w), pane.yOf(w) + Math.max(height / 2, every > 1 ? 6 : 0), theme.faint);
       }
     }

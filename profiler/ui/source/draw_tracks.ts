@@ -50,6 +50,9 @@ export function drawSteps(ctx: CanvasRenderingContext2D, pane: Pane, view: View,
   ctx.font = FONT;
   ctx.textBaseline = "middle";
   ctx.textAlign = "left";
+  // Every, every second, fifth, tenth ... step is named, as there is room.
+  const pitch = ((trace.end / Math.max(1, trace.steps)) * body.width) / view.span;
+  const every = niceStep(Math.max(1, 60 / pitch));
   for (let s = trace.stepAt(begin); s < trace.steps && trace.stepBegin[s]! < end; s++) {
     const x = Math.round(pane.xOf(view, trace.stepBegin[s]!));
     if (x >= body.left) {
@@ -59,11 +62,14 @@ export function drawSteps(ctx: CanvasRenderingContext2D, pane: Pane, view: View,
     if (ruler === null) continue;
     const at = Math.max(body.left, x);
     const text = `step ${trace.stepNumber[s]}`;
-    const room = Math.min(body.left + body.width, pane.xOf(view, trace.stepBegin[s + 1] ?? trace.end)) - at;
-    if (at < labelled || room < ctx.measureText(text).width + 8) continue;
+    const wanted = trace.stepNumber[s]! % every === 0 || x < body.left;
+    const width = ctx.measureText(text).width;
+    if (!wanted || at < labelled || at + width + 4 > body.left + body.width) continue;
+    // Not over the name of the next one.
+    if (x < body.left && pane.xOf(view, trace.stepBegin[s + 1] ?? Infinity) < at + width + 8) continue;
     ctx.fillStyle = s === pane.step ? theme.accent : theme.faint;
     ctx.fillText(text, at + 4, ruler.top + ruler.height - 9);
-    labelled = at + ctx.measureText(text).width + 10;
+    labelled = at + width + 10;
   }
 }
 

@@ -60,6 +60,10 @@ export function integer(value: number): string {
   return Math.round(value).toLocaleString("en-US");
 }
 
+export function rows(count: number): string {
+  return count === 1 ? "1 row" : `${integer(count)} rows`;
+}
+
 export function percent(fraction: number): string {
   return Number.isFinite(fraction) ? `${(100 * fraction).toFixed(1)} %` : "-";
 }

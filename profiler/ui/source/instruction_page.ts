@@ -3,7 +3,7 @@
 import type { App } from "./app.ts";
 import { type Incoming, doneAt, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
 import { button, make } from "./dom.ts";
-import { bytes, duration, flops, instant, rate, signedDuration } from "./format.ts";
+import { bytes, duration, flops, instant, rate, rows, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { decode } from "./program.ts";
@@ -56,7 +56,7 @@ export class InstructionPage implements Page {
       make("p", "faint", program.opcode(instruction).help.split("\n")[0]!),
       pair("kind", trace.kindOf(record)),
       pair("worker, slot", `${trace.workerName(trace.worker[record]!)}, ${trace.slot[record]}`),
-      pair("step", `${trace.stepNumber[step]} of ${trace.stepTokens[step]} rows`),
+      pair("step", `${trace.stepNumber[step]}, ${rows(trace.stepTokens[step]!)}`),
       pair("instruction, record", `${instruction}, ${trace.fileIndex[record]}`),
       make("h3", "", `Consumers: ${duration(end - begin)}`),
       segmentBar(this.app, trace, record),

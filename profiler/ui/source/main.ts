@@ -56,6 +56,7 @@ function start(): void {
     message.classList.toggle("error", isError);
     message.setAttribute("role", isError ? "alert" : "status");
   };
+  message.addEventListener("click", () => status("", false));
   const opener = new Opener(app, status);
   const help = makeHelp();
   const actions = {

@@ -34,9 +34,15 @@ export class Toolbar {
   ) {
     for (const mode of MODES) this.colour.append(new Option(mode, mode));
     this.colour.title = "what the colours stand for (keys 1 to 5)";
-    this.colour.addEventListener("change", () => app.setMode(this.colour.value as Mode));
+    this.colour.addEventListener("change", () => {
+      app.setMode(this.colour.value as Mode);
+      app.stage.overlay.focus();
+    });
     this.step.title = "the step that is looked at (keys , and .)";
-    this.step.addEventListener("change", () => app.setStep(Number(this.step.value), true));
+    this.step.addEventListener("change", () => {
+      app.setStep(Number(this.step.value), true);
+      app.stage.overlay.focus();
+    });
     this.search.type = "search";
     this.search.placeholder = "Search: kind:attention layer:12 worker:7 wait>3us";
     this.search.title = HELP;
