@@ -153,8 +153,6 @@ class VariantMachine(CudaMachine):
 def use_machine(runner: Runner, machine: CudaMachine) -> None:
     """Let a runner go on with its programs on another machine."""
     runner.machine = machine
-    for bucket, executable in runner._executables.items():
-        runner._programs[bucket] = executable.program
     runner._executables.clear()
 
 

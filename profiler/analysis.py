@@ -17,7 +17,6 @@ import numpy.typing as npt
 from megavm.profiler.trace import Ints, Longs, Spans, Trace, TraceError
 
 Floats = npt.NDArray[np.float64]
-Flags = npt.NDArray[np.bool_]
 
 # What a worker does at a moment. Its consumers decide: while they compute, loads of later
 # instructions go on beside them and cost nothing.

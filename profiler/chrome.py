@@ -46,7 +46,7 @@ def _events(trace: Trace, own: list[Lane]) -> Iterator[str]:
         yield _complete(MACHINE, 0, f'"step {number}"', '"step"', begin, end, "{}")
     for lane in own:
         yield from _lane(trace, lane)
-    yield from _arrows(trace)
+    yield from _arrows(trace, own)
     streams = counter(trace)
     for i, rate in enumerate(streams.rates.tolist()):
         time = _us(round(streams.begin + i * streams.bin))
@@ -117,14 +117,13 @@ def _lane(trace: Trace, lane: Lane) -> Iterator[str]:
                 yield _complete(process, thread, f'"{name}"', kinds[kind], begins[i], ends[i], "{}")
 
 
-def _arrows(trace: Trace) -> Iterator[str]:
-    target, source = arrows(trace)
+def _arrows(trace: Trace, own: list[Lane]) -> Iterator[str]:
+    found = arrows(trace, own)
     thread = ROLES.index("consumer")
-    spans, worker = trace.spans, trace.record_worker + 1
-    columns = (worker[source], spans.begin[source], worker[target], spans.inputs[target])
-    for flow, (left, begin, right, inputs) in enumerate(
-        zip(*(c.tolist() for c in columns), strict=True)
-    ):
+    worker = trace.record_worker + 1
+    columns = (worker[found.source], found.begin, worker[found.target], found.end)
+    rows = zip(*(c.tolist() for c in columns), strict=True)
+    for flow, (left, begin, right, end) in enumerate(rows):
         same = f'"cat":"dependency","name":"came last","id":{flow}'
         yield f'{{"ph":"s","pid":{left},"tid":{thread},"ts":{_us(begin)},{same}}}'
-        yield f'{{"ph":"f","bp":"e","pid":{right},"tid":{thread},"ts":{_us(inputs)},{same}}}'
+        yield f'{{"ph":"f","bp":"e","pid":{right},"tid":{thread},"ts":{_us(end)},{same}}}'

@@ -85,12 +85,13 @@ def save_perfetto(trace: Trace, path: str | os.PathLike[str]) -> None:
     """
     own = lanes(trace)
     with open(path, "wb") as file:
-        _Writer(trace, file).write(own)
+        _Writer(trace, own, file).write()
 
 
 class _Writer:
-    def __init__(self, trace: Trace, file: BinaryIO) -> None:
+    def __init__(self, trace: Trace, own: Sequence[Lane], file: BinaryIO) -> None:
         self.trace = trace
+        self.lanes = own
         self.file = file
         # What slices and their arguments are called, by the numbers under which it is interned.
         names = [*(label or "instruction" for label in trace.labels), "step", *INSIDE]
@@ -99,27 +100,27 @@ class _Writer:
         self.arguments = {name: i for i, name in enumerate(("step", "instruction", "bytes"), 1)}
         self.about = [self._about(program) for program in trace.programs]
         self.steps = [self._argument("step", n) for n in trace.step_number.tolist()]
-        target, source = arrows(trace)
-        self.arrives = {record: flow for flow, record in enumerate(target.tolist(), 1)}
+        found = arrows(trace, own)
+        self.arrives = {record: flow for flow, record in enumerate(found.target.tolist(), 1)}
         self.leaves: dict[int, list[int]] = defaultdict(list)
-        for flow, record in enumerate(source.tolist(), 1):
+        for flow, record in enumerate(found.source.tolist(), 1):
             self.leaves[record].append(flow)
 
-    def write(self, own: Sequence[Lane]) -> None:
+    def write(self) -> None:
         """The whole file: what is interned, tracks, steps, lanes, the counter."""
         self._intern()
         self._track(ROOT, title(self.trace), 0, 0, number(11, EXPLICIT_ORDER))
         self._track(STEPS, "steps", ROOT, 0)
         unit = chunk(8, chunk(6, "GB/s"))
         self._track(BANDWIDTH, "weights and KV, GB/s", ROOT, 1, unit)
-        for worker in sorted({lane.worker for lane in own}):
+        for worker in sorted({lane.worker for lane in self.lanes}):
             name = f"worker {worker}"
             self._track(_worker(worker), name, ROOT, 2 + worker, number(11, EXPLICIT_ORDER))
-        for lane in own:
+        for lane in self.lanes:
             rank = ROLES.index(lane.role)
             self._track(_role(lane), lane.role, _worker(lane.worker), rank)
         self._steps()
-        for lane in own:
+        for lane in self.lanes:
             self._lane(lane)
         self._counter()
 

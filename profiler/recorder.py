@@ -6,7 +6,7 @@ import datetime
 import threading
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -17,6 +17,8 @@ from megavm.profiler.trace import EVENTS, Ints, Longs, Trace, TraceError
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
 
+DRAIN: Final = 64  # launches that wait for their notes
+
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
@@ -24,17 +26,25 @@ class _Launch:
 
     program: Program
     notes: Notes
-    first_step: int
-    tokens: int
-    context: float
+    first_step: int  # in the life of the recorder
+    positions: Ints
+    rows: int
+
+    @property
+    def context(self) -> float:
+        """Tokens of context that a row of the program saw on average; a row may have no token."""
+        tokens = len(self.positions)
+        seen = float(self.positions.sum()) + tokens * (1 + (self.notes.steps - 1) / 2)
+        return seen / self.rows
 
 
 class Recorder:
     """Keeps what a machine noted of the last ``steps`` steps (all of them by default).
 
-    It is given to a runner or an ``LLM`` (``record``). A step of a launch is kept or dropped as a
-    whole; memory is about 64 bytes for each instruction executed. ``machine``, ``model`` and
-    ``notes`` go into the header of the trace. Methods may be called from several threads.
+    It is given to a runner or an ``LLM`` (``record``). Notes stay where the machine has left them,
+    on a GPU in its memory: about 64 bytes for each instruction executed, of ``steps`` steps and
+    those of 64 launches. ``machine``, ``model`` and ``notes`` go into the header of the trace.
+    Methods may be called from several threads.
 
     Raises ValueError when ``steps`` is less than 1.
     """
@@ -46,44 +56,75 @@ class Recorder:
         self.machine: dict[str, Any] = {}
         self.model: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
+        self._new: deque[tuple[TracingExecutable, Ints, int]] = deque()
+        # Notes of launches that ``add`` has not been called for yet.
+        self._early: dict[TracingExecutable, deque[Notes]] = {}
         self._launches: deque[_Launch] = deque()
         self._kept = 0  # steps of the launches
-        self._seen = 0  # steps of the machine's life
+        self._seen = 0  # steps of the recorder's life
         self._lock = threading.Lock()
 
-    def add(self, executable: TracingExecutable, tokens: int, context: float) -> None:
-        """Keep what the last launch noted.
+    def add(self, executable: TracingExecutable, positions: Ints, rows: int) -> None:
+        """Keep what the executable's next launch has noted: it is called after each of them.
 
-        ``tokens`` are the rows of one step, ``context`` what a row saw on average, in tokens.
+        ``positions``, int32 [tokens], are those of the first step's tokens in their sequences; the
+        program has room for ``rows`` tokens. The arrays are kept.
         """
-        notes = executable.trace()
-        if not len(notes.times):
-            return
+        # The caches are cold after a step, and what runs here costs several times what it should:
+        # the rest is done for many launches at once.
+        self._new.append((executable, positions, rows))
+        if len(self._new) >= DRAIN:
+            self.drain()
+
+    def drain(self) -> None:
+        """Take the notes of all launches that were added from their executables.
+
+        To be called before another recorder is given the same executables.
+        """
         with self._lock:
-            launch = _Launch(executable.program, notes, self._seen, tokens, context)
-            self._launches.append(launch)
-            self._kept += notes.steps
-            self._seen += notes.steps
-            while (
-                self.steps is not None and self._kept - self._launches[0].notes.steps >= self.steps
-            ):
-                self._kept -= self._launches.popleft().notes.steps
+            self._drain()
+
+    def _drain(self) -> None:
+        while self._new:
+            executable, positions, rows = self._new.popleft()
+            noted = self._early.setdefault(executable, deque())
+            if not noted:
+                noted += executable.trace()
+            notes = noted.popleft()
+            if not noted:
+                del self._early[executable]
+            if len(notes.times):
+                self._launches.append(
+                    _Launch(executable.program, notes, self._seen, positions, rows)
+                )
+                self._kept += notes.steps
+                self._seen += notes.steps
+        while self.steps is not None and self._kept > self.steps:
+            oldest = self._launches[0].notes.steps
+            if self._kept - oldest < self.steps:
+                break
+            self._launches.popleft()
+            self._kept -= oldest
 
     def __len__(self) -> int:
         """Steps that a trace would have now."""
-        return self._kept if self.steps is None else min(self._kept, self.steps)
+        with self._lock:
+            self._drain()
+            return self._kept if self.steps is None else min(self._kept, self.steps)
 
     def clear(self) -> None:
         """Forget what was recorded."""
         with self._lock:
+            self._drain()
             self._launches.clear()
             self._kept = 0
 
     def trace(self) -> Trace:
         """What is kept, as a trace. Raises TraceError when that is nothing."""
         with self._lock:
+            self._drain()
             launches = list(self._launches)
-            dropped = self._kept - len(self)
+            dropped = max(self._kept - self.steps, 0) if self.steps is not None else 0
         if not launches:
             raise TraceError("nothing was recorded: no step has run")
         return _assemble(launches, dropped, self)
@@ -127,9 +168,9 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         programs=described,
         step_program=executions.step_program,
         step_number=step_number[dropped:],
-        step_tokens=np.repeat([launch.tokens for launch in launches], steps)[dropped:].astype(
-            np.int32
-        ),
+        step_tokens=np.repeat([len(launch.positions) for launch in launches], steps)[
+            dropped:
+        ].astype(np.int32),
         record_step=step,
         record_worker=worker,
         record_slot=slot,
@@ -154,10 +195,11 @@ def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
     for launch, first in zip(launches, first_steps.tolist(), strict=True):
         worker, step, slot, instruction = launch.notes.places(launch.program)
         places.append(np.stack([worker, step + np.int32(first), slot, instruction]))
+        noted = launch.notes.times.cpu().numpy()
         table = np.zeros((len(EVENTS), len(worker)), np.int64)
         for i, event in enumerate(EVENTS):
             if event.name in launch.notes.events:
-                table[i] = launch.notes.times[:, launch.notes.events[event.name]]
+                table[i] = noted[:, launch.notes.events[event.name]]
         times.append(table)
     return np.concatenate(places, axis=1), np.concatenate(times, axis=1)
 

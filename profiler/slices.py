@@ -6,6 +6,7 @@ waits of this one last), so that the slices of a lane are cut to follow each oth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -89,14 +90,33 @@ def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
     return list(zip(INSIDE, borders[:-1], borders[1:], strict=True))
 
 
-def arrows(trace: Trace) -> tuple[Longs, Longs]:
-    """The dependencies that came last: records, and their causes: int64 [k] each."""
-    spans = trace.spans
-    through = trace.record_cause_channel >= 0
-    target = np.flatnonzero(through & (trace.record_cause >= 0))
+@dataclass(frozen=True, eq=False)
+class Arrows:
+    """Dependencies that came last, from a record to one that had waited; int64 [k] each.
+
+    ``begin`` is when the source's slice begins, ``end`` when the target had what it waited for: ns.
+    """
+
+    source: Longs
+    target: Longs
+    begin: Longs
+    end: Longs
+
+
+def arrows(trace: Trace, own: Sequence[Lane]) -> Arrows:
+    """The causes that came through a channel, where both ends have a slice of a consumer."""
+    begin, end = (np.full(trace.num_records, -1, np.int64) for _ in range(2))
+    for lane in own:
+        if lane.role == "consumer":
+            begin[lane.record], end[lane.record] = lane.begin, lane.end
+    through = (trace.record_cause_channel >= 0) & (trace.record_cause >= 0) & (begin >= 0)
+    target = np.flatnonzero(through)
     source = trace.record_cause[target].astype(np.int64)
-    forward = (source != target) & (spans.begin[source] <= spans.inputs[target])
-    return target[forward], source[forward]
+    start = begin[source]
+    seen = np.clip(trace.spans.inputs[target], begin[target], end[target])
+    # Times of several clocks, or of a damaged file, may not be in order.
+    some = (start >= 0) & (source != target) & (start <= seen)
+    return Arrows(source[some], target[some], start[some], seen[some])
 
 
 def counter(trace: Trace) -> Bandwidth:

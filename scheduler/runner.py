@@ -114,7 +114,7 @@ class Runner:
         self.machine = machine
         self.options = options
         self._programs: dict[Bucket, Program] = {}
-        self._executables: dict[Bucket, Executable] = {}
+        self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: they trace
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # a recorder comes and goes between two steps
         logits_shape = (limits.max_logit_rows, config.vocab_size)
@@ -252,34 +252,35 @@ class Runner:
             executable = self._executable(bucket)
             self._step.run(executable, step, steps)
             if self._recorder is not None:
-                seen = float(step.row_position.sum()) + rows * (1 + (steps - 1) / 2)
                 traced = cast(TracingExecutable, executable)
-                self._recorder.add(traced, rows, seen / bucket.rows)
+                self._recorder.add(traced, step.row_position, bucket.rows)
 
     def record(self, recorder: Recorder | None) -> None:
         """Give what the machine notes of the steps that follow to ``recorder``; None ends that.
 
-        Programs are loaded again, on a GPU with kernels that trace or do not.
+        Programs are loaded once more for it, on a GPU with kernels that trace.
 
         Raises ValueError when the machine cannot trace.
         """
         if not isinstance(self.machine, CpuMachine | CudaMachine):
             raise ValueError(f"machine {self.machine.name!r} does not trace: use cpu or cuda")
         with self._running:
-            self.machine.trace = recorder is not None
+            if self._recorder is not None:
+                self._recorder.drain()
             self._recorder = recorder
-            self._programs.update((b, e.program) for b, e in self._executables.items())
-            self._executables.clear()
+            self.machine.trace = recorder is not None
 
     def _executable(self, bucket: Bucket) -> Executable:
-        known = self._executables.get(bucket)
+        key = bucket, self._recorder is not None
+        known = self._executables.get(key)
         if known is None:
-            program = self._programs.pop(bucket, None) or compile_bucket(
+            program = self._programs.get(bucket) or compile_bucket(
                 self.config, self.limits, self.dtype, bucket, self.options
             )
+            self._programs[bucket] = program
             self.memory.allocate(program.tensors)
             known = self.machine.load(program, self.memory, verify=False)
-            self._executables[bucket] = known
+            self._executables[key] = known
         return known
 
 

@@ -91,7 +91,6 @@ class CpuExecutable:
         self._interpreter = machine._interpreter
         self.arena_used = 0
         self._trace = machine.trace
-        self._traced_steps = 0
         # The pointers stay good as long as the tensors do.
         self._storage = [_resolve(program, memory, i) for i in range(len(program.tensors))]
         self._loaded = self._interpreter.load(
@@ -140,9 +139,9 @@ class CpuExecutable:
         # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
         self.memory.epoch += steps
         main_thread = threading.current_thread() is threading.main_thread()
-        trace = self._trace
-        self._traced_steps = steps if trace else 0
-        fault = self._interpreter.run(self._loaded, steps, epoch & 0xFFFFFFFF, main_thread, trace)
+        fault = self._interpreter.run(
+            self._loaded, steps, epoch & 0xFFFFFFFF, main_thread, self._trace
+        )
         if fault is not None:
             raise self._machine_fault(fault)
 
@@ -157,18 +156,20 @@ class CpuExecutable:
         if fault is not None:
             raise self._machine_fault(fault)
 
-    def trace(self) -> Notes:
-        """What the last run noted, in nanoseconds of the steady clock; it is handed out once.
+    def trace(self) -> list[Notes]:
+        """What every run since the last call noted, in nanoseconds of the steady clock.
 
         A kernel computes and stores in one go, so that ``computed`` is ``end``. ``inputs`` is ``ready``
-        and all the time that the kernel waited for tagged words, at once or here and there. Raises
-        ValueError when the machine does not trace or nothing has run since.
+        and all the time that the kernel waited for tagged words, at once or here and there. May be
+        called while the program runs. Raises ValueError when the machine does not trace.
         """
-        if not self._traced_steps:
-            raise ValueError("nothing was traced: run on a CpuMachine(trace=True)")
-        steps, self._traced_steps = self._traced_steps, 0
-        times = self._loaded.take_notes()
-        return Notes(steps, times, EVENTS, times[:, WORKER_COLUMN])
+        if not self._trace:
+            raise ValueError("nothing is noted: load the program on a CpuMachine(trace=True)")
+        rows = max(sum(map(len, self.program.queues)), 1)
+        return [
+            Notes(len(times) // rows, torch.from_numpy(times), EVENTS, WORKER_COLUMN)
+            for times in self._loaded.take_notes()
+        ]
 
     def _machine_fault(self, fault: Fault) -> MachineFault:
         kind, cause, worker, reports = fault

@@ -292,8 +292,8 @@ class CudaExecutable:
         self._aborted = self._abort.numpy()
         self._alone: tuple[torch.Tensor, torch.Tensor] | None = None
         self._traces = machine.trace  # as the kernel was compiled
-        self._trace: torch.Tensor | None = None
-        self._traced_steps = 0
+        self._noting: list[Notes] = []  # of launches that have not been waited for
+        self._noted: list[Notes] = []
         self._stream: int | None = None  # of the launches that have not been waited for
         self._resolve()
         self._parameters = LaunchParameters(
@@ -370,10 +370,10 @@ class CudaExecutable:
             self._resolve()
             parameters.tensors = self._tensors.data_ptr()
         if self._traces:
-            self._traced_steps = steps
             rows = len(self._order) * steps
-            self._trace = self._zeros(max(rows, 1) * NUM_EVENTS * 2)
-            parameters.trace = self._trace.data_ptr()
+            times = self._zeros(max(rows, 1) * NUM_EVENTS * 2).view(torch.int64)
+            parameters.trace = times.data_ptr()
+            self._noting.append(Notes(steps, times.view(-1, NUM_EVENTS)[:rows], EVENTS))
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps = steps
         # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
@@ -395,6 +395,8 @@ class CudaExecutable:
         if faulted:
             self.broken = True
             raise self._machine_fault(self._instruction_at)
+        self._noted += self._noting
+        self._noting = []
 
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
@@ -500,14 +502,12 @@ class CudaExecutable:
 
     # Traces.
 
-    def trace(self) -> Notes:
-        """What the last launch noted, in nanoseconds of the GPU's global timer.
+    def trace(self) -> list[Notes]:
+        """What every finished launch since the last call noted, in ns of the GPU's global timer.
 
-        The worker of a dynamic queue's instructions is -1. Raises ValueError when the machine does
-        not trace or nothing has run.
+        It stays on the GPU. Raises ValueError when the machine does not trace.
         """
-        if self._trace is None:
-            raise ValueError("nothing was traced: run on a CudaMachine(trace=True)")
-        times = self._trace.cpu().numpy().view(np.int64).reshape(-1, NUM_EVENTS)
-        rows = len(self._order) * self._traced_steps
-        return Notes(self._traced_steps, times[:rows], EVENTS)
+        if not self._traces:
+            raise ValueError("nothing is noted: load the program on a CudaMachine(trace=True)")
+        noted, self._noted = self._noted, []
+        return noted

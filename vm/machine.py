@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -50,23 +51,23 @@ class Notes:
     """What a tracing machine noted of one launch: a row for every instruction that it executed.
 
     Rows stand worker by worker, step by step, in the order of the queue; of a dynamic queue step by
-    step. ``times`` is int64 [rows, n] in nanoseconds of one clock for all workers and launches, 0 for
-    what did not happen; ``events`` says which of its columns holds an event of the profiler.
-    ``worker`` is int64 [rows] if the machine noted who executed what (None: it did not).
+    step. ``times`` is int64 [rows, n], on the machine's device, in nanoseconds of one clock for all
+    workers and launches, 0 for what did not happen; ``events`` says which of its columns holds an event
+    of the profiler. ``worker_column`` says who executed what (None: the machine does not note it).
     """
 
     steps: int
-    times: npt.NDArray[np.int64]
+    times: torch.Tensor
     events: Mapping[str, int]
-    worker: npt.NDArray[np.int64] | None = None
+    worker_column: int | None = None
 
     def places(self, program: Program) -> tuple[Ints, Ints, Ints, Ints]:
         """Worker (-1: unknown), step, slot in the queue and instruction of every row: int32 [rows]."""
         lengths = [len(queue) for queue in program.queues]
         order = np.concatenate([np.empty(0, np.int32), *program.queues])
         slots = np.concatenate([np.arange(n, dtype=np.int32) for n in (0, *lengths)])
-        if self.worker is not None:
-            workers = self.worker.astype(np.int32)
+        if self.worker_column is not None:
+            workers = self.times[:, self.worker_column].cpu().numpy().astype(np.int32)
         elif program.dynamic:
             workers = np.full(len(order) * self.steps, -1, np.int32)
         else:
@@ -98,8 +99,11 @@ class TracingExecutable(Protocol):
 
     program: Program
 
-    def trace(self) -> Notes:
-        """What the last launch noted. Raises ValueError when the machine does not trace."""
+    def trace(self) -> list[Notes]:
+        """What every launch since the last call noted, in their order; it is kept until then.
+
+        Raises ValueError when the machine does not trace.
+        """
         ...
 
 

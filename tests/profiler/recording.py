@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from megavm.instructions.copy import Copy
@@ -13,6 +14,7 @@ from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
 COLUMNS = 16
+POSITIONS = np.zeros(1, np.int32)
 
 
 def ring(workers: int, rounds: int, tagged: bool = False, dynamic: bool = False) -> Program:
@@ -65,7 +67,7 @@ def record(
     recorder = Recorder(keep)
     for _ in range(launches):
         executable.run(steps)
-        recorder.add(executable, tokens=1, context=1.0)
+        recorder.add(executable, POSITIONS, rows=1)
     return recorder
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import time
+from collections.abc import Callable
 
 import numpy as np
 import pytest
-from recording import record, record_ring, ring
+from recording import POSITIONS, record, record_ring, ring
 from synthetic import HOP, LABELS, synthetic_trace
 
 from megavm.instructions.matmul import Matmul
@@ -71,17 +72,18 @@ def run_products(launches: int, steps: int) -> tuple[Trace, float]:
     memory.allocate(program.tensors)
     executable = CpuMachine(trace=True).load(program, memory)
     executable.run(20)
+    executable.trace()
     recorder = Recorder()
     seconds = 0.0
     for _ in range(launches):
         begin = time.perf_counter()
         executable.run(steps)
         seconds += time.perf_counter() - begin
-        recorder.add(executable, tokens=1, context=1.0)
+        recorder.add(executable, POSITIONS, rows=1)
     return recorder.trace(), seconds
 
 
-TRACES = {
+TRACES: dict[str, Callable[[], Trace]] = {
     "synthetic": lambda: synthetic_trace(workers=6, steps=5, layers=3),
     "ring": record_ring,
     "tagged ring": lambda: record_ring(tagged=True),
@@ -93,8 +95,7 @@ TRACES = {
 
 @pytest.fixture(params=TRACES)
 def trace(request: pytest.FixtureRequest) -> Trace:
-    made: Trace = TRACES[request.param]()
-    return made
+    return TRACES[request.param]()
 
 
 def selections(trace: Trace) -> list[Selection]:
@@ -106,7 +107,7 @@ def test_what_a_worker_does_covers_all_of_its_time(trace: Trace) -> None:
     for selection in selections(trace):
         time = by_worker(selection)
         assert tuple(sorted(time)) == tuple(sorted(STATES))
-        total = sum(time.values())
+        total = np.sum(list(time.values()), axis=0)
         assert (total >= 0.99 * selection.busy).all()
         assert (total <= 1.01 * selection.busy + 1).all()
         assert all((values >= 0).all() for values in time.values())

@@ -135,7 +135,7 @@ def test_perfetto_flows_lead_from_the_last_producer_to_who_waited(
             assert flow not in targets
             targets[flow] = packet.timestamp
     assert sources.keys() == targets.keys()
-    assert len(sources) == len(arrows(trace)[0]) > 0
+    assert len(sources) == len(arrows(trace, lanes(trace)).target) > 0
     assert all(sources[flow] <= targets[flow] for flow in sources)
 
 
@@ -178,7 +178,7 @@ def test_chrome_arrows_have_two_ends_inside_slices(trace: Trace, tmp_path: Path)
             at = Decimal(event["ts"])
             assert any(b <= at <= e for b, e in slices[event["pid"], event["tid"]])
     assert ends["s"].keys() == ends["f"].keys()
-    assert len(ends["s"]) == len(arrows(trace)[0])
+    assert len(ends["s"]) == len(arrows(trace, lanes(trace)).target)
     assert all(ends["s"][i]["ts"] <= ends["f"][i]["ts"] for i in ends["s"])
 
 
@@ -211,6 +211,21 @@ def test_names_with_markup_and_quotes_come_through_unchanged(trace: Trace, tmp_p
     assert HTML + "0" in {n.name for n in packets[0].interned_data.event_names}
     events = chrome_events(strange, tmp_path / "a.json")
     assert HTML + "0" in {e["name"] for e in events if e["ph"] == "X"}
+
+
+def test_instructions_that_take_no_time_have_no_slices_and_no_arrows(
+    trace: Trace, tmp_path: Path
+) -> None:
+    """A coarse clock gives them."""
+    coarse = dataclasses.replace(
+        trace, times=np.where(trace.times < 0, -1, trace.times // 4096 * 4096)
+    )
+    packets = perfetto_packets(coarse, tmp_path / "a.pftrace")
+    leaves = [f for p in packets for f in p.track_event.flow_ids]
+    arrives = [f for p in packets for f in p.track_event.terminating_flow_ids]
+    assert sorted(leaves) == sorted(arrives)
+    events = chrome_events(coarse, tmp_path / "a.json")
+    assert all(Decimal(e["dur"]) > 0 for e in events if e["ph"] == "X" and e["cat"] != "step")
 
 
 def test_without_workers_there_are_no_lanes(trace: Trace, tmp_path: Path) -> None:

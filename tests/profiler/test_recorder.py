@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
-from recording import record, record_ring, ring
+import torch
+from recording import POSITIONS, record, record_ring, ring
 
 from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
+from megavm.profiler.report import report
 from megavm.profiler.trace import Trace, TraceError
+from megavm.vm import cuda_machine
 from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
+from megavm.vm.program import Program
 
 
 @pytest.mark.parametrize("tagged", [False, True])
@@ -94,15 +100,35 @@ def test_a_machine_that_does_not_trace_has_nothing_to_hand_out() -> None:
     memory.allocate(program.tensors)
     executable = CpuMachine().load(program, memory)
     executable.run()
-    with pytest.raises(ValueError, match="nothing was traced"):
+    with pytest.raises(ValueError, match="nothing is noted"):
         executable.trace()
-    traced = CpuMachine(trace=True).load(program, memory)
-    with pytest.raises(ValueError, match="nothing was traced"):
-        traced.trace()
-    traced.run()
-    traced.trace()
-    with pytest.raises(ValueError, match="nothing was traced"):
-        traced.trace()
+
+
+def test_notes_are_kept_until_they_are_asked_for() -> None:
+    program = ring(2, 1)
+    memory = Memory()
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    assert executable.trace() == []
+    executable.run(1)
+    executable.run(3)
+    assert [notes.steps for notes in executable.trace()] == [1, 3]
+    assert executable.trace() == []
+
+
+def test_a_launch_that_has_not_been_added_yet_waits_for_it() -> None:
+    program = ring(2, 1)
+    memory = Memory()
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    recorder = Recorder()
+    executable.run(1)
+    executable.run(2)
+    recorder.add(executable, POSITIONS, rows=1)
+    assert len(recorder) == 1
+    recorder.add(executable, POSITIONS, rows=1)
+    assert len(recorder) == 3
+    assert recorder.trace().num_steps == 3
 
 
 def test_threads_may_add_and_read_at_the_same_time() -> None:
@@ -115,7 +141,7 @@ def test_threads_may_add_and_read_at_the_same_time() -> None:
         executable = CpuMachine(trace=True).load(program, memory)
         for _ in range(30):
             executable.run(2)
-            recorder.add(executable, tokens=1, context=1.0)
+            recorder.add(executable, POSITIONS, rows=1)
 
     threads = [threading.Thread(target=run) for _ in range(3)]
     for thread in threads:
@@ -124,6 +150,50 @@ def test_threads_may_add_and_read_at_the_same_time() -> None:
         if len(recorder):
             assert recorder.trace().num_steps <= 8
     assert len(recorder) == 8
+
+
+class FakeGpu:
+    """What a program on the CudaMachine hands out: eight events, 0 for what did not happen."""
+
+    def __init__(self, program: Program, steps: int) -> None:
+        self.program = program
+        self.steps = steps
+
+    def trace(self) -> list[Notes]:
+        rows = len(self.program) * self.steps
+        times = 1_000_000 + 320 * torch.arange(rows * 8).view(rows, 8)
+        times[:, cuda_machine.EVENTS["load_begin"]] = 0
+        times[:, cuda_machine.EVENTS["load_issued"]] = 0
+        return [Notes(self.steps, times, cuda_machine.EVENTS)]
+
+
+def test_the_notes_of_a_gpu_become_the_same_columns(tmp_path: Path) -> None:
+    recorder = Recorder()
+    program = ring(2, 2)
+    recorder.add(FakeGpu(program, 3), POSITIONS, rows=1)
+    trace = recorder.trace()
+    assert trace.num_steps == 3
+    assert (trace.record_worker == trace.record_instruction % 2).all()
+    # Rows stand worker by worker, step by step: the second of worker 1 in step 2 is the last.
+    assert int(trace.event("end")[-1]) == 320 * (12 * 8 - 1)
+    for name in ("load_begin", "load_issued", "load_arrived", "signalled"):
+        assert (trace.event(name) == -1).all()
+    for before, after in itertools.pairwise(("fetched", "ready", "begin", "inputs", "computed")):
+        assert (trace.event(before) < trace.event(after)).all()
+    assert trace.machine["clock_step"] == 320
+    trace.save(tmp_path / "a")
+    assert Trace.load(tmp_path / "a").num_records == 12
+
+
+def test_a_dynamic_queue_whose_workers_were_not_noted_has_none(tmp_path: Path) -> None:
+    recorder = Recorder()
+    recorder.add(FakeGpu(ring(2, 2, dynamic=True), 2), POSITIONS, rows=1)
+    trace = recorder.trace()
+    assert (trace.record_worker == -1).all()
+    # Without a worker the only causes are channels.
+    assert ((trace.record_cause >= 0) == (trace.record_cause_channel >= 0)).all()
+    trace.save(tmp_path / "a")
+    assert report(Trace.load(tmp_path / "a"))["workers_unknown"]
 
 
 # Through the front door.
@@ -150,6 +220,20 @@ def test_an_llm_records_prompts_and_tokens_and_says_the_same(tmp_path: Path) -> 
     assert trace.model["name"] == "stories"
     trace.save(tmp_path / "a")
     assert Trace.load(tmp_path / "a").kinds == trace.kinds
+
+
+def test_one_recorder_after_the_other_gets_its_own_steps() -> None:
+    first, second = Recorder(), Recorder(5)
+    with LLM("stories", machine="cpu", workers=2, prefix_caching=False) as llm:
+        llm.record(first)
+        llm.generate("Once upon a time", GREEDY)
+        llm.record(second)
+        llm.generate("Once upon a time", GREEDY)
+        llm.record(None)
+        llm.generate("Once upon a time", GREEDY)
+    assert (len(first), len(second)) == (12, 5)
+    assert first.trace().step_number.tolist() == list(range(12))
+    assert second.trace().step_number.tolist() == list(range(7, 12))
 
 
 def test_bytes_are_those_of_the_context_that_was_seen() -> None:

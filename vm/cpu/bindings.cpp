@@ -137,14 +137,22 @@ py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t
   return py::make_tuple(describe(fault), used);
 }
 
-// int64 [rows, fields of Note]; the executable has none afterwards.
-py::array take_notes(Executable& executable) {
+// int64 [rows, fields of Note] of every run; the executable has none afterwards.
+py::list take_notes(Executable& executable) {
   constexpr size_t kFields = sizeof(Note) / sizeof(int64_t);
-  auto* notes = new std::vector<Note>(std::move(executable.notes));
-  executable.notes.clear();
-  const py::capsule owner(notes, [](void* p) { delete static_cast<std::vector<Note>*>(p); });
-  return py::array_t<int64_t>({notes->size(), kFields},
-                              reinterpret_cast<const int64_t*>(notes->data()), owner);
+  std::vector<std::vector<Note>> taken;
+  {
+    const std::lock_guard lock(executable.notes_mutex);
+    taken.swap(executable.notes);
+  }
+  py::list runs;
+  for (std::vector<Note>& run : taken) {
+    auto* notes = new std::vector<Note>(std::move(run));
+    const py::capsule owner(notes, [](void* p) { delete static_cast<std::vector<Note>*>(p); });
+    runs.append(py::array_t<int64_t>({notes->size(), kFields},
+                                     reinterpret_cast<const int64_t*>(notes->data()), owner));
+  }
+  return runs;
 }
 
 std::vector<uint32_t> barrier_values(const Executable& executable) {
@@ -167,7 +175,8 @@ PYBIND11_MODULE(_native, m) {
   py::class_<Executable>(m, "Executable")
       .def_property_readonly("broken", [](const Executable& e) { return e.broken; })
       .def_property_readonly("barriers", barrier_values)
-      .def("take_notes", take_notes, "What the last run noted, if it was traced: int64 [rows, 6].")
+      .def("take_notes", take_notes,
+           "What each traced run since the last call noted: int64 [rows, 6].")
       .def("set_steps_run", set_barriers, py::arg("steps"),
            "Pretend that the program has run `steps` steps (for tests of counters that wrap "
            "around).");

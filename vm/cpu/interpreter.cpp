@@ -99,7 +99,7 @@ std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, ui
   if (trace) {
     size_t length = 0;
     for (const std::vector<int32_t>& queue : executable.queues) length += queue.size();
-    executable.notes.assign(length * steps, Note{});
+    run_.notes.assign(length * steps, Note{});
   }
   const std::function<void(uint32_t)> job = [this](uint32_t number) { work(number); };
   pool_.start(job, executable.workers);
@@ -120,6 +120,10 @@ std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, ui
     executable.broken = true;
   else
     executable.steps_run += steps;
+  if (trace && !fault) {
+    const std::lock_guard notes_lock(executable.notes_mutex);
+    executable.notes.push_back(std::move(run_.notes));
+  }
   return fault;
 }
 
@@ -177,7 +181,7 @@ void Interpreter::work(uint32_t number) {
 template <bool kTrace>
 void Interpreter::run_queue(Seat& seat) {
   Executable& executable = *run_.executable;
-  Note* note = kTrace ? executable.notes.data() : nullptr;
+  Note* note = kTrace ? run_.notes.data() : nullptr;
   if (executable.dynamic) {
     const std::vector<int32_t>& queue = executable.queues[0];
     const uint64_t end = uint64_t{run_.steps} * queue.size();

@@ -44,8 +44,9 @@ struct Executable {
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
   bool broken = false;  // a run ended in the middle: the barriers mean nothing any more
-  // Of the last run that was traced, worker by worker, step by step (dynamic: in order of tickets).
-  std::vector<Note> notes;
+  // Of every run that was traced, worker by worker, step by step (dynamic: in order of tickets).
+  std::vector<std::vector<Note>> notes;
+  std::mutex notes_mutex;
 };
 
 // What a worker was doing when a run ended before its time.
@@ -103,6 +104,7 @@ class Interpreter {
     uint32_t steps = 0;
     uint32_t epoch = 0;
     bool trace = false;
+    std::vector<Note> notes;
     const std::function<bool()>* interrupted = nullptr;
     alignas(64) std::atomic<uint64_t> ticket{0};
   };

@@ -76,15 +76,19 @@ def _record(
     progress("measuring the memory")
     device = llm.runner.machine.memory_device
     recorder.machine["bandwidth"] = measure_bandwidth(device)
+    progress("running with tracing")
+    llm.record(recorder)
+    llm.generate(prompt, params)
+    llm.record(None)
     progress("running without tracing")
     llm.generate(prompt, params)
     untraced = _milliseconds(llm, prompt, params)
     progress("recording")
     llm.record(recorder)
-    llm.generate(prompt, params)
     recorder.clear()
     traced = _milliseconds(llm, prompt, params)
     llm.record(None)
+    progress("running without tracing")
     again = _milliseconds(llm, prompt, params)
     ratio = None
     if traced is not None and untraced is not None and again is not None:

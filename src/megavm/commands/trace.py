@@ -59,9 +59,10 @@ def _view(arguments: argparse.Namespace) -> None:
 
 
 def _html(arguments: argparse.Namespace) -> None:
+    output = _output(arguments)
     from megavm.profiler.viewer import save_html
 
-    save_html(arguments.file, _output(arguments))
+    save_html(arguments.file, output)
 
 
 def _output(arguments: argparse.Namespace) -> str:
