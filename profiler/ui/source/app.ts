@@ -4,7 +4,7 @@ import { DARK, LIGHT, type Mode, type Theme } from "./colour.ts";
 import { type Arrows, type Range, arrowsOf } from "./draw_overlay.ts";
 import { Motion } from "./motion.ts";
 import { Pane } from "./pane.ts";
-import { type Matches, QueryError, find } from "./query.ts";
+import { type Matches, QueryError, find, firstFrom } from "./query.ts";
 import { type Scene, Stage } from "./stage.ts";
 import { Trace } from "./trace.ts";
 import { View } from "./view.ts";
@@ -349,9 +349,7 @@ export class App implements Scene {
     if (main === undefined || matches === null || matches.records.length === 0) return;
     const count = matches.records.length;
     if (this.matchIndex < 0) {
-      const begin = this.view.begin + main.origin;
-      let first = 0;
-      while (first < count && main.trace.span(matches.records[first]!)[0] < begin) first++;
+      const first = firstFrom(matches.begins, this.view.begin + main.origin);
       this.matchIndex = direction > 0 ? first % count : (first - 1 + count) % count;
     } else {
       this.matchIndex = (this.matchIndex + direction + count) % count;

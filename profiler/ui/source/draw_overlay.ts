@@ -5,6 +5,7 @@ import { doneAt, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
 import { FONT } from "./draw_rows.ts";
 import { duration } from "./format.ts";
 import type { Pane } from "./pane.ts";
+import { firstFrom } from "./query.ts";
 import { CONSUMER } from "./roles.ts";
 import type { View } from "./view.ts";
 
@@ -203,24 +204,17 @@ export function drawCursor(ctx: CanvasRenderingContext2D, x: number, height: num
 /** Where a search found something, as ticks below the ruler. */
 export function drawMatches(ctx: CanvasRenderingContext2D, pane: Pane, view: View, theme: Theme): void {
   if (pane.matches === null) return;
-  const { body, trace, matches } = pane;
-  ctx.fillStyle = theme.accent;
-  let before = -1;
+  const { body } = pane;
+  const { begins } = pane.matches;
   const begin = view.begin + pane.origin;
-  // Matches are in order of time: the first in view by halving.
-  let low = 0;
-  let high = matches.records.length;
-  while (low < high) {
-    const middle = (low + high) >>> 1;
-    if (trace.span(matches.records[middle]!)[0] < begin) low = middle + 1;
-    else high = middle;
-  }
-  for (let i = low, drawn = 0; i < matches.records.length && drawn < 3000; i++) {
-    const x = Math.round(pane.xOf(view, trace.span(matches.records[i]!)[0]));
-    if (x > body.left + body.width) break;
-    if (x === before) continue;
-    ctx.fillRect(x, pane.states.top + pane.states.height, 1, 4);
-    before = x;
-    drawn++;
+  const pixel = view.span / body.width;
+  const top = pane.states.top + pane.states.height;
+  ctx.fillStyle = theme.accent;
+  // One tick per pixel: from a match to the first one of the pixels after it.
+  for (let i = firstFrom(begins, begin); i < begins.length; ) {
+    const x = Math.floor((begins[i]! - begin) / pixel);
+    if (x >= body.width) break;
+    ctx.fillRect(body.left + x, top, 1, 4);
+    i = Math.max(i + 1, firstFrom(begins, begin + (x + 1) * pixel));
   }
 }

@@ -1,5 +1,6 @@
 /** The search box: `kind:attention layer:12 worker:7 wait>3us`. All terms must hold. */
 
+import { CONSUMER } from "./roles.ts";
 import type { Trace } from "./trace.ts";
 
 type Test = (record: number) => boolean;
@@ -154,6 +155,20 @@ export function parse(trace: Trace, query: string): Test | null {
 export interface Matches {
   readonly mask: Uint8Array;
   readonly records: Int32Array;
+  /** When the spans of the records begin. */
+  readonly begins: Float64Array;
+}
+
+/** The first of sorted times that is not before a time. */
+export function firstFrom(times: Float64Array, time: number): number {
+  let low = 0;
+  let high = times.length;
+  while (low < high) {
+    const middle = (low + high) >>> 1;
+    if (times[middle]! < time) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }
 
 export function find(trace: Trace, query: string): Matches | null {
@@ -169,8 +184,7 @@ export function find(trace: Trace, query: string): Matches | null {
   }
   const records = new Int32Array(count);
   for (let r = 0, i = 0; r < trace.count; r++) if (mask[r]) records[i++] = r;
-  const begins = new Float64Array(trace.count);
-  for (const r of records) begins[r] = trace.span(r)[0];
+  const begins = trace.lanes[CONSUMER]!.edges[0]!;
   records.sort((a, b) => begins[a]! - begins[b]! || a - b);
-  return { mask, records };
+  return { mask, records, begins: Float64Array.from(records, (r) => begins[r]!) };
 }

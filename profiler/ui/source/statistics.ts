@@ -13,8 +13,8 @@ export interface Scope {
   readonly step: number;
 }
 
-export type Grouping = "phase" | "kind" | "label" | "layer";
-export const GROUPINGS: readonly Grouping[] = ["phase", "kind", "label", "layer"];
+export type Grouping = "phase" | "kind" | "label" | "layer" | "worker";
+export const GROUPINGS: readonly Grouping[] = ["phase", "kind", "label", "layer", "worker"];
 
 /** Statistics of the records of one group. Times are of the consumers' spans; their parts outside do not count in sums. */
 export interface GroupStatistics {
@@ -63,6 +63,8 @@ function groupNames(trace: Trace, grouping: Grouping): { of: (r: number) => numb
       return { of: (r) => trace.kind[r]!, name: (n) => trace.kinds[n]! };
     case "label":
       return { of: (r) => trace.label[r]!, name: (n) => trace.labels[n]! || "unnamed" };
+    case "worker":
+      return { of: (r) => trace.worker[r]!, name: (n) => `worker ${trace.workerName(n)}` };
     case "layer":
       return { of: (r) => trace.layer[r]!, name: (n) => (n < 0 ? "none" : `layer ${n}`) };
   }

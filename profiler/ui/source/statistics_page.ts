@@ -158,5 +158,6 @@ export class StatisticsPage implements Page {
 }
 
 function queryOf(grouping: Grouping, name: string): string {
-  return `${grouping}:${grouping === "layer" ? name.replace("layer ", "") : word(name)}`;
+  const numbered = grouping === "layer" || grouping === "worker";
+  return `${grouping}:${numbered ? name.replace(/^\w+ /, "") : word(name)}`;
 }

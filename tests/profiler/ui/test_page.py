@@ -328,6 +328,20 @@ def _rate(text: str) -> float:
     return float(value) * {"GB/s": 1e9, "TB/s": 1e12}[unit]
 
 
+def test_statistics_by_worker_find_the_slow_one(viewer: Viewer, traces: dict[str, Path]) -> None:
+    viewer.open(traces["b"])
+    viewer.tab("Statistics")
+    viewer.page.locator(".page:visible select").nth(1).select_option("worker")
+    viewer.settle()
+    viewer.page.locator(".page:visible th", has_text="wait").click()
+    viewer.page.locator(".page:visible th", has_text="wait").click()
+    first = viewer.page.locator(".page:visible tbody tr").first
+    assert first.locator("td").first.inner_text() == "worker 40"
+    first.click()
+    viewer.settle()
+    assert viewer.run("app.query") == "worker:40"
+
+
 def test_worker_opens_into_roles(opened: Viewer) -> None:
     opened.show(*opened.run("[pane.trace.stepBegin[1], pane.trace.stepBegin[1] + 40000]"))
     y = opened.run("app.stage.overlay.getBoundingClientRect().top + pane.yOf(20) + 2")
