@@ -19,6 +19,7 @@ export class RowPainter {
   private pixels = new Uint32Array(0);
   private hatch: CanvasPattern | null = null;
   private hatchTheme: Theme | null = null;
+  private hatchRatio = 1;
 
   /** Draw into a canvas of `ratio` device pixels per CSS pixel. */
   draw(ctx: CanvasRenderingContext2D, pane: Pane, view: View, theme: Theme, ratio: number): void {
@@ -81,7 +82,7 @@ export class RowPainter {
     for (const lane of lanes) {
       if (lane.height >= 3.5) ctx.fillRect(left, deviceY(lane.top + lane.height) - 1, width, 1);
     }
-    this.drawHatching(ctx, wide, left, deviceY, theme, pane.painting.codes);
+    this.drawHatching(ctx, wide, left, deviceY, theme, pane.painting.codes, ratio);
     this.drawNames(ctx, pane, wide, left, deviceY, theme, ratio);
     ctx.restore();
     this.drawGutter(ctx, pane, theme, ratio);
@@ -94,10 +95,12 @@ export class RowPainter {
     deviceY: (y: number) => number,
     theme: Theme,
     codes: Uint8Array,
+    ratio: number,
   ): void {
-    if (this.hatch === null || this.hatchTheme !== theme) {
-      this.hatch = makeHatch(ctx, theme.hatch);
+    if (this.hatch === null || this.hatchTheme !== theme || this.hatchRatio !== ratio) {
+      this.hatch = makeHatch(ctx, theme.hatch, ratio);
       this.hatchTheme = theme;
+      this.hatchRatio = ratio;
     }
     if (this.hatch === null) return;
     // All segments of at least a width, so few that a frame has the time.
@@ -226,12 +229,14 @@ export function fit(ctx: CanvasRenderingContext2D, text: string, room: number): 
   return letters < 3 ? "" : `${text.slice(0, letters)}…`;
 }
 
-function makeHatch(ctx: CanvasRenderingContext2D, colour: string): CanvasPattern | null {
+function makeHatch(ctx: CanvasRenderingContext2D, colour: string, ratio: number): CanvasPattern | null {
   const tile = document.createElement("canvas");
-  tile.width = tile.height = 6;
+  const size = Math.max(6, Math.round(6 * ratio));
+  tile.width = tile.height = size;
   const inner = tile.getContext("2d");
   if (inner === null) return null;
   inner.strokeStyle = colour;
+  inner.scale(size / 6, size / 6);
   inner.lineWidth = 1.4;
   inner.beginPath();
   for (const shift of [-6, 0, 6]) {

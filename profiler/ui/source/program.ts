@@ -1,5 +1,6 @@
 /** A program of a trace: instructions, labels, and the channels through which they depend on each other. */
 
+import { type Json, asList, asObject, asText } from "./json.ts";
 import { FileError, type Safetensors, int64At, quote } from "./safetensors.ts";
 
 export const WORDS = 32;
@@ -23,20 +24,6 @@ export interface TensorInfo {
   readonly shape: string;
   readonly dtype: string;
   readonly kind: string;
-}
-
-type Json = Record<string, unknown>;
-
-function text(value: unknown, otherwise = ""): string {
-  return typeof value === "string" ? value : otherwise;
-}
-
-function list(value: unknown): readonly unknown[] {
-  return Array.isArray(value) ? value : [];
-}
-
-function object(value: unknown): Json {
-  return typeof value === "object" && value !== null && !Array.isArray(value) ? (value as Json) : {};
 }
 
 /** Number of the layer in a label such as "layers.3.down_proj"; -1: none. */
@@ -91,21 +78,21 @@ export class Program {
     header: unknown,
     file: Safetensors,
   ) {
-    const info = object(header);
+    const info = asObject(header);
     const column = (name: string): string => `program.${number}.${name}`;
-    this.fingerprint = text(info["fingerprint"]);
+    this.fingerprint = asText(info["fingerprint"]);
     this.dynamic = info["dynamic"] === true;
     this.workers = typeof info["workers"] === "number" ? info["workers"] : 0;
-    this.metadata = object(info["metadata"]);
-    this.barriers = list(info["barriers"]).map((b) => text(b));
-    this.labels = list(info["labels"]).map((l) => text(l));
-    this.tensors = list(info["tensors"]).map((t) => {
-      const parts = list(t);
+    this.metadata = asObject(info["metadata"]);
+    this.barriers = asList(info["barriers"]).map((b) => asText(b));
+    this.labels = asList(info["labels"]).map((l) => asText(l));
+    this.tensors = asList(info["tensors"]).map((t) => {
+      const parts = asList(t);
       return {
-        name: text(parts[0], "unnamed"),
-        shape: list(parts[1]).filter((n) => typeof n === "number").join(" x "),
-        dtype: text(parts[2]),
-        kind: text(parts[3]),
+        name: asText(parts[0], "unnamed"),
+        shape: asList(parts[1]).filter((n) => typeof n === "number").join(" x "),
+        dtype: asText(parts[2]),
+        kind: asText(parts[3]),
       };
     });
     this.opcodes = readOpcodes(info["opcodes"]);
@@ -212,15 +199,15 @@ export class Program {
 
 function readOpcodes(value: unknown): Map<number, Opcode> {
   const opcodes = new Map<number, Opcode>();
-  for (const [number, info] of Object.entries(object(value))) {
-    const { name, help, fields } = object(info);
+  for (const [number, info] of Object.entries(asObject(value))) {
+    const { name, help, fields } = asObject(info);
     opcodes.set(Number(number), {
-      name: text(name, `opcode ${number}`),
-      help: text(help),
-      fields: list(fields).flatMap((field) => {
-        const { name, word, kind } = object(field);
+      name: asText(name, `opcode ${number}`),
+      help: asText(help),
+      fields: asList(fields).flatMap((field) => {
+        const { name, word, kind } = asObject(field);
         const usable = typeof word === "number" && Number.isInteger(word) && word >= 0 && word < WORDS;
-        return usable ? [{ name: text(name, `word ${word}`), word, kind: text(kind) }] : [];
+        return usable ? [{ name: asText(name, `word ${word}`), word, kind: asText(kind) }] : [];
       }),
     });
   }

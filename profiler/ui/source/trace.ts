@@ -5,14 +5,15 @@
  * order of time. `fileIndex` gives a record's number in the file.
  */
 
+import { type Machine, readHeader, readMachine } from "./header.ts";
+import { type Json, asList, asObject, asText } from "./json.ts";
+import { type Events, type Lane, makeLane } from "./lanes.ts";
+import { Names } from "./names.ts";
 import { Program, layerOf, phaseOf } from "./program.ts";
-import { CONSUMER, LOADER, ROLES, SEGMENTS } from "./roles.ts";
-import { FileError, Safetensors, int64At, quote } from "./safetensors.ts";
+import { CONSUMER, ROLES, SEGMENTS } from "./roles.ts";
+import { FileError, Safetensors, int64At } from "./safetensors.ts";
 
-const FORMAT = "megavm-trace";
-const VERSION = "1";
 const MAX_WORKERS = 65536;
-const MAX_SUBROWS = 4;
 /** Of the upper half of a time: 2^60 ns. */
 const MAX_HIGH = 2 ** 28;
 
@@ -22,31 +23,8 @@ export interface EventInfo {
   readonly help: string;
 }
 
-export interface Machine {
-  readonly name: string;
-  readonly device: string;
-  /** Bytes per nanosecond (GB/s) that the memory can give; null: unknown. */
-  readonly bandwidth: number | null;
-  readonly clock: string;
-  readonly clockStep: number;
-}
-
-/** The spans of a role: where each record's span begins, its segments end, and which of its rows it is in. */
-export interface Lane {
-  /** Ends of segments: `edges[0]` begins the span, the last one ends it. -1 throughout: no span. */
-  readonly edges: readonly Float64Array[];
-  /** Begins that never fall within a worker, for binary search. */
-  readonly search: Float64Array;
-  /** Row of a span among those that overlap. */
-  readonly subrow: Uint8Array | null;
-  /** Number of rows that overlapping spans need. */
-  readonly depth: number;
-  /** Whether any record has this span. */
-  readonly used: boolean;
-}
-
-export class Trace {
-  readonly header: Readonly<Record<string, unknown>>;
+export class Trace implements Events {
+  readonly header: Readonly<Json>;
   readonly machine: Machine;
   readonly model: string;
   readonly events: readonly EventInfo[];
@@ -97,13 +75,13 @@ export class Trace {
     const file = new Safetensors(buffer);
     const header = (this.header = readHeader(file));
     this.machine = readMachine(header);
-    const model = objectOf(header["model"]);
-    this.model = typeof model["name"] === "string" ? model["name"] : "";
-    this.events = arrayOf(header["events"]).map((e) => {
-      const { name, role, help } = objectOf(e);
+    const model = asObject(header["model"]);
+    this.model = asText(model["name"]);
+    this.events = asList(header["events"]).map((e) => {
+      const { name, role, help } = asObject(e);
       return { name: String(name), role: String(role), help: String(help ?? "") };
     });
-    const headers = arrayOf(header["programs"]);
+    const headers = asList(header["programs"]);
     this.programs = headers.map((h, p) => new Program(p, h, file));
 
     this.stepProgram = file.int32("step.program", null);
@@ -196,7 +174,7 @@ export class Trace {
       this.loadBytes[r] = Math.min(info.loadBytes[i]!, info.bytes[i]!);
     }
 
-    this.lanes = ROLES.map((_, role) => this.makeLane(role));
+    this.lanes = ROLES.map((_, role) => makeLane(role, this));
     this.stepBegin = new Float64Array(this.steps).fill(Infinity);
     this.stepEnd = new Float64Array(this.steps).fill(-Infinity);
     this.end = this.measureSteps();
@@ -263,105 +241,10 @@ export class Trace {
   }
 
   /** Times of an event by its name, -1 where it was not noted; null when the machine does not have it. */
-  timesOf(event: string): Float64Array | null {
+  readonly timesOf = (event: string): Float64Array | null => {
     const index = this.events.findIndex((e) => e.name === event);
     return index < 0 ? null : this.times[index]!;
-  }
-
-  /** The spans of a role, from the events that were noted. */
-  private makeLane(role: number): Lane {
-    const edges = role === CONSUMER ? this.consumerEdges() : this.otherEdges(role);
-    if (edges === null) {
-      const nothing = new Float64Array(0);
-      return { edges: [], search: nothing, subrow: null, depth: 1, used: false };
-    }
-    const last = edges.length - 1;
-    const search = new Float64Array(this.count);
-    const subrow = new Uint8Array(this.count);
-    const ends = new Float64Array(MAX_SUBROWS);
-    let depth = 1;
-    for (let w = 0; w < this.workers; w++) {
-      let latest = 0;
-      ends.fill(0);
-      for (let r = this.workerOffsets[w]!; r < this.workerOffsets[w + 1]!; r++) {
-        const begin = edges[0]![r]!;
-        latest = Math.max(latest, begin);
-        search[r] = latest;
-        if (begin < 0) continue;
-        let row = 0;
-        while (row < MAX_SUBROWS - 1 && ends[row]! > begin) row++;
-        ends[row] = Math.max(ends[row]!, edges[last]![r]!);
-        subrow[r] = row;
-        if (row >= depth) depth = row + 1;
-      }
-    }
-    return { edges, search, subrow: depth > 1 ? subrow : null, depth, used: true };
-  }
-
-  /** Begin, end of the wait for barriers, inputs, last load, sums, end: what was not noted filled in from what was. */
-  private consumerEdges(): Float64Array[] {
-    const { count } = this;
-    const edges = Array.from({ length: 6 }, () => new Float64Array(count));
-    const [begin, waited, inputs, loaded, computed, end] = edges as [
-      Float64Array,
-      Float64Array,
-      Float64Array,
-      Float64Array,
-      Float64Array,
-      Float64Array,
-    ];
-    const none = new Float64Array(count).fill(-1);
-    const noted = (event: string): Float64Array => this.timesOf(event) ?? none;
-    const [ready, issued, arrived] = [noted("ready"), noted("load_issued"), noted("load_arrived")];
-    const [notedBegin, notedInputs, notedComputed, notedEnd] = [
-      noted("begin"),
-      noted("inputs"),
-      noted("computed"),
-      noted("end"),
-    ];
-    const substitutes = [notedBegin, noted("fetched"), ready, noted("load_begin"), notedInputs, notedComputed];
-    for (let r = 0; r < count; r++) {
-      let last = notedEnd[r]!;
-      if (last < 0) for (const times of this.times) last = Math.max(last, times[r]!);
-      const first = substitutes.find((times) => times[r]! >= 0)?.[r] ?? last;
-      const from = Math.min(first, last);
-      const clip = (time: number, low: number, high: number, otherwise: number): number =>
-        time < 0 ? otherwise : Math.max(low, Math.min(time, high));
-      const barriers = clip(ready[r]!, from, last, from);
-      const there = clip(notedInputs[r]!, from, last, barriers);
-      const sums = clip(notedComputed[r]!, there, last, last);
-      end[r] = last;
-      begin[r] = from;
-      inputs[r] = there;
-      waited[r] = Math.min(barriers, there);
-      computed[r] = sums;
-      loaded[r] = clip(arrived[r]! >= 0 ? arrived[r]! : issued[r]!, there, sums, there);
-    }
-    return edges;
-  }
-
-  private otherEdges(role: number): Float64Array[] | null {
-    const { count } = this;
-    const names = [["fetched", "ready"], ["load_begin", "load_issued", "load_arrived"], [], ["end", "signalled"]][role]!;
-    const found = names.map((name) => this.timesOf(name));
-    const [first, last] = [found[0], found[found.length - 1]];
-    if (!first || !last) return null;
-    const edges = names.map(() => new Float64Array(count).fill(-1));
-    let used = false;
-    for (let r = 0; r < count; r++) {
-      let arrived = last[r]!;
-      if (role === LOADER && arrived < 0) arrived = found[1]?.[r] ?? -1;
-      if (first[r]! < 0 || arrived < 0) continue;
-      used = true;
-      edges[0]![r] = first[r]!;
-      edges[edges.length - 1]![r] = Math.max(first[r]!, arrived);
-      if (edges.length === 3) {
-        const issued = found[1]?.[r] ?? -1;
-        edges[1]![r] = issued < 0 ? edges[2]![r]! : Math.max(first[r]!, Math.min(issued, edges[2]![r]!));
-      }
-    }
-    return used ? edges : null;
-  }
+  };
 
   /** A step begins with its first event, its predecessor being over, and ends with its last one. */
   private measureSteps(): number {
@@ -488,66 +371,4 @@ export class Trace {
     }
     return Math.max(0, low - 1);
   }
-}
-
-/** Numbers for names, in order of appearance. */
-class Names {
-  readonly list: string[] = [];
-  private readonly numbers = new Map<string, number>();
-
-  number(name: string): number {
-    let number = this.numbers.get(name);
-    if (number === undefined) {
-      number = this.list.push(name) - 1;
-      if (number > 65535) throw new FileError("The file has more than 65536 different names.");
-      this.numbers.set(name, number);
-    }
-    return number;
-  }
-}
-
-function objectOf(value: unknown): Record<string, unknown> {
-  return typeof value === "object" && value !== null && !Array.isArray(value)
-    ? (value as Record<string, unknown>)
-    : {};
-}
-
-function arrayOf(value: unknown): readonly unknown[] {
-  return Array.isArray(value) ? value : [];
-}
-
-function readHeader(file: Safetensors): Record<string, unknown> {
-  const format = file.metadata.get("format");
-  if (format !== FORMAT) {
-    throw new FileError(
-      format === undefined
-        ? "The file is not a trace: it does not name its format."
-        : `The file is not a trace: its format is ${quote(format)}, expected "${FORMAT}".`,
-    );
-  }
-  const version = file.metadata.get("version") ?? "";
-  if (version !== VERSION) {
-    throw new FileError(`The trace has version ${quote(version)}; this page reads version ${VERSION}.`);
-  }
-  try {
-    const header: unknown = JSON.parse(file.metadata.get("header") ?? "");
-    if (typeof header === "object" && header !== null && !Array.isArray(header)) {
-      return header as Record<string, unknown>;
-    }
-  } catch {
-    // Said below.
-  }
-  throw new FileError("The file is damaged: the header of the trace is not a JSON object.");
-}
-
-function readMachine(header: Record<string, unknown>): Machine {
-  const { name, device, bandwidth, clock, clock_step } = objectOf(header["machine"]);
-  const known = typeof bandwidth === "number" && Number.isFinite(bandwidth) && bandwidth > 0;
-  return {
-    name: typeof name === "string" ? name : "",
-    device: typeof device === "string" ? device : "",
-    bandwidth: known ? bandwidth / 1e9 : null,
-    clock: typeof clock === "string" ? clock : "",
-    clockStep: typeof clock_step === "number" ? clock_step : 0,
-  };
 }

@@ -21,7 +21,7 @@ def test_page_is_built_from_its_sources() -> None:
         digest.update(f"{name}\n".encode() + (UI / name).read_bytes() + b"\n")
     found = re.search(r'<meta name="sources" content="([0-9a-f]+)">', PAGE.read_text("utf-8"))
     assert found is not None
-    assert found[1] == digest.hexdigest(), "run `npm ci && npm run build` in profiler/ui"
+    assert found[1] == digest.hexdigest(), "run `npm install && npm run build` in profiler/ui"
 
 
 def test_page_allows_its_own_script_and_style_alone() -> None:
