@@ -213,13 +213,15 @@ class WaitRow:
     channel: str  # of the longest
     last_worker: int  # who came last most often, and how often
     last_count: int
+    worker: int  # who waited; -1: all workers
 
 
-def waits(selection: Selection) -> list[WaitRow]:
+def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     """What instructions waited for and whose signal or words came last, longest total first.
 
-    Where everything was there before the worker turned to the instruction, and it still waited,
-    ``awaited`` is "nothing": the time until it saw that.
+    Of all workers together, or a row for each of them. Where everything was there before the worker
+    turned to the instruction, and it still waited, ``awaited`` is "nothing": the time until it saw
+    that.
     """
     trace, spans = selection.trace, selection.spans
     waited = spans.inputs - spans.begin
@@ -234,13 +236,14 @@ def waits(selection: Selection) -> list[WaitRow]:
     tagged = (spans.inputs - spans.waited > spans.waited - spans.begin)[some]
     of_label = selection.column(trace.record_label)[some]
     awaited = np.where(known, phase[trace.record_label[cause]], len(names))
-    key = np.column_stack([phase[of_label], awaited, tagged])
+    worker = selection.column(trace.record_worker)[some] if each_worker else np.full(len(some), -1)
+    key = np.column_stack([phase[of_label], awaited, tagged, worker])
     groups, group = np.unique(key, axis=0, return_inverse=True)
     group = group.reshape(-1)
     order = np.lexsort((-waited[some], group))
     first = np.searchsorted(group[order], np.arange(len(groups)))
     rows = []
-    for (waiting, produced, words), members in zip(
+    for (waiting, produced, words, of), members in zip(
         groups.tolist(), np.split(order, first[1:]), strict=True
     ):
         longest = members[0]
@@ -257,6 +260,7 @@ def waits(selection: Selection) -> list[WaitRow]:
                 channel=trace.programs[program[longest]].channel_name(int(through[longest])),
                 last_worker=int(who[often.argmax()]),
                 last_count=int(often.max()),
+                worker=of,
             )
         )
     return sorted(rows, key=lambda row: -row.total)

@@ -135,10 +135,10 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     programs = list({id(launch.program): launch.program for launch in launches}.values())
     number = {id(program): p for p, program in enumerate(programs)}
     steps = [launch.notes.steps for launch in launches]
-    step_program = np.repeat([number[id(launch.program)] for launch in launches], steps)
-    step_launch = np.repeat(np.arange(len(launches), dtype=np.int32), steps)
-    step_number = np.concatenate([np.arange(n.notes.steps) + n.first_step for n in launches])
-    context = np.repeat([launch.context for launch in launches], steps)
+    step_launch = np.repeat(np.arange(len(launches), dtype=np.int32), steps)[dropped:]
+    step_number = np.concatenate([n.first_step + np.arange(n.notes.steps) for n in launches])
+    step_program = np.array([number[id(n.program)] for n in launches], np.int32)[step_launch]
+    context = np.array([launch.context for launch in launches])[step_launch]
     described = tuple(
         trace_program(program, float(context[step_program == p].mean()))
         for p, program in enumerate(programs)
@@ -153,8 +153,8 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     row = {event.name: times[i] for i, event in enumerate(EVENTS)}
     executions = Executions(
         programs=described,
-        step_program=step_program[dropped:].astype(np.int32),
-        launch=step_launch[dropped:],
+        step_program=step_program,
+        launch=step_launch,
         step=step,
         worker=worker,
         slot=slot,
@@ -166,11 +166,9 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     return Trace(
         machine={"clock_step": _resolution(times), **_machine(recorder, described[0].workers)},
         programs=described,
-        step_program=executions.step_program,
+        step_program=step_program,
         step_number=step_number[dropped:],
-        step_tokens=np.repeat([len(launch.positions) for launch in launches], steps)[
-            dropped:
-        ].astype(np.int32),
+        step_tokens=np.array([len(n.positions) for n in launches], np.int32)[step_launch],
         record_step=step,
         record_worker=worker,
         record_slot=slot,

@@ -24,6 +24,7 @@ from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
 from megavm.profiler.trace import Trace
 
 LONG_PATH: Final = 12  # links and rows that a table shows of a long list
+WORKER_WAITS: Final = 3  # of each worker, those that it spent most time in
 
 
 def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
@@ -35,6 +36,10 @@ def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
     selection = Selection.of(trace, number)
     streams = bandwidth(selection)
     workers = by_worker(selection)
+    longest: list[list[dict[str, Any]]] = [[] for _ in range(trace.workers)]
+    for row in waits(selection, each_worker=True):
+        if row.worker >= 0 and len(longest[row.worker]) < WORKER_WAITS:
+            longest[row.worker].append(asdict(row))
     return {
         "created": trace.created,
         "megavm": trace.megavm,
@@ -57,7 +62,11 @@ def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
         "kinds": by_kind(selection),
         "roles_ns": by_role(selection),
         "workers": [
-            {"worker": w, **{state: int(workers[state][w]) for state in STATES}}
+            {
+                "worker": w,
+                **{state: int(workers[state][w]) for state in STATES},
+                "waits": longest[w],
+            }
             for w in range(trace.workers)
         ],
         "workers_unknown": bool((trace.record_worker[selection.records] < 0).any()),
@@ -236,15 +245,25 @@ def _workers(facts: dict[str, Any]) -> Iterator[str]:
         yield "(of a dynamic queue it is not known who executed what: such time looks idle)"
     columns = [[worker[state] for worker in workers] for state in STATES]
     rows = [
-        ("mean", *(_percent(sum(column) / len(column), busy) for column in columns)),
-        ("least", *(_percent(min(column), busy) for column in columns)),
-        ("most", *(_percent(max(column), busy) for column in columns)),
+        ("mean", *(_percent(sum(column) / len(column), busy) for column in columns), ""),
+        ("least", *(_percent(min(column), busy) for column in columns), ""),
+        ("most", *(_percent(max(column), busy) for column in columns), ""),
     ]
-    if len(workers) <= LONG_PATH:
-        rows += [
-            (f"worker {w['worker']}", *(_percent(w[s], busy) for s in STATES)) for w in workers
-        ]
-    yield from table(("", *STATES), rows)
+    waiting = sorted(workers, key=lambda w: -w["barrier"] - w["words"])[:LONG_PATH]
+    rows += [
+        (f"worker {w['worker']}", *(_percent(w[s], busy) for s in STATES), _most(w["waits"]))
+        for w in sorted(waiting, key=lambda w: int(w["worker"]))
+    ]
+    yield from table(("", *STATES, "waits most for (who came last most often)"), rows)
+    if len(workers) > LONG_PATH:
+        yield f"... of {len(workers)} workers those that wait longest (--json has all)"
+
+
+def _most(rows: Sequence[dict[str, Any]]) -> str:
+    if not rows:
+        return ""
+    last = f" (worker {rows[0]['last_worker']})" if rows[0]["last_worker"] >= 0 else ""
+    return f"{rows[0]['awaited']}{last}"
 
 
 def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:

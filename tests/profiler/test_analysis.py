@@ -207,8 +207,12 @@ def test_waits_name_who_is_waited_for_and_who_came_last() -> None:
         assert row.longest >= HOP
         assert 0 <= row.last_worker < 6
         assert row.kind == ("barrier" if before == "layers.*.attention" else "words")
-    spans = trace.spans
-    assert sum(row.total for row in rows) == int((spans.inputs - spans.begin).sum())
+    total = trace.spans.inputs - trace.spans.begin
+    assert sum(row.total for row in rows) == int(total.sum())
+    each = waits(Selection.of(trace), each_worker=True)
+    for worker in range(6):
+        own = sum(row.total for row in each if row.worker == worker)
+        assert own == int(total[trace.record_worker == worker].sum())
 
 
 def test_one_slow_worker_is_seen_in_balance_and_in_waits() -> None:

@@ -1,0 +1,322 @@
+"""The file of a trace: docs/trace-format.md describes it, this module writes and reads it.
+
+Nothing in a file is executed, and a file that is damaged or made to harm is refused with one
+sentence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, TraceProgram
+
+FORMAT: Final = "megavm-trace"
+VERSION: Final = "1"
+MAX_WORKERS: Final = 1 << 16
+
+# Columns: type and shape, sizes by name. A size is bound by the first column that has it.
+_Column = tuple[str, tuple[str | int, ...]]
+_TRACE_COLUMNS: Final[dict[str, _Column]] = {
+    "step.program": ("<i4", ("steps",)),
+    "step.number": ("<i8", ("steps",)),
+    "step.tokens": ("<i4", ("steps",)),
+    "record.step": ("<i4", ("records",)),
+    "record.worker": ("<i4", ("records",)),
+    "record.slot": ("<i4", ("records",)),
+    "record.instruction": ("<i4", ("records",)),
+    "record.cause": ("<i4", ("records",)),
+    "record.cause_channel": ("<i4", ("records",)),
+    "times": ("<i8", ("events", "records")),
+}
+_PROGRAM_COLUMNS: Final[dict[str, _Column]] = {
+    "words": ("<u4", ("instructions", 32)),
+    "label": ("<i4", ("instructions",)),
+    "bytes": ("<i8", ("instructions",)),
+    "load_bytes": ("<i8", ("instructions",)),
+    "flops": ("<i8", ("instructions",)),
+    "channel_kind": ("<i4", ("channels",)),
+    "channel_object": ("<i4", ("channels",)),
+    "channel_target": ("<i4", ("channels",)),
+    "channel_offsets": ("<i4", ("channels + 1",)),
+    "channel_producers": ("<i4", ("producers",)),
+    "waits": ("<i4", ("waits", 3)),
+}
+
+# Members of JSON objects and their types.
+_HEADER: Final = {
+    "created": str,
+    "megavm": str,
+    "machine": dict,
+    "environment": dict,
+    "model": dict,
+    "events": list,
+    "programs": list,
+    "notes": dict,
+}
+_MACHINE: Final = {"name": str, "device": str, "workers": int, "clock": str}
+_PROGRAM: Final = {
+    "fingerprint": str,
+    "dynamic": bool,
+    "workers": int,
+    "barriers": list,
+    "tensors": list,
+    "labels": list,
+    "metadata": dict,
+    "opcodes": dict,
+}
+
+
+def write(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace. Raises OSError when that is not possible."""
+    header = {
+        "created": trace.created,
+        "megavm": trace.megavm,
+        "machine": dict(trace.machine),
+        "environment": dict(trace.environment),
+        "model": dict(trace.model),
+        "events": [event._asdict() for event in trace.events],
+        "programs": [dict(p.facts) for p in trace.programs],
+        "notes": dict(trace.notes),
+    }
+    columns = {name: getattr(trace, name.replace(".", "_")) for name in _TRACE_COLUMNS}
+    for p, program in enumerate(trace.programs):
+        columns |= {f"program.{p}.{name}": getattr(program, name) for name in _PROGRAM_COLUMNS}
+    text = json.dumps(header, allow_nan=False)
+    metadata = {"format": FORMAT, "version": VERSION, "header": text}
+    data = save({n: np.ascontiguousarray(v) for n, v in columns.items()}, metadata=metadata)
+    with open(path, "wb") as file:
+        file.write(data)
+
+
+def read(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace and check all of it. Raises TraceError when the file is no trace."""
+    name = os.fspath(path)
+    try:
+        return _read(name)
+    except TraceError as error:
+        raise TraceError(f"{name} is not a trace: {error}") from error
+    except OSError as error:
+        raise TraceError(f"cannot read {name}: {error.strerror or error}") from error
+
+
+def _read(path: str) -> Trace:
+    columns: dict[str, npt.NDArray[Any]] = {}
+    try:
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            _check_version(metadata)
+            columns.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+    except SafetensorError as error:
+        raise TraceError(f"it is truncated or no safetensors file ({_line(error)})") from error
+    except (TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
+        # A type that numpy does not have, a size that does not fit.
+        raise error if isinstance(error, TraceError) else TraceError(_line(error)) from error
+    header = _read_header(metadata["header"])
+    sizes = {"events": len(header["events"])}
+    own = _take(columns, "", _TRACE_COLUMNS, sizes)
+    programs = []
+    for p, facts in enumerate(header["programs"]):
+        taken = _take(columns, f"program.{p}.", _PROGRAM_COLUMNS, {})
+        programs.append(TraceProgram(facts, **taken))
+        _check_program(f"program {p}", programs[-1])
+    known: dict[str, Any] = {name.replace(".", "_"): column for name, column in own.items()}
+    known |= {name: header[name] for name in ("created", "megavm", "environment", "model", "notes")}
+    events = tuple(Event(e["name"], e["role"], e["help"]) for e in header["events"])
+    trace = Trace(machine=header["machine"], programs=tuple(programs), events=events, **known)
+    _check_trace(trace)
+    return trace
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _check_version(metadata: Mapping[str, str]) -> None:
+    if metadata.get("format") != FORMAT:
+        raise TraceError("its metadata does not say format megavm-trace")
+    if metadata.get("version") != VERSION:
+        raise TraceError(f"it has version {metadata.get('version')!r}, this megavm reads {VERSION}")
+    if "header" not in metadata:
+        raise TraceError("it has no header")
+
+
+def _read_header(text: str) -> dict[str, Any]:
+    try:
+        header = json.loads(text, parse_constant=_no_constant)
+        # Halves of characters and numbers without end would fail later, when somebody writes them.
+        json.dumps(header, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise TraceError(f"its header is no JSON ({_line(error)})") from error
+    _check_members("the header", header, _HEADER)
+    machine = header["machine"]
+    _check_members("machine", machine, _MACHINE)
+    for name in ("bandwidth", "clock_step"):
+        value = machine.setdefault(name, None)
+        if value is not None and (not _is_number(value) or not 0 < value < float("inf")):
+            raise TraceError(f"machine.{name} is {_show(value)}, not a positive number")
+    for i, event in enumerate(header["events"]):
+        _check_members(f"event {i}", event, {"name": str, "role": str, "help": str})
+    names = [event["name"] for event in header["events"]]
+    if len(set(names)) != len(names):
+        raise TraceError("it has an event twice")
+    for p, program in enumerate(header["programs"]):
+        _check_facts(f"program {p}", program)
+    result: dict[str, Any] = header
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def _check_members(what: str, value: object, members: Mapping[str, type]) -> None:
+    if not isinstance(value, dict):
+        raise TraceError(f"{what} is {_show(value)}, not an object")
+    for name, expected in members.items():
+        if type(value.get(name)) is not expected:
+            raise TraceError(f"{what} has {name} {_show(value.get(name))}, not {expected.__name__}")
+
+
+def _check_strings(what: str, values: Sequence[object]) -> None:
+    if not all(isinstance(value, str) for value in values):
+        raise TraceError(f"{what} are not all strings")
+
+
+def _check_facts(what: str, facts: Any) -> None:
+    """The members of a program in the header."""
+    _check_members(what, facts, _PROGRAM)
+    if not 1 <= facts["workers"] <= MAX_WORKERS:
+        raise TraceError(f"{what} has {facts['workers']} workers, expected 1 to {MAX_WORKERS}")
+    _check_strings(f"the barriers of {what}", facts["barriers"])
+    _check_strings(f"the labels of {what}", facts["labels"])
+    for tensor in facts["tensors"]:
+        form = [list, str, list, str, str, bool]
+        if [type(tensor), *map(type, tensor if isinstance(tensor, list) else [])] != form:
+            raise TraceError(f"{what} has the tensor {_show(tensor)}")
+        if not all(type(size) is int for size in tensor[1]):
+            raise TraceError(f"{what} has a tensor of shape {_show(tensor[1])}")
+    for opcode, facts_ in facts["opcodes"].items():
+        where = f"opcode {_show(opcode)} of {what}"
+        if not (opcode.isascii() and opcode.isdigit()):
+            raise TraceError(f"{where} is no number")
+        _check_members(where, facts_, {"name": str, "help": str, "fields": list})
+        for described in facts_["fields"]:
+            _check_members(
+                f"a field of {where}", described, {"name": str, "word": int, "kind": str}
+            )
+            if not 0 <= described["word"] < 32:
+                raise TraceError(f"a field of {where} is word {described['word']} of 32")
+
+
+def _take(
+    columns: Mapping[str, npt.NDArray[Any]],
+    prefix: str,
+    wanted: Mapping[str, _Column],
+    sizes: dict[str, int],
+) -> dict[str, npt.NDArray[Any]]:
+    """The columns of a table, of the right types and of shapes that agree."""
+    taken = {}
+    for name, (dtype, shape) in wanted.items():
+        column = columns.get(prefix + name)
+        if column is None:
+            raise TraceError(f"column {prefix}{name} is missing")
+        if column.dtype != np.dtype(dtype) or column.ndim != len(shape):
+            raise TraceError(
+                f"column {prefix}{name} is {column.dtype} of shape {column.shape}, "
+                f"expected {np.dtype(dtype)} of [{', '.join(map(str, shape))}]"
+            )
+        for have, size in zip(column.shape, shape, strict=True):
+            if size == "channels + 1":
+                size = sizes["channels"] + 1
+            expected = sizes.setdefault(size, have) if isinstance(size, str) else size
+            if have != expected:
+                raise TraceError(
+                    f"column {prefix}{name} has shape {column.shape}, expected {expected} {size}"
+                )
+        taken[name] = column
+    return taken
+
+
+def _check_range(what: str, values: npt.NDArray[Any], low: int, high: Any) -> None:
+    """Raise TraceError when a value is not in [low, high), which is one number or one for each."""
+    wrong = np.flatnonzero((values < low) | (values >= high))
+    if len(wrong):
+        end = high if np.ndim(high) == 0 else high[wrong[0]]
+        raise TraceError(
+            f"{what} is {values[wrong[0]]} at {wrong[0]}, expected {low} to {int(end) - 1}"
+        )
+
+
+def _check_program(what: str, program: TraceProgram) -> None:
+    facts, n = program.facts, len(program)
+    _check_range(f"{what}: label", program.label, 0, len(facts["labels"]))
+    for opcode in np.unique(program.words[:, 0]):
+        if str(opcode) not in facts["opcodes"]:
+            raise TraceError(f"{what} has opcode {opcode}, which it does not describe")
+    _check_range(f"{what}: flops", program.flops, 0, MAX_TIME)
+    _check_range(f"{what}: bytes", program.bytes, 0, MAX_TIME)
+    _check_range(f"{what}: load_bytes", program.load_bytes, 0, program.bytes + 1)
+    _check_range(f"{what}: channel_kind", program.channel_kind, 0, 2)
+    things = np.array([len(facts["barriers"]), len(facts["tensors"])])[program.channel_kind]
+    _check_range(f"{what}: channel_object", program.channel_object, 0, things)
+    offsets = program.channel_offsets
+    if offsets[0] != 0 or offsets[-1] != len(program.channel_producers):
+        raise TraceError(
+            f"{what}: channel_offsets go from {offsets[0]} to {offsets[-1]}, "
+            f"there are {len(program.channel_producers)} producers"
+        )
+    if len(program.channel_kind) and (np.diff(offsets) < 1).any():
+        raise TraceError(f"{what}: channel_offsets do not grow: every channel has a producer")
+    _check_range(f"{what}: channel_producers", program.channel_producers, 0, n)
+    counts = np.diff(offsets).astype(np.int64)
+    limit = np.where(program.channel_kind == BARRIER, counts + 1, 1)
+    _check_range(f"{what}: channel_target", program.channel_target, 0, limit)
+    for column, high in enumerate((n, len(program.channel_kind), 2)):
+        _check_range(f"{what}: waits", program.waits[:, column], 0, high)
+    if (np.diff(program.waits[:, 0]) < 0).any():
+        raise TraceError(f"{what}: waits are not sorted by instruction")
+
+
+def _check_trace(trace: Trace) -> None:
+    steps, records = trace.num_steps, trace.num_records
+    if not records:
+        raise TraceError("it has no records")
+    _check_range("step.program", trace.step_program, 0, len(trace.programs))
+    _check_range("step.number", trace.step_number, 0, MAX_TIME)
+    _check_range("step.tokens", trace.step_tokens, 0, 1 << 31)
+    if (np.diff(trace.step_number) <= 0).any():
+        raise TraceError("step.number does not grow")
+    _check_range("record.step", trace.record_step, 0, steps)
+    _check_range("record.slot", trace.record_slot, 0, 1 << 31)
+    if len(np.unique(trace.record_step)) != steps:
+        raise TraceError("it has a step without records")
+    workers = np.array([p.workers for p in trace.programs])[trace.record_program]
+    _check_range("record.worker", trace.record_worker, -1, workers)
+    order = np.lexsort((trace.record_slot, trace.record_worker, trace.record_step))
+    if (order != np.arange(records)).any():
+        raise TraceError("records are not sorted by step, worker and slot")
+    instructions = np.array([len(p) for p in trace.programs])[trace.record_program]
+    _check_range("record.instruction", trace.record_instruction, 0, instructions)
+    _check_range("record.cause", trace.record_cause, -1, records)
+    channels = np.array([len(p.channel_kind) for p in trace.programs])[trace.record_program]
+    _check_range("record.cause_channel", trace.record_cause_channel, -1, channels)
+    _check_range("times", trace.times.reshape(-1), -1, MAX_TIME)
+    for record in np.flatnonzero(trace.times.max(axis=0, initial=-1) < 0)[:1]:
+        raise TraceError(f"record {record} has no event")
