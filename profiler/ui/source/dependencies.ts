@@ -11,7 +11,7 @@ export interface Incoming {
   readonly back: number;
   /** Records of the producers that are in the trace. */
   readonly producers: readonly number[];
-  /** The producer that was done last; -1: none is in the trace. */
+  /** The producer that completed the channel; -1: none is in the trace. */
   readonly last: number;
   readonly lastTime: number;
 }
@@ -45,19 +45,15 @@ export function incomingOf(trace: Trace, record: number): Incoming[] {
     // Producers of an earlier step are instructions of this program: they are looked up only in the same one.
     const same = from >= 0 && trace.stepProgram[from] === trace.stepProgram[step];
     const producers: number[] = [];
-    let last = -1;
-    let lastTime = -1;
     for (const instruction of same ? program.producers(channel) : []) {
       const producer = trace.instance(from, instruction);
-      if (producer < 0) continue;
-      producers.push(producer);
-      const time = doneAt(trace, producer, tagged);
-      if (time > lastTime) {
-        lastTime = time;
-        last = producer;
-      }
+      if (producer >= 0) producers.push(producer);
     }
     const target = program.channelTarget[channel]!;
+    // Words are complete with the last of their writers, a barrier with the signal that reaches its target.
+    const inTime = [...producers].sort((a, b) => doneAt(trace, a, tagged) - doneAt(trace, b, tagged));
+    const last = (tagged ? undefined : inTime[target - 1]) ?? inTime[inTime.length - 1] ?? -1;
+    const lastTime = last < 0 ? -1 : doneAt(trace, last, tagged);
     return { channel, name: program.channelName(channel), tagged, target, back, producers, last, lastTime };
   });
 }
@@ -170,7 +166,8 @@ export class Causes {
       seen.add(record);
       const cause = trace.cause[record]!;
       const channel = cause < 0 ? -1 : trace.causeChannel[record]!;
-      const since = Math.max(begin, Math.min(until, cause < 0 ? trace.extent(record)[0] : this.over(record, cause)));
+      // The first link counts from the begin of the step: its worker turned to it late.
+      const since = cause < 0 ? begin : Math.max(begin, Math.min(until, this.over(record, cause)));
       let at = since;
       const marks = [edges[0]![record]!, edges[2]![record]!, edges[3]![record]!, edges[5]![record]!, until];
       const parts = marks.map((mark) => {

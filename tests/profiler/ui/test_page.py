@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from recording import record_ring
 from synthetic import synthetic_trace
 from ui.page import Viewer, served
 
@@ -544,6 +545,33 @@ def test_dropped_files_are_opened(viewer: Viewer, tmp_path: Path) -> None:
     viewer.screenshot("few_workers")
     viewer.page.evaluate(drop, [data, "three.megatrace", 300])
     viewer.wait("profiler.panes.length === 1")
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_traces_of_the_cpu_machine_have_the_numbers_of_the_report(
+    viewer: Viewer, tmp_path: Path, tagged: bool, dynamic: bool
+) -> None:
+    trace = record_ring(tagged, dynamic)
+    trace.save(tmp_path / "ring.megatrace")
+    viewer.open(tmp_path / "ring.megatrace")
+    assert viewer.run("[...pane.trace.stepBegin]") == trace.step_begin.tolist()
+    assert viewer.run("[...pane.trace.stepEnd]") == trace.step_end.tolist()
+    for step in range(trace.num_steps):
+        found = viewer.run(
+            f"pane.causes.path({step}).map(l =>"
+            " [pane.trace.fileIndex[l.record], l.begin, l.end, ...l.parts])"
+        )
+        links = critical_path(trace, step).links
+        assert found == [[x.record, x.begin, x.end, *x.parts.values()] for x in links]
+    # A hop waits for the one before: an arrow goes from each to the next.
+    hop = viewer.run(
+        "pane.trace.instruction.findIndex((i, r) => i === 3 && pane.trace.step[r] === 1)"
+    )
+    viewer.run(f"app.select(pane, {hop}, true)")
+    viewer.settle()
+    arrows = viewer.run("app.selected.arrows.incoming.map(a => pane.trace.instruction[a.from])")
+    assert arrows == [2]
 
 
 def test_records_without_a_worker_have_a_row(viewer: Viewer, tmp_path: Path) -> None:
