@@ -140,11 +140,21 @@ def serve(
         url = f"http://{address}:{server.server_address[1]}/"
         print(f"{os.fspath(path)} is at {url} (Ctrl-C ends)", file=sys.stderr, flush=True)
         if open_browser:
-            webbrowser.open(url)
+            _open(url)
         try:
             server.serve_forever(poll_interval=0.2)
         except KeyboardInterrupt:
             print(file=sys.stderr)
+
+
+def _open(url: str) -> None:
+    """Show the page in a browser with windows. One for terminals would take ours."""
+    try:
+        browser = webbrowser.get()
+    except webbrowser.Error:
+        return
+    if type(browser) is not webbrowser.GenericBrowser:
+        browser.open(url)
 
 
 def save_html(

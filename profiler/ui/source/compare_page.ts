@@ -1,6 +1,7 @@
 /** Two traces side by side: which steps are aligned, and what changed from one to the other. */
 
 import type { App } from "./app.ts";
+import { word } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { duration, percent, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
@@ -94,7 +95,7 @@ export class ComparePage implements Page {
         value: (d) => (d.b?.p50 ?? 0) - (d.a?.p50 ?? 0),
       },
     ];
-    return makeTable(columns, deltas, (d) => this.app.search(`${grouping}:${d.name}`));
+    return makeTable(columns, deltas, (d) => this.app.search(`${grouping}:${word(d.name)}`));
   }
 }
 

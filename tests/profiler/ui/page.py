@@ -65,8 +65,11 @@ class Viewer:
             time.sleep(0.02)
 
     def settle(self) -> None:
-        """Until glides, delays of the panel and the address are over."""
-        self.page.wait_for_timeout(450)
+        """Until glides, delays of the panel and of the address are over, frames included."""
+        self.page.evaluate(
+            "() => new Promise((done) => setTimeout(() => requestAnimationFrame(() =>"
+            " requestAnimationFrame(() => setTimeout(done, 120))), 330))"
+        )
 
     def open(self, *traces: Path) -> Viewer:
         """Open traces as a user does, the second one beside the first."""
