@@ -1,10 +1,11 @@
 /** The bar above the timeline: files, step, colours, search; and the legend below it. */
 
 import type { App } from "./app.ts";
-import { MODES, type Mode } from "./colour.ts";
+import { MODES, type Mode, css } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { integer } from "./format.ts";
 import { HELP } from "./query.ts";
+import { STATES, STATE_HELP } from "./roles.ts";
 
 export interface ToolbarActions {
   openFile(beside: boolean): void;
@@ -133,6 +134,18 @@ export class Toolbar {
     }
   }
 
+  /** What the colours of the workers track stand for. */
+  private states(): HTMLElement {
+    const entries = STATES.map((name, state) => {
+      const dot = make("i", "dot");
+      dot.style.background = css(this.app.theme.states[state]!);
+      const entry = make("span", "state", dot, name);
+      entry.title = STATE_HELP[state]!;
+      return entry;
+    });
+    return make("span", "states", "workers:", ...entries);
+  }
+
   private showLegend(): void {
     const { app } = this;
     this.colour.value = app.mode;
@@ -149,6 +162,7 @@ export class Toolbar {
         entry.setAttribute("aria-pressed", String(app.query === query));
         return entry;
       }),
+      this.states(),
     );
     this.legend.hidden = entries.length === 0;
   }
