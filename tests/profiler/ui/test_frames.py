@@ -109,5 +109,5 @@ def test_million_spans_are_smooth(
         median, high, _ = found["draw"]
         assert median < 16.7, f"{name}: drawing takes {found['draw']} ms"
         assert high < 100, f"{name}: drawing takes {found['draw']} ms"
-        assert found["frame"][0] < 50, f"{name}: frames take {found['frame']} ms"
+        assert found["frame"][0] < 70, f"{name}: frames take {found['frame']} ms"
     assert loaded < 15
