@@ -1,0 +1,69 @@
+/** Numbers as people read them. */
+
+const TIME_UNITS: readonly (readonly [number, string])[] = [
+  [1e9, "s"],
+  [1e6, "ms"],
+  [1e3, "µs"],
+  [1, "ns"],
+];
+
+function significant(value: number): string {
+  const size = Math.abs(value);
+  if (size >= 1000 || Number.isInteger(value)) return value.toFixed(0);
+  return value.toFixed(size >= 100 ? 1 : size >= 1 ? 2 : 3);
+}
+
+/** A length of time: "12.3 µs". */
+export function duration(ns: number): string {
+  if (!Number.isFinite(ns)) return "-";
+  const size = Math.abs(ns);
+  for (const [unit, name] of TIME_UNITS) {
+    if (size >= unit) return `${significant(ns / unit)} ${name}`;
+  }
+  return `${ns === 0 ? "0" : significant(ns)} ns`;
+}
+
+/** A difference of times, with its sign: "+1.2 µs". */
+export function signedDuration(ns: number): string {
+  return ns > 0 ? `+${duration(ns)}` : ns < 0 ? `\u2212${duration(-ns)}` : "0";
+}
+
+/** A point in time with as many digits as a distance of `resolution` ns wants, in one unit. */
+export function instant(ns: number, resolution: number): string {
+  const unit = Math.abs(ns) >= 1e6 && resolution >= 1e4 ? 1e6 : Math.abs(ns) >= 1e3 || resolution >= 100 ? 1e3 : 1;
+  const digits = Math.max(0, Math.min(6, Math.ceil(Math.log10(unit / resolution))));
+  return `${(ns / unit).toFixed(digits)} ${unit === 1e6 ? "ms" : unit === 1e3 ? "µs" : "ns"}`;
+}
+
+export function bytes(count: number): string {
+  let value = count;
+  let unit = 0;
+  while (Math.abs(value) >= 1000 && unit < 5) {
+    value /= 1000;
+    unit++;
+  }
+  return `${unit ? significant(value) : value.toFixed(0)} ${["B", "KB", "MB", "GB", "TB", "PB"][unit]}`;
+}
+
+/** Bytes per nanosecond are GB/s. */
+export function rate(bytesPerNs: number): string {
+  if (!Number.isFinite(bytesPerNs)) return "-";
+  return bytesPerNs >= 1000 ? `${(bytesPerNs / 1000).toFixed(2)} TB/s` : `${significant(bytesPerNs)} GB/s`;
+}
+
+export function flops(perNs: number): string {
+  if (!Number.isFinite(perNs)) return "-";
+  return perNs >= 1000 ? `${(perNs / 1000).toFixed(2)} TFLOP/s` : `${significant(perNs)} GFLOP/s`;
+}
+
+export function integer(value: number): string {
+  return Math.round(value).toLocaleString("en-US");
+}
+
+export function rows(count: number): string {
+  return count === 1 ? "1 row" : `${integer(count)} rows`;
+}
+
+export function percent(fraction: number): string {
+  return Number.isFinite(fraction) ? `${(100 * fraction).toFixed(1)} %` : "-";
+}

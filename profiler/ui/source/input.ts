@@ -1,0 +1,224 @@
+/** Pointer, wheel and keys on the timeline. */
+
+import type { App } from "./app.ts";
+import { MODES } from "./colour.ts";
+import type { Pane } from "./pane.ts";
+
+const CLICK_DISTANCE = 4;
+
+type Drag =
+  | { kind: "pan"; pane: Pane; x: number; y: number; begin: number; end: number; scroll: number }
+  | { kind: "range"; pane: Pane; time: number; worker: number; area: boolean }
+  | { kind: "overview" };
+
+export interface Commands {
+  help(): void;
+  focusSearch(): void;
+  togglePanel(): void;
+  toggleTheme(): void;
+  openFile(beside: boolean): void;
+}
+
+export function listen(app: App, commands: Commands): void {
+  const { overlay } = app.stage;
+  let drag: Drag | null = null;
+  let start = { x: 0, y: 0 };
+  let moved = false;
+
+  const at = (event: MouseEvent): { x: number; y: number } => {
+    const box = overlay.getBoundingClientRect();
+    return { x: event.clientX - box.left, y: event.clientY - box.top };
+  };
+  const paneAt = (y: number): Pane | undefined => app.panes.find((pane) => pane.contains(y)) ?? app.main;
+
+  const moveOverview = (x: number): void => {
+    const { left, width } = app.stage.overviewBox;
+    const [low, high] = app.view.limits;
+    const time = low + Math.max(0, Math.min(1, (x - left) / width)) * (high - low);
+    app.motion.stop();
+    app.view.show(time - app.view.span / 2, time + app.view.span / 2);
+    app.changed("view");
+  };
+
+  overlay.addEventListener("pointerdown", (event) => {
+    const { x, y } = (start = at(event));
+    const pane = paneAt(y);
+    if (event.button !== 0 || pane === undefined) return;
+    overlay.focus({ preventScroll: true });
+    overlay.setPointerCapture(event.pointerId);
+    moved = false;
+    const { overviewBox, rulerBox } = app.stage;
+    if (y < rulerBox.top) {
+      drag = { kind: "overview" };
+      if (x >= overviewBox.left) moveOverview(x);
+    } else if (y < pane.body.top || event.shiftKey) {
+      const area = y >= pane.body.top;
+      drag = { kind: "range", pane, time: pane.timeAt(app.view, x), worker: pane.workerAt(y), area };
+    } else {
+      const { begin, end } = app.view;
+      drag = { kind: "pan", pane, x, y, begin, end, scroll: pane.scroll };
+    }
+  });
+
+  overlay.addEventListener("pointermove", (event) => {
+    const { x, y } = at(event);
+    if (Math.hypot(x - start.x, y - start.y) > CLICK_DISTANCE) moved = true;
+    const pane = paneAt(y);
+    if (pane === undefined) return;
+    app.motion.anchor = pane.timeAt(app.view, x) - pane.origin;
+    if (drag === null || !moved) {
+      const inside = x >= pane.body.left;
+      app.hover(pane, pane.contains(y) ? pane.recordAt(app.view, x, y) : -1, inside ? x : null);
+      overlay.style.cursor =
+        y < pane.body.top && inside ? "col-resize" : x < pane.body.left && pane.contains(y) ? "pointer" : "default";
+      return;
+    }
+    if (drag.kind === "overview") moveOverview(x);
+    else if (drag.kind === "pan") {
+      const shift = ((drag.x - x) / drag.pane.body.width) * (drag.end - drag.begin);
+      app.motion.stop();
+      app.view.show(drag.begin + shift, drag.end + shift);
+      drag.pane.scrollTo(drag.scroll + drag.y - y);
+      overlay.style.cursor = "grabbing";
+      app.hover(null, -1, null);
+      app.changed("view");
+    } else {
+      const { trace, body } = drag.pane;
+      const time = drag.pane.timeAt(app.view, Math.max(body.left, Math.min(body.left + body.width, x)));
+      const worker = drag.pane.workerAt(y);
+      const workers: [number, number] = drag.area
+        ? [Math.min(worker, drag.worker), Math.max(worker, drag.worker) + 1]
+        : [0, trace.workers];
+      const [begin, end] = [Math.max(0, Math.min(time, drag.time)), Math.min(trace.end, Math.max(time, drag.time))];
+      if (end > begin) app.setRange({ pane: drag.pane, begin, end, workers });
+      app.hover(null, -1, x);
+    }
+  });
+
+  const finish = (event: PointerEvent): void => {
+    const { x, y } = at(event);
+    const ended = drag;
+    drag = null;
+    overlay.style.cursor = "default";
+    if (ended === null || moved || event.type === "pointercancel") return;
+    if (ended.kind === "range" && !ended.area) {
+      app.setRange(null);
+    } else if (ended.kind !== "overview") {
+      const { pane } = ended;
+      if (x < pane.body.left && pane.contains(y)) {
+        app.toggleWorker(pane, pane.workerAt(y));
+        return;
+      }
+      const record = pane.recordAt(app.view, x, y);
+      if (record >= 0) app.select(pane, record, false);
+      else app.clear();
+    }
+  };
+  overlay.addEventListener("pointerup", finish);
+  overlay.addEventListener("pointercancel", finish);
+  overlay.addEventListener("pointerleave", () => {
+    if (drag === null) app.hover(null, -1, null);
+    app.motion.anchor = null;
+  });
+  overlay.addEventListener("dblclick", (event) => {
+    const { x, y } = at(event);
+    const pane = paneAt(y);
+    if (pane === undefined || x < pane.body.left) return;
+    if (pane.recordAt(app.view, x, y) >= 0) app.focus();
+    else if (y < app.stage.rulerBox.top) app.showAll();
+  });
+
+  overlay.addEventListener(
+    "wheel",
+    (event) => {
+      event.preventDefault();
+      const { x, y } = at(event);
+      const pane = paneAt(y);
+      if (pane === undefined) return;
+      const unit = event.deltaMode === 1 ? 20 : event.deltaMode === 2 ? 400 : 1;
+      const dx = (event.shiftKey && event.deltaX === 0 ? event.deltaY : event.deltaX) * unit;
+      const dy = event.shiftKey ? 0 : event.deltaY * unit;
+      app.motion.stop();
+      if (event.altKey) {
+        pane.scaleRows(Math.exp(-dy * 0.002), y);
+      } else if (event.ctrlKey || event.metaKey || (dy !== 0 && (pane.maxScroll < 1 || y < pane.body.top))) {
+        // A pinch on a touch pad arrives as ctrl and small steps.
+        const speed = event.ctrlKey && Math.abs(dy) < 25 ? 0.012 : 0.0022;
+        app.view.zoom(pane.timeAt(app.view, x) - pane.origin, Math.exp(dy * speed));
+      } else if (dy !== 0) {
+        pane.scrollTo(pane.scroll + dy);
+      }
+      if (dx !== 0) app.view.pan((dx / pane.body.width) * app.view.span);
+      app.hover(pane, pane.recordAt(app.view, x, y), x >= pane.body.left ? x : null);
+      app.changed("view");
+    },
+    { passive: false },
+  );
+
+  listenToKeys(app, commands);
+}
+
+function listenToKeys(app: App, commands: Commands): void {
+  const typing = (event: Event): boolean => {
+    const { target } = event;
+    return target instanceof HTMLInputElement || target instanceof HTMLSelectElement;
+  };
+  const scaleRows = (factor: number): void => {
+    for (const pane of app.panes) pane.scaleRows(factor, pane.body.top + pane.body.height / 2);
+    app.changed("view");
+  };
+  const toggleOpen = (): void => {
+    const chosen = app.selected ?? app.hovered;
+    if (chosen !== null) app.toggleWorker(chosen.pane, chosen.pane.trace.worker[chosen.record]!);
+  };
+  const actions: Readonly<Record<string, () => void>> = {
+    f: () => app.focus(),
+    F: () => app.showAll(),
+    Home: () => app.showAll(),
+    g: () => app.showStep(),
+    ".": () => app.setStep((app.main?.step ?? 0) + 1, true),
+    ",": () => app.setStep((app.main?.step ?? 0) - 1, true),
+    "[": () => app.follow(-1),
+    "]": () => app.follow(1),
+    c: () => app.setCritical(!app.critical),
+    n: () => app.nextMatch(1),
+    N: () => app.nextMatch(-1),
+    "/": () => commands.focusSearch(),
+    e: toggleOpen,
+    E: () => {
+      for (const pane of app.panes) pane.rows.closeAll();
+      app.changed("view");
+    },
+    ArrowLeft: () => app.move(-1, 0),
+    ArrowRight: () => app.move(1, 0),
+    ArrowUp: () => app.move(0, -1),
+    ArrowDown: () => app.move(0, 1),
+    "+": () => scaleRows(1.3),
+    "=": () => scaleRows(1.3),
+    "-": () => scaleRows(1 / 1.3),
+    Escape: () => app.clear(),
+    i: () => commands.togglePanel(),
+    t: () => commands.toggleTheme(),
+    o: () => commands.openFile(false),
+    "?": () => commands.help(),
+  };
+  MODES.forEach((mode, index) => {
+    (actions as Record<string, () => void>)[String(index + 1)] = () => app.setMode(mode);
+  });
+
+  window.addEventListener("keydown", (event) => {
+    if (typing(event) || event.ctrlKey || event.metaKey || event.altKey || document.querySelector("dialog[open]")) return;
+    const letter = event.key.toLowerCase();
+    if (["w", "a", "s", "d"].includes(letter)) {
+      event.preventDefault();
+      app.motion.press(letter, event.shiftKey);
+      return;
+    }
+    const action = actions[event.key];
+    if (action === undefined) return;
+    event.preventDefault();
+    action();
+  });
+  window.addEventListener("keyup", (event) => app.motion.release(event.key.toLowerCase()));
+  window.addEventListener("blur", () => app.motion.releaseAll());
+}

@@ -1,0 +1,90 @@
+/** The panel beside the timeline: its tabs, and which one is open. */
+
+import type { App } from "./app.ts";
+import { ComparePage } from "./compare_page.ts";
+import { button, make } from "./dom.ts";
+import { InstructionPage } from "./instruction_page.ts";
+import { PathPage } from "./path_page.ts";
+import { StatisticsPage } from "./statistics_page.ts";
+import { TracePage } from "./trace_page.ts";
+
+/** What a tab shows. It renders only while it is open. */
+export interface Page {
+  readonly name: string;
+  readonly element: HTMLElement;
+  render(): void;
+}
+
+export class Panel {
+  readonly element = make("aside", "panel");
+  private readonly pages: readonly Page[];
+  private readonly tabs: readonly HTMLButtonElement[];
+  private open = 0;
+  private timer = 0;
+
+  constructor(app: App, openCompare: () => void) {
+    this.pages = [
+      new InstructionPage(app),
+      new StatisticsPage(app),
+      new PathPage(app),
+      new ComparePage(app, openCompare),
+      new TracePage(app),
+    ];
+    this.tabs = this.pages.map((page, i) => {
+      const tab = button(page.name, "", () => this.show(i), "tab");
+      tab.setAttribute("role", "tab");
+      return tab;
+    });
+    const bar = make("div", "tabs", ...this.tabs);
+    bar.setAttribute("role", "tablist");
+    this.element.append(this.sash(), bar, ...this.pages.map((page) => page.element));
+    let before = app.selected;
+    app.on(["selection"], () => {
+      if (app.selected !== null && app.selected.record !== before?.record && this.open !== 2) this.show(0);
+      else this.later();
+      before = app.selected;
+    });
+    app.on(["range"], () => {
+      if (app.range !== null && this.open !== 1) this.show(1);
+      else this.later();
+    });
+    app.on(["critical"], () => {
+      if (app.critical) this.show(2);
+    });
+    let count = 0;
+    app.on(["panes"], () => {
+      if (app.panes.length > 1 && count < 2) this.show(3);
+      else this.later();
+      count = app.panes.length;
+    });
+    app.on(["step", "theme", "colour", "view"], () => this.later());
+    this.show(4);
+  }
+
+  /** The edge that makes the panel wider or narrower. */
+  private sash(): HTMLElement {
+    const sash = make("div", "sash");
+    sash.addEventListener("pointerdown", (event) => sash.setPointerCapture(event.pointerId));
+    sash.addEventListener("pointermove", (event) => {
+      if (!sash.hasPointerCapture(event.pointerId)) return;
+      const width = this.element.getBoundingClientRect().right - event.clientX;
+      this.element.style.width = `${Math.max(280, Math.min(0.7 * window.innerWidth, width))}px`;
+    });
+    return sash;
+  }
+
+  show(index: number): void {
+    this.open = index;
+    this.pages.forEach((page, i) => {
+      page.element.hidden = i !== index;
+      this.tabs[i]!.setAttribute("aria-selected", String(i === index));
+    });
+    this.later();
+  }
+
+  /** Numbers follow when the view stands still: drawing goes first. */
+  private later(): void {
+    clearTimeout(this.timer);
+    this.timer = window.setTimeout(() => this.pages[this.open]!.render(), 90);
+  }
+}

@@ -1,0 +1,87 @@
+/** What the file says about the run: machine, model, environment, steps. */
+
+import type { App } from "./app.ts";
+import { make } from "./dom.ts";
+import { bytes, duration, integer, percent, rate } from "./format.ts";
+import type { Page } from "./panel.ts";
+import { makeTable } from "./table.ts";
+import { pair } from "./tooltip.ts";
+
+const MAX_TEXT = 300;
+const MAX_STEPS = 2000;
+
+function text(value: unknown): string {
+  const found = typeof value === "string" ? value : (JSON.stringify(value) ?? "");
+  return found.length > MAX_TEXT ? `${found.slice(0, MAX_TEXT)}…` : found;
+}
+
+function members(value: unknown): HTMLElement[] {
+  if (typeof value !== "object" || value === null) return [];
+  return Object.entries(value).map(([name, member]) => {
+    const isRate = name === "bandwidth" && typeof member === "number";
+    return pair(name, isRate ? rate(member / 1e9) : text(member));
+  });
+}
+
+export class TracePage implements Page {
+  readonly name = "Trace";
+  readonly element = make("section", "page");
+  private shown: unknown = null;
+
+  constructor(private readonly app: App) {}
+
+  render(): void {
+    const { panes } = this.app;
+    const key = panes.map((pane) => pane.trace.name).join();
+    if (key === this.shown) return;
+    this.shown = key;
+    this.element.replaceChildren(
+      ...panes.flatMap((pane) => {
+        const { trace } = pane;
+        const { header } = trace;
+        const steps = Array.from({ length: Math.min(MAX_STEPS, trace.steps) }, (_, s) => s);
+        const took = (s: number): number => trace.stepEnd[s]! - trace.stepBegin[s]!;
+        const gap = (s: number): number => (s ? trace.stepBegin[s]! - trace.stepEnd[s - 1]! : 0);
+        const longest = steps.reduce((most, s) => Math.max(most, took(s)), 1);
+        const streamed = (s: number): number => {
+          let sum = 0;
+          for (let i = trace.stepOffsets[s]!; i < trace.stepOffsets[s + 1]!; i++) sum += trace.loadBytes[trace.byFile[i]!]!;
+          return sum / Math.max(1, took(s));
+        };
+        const { bandwidth } = trace.machine;
+        return [
+          make("h2", "", (panes.length > 1 ? `${pane.letter}: ` : "") + trace.name),
+          pair("size", bytes(trace.buffer.byteLength)),
+          pair("created", text(header["created"])),
+          pair("megavm", text(header["megavm"])),
+          pair("records", `${integer(trace.count)} in ${integer(trace.steps)} steps`),
+          pair("length", duration(trace.end)),
+          make("h3", "", "Steps"),
+          makeTable(
+            [
+              { title: "step", text: (s) => String(trace.stepNumber[s]), value: (s) => trace.stepNumber[s]! },
+              { title: "rows", text: (s) => String(trace.stepTokens[s]), value: (s) => trace.stepTokens[s]! },
+              { title: "time", text: (s) => duration(took(s)), value: took, bar: (s) => took(s) / longest },
+              { title: "gap before", text: (s) => duration(gap(s)), value: gap, help: "time in which no step ran" },
+              {
+                title: "streamed",
+                text: (s) => rate(streamed(s)) + (bandwidth === null ? "" : ` · ${percent(streamed(s) / bandwidth)}`),
+                value: streamed,
+              },
+            ],
+            steps,
+            pane === this.app.main ? (s) => this.app.setStep(s, true) : null,
+          ),
+          make("h3", "", "Machine"),
+          ...members(header["machine"]),
+          make("h3", "", "Model"),
+          ...members(header["model"]),
+          make("h3", "", "Environment"),
+          ...members(header["environment"]),
+          make("h3", "", "Notes"),
+          ...members(header["notes"]),
+        ];
+      }),
+    );
+  }
+}
