@@ -112,11 +112,10 @@ def measure(
     return {"batch": batch, "context": context, "steps": steps, "us_per_step": time / steps}
 
 
-def record(config: LlamaConfig, batch: int, context: int, steps: int, path: str) -> None:
+def record(runner: Runner, batch: int, context: int, steps: int, path: str) -> None:
     """Write a trace of two launches, after one that is not in it."""
     recorder = Recorder()
-    machine = CudaMachine()
-    runner = make_runner(config, machine, context + 3 * steps, batch)
+    machine, config = runner.machine, runner.config
     recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}
     recorder.model |= {"name": f"Llama, {config.num_layers} layers of {config.hidden_size}"}
     runner.record(recorder)
@@ -138,6 +137,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--baseline", action="store_true", help="torch.compile beside it")
     parser.add_argument("--save", action="store_true")
+    parser.add_argument(
+        "--option",
+        type=lambda text: (text.partition("=")[0], int(text.partition("=")[2])),
+        action="append",
+        default=[],
+        metavar="NAME=NUMBER",
+        help="another value of a compile option (scheduler/options.py)",
+    )
     parser.add_argument("--trace", help="file for a trace of the last batch and context")
     args = parser.parse_args()
 
@@ -148,7 +155,8 @@ def main() -> None:
     size = weight_bytes(config)
     floor = ReadFloor(min(size, 4 << 30))
     results = []
-    runner = make_runner(config, machine, max(args.context) + 2 * args.steps, max(args.batch))
+    longest = max(args.context) + 2 * args.steps
+    runner = make_runner(config, machine, longest, max(args.batch), **dict(args.option))
     for batch in args.batch:
         for context in args.context:
             read = size + batch * kv_bytes(config, context)
@@ -174,8 +182,7 @@ def main() -> None:
         path = save(f"llama_cuda_{args.model}", {"model": args.model, "results": results})
         print(f"saved {path}")
     if args.trace:
-        del runner
-        record(config, args.batch[-1], args.context[-1], args.steps, args.trace)
+        record(runner, args.batch[-1], args.context[-1], args.steps, args.trace)
         print(f"saved {args.trace}")
 
 

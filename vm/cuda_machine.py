@@ -376,7 +376,9 @@ class CudaExecutable:
             rows = len(self._order) * steps
             times = self._zeros(max(rows, 1) * NUM_EVENTS * 2).view(torch.int64)
             parameters.trace = times.data_ptr()
-            self._noting.append(Notes(steps, times.view(-1, NUM_EVENTS)[:rows], EVENTS, WORKER_COLUMN))
+            self._noting.append(
+                Notes(steps, times.view(-1, NUM_EVENTS)[:rows], EVENTS, WORKER_COLUMN)
+            )
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps = steps
         # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
