@@ -79,6 +79,7 @@ def waiting(*semaphores: str) -> Edits:
 
 
 BARRIER = {"exchange": "barrier"}
+CONSUMERS_FINISH: Edits = {CONFIG: ((r"(?<=kStorerFinishes = )[^;]+", "false"),)}
 VARIANTS = [
     # Streaming weights.
     *(Variant("ring of pages", f"{n} pages", pages(n)) for n in (4, 6, 8, 10)),
@@ -86,6 +87,7 @@ VARIANTS = [
     *(Variant("copies in flight", f"5, waiting {n}", in_flight(5, n)) for n in (1, 3)),
     *(Variant("pages in registers", f"{n}", constant("kPreload", n)) for n in (2, 4, 8)),
     *(Variant("instructions in flight", f"{n}", constant("kStages", n)) for n in (2, 4)),
+    Variant("products finished by", "the consumers", CONSUMERS_FINISH),
     Variant("weights before waits", "off", waiting("ready", "hinted")),
     Variant("weights before waits", "off, with barriers", waiting("ready"), BARRIER),
     # Passing activations on.
@@ -241,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="1b")
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
-    parser.add_argument("--context", type=int, default=250)
+    parser.add_argument("--context", type=int, default=240)
     parser.add_argument("--steps", type=int, default=8, help="tokens per launch")
     parser.add_argument("--rounds", type=int, default=50)
     names = sorted({v.technique for v in VARIANTS})

@@ -15,7 +15,7 @@ from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.graph import Graph
 from megavm.scheduler.options import CompileOptions
 from megavm.vm.config import NONE
-from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
+from megavm.vm.cuda_machine import NUM_EVENTS, CudaMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.layout import program_layouts, units
@@ -135,7 +135,7 @@ def test_launches_may_follow_each_other_before_one_waits(cuda_machine: CudaMachi
 
 
 def test_programs_that_need_the_same_share_a_kernel(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine()
+    machine = CudaMachine(timeout=cuda_machine.timeout)
     for columns in (64, 64):
         program = product(columns)
         machine.load(program, filled(program, machine.memory_device))
@@ -143,7 +143,7 @@ def test_programs_that_need_the_same_share_a_kernel(cuda_machine: CudaMachine) -
 
 
 def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(trace=True)
+    machine = CudaMachine(timeout=cuda_machine.timeout, trace=True)
     program = product()
     executable = machine.load(program, filled(program, machine.memory_device))
     assert executable.trace() == []
@@ -152,7 +152,7 @@ def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMach
     assert notes.steps == 2
     *_, instruction = notes.places(program)
     assert sorted(instruction.tolist()) == sorted([*range(len(program))] * 2)
-    assert notes.times.shape == (2 * len(program), 8)
+    assert notes.times.shape == (2 * len(program), NUM_EVENTS)
     times = notes.times.cpu().numpy()
     begin, end = (times[:, notes.events[name]] for name in ("begin", "end"))
     assert bool((end >= begin).all())
