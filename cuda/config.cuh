@@ -69,11 +69,6 @@ constexpr uint32_t kChunkPages =
     min_of(kMaxChunkPages, ceil_div(program::kMaxK, kPageColumns));  // pages of a unit in a chunk
 constexpr bool kOneChunk = program::kMaxK <= kChunkPages * kPageColumns;  // holds all of any input
 constexpr uint32_t kPanelBytes = kGroupRows * kChunkPages * kPageColumns * kElementBytes;
-// Pages that consumers hold in registers: as many as there is room for beside the code that rows of
-// other lengths and traces need.
-constexpr bool kLeanProduct = !program::kAnyPartialPages && !program::kAnyOddPages &&
-                              program::kMaxK <= 8192 && !program::kTrace;
-constexpr uint32_t kPreload = !kSingleRow ? 2 : kLeanProduct ? 6 : 4;
 constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
 constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
 
@@ -95,5 +90,8 @@ constexpr uint32_t kSemaphoresAt = kStagesAt + kStages * kStageBytes;
 constexpr uint32_t kCurrentAt = kSemaphoresAt + kMbarrierBytes;
 constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
 static_assert(kControlAt % 16 == 0 && kControlAt + 64 <= kSharedBytes);
+
+// Pages that consumers hold in registers while their input is on its way.
+constexpr uint32_t kPreload = min_of(kSingleRow ? 4 : 2, kPages / 2 * 2);
 
 }  // namespace megavm

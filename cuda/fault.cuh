@@ -62,7 +62,9 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
 // The same for semaphores, of which there are many: packed as 1, kind, number, phase
 // (1, 15, 8, 8 bits).
 [[noreturn]] __device__ __forceinline__ void stop_waiting(uint32_t semaphore) {
-  ptx::store_shared(ptx::shared_address(&current()) + 12, 1u << 31 | semaphore);
+  // What another lane of the warp has left says more.
+  const uint32_t address = ptx::shared_address(&current());
+  if (ptx::load_shared(address + 8) == 0) ptx::store_shared(address + 12, 1u << 31 | semaphore);
   asm volatile("exit;");
   __builtin_unreachable();
 }
