@@ -8,7 +8,6 @@ namespace megavm {
 // What a program does not say. A name in `program` itself hides the one from here.
 namespace program_defaults {
 constexpr uint32_t kMaxK = 0;             // longest rows of a weight
-constexpr uint32_t kMaxNormalisedK = 0;   // of those whose input is normalised
 constexpr uint32_t kAnyPartialPages = 0;  // whether some do not fill pages
 constexpr uint32_t kAnyRaggedK = 0;       // whether some do not fill tiles
 constexpr uint32_t kAnyOddPages = 0;      // whether some have an odd number of pages

@@ -65,7 +65,6 @@ def product_constants(
     return {
         "any_product": 1,
         "max_k": spec.columns,
-        "max_normalised_k": 0 if gain == NONE else spec.columns,
         "any_ragged_k": int(spec.columns % tile != 0),
         "any_partial_pages": int(spec.columns % (tile * TILES_PER_PAGE) != 0),
         "any_odd_pages": pages_of_row % 2,

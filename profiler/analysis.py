@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -160,8 +160,8 @@ def by_role(selection: Selection) -> dict[str, int]:
     return {
         "controller": int(np.maximum(ready - fetched, 0)[both].sum()),
         "loader": int((spans.load_end - spans.load_begin).sum()),
-        "consumer": int((spans.end - spans.begin).sum()),
-        "storer": int((spans.signalled - spans.end).sum()),
+        "consumer": int((spans.left - spans.begin).sum()),
+        "storer": int((spans.signalled - spans.left).sum()),
     }
 
 
@@ -189,7 +189,7 @@ def by_worker(selection: Selection) -> dict[str, Longs]:
     )
     totals = {
         name: np.bincount(worker[known], values, trace.workers).astype(np.int64)
-        for name, values in vars(states(clipped)).items()
+        for name, values in vars(states(replace(clipped, end=clipped.left))).items()
     }
     idle = np.maximum(selection.busy - sum(totals.values()), 0)
     return {**totals, "idle": np.asarray(idle, np.int64)}

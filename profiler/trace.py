@@ -104,14 +104,17 @@ class TraceProgram:
 class Spans:
     """The times of every record without holes: int64 [R], ns, with
 
-    begin <= waited <= inputs <= computed <= end <= signalled. ``waited`` is the end of the wait for
-    the header's barriers. ``load_begin`` and ``load_end`` are -1 where nothing was loaded.
+    begin <= waited <= inputs <= computed <= left <= end <= signalled. ``waited`` is the end of the
+    wait for the header's barriers, ``left`` when the consumers turned to the next instruction:
+    before ``end`` where the storer finishes what they leave. ``load_begin`` and ``load_end`` are -1
+    where nothing was loaded.
     """
 
     begin: Longs
     waited: Longs
     inputs: Longs
     computed: Longs
+    left: Longs
     end: Longs
     signalled: Longs
     load_begin: Longs
@@ -227,11 +230,18 @@ class Trace:
         computed = np.where(at["computed"] >= 0, np.clip(at["computed"], inputs, end), end)
         arrived = np.where(at["load_arrived"] >= 0, at["load_arrived"], at["load_issued"])
         load_begin = np.where(arrived >= 0, at["load_begin"], -1)
+        # Records stand by step, worker and slot: those of a worker follow each other in this order.
+        order = np.argsort(self.record_worker, kind="stable")
+        same = np.flatnonzero(np.diff(self.record_worker[order]) == 0)
+        same = same[self.record_worker[order[same]] >= 0]
+        left = end.copy()
+        left[order[same]] = np.minimum(end[order[same]], begin[order[same + 1]])
         return Spans(
             begin=begin,
             waited=np.minimum(ready, inputs),
             inputs=inputs,
             computed=computed,
+            left=np.maximum(left, computed),
             end=end,
             signalled=np.maximum(at["signalled"], end),
             load_begin=load_begin,

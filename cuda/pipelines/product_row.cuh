@@ -44,8 +44,7 @@ class RowInput {
 
  private:
   static constexpr uint32_t kWords = 8;  // times four, that a lane has on their way
-  static constexpr uint32_t kGains =
-      max_of(1, min_of(kWords / 2, ceil_div(program::kMaxNormalisedK, kPageColumns)));
+  static constexpr uint32_t kGains = kWords / 2;
   static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
 
   template <bool kF32, bool kTagged>

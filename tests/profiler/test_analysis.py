@@ -248,13 +248,15 @@ def test_a_report_of_unknown_workers_says_so() -> None:
     trace = record_ring(dynamic=True)
     unknown = np.full(trace.num_records, -1, np.int32)
     order = np.lexsort((trace.record_slot, unknown, trace.record_step))
+    place = np.empty(len(order), np.int32)
+    place[order] = np.arange(len(order))
+    cause = trace.record_cause[order]
     dynamic = dataclasses.replace(
         trace,
         record_worker=unknown,
-        **{
-            name: getattr(trace, name)[order]
-            for name in ("record_slot", "record_instruction", "record_cause")
-        },
+        record_slot=trace.record_slot[order],
+        record_instruction=trace.record_instruction[order],
+        record_cause=np.where(cause >= 0, place[cause], -1).astype(np.int32),
         times=trace.times[:, order],
     )
     assert "not known who executed what" in format_report(report(dynamic))
