@@ -131,12 +131,17 @@ def test_view_and_html_hand_over_to_the_viewer(
 ) -> None:
     calls: list[Any] = []
     viewer: Any = types.ModuleType("megavm.profiler.viewer")
-    viewer.serve = lambda *arguments: calls.append(arguments)
-    viewer.save_html = lambda *arguments: calls.append(arguments)
+    viewer.serve = lambda *arguments, compare: calls.append((*arguments, compare))
+    viewer.save_html = lambda *arguments, compare: calls.append((*arguments, compare))
     monkeypatch.setitem(sys.modules, "megavm.profiler.viewer", viewer)
     assert run(capsys, "trace", "view", saved, "--port", "8123", "--no-open").code == 0
     assert run(capsys, "trace", "html", saved, "-o", "page.html").code == 0
-    assert calls == [(saved, "127.0.0.1", 8123, False), (saved, "page.html")]
+    assert run(capsys, "trace", "html", saved, "b.megatrace", "-o", "both.html").code == 0
+    assert calls == [
+        (saved, "127.0.0.1", 8123, False, None),
+        (saved, "page.html", None),
+        (saved, "both.html", "b.megatrace"),
+    ]
 
 
 def test_trace_alone_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

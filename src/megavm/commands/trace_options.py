@@ -103,13 +103,15 @@ def declare_trace(trace: Parser) -> dict[str, Parser]:
     )
     export.option(export, "-o", "--output", metavar="OUT", help="the file to write")
 
-    view = action("view", "FILE", "show a trace in a browser")
+    view = action("view", "FILE [OTHER]", "show a trace in a browser")
     view.add_argument("file", metavar="FILE", help="a trace")
+    view.add_argument("other", metavar="OTHER", nargs="?", help="another to compare it with")
     view.option(view, "--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     view.option(view, "--port", metavar="N", type=integer, default=0, help="port (a free one)")
     view.option(view, "--no-open", action="store_true", help="open no browser")
 
-    html = action("html", "FILE -o PAGE", "save a trace as one page that needs nothing else")
+    html = action("html", "FILE [OTHER] -o PAGE", "save a trace as one page, whole in itself")
     html.add_argument("file", metavar="FILE", help="a trace")
+    html.add_argument("other", metavar="OTHER", nargs="?", help="another to compare it with")
     html.option(html, "-o", "--output", metavar="PAGE", help="the file to write")
     return parsers
