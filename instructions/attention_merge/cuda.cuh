@@ -26,7 +26,8 @@ struct Kernel<AttentionMerge> : NoPages {
   // comes in one round trip; lane i has the score of split i of the batch.
   template <bool kTagged>
   static __device__ __forceinline__ void merge_heads(const Operands<AttentionMerge>& in,
-                                                     uint32_t rows, uint32_t warp) {
+                                                     const Consumer& consumer, uint32_t rows) {
+    const uint32_t warp = consumer.warp();
     const AttentionMerge& inst = in.inst;
     const Tensor& partial = in[&AttentionMerge::partial];
     const Tensor& out = in[&AttentionMerge::out];
@@ -87,6 +88,7 @@ struct Kernel<AttentionMerge> : NoPages {
             stop_at_tag(in.word(&AttentionMerge::partial), row, wrong, found, tag);
           }
         }
+        if (item == warp && first == 0) consumer.note(in.stage, Event::kInputs);
         const float m = has_score ? __uint_as_float(score.x) : -kInfinity;
         const float before = highest;
         highest = fmaxf(highest, largest_of_warp(m));
@@ -176,9 +178,9 @@ struct Kernel<AttentionMerge> : NoPages {
     if (inst.head_dim % 2)
       merge_elements(in, rows, consumer.thread());
     else if (is_tagged(in[&AttentionMerge::partial]))
-      merge_heads<true>(in, rows, consumer.warp());
+      merge_heads<true>(in, consumer, rows);
     else
-      merge_heads<false>(in, rows, consumer.warp());
+      merge_heads<false>(in, consumer, rows);
   }
 };
 
