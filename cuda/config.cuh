@@ -17,6 +17,7 @@ constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
 constexpr uint32_t kAnyF32Gain = 0;
 constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
+constexpr uint32_t kAnyNormalisedBf16 = 0;  // whether some inputs with a gain are bfloat16
 }  // namespace program_defaults
 namespace program {
 using namespace program_defaults;
@@ -33,15 +34,14 @@ constexpr uint32_t kWaiterWarp = kNumConsumers + 3;
 static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the consumers");
 constexpr uint32_t kNumThreads = kNumWarps * kLanes;
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
-// Consumers of one row hold more pages in registers.
-constexpr uint32_t kRoleRegisters = program::kMaxRows <= 1 ? 72 : 104;
-constexpr uint32_t kConsumerRegisters = program::kMaxRows <= 1 ? 216 : 200;
+constexpr uint32_t kRoleRegisters = 72;
+constexpr uint32_t kConsumerRegisters = 216;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
 constexpr uint32_t kStages = 8;      // instructions in flight in a worker
-constexpr uint32_t kWindow = 5;      // pages issued and not yet landed,
+constexpr uint32_t kWindow = program::kMaxRows <= 1 ? 5 : 3;  // pages issued, not yet landed,
 constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
 constexpr uint32_t kHintSlack = 2;   // of the writers of a tensor, one in so many need not be done
 constexpr uint32_t kUnitRows = 8;

@@ -71,6 +71,7 @@ def product_constants(
         "any_f32_weights": int(spec.dtype is F32),
         "any_bf16_weights": int(spec.dtype is not F32),
         "any_inputs": 1 << (2 * (source.dtype is F32) + source.tagged),
+        "any_normalised_bf16": int(gain != NONE and source.dtype is not F32),
         "any_f32_gain": int(gain_dtype is F32),
         "any_bias": int(any(b != NONE for b in biases)),
     }

@@ -33,6 +33,10 @@ struct ProductPlan {
             in.inst.eps};
   }
 
+  // Nothing is to be fetched that is there only when the waits are over.
+  __device__ __forceinline__ void prefetch_ready(uint32_t, uint32_t, uint32_t, Prefetched&) const {
+  }
+
   // Nothing is to be done with results beside storing them.
   __device__ __forceinline__ void consider(float&, uint32_t&) const {}
   __device__ __forceinline__ void end_row(uint32_t, float, uint32_t) const {}

@@ -278,7 +278,7 @@ struct Panel {
   const ProductInput& input;
   const Consumer& consumer;
   uint32_t tile;     // of a page, that this lane converts
-  uint32_t in_tile;  // byte in the row of the tile
+  uint32_t in_tile;  // byte in the row of the tile, of what this lane stores there first
   uint32_t column;   // of page 0
 
   __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
@@ -287,7 +287,8 @@ struct Panel {
     // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
     const uint32_t lane = ptx::thread_index() % kLanes;
     tile = lane / 8 * kNumConsumers + consumer.warp();
-    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
+    // Half of the lanes store their second word first: into other banks than the first half.
+    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4 + lane / 16 * 8;
     column = tile * kTileColumns + lane % 8 * kLaneColumns;
   }
 
@@ -317,10 +318,17 @@ struct Panel {
     if constexpr (kF32Weights) {
       ptx::store_shared2(address(page, row), __float_as_uint(value[0]), __float_as_uint(value[1]));
     } else {
-      ptx::store_shared(address(page, row), ptx::pack_bf16(value[0], value[1]));
-      ptx::store_shared(address(page, row) + 8,
-                        ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
+      put_words(page, row, ptx::pack_bf16(value[0], value[1]),
+                ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
     }
+  }
+
+  // The same for a lane's columns as two words of bfloat16.
+  __device__ __forceinline__ void put_words(uint32_t page, uint32_t row, uint32_t low,
+                                            uint32_t high) const {
+    const bool swap = in_tile & 8;
+    ptx::store_shared(address(page, row), swap ? high : low);
+    ptx::store_shared(address(page, row) ^ 8, swap ? low : high);
   }
 
   // Add the lanes' squares; lane 0 keeps the sum of the row.

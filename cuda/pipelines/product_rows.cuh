@@ -11,11 +11,11 @@ constexpr uint32_t kInputBatch = 4;  // loads of float32 input that a lane has i
 struct RowsPanel : Panel {
   using Panel::Panel;
 
-  // Fill the chunk's columns of `rows` rows, `first_row` on. A lane has a part of every page of
-  // every row; it issues kBatch loads before it looks at any.
-  template <bool kF32, bool kTagged, uint32_t kBatch>
+  // Fill the chunk's columns of `rows` rows of a tagged input, `first_row` on. A lane has a part of
+  // every page of every row; it issues kBatch loads before it looks at any.
+  template <bool kF32, uint32_t kBatch>
   __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
-    constexpr uint32_t kColumnBytes = (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
+    constexpr uint32_t kColumnBytes = kF32 ? 8 : 4;
     constexpr uint32_t kPageStride = kPageColumns * kColumnBytes;
     const Tensor x = this->x();
     const uint32_t first_column = column + chunk * kChunkPages * kPageColumns;
@@ -35,16 +35,15 @@ struct RowsPanel : Panel {
       float sum = 0.0f;
 #pragma unroll 1
       for (uint32_t begin = 0; begin < pages; begin += kBatch) {
-        RawInput<kF32, kTagged> raw[kBatch];
+        RawInput<kF32, true> raw[kBatch];
 #pragma unroll
         for (uint32_t i = 0; i < kBatch; ++i) raw[i].clear(~tag);
         while (true) {
           // Again and again what is still missing; all loads before a look at any.
 #pragma unroll
           for (uint32_t i = 0; i < kBatch; ++i)
-            if (begin + i < mine && (!kTagged || raw[i].check(tag) != tag))
+            if (begin + i < mine && raw[i].check(tag) != tag)
               raw[i].load(from + begin * kPageStride + i * kPageStride);
-          if constexpr (!kTagged) break;
           uint32_t missing = kBatch, found = tag;
 #pragma unroll
           for (uint32_t i = 0; i < kBatch; ++i)
@@ -79,91 +78,235 @@ struct RowsPanel : Panel {
     }
   }
 
-  // The same for several rows of an untagged input: a page of all rows at a time.
+};
+
+// A group's rows of x on their way to the panel. What a lane asks for at a time is a *batch*: its
+// kLaneColumns columns of every row, of so many pages as make 16 bytes a row.
+class RowsInput {
+ public:
+  __device__ __forceinline__ RowsInput(const RowsPanel& panel, const ProductInput& input)
+      : panel_(panel), input_(input) {}
+
+  // Turn to a group of rows.
+  __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
+    first_row_ = first_row;
+    rows_ = rows;
+    const uint32_t lane = lane_index();
+    x_row_ = rows > 0 ? panel_.x_row(first_row + (lane < rows ? lane : 0)) : 0;
+  }
+
+  // Fill the panel with the chunk.
+  __device__ __forceinline__ void fill(uint32_t chunk) const {
+    // All of this warp must be done with what was there.
+    __syncwarp();
+    const bool tagged = is_tagged(panel_.x()), f32 = is_f32(panel_.x());
+    if (program::kAnyRaggedK || is_rare()) {
+      panel_.fill_ragged(first_row_, rows_, chunk);
+    } else {
+      // Only the kinds of input that the program has.
+      if (program::kAnyInputs & 8 && tagged && f32)
+        panel_.fill<true, kInputBatch>(first_row_, rows_, chunk);
+      if (program::kAnyInputs & 2 && tagged && !f32)
+        panel_.fill<false, 2 * kInputBatch>(first_row_, rows_, chunk);
+      with_kind([&]<bool kF32>() { fill<kF32>(chunk); });
+    }
+    __syncwarp();
+  }
+
+ private:
+  static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
   template <bool kF32>
-  __device__ __forceinline__ void fill_rows(uint32_t first_row, uint32_t rows,
-                                            uint32_t chunk) const {
-    constexpr uint32_t kColumnBytes = kF32 ? 4 : 2;
-    const Tensor x = this->x();
-    const uint32_t first_column = column + chunk * kChunkPages * kPageColumns;
-    const uint32_t pages = input.tiling.pages_of(chunk);
-    // Lane r knows where row r of x begins.
-    uint64_t mine = 0;
-    if (lane_index() < rows)
-      mine = base_of(x) +
-             static_cast<uint64_t>(x_row(first_row + lane_index())) * x.columns * kColumnBytes;
-    float sums[kGroupRows] = {};
-#pragma unroll 1
-    for (uint32_t page = 0; page < pages; ++page) {
-      const uint32_t at = first_column + page * kPageColumns;
-      const bool inside = !program::kAnyPartialPages || at < input.tiling.k;
-      RawInput<kF32, false> raw[kGroupRows];
+  static constexpr uint32_t kBatchPages =
+      max_of(1, min_of(4 / RawInput<kF32, false>::kWordsIn, kChunkPages));
+
+  struct Batch {
+    uint32_t words[kGroupRows][4];  // by number in the order of this lane
+    ptx::Words2 gain;
+
+    template <uint32_t kWords, class Raw>
+    __device__ __forceinline__ void set(uint32_t number, uint32_t page, const Raw& raw) {
 #pragma unroll
-      for (uint32_t row = 0; row < kGroupRows; ++row) {
-        raw[row].clear(0);
-        const uint64_t from = __shfl_sync(~0u, mine, row);
-        if (row < rows && inside) raw[row].load(from + at * kColumnBytes);
+      for (uint32_t i = 0; i < kWords; ++i) words[number][page * kWords + i] = raw.word(i);
+    }
+
+    // NOTE: see product_rows about registers that are written on every path.
+    __device__ __forceinline__ void clear() {
+#pragma unroll
+      for (auto& four : words)
+#pragma unroll
+        for (uint32_t& word : four) word = ptx::zero();
+      gain = {ptx::zero(), ptx::zero()};
+    }
+  };
+
+  // A bfloat16 input that is normalised: not worth code of its own.
+  __device__ __forceinline__ bool is_rare() const {
+    return program::kAnyNormalisedBf16 && panel_.has_gain() && !is_tagged(panel_.x()) &&
+           !is_f32(panel_.x());
+  }
+
+  // Call the visitor for the kind of x, if it is not tagged.
+  template <class Visitor>
+  __device__ __forceinline__ void with_kind(Visitor&& visitor) const {
+    if (program::kAnyRaggedK || !(program::kAnyInputs & 5) || is_tagged(panel_.x())) return;
+    const bool f32 = is_f32(panel_.x());
+    if (program::kAnyInputs & 4 && f32) visitor.template operator()<true>();
+    if (program::kAnyInputs & 1 && !f32) visitor.template operator()<false>();
+  }
+
+  // Number i of the rows, in this lane's order, is row i ^ order(). Workers, and the quarters of a
+  // warp, take the rows in different orders: the ones not to ask for the same words at the same
+  // time, the others not to store into the same banks.
+  static __device__ __forceinline__ uint32_t order() {
+    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    return (ptx::block_index() ^ ptx::thread_index() % kLanes / 8) % kGroupRows;
+  }
+
+  // End of the chunk's pages in which this lane's columns exist.
+  __device__ __forceinline__ uint32_t end_page(uint32_t chunk) const {
+    const uint32_t end = chunk * kChunkPages + input_.tiling.pages_of(chunk), k = input_.tiling.k;
+    if constexpr (!program::kAnyPartialPages) return end;
+    return panel_.column >= k ? 0 : min_of(end, ceil_div(k - panel_.column, kPageColumns));
+  }
+
+  // Ask for the batch that begins at this page and does not go beyond `end`.
+  template <bool kF32>
+  __device__ __forceinline__ void load(Batch& batch, uint32_t begin, uint32_t end) const {
+    constexpr uint32_t kBytes = kF32 ? 4 : 2, kWords = RawInput<kF32, false>::kWordsIn;
+    const Tensor& x = panel_.x();
+    uint32_t column[kBatchPages<kF32>];
+#pragma unroll
+    for (uint32_t page = 0; page < kBatchPages<kF32>; ++page)
+      column[page] = begin + page < end ? panel_.column + (begin + page) * kPageColumns : 0;
+    const uint32_t order = this->order();
+#pragma unroll
+    for (uint32_t i = 0; i < kGroupRows; ++i) {
+      const uint32_t x_row = __shfl_sync(~0u, x_row_, i ^ order);
+      const uint64_t from = base_of(x) + uint64_t{x_row} * (x.columns * kBytes);
+#pragma unroll
+      for (uint32_t page = 0; page < kBatchPages<kF32>; ++page) {
+        // NOTE: no load is left out: one that merges with other values would be waited for.
+        RawInput<kF32, false> raw;
+        raw.load(from + column[page] * kBytes);
+        batch.set<kWords>(i, page, raw);
       }
-      if (!inside) continue;
+    }
+    if constexpr (kGainsAhead && kF32)
+      if (panel_.has_gain() && begin < end)
+        batch.gain = ptx::load_constant2(element_at(panel_.gain(), 0, 0) +
+                                         2 * (panel_.column + begin * kPageColumns));
+  }
+
+  // Put that batch into the panel, from its page `to` on. What becomes of rows that are not live is
+  // not looked at.
+  template <bool kF32>
+  __device__ __forceinline__ void put(const Batch& batch, uint32_t begin, uint32_t end, uint32_t to,
+                                      float (&squares)[kGroupRows]) const {
+    constexpr uint32_t kWords = RawInput<kF32, false>::kWordsIn;
+    const bool has_gain = kF32 && panel_.has_gain();
+    const uint32_t order = this->order();
+#pragma unroll
+    for (uint32_t page = 0; page < kBatchPages<kF32>; ++page) {
+      if (begin + page >= end) break;
       Gain gain;
       gain.words = ptx::zero4();
-      if (has_gain()) gain.load(this->gain(), at);
-      const bool f32_gain = has_gain() && is_f32(this->gain());
+      if constexpr (kGainsAhead && kF32) {
+        static_assert(kBatchPages<kF32> == 1);
+        gain.words.x = batch.gain.x, gain.words.y = batch.gain.y;
+      } else if (has_gain) {
+        gain.load(panel_.gain(), panel_.column + (begin + page) * kPageColumns);
+      }
+      const bool f32_gain = has_gain && is_f32(panel_.gain());
 #pragma unroll
-      for (uint32_t row = 0; row < kGroupRows; ++row) {
-        if (row >= rows) break;
+      for (uint32_t i = 0; i < kGroupRows; ++i) {
+        const uint32_t row = i ^ order;
+        const uint32_t(&words)[4] = batch.words[i];
+        if constexpr (!kF32 && !kF32Weights) {
+          panel_.put_words(to + page, row, words[page * kWords], words[page * kWords + 1]);
+          continue;
+        }
+        RawInput<kF32, false> raw;
+        raw.low = {words[page * kWords], words[(page * kWords + 1) % 4], words[2], words[3]};
         float value[kLaneColumns];
 #pragma unroll
         for (uint32_t j = 0; j < kLaneColumns; ++j) {
-          value[j] = raw[row].value(j);
-          sums[row] = fmaf(value[j], value[j], sums[row]);
-          if (has_gain()) value[j] *= gain.value(f32_gain, j);
+          value[j] = raw.value(j);
+          squares[i] = fmaf(value[j], value[j], squares[i]);
+          if (has_gain) value[j] *= gain.value(f32_gain, j);
         }
-        put(page, row, value);
+        panel_.put(to + page, row, value);
       }
     }
-    if (!has_gain()) return;
-#pragma unroll
-    for (uint32_t row = 0; row < kGroupRows; ++row)
-      if (row < rows) add_squares(row, sums[row], chunk == 0);
   }
 
-  __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
-    // All of this warp must be done with what was there.
-    __syncwarp();
-    if constexpr (program::kAnyRaggedK) {
-      fill_ragged(first_row, rows, chunk);
-    } else {
-      // Only the kinds of input that the program has.
-      const uint32_t kind = 1u << (2 * is_f32(x()) + is_tagged(x()));
-      if (program::kAnyInputs & kind & 8) fill<true, true, kInputBatch>(first_row, rows, chunk);
-      if (program::kAnyInputs & kind & 4) fill_rows<true>(first_row, rows, chunk);
-      if (program::kAnyInputs & kind & 1) fill_rows<false>(first_row, rows, chunk);
-      if (program::kAnyInputs & kind & 2)
-        fill<false, true, 2 * kInputBatch>(first_row, rows, chunk);
+  // Two batches take turns: one is on its way while the other is put in.
+  template <bool kF32>
+  __device__ __forceinline__ void fill(uint32_t chunk) const {
+    constexpr uint32_t kPages = kBatchPages<kF32>;
+    const uint32_t begin = chunk * kChunkPages, pages = input_.tiling.pages_of(chunk);
+    const uint32_t end = end_page(chunk);
+    float squares[kGroupRows] = {};
+    Batch batch, other;
+    batch.clear();
+    other.clear();
+    load<kF32>(batch, begin, end);
+#pragma unroll
+    for (uint32_t page = 0; page < kChunkPages; page += 2 * kPages) {
+      if (page + kPages < pages) load<kF32>(other, begin + page + kPages, end);
+      if (page < pages) put<kF32>(batch, begin + page, end, page, squares);
+      if (page + 2 * kPages < pages) load<kF32>(batch, begin + page + 2 * kPages, end);
+      if (page + kPages < pages)
+        put<kF32>(other, begin + page + kPages, end, page + kPages, squares);
     }
-    __syncwarp();
+    if (kF32 && panel_.has_gain()) add_squares(squares, chunk == 0);
   }
+
+  // Add up the lanes' squares of every row: halve the rows that a lane has three times, then add
+  // those of the quarters of the warp.
+  __device__ __forceinline__ void add_squares(float (&squares)[kGroupRows], bool first) const {
+    const uint32_t lane = lane_index();
+#pragma unroll
+    for (uint32_t left = kGroupRows / 2; left > 0; left /= 2) {
+      const bool upper = lane & left;
+#pragma unroll
+      for (uint32_t i = 0; i < left; ++i) {
+        const float kept = upper ? squares[i + left] : squares[i];
+        const float given = upper ? squares[i] : squares[i + left];
+        squares[i] = kept + __shfl_xor_sync(~0u, given, left);
+      }
+    }
+    // Lane i of quarter q now has number i of its order: the row that lane i ^ 1 of quarter q ^ 1
+    // has, and lane i ^ 2 of quarter q ^ 2.
+    float sum = squares[0];
+    sum += __shfl_xor_sync(~0u, sum, 8 | 1);
+    sum += __shfl_xor_sync(~0u, sum, 16 | 2);
+    if (lane >= kGroupRows) return;
+    const uint32_t at = panel_.squares(lane ^ order());
+    if (!first) sum += __uint_as_float(ptx::load_shared(at));
+    ptx::store_shared(at, __float_as_uint(sum));
+  }
+
+  const RowsPanel& panel_;
+  const ProductInput& input_;
+  uint32_t first_row_ = 0, rows_ = 0;
+  uint32_t x_row_ = 0;  // lane r knows the row of x of row r of the group, or of the first
 };
 
 // Which item of a block this thread finishes, together with others. A thread keeps its row from
 // block to block.
 struct ItemShare {
-  uint32_t item;     // of the block, for one row
-  uint32_t row;      // of the group
-  uint32_t part;     // of the threads that share the item
   uint32_t threads;  // that share it
-  bool active;
+  uint32_t part;     // of the threads that share the item
+  uint32_t row;      // of the group
+  uint32_t item;     // of the block, for one row
 
-  // `most`: items of a row in a whole block; `items`: in this one.
-  __device__ __forceinline__ ItemShare(uint32_t most, uint32_t items, uint32_t rows,
-                                       uint32_t thread) {
-    const uint32_t total = most * rows;
+  // `most`: items of a row in a whole block.
+  __device__ __forceinline__ ItemShare(uint32_t most, uint32_t thread) {
+    const uint32_t total = most * kGroupRows;
     threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
     part = thread % threads;
-    row = thread / threads % max_of(rows, 1);
-    item = thread / threads / max_of(rows, 1);
-    active = item < items && rows > 0;
+    row = thread / threads % kGroupRows;
+    item = thread / threads / kGroupRows;
   }
 };
 
@@ -171,22 +314,30 @@ struct ItemShare {
 template <class Plan>
 __device__ __forceinline__ void finish_block(Plan& plan, const ProductInput& input,
                                              const Consumer& consumer, const ItemShare& share,
-                                             uint32_t first_unit, uint32_t first_row,
+                                             bool active, uint32_t first_unit, uint32_t first_row,
                                              const Prefetched& prefetched) {
   constexpr uint32_t kPairs = Plan::kPairs;
   float values[2 * kPairs] = {};
-  if (share.active) {
+  if (active) {
 #pragma unroll
     for (uint32_t i = 0; i < kPairs; ++i) {
       uint32_t unit, column;
       plan.place(share.item, i, unit, column);
       const uint32_t from = partials_at(consumer.sums.half(), unit, share.part) +
                             4 * (share.row * kUnitRows + column);
-#pragma unroll 1
-      for (uint32_t warp = 0; warp + share.part < kNumConsumers; warp += share.threads) {
-        const ptx::Words2 sums = ptx::load_shared2(from + 4 * warp * kGroupRows * kUnitRows);
-        values[2 * i] += __uint_as_float(sums.x);
-        values[2 * i + 1] += __uint_as_float(sums.y);
+      // All loads before a look at any.
+      ptx::Words2 sums[kNumConsumers];
+#pragma unroll
+      for (uint32_t warp = 0; warp < kNumConsumers; ++warp) {
+        sums[warp] = {0, 0};
+        if (warp * share.threads + share.part < kNumConsumers)
+          sums[warp] =
+              ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
+      }
+#pragma unroll
+      for (const ptx::Words2& sum : sums) {
+        values[2 * i] += __uint_as_float(sum.x);
+        values[2 * i + 1] += __uint_as_float(sum.y);
       }
     }
   }
@@ -194,7 +345,7 @@ __device__ __forceinline__ void finish_block(Plan& plan, const ProductInput& inp
   for (uint32_t offset = 1; offset < share.threads; offset *= 2)
 #pragma unroll
     for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
-  if (!share.active || share.part != 0) return;
+  if (!active || share.part != 0) return;
   if (input.gain != kNone) {
     const float scale =
         rms_scale(squares_at(consumer.sums.half(), share.row), input.tiling.k, input.eps);
@@ -223,6 +374,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
   const Tiling& tiling = input.tiling;
   const uint32_t warp = consumer.warp();
   const RowsPanel panel(stage, input, consumer);
+  RowsInput x(panel, input);
   const uint32_t groups = num_groups(stage, input), chunks = tiling.chunks();
 
   bool waited = false;
@@ -233,14 +385,18 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
     const uint32_t end = live_end(stage, input);
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
     const uint32_t most = min_of(kBlockUnits, tiling.units) * input.half_items / 2;
+    x.begin(first_row, rows);
 #pragma unroll 1
     for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += kBlockUnits) {
       const uint32_t units = min_of(kBlockUnits, tiling.units - first_unit);
-      const ItemShare share(most, units * input.half_items / 2, rows, consumer.thread());
+      const auto share = [&] { return ItemShare(most, ptx::thread_index()); };
+      const auto is_active = [&](const ItemShare& mine) {
+        return mine.item < units * input.half_items / 2 && mine.row < rows;
+      };
       Prefetched prefetched;
-      if (share.active)
+      if (const ItemShare mine = share(); is_active(mine))
         dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-          Plan(stage).prefetch(share.item, first_unit, first_row + share.row, prefetched);
+          Plan(stage).prefetch(mine.item, first_unit, first_row + mine.row, prefetched);
         });
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
@@ -267,8 +423,13 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           consumer.wait_ready();
           consumer.wait_hinted();
         }
+        if (chunk == 0)
+          if (const ItemShare mine = share(); is_active(mine))
+            dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+              Plan(stage).prefetch_ready(mine.item, first_unit, first_row + mine.row, prefetched);
+            });
         if (chunks > 1 || first_unit == 0)
-          panel.fill(first_row, rows, chunk);
+          x.fill(chunk);
         else if (input.gain != kNone)
           carry_squares(consumer);
         if (!waited) consumer.end_waiting();
@@ -331,7 +492,9 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
       if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
         Plan plan(stage);
-        finish_block(plan, input, consumer, share, first_unit, first_row, prefetched);
+        const ItemShare mine = share();
+        finish_block(plan, input, consumer, mine, is_active(mine), first_unit, first_row,
+                     prefetched);
         if (input.wants_end) plan.consider(best, best_column);
       });
       consumer.sums.advance();

@@ -34,6 +34,12 @@ __device__ __forceinline__ uint32_t thread_index() {
   return index;
 }
 
+__device__ __forceinline__ uint32_t block_index() {
+  uint32_t index;
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  return index;
+}
+
 __device__ __forceinline__ uint32_t zero() {
   uint32_t v;
   asm volatile("mov.u32 %0, 0;" : "=r"(v));

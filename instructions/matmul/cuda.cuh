@@ -39,17 +39,19 @@ struct MatmulPlan : ProductPlan<Matmul> {
     return (first_unit + unit) * kUnitRows + item * 2;
   }
 
-  // Whether the residual of an item is one load of two tagged words.
-  __device__ __forceinline__ bool has_tagged_residual() const {
-    return in.has(&Matmul::residual) && is_tagged(in[&Matmul::residual]) &&
-           is_f32(in[&Matmul::residual]) && in[&Matmul::residual].columns % 2 == 0;
+  // Whether the residual of an item is one load.
+  __device__ __forceinline__ bool has_paired_residual() const {
+    return in.has(&Matmul::residual) && is_f32(in[&Matmul::residual]) &&
+           in[&Matmul::residual].columns % 2 == 0;
   }
 
   __device__ __forceinline__ void prefetch(uint32_t item, uint32_t unit, uint32_t row,
                                            Prefetched& out) const {
     const uint32_t column = column_of(item, unit);
     load_bias(in, &Matmul::bias, column, out.value[0], out.value[1]);
-    if (has_tagged_residual() && column < in.inst.column_end) {
+    out.number[0] = out.number[1] = in.tag() + 1;
+    if (has_paired_residual() && is_tagged(in[&Matmul::residual]) &&
+        column < in.inst.column_end) {
       const ptx::Words4 words =
           ptx::load_relaxed_tagged2(word_at(in[&Matmul::residual], row, column));
       out.value[2] = __uint_as_float(words.x);
@@ -61,13 +63,26 @@ struct MatmulPlan : ProductPlan<Matmul> {
         place_of(in[&Matmul::out], row, column, in.inst.column_begin, in.inst.column_end));
   }
 
+  // The residual, if it is not tagged.
+  __device__ __forceinline__ void prefetch_ready(uint32_t item, uint32_t unit, uint32_t row,
+                                                 Prefetched& out) const {
+    const uint32_t column = column_of(item, unit);
+    if (!has_paired_residual() || is_tagged(in[&Matmul::residual]) || column >= in.inst.column_end)
+      return;
+    const ptx::Words2 words =
+        ptx::load_relaxed2(element_at(in[&Matmul::residual], row, column));
+    out.value[2] = __uint_as_float(words.x);
+    out.value[3] = __uint_as_float(words.y);
+    out.number[0] = out.number[1] = in.tag();
+  }
+
   __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
                                          float (&values)[2], const Prefetched& early) {
     const uint32_t column = column_of(item, unit), tag = in.tag();
     const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     values[0] += early.value[0], values[1] += early.value[1];
     if (in.has(&Matmul::residual)) {
-      if (has_tagged_residual() && early.number[0] == tag && early.number[1] == tag) {
+      if (early.number[0] == tag && early.number[1] == tag) {
         values[0] += early.value[2];
         values[1] += early.value[3];
       } else {
@@ -125,7 +140,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     static_assert(kSingleRow || 4 * kPartialFloats >= 8 * kNumConsumerThreads,
                   "room for a pair of each thread");
     const uint32_t from = partials_at(consumer.sums.half(), 0, 0);
-    const ItemShare share(most, most, rows, consumer.thread());
+    const ItemShare share(most, consumer.thread());
     ptx::store_shared2(from + 8 * consumer.thread(), __float_as_uint(best), best_column);
     consumer.sync();
     for (uint32_t row = consumer.warp(); row < rows; row += kNumConsumers) {
@@ -133,7 +148,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
       best_column = kNone;
       for (uint32_t thread = lane_index(); thread < kNumConsumerThreads; thread += kLanes) {
         const ptx::Words2 pair = ptx::load_shared2(from + 8 * thread);
-        if (pair.y != kNone && thread / share.threads % rows == row)
+        if (pair.y != kNone && thread / share.threads % kGroupRows == row)
           keep_larger(__uint_as_float(pair.x), pair.y, best, best_column);
       }
       end_row(first_row + row, best, best_column);

@@ -111,16 +111,18 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
     }
     // Both pairs, stored as elements j, j + 1 and half + j, half + j + 1 of a head.
     out.kind = kNone;
+    out.to[1] = 0;
     if (half % 2 != 0 || pair < u.begin || pair + 1 >= u.end) return;
     const uint32_t head = pair / half, j = pair % half, d = 2 * half;
     if (u.part == 0) {
       out.set_place({in[&QkvRope::q], row, head * d + j});
       return;
     }
-    if ((&in.inst.k_new)[u.part - 1] == kNone) return;
     const Tensor& cache = in.stage.tensors[in.word(&QkvRope::k_cache) + u.part - 1];
     if (dtype_of(cache) != DType::kBf16) return;
-    out.set_place({in.stage.tensors[in.word(&QkvRope::k_new) + u.part - 1], row, head * d + j});
+    if ((&in.inst.k_new)[u.part - 1] != kNone)
+      out.set_place({in.stage.tensors[in.word(&QkvRope::k_new) + u.part - 1], row, head * d + j});
+    if ((&in.inst.k_new)[u.part - 1] != kNone && out.kind == kNone) return;
     const bool swizzled = layout_of(cache) == Layout::kSwizzled;
     const uint32_t base = (head * qkv_rope::kBlockSize + out.number[1]) * d;
     out.to[1] =
@@ -159,12 +161,12 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
       const PairPlace place = early.place();
       place.store(low[0], low[1], in.tag());
       place.after(half()).store(high[0], high[1], in.tag());
-      if (early.to[1] != 0) {
-        ptx::store(early.to[1], ptx::pack_bf16(low[0], low[1]));
-        ptx::store(early.to[2], ptx::pack_bf16(high[0], high[1]));
-      }
-      return;
     }
+    if (early.to[1] != 0) {
+      ptx::store(early.to[1], ptx::pack_bf16(low[0], low[1]));
+      ptx::store(early.to[2], ptx::pack_bf16(high[0], high[1]));
+    }
+    if (early.kind != kNone || early.to[1] != 0) return;
     const Unit u = unit_of(unit + item / kItemsPerUnit);
     const uint32_t pair = first_pair(u, item), half = this->half();
     if (half % 2 == 0 && pair >= u.begin && pair + 1 < u.end) {
