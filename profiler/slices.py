@@ -47,8 +47,8 @@ def lanes(trace: Trace) -> list[Lane]:
     of_role = {
         "controller": (fetched, np.maximum(ready, fetched)),
         "loader": (spans.load_begin, spans.load_end),
-        "consumer": (spans.begin, spans.end),
-        "storer": (spans.end, spans.signalled),
+        "consumer": (spans.begin, spans.left),
+        "storer": (spans.left, spans.signalled),
     }
     order = np.argsort(trace.record_worker, kind="stable")
     workers, first = np.unique(trace.record_worker[order], return_index=True)

@@ -55,14 +55,20 @@ def _export(arguments: argparse.Namespace) -> None:
 def _view(arguments: argparse.Namespace) -> None:
     from megavm.profiler.viewer import serve
 
-    serve(arguments.file, arguments.host, arguments.port, not arguments.no_open)
+    serve(
+        arguments.file,
+        arguments.host,
+        arguments.port,
+        not arguments.no_open,
+        compare=arguments.other,
+    )
 
 
 def _html(arguments: argparse.Namespace) -> None:
     output = _output(arguments)
     from megavm.profiler.viewer import save_html
 
-    save_html(arguments.file, output)
+    save_html(arguments.file, output, compare=arguments.other)
 
 
 def _output(arguments: argparse.Namespace) -> str:
