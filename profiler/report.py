@@ -210,7 +210,8 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1)
 
 
 def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[str]:
-    yield "\nTime by kind of instruction: us of all workers; rates of workers that do nothing else"
+    yield "\nTime by kind of instruction: us of all workers; rates of workers that do nothing else,"
+    yield "weights and KV against the ceiling (above it: what came while they waited)"
     total = sum(row["total"] for row in kinds)
     yield from table(
         ("kind", "count", "share", "total", "computing", "loading", "barrier", "words",
@@ -224,7 +225,7 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
                 _us(row["p50"]),
                 _us(row["p99"]),
                 f"{row['bytes_per_second'] / 1e9:,.1f}",
-                _percent(row["bytes_per_second"], ceiling) if ceiling else "-",
+                _percent(row["streamed_per_second"], ceiling) if ceiling else "-",
                 f"{row['flops_per_second'] / 1e9:,.1f}",
                 f"{row['flops_per_byte']:.2f}",
             )
@@ -234,7 +235,7 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
 
 
 def _roles(roles: dict[str, int]) -> Iterator[str]:
-    yield "\nTime by role: us of all workers, waiting included"
+    yield "\nTime by role: us of all workers in which it had an instruction, waiting included"
     yield from table(("role", "us"), [(role, _us(ns)) for role, ns in roles.items()])
 
 
@@ -298,12 +299,13 @@ def _more(count: int) -> Iterator[str]:
 def _phases(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     yield "\nBalance: us of a worker's computing and loading, means over layers and steps"
     yield from table(
-        ("phase", "count", "workers", "mean", "longest", "imbalance", "first to last end"),
+        ("phase", "count", "workers", "least", "mean", "longest", "imbalance", "first to last end"),
         [
             (
                 row["phase"],
                 f"{row['count']:,}",
                 f"{row['workers']:.1f}",
+                _us(row["least"]),
                 _us(row["mean"]),
                 _us(row["longest"]),
                 f"{row['imbalance']:.2f}",

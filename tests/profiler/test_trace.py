@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from synthetic import synthetic_trace
+from synthetic import like_a_gpu, synthetic_trace
 
 from megavm.profiler.chrome import save_chrome
 from megavm.profiler.diff import diff, format_diff
@@ -311,6 +311,7 @@ def test_spans_are_in_order_whatever_was_noted() -> None:
             spans.waited,
             spans.inputs,
             spans.computed,
+            spans.left,
             spans.end,
             spans.signalled,
         )
@@ -318,3 +319,27 @@ def test_spans_are_in_order_whatever_was_noted() -> None:
             assert (before <= after).all()
         assert ((spans.load_end >= spans.load_begin) | (spans.load_end < 0)).all()
         assert ((spans.load_begin < 0) == (spans.load_end < 0)).all()
+
+
+def test_consumers_leave_an_instruction_when_they_turn_to_the_next() -> None:
+    trace = like_a_gpu(synthetic_trace(workers=3, steps=2, layers=1))
+    spans = trace.spans
+    order = np.argsort(trace.record_worker, kind="stable")
+    same = trace.record_worker[order][1:] == trace.record_worker[order][:-1]
+    before, after = order[:-1][same], order[1:][same]
+    assert (spans.end[before] > spans.begin[after]).all()
+    assert (spans.left[before] == np.maximum(spans.begin[after], spans.computed[before])).all()
+    assert spans.left[order[-1]] == spans.end[order[-1]]
+
+
+def test_inputs_that_were_not_noted_were_there_with_the_last_words() -> None:
+    trace = like_a_gpu(synthetic_trace(workers=3, steps=2, layers=1))
+    silent = trace.record_kind == trace.kinds.index("gate_up")
+    assert (trace.event("inputs")[silent] < 0).all()
+    spans = trace.spans
+    through = trace.record_cause_channel[silent]
+    assert (trace.programs[0].channel_kind[through] == 1).all()
+    written = spans.end[trace.record_cause[silent]]
+    wanted = np.clip(written, spans.waited[silent], spans.end[silent])
+    assert (spans.inputs[silent] == wanted).all()
+    assert (spans.inputs[silent] > spans.begin[silent]).all()

@@ -25,7 +25,7 @@ export interface Outgoing {
 
 /** When a record held others up no longer: when its results were stored (queue, words) or its barrier signalled. */
 export function doneAt(trace: Trace, record: number, stored: boolean): number {
-  const end = trace.lanes[CONSUMER]!.edges[5]![record]!;
+  const end = trace.stored[record]!;
   return stored ? end : Math.max(end, trace.timesOf("signalled")?.[record] ?? -1);
 }
 
@@ -169,7 +169,7 @@ export class Causes {
       // The first link counts from the begin of the step: its worker turned to it late.
       const since = cause < 0 ? begin : Math.max(begin, Math.min(until, this.over(record, cause)));
       let at = since;
-      const marks = [edges[0]![record]!, edges[2]![record]!, edges[3]![record]!, edges[5]![record]!, until];
+      const marks = [edges[0]![record]!, edges[2]![record]!, edges[3]![record]!, trace.stored[record]!, until];
       const parts = marks.map((mark) => {
         const to = Math.min(until, Math.max(mark, at));
         const part = to - at;

@@ -10,11 +10,27 @@ import { makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
 import type { Trace } from "./trace.ts";
 
-interface PhaseSum {
+export interface PhaseSum {
   readonly name: string;
   count: number;
   total: number;
   readonly parts: number[];
+}
+
+/** What of a path each phase has, most first. */
+export function sumsOf(trace: Trace, path: readonly Link[]): PhaseSum[] {
+  const sums = new Map<number, PhaseSum>();
+  for (const { record, begin, end, parts } of path) {
+    const phase = trace.phase[record]!;
+    let sum = sums.get(phase);
+    if (sum === undefined) {
+      sums.set(phase, (sum = { name: trace.phases[phase]!, count: 0, total: 0, parts: PARTS.map(() => 0) }));
+    }
+    sum.count++;
+    sum.total += end - begin;
+    parts.forEach((part, i) => (sum.parts[i]! += part));
+  }
+  return [...sums.values()].sort((a, b) => b.total - a.total);
 }
 
 export class PathPage implements Page {
@@ -64,18 +80,7 @@ export class PathPage implements Page {
   }
 
   private phases(trace: Trace, path: readonly Link[], length: number): HTMLElement {
-    const sums = new Map<number, PhaseSum>();
-    for (const { record, begin, end, parts } of path) {
-      const phase = trace.phase[record]!;
-      let sum = sums.get(phase);
-      if (sum === undefined) {
-        sums.set(phase, (sum = { name: trace.phases[phase]!, count: 0, total: 0, parts: PARTS.map(() => 0) }));
-      }
-      sum.count++;
-      sum.total += end - begin;
-      parts.forEach((part, i) => (sum.parts[i]! += part));
-    }
-    const rows = [...sums.values()].sort((a, b) => b.total - a.total);
+    const rows = sumsOf(trace, path);
     const part = (index: number, title: string) => ({
       title,
       help: PART_HELP[index]!,
@@ -107,6 +112,7 @@ export class PathPage implements Page {
   private links(trace: Trace, path: readonly Link[]): HTMLElement {
     const pane = this.app.selected?.pane ?? this.app.main!;
     const through = ({ record, channel }: Link): string => {
+      if (trace.cause[record]! < 0) return "start";
       if (channel < 0) return "queue";
       const program = trace.programOf(record);
       return program.channelKind[channel] === 1 ? "words" : "barrier";
