@@ -1,7 +1,7 @@
 /** Two traces side by side: which steps are aligned, and what changed from one to the other. */
 
 import type { App } from "./app.ts";
-import { word } from "./colour.ts";
+import { colourOfName, css, word } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { duration, percent, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
@@ -83,7 +83,7 @@ export class ComparePage implements Page {
     type Row = (typeof rows)[number];
     return makeTable<Row>(
       [
-        { title: "phase", text: (r) => r.name },
+        { title: "phase", text: (r) => r.name, colour: (r) => css(colourOfName(r.name)) },
         { title: "A", text: (r) => (inA.has(r.name) ? duration(r.a) : "-"), value: (r) => r.a },
         { title: "B", text: (r) => (inB.has(r.name) ? duration(r.b) : "-"), value: (r) => r.b },
         {
@@ -101,7 +101,11 @@ export class ComparePage implements Page {
   private table(deltas: readonly Delta[], grouping: Grouping): HTMLElement {
     const waits = (d: Delta): number => wait(d.b) - wait(d.a);
     const columns: Column<Delta>[] = [
-      { title: grouping, text: (d) => d.name },
+      {
+        title: grouping,
+        text: (d) => d.name,
+        colour: (d) => (grouping === "label" ? null : css(colourOfName(d.name))),
+      },
       { title: "A", text: (d) => (d.a ? duration(d.a.total) : "-"), value: (d) => d.a?.total ?? 0 },
       { title: "B", text: (d) => (d.b ? duration(d.b.total) : "-"), value: (d) => d.b?.total ?? 0 },
       {

@@ -23,6 +23,14 @@ export interface Outgoing {
   readonly consumers: readonly number[];
 }
 
+/** How the record that came last held this one up. */
+export function heldUpBy(trace: Trace, record: number): "start" | "queue" | "words" | "barrier" {
+  if (trace.cause[record]! < 0) return "start";
+  const channel = trace.causeChannel[record]!;
+  if (channel < 0) return "queue";
+  return trace.programOf(record).channelKind[channel] === 1 ? "words" : "barrier";
+}
+
 /** When a record held others up no longer: when its results were stored (queue, words) or its barrier signalled. */
 export function doneAt(trace: Trace, record: number, stored: boolean): number {
   const end = trace.stored[record]!;
@@ -93,8 +101,6 @@ export const PART_HELP = [
 /** One record on a critical path: it counts from when its cause was over until it no longer held up the next one. */
 export interface Link {
   readonly record: number;
-  /** Channel through which the cause came; -1: the worker's queue, or none. */
-  readonly channel: number;
   readonly begin: number;
   readonly end: number;
   /** Time of each of `PARTS`. */
@@ -165,7 +171,6 @@ export class Causes {
     while (record >= 0 && until > begin && !seen.has(record)) {
       seen.add(record);
       const cause = trace.cause[record]!;
-      const channel = cause < 0 ? -1 : trace.causeChannel[record]!;
       // The first link counts from the begin of the step: its worker turned to it late.
       const since = cause < 0 ? begin : Math.max(begin, Math.min(until, this.over(record, cause)));
       let at = since;
@@ -176,7 +181,7 @@ export class Causes {
         at = to;
         return part;
       });
-      links.push({ record, channel, begin: since, end: until, parts });
+      links.push({ record, begin: since, end: until, parts });
       record = cause;
       until = since;
     }
@@ -185,9 +190,8 @@ export class Causes {
 
   /** When a cause no longer held a record up: at the latest when its inputs were there. */
   private over(record: number, cause: number): number {
-    const channel = this.trace.causeChannel[record]!;
-    if (channel < 0) return doneAt(this.trace, cause, true);
-    const tagged = this.trace.programOf(record).channelKind[channel] === 1;
-    return Math.min(doneAt(this.trace, cause, tagged), inputsAt(this.trace, record));
+    const by = heldUpBy(this.trace, record);
+    const done = doneAt(this.trace, cause, by !== "barrier");
+    return by === "queue" ? done : Math.min(done, inputsAt(this.trace, record));
   }
 }

@@ -2,7 +2,7 @@
 
 import type { App } from "./app.ts";
 import { colourOfName, css } from "./colour.ts";
-import { type Link, PARTS, PART_HELP } from "./dependencies.ts";
+import { type Link, PARTS, PART_HELP, heldUpBy } from "./dependencies.ts";
 import { button, make } from "./dom.ts";
 import { duration, integer, percent } from "./format.ts";
 import type { Page } from "./panel.ts";
@@ -111,17 +111,11 @@ export class PathPage implements Page {
 
   private links(trace: Trace, path: readonly Link[]): HTMLElement {
     const pane = this.app.selected?.pane ?? this.app.main!;
-    const through = ({ record, channel }: Link): string => {
-      if (trace.cause[record]! < 0) return "start";
-      if (channel < 0) return "queue";
-      const program = trace.programOf(record);
-      return program.channelKind[channel] === 1 ? "words" : "barrier";
-    };
     return makeTable<Link>(
       [
         { title: "record", text: (l) => trace.labelOf(l.record) || trace.kindOf(l.record) },
         { title: "worker", text: (l) => trace.workerName(trace.worker[l.record]!), value: (l) => trace.worker[l.record]! },
-        { title: "after", text: through, help: "how the record before it held it up" },
+        { title: "after", text: (l) => heldUpBy(trace, l.record), help: "how the record before it held it up" },
         { title: "time", text: (l) => duration(l.end - l.begin), value: (l) => l.end - l.begin },
         { title: "latency", text: (l) => duration(l.parts[1]!), value: (l) => l.parts[1]!, help: PART_HELP[1] },
         { title: "load", text: (l) => duration(l.parts[2]!), value: (l) => l.parts[2]!, help: PART_HELP[2] },
