@@ -114,6 +114,14 @@ def test_what_a_worker_does_covers_all_of_its_time(trace: Trace) -> None:
         assert all((values >= 0).all() for values in time.values())
 
 
+def test_spans_of_a_worker_cover_its_time() -> None:
+    """What is idle, because no span is there, left out."""
+    trace, _ = run_products(launches=2, steps=50)
+    steps = [Selection.of(trace, number) for number in trace.step_number.tolist()]
+    idle = [by_worker(step)["idle"] / step.busy for step in steps]
+    assert (np.median(idle, axis=0) <= 0.01).all()
+
+
 def test_the_states_of_a_record_are_its_time(trace: Trace) -> None:
     total = sum(vars(states(trace.spans)).values())
     assert (total == trace.spans.left - trace.spans.begin).all()
