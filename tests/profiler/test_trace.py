@@ -290,6 +290,18 @@ def test_names_with_markup_stay_what_they_are(small: Path, tmp_path: Path) -> No
     assert HTML in format_report(report(trace))
 
 
+def test_names_do_nothing_to_a_terminal(small: Path, tmp_path: Path) -> None:
+    def rename(columns: Columns, header: Header, metadata: Any) -> None:
+        header["machine"]["device"] = "\x1b]0;owned\x07\nGPU\u202e"
+        labels = header["programs"][0]["labels"]
+        header["programs"][0]["labels"] = [f"\x1b[2J\x9b{label}" for label in labels]
+
+    trace = Trace.load(changed(small, tmp_path, rename))
+    for text in (format_report(report(trace)), format_diff(diff(trace, trace))):
+        assert "GPU" in text
+        assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_events_in_another_order_mean_the_same(small: Path, tmp_path: Path) -> None:
     def turn(columns: Columns, header: Header, metadata: Any) -> None:
         header["events"].reverse()
