@@ -9,7 +9,9 @@ export interface Incoming {
   readonly tagged: boolean;
   readonly target: number;
   readonly back: number;
-  /** Records of the producers that are in the trace. */
+  /** Instructions that produce it. */
+  readonly count: number;
+  /** Records of them that are in the trace. */
   readonly producers: readonly number[];
   /** The producer that completed the channel; -1: none is in the trace. */
   readonly last: number;
@@ -53,7 +55,8 @@ export function incomingOf(trace: Trace, record: number): Incoming[] {
     // Producers of an earlier step are instructions of this program: they are looked up only in the same one.
     const same = from >= 0 && trace.stepProgram[from] === trace.stepProgram[step];
     const producers: number[] = [];
-    for (const instruction of same ? program.producers(channel) : []) {
+    const instructions = program.producers(channel);
+    for (const instruction of same ? instructions : []) {
       const producer = trace.instance(from, instruction);
       if (producer >= 0) producers.push(producer);
     }
@@ -62,7 +65,8 @@ export function incomingOf(trace: Trace, record: number): Incoming[] {
     const inTime = [...producers].sort((a, b) => doneAt(trace, a, tagged) - doneAt(trace, b, tagged));
     const last = (tagged ? undefined : inTime[target - 1]) ?? inTime[inTime.length - 1] ?? -1;
     const lastTime = last < 0 ? -1 : doneAt(trace, last, tagged);
-    return { channel, name: program.channelName(channel), tagged, target, back, producers, last, lastTime };
+    const name = program.channelName(channel);
+    return { channel, name, tagged, target, back, count: instructions.length, producers, last, lastTime };
   });
 }
 

@@ -108,8 +108,8 @@ export class InstructionPage implements Page {
   private wait(pane: Pane, record: number, wait: Incoming): HTMLElement {
     const { trace } = pane;
     const what = wait.tagged ? "words of " : "barrier ";
-    const writers = wait.producers.length;
-    const count = !wait.tagged ? `${wait.target} signals of ${writers}` : writers === 1 ? "1 writer" : `${writers} writers`;
+    const writers = wait.count === 1 ? "1 writer" : `${wait.count} writers`;
+    const count = wait.tagged ? writers : `${wait.target} signals of ${wait.count}`;
     const before = wait.back > 0 ? `, ${wait.back === 1 ? "the step" : `${wait.back} steps`} before` : "";
     const block = make("div", "channel", make("div", "", make("b", "", what + wait.name), ` ${count}${before}`));
     if (wait.last < 0) {
