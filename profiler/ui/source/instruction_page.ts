@@ -109,7 +109,7 @@ export class InstructionPage implements Page {
     const { trace } = pane;
     const what = wait.tagged ? "words of " : "barrier ";
     const writers = wait.count === 1 ? "1 writer" : `${wait.count} writers`;
-    const count = wait.tagged ? writers : `${wait.target} signals of ${wait.count}`;
+    const count = wait.tagged ? writers : `${wait.target} of ${wait.count} signals`;
     const before = wait.back > 0 ? `, ${wait.back === 1 ? "the step" : `${wait.back} steps`} before` : "";
     const block = make("div", "channel", make("div", "", make("b", "", what + wait.name), ` ${count}${before}`));
     if (wait.last < 0) {

@@ -125,6 +125,13 @@ def test_click_selects_and_arrows_point_to_what_it_waited_for(
     opened.screenshot("selected")
 
 
+def test_a_wait_for_a_step_before_the_trace_is_told(opened: Viewer) -> None:
+    opened.run(f"app.select(pane, {opened.record(worker=0, slot=0, step=0)}, true)")
+    opened.settle()
+    assert "1 of 1 signals, the step before" in opened.panel()
+    assert "its producers are not in the trace" in opened.panel()
+
+
 def test_bars_are_where_the_records_are(opened: Viewer) -> None:
     record = opened.record(worker=70, slot=4)
     begin, end = opened.run(f"pane.trace.span({record})")
