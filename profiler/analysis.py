@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -88,7 +88,8 @@ class States:
     """How long each record keeps its worker's consumers in which state: int64 [R], ns.
 
     The wait for inputs is for barriers until the header's waits are over, then for words. What
-    follows is loading until the last load is there, then computing.
+    follows is loading until the last load is there, then computing. What the storer stores while
+    the consumers are at the next instruction does not count.
     """
 
     computing: Longs
@@ -101,7 +102,7 @@ def states(spans: Spans) -> States:
     """The states of records, from their spans."""
     loaded = np.clip(spans.load_end, spans.inputs, spans.computed)
     return States(
-        computing=spans.end - loaded,
+        computing=spans.left - loaded,
         loading=loaded - spans.inputs,
         barrier=spans.waited - spans.begin,
         words=spans.inputs - spans.waited,
@@ -112,8 +113,9 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
     """Time by kind of instruction, longest first, each with its place under the roofline.
 
     ``computing``, ``loading``, ``barrier`` and ``words`` are of all workers together; ``p50`` and
-    ``p99`` are of one instruction's time from ``begin`` to ``end``. Rates are what all workers
-    would reach that did nothing else: over the time of computing and loading, by workers.
+    ``p99`` are of one instruction's time from ``begin`` to ``left``. Rates are what all workers
+    would reach that did nothing else: over the time of computing and loading, by workers. What was
+    loaded while the consumers waited makes them higher than the memory allows.
     """
     trace, spans = selection.trace, selection.spans
     kind = selection.column(trace.record_kind)
@@ -128,7 +130,7 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
             "flops": selection.column(trace.of_instruction("flops")),
         }.items()
     }
-    whole = spans.end - spans.begin
+    whole = spans.left - spans.begin
     rows: list[dict[str, Any]] = []
     for i, name in enumerate(trace.kinds):
         own = whole[kind == i]
@@ -140,11 +142,12 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
             {
                 "kind": name,
                 "count": len(own),
-                "total": int(own.sum()),
+                "total": sum(total[state] for state in STATES[:4]),
                 **total,
                 "p50": float(np.percentile(own, 50)),
                 "p99": float(np.percentile(own, 99)),
                 "bytes_per_second": total["bytes"] / seconds if seconds else 0.0,
+                "streamed_per_second": total["streamed"] / seconds if seconds else 0.0,
                 "flops_per_second": total["flops"] / seconds if seconds else 0.0,
                 "flops_per_byte": total["flops"] / total["bytes"] if total["bytes"] else 0.0,
             }
@@ -153,16 +156,35 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
 
 
 def by_role(selection: Selection) -> dict[str, int]:
-    """How long each role of all workers was occupied with instructions, waiting included: ns."""
+    """How long each role of all workers had an instruction at least, waiting included: ns.
+
+    The storer has what the consumers have left. Several instructions at once count once.
+    """
     trace, spans = selection.trace, selection.spans
     fetched, ready = (selection.column(trace.event(name)) for name in ("fetched", "ready"))
-    both = (fetched >= 0) & (ready >= 0)
+    worker = selection.column(trace.record_worker)
+    fetched = np.where(ready >= 0, fetched, -1)
     return {
-        "controller": int(np.maximum(ready - fetched, 0)[both].sum()),
-        "loader": int((spans.load_end - spans.load_begin).sum()),
-        "consumer": int((spans.left - spans.begin).sum()),
-        "storer": int((spans.signalled - spans.left).sum()),
+        "controller": _covered(worker, fetched, ready),
+        "loader": _covered(worker, spans.load_begin, spans.load_end),
+        "consumer": _covered(worker, spans.begin, spans.left),
+        "storer": _covered(worker, spans.left, spans.signalled),
     }
+
+
+def _covered(worker: Longs, begin: Longs, end: Longs) -> int:
+    """The time that spans of the same worker cover, where they overlap once; -1: no span."""
+    some = (begin >= 0) & (end > begin)
+    unknown = int((end - begin)[some & (worker < 0)].sum())
+    order = np.lexsort((begin, worker))
+    order = order[(some & (worker >= 0))[order]]
+    if not len(order):
+        return unknown
+    # Every worker has a time of its own, so that no span reaches into those of the next one.
+    base = worker[order] * (int(end.max()) + 1)
+    begin, end = begin[order] + base, end[order] + base
+    over = np.maximum.accumulate(np.concatenate([[0], end[:-1]]))
+    return unknown + int(np.maximum(end - np.maximum(begin, over), 0).sum())
 
 
 def by_worker(selection: Selection) -> dict[str, Longs]:
@@ -189,7 +211,7 @@ def by_worker(selection: Selection) -> dict[str, Longs]:
     )
     totals = {
         name: np.bincount(worker[known], values, trace.workers).astype(np.int64)
-        for name, values in vars(states(replace(clipped, end=clipped.left))).items()
+        for name, values in vars(states(clipped)).items()
     }
     idle = np.maximum(selection.busy - sum(totals.values()), 0)
     return {**totals, "idle": np.asarray(idle, np.int64)}
@@ -284,7 +306,8 @@ class Balance:
     phase: str
     count: int  # layers and steps
     workers: float  # that take part
-    mean: float  # computing and loading of a worker
+    least: float  # computing and loading of the worker that has least
+    mean: float
     longest: float  # of the worker that takes longest
     tail: float  # from the first worker's last end to the last one's
 
@@ -316,6 +339,7 @@ def balance(selection: Selection) -> list[Balance]:
     of_phase = phase[group[first] % labels]
     columns = {
         "workers": np.diff([*first, len(group)]).astype(float),
+        "least": np.minimum.reduceat(busy, first),
         "longest": np.maximum.reduceat(busy, first),
         "tail": (np.maximum.reduceat(last, first) - np.minimum.reduceat(last, first)).astype(float),
     }

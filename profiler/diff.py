@@ -10,7 +10,7 @@ import numpy as np
 
 from megavm.profiler.analysis import phases, states
 from megavm.profiler.critical_path import critical_path
-from megavm.profiler.report import LONG_PATH, contributions, table
+from megavm.profiler.report import LONG_PATH, as_text, contributions, table
 from megavm.profiler.trace import Trace, TraceError
 
 PARTS: Final = ("computing", "loading", "barrier", "words")
@@ -128,7 +128,7 @@ class _Side:
 
 def format_diff(facts: dict[str, Any]) -> str:
     """A comparison as tables for people."""
-    return "\n".join(_lines(facts))
+    return as_text(_lines(facts))
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -152,7 +152,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         ("Kinds: us of all workers per step", "kinds"),
         ("Phases: us of all workers per step", "phases"),
     ):
-        yield f"\n{title}"
+        yield ""
+        yield title
         yield from table(
             ("", "A", "B", "change", "ratio", *PARTS),
             [
@@ -164,7 +165,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
                 for row in facts[key][:LONG_PATH]
             ],
         )
-    yield "\nCritical path of the median step: us by phase"
+    yield ""
+    yield "Critical path of the median step: us by phase"
     yield from table(
         ("", "A", "B", "change", "ratio"),
         [(row["name"], *_cells(row, 1e3)) for row in facts["critical_path"][:LONG_PATH]],

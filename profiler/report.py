@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -25,6 +26,7 @@ from megavm.profiler.trace import Trace
 
 LONG_PATH: Final = 12  # links and rows that a table shows of a long list
 WORKER_WAITS: Final = 3  # of each worker, those that it spent most time in
+_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
@@ -151,7 +153,7 @@ def _link(trace: Trace, path: CriticalPath, i: int) -> dict[str, Any]:
 
 def format_report(facts: dict[str, Any]) -> str:
     """A report as tables for people."""
-    return "\n".join(_lines(facts))
+    return as_text(_lines(facts))
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
@@ -198,6 +200,11 @@ def _percent(part: float, whole: float) -> str:
     return f"{part / whole:.1%}" if whole else "0.0%"
 
 
+def as_text(lines: Iterator[str]) -> str:
+    """Lines for a terminal: control characters in names that a trace brings do nothing there."""
+    return "\n".join(_CONTROL.sub("\ufffd", line) for line in lines)
+
+
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
     """Lines of a table: the first ``left`` columns to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
@@ -210,7 +217,9 @@ def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1)
 
 
 def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[str]:
-    yield "\nTime by kind of instruction: us of all workers; rates of workers that do nothing else"
+    yield ""
+    yield "Time by kind of instruction: us of all workers; rates of workers that do nothing else,"
+    yield "weights and KV against the ceiling (above it: what came while they waited)"
     total = sum(row["total"] for row in kinds)
     yield from table(
         ("kind", "count", "share", "total", "computing", "loading", "barrier", "words",
@@ -224,7 +233,7 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
                 _us(row["p50"]),
                 _us(row["p99"]),
                 f"{row['bytes_per_second'] / 1e9:,.1f}",
-                _percent(row["bytes_per_second"], ceiling) if ceiling else "-",
+                _percent(row["streamed_per_second"], ceiling) if ceiling else "-",
                 f"{row['flops_per_second'] / 1e9:,.1f}",
                 f"{row['flops_per_byte']:.2f}",
             )
@@ -234,13 +243,15 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
 
 
 def _roles(roles: dict[str, int]) -> Iterator[str]:
-    yield "\nTime by role: us of all workers, waiting included"
+    yield ""
+    yield "Time by role: us of all workers in which it had an instruction, waiting included"
     yield from table(("role", "us"), [(role, _us(ns)) for role, ns in roles.items()])
 
 
 def _workers(facts: dict[str, Any]) -> Iterator[str]:
     workers, busy = facts["workers"], facts["steps"]["busy_ns"]
-    yield "\nWhat workers did while a step ran"
+    yield ""
+    yield "What workers did while a step ran"
     if facts["workers_unknown"]:
         yield "(of a dynamic queue it is not known who executed what: such time looks idle)"
     columns = [[worker[state] for worker in workers] for state in STATES]
@@ -267,7 +278,8 @@ def _most(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "\nWaits: us of all workers, and who came last most often"
+    yield ""
+    yield "Waits: us of all workers, and who came last most often"
     yield from table(
         ("waiting", "for", "by", "longest through", "count", "total", "longest", "came last"),
         [
@@ -296,14 +308,16 @@ def _more(count: int) -> Iterator[str]:
 
 
 def _phases(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
-    yield "\nBalance: us of a worker's computing and loading, means over layers and steps"
+    yield ""
+    yield "Balance: us of a worker's computing and loading, means over layers and steps"
     yield from table(
-        ("phase", "count", "workers", "mean", "longest", "imbalance", "first to last end"),
+        ("phase", "count", "workers", "least", "mean", "longest", "imbalance", "first to last end"),
         [
             (
                 row["phase"],
                 f"{row['count']:,}",
                 f"{row['workers']:.1f}",
+                _us(row["least"]),
                 _us(row["mean"]),
                 _us(row["longest"]),
                 f"{row['imbalance']:.2f}",
@@ -315,8 +329,9 @@ def _phases(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 
 def _critical(path: dict[str, Any]) -> Iterator[str]:
+    yield ""
     yield (
-        f"\nCritical path of step {path['step']}: {_us(path['length_ns'])} us in "
+        f"Critical path of step {path['step']}: {_us(path['length_ns'])} us in "
         f"{len(path['links'])} links, the step took {_us(path['step_ns'])}"
     )
     rows = path["contributions"]

@@ -105,9 +105,9 @@ class Spans:
     """The times of every record without holes: int64 [R], ns, with
 
     begin <= waited <= inputs <= computed <= left <= end <= signalled. ``waited`` is the end of the
-    wait for the header's barriers, ``left`` when the consumers turned to the next instruction:
-    before ``end`` where the storer finishes what they leave. ``load_begin`` and ``load_end`` are -1
-    where nothing was loaded.
+    wait for the header's barriers. ``left`` is when the consumers turned to the next instruction,
+    which they may do while the storer still stores (or it is ``end``). ``load_begin`` and
+    ``load_end`` are -1 where nothing was loaded.
     """
 
     begin: Longs
@@ -226,27 +226,41 @@ class Trace:
         for name in ("computed", "inputs", "load_begin", "ready", "fetched", "begin"):
             begin = np.where(at[name] >= 0, np.minimum(at[name], end), begin)
         ready = np.clip(at["ready"], begin, end)
-        inputs = np.where(at["inputs"] >= 0, np.clip(at["inputs"], begin, end), ready)
-        computed = np.where(at["computed"] >= 0, np.clip(at["computed"], inputs, end), end)
+        inputs = np.where(at["inputs"] >= 0, at["inputs"], np.maximum(ready, self._words(end)))
+        inputs = np.clip(inputs, begin, end)
+        following = self._next(begin, end)
+        computed = np.where(at["computed"] >= 0, at["computed"], following)
+        computed = np.clip(computed, inputs, end)
         arrived = np.where(at["load_arrived"] >= 0, at["load_arrived"], at["load_issued"])
         load_begin = np.where(arrived >= 0, at["load_begin"], -1)
-        # Records stand by step, worker and slot: those of a worker follow each other in this order.
-        order = np.argsort(self.record_worker, kind="stable")
-        same = np.flatnonzero(np.diff(self.record_worker[order]) == 0)
-        same = same[self.record_worker[order[same]] >= 0]
-        left = end.copy()
-        left[order[same]] = np.minimum(end[order[same]], begin[order[same + 1]])
         return Spans(
             begin=begin,
             waited=np.minimum(ready, inputs),
             inputs=inputs,
             computed=computed,
-            left=np.maximum(left, computed),
+            left=np.clip(following, computed, end),
             end=end,
             signalled=np.maximum(at["signalled"], end),
             load_begin=load_begin,
             load_end=np.where(load_begin >= 0, np.maximum(arrived, load_begin), -1),
         )
+
+    def _words(self, end: Longs) -> Longs:
+        """When the tagged words that a record waited for were written, if its cause tells."""
+        tagged = np.zeros(self.num_records, np.bool_)
+        for p, program in enumerate(self.programs):
+            own = (self.record_program == p) & (self.record_cause_channel >= 0)
+            tagged[own] = program.channel_kind[self.record_cause_channel[own]] == TAGGED
+        return np.where(tagged & (self.record_cause >= 0), end[self.record_cause], -1)
+
+    def _next(self, begin: Longs, end: Longs) -> Longs:
+        """When the worker of each record turned to the next one; the end where there is none."""
+        order = np.argsort(self.record_worker, kind="stable")
+        worker = self.record_worker[order]
+        follows = (worker[1:] == worker[:-1]) & (worker[1:] >= 0)
+        following = end.copy()
+        following[order[:-1][follows]] = begin[order[1:][follows]]
+        return following
 
     @functools.cached_property
     def step_begin(self) -> Longs:

@@ -7,6 +7,7 @@ their results on through barriers, the others through tagged words.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,27 @@ HOP = 700  # nanoseconds from a signal to who waits for it
 GAP = 4000  # nanoseconds between launches
 RATE = 4.2e12 / 132  # bytes per second and worker
 FIELDS = ["x", "weight", "out", "row_begin", "row_end", "eps"]
+
+
+def like_a_gpu(trace: Trace) -> Trace:
+    """The trace with what only GPUs note, or do not.
+
+    The storer stores while the consumers are at the next instruction, loads are noted when the
+    consumers have seen them, and one kind of instruction does not note its inputs.
+    """
+    at = {event.name: i for i, event in enumerate(trace.events)}
+    times = trace.times.copy()
+    order = np.argsort(trace.record_worker, kind="stable")
+    same = trace.record_worker[order][1:] == trace.record_worker[order][:-1]
+    before, after = order[:-1][same], order[1:][same]
+    computed, begin, end = (times[at[name]] for name in ("computed", "begin", "end"))
+    begin[after] = np.maximum(computed[before], begin[after] - 400)
+    end[before] = np.maximum(end[before], begin[after] + 30)
+    times[at["signalled"]] = np.maximum(times[at["signalled"]], end)
+    silent = trace.record_kind == trace.kinds.index("gate_up")
+    for name in ("inputs", "computed", "load_arrived"):
+        times[at[name], silent] = -1
+    return dataclasses.replace(trace, times=times)
 
 
 def program(workers: int, layers: int) -> TraceProgram:

@@ -136,12 +136,26 @@ def test_view_and_html_hand_over_to_the_viewer(
     monkeypatch.setitem(sys.modules, "megavm.profiler.viewer", viewer)
     assert run(capsys, "trace", "view", saved, "--port", "8123", "--no-open").code == 0
     assert run(capsys, "trace", "html", saved, "-o", "page.html").code == 0
-    assert run(capsys, "trace", "html", saved, "b.megatrace", "-o", "both.html").code == 0
+    assert run(capsys, "trace", "view", saved, "b", "--no-open").code == 0
+    assert run(capsys, "trace", "html", saved, "b", "-o", "page.html").code == 0
     assert calls == [
         (saved, "127.0.0.1", 8123, False, None),
         (saved, "page.html", None),
-        (saved, "both.html", "b.megatrace"),
+        (saved, "127.0.0.1", 0, False, "b"),
+        (saved, "page.html", "b"),
     ]
+
+
+def test_html_of_two_traces_holds_both(
+    capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path
+) -> None:
+    other, page = tmp_path / "b.megatrace", tmp_path / "page.html"
+    synthetic_trace(workers=2, steps=2, layers=1).save(other)
+    assert run(capsys, "trace", "html", saved, str(other), "-o", str(page)).code == 0
+    text = page.read_text("utf-8")
+    assert 'data-name="a.megatrace"' in text
+    assert 'data-name="b.megatrace"' in text
+    assert "cannot read" in run(capsys, "trace", "view", saved, "missing", "--no-open").err
 
 
 def test_trace_alone_prints_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from synthetic import synthetic_trace
+from synthetic import like_a_gpu, synthetic_trace
 
 from megavm.profiler.chrome import save_chrome
 from megavm.profiler.diff import diff, format_diff
@@ -290,6 +290,18 @@ def test_names_with_markup_stay_what_they_are(small: Path, tmp_path: Path) -> No
     assert HTML in format_report(report(trace))
 
 
+def test_names_do_nothing_to_a_terminal(small: Path, tmp_path: Path) -> None:
+    def rename(columns: Columns, header: Header, metadata: Any) -> None:
+        header["machine"]["device"] = "\x1b]0;owned\x07\nGPU\u202e"
+        labels = header["programs"][0]["labels"]
+        header["programs"][0]["labels"] = [f"\x1b[2J\x9b{label}" for label in labels]
+
+    trace = Trace.load(changed(small, tmp_path, rename))
+    for text in (format_report(report(trace)), format_diff(diff(trace, trace))):
+        assert "GPU" in text
+        assert all(line.isprintable() for line in text.split("\n"))
+
+
 def test_events_in_another_order_mean_the_same(small: Path, tmp_path: Path) -> None:
     def turn(columns: Columns, header: Header, metadata: Any) -> None:
         header["events"].reverse()
@@ -311,6 +323,7 @@ def test_spans_are_in_order_whatever_was_noted() -> None:
             spans.waited,
             spans.inputs,
             spans.computed,
+            spans.left,
             spans.end,
             spans.signalled,
         )
@@ -318,3 +331,27 @@ def test_spans_are_in_order_whatever_was_noted() -> None:
             assert (before <= after).all()
         assert ((spans.load_end >= spans.load_begin) | (spans.load_end < 0)).all()
         assert ((spans.load_begin < 0) == (spans.load_end < 0)).all()
+
+
+def test_consumers_leave_an_instruction_when_they_turn_to_the_next() -> None:
+    trace = like_a_gpu(synthetic_trace(workers=3, steps=2, layers=1))
+    spans = trace.spans
+    order = np.argsort(trace.record_worker, kind="stable")
+    same = trace.record_worker[order][1:] == trace.record_worker[order][:-1]
+    before, after = order[:-1][same], order[1:][same]
+    assert (spans.end[before] > spans.begin[after]).all()
+    assert (spans.left[before] == np.maximum(spans.begin[after], spans.computed[before])).all()
+    assert spans.left[order[-1]] == spans.end[order[-1]]
+
+
+def test_inputs_that_were_not_noted_were_there_with_the_last_words() -> None:
+    trace = like_a_gpu(synthetic_trace(workers=3, steps=2, layers=1))
+    silent = trace.record_kind == trace.kinds.index("gate_up")
+    assert (trace.event("inputs")[silent] < 0).all()
+    spans = trace.spans
+    through = trace.record_cause_channel[silent]
+    assert (trace.programs[0].channel_kind[through] == 1).all()
+    written = spans.end[trace.record_cause[silent]]
+    wanted = np.clip(written, spans.waited[silent], spans.end[silent])
+    assert (spans.inputs[silent] == wanted).all()
+    assert (spans.inputs[silent] > spans.begin[silent]).all()

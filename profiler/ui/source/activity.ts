@@ -116,7 +116,7 @@ export function sweepStates(
   emit: (state: State, a: number, b: number) => void,
 ): void {
   const lane = trace.lanes[CONSUMER]!;
-  const [b, w, i, l, c, e] = lane.edges as readonly Float64Array[] as [
+  const [b, w, i, l, , e] = lane.edges as readonly Float64Array[] as [
     Float64Array,
     Float64Array,
     Float64Array,
@@ -125,12 +125,11 @@ export function sweepStates(
     Float64Array,
   ];
   const last = trace.workerOffsets[worker + 1]!;
-  // A span reaches into the next where the storer finishes it while the consumers have turned to that.
+  // Spans of a worker do not overlap; where they do in a file, time counts once.
   let cursor = begin;
   for (let r = trace.firstAfter(lane, worker, begin); r < last; r++) {
     if (b[r]! >= end) break;
-    const next = r + 1 < last && b[r + 1]! >= 0 ? b[r + 1]! : Infinity;
-    const to = Math.min(end, Math.max(c[r]!, Math.min(e[r]!, next)));
+    const to = Math.min(end, e[r]!);
     if (b[r]! < 0 || to <= cursor) continue;
     let from = Math.max(cursor, b[r]!);
     cursor = to;

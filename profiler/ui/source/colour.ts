@@ -244,7 +244,7 @@ export function paint(trace: Trace, mode: Mode, theme: Theme, dimmed: ((record: 
         const full = mode === "role" ? roleColour(role as Role, shade, theme) : mix(colour, theme.background, FADED[shade]);
         const grey = (full[0] + full[1] + full[2]) / 3;
         table[code] = pack(full);
-        table[code + DIM] = pack(mix(mix(full, [grey, grey, grey], 0.6), theme.background, 0.78));
+        table[code + DIM] = pack(mix(mix(full, [grey, grey, grey], 0.6), theme.background, 0.65));
       });
       return table;
     }),

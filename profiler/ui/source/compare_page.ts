@@ -1,11 +1,12 @@
 /** Two traces side by side: which steps are aligned, and what changed from one to the other. */
 
 import type { App } from "./app.ts";
-import { word } from "./colour.ts";
+import { colourOfName, css, word } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { duration, percent, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
+import { type PhaseSum, sumsOf } from "./path_page.ts";
 import { type Delta, type Grouping, compare, measure } from "./statistics.ts";
 import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
@@ -57,6 +58,8 @@ export class ComparePage implements Page {
       pair("B to A", `${signedDuration(timeB - timeA)}, ${signed(timeB / timeA - 1)}`, timeB > timeA ? "worse" : timeB < timeA ? "better" : ""),
       make("div", "choices", "Time of all workers in the step by ", this.grouping),
       this.table(compare(first!.groups, second!.groups), grouping),
+      make("h3", "", "Critical path by phase"),
+      this.paths(a, b),
       make("div", "buttons", button("Close B", "show the first trace alone", () => this.app.closeCompare())),
     );
   }
@@ -70,10 +73,39 @@ export class ComparePage implements Page {
     return select;
   }
 
+  private paths(a: Pane, b: Pane): HTMLElement {
+    const [inA, inB] = [a, b].map(
+      ({ trace, causes, step }) => new Map(sumsOf(trace, causes.path(step)).map((sum) => [sum.name, sum])),
+    ) as [Map<string, PhaseSum>, Map<string, PhaseSum>];
+    const rows = [...new Set([...inA.keys(), ...inB.keys()])]
+      .map((name) => ({ name, a: inA.get(name)?.total ?? 0, b: inB.get(name)?.total ?? 0 }))
+      .sort((x, y) => Math.abs(y.b - y.a) - Math.abs(x.b - x.a));
+    type Row = (typeof rows)[number];
+    return makeTable<Row>(
+      [
+        { title: "phase", text: (r) => r.name, colour: (r) => css(colourOfName(r.name)) },
+        { title: "A", text: (r) => (inA.has(r.name) ? duration(r.a) : "-"), value: (r) => r.a },
+        { title: "B", text: (r) => (inB.has(r.name) ? duration(r.b) : "-"), value: (r) => r.b },
+        {
+          title: "B - A",
+          text: (r) => signedDuration(r.b - r.a),
+          value: (r) => r.b - r.a,
+          className: (r) => (r.b > r.a ? "worse" : r.b < r.a ? "better" : ""),
+        },
+      ],
+      rows,
+      (r) => this.app.search(`phase:${word(r.name)}`),
+    );
+  }
+
   private table(deltas: readonly Delta[], grouping: Grouping): HTMLElement {
     const waits = (d: Delta): number => wait(d.b) - wait(d.a);
     const columns: Column<Delta>[] = [
-      { title: grouping, text: (d) => d.name },
+      {
+        title: grouping,
+        text: (d) => d.name,
+        colour: (d) => (grouping === "label" ? null : css(colourOfName(d.name))),
+      },
       { title: "A", text: (d) => (d.a ? duration(d.a.total) : "-"), value: (d) => d.a?.total ?? 0 },
       { title: "B", text: (d) => (d.b ? duration(d.b.total) : "-"), value: (d) => d.b?.total ?? 0 },
       {

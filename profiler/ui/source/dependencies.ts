@@ -9,7 +9,9 @@ export interface Incoming {
   readonly tagged: boolean;
   readonly target: number;
   readonly back: number;
-  /** Records of the producers that are in the trace. */
+  /** Instructions that produce it. */
+  readonly count: number;
+  /** Records of them that are in the trace. */
   readonly producers: readonly number[];
   /** The producer that completed the channel; -1: none is in the trace. */
   readonly last: number;
@@ -23,9 +25,17 @@ export interface Outgoing {
   readonly consumers: readonly number[];
 }
 
+/** How the record that came last held this one up. */
+export function heldUpBy(trace: Trace, record: number): "start" | "queue" | "words" | "barrier" {
+  if (trace.cause[record]! < 0) return "start";
+  const channel = trace.causeChannel[record]!;
+  if (channel < 0) return "queue";
+  return trace.programOf(record).channelKind[channel] === 1 ? "words" : "barrier";
+}
+
 /** When a record held others up no longer: when its results were stored (queue, words) or its barrier signalled. */
 export function doneAt(trace: Trace, record: number, stored: boolean): number {
-  const end = trace.lanes[CONSUMER]!.edges[5]![record]!;
+  const end = trace.stored[record]!;
   return stored ? end : Math.max(end, trace.timesOf("signalled")?.[record] ?? -1);
 }
 
@@ -45,7 +55,8 @@ export function incomingOf(trace: Trace, record: number): Incoming[] {
     // Producers of an earlier step are instructions of this program: they are looked up only in the same one.
     const same = from >= 0 && trace.stepProgram[from] === trace.stepProgram[step];
     const producers: number[] = [];
-    for (const instruction of same ? program.producers(channel) : []) {
+    const instructions = program.producers(channel);
+    for (const instruction of same ? instructions : []) {
       const producer = trace.instance(from, instruction);
       if (producer >= 0) producers.push(producer);
     }
@@ -54,7 +65,8 @@ export function incomingOf(trace: Trace, record: number): Incoming[] {
     const inTime = [...producers].sort((a, b) => doneAt(trace, a, tagged) - doneAt(trace, b, tagged));
     const last = (tagged ? undefined : inTime[target - 1]) ?? inTime[inTime.length - 1] ?? -1;
     const lastTime = last < 0 ? -1 : doneAt(trace, last, tagged);
-    return { channel, name: program.channelName(channel), tagged, target, back, producers, last, lastTime };
+    const name = program.channelName(channel);
+    return { channel, name, tagged, target, back, count: instructions.length, producers, last, lastTime };
   });
 }
 
@@ -93,8 +105,6 @@ export const PART_HELP = [
 /** One record on a critical path: it counts from when its cause was over until it no longer held up the next one. */
 export interface Link {
   readonly record: number;
-  /** Channel through which the cause came; -1: the worker's queue, or none. */
-  readonly channel: number;
   readonly begin: number;
   readonly end: number;
   /** Time of each of `PARTS`. */
@@ -165,18 +175,17 @@ export class Causes {
     while (record >= 0 && until > begin && !seen.has(record)) {
       seen.add(record);
       const cause = trace.cause[record]!;
-      const channel = cause < 0 ? -1 : trace.causeChannel[record]!;
       // The first link counts from the begin of the step: its worker turned to it late.
       const since = cause < 0 ? begin : Math.max(begin, Math.min(until, this.over(record, cause)));
       let at = since;
-      const marks = [edges[0]![record]!, edges[2]![record]!, edges[3]![record]!, edges[5]![record]!, until];
+      const marks = [edges[0]![record]!, edges[2]![record]!, edges[3]![record]!, trace.stored[record]!, until];
       const parts = marks.map((mark) => {
         const to = Math.min(until, Math.max(mark, at));
         const part = to - at;
         at = to;
         return part;
       });
-      links.push({ record, channel, begin: since, end: until, parts });
+      links.push({ record, begin: since, end: until, parts });
       record = cause;
       until = since;
     }
@@ -185,9 +194,8 @@ export class Causes {
 
   /** When a cause no longer held a record up: at the latest when its inputs were there. */
   private over(record: number, cause: number): number {
-    const channel = this.trace.causeChannel[record]!;
-    if (channel < 0) return doneAt(this.trace, cause, true);
-    const tagged = this.trace.programOf(record).channelKind[channel] === 1;
-    return Math.min(doneAt(this.trace, cause, tagged), inputsAt(this.trace, record));
+    const by = heldUpBy(this.trace, record);
+    const done = doneAt(this.trace, cause, by !== "barrier");
+    return by === "queue" ? done : Math.min(done, inputsAt(this.trace, record));
   }
 }

@@ -200,6 +200,8 @@ export class RowPainter {
       } else if (w % every === 0 && !firstOpen.has(w - 1)) {
         const height = rows.bottom(w) - rows.top(w);
         if (every > 1 && pane.yOf(w) + 10 > bottom) continue;
+        // Not over the names of an open worker's roles.
+        if (every > 1 && rows.openWorkers.some((open) => open > w && rows.top(open) - rows.top(w) < 13)) continue;
         name(trace.workerName(w), pane.yOf(w) + Math.max(height / 2, every > 1 ? 6 : 0), theme.faint);
       }
     }

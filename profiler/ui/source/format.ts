@@ -9,8 +9,7 @@ const TIME_UNITS: readonly (readonly [number, string])[] = [
 
 function significant(value: number): string {
   const size = Math.abs(value);
-  if (size >= 1000 || Number.isInteger(value)) return value.toFixed(0);
-  return value.toFixed(size >= 100 ? 1 : size >= 1 ? 2 : 3);
+  return value.toFixed(size >= 1000 ? 0 : size >= 100 ? 1 : size >= 1 ? 2 : 3);
 }
 
 /** A length of time: "12.3 µs". */
@@ -18,9 +17,9 @@ export function duration(ns: number): string {
   if (!Number.isFinite(ns)) return "-";
   const size = Math.abs(ns);
   for (const [unit, name] of TIME_UNITS) {
-    if (size >= unit) return `${significant(ns / unit)} ${name}`;
+    if (size >= unit && unit > 1) return `${significant(ns / unit)} ${name}`;
   }
-  return `${ns === 0 ? "0" : significant(ns)} ns`;
+  return `${Number.isInteger(ns) ? ns : significant(ns)} ns`;
 }
 
 /** A difference of times, with its sign: "+1.2 µs". */

@@ -1,7 +1,7 @@
 /** The selected record: what it is, when its events were, what it waited for and who waited for it. */
 
 import type { App } from "./app.ts";
-import { type Incoming, doneAt, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
+import { type Incoming, doneAt, heldUpBy, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
 import { button, make } from "./dom.ts";
 import { bytes, duration, flops, instant, rate, rows, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
@@ -87,14 +87,10 @@ export class InstructionPage implements Page {
     const buttons = make("div", "buttons", back, forth);
     if (cause < 0) return [title, make("p", "faint", "nothing in this trace"), buttons];
     const channel = trace.causeChannel[record]!;
-    const program = trace.programOf(record);
-    const through =
-      channel < 0
-        ? "by the order of the queue"
-        : program.channelKind[channel] === 1
-          ? `by words of ${program.channelName(channel)}`
-          : `by the barrier ${program.channelName(channel)}`;
-    const done = doneAt(trace, cause, channel < 0 || program.channelKind[channel] === 1);
+    const by = heldUpBy(trace, record);
+    const name = channel < 0 ? "" : trace.programOf(record).channelName(channel);
+    const through = by === "queue" ? "by the order of the queue" : by === "words" ? `by words of ${name}` : `by the barrier ${name}`;
+    const done = doneAt(trace, cause, by !== "barrier");
     return [
       title,
       make("p", "cause", this.link(pane, cause), ` ${through}`),
@@ -112,7 +108,8 @@ export class InstructionPage implements Page {
   private wait(pane: Pane, record: number, wait: Incoming): HTMLElement {
     const { trace } = pane;
     const what = wait.tagged ? "words of " : "barrier ";
-    const count = wait.tagged ? `${wait.producers.length} writers` : `${wait.target} signals of ${wait.producers.length}`;
+    const writers = wait.count === 1 ? "1 writer" : `${wait.count} writers`;
+    const count = wait.tagged ? writers : `${wait.target} of ${wait.count} signals`;
     const before = wait.back > 0 ? `, ${wait.back === 1 ? "the step" : `${wait.back} steps`} before` : "";
     const block = make("div", "channel", make("div", "", make("b", "", what + wait.name), ` ${count}${before}`));
     if (wait.last < 0) {

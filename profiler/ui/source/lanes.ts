@@ -1,6 +1,6 @@
 /** The spans of every role, from the events that the machine noted. */
 
-import { CONSUMER, LOADER } from "./roles.ts";
+import { CONSUMER, LOADER, STORER } from "./roles.ts";
 
 const MAX_SUBROWS = 4;
 
@@ -12,6 +12,11 @@ export interface Events {
   readonly times: readonly Float64Array[];
   /** Times of an event by its name, -1 where it was not noted; null when the machine does not have it. */
   readonly timesOf: (event: string) => Float64Array | null;
+  /** The record that came last of what each waited for, -1: none; and whether it came by tagged words. */
+  readonly cause: Int32Array;
+  readonly byWords: (record: number) => boolean;
+  /** The last worker holds records of which it is not known who executed them. */
+  readonly unknownWorker: boolean;
 }
 
 /** The spans of a role: where each record's span begins, its segments end, and which of its rows it is in. */
@@ -28,9 +33,30 @@ export interface Lane {
   readonly used: boolean;
 }
 
-/** The spans of a role, from the events that were noted. */
-export function makeLane(role: number, events: Events): Lane {
-  const edges = role === CONSUMER ? consumerEdges(events) : otherEdges(role, events);
+/** When the results of every record were stored: `end`, or the last that was noted. */
+export function storedTimes({ count, times, timesOf }: Events): Float64Array {
+  const stored = timesOf("end")?.slice() ?? new Float64Array(count).fill(-1);
+  for (let r = 0; r < count; r++) {
+    if (stored[r]! < 0) for (const event of times) stored[r] = Math.max(stored[r]!, event[r]!);
+  }
+  return stored;
+}
+
+/** The spans of all roles, from the events that were noted. */
+export function makeLanes(roles: number, events: Events, stored: Float64Array): Lane[] {
+  const consumer = consumerEdges(events, stored);
+  return Array.from({ length: roles }, (_, role) => {
+    const edges = role === CONSUMER ? consumer : otherEdges(role, events);
+    // The storer has what the consumers have left: it stores results, then signals.
+    if (role === STORER && edges !== null) {
+      const left = consumer[consumer.length - 1]!;
+      return makeLane([edges[0]!.map((end, r) => (end < 0 ? -1 : left[r]!)), ...edges], events);
+    }
+    return makeLane(edges, events);
+  });
+}
+
+function makeLane(edges: readonly Float64Array[] | null, events: Events): Lane {
   if (edges === null) {
     const nothing = new Float64Array(0);
     return { edges: [], search: nothing, subrow: null, depth: 1, used: false };
@@ -64,10 +90,14 @@ function clip(time: number, low: number, high: number, otherwise: number): numbe
   return time < 0 ? otherwise : Math.max(low, Math.min(time, high));
 }
 
-/** Begin, end of the wait for barriers, inputs, last load, sums, end: what was not noted filled in from what was. */
-function consumerEdges({ count, times, timesOf }: Events): Float64Array[] {
+/**
+ * Begin, end of the wait for barriers, inputs, last load, sums, and when the consumers turned to the next instruction:
+ * what was not noted filled in from what was.
+ */
+function consumerEdges(events: Events, stored: Float64Array): Float64Array[] {
+  const { count, timesOf } = events;
   const edges = Array.from({ length: 6 }, () => new Float64Array(count));
-  const [begin, waited, inputs, loaded, computed, end] = edges as [
+  const [begin, waited, inputs, loaded, computed, left] = edges as [
     Float64Array,
     Float64Array,
     Float64Array,
@@ -78,27 +108,33 @@ function consumerEdges({ count, times, timesOf }: Events): Float64Array[] {
   const none = new Float64Array(count).fill(-1);
   const noted = (event: string): Float64Array => timesOf(event) ?? none;
   const [ready, issued, arrived] = [noted("ready"), noted("load_issued"), noted("load_arrived")];
-  const [notedBegin, notedInputs, notedComputed, notedEnd] = [
-    noted("begin"),
-    noted("inputs"),
-    noted("computed"),
-    noted("end"),
-  ];
+  const [notedBegin, notedInputs, notedComputed] = [noted("begin"), noted("inputs"), noted("computed")];
   const substitutes = [notedBegin, noted("fetched"), ready, noted("load_begin"), notedInputs, notedComputed];
   for (let r = 0; r < count; r++) {
-    let last = notedEnd[r]!;
-    if (last < 0) for (const event of times) last = Math.max(last, event[r]!);
+    const last = stored[r]!;
     const first = substitutes.find((event) => event[r]! >= 0)?.[r] ?? last;
     const from = Math.min(first, last);
     const barriers = clip(ready[r]!, from, last, from);
-    const there = clip(notedInputs[r]!, from, last, barriers);
+    // Where the inputs were not noted, they were there when the last words were written.
+    const words = events.byWords(r) ? clip(stored[events.cause[r]!]!, barriers, last, barriers) : barriers;
+    const there = clip(notedInputs[r]!, from, last, words);
     const sums = clip(notedComputed[r]!, there, last, last);
-    end[r] = last;
+    left[r] = last;
     begin[r] = from;
     inputs[r] = there;
     waited[r] = Math.min(barriers, there);
     computed[r] = sums;
     loaded[r] = clip(arrived[r]! >= 0 ? arrived[r]! : issued[r]!, there, sums, there);
+  }
+  // The consumers may turn to the next instruction while the storer stores.
+  const known = events.workers - (events.unknownWorker ? 1 : 0);
+  for (let w = 0; w < known; w++) {
+    for (let r = events.workerOffsets[w]!; r + 1 < events.workerOffsets[w + 1]!; r++) {
+      const least = notedComputed[r]! < 0 ? inputs[r]! : computed[r]!;
+      left[r] = Math.max(least, Math.min(left[r]!, begin[r + 1]!));
+      computed[r] = Math.min(computed[r]!, left[r]!);
+      loaded[r] = Math.min(loaded[r]!, left[r]!);
+    }
   }
   return edges;
 }

@@ -104,7 +104,7 @@ export class Pane {
     this.body = { left, top, width, height: Math.max(20, box.top + box.height - top) };
     if (this.fitRows) {
       const height = this.body.height / this.trace.workers;
-      this.rows.setRowHeight(Math.max(2, Math.min(MAX_FIT, height >= 4 ? Math.floor(height) : height)));
+      this.rows.setRowHeight(Math.max(1, Math.min(MAX_FIT, height >= 4 ? Math.floor(height) : height)));
     }
     this.scrollTo(this.scroll);
   }

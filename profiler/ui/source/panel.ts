@@ -68,7 +68,7 @@ export class Panel {
     sash.addEventListener("pointermove", (event) => {
       if (!sash.hasPointerCapture(event.pointerId)) return;
       const width = this.element.getBoundingClientRect().right - event.clientX;
-      this.element.style.width = `${Math.max(280, Math.min(0.7 * window.innerWidth, width))}px`;
+      this.element.style.width = `${Math.max(300, Math.min(0.7 * window.innerWidth, width))}px`;
     });
     return sash;
   }

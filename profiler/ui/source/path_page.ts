@@ -2,7 +2,7 @@
 
 import type { App } from "./app.ts";
 import { colourOfName, css } from "./colour.ts";
-import { type Link, PARTS, PART_HELP } from "./dependencies.ts";
+import { type Link, PARTS, PART_HELP, heldUpBy } from "./dependencies.ts";
 import { button, make } from "./dom.ts";
 import { duration, integer, percent } from "./format.ts";
 import type { Page } from "./panel.ts";
@@ -10,11 +10,27 @@ import { makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
 import type { Trace } from "./trace.ts";
 
-interface PhaseSum {
+export interface PhaseSum {
   readonly name: string;
   count: number;
   total: number;
   readonly parts: number[];
+}
+
+/** What of a path each phase has, most first. */
+export function sumsOf(trace: Trace, path: readonly Link[]): PhaseSum[] {
+  const sums = new Map<number, PhaseSum>();
+  for (const { record, begin, end, parts } of path) {
+    const phase = trace.phase[record]!;
+    let sum = sums.get(phase);
+    if (sum === undefined) {
+      sums.set(phase, (sum = { name: trace.phases[phase]!, count: 0, total: 0, parts: PARTS.map(() => 0) }));
+    }
+    sum.count++;
+    sum.total += end - begin;
+    parts.forEach((part, i) => (sum.parts[i]! += part));
+  }
+  return [...sums.values()].sort((a, b) => b.total - a.total);
 }
 
 export class PathPage implements Page {
@@ -64,18 +80,7 @@ export class PathPage implements Page {
   }
 
   private phases(trace: Trace, path: readonly Link[], length: number): HTMLElement {
-    const sums = new Map<number, PhaseSum>();
-    for (const { record, begin, end, parts } of path) {
-      const phase = trace.phase[record]!;
-      let sum = sums.get(phase);
-      if (sum === undefined) {
-        sums.set(phase, (sum = { name: trace.phases[phase]!, count: 0, total: 0, parts: PARTS.map(() => 0) }));
-      }
-      sum.count++;
-      sum.total += end - begin;
-      parts.forEach((part, i) => (sum.parts[i]! += part));
-    }
-    const rows = [...sums.values()].sort((a, b) => b.total - a.total);
+    const rows = sumsOf(trace, path);
     const part = (index: number, title: string) => ({
       title,
       help: PART_HELP[index]!,
@@ -106,16 +111,11 @@ export class PathPage implements Page {
 
   private links(trace: Trace, path: readonly Link[]): HTMLElement {
     const pane = this.app.selected?.pane ?? this.app.main!;
-    const through = ({ record, channel }: Link): string => {
-      if (channel < 0) return "queue";
-      const program = trace.programOf(record);
-      return program.channelKind[channel] === 1 ? "words" : "barrier";
-    };
     return makeTable<Link>(
       [
         { title: "record", text: (l) => trace.labelOf(l.record) || trace.kindOf(l.record) },
         { title: "worker", text: (l) => trace.workerName(trace.worker[l.record]!), value: (l) => trace.worker[l.record]! },
-        { title: "after", text: through, help: "how the record before it held it up" },
+        { title: "after", text: (l) => heldUpBy(trace, l.record), help: "how the record before it held it up" },
         { title: "time", text: (l) => duration(l.end - l.begin), value: (l) => l.end - l.begin },
         { title: "latency", text: (l) => duration(l.parts[1]!), value: (l) => l.parts[1]!, help: PART_HELP[1] },
         { title: "load", text: (l) => duration(l.parts[2]!), value: (l) => l.parts[2]!, help: PART_HELP[2] },

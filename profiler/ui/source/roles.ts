@@ -34,4 +34,4 @@ export const SHADES: readonly Shade[] = [WAIT_BARRIER, WAIT_WORDS, LOAD, WORK, F
 export const SHADE_NAMES = ["waits for barriers", "waits for words", "loads", "computes", "finishes"] as const;
 
 /** The shades of the segments of each role's span. */
-export const SEGMENTS: readonly (readonly Shade[])[] = [[WORK], [WORK, FINISH], SHADES, [WORK]];
+export const SEGMENTS: readonly (readonly Shade[])[] = [[WORK], [WORK, FINISH], SHADES, [FINISH, WORK]];

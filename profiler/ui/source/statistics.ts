@@ -126,9 +126,13 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
     trace.lanes.forEach((lane, role) => {
       if (!lane.used) return;
       const [from, to] = [lane.edges[0]!, lane.edges[lane.edges.length - 1]!];
+      // Spans that overlap count once.
+      let over = begin;
       for (let r = trace.firstAfter(lane, worker, begin); r < trace.workerOffsets[worker + 1]!; r++) {
         if (lane.search[r]! >= end) break;
-        if (from[r]! >= 0) roles[role]! += common(from[r]!, to[r]!, begin, end);
+        if (from[r]! < 0) continue;
+        roles[role]! += common(Math.max(from[r]!, over), to[r]!, begin, end);
+        over = Math.max(over, to[r]!);
       }
     });
     const { edges } = consumer;
@@ -164,6 +168,50 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
     roles,
     groups: [...groups].map(([n, g]) => g.finish(name(n))).sort((a, b) => b.total - a.total),
   };
+}
+
+/** How evenly a phase is spread over workers: means over its layers and steps of a worker's computing and loading. */
+export interface Balance {
+  readonly name: string;
+  readonly workers: number;
+  readonly least: number;
+  readonly mean: number;
+  readonly most: number;
+}
+
+/** The balance of every phase among the records of a scope, in the order of the program. */
+export function balance(trace: Trace, { begin, end, step, workers }: Scope): Balance[] {
+  const lane = trace.lanes[CONSUMER]!;
+  const [inputs, left] = [lane.edges[2]!, lane.edges[5]!];
+  const [low, high] = step < 0 ? [begin, end] : [0, trace.end + 1];
+  // A worker's share of a label in a step, and what all workers have of it.
+  const all = new Map<number, { phase: number; workers: number; sum: number; least: number; most: number }>();
+  for (let worker = workers[0]; worker < workers[1]; worker++) {
+    const own = new Map<number, number>();
+    for (let r = trace.firstAfter(lane, worker, low); r < trace.workerOffsets[worker + 1]!; r++) {
+      if (lane.search[r]! >= high) break;
+      // Of what the range cuts no worker has all.
+      if (inputs[r]! < low || left[r]! > high || (step >= 0 && trace.step[r] !== step)) continue;
+      const key = trace.step[r]! * trace.labels.length + trace.label[r]!;
+      own.set(key, (own.get(key) ?? 0) + left[r]! - inputs[r]!);
+      if (!all.has(key)) all.set(key, { phase: trace.phase[r]!, workers: 0, sum: 0, least: Infinity, most: 0 });
+    }
+    for (const [key, time] of own) {
+      const share = all.get(key)!;
+      share.workers++;
+      share.sum += time;
+      share.least = Math.min(share.least, time);
+      share.most = Math.max(share.most, time);
+    }
+  }
+  return trace.phases.flatMap((name, phase) => {
+    const shares = [...all.values()].filter((share) => share.phase === phase);
+    const mean = (of: (share: (typeof shares)[number]) => number): number =>
+      shares.reduce((sum, share) => sum + of(share), 0) / shares.length;
+    return shares.length === 0
+      ? []
+      : [{ name, workers: mean((s) => s.workers), least: mean((s) => s.least), mean: mean((s) => s.sum / s.workers), most: mean((s) => s.most) }];
+  });
 }
 
 /** One group of two traces side by side. */

@@ -7,7 +7,7 @@ import { bytes, duration, flops, integer, percent, rate, rows } from "./format.t
 import type { Page } from "./panel.ts";
 import { ROLES, STATES, STATE_HELP } from "./roles.ts";
 import { GROUPINGS, type GroupStatistics, type Grouping, type Scope, type Statistics } from "./statistics.ts";
-import { measure, ratePerWorkers, waitingPart } from "./statistics.ts";
+import { type Balance, balance, measure, ratePerWorkers, waitingPart } from "./statistics.ts";
 import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
 
@@ -87,6 +87,8 @@ export class StatisticsPage implements Page {
       ...this.summary(statistics, pane.trace.machine.bandwidth),
       make("h3", "", `By ${grouping}`),
       this.table(statistics, grouping),
+      make("h3", "", "Balance: computing and loading of a worker"),
+      this.balance(balance(pane.trace, found.scope)),
     );
   }
 
@@ -126,6 +128,19 @@ export class StatisticsPage implements Page {
     ];
   }
 
+  private balance(rows: readonly Balance[]): HTMLElement {
+    const imbalance = (b: Balance): number => (b.mean > 0 ? b.most / b.mean : 1);
+    const columns: Column<Balance>[] = [
+      { title: "phase", text: (b) => b.name, colour: (b) => css(colourOfName(b.name)) },
+      { title: "workers", text: (b) => b.workers.toFixed(1), value: (b) => b.workers, help: "that take part" },
+      { title: "least", text: (b) => duration(b.least), value: (b) => b.least, help: "means over layers and steps" },
+      { title: "mean", text: (b) => duration(b.mean), value: (b) => b.mean },
+      { title: "most", text: (b) => duration(b.most), value: (b) => b.most },
+      { title: "most / mean", text: (b) => imbalance(b).toFixed(2), value: imbalance, help: "1 is even" },
+    ];
+    return makeTable(columns, rows, (b) => this.app.search(queryOf("phase", b.name)));
+  }
+
   private table(s: Statistics, grouping: Grouping): HTMLElement {
     const most = Math.max(1, ...s.groups.map((g) => g.total));
     const columns: Column<GroupStatistics>[] = [
@@ -150,7 +165,7 @@ export class StatisticsPage implements Page {
         title: "rate",
         text: (g) => (g.bytes > 0 ? rate(ratePerWorkers(g, g.bytes, s.workers)) : "-"),
         value: (g) => ratePerWorkers(g, g.bytes, s.workers) || 0,
-        help: "bytes over the time of loading and computing: what all workers would reach that did nothing else",
+        help: "bytes over the time of loading and computing: what all workers would reach that did nothing else (more than the memory gives where loads came while they waited)",
       },
     ];
     return makeTable(columns, s.groups, (g) => this.app.search(queryOf(grouping, g.name)));

@@ -3,6 +3,7 @@
 import type { App } from "./app.ts";
 import { make } from "./dom.ts";
 import { statesAt } from "./draw_tracks.ts";
+import { heldUpBy } from "./dependencies.ts";
 import { bytes, duration, instant, percent, rate } from "./format.ts";
 import type { Pane } from "./pane.ts";
 import { decode } from "./program.ts";
@@ -128,7 +129,7 @@ export class Tooltip {
     if (waits.length > 0) lines.push(pair("waits for", waits.join(", ")));
     const cause = trace.cause[record]!;
     if (cause >= 0) {
-      const through = trace.causeChannel[record]! < 0 ? "the queue" : "a signal";
+      const through = heldUpBy(trace, record);
       lines.push(pair("last came", `${trace.labelOf(cause)} on ${trace.workerName(trace.worker[cause]!)}, by ${through}`));
     }
     const signal = program.signal(instruction);

@@ -7,7 +7,7 @@
 
 import { type Machine, readHeader, readMachine } from "./header.ts";
 import { type Json, asList, asObject, asText } from "./json.ts";
-import { type Events, type Lane, makeLane } from "./lanes.ts";
+import { type Events, type Lane, makeLanes, storedTimes } from "./lanes.ts";
 import { Names } from "./names.ts";
 import { Program, layerOf, phaseOf } from "./program.ts";
 import { CONSUMER, ROLES, SEGMENTS } from "./roles.ts";
@@ -54,6 +54,8 @@ export class Trace implements Events {
   readonly causeChannel: Int32Array;
   readonly times: readonly Float64Array[];
   readonly lanes: readonly Lane[];
+  /** When the results of each record were stored. The consumers may have turned to the next one before. */
+  readonly stored: Float64Array;
   /** The different instruction kinds, phases and labels of all programs, and each record's number among them. */
   readonly kinds: readonly string[];
   readonly phases: readonly string[];
@@ -174,7 +176,8 @@ export class Trace implements Events {
       this.loadBytes[r] = Math.min(info.loadBytes[i]!, info.bytes[i]!);
     }
 
-    this.lanes = ROLES.map((_, role) => makeLane(role, this));
+    this.stored = storedTimes(this);
+    this.lanes = makeLanes(ROLES.length, this, this.stored);
     this.stepBegin = new Float64Array(this.steps).fill(Infinity);
     this.stepEnd = new Float64Array(this.steps).fill(-Infinity);
     this.end = this.measureSteps();
@@ -291,6 +294,12 @@ export class Trace implements Events {
 
   programOf(record: number): Program {
     return this.programs[this.stepProgram[this.step[record]!]!]!;
+  }
+
+  /** Whether the cause of a record came by tagged words. */
+  byWords(record: number): boolean {
+    const channel = this.causeChannel[record]!;
+    return this.cause[record]! >= 0 && channel >= 0 && this.programOf(record).channelKind[channel] === 1;
   }
 
   kindOf(record: number): string {

@@ -15,12 +15,14 @@ function text(value: unknown): string {
   return found.length > MAX_TEXT ? `${found.slice(0, MAX_TEXT)}…` : found;
 }
 
-function members(value: unknown): HTMLElement[] {
+/** A member of the header that is an object, under its name; nothing where it is empty. */
+function members(title: string, value: unknown): HTMLElement[] {
   if (typeof value !== "object" || value === null) return [];
-  return Object.entries(value).map(([name, member]) => {
-    const isRate = name === "bandwidth" && typeof member === "number";
-    return pair(name, isRate ? rate(member / 1e9) : text(member));
+  const pairs = Object.entries(value).map(([name, member]) => {
+    if (typeof member !== "number") return pair(name, text(member));
+    return pair(name, name === "bandwidth" ? rate(member / 1e9) : name === "clock_step" ? duration(member) : text(member));
   });
+  return pairs.length > 0 ? [make("h3", "", title[0]!.toUpperCase() + title.slice(1)), ...pairs] : [];
 }
 
 export class TracePage implements Page {
@@ -72,14 +74,7 @@ export class TracePage implements Page {
             steps,
             pane === this.app.main ? (s) => this.app.setStep(s, true) : null,
           ),
-          make("h3", "", "Machine"),
-          ...members(header["machine"]),
-          make("h3", "", "Model"),
-          ...members(header["model"]),
-          make("h3", "", "Environment"),
-          ...members(header["environment"]),
-          make("h3", "", "Notes"),
-          ...members(header["notes"]),
+          ...["machine", "model", "environment", "notes"].flatMap((name) => members(name, header[name])),
         ];
       }),
     );

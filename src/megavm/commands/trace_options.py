@@ -30,6 +30,7 @@ examples:
   megavm trace report run.megatrace --step 12 --json
   megavm trace diff before.megatrace after.megatrace
   megavm trace view run.megatrace           the timeline, in a browser
+  megavm trace view before.megatrace after.megatrace
   megavm trace html run.megatrace -o run.html
   megavm trace export run.megatrace --format perfetto -o run.pftrace
 
@@ -103,15 +104,17 @@ def declare_trace(trace: Parser) -> dict[str, Parser]:
     )
     export.option(export, "-o", "--output", metavar="OUT", help="the file to write")
 
-    view = action("view", "FILE [OTHER]", "show a trace in a browser")
-    view.add_argument("file", metavar="FILE", help="a trace")
-    view.add_argument("other", metavar="OTHER", nargs="?", help="another to compare it with")
+    view = action("view", "A [B]", "show a trace in a browser, or two beside each other")
+    view.add_argument("file", metavar="A", help="a trace")
+    view.add_argument("other", metavar="B", nargs="?", help="another trace to compare with")
     view.option(view, "--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
     view.option(view, "--port", metavar="N", type=integer, default=0, help="port (a free one)")
     view.option(view, "--no-open", action="store_true", help="open no browser")
 
-    html = action("html", "FILE [OTHER] -o PAGE", "save a trace as one page, whole in itself")
-    html.add_argument("file", metavar="FILE", help="a trace")
-    html.add_argument("other", metavar="OTHER", nargs="?", help="another to compare it with")
+    html = action(
+        "html", "A [B] -o PAGE", "save a trace, or two, as a page that needs nothing else"
+    )
+    html.add_argument("file", metavar="A", help="a trace")
+    html.add_argument("other", metavar="B", nargs="?", help="another trace to compare with")
     html.option(html, "-o", "--output", metavar="PAGE", help="the file to write")
     return parsers

@@ -5,16 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from recording import record_ring
-from synthetic import synthetic_trace
+from synthetic import like_a_gpu, synthetic_trace
 from ui.page import Viewer, served
 
-from megavm.profiler.analysis import Selection, by_kind, by_worker
+from megavm.profiler.analysis import Selection, balance, by_kind, by_role, by_worker
 from megavm.profiler.critical_path import critical_path
+from megavm.profiler.report import report
 from megavm.profiler.trace import Trace
 from megavm.profiler.viewer import save_html
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Locator
 
 STEP = 1  # what the page looks at first: the step of median duration, set by the tests
 
@@ -118,6 +123,13 @@ def test_click_selects_and_arrows_point_to_what_it_waited_for(
     for word in ("layers.0.gate_up", "Last came", "Waits for", "132 writers", "Signals", "Events"):
         assert word in text, word
     opened.screenshot("selected")
+
+
+def test_a_wait_for_a_step_before_the_trace_is_told(opened: Viewer) -> None:
+    opened.run(f"app.select(pane, {opened.record(worker=0, slot=0, step=0)}, true)")
+    opened.settle()
+    assert "1 of 1 signals, the step before" in opened.panel()
+    assert "its producers are not in the trace" in opened.panel()
 
 
 def test_bars_are_where_the_records_are(opened: Viewer) -> None:
@@ -295,8 +307,7 @@ def test_statistics_of_a_step_are_those_of_the_report(
     opened.page.get_by_role("tab", name="Statistics").click()
     opened.page.locator(".page:visible select").nth(1).select_option("kind")
     opened.settle()
-    rows = opened.page.locator(".page:visible tbody tr")
-    cells = [rows.nth(i).locator("td").all_inner_texts() for i in range(rows.count())]
+    cells = list(_rows(opened.page.locator(".page:visible tbody").first).values())
     selection = Selection.of(Trace.load(traces["a"]), STEP)
     wanted = by_kind(selection)
     assert [c[0] for c in cells] == [w["kind"] for w in wanted]
@@ -378,6 +389,13 @@ def test_legend_filters(opened: Viewer) -> None:
     assert opened.run("app.query") == ""
 
 
+def _rows(body: Locator) -> dict[str, list[str]]:
+    """The cells of a table's rows, by the first one."""
+    rows = body.locator("tr")
+    texts = [rows.nth(i).locator("td").all_inner_texts() for i in range(rows.count())]
+    return {cells[0]: cells for cells in texts}
+
+
 def test_two_traces_are_compared_step_by_step(viewer: Viewer, traces: dict[str, Path]) -> None:
     viewer.open(traces["a"], traces["b"])
     assert viewer.run("app.panes.length") == 2
@@ -388,13 +406,17 @@ def test_two_traces_are_compared_step_by_step(viewer: Viewer, traces: dict[str, 
     assert "b.megatrace" in text
     viewer.screenshot("compare")
     # The slow phase is the largest change.
-    rows = viewer.page.locator(".page:visible tbody tr")
-    cells = {(c := rows.nth(i).locator("td").all_inner_texts())[0]: c for i in range(rows.count())}
+    cells, path = (_rows(viewer.page.locator(".page:visible tbody").nth(i)) for i in range(2))
     a, b = (
         {r["kind"]: r for r in by_kind(Selection.of(Trace.load(traces[n]), step))} for n in "ab"
     )
     assert _time(cells["gate_up"][1]) == pytest.approx(float(a["gate_up"]["total"]), rel=0.005)
     assert _time(cells["gate_up"][2]) == pytest.approx(float(b["gate_up"]["total"]), rel=0.005)
+    # So it is of the critical path.
+    assert next(iter(path)) == "o_proj"
+    facts = report(Trace.load(traces["b"]), step)["critical_path"]["contributions"]
+    wanted = sum(row["total"] for row in facts if row["phase"] == "layers.*.o_proj")
+    assert _time(path["o_proj"][2]) == pytest.approx(wanted, rel=0.005)
     # Zoom is shared; the next step is shown in both.
     viewer.page.locator(".overlay").focus()
     viewer.page.keyboard.press(",")
@@ -571,6 +593,37 @@ def test_traces_of_the_cpu_machine_have_the_numbers_of_the_report(
     viewer.settle()
     arrows = viewer.run("app.selected.arrows.incoming.map(a => pane.trace.instruction[a.from])")
     assert arrows == [2]
+
+
+def test_traces_like_a_gpus_have_the_numbers_of_the_report(viewer: Viewer, tmp_path: Path) -> None:
+    trace = like_a_gpu(synthetic_trace(workers=6, steps=3, layers=2))
+    trace.save(tmp_path / "gpu.megatrace")
+    viewer.open(tmp_path / "gpu.megatrace")
+    spans, edges = trace.spans, "pane.trace.lanes[2].edges"
+    for number, name in enumerate(("begin", "waited", "inputs", "", "computed", "left")):
+        if name:
+            found = viewer.run(f"Array.from(pane.trace.byFile, r => {edges}[{number}][r])")
+            assert found == getattr(spans, name).tolist(), name
+    assert viewer.run("pane.trace.lanes.map(l => l.depth)")[2] == 1
+    for step in range(trace.num_steps):
+        found = viewer.run(f"pane.causes.path({step}).map(l => [l.begin, l.end, ...l.parts])")
+        links = critical_path(trace, step).links
+        assert found == [[x.begin, x.end, *x.parts.values()] for x in links]
+    viewer.tab("Statistics")
+    viewer.page.locator(".page:visible select").nth(0).select_option("trace")
+    viewer.settle()
+    selection = Selection.of(trace)
+    tables = viewer.page.locator(".page:visible tbody")
+    found = _rows(tables.nth(1))
+    for row in balance(selection):
+        cells = found[row.phase.removeprefix("layers.*.")]
+        times = [_time(text) for text in cells[2:5]]
+        assert times == pytest.approx([row.least, row.mean, row.longest], rel=0.01), row.phase
+    texts = viewer.page.locator(".page:visible .pair").all_inner_texts()
+    shown = dict(text.split("\n") for text in texts if "\n" in text)
+    for role, occupied in by_role(selection).items():
+        time = _time(shown[role].split(" · ")[0])
+        assert time == pytest.approx(occupied / trace.workers, rel=0.01), role
 
 
 def test_records_without_a_worker_have_a_row(viewer: Viewer, tmp_path: Path) -> None:
