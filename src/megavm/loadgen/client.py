@@ -131,7 +131,7 @@ class _Answer:
             self._ended = True
             return
         try:
-            event = json.loads(payload)
+            event = json.loads(payload.decode())
         except ValueError as error:
             raise _StreamError(f"an event is not JSON: {payload[:80]!r}") from error
         if not isinstance(event, dict):

@@ -153,9 +153,9 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
     client, sentences = report["client"], []
     if client["was_bottleneck"]:
         sentences.append(
-            f"this client was the bottleneck: it was {client['p99_lag_ms']:.1f} ms late (99th"
+            f"this client did not keep up: it was {client['p99_lag_ms']:.1f} ms late (99th"
             f" percentile) and used {client['load']:.0%} of a core, so that latencies are too long"
-            " and throughput too low; send less, or from a computer of its own"
+            " and throughput may be too low; send less, or from a computer of its own"
         )
     if report["interrupted"]:
         sentences.append(
