@@ -80,6 +80,12 @@ def test_a_token_without_text_is_a_token(server: FakeServer) -> None:
     assert GAP_SECONDS <= outcome.ttft < GAP_SECONDS + LATE_SECONDS
 
 
+def test_a_bare_end_is_a_token_where_the_usage_counts_it(server: FakeServer) -> None:
+    outcome = ask(server, "end_of_text")
+    assert outcome.output_tokens == 2
+    assert GAP_SECONDS <= outcome.gaps[0] < GAP_SECONDS + LATE_SECONDS
+
+
 def test_the_role_alone_is_not_the_first_token(server: FakeServer) -> None:
     outcome = ask(server, "role_first", endpoint="chat")
     assert outcome.failure is None

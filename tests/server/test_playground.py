@@ -313,7 +313,7 @@ def test_settings_are_sent_and_kept(page: Playground, server: FakeServer) -> Non
     stored = page.page.evaluate("JSON.stringify(localStorage)")
     assert "0.9" in stored
     assert KEY not in stored
-    page.button("As the server has it").click()
+    page.button("Reset").click()
     page.send("hello").answered(2)
     assert "temperature" not in server.bodies[-1]
 

@@ -124,6 +124,7 @@ class _Answer:
         self._chunks = 0
         self._usage: Mapping[str, Any] = {}
         self._ended = False
+        self._bare_end: float | None = None  # when a chunk with the finish_reason alone came
 
     def event(self, payload: bytes, now: float) -> None:
         """Note one event that arrived at `now`. Raises _StreamError when it is an error."""
@@ -146,9 +147,12 @@ class _Answer:
         choice = choices[0] if isinstance(choices, list) else None
         if not isinstance(choice, dict) or not isinstance(choice.get("delta", {}), dict):
             raise _StreamError(f"an event has no choice that is an object: {payload[:80]!r}")
-        self._ended = self._ended or choice.get("finish_reason") is not None
+        ends = choice.get("finish_reason") is not None
+        self._ended = self._ended or ends
         if carries_token(choice):
             self._token(now)
+        elif ends:
+            self._bare_end = now
 
     def _token(self, now: float) -> None:
         outcome = self._outcome
@@ -163,6 +167,8 @@ class _Answer:
         """Conclude the stream. Raises _StreamError when it is not whole."""
         if not self._ended:
             raise _StreamError("the stream ended without a finish_reason and without [DONE]")
+        if self._bare_end is not None and self._count("completion_tokens") == self._chunks + 1:
+            self._token(self._bare_end)  # the end-of-text token, whose text is not shown
         if self._outcome.first is None:
             raise _StreamError("the stream ended without a token")
         self._outcome.output_tokens = self._count("completion_tokens") or self._chunks

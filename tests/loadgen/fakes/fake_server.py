@@ -71,6 +71,13 @@ async def empty_text(body: Body, write: Write) -> None:
     await write(chunk("", "stop") + DONE)
 
 
+async def end_of_text(body: Body, write: Write) -> None:
+    """The last token has no text and comes with the finish_reason."""
+    await write(chunk("a"))
+    await asyncio.sleep(GAP_SECONDS)
+    await write(chunk("", "stop") + usage(3, 2) + DONE)
+
+
 async def role_first(body: Body, write: Write) -> None:
     """The role at once, the first token after 100 ms."""
     await write(delta(role="assistant", content=""))
@@ -130,7 +137,7 @@ async def cut(body: Body, write: Write) -> None:
 BEHAVIOURS: Final = {
     behaviour.__name__: behaviour
     for behaviour in (
-        *(steady, fast, no_usage, empty_text, role_first, reasoning, no_done, no_end),
+        *(steady, fast, no_usage, empty_text, end_of_text, role_first, reasoning, no_done, no_end),
         *(no_token, error_event, not_json, strange, split, hang, cut),
     )
 }
