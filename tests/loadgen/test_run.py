@@ -46,14 +46,14 @@ def test_at_most_so_many_requests_are_under_way(server: FakeServer) -> None:
 def test_without_a_limit_all_are_sent_at_once(server: FakeServer) -> None:
     result = load(server, 40, Load())
     assert result.peak_concurrency == 40
-    assert result.seconds < 4 * SECONDS
+    assert result.seconds < 20 * SECONDS
 
 
 def test_no_request_begins_after_the_duration(server: FakeServer) -> None:
     result = load(server, None, Load(max_concurrency=2, duration=0.5))
     assert 2 <= result.sent <= 2 * (1 + 0.5 / SECONDS)
     assert len(result.outcomes) == result.sent
-    assert 0.5 <= result.seconds < 0.5 + 3 * SECONDS
+    assert 0.5 <= result.seconds < 5
 
 
 def test_requests_are_sent_at_their_times(server: FakeServer) -> None:
@@ -62,15 +62,14 @@ def test_requests_are_sent_at_their_times(server: FakeServer) -> None:
     sent = sorted(outcome.started for outcome in result.outcomes)
     due = list(itertools.islice(how.arrivals(), 40))
     late = [a - sent[0] - b for a, b in zip(sent, due, strict=True)]
-    assert statistics.median(late) < 0.01
-    assert min(late) > -0.02
-    assert statistics.median(outcome.waited for outcome in result.outcomes) < 0.01
+    assert abs(statistics.median(late)) < 0.05
+    assert statistics.median(outcome.waited for outcome in result.outcomes) < 0.05
 
 
 def test_a_wait_for_a_slot_is_told(server: FakeServer) -> None:
     result = load(server, 6, Load(rate=1000, max_concurrency=1))
-    assert max(outcome.waited for outcome in result.outcomes) > 4 * SECONDS
-    assert max(outcome.ttft for outcome in result.outcomes) < 2 * SECONDS
+    last = result.outcomes[-1]
+    assert last.waited > 4 * SECONDS > last.ttft
 
 
 @pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
@@ -95,7 +94,8 @@ def test_cancelled_it_returns_the_results_so_far(server: FakeServer) -> None:
         prompts = [PROMPT, PROMPT, *[replace(PROMPT, output_tokens=500)] * 2]
         how = Load(max_concurrency=2)
         task = asyncio.create_task(run(session, Target(server.url, "steady"), prompts, how))
-        await asyncio.sleep(3 * SECONDS + 0.2)
+        while len(server.bodies) < 4:
+            await asyncio.sleep(0.02)
         task.cancel()
         return await task
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final
@@ -13,6 +14,8 @@ from aiohttp import web
 
 FIRST_SECONDS: Final = 0.1
 GAP_SECONDS: Final = 0.02
+USAGE_SECONDS: Final = 0.1
+WRITTEN: Final[list[float]] = []  # when the last steady answer's tokens were written
 DONE: Final = b"data: [DONE]\n\n"
 
 Write = Callable[[bytes], Awaitable[None]]
@@ -39,17 +42,19 @@ def usage(prompt: int, completion: int) -> bytes:
 
 
 async def steady(body: Body, write: Write) -> None:
-    """The first token after 100 ms, then one every 20 ms, then a usage chunk that is slow."""
+    """The first token after 100 ms, then one every 20 ms, and a usage chunk 100 ms later."""
     count = body.get("max_tokens") or body["max_completion_tokens"]
     chat = "messages" in body
+    WRITTEN.clear()
     await asyncio.sleep(FIRST_SECONDS)
     for i in range(count):
         if i:
             await asyncio.sleep(GAP_SECONDS)
         finish = "length" if i == count - 1 else None
         role = {"role": "assistant"} if i == 0 else {}
+        WRITTEN.append(time.perf_counter())
         await write(delta(finish, content="a", **role) if chat else chunk("a", finish))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(USAGE_SECONDS)
     await write(usage(7, count))
     await write(DONE)
 
