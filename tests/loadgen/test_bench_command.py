@@ -105,7 +105,8 @@ def test_every_option_can_be_set_in_the_environment(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--base-url", "localhost:8000"], "must begin with http:// or https://"),
+        (["--base-url", "localhost:8000"], "is not an address such as http://127.0.0.1:8000"),
+        (["--base-url", "http:///v1"], "is not an address such as http://127.0.0.1:8000"),
         (["--extra-body", "[1]"], "--extra-body '[1]' is not a JSON object"),
         (["--extra-body", "{oops"], "is not a JSON object"),
         (["--input-len", "5:3"], "'5:3' is not a length such as"),

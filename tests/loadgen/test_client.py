@@ -94,6 +94,11 @@ def test_a_bare_end_is_a_token_where_the_usage_counts_it(server: FakeServer) -> 
     assert GAP_SECONDS <= outcome.gaps[0] < GAP_SECONDS + LATE_SECONDS
 
 
+def test_an_answer_that_ends_at_once_is_one_token(server: FakeServer) -> None:
+    outcome = ask(server, "end_at_once")
+    assert (outcome.failure, outcome.output_tokens) == (None, 1)
+
+
 def test_the_role_alone_is_not_the_first_token(server: FakeServer) -> None:
     outcome = ask(server, "role_first", endpoint="chat")
     assert outcome.failure is None

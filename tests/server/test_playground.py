@@ -299,6 +299,12 @@ def test_a_conversation_is_sent_whole(page: Playground, server: FakeServer) -> N
     assert len(server.bodies[-1]["messages"]) == 2
 
 
+def test_what_was_not_answered_is_not_repeated(page: Playground, server: FakeServer) -> None:
+    page.send("refuse").answered(1)
+    page.send("hello").answered(2)
+    assert server.bodies[-1]["messages"] == [{"role": "user", "content": "hello"}]
+
+
 def test_settings_are_sent_and_kept(page: Playground, server: FakeServer) -> None:
     values = {"temperature": "0.5", "top_p": "0.9", "top_k": "5", "min_p": "0.1", "seed": "7"}
     for name, value in {**values, "max_tokens": "20"}.items():
@@ -367,7 +373,8 @@ def test_an_error_is_the_servers_sentence_and_can_be_retried(
 ) -> None:
     page.send(text)
     entry = page.answered()
-    assert entry.get_by_role("alert").inner_text().startswith(said)
+    assert entry.locator(".error").inner_text().startswith(said)
+    assert said in page.page.locator("#announcement").inner_text()
     if text != "refuse":
         assert page.text() == "half of"
     entry.get_by_role("button", name="Retry").click()
@@ -382,7 +389,7 @@ def test_an_error_is_the_servers_sentence_and_can_be_retried(
 def test_a_server_that_went_away_is_a_sentence(page: Playground) -> None:
     page.page.route("**/v1/chat/completions", lambda route: route.abort())
     page.send("hello")
-    error = page.answered().get_by_role("alert").inner_text()
+    error = page.answered().locator(".error").inner_text()
     assert error == "The server does not answer: is it still running?"
 
 
@@ -419,7 +426,7 @@ def test_a_model_without_a_template_completes(page: Playground, server: FakeServ
     page.send("slow").answered()
     assert page.text() == "Once upon a time"
     body = server.bodies[-1]
-    assert body["prompt"] == "slow"
+    assert (body["prompt"], body["max_tokens"]) == ("slow", 256)
     assert "messages" not in body
     page.button("Continue").click()
     page.answered(2)

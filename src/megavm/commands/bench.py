@@ -7,6 +7,7 @@ import asyncio
 import itertools
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -41,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     target, load, prompts = _target(arguments), _load(arguments), _prompts(arguments)
     target, result = asyncio.run(_bench(arguments, target, load, prompts))
     report = summarise(result, target, load, goodput)
-    print(format_table(report))
+    print(format_table(report), flush=True)
     for sentence in warnings(report):
         print(f"megavm: warning: {sentence}", file=sys.stderr)
     if arguments.json is not None:
@@ -49,7 +50,6 @@ def run(arguments: argparse.Namespace) -> int:
     if result.interrupted:
         return EXIT_INTERRUPTED
     if not report["completed"]:
-        sys.stdout.flush()
         print_error(ValueError("no request was answered"))
         return EXIT_ERROR
     return 0
@@ -93,8 +93,10 @@ def _target(arguments: argparse.Namespace) -> Target:
     from megavm.loadgen.client import Target
 
     base_url = arguments.base_url.rstrip("/").removesuffix("/v1")
-    if not base_url.startswith(("http://", "https://")):
-        raise UsageError(f"--base-url {arguments.base_url!r} must begin with http:// or https://")
+    if re.match(r"https?://[^/\s]", base_url) is None:
+        raise UsageError(
+            f"--base-url {arguments.base_url!r} is not an address such as http://127.0.0.1:8000"
+        )
     return Target(
         base_url,
         arguments.model or "",

@@ -167,8 +167,10 @@ class _Answer:
         """Conclude the stream. Raises _StreamError when it is not whole."""
         if not self._ended:
             raise _StreamError("the stream ended without a finish_reason and without [DONE]")
-        if self._bare_end is not None and self._count("completion_tokens") == self._chunks + 1:
-            self._token(self._bare_end)  # the end-of-text token, whose text is not shown
+        # The end-of-text token, whose text is not shown.
+        unseen = self._chunks == 0 or self._count("completion_tokens") == self._chunks + 1
+        if self._bare_end is not None and unseen:
+            self._token(self._bare_end)
         if self._outcome.first is None:
             raise _StreamError("the stream ended without a token")
         self._outcome.output_tokens = self._count("completion_tokens") or self._chunks

@@ -103,6 +103,10 @@ async def no_end(body: Body, write: Write) -> None:
 
 
 async def no_token(body: Body, write: Write) -> None:
+    await write(usage(3, 0) + DONE)
+
+
+async def end_at_once(body: Body, write: Write) -> None:
     await write(chunk("", "stop") + DONE)
 
 
@@ -143,7 +147,7 @@ BEHAVIOURS: Final = {
     behaviour.__name__: behaviour
     for behaviour in (
         *(steady, fast, no_usage, empty_text, end_of_text, role_first, reasoning, no_done, no_end),
-        *(no_token, error_event, not_json, strange, split, hang, cut),
+        *(no_token, end_at_once, error_event, not_json, strange, split, hang, cut),
     )
 }
 ERRORS: Final[dict[str, tuple[int, bytes]]] = {
