@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from megavm.vm.machine import Machine
 
 if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
     from megavm.vm.cuda_machine import CudaMachine
 
 MACHINES = ("reference", "cpu", "cuda")
@@ -80,3 +83,36 @@ def make_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         return directory, model
 
     return make
+
+
+def find_chromium() -> str | None:
+    """The browser to test in: $MEGAVM_CHROMIUM, else the system's."""
+    named = os.environ.get("MEGAVM_CHROMIUM")
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return named or next(filter(None, map(shutil.which, names)), None)
+
+
+# NOTE: while Playwright is open the main thread has a running event loop, and asyncio.run() of
+# other tests would fail; so it is open for the tests of a page alone.
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """A real Chromium."""
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    path = find_chromium()
+    if path is None:
+        pytest.skip("no Chromium: run scripts/install-chromium")
+    with api.sync_playwright() as playwright:
+        # Root may not use the sandbox, and containers have a small /dev/shm.
+        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
+        browser = playwright.chromium.launch(executable_path=path, args=arguments)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="session")
+def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where pictures go: $MEGAVM_SCREENSHOTS, else a temporary directory."""
+    named = os.environ.get("MEGAVM_SCREENSHOTS")
+    directory = Path(named) if named else tmp_path_factory.mktemp("screenshots")
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory

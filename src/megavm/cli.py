@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
+from megavm.commands.bench_options import declare_bench
 from megavm.commands.options import (
     ENGINE_OPTIONS,
     Parser,
@@ -135,6 +136,7 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
     declare_profile(command("profile", "MODEL [PROMPT]", summary, PROFILE_EXAMPLES))
     trace = command("trace", "COMMAND", "look at a recorded trace")
     parsers.update(declare_trace(trace))
+    parsers.update(declare_bench(command("bench", "COMMAND", "measure a server under load")))
     _declare_info(command("info", "[MODEL]", "show the sizes of a model", _INFO_EXAMPLES))
     _declare_doctor(command("doctor", "", "show what this machine has and what would run where"))
     return parser, parsers
@@ -273,7 +275,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     name = " ".join(filter(None, (parsed.command, getattr(parsed, "action", None))))
     if unknown:
         parsers.get(name, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    if name in ("", "trace"):
+    if name in ("", "bench", "trace"):
         parsers.get(name, parser).print_help()
         return 0
     parsers[name].settle(parsed, os.environ)

@@ -1,9 +1,7 @@
-"""A real Chromium, the built page in it, and traces to show."""
+"""The built page in a browser, and traces to show."""
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,36 +14,6 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
 WIDTH, HEIGHT = 1600, 950
-
-
-def find_chromium() -> str | None:
-    """The browser to test in: $MEGAVM_CHROMIUM, else the system's."""
-    named = os.environ.get("MEGAVM_CHROMIUM")
-    names = ("chromium", "chromium-browser", "google-chrome")
-    return named or next(filter(None, map(shutil.which, names)), None)
-
-
-@pytest.fixture(scope="session")
-def browser() -> Iterator[Browser]:
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    path = find_chromium()
-    if path is None:
-        pytest.skip("no Chromium: run scripts/install-chromium")
-    with api.sync_playwright() as playwright:
-        # Root may not use the sandbox, and containers have a small /dev/shm.
-        arguments = ["--no-sandbox", "--disable-dev-shm-usage"]
-        browser = playwright.chromium.launch(executable_path=path, args=arguments)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="session")
-def screenshots(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where pictures go: $MEGAVM_SCREENSHOTS, else a temporary directory."""
-    named = os.environ.get("MEGAVM_SCREENSHOTS")
-    directory = Path(named) if named else tmp_path_factory.mktemp("screenshots")
-    directory.mkdir(parents=True, exist_ok=True)
-    return directory
 
 
 @pytest.fixture
