@@ -91,8 +91,7 @@ class RowsInput {
   __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
     first_row_ = first_row;
     rows_ = rows;
-    const uint32_t lane = lane_index();
-    x_row_ = rows > 0 ? panel_.x_row(first_row + (lane < rows ? lane : 0)) : 0;
+    x_row_ = rows > 0 ? panel_.x_row(first_row + lane_index() % rows) : 0;
   }
 
   // Fill the panel with the chunk.
@@ -185,7 +184,8 @@ class RowsInput {
       const uint64_t from = base_of(x) + uint64_t{x_row} * (x.columns * kBytes);
 #pragma unroll
       for (uint32_t page = 0; page < kBatchPages<kF32>; ++page) {
-        // NOTE: no load is left out: one that merges with other values would be waited for.
+        // NOTE: no load is left out, not even of rows that are not live: one that merges with other
+        // values would be waited for.
         RawInput<kF32, false> raw;
         raw.load(from + column[page] * kBytes);
         batch.set<kWords>(i, page, raw);
@@ -289,7 +289,7 @@ class RowsInput {
   const RowsPanel& panel_;
   const ProductInput& input_;
   uint32_t first_row_ = 0, rows_ = 0;
-  uint32_t x_row_ = 0;  // lane r knows the row of x of row r of the group, or of the first
+  uint32_t x_row_ = 0;  // lane r knows the row of x of row r of the group, or of a live one
 };
 
 // Which item of a block this thread finishes, together with others. A thread keeps its row from
