@@ -426,7 +426,7 @@ def _give_back() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", choices=[*MODELS, "stories"], nargs="+", default=["1b"])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b"])
     parser.add_argument("--layers", type=int, help="fewer layers than the models have")
     parser.add_argument("--context", type=int, nargs="+", default=[1, 64, 1000, 4096, 16384])
     parser.add_argument("--max-context", type=int, default=16384)

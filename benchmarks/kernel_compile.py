@@ -89,7 +89,7 @@ def _seconds(work: Any) -> tuple[float, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    models = [*MODELS, "stories"]
+    models = list(MODELS)
     parser.add_argument("--model", choices=models, nargs="+", default=models)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true")

@@ -20,6 +20,8 @@ from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.profiler.environment import describe_machine
 from megavm.profiler.recorder import Recorder
+from megavm.scheduler.checkpoint import Checkpoint
+from megavm.scheduler.hub import resolve
 from megavm.scheduler.llama import Limits, rope_table
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.runner import Runner, default_options, weight_specs
@@ -34,6 +36,7 @@ MODELS = {
     "3b": LlamaConfig(128256, 3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True),
     "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128),
     "tinyllama": LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64),
+    "stories": Checkpoint.open(resolve("stories")).config,
 }
 
 

@@ -40,7 +40,7 @@ static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegis
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
-constexpr uint32_t kStages = 8;      // instructions in flight in a worker
+constexpr uint32_t kStages = 8;                               // instructions in flight in a worker
 constexpr uint32_t kWindow = program::kMaxRows <= 1 ? 5 : 3;  // pages issued, not yet landed,
 constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
 constexpr uint32_t kHintSlack = 2;   // of the writers of a tensor, one in so many need not be done

@@ -77,37 +77,40 @@ struct RowsPanel : Panel {
       if (has_gain()) add_squares(row, sum, chunk == 0);
     }
   }
-
 };
 
 // A group's rows of x on their way to the panel. What a lane asks for at a time is a *batch*: its
 // kLaneColumns columns of every row, of so many pages as make 16 bytes a row.
 class RowsInput {
  public:
-  __device__ __forceinline__ RowsInput(const RowsPanel& panel, const ProductInput& input)
-      : panel_(panel), input_(input) {}
+  __device__ __forceinline__ RowsInput(const Stage& stage, const ProductInput& input,
+                                       const Consumer& consumer)
+      : stage_(stage), input_(input), consumer_(consumer) {}
 
   // Turn to a group of rows.
   __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
     first_row_ = first_row;
     rows_ = rows;
-    x_row_ = rows > 0 ? panel_.x_row(first_row + lane_index() % rows) : 0;
+    x_row_ = rows > 0 ? panel().x_row(first_row + lane_index() % rows) : 0;
   }
 
   // Fill the panel with the chunk.
   __device__ __forceinline__ void fill(uint32_t chunk) const {
     // All of this warp must be done with what was there.
     __syncwarp();
-    const bool tagged = is_tagged(panel_.x()), f32 = is_f32(panel_.x());
-    if (program::kAnyRaggedK || is_rare()) {
-      panel_.fill_ragged(first_row_, rows_, chunk);
+    const RowsPanel panel = this->panel();
+    const bool tagged = is_tagged(panel.x()), f32 = is_f32(panel.x());
+    if (program::kAnyRaggedK || (program::kAnyNormalisedBf16 && panel.has_gain() && !f32)) {
+      // A bfloat16 input that is normalised is not worth code of its own.
+      panel.fill_ragged(first_row_, rows_, chunk);
     } else {
       // Only the kinds of input that the program has.
       if (program::kAnyInputs & 8 && tagged && f32)
-        panel_.fill<true, kInputBatch>(first_row_, rows_, chunk);
+        panel.fill<true, kInputBatch>(first_row_, rows_, chunk);
       if (program::kAnyInputs & 2 && tagged && !f32)
-        panel_.fill<false, 2 * kInputBatch>(first_row_, rows_, chunk);
-      with_kind([&]<bool kF32>() { fill<kF32>(chunk); });
+        panel.fill<false, 2 * kInputBatch>(first_row_, rows_, chunk);
+      if (program::kAnyInputs & 4 && !tagged && f32) fill<true>(panel, chunk);
+      if (program::kAnyInputs & 1 && !tagged && !f32) fill<false>(panel, chunk);
     }
     __syncwarp();
   }
@@ -116,7 +119,7 @@ class RowsInput {
   static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
   template <bool kF32>
   static constexpr uint32_t kBatchPages =
-      max_of(1, min_of(4 / RawInput<kF32, false>::kWordsIn, kChunkPages));
+      kF32Weights ? 1 : max_of(1, min_of(4 / RawInput<kF32, false>::kWordsIn, kChunkPages));
 
   struct Batch {
     uint32_t words[kGroupRows][4];  // by number in the order of this lane
@@ -138,20 +141,8 @@ class RowsInput {
     }
   };
 
-  // A bfloat16 input that is normalised: not worth code of its own.
-  __device__ __forceinline__ bool is_rare() const {
-    return program::kAnyNormalisedBf16 && panel_.has_gain() && !is_tagged(panel_.x()) &&
-           !is_f32(panel_.x());
-  }
-
-  // Call the visitor for the kind of x, if it is not tagged.
-  template <class Visitor>
-  __device__ __forceinline__ void with_kind(Visitor&& visitor) const {
-    if (program::kAnyRaggedK || !(program::kAnyInputs & 5) || is_tagged(panel_.x())) return;
-    const bool f32 = is_f32(panel_.x());
-    if (program::kAnyInputs & 4 && f32) visitor.template operator()<true>();
-    if (program::kAnyInputs & 1 && !f32) visitor.template operator()<false>();
-  }
+  // Made anew where it is wanted, and not kept in registers.
+  __device__ __forceinline__ RowsPanel panel() const { return {stage_, input_, consumer_}; }
 
   // Number i of the rows, in this lane's order, is row i ^ order(). Workers, and the quarters of a
   // warp, take the rows in different orders: the ones not to ask for the same words at the same
@@ -162,21 +153,22 @@ class RowsInput {
   }
 
   // End of the chunk's pages in which this lane's columns exist.
-  __device__ __forceinline__ uint32_t end_page(uint32_t chunk) const {
+  __device__ __forceinline__ uint32_t end_page(const RowsPanel& panel, uint32_t chunk) const {
     const uint32_t end = chunk * kChunkPages + input_.tiling.pages_of(chunk), k = input_.tiling.k;
     if constexpr (!program::kAnyPartialPages) return end;
-    return panel_.column >= k ? 0 : min_of(end, ceil_div(k - panel_.column, kPageColumns));
+    return panel.column >= k ? 0 : min_of(end, ceil_div(k - panel.column, kPageColumns));
   }
 
   // Ask for the batch that begins at this page and does not go beyond `end`.
   template <bool kF32>
-  __device__ __forceinline__ void load(Batch& batch, uint32_t begin, uint32_t end) const {
+  __device__ __forceinline__ void load(const RowsPanel& panel, Batch& batch, uint32_t begin,
+                                       uint32_t end) const {
     constexpr uint32_t kBytes = kF32 ? 4 : 2, kWords = RawInput<kF32, false>::kWordsIn;
-    const Tensor& x = panel_.x();
+    const Tensor& x = panel.x();
     uint32_t column[kBatchPages<kF32>];
 #pragma unroll
     for (uint32_t page = 0; page < kBatchPages<kF32>; ++page)
-      column[page] = begin + page < end ? panel_.column + (begin + page) * kPageColumns : 0;
+      column[page] = begin + page < end ? panel.column + (begin + page) * kPageColumns : 0;
     const uint32_t order = this->order();
 #pragma unroll
     for (uint32_t i = 0; i < kGroupRows; ++i) {
@@ -192,18 +184,19 @@ class RowsInput {
       }
     }
     if constexpr (kGainsAhead && kF32)
-      if (panel_.has_gain() && begin < end)
-        batch.gain = ptx::load_constant2(element_at(panel_.gain(), 0, 0) +
-                                         2 * (panel_.column + begin * kPageColumns));
+      if (panel.has_gain() && begin < end)
+        batch.gain = ptx::load_constant2(element_at(panel.gain(), 0, 0) +
+                                         2 * (panel.column + begin * kPageColumns));
   }
 
   // Put that batch into the panel, from its page `to` on. What becomes of rows that are not live is
   // not looked at.
   template <bool kF32>
-  __device__ __forceinline__ void put(const Batch& batch, uint32_t begin, uint32_t end, uint32_t to,
+  __device__ __forceinline__ void put(const RowsPanel& panel, const Batch& batch, uint32_t begin,
+                                      uint32_t end, uint32_t to,
                                       float (&squares)[kGroupRows]) const {
     constexpr uint32_t kWords = RawInput<kF32, false>::kWordsIn;
-    const bool has_gain = kF32 && panel_.has_gain();
+    const bool has_gain = kF32 && panel.has_gain();
     const uint32_t order = this->order();
 #pragma unroll
     for (uint32_t page = 0; page < kBatchPages<kF32>; ++page) {
@@ -214,15 +207,15 @@ class RowsInput {
         static_assert(kBatchPages<kF32> == 1);
         gain.words.x = batch.gain.x, gain.words.y = batch.gain.y;
       } else if (has_gain) {
-        gain.load(panel_.gain(), panel_.column + (begin + page) * kPageColumns);
+        gain.load(panel.gain(), panel.column + (begin + page) * kPageColumns);
       }
-      const bool f32_gain = has_gain && is_f32(panel_.gain());
+      const bool f32_gain = has_gain && is_f32(panel.gain());
 #pragma unroll
       for (uint32_t i = 0; i < kGroupRows; ++i) {
         const uint32_t row = i ^ order;
-        const uint32_t(&words)[4] = batch.words[i];
+        const uint32_t (&words)[4] = batch.words[i];
         if constexpr (!kF32 && !kF32Weights) {
-          panel_.put_words(to + page, row, words[page * kWords], words[page * kWords + 1]);
+          panel.put_words(to + page, row, words[page * kWords], words[page * kWords + 1]);
           continue;
         }
         RawInput<kF32, false> raw;
@@ -234,36 +227,38 @@ class RowsInput {
           squares[i] = fmaf(value[j], value[j], squares[i]);
           if (has_gain) value[j] *= gain.value(f32_gain, j);
         }
-        panel_.put(to + page, row, value);
+        panel.put(to + page, row, value);
       }
     }
   }
 
   // Two batches take turns: one is on its way while the other is put in.
   template <bool kF32>
-  __device__ __forceinline__ void fill(uint32_t chunk) const {
+  __device__ __forceinline__ void fill(const RowsPanel& panel, uint32_t chunk) const {
     constexpr uint32_t kPages = kBatchPages<kF32>;
     const uint32_t begin = chunk * kChunkPages, pages = input_.tiling.pages_of(chunk);
-    const uint32_t end = end_page(chunk);
+    const uint32_t end = end_page(panel, chunk);
     float squares[kGroupRows] = {};
     Batch batch, other;
     batch.clear();
     other.clear();
-    load<kF32>(batch, begin, end);
+    load<kF32>(panel, batch, begin, end);
 #pragma unroll
     for (uint32_t page = 0; page < kChunkPages; page += 2 * kPages) {
-      if (page + kPages < pages) load<kF32>(other, begin + page + kPages, end);
-      if (page < pages) put<kF32>(batch, begin + page, end, page, squares);
-      if (page + 2 * kPages < pages) load<kF32>(batch, begin + page + 2 * kPages, end);
+      if (page + kPages < pages) load<kF32>(panel, other, begin + page + kPages, end);
+      if (page < pages) put<kF32>(panel, batch, begin + page, end, page, squares);
+      if (page + 2 * kPages < pages) load<kF32>(panel, batch, begin + page + 2 * kPages, end);
       if (page + kPages < pages)
-        put<kF32>(other, begin + page + kPages, end, page + kPages, squares);
+        put<kF32>(panel, other, begin + page + kPages, end, page + kPages, squares);
     }
-    if (kF32 && panel_.has_gain()) add_squares(squares, chunk == 0);
+    if (kF32 && panel.has_gain()) add_squares(panel, squares, chunk == 0);
   }
 
   // Add up the lanes' squares of every row: halve the rows that a lane has three times, then add
   // those of the quarters of the warp.
-  __device__ __forceinline__ void add_squares(float (&squares)[kGroupRows], bool first) const {
+  __device__ __forceinline__ void add_squares(const RowsPanel& panel, float (&squares)[kGroupRows],
+                                              bool first) const {
+    if constexpr (kGroupRows == 1) return panel.add_squares(0, squares[0], first);
     const uint32_t lane = lane_index();
 #pragma unroll
     for (uint32_t left = kGroupRows / 2; left > 0; left /= 2) {
@@ -281,13 +276,14 @@ class RowsInput {
     sum += __shfl_xor_sync(~0u, sum, 8 | 1);
     sum += __shfl_xor_sync(~0u, sum, 16 | 2);
     if (lane >= kGroupRows) return;
-    const uint32_t at = panel_.squares(lane ^ order());
+    const uint32_t at = panel.squares(lane ^ order());
     if (!first) sum += __uint_as_float(ptx::load_shared(at));
     ptx::store_shared(at, __float_as_uint(sum));
   }
 
-  const RowsPanel& panel_;
+  const Stage& stage_;
   const ProductInput& input_;
+  const Consumer& consumer_;
   uint32_t first_row_ = 0, rows_ = 0;
   uint32_t x_row_ = 0;  // lane r knows the row of x of row r of the group, or of a live one
 };
@@ -312,9 +308,9 @@ struct ItemShare {
 
 // Add up the partial sums of an item, and finish it.
 template <class Plan>
-__device__ __forceinline__ void finish_block(Plan& plan, const ProductInput& input,
-                                             const Consumer& consumer, const ItemShare& share,
-                                             bool active, uint32_t first_unit, uint32_t first_row,
+__device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consumer,
+                                             const ItemShare& share, bool active,
+                                             uint32_t first_unit, uint32_t first_row,
                                              const Prefetched& prefetched) {
   constexpr uint32_t kPairs = Plan::kPairs;
   float values[2 * kPairs] = {};
@@ -331,8 +327,7 @@ __device__ __forceinline__ void finish_block(Plan& plan, const ProductInput& inp
       for (uint32_t warp = 0; warp < kNumConsumers; ++warp) {
         sums[warp] = {0, 0};
         if (warp * share.threads + share.part < kNumConsumers)
-          sums[warp] =
-              ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
+          sums[warp] = ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
       }
 #pragma unroll
       for (const ptx::Words2& sum : sums) {
@@ -346,6 +341,7 @@ __device__ __forceinline__ void finish_block(Plan& plan, const ProductInput& inp
 #pragma unroll
     for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
   if (!active || share.part != 0) return;
+  const ProductInput input = plan.input();
   if (input.gain != kNone) {
     const float scale =
         rms_scale(squares_at(consumer.sums.half(), share.row), input.tiling.k, input.eps);
@@ -373,8 +369,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
   dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
   const Tiling& tiling = input.tiling;
   const uint32_t warp = consumer.warp();
-  const RowsPanel panel(stage, input, consumer);
-  RowsInput x(panel, input);
+  RowsInput x(stage, input, consumer);
   const uint32_t groups = num_groups(stage, input), chunks = tiling.chunks();
 
   bool waited = false;
@@ -493,16 +488,14 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
         Plan plan(stage);
         const ItemShare mine = share();
-        finish_block(plan, input, consumer, mine, is_active(mine), first_unit, first_row,
-                     prefetched);
-        if (input.wants_end) plan.consider(best, best_column);
+        finish_block(plan, consumer, mine, is_active(mine), first_unit, first_row, prefetched);
+        plan.consider(best, best_column);
       });
       consumer.sums.advance();
     }
-    if (input.wants_end)
-      dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-        Plan(stage).end_group(consumer, first_row, rows, most, best, best_column);
-      });
+    dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+      Plan(stage).end_group(consumer, first_row, rows, most, best, best_column);
+    });
   }
   if (!waited) consumer.wait_ready();
 }

@@ -50,8 +50,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     const uint32_t column = column_of(item, unit);
     load_bias(in, &Matmul::bias, column, out.value[0], out.value[1]);
     out.number[0] = out.number[1] = in.tag() + 1;
-    if (has_paired_residual() && is_tagged(in[&Matmul::residual]) &&
-        column < in.inst.column_end) {
+    if (has_paired_residual() && is_tagged(in[&Matmul::residual]) && column < in.inst.column_end) {
       const ptx::Words4 words =
           ptx::load_relaxed_tagged2(word_at(in[&Matmul::residual], row, column));
       out.value[2] = __uint_as_float(words.x);
@@ -69,8 +68,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     const uint32_t column = column_of(item, unit);
     if (!has_paired_residual() || is_tagged(in[&Matmul::residual]) || column >= in.inst.column_end)
       return;
-    const ptx::Words2 words =
-        ptx::load_relaxed2(element_at(in[&Matmul::residual], row, column));
+    const ptx::Words2 words = ptx::load_relaxed2(element_at(in[&Matmul::residual], row, column));
     out.value[2] = __uint_as_float(words.x);
     out.value[3] = __uint_as_float(words.y);
     out.number[0] = out.number[1] = in.tag();
