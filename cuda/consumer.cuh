@@ -79,13 +79,9 @@ class Consumer {
     return scratch_at(offset);
   }
 
-  // What the first of all consumers notes of an instruction.
-  __device__ __forceinline__ void begin_notes(const Stage& stage) { notes_.begin(stage); }
-  __device__ __forceinline__ void note(Event event) {
-    if (program::kTrace && threadIdx.x == 0) notes_.add(event);
-  }
-  __device__ __forceinline__ void store_notes() const {
-    if (program::kTrace && threadIdx.x == 0) notes_.store(launch_);
+  __device__ __forceinline__ void note(const Stage& stage, Event event) const {
+    if constexpr (program::kTrace)
+      if (threadIdx.x == 0) megavm::note(launch_, stage, event);
   }
 
   StageCursor stage;
@@ -98,7 +94,6 @@ class Consumer {
   }
 
   const Launch& launch_;
-  Notes notes_;
   uint32_t sync_phase_ = 0;
 };
 

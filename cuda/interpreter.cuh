@@ -49,8 +49,7 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     const Stage& stage = stage_at(consumer.stage.slot);
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
-    consumer.begin_notes(stage);
-    consumer.note(Event::kBegin);
+    consumer.note(stage, Event::kBegin);
     bool is_product = false;
     Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
       if constexpr (IsProduct<Instruction>) {
@@ -69,10 +68,9 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     } else if constexpr (program::kAnyProduct) {
       if (is_product) product_rows<Used>(stage, consumer);
     }
-    if (!kStorerFinishes || !is_product) consumer.note(Event::kEnd);
+    if (!kStorerFinishes || !is_product) consumer.note(stage, Event::kEnd);
     __syncwarp();
     if (lane_index() == 0) consumer.stage.stored().arrive();
-    consumer.store_notes();
     consumer.stage.advance();
   }
 }
@@ -85,15 +83,13 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     const Stage& stage = stage_at(storer.stage.slot);
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
-    storer.begin_notes(stage);
     if constexpr (kStorerFinishes) finish_row<Used>(stage, storer);
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
     if (lane_index() == 0) {
       storer.publish(stage);
-      storer.note(Event::kSignalled);
+      storer.note(stage, Event::kSignalled);
       storer.stage.released().arrive();
-      storer.store_notes();
     }
     storer.stage.advance();
   }

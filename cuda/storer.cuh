@@ -10,9 +10,9 @@ class Storer {
  public:
   __device__ __forceinline__ explicit Storer(const Launch& launch) : launch_(launch) {}
 
-  __device__ __forceinline__ void begin_notes(const Stage& stage) { notes_.begin(stage); }
-  __device__ __forceinline__ void note(Event event) { notes_.add(event); }
-  __device__ __forceinline__ void store_notes() const { notes_.store(launch_); }
+  __device__ __forceinline__ void note(const Stage& stage, Event event) const {
+    megavm::note(launch_, stage, event);
+  }
 
   // Say that the results of an instruction are stored.
   __device__ __forceinline__ void publish(const Stage& stage) const {
@@ -28,7 +28,6 @@ class Storer {
 
  private:
   const Launch& launch_;
-  Notes notes_;
 };
 
 }  // namespace megavm

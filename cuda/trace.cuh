@@ -30,38 +30,4 @@ __device__ __forceinline__ void note(const Launch& launch, const Stage& stage, E
   }
 }
 
-// What one thread notes of an instruction that others wait for. It stays in registers until the
-// instruction is over: stores on the way would make it longer. Nothing where nothing is traced.
-template <bool kTrace>
-class NotesOf {
- public:
-  __device__ __forceinline__ void begin(const Stage& stage) {
-    row_ = static_cast<uint64_t>(stage.trace_row) * kNumEvents;
-#pragma unroll
-    for (uint64_t& time : times_) time = 0;
-  }
-
-  __device__ __forceinline__ void add(Event event) {
-    times_[static_cast<uint32_t>(event)] = ptx::global_timer();
-  }
-
-  __device__ __forceinline__ void store(const Launch& launch) const {
-#pragma unroll
-    for (uint32_t i = 0; i < kNumEvents; ++i)
-      if (times_[i] != 0) launch.trace[row_ + i] = times_[i];
-  }
-
- private:
-  uint64_t row_;
-  uint64_t times_[kNumEvents];  // 0: not noted
-};
-template <>
-class NotesOf<false> {
- public:
-  __device__ __forceinline__ void begin(const Stage&) {}
-  __device__ __forceinline__ void add(Event) {}
-  __device__ __forceinline__ void store(const Launch&) const {}
-};
-using Notes = NotesOf<program::kTrace>;
-
 }  // namespace megavm

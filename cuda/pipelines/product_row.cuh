@@ -246,7 +246,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
       }
     }
     consumer.finish_pages(num_early);
-    if (num_early > 0) consumer.note(Event::kArrived);
+    if (num_early > 0) consumer.note(stage, Event::kArrived);
   }
 
   consumer.begin_waiting();
@@ -255,7 +255,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   consumer.wait_sums();
   if (live) x.fill(0);
   consumer.end_waiting();
-  consumer.note(Event::kInputs);
+  consumer.note(stage, Event::kInputs);
 
   UnitSums sums;
   sums.clear();
@@ -284,7 +284,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   };
   const auto take = [&](PageTiles& tiles) {
     page_arrived(consumer.page.slot).wait(consumer.page.phase);
-    consumer.note(Event::kArrived);
+    consumer.note(stage, Event::kArrived);
     tiles.load(consumer.page.address(), warp);
     consumer.finish(consumer.page);
     consumer.page.advance();
@@ -327,7 +327,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
       unit = 0;
     }
     // Hand over the sums of the block.
-    if (first_unit + kBlockUnits >= units) consumer.note(Event::kComputed);
+    if (first_unit + kBlockUnits >= units) consumer.note(stage, Event::kComputed);
     __syncwarp();
     if (lane_index() == 0) consumer.sums.arrived().arrive();
     consumer.sums.advance();
@@ -389,7 +389,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       storer.sums.advance();
     }
     if (input.wants_end && live) plan.end_row(row, best, best_column);
-    if (lane_index() == 0) storer.note(Event::kEnd);
+    if (lane_index() == 0) storer.note(stage, Event::kEnd);
   });
 }
 

@@ -429,7 +429,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           carry_squares(consumer);
         if (!waited) consumer.end_waiting();
         waited = true;
-        if (first_unit == 0 && chunk == 0) consumer.note(Event::kInputs);
+        if (first_unit == 0 && chunk == 0) consumer.note(stage, Event::kInputs);
         UnitSums sums;
         sums.clear();
         uint32_t page = 0, unit = 0;
@@ -444,7 +444,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         };
         const auto take = [&](PageTiles& tiles) {
           page_arrived(consumer.page.slot).wait(consumer.page.phase);
-          consumer.note(Event::kArrived);
+          consumer.note(stage, Event::kArrived);
           tiles.load(consumer.page.address(), warp);
           consumer.finish(consumer.page);
           consumer.page.advance();
@@ -484,7 +484,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         }
       }
       consumer.sync();
-      if (first_unit + kBlockUnits >= tiling.units) consumer.note(Event::kComputed);
+      if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
         Plan plan(stage);
         const ItemShare mine = share();

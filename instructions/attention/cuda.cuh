@@ -404,13 +404,13 @@ struct FastAttention {
         if (!ready) consumer.wait_ready();
         State state;
         start(in, row, head, span.newest && warp == 0, state);
-        if (!ready) consumer.note(Event::kInputs);
+        if (!ready) consumer.note(in.stage, Event::kInputs);
         ready = true;
 #pragma unroll 1
         for (uint32_t begin = 0; begin < pages; begin += kRounds * kPagesPerRound) {
           const uint32_t count = min_of(kRounds * kPagesPerRound, pages - begin);
           consumer.wait_pages(count);
-          consumer.note(Event::kArrived);
+          consumer.note(in.stage, Event::kArrived);
           const uint32_t first = warp % kWarpsPerPage * kWarpTokens;
           PageCursor cursor = consumer.page;
           cursor.advance(warp / kWarpsPerPage);
@@ -426,7 +426,7 @@ struct FastAttention {
           if (tokens[0] > 0) attend(addresses, first, tokens, scale, state);
           consumer.finish_pages(count);
         }
-        consumer.note(Event::kComputed);
+        consumer.note(in.stage, Event::kComputed);
         finish(in, consumer, row, head, state);
       }
     }

@@ -26,7 +26,7 @@ struct Kernel<AttentionMerge> : NoPages {
   // comes in one round trip; lane i has the score of split i of the batch.
   template <bool kTagged>
   static __device__ __forceinline__ void merge_heads(const Operands<AttentionMerge>& in,
-                                                     Consumer& consumer, uint32_t rows) {
+                                                     const Consumer& consumer, uint32_t rows) {
     const uint32_t warp = consumer.warp();
     const AttentionMerge& inst = in.inst;
     const Tensor& partial = in[&AttentionMerge::partial];
@@ -88,7 +88,7 @@ struct Kernel<AttentionMerge> : NoPages {
             stop_at_tag(in.word(&AttentionMerge::partial), row, wrong, found, tag);
           }
         }
-        if (item == warp && first == 0) consumer.note(Event::kInputs);
+        if (item == warp && first == 0) consumer.note(in.stage, Event::kInputs);
         const float m = has_score ? __uint_as_float(score.x) : -kInfinity;
         const float before = highest;
         highest = fmaxf(highest, largest_of_warp(m));
