@@ -89,26 +89,24 @@ class RowsInput {
 
   // Turn to a group of rows.
   __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
-    first_row_ = first_row;
-    rows_ = rows;
     x_row_ = rows > 0 ? panel().x_row(first_row + lane_index() % rows) : 0;
   }
 
-  // Fill the panel with the chunk.
-  __device__ __forceinline__ void fill(uint32_t chunk) const {
+  // Fill the panel with a chunk of the rows that were turned to.
+  __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
     // All of this warp must be done with what was there.
     __syncwarp();
     const RowsPanel panel = this->panel();
     const bool tagged = is_tagged(panel.x()), f32 = is_f32(panel.x());
     if (program::kAnyRaggedK || (program::kAnyNormalisedBf16 && panel.has_gain() && !f32)) {
       // A bfloat16 input that is normalised is not worth code of its own.
-      panel.fill_ragged(first_row_, rows_, chunk);
+      panel.fill_ragged(first_row, rows, chunk);
     } else {
       // Only the kinds of input that the program has.
       if (program::kAnyInputs & 8 && tagged && f32)
-        panel.fill<true, kInputBatch>(first_row_, rows_, chunk);
+        panel.fill<true, kInputBatch>(first_row, rows, chunk);
       if (program::kAnyInputs & 2 && tagged && !f32)
-        panel.fill<false, 2 * kInputBatch>(first_row_, rows_, chunk);
+        panel.fill<false, 2 * kInputBatch>(first_row, rows, chunk);
       if (program::kAnyInputs & 4 && !tagged && f32) fill<true>(panel, chunk);
       if (program::kAnyInputs & 1 && !tagged && !f32) fill<false>(panel, chunk);
     }
@@ -284,7 +282,6 @@ class RowsInput {
   const Stage& stage_;
   const ProductInput& input_;
   const Consumer& consumer_;
-  uint32_t first_row_ = 0, rows_ = 0;
   uint32_t x_row_ = 0;  // lane r knows the row of x of row r of the group, or of a live one
 };
 
@@ -368,14 +365,12 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
   float best = -kInfinity;
   dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
   const Tiling& tiling = input.tiling;
-  const uint32_t warp = consumer.warp();
   RowsInput x(stage, input, consumer);
-  const uint32_t groups = num_groups(stage, input), chunks = tiling.chunks();
 
   bool waited = false;
 
 #pragma unroll 1
-  for (uint32_t group = 0; group < groups; ++group) {
+  for (uint32_t group = 0; group < num_groups(stage, input); ++group) {
     const uint32_t first_row = input.row_begin + group * kGroupRows;
     const uint32_t end = live_end(stage, input);
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
@@ -394,7 +389,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           Plan(stage).prefetch(mine.item, first_unit, first_row + mine.row, prefetched);
         });
 #pragma unroll 1
-      for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
+      for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
         const uint32_t pages = tiling.pages_of(chunk);
         // Take the pages of weights that are there into registers, while the input is not.
         // NOTE: every register is written on every path: one that keeps its old value somewhere
@@ -407,7 +402,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           early[i].clear();
           if (i == num_early && i < units * pages &&
               has_arrived(consumer.page, paired && i % 2 == 0)) {
-            early[i].load(consumer.page.address(), warp);
+            early[i].load(consumer.page.address(), consumer.warp());
             consumer.finish(consumer.page);
             consumer.page.advance();
             num_early = i + 1;
@@ -423,8 +418,8 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
             dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
               Plan(stage).prefetch_ready(mine.item, first_unit, first_row + mine.row, prefetched);
             });
-        if (chunks > 1 || first_unit == 0)
-          x.fill(chunk);
+        if (tiling.chunks() > 1 || first_unit == 0)
+          x.fill(first_row, rows, chunk);
         else if (input.gain != kNone)
           carry_squares(consumer);
         if (!waited) consumer.end_waiting();
@@ -435,9 +430,9 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         uint32_t page = 0, unit = 0;
         const auto add = [&](const PageTiles& tiles) {
           sums.add(tiles, consumer.scratch() + page * kTilesPerPage * kGroupRows * kTileRowBytes,
-                   warp, tiling.tiles_of(chunk * kChunkPages + page));
+                   consumer.warp(), tiling.tiles_of(chunk * kChunkPages + page));
           if (++page == pages) {
-            sums.flush(partials_at(consumer.sums.half(), unit, warp), chunk > 0);
+            sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
             page = 0;
             ++unit;
           }
@@ -445,7 +440,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         const auto take = [&](PageTiles& tiles) {
           page_arrived(consumer.page.slot).wait(consumer.page.phase);
           consumer.note(stage, Event::kArrived);
-          tiles.load(consumer.page.address(), warp);
+          tiles.load(consumer.page.address(), consumer.warp());
           consumer.finish(consumer.page);
           consumer.page.advance();
         };
@@ -453,10 +448,10 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
             sums.add_pair(first, second,
                           consumer.scratch() + page * kTilesPerPage * kGroupRows * kTileRowBytes,
-                          warp, tiling.tiles_of(chunk * kChunkPages + page + 1));
+                          consumer.warp(), tiling.tiles_of(chunk * kChunkPages + page + 1));
             page += 2;
             if (page == pages) {
-              sums.flush(partials_at(consumer.sums.half(), unit, warp), chunk > 0);
+              sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
               page = 0;
               ++unit;
             }
