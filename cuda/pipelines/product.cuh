@@ -287,8 +287,10 @@ struct Panel {
     // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
     const uint32_t lane = ptx::thread_index() % kLanes;
     tile = lane / 8 * kNumConsumers + consumer.warp();
-    // Half of the lanes store their second word first: into other banks than the first half.
-    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4 + lane / 16 * 8;
+    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
+    // Half of the lanes store their second word first: into other banks than the first half. For
+    // one row that costs more than it brings.
+    if constexpr (!kSingleRow && !kF32Weights) in_tile += lane / 16 * 8;
     column = tile * kTileColumns + lane % 8 * kLaneColumns;
   }
 
@@ -326,7 +328,7 @@ struct Panel {
   // The same for a lane's columns as two words of bfloat16.
   __device__ __forceinline__ void put_words(uint32_t page, uint32_t row, uint32_t low,
                                             uint32_t high) const {
-    const bool swap = in_tile & 8;
+    const bool swap = !kSingleRow && in_tile & 8;
     ptx::store_shared(address(page, row), swap ? high : low);
     ptx::store_shared(address(page, row) ^ 8, swap ? low : high);
   }
