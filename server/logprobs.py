@@ -1,0 +1,81 @@
+"""Log-probabilities in the two shapes that OpenAI's clients know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from megavm.scheduler.logprobs import TokenLogprobs
+
+LEAST: Final = -9999.0  # in the place of -inf, which JSON lacks
+
+TokenText = Callable[[int], str]
+
+
+def finite(logprob: float) -> float:
+    """A log-probability that JSON can hold; NaN is the least, too."""
+    return logprob if logprob > LEAST else LEAST
+
+
+class CompletionLogprobs:
+    """`logprobs` of a completion: parallel lists over its tokens.
+
+    `offset` is that of the first token in the text. Of several tokens with the same text the most
+    likely one is listed among the alternatives.
+    """
+
+    def __init__(self, token_text: TokenText, offset: int = 0) -> None:
+        self._token_text = token_text
+        self._offset = offset
+
+    def object(self, entries: Iterable[TokenLogprobs | int]) -> dict[str, Any]:
+        """The object of the tokens that follow; a bare token id is a token without a value."""
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
+        for entry in entries:
+            if isinstance(entry, TokenLogprobs):
+                text = self._token_text(entry.token_id)
+                value = finite(entry.logprob)
+                values.append(value)
+                tops.append(self._top(entry, text, value))
+            else:
+                text = self._token_text(entry)
+                values.append(None)
+                tops.append(None)
+            tokens.append(text)
+            offsets.append(self._offset)
+            self._offset += len(text)
+        return {
+            "tokens": tokens,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+    def _top(self, entry: TokenLogprobs, text: str, value: float) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for token, logprob in entry.top:
+            top.setdefault(self._token_text(token), finite(logprob))
+        top.setdefault(text, value)
+        return top
+
+
+def chat_logprobs(entries: Iterable[TokenLogprobs], token_text: TokenText) -> dict[str, Any]:
+    """`logprobs` of a chat completion: an object for every token."""
+
+    def one(token: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token)
+        # A part of a character has bytes that its text does not show.
+        known = list(text.encode()) if "\ufffd" not in text else None
+        return {"token": text, "logprob": finite(logprob), "bytes": known}
+
+    content = [
+        {
+            **one(entry.token_id, entry.logprob),
+            "top_logprobs": [one(token, logprob) for token, logprob in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
