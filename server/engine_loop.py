@@ -14,7 +14,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from megavm.server.errors import ApiError, failed
 from megavm.server.logs import logger
@@ -245,7 +245,7 @@ class EngineLoop:
         self._observer.step(deltas, time.perf_counter() - begin)
         told: dict[Generation, None] = {}
         for delta in deltas:
-            generation, first = delta.request.id  # type: ignore[misc]
+            generation, first = cast(tuple[Generation, int], delta.request.id)
             self._finished += delta.finish_reason is not None
             if generation.add(first + delta.index, delta):
                 told[generation] = None
@@ -286,9 +286,7 @@ def _wake(generations: Sequence[Generation]) -> None:
         generation.wake()
 
 
-def _settle(
-    future: asyncio.Future[Result], result: Result, error: BaseException | None
-) -> None:
+def _settle(future: asyncio.Future[Result], result: Result, error: BaseException | None) -> None:
     if future.done():  # whoever waited has been cancelled
         return
     if error is not None:

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients understand them: a status and {"error": {message, type, param, code}}."""
+"""Errors as OpenAI's clients understand them: a status, and an object under "error"."""
 
 from __future__ import annotations
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 from megavm.scheduler.logprobs import TokenLogprobs
+from megavm.tokenizer import Tokenizer
 
 LEAST: Final = -9999.0  # in the place of -inf, which JSON lacks
-
-TokenText = Callable[[int], str]
 
 
 def finite(logprob: float) -> float:
@@ -20,13 +19,14 @@ def finite(logprob: float) -> float:
 class CompletionLogprobs:
     """`logprobs` of a completion: parallel lists over its tokens.
 
-    `offset` is that of the first token in the text. Of several tokens with the same text the most
-    likely one is listed among the alternatives.
+    Control tokens take no room in the text. Of several tokens with the same text the most likely
+    one is listed among the alternatives.
     """
 
-    def __init__(self, token_text: TokenText, offset: int = 0) -> None:
-        self._token_text = token_text
-        self._offset = offset
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._token_text = tokenizer.token_text
+        self._offset = 0
 
     def object(self, entries: Iterable[TokenLogprobs | int]) -> dict[str, Any]:
         """The object of the tokens that follow; a bare token id is a token without a value."""
@@ -35,18 +35,19 @@ class CompletionLogprobs:
         tops: list[dict[str, float] | None] = []
         offsets: list[int] = []
         for entry in entries:
+            token = entry.token_id if isinstance(entry, TokenLogprobs) else entry
+            text = self._token_text(token)
             if isinstance(entry, TokenLogprobs):
-                text = self._token_text(entry.token_id)
                 value = finite(entry.logprob)
                 values.append(value)
                 tops.append(self._top(entry, text, value))
             else:
-                text = self._token_text(entry)
                 values.append(None)
                 tops.append(None)
             tokens.append(text)
             offsets.append(self._offset)
-            self._offset += len(text)
+            if not self._tokenizer.is_special(token):
+                self._offset += len(text)
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -62,11 +63,11 @@ class CompletionLogprobs:
         return top
 
 
-def chat_logprobs(entries: Iterable[TokenLogprobs], token_text: TokenText) -> dict[str, Any]:
+def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """`logprobs` of a chat completion: an object for every token."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token)
+        text = tokenizer.token_text(token)
         # A part of a character has bytes that its text does not show.
         known = list(text.encode()) if "\ufffd" not in text else None
         return {"token": text, "logprob": finite(logprob), "bytes": known}

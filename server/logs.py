@@ -7,10 +7,13 @@ import json
 import logging
 import re
 import sys
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 logger: Final = logging.getLogger("megavm.server")
 
+NOTICE: Final = 25  # what is said even where requests are not logged
+NOTES: Final = "megavm.notes"  # key of an ASGI scope
 _PLAIN: Final = re.compile(r"[\w.:/@+,\[\]-]+", re.ASCII)
 
 
@@ -33,8 +36,14 @@ def log(level: int, event: str, **fields: object) -> None:
     logger.log(level, event, extra={"fields": fields})
 
 
+def note(scope: MutableMapping[str, Any], **fields: object) -> None:
+    """Add fields to the line that is written when the request of an ASGI scope has ended."""
+    scope.setdefault(NOTES, {}).update(fields)
+
+
 def configure(level: int) -> None:
     """Send megavm's and uvicorn's records to stderr."""
+    logging.addLevelName(NOTICE, "NOTICE")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter())
     for name, least in (("megavm", level), ("uvicorn", logging.WARNING)):

@@ -6,14 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    ValidationError,
-    WithJsonSchema,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 from starlette.requests import Request
 
@@ -25,7 +18,7 @@ MAX_STOP_LENGTH: Final = 256
 DEFAULT_MAX_TOKENS: Final = 16  # of a completion, as OpenAI's
 _SEEDS: Final = 1 << 63
 
-# Fields that change the answer and that this server cannot do, with the values that ask for nothing.
+# Fields that change the answer in ways unknown here, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "audio": (),
     "chat_template": (),
@@ -64,9 +57,14 @@ _HARMLESS: Final = {
 }
 _NOTHING: Final[tuple[object, ...]] = (None, False, "", [], {})
 
-# A list with a million wrong items is one error, not a million.
-TokenIds = Annotated[list[int], FailFast()]
-Messages = Annotated[list[dict[str, Any]], FailFast(), Field(min_length=1)]
+
+def _list(items: dict[str, Any], **rest: Any) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "items": items, **rest})
+
+
+# What may be long is checked where it is used, and not item by item before.
+TokenIds = Annotated[Any, _list({"type": "integer"})]
+Messages = Annotated[Any, _list({"type": "object", "required": ["role"]}, minItems=1)]
 Prompt = Annotated[
     Any,
     WithJsonSchema(
@@ -130,7 +128,7 @@ class GenerationRequest(Body):
     frequency_penalty: float | None = None
     seed: int | None = None
     stop: Stop = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: TokenIds = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
@@ -285,7 +283,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
+    messages: Messages = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -295,7 +293,7 @@ class DetokenizeRequest(Body):
     """The body of POST /detokenize."""
 
     model: str | None = None
-    tokens: TokenIds
+    tokens: TokenIds = Field()
 
 
 class ProfileRequest(Body):
@@ -366,6 +364,17 @@ def read_prompts(prompt: Any) -> list[str | list[int]]:
                 "prompt",
             )
     return list(prompts)
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation; the chat template looks into them.
+
+    Raises:
+        ApiError: there is none, or they are no objects.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages must be a list of at least one message", "messages")
+    return messages
 
 
 def check_model(name: str | None, names: tuple[str, ...]) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megavm.server.engine_loop import EngineLoop, Generation
 from megavm.server.errors import bad_request, queue_full, unavailable
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from megavm.scheduler.step import Ints
     from megavm.tokenizer import Message, Tokenizer
 
+Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
 _SHORT_TEXT: Final = 4096  # characters that are read at once and not in a thread
@@ -202,45 +203,49 @@ class Service:
         blocks = llm.engine.blocks
         return min(llm.max_model_len, blocks.num_blocks * blocks.block_size + 1)
 
-    async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+    async def encode(
+        self, text: str, field: str | None, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a text, which `field` of a request holds.
 
         Raises:
             ApiError: the text cannot be encoded.
         """
-        return await self._read(text, self.tokenizer.encode, text, add_special_tokens)
+        encode = self.tokenizer.encode
+        return await self._read(len(text), field, encode, text, add_special_tokens)
 
-    async def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, control tokens included.
+    async def decode(
+        self, ids: Sequence[int], field: str, skip_special_tokens: bool = False
+    ) -> str:
+        """The text of token ids, which `field` of a request holds.
 
         Raises:
             ApiError: an id is none.
         """
-        return await self._read(ids, self.tokenizer.decode, ids, False)
+        return await self._read(len(ids), field, self.tokenizer.decode, ids, skip_special_tokens)
 
-    async def _read(self, size: str | Sequence[int], function: Callable[..., Any], *given: Any) -> Any:
+    async def _read(
+        self, size: int, field: str | None, function: Callable[..., Result], *given: object
+    ) -> Result:
+        """Call a function whose time depends on `size`, in a thread if that is much."""
         try:
-            if len(size) <= _SHORT_TEXT:
+            if size <= _SHORT_TEXT:
                 return function(*given)
-            return await asyncio.get_running_loop().run_in_executor(self._reader, function, *given)
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._reader, function, *given)
         except ValueError as error:
-            raise bad_request(str(error)) from error
+            raise bad_request(str(error), field) from error
 
     async def render_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool = True
+        self, messages: Sequence[Message], add_generation_prompt: bool, size: int
     ) -> str:
-        """The prompt that the chat template makes of messages.
+        """The prompt that the chat template makes of messages, of about `size` characters.
 
         Raises:
             ApiError: it does not.
         """
-        tokenizer = self.tokenizer
-        try:
-            return await asyncio.get_running_loop().run_in_executor(
-                self._reader, tokenizer.chat_prompt, messages, add_generation_prompt
-            )
-        except ValueError as error:
-            raise bad_request(str(error), "messages") from error
+        render = self.tokenizer.chat_prompt
+        return await self._read(size, "messages", render, messages, add_generation_prompt)
 
     def generation(
         self,
@@ -282,5 +287,3 @@ class Service:
         """Forget a generation and abort what has not ended."""
         if self._loop is not None:
             self._loop.close(generation)
-
-

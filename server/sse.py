@@ -14,6 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from megavm.server.engine_loop import Batch, Generation
 from megavm.server.errors import ApiError, timed_out
+from megavm.server.logs import note
 
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {
@@ -22,7 +23,7 @@ _HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 _LAST_WORD_SECONDS: Final = 5.0  # for the event that says why a stream ends
-_HOLE: Final = "\0"  # what JSON text cannot contain as it is
+_HOLE: Final = "\0"  # stands for the text of an event, where no other can be
 
 Result = TypeVar("Result")
 
@@ -44,39 +45,26 @@ class Renderer(Protocol):
 
 
 class Template:
-    """The events of one continuation, ready but for text and finish reason.
+    """Events that differ in one text: `content` makes the object of an event from it."""
 
-    `event` makes the object of an event from the two.
-    """
+    def __init__(self, content: Callable[[str], dict[str, Any]]) -> None:
+        self._head, self._tail = line(content(_HOLE)).split(encode_basestring_ascii(_HOLE))
 
-    def __init__(self, event: Callable[[str, str | None], dict[str, Any]]) -> None:
-        self._event = event
-        head, tail = _line(event(_HOLE, None)).split(encode_basestring_ascii(_HOLE))
-        self._head, self._tail = head, tail
-
-    def token(self, text: str) -> str:
-        """The event of a token that is not the last."""
+    def line(self, text: str) -> str:
+        """The event of a text."""
         return self._head + encode_basestring_ascii(text) + self._tail
 
-    def last(self, text: str, finish_reason: str) -> str:
-        """The event of the last token."""
-        return _line(self._event(text, finish_reason))
 
-
-def _line(event: dict[str, Any]) -> str:
+def line(content: dict[str, Any]) -> str:
+    """One event, with the blank line that ends it."""
     # Escaped beyond ASCII: some clients take U+2028 and its like for ends of lines.
-    return f"data: {json.dumps(event, allow_nan=False, separators=(',', ':'))}\n\n"
-
-
-def event(content: dict[str, Any]) -> bytes:
-    """One event that is not made from a template."""
-    return _line(content).encode()
+    return f"data: {json.dumps(content, allow_nan=False, separators=(',', ':'))}\n\n"
 
 
 class EventStream(Response):
     """Streams a generation: events as they come, [DONE] last, whatever happens.
 
-    `close` is called with the generation when the stream ends or the client goes away; `timeout`
+    `close` is called when the stream ends or the client goes away; `timeout`
     is in seconds, for the whole stream.
     """
 
@@ -84,7 +72,7 @@ class EventStream(Response):
         self,
         generation: Generation,
         renderer: Renderer,
-        close: Callable[[Generation], None],
+        close: Callable[[], None],
         timeout: float,
     ) -> None:
         super().__init__(headers=_HEADERS)
@@ -96,25 +84,27 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._answer(send))
+            await until_disconnect(receive, self._answer(scope, send))
         finally:
-            self._close(self._generation)
+            self._close()
 
-    async def _answer(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        )
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async with asyncio.timeout(self._timeout):
                 await self._send_events(send)
             last = self._renderer.end()
         except TimeoutError:
-            last = event(timed_out(self._timeout).body())
+            last = self._failure(scope, timed_out(self._timeout))
         except ApiError as error:
-            last = event(error.body())
+            last = self._failure(scope, error)
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_SECONDS):
                 await send({"type": "http.response.body", "body": last + DONE})
+
+    def _failure(self, scope: Scope, error: ApiError) -> bytes:
+        note(scope, error=error.message)
+        return line(error.body()).encode()
 
     async def _send_events(self, send: Send) -> None:
         render = self._renderer.render
