@@ -66,6 +66,11 @@ class Generation:
         self._error: ApiError | None = None
         self.closed = False
 
+    @property
+    def finished(self) -> bool:
+        """Whether all sequences have ended and their deltas were taken."""
+        return not self._missing
+
     async def next_batch(self) -> Batch:
         """What has been generated since the last call; [] when all sequences have ended.
 

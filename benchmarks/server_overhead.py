@@ -1,0 +1,188 @@
+"""What the HTTP server costs beside `LLM.generate`: tokens/s and time to first token, one client.
+
+    python benchmarks/server_overhead.py [--layers 2] [--rounds 7] [--save]
+
+Two models: the shipped one, and a random one with Llama-3.2-1B's layer shapes and vocabulary and
+fewer layers. `megavm serve` runs as a process of its own; the client speaks HTTP over a plain
+socket, one request at a time over one connection. The same prompt and number of tokens go through
+`LLM.generate` and `LLM.stream` in this process, with the same options, round by round in turn.
+
+The server's work and the client's take place while the machine's workers run. Where these have
+all cores, they take them from each other: `cores` of the result counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from environment import save
+from llama_cpu import make_model
+from megavm import LLM, SamplingParams
+
+PROMPT = [5, 200, 31, 77, 450, 12, 99, 1023]
+LIMITS = {"stories": 0.95, "1b": 0.98}
+TTFT_LIMIT_MS = 5.0
+
+
+@contextlib.contextmanager
+def serving(model: str, *options: str) -> Iterator[http.client.HTTPConnection]:
+    """A connection to a server process that is ready."""
+    command = [sys.executable, "-m", "megavm", "serve", model, "--port", "0", "--quiet", *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if " ready " in line:
+                    break
+                print(line, end="", file=sys.stderr)
+            else:
+                raise RuntimeError("the server has ended")
+            address = line.partition("url=http://")[2].split()[0]
+            host, _, port = address.rpartition(":")
+            yield http.client.HTTPConnection(host, int(port), timeout=300)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+def request(connection: http.client.HTTPConnection, tokens: int, stream: bool) -> dict[str, float]:
+    """Seconds of one completion, and until its first token if it is streamed."""
+    body = {
+        "prompt": PROMPT,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    begin = time.perf_counter()
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    response = connection.getresponse()
+    first = None
+    if stream:
+        events = 0
+        for line in response:
+            if line.startswith(b"data: {"):
+                events += 1
+                first = first or time.perf_counter()
+        response.read()
+        assert events == tokens, f"{events} events for {tokens} tokens"
+    else:
+        assert json.loads(response.read())["usage"]["completion_tokens"] == tokens
+    end = time.perf_counter()
+    return {"seconds": end - begin, "first": (first or end) - begin}
+
+
+def direct(llm: LLM, tokens: int) -> dict[str, float]:
+    """The same without a server."""
+    params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+    begin = time.perf_counter()
+    llm.generate(PROMPT, params)
+    seconds = time.perf_counter() - begin
+    begin = time.perf_counter()
+    stream = llm.stream(PROMPT, params)
+    next(stream)
+    first = time.perf_counter() - begin
+    stream.close()
+    return {"seconds": seconds, "first": first}
+
+
+def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None) -> dict[str, Any]:
+    """Medians of all rounds, and what they say about the server."""
+    options = ["--max-model-len", "1024", "--max-num-seqs", "4"]
+    options += ["--workers", str(workers)] if workers else []
+    direct_times: list[dict[str, float]] = []
+    times: dict[str, list[dict[str, float]]] = {"whole": [], "stream": []}
+    with (
+        serving(model, *options) as connection,
+        LLM(model, max_model_len=1024, max_num_seqs=4, workers=workers) as llm,
+    ):
+        for number in range(rounds + 1):
+            results = {
+                "direct": direct(llm, tokens),
+                "whole": request(connection, tokens, stream=False),
+                "stream": request(connection, tokens, stream=True),
+            }
+            if number == 0:
+                continue  # programs are compiled in the first
+            direct_times.append(results["direct"])
+            for kind, found in times.items():
+                found.append(results[kind])
+        machine, count = llm.runner.machine.name, llm.runner.options(1).workers
+
+    def median(values: list[dict[str, float]], key: str) -> float:
+        return statistics.median(v[key] for v in values)
+
+    rate = tokens / median(direct_times, "seconds")
+    result: dict[str, Any] = {
+        "model": name,
+        "machine": machine,
+        "workers": count,
+        "cores": os.cpu_count(),
+        "tokens": tokens,
+        "rounds": rounds,
+        "generate_tokens_per_second": round(rate, 1),
+    }
+    for kind, found in times.items():
+        served = tokens / median(found, "seconds")
+        result[f"{kind}_tokens_per_second"] = round(served, 1)
+        result[f"{kind}_share"] = round(served / rate, 4)
+    over = median(times["stream"], "first") - median(direct_times, "first")
+    result["ttft_ms"] = round(1e3 * median(times["stream"], "first"), 3)
+    result["ttft_over_engine_ms"] = round(1e3 * over, 3)
+    return result
+
+
+def main() -> int:
+    """Measure, print; 1 if the server costs more than it may."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--layers", type=int, default=2, help="of the model shaped like 1B")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--model", choices=("stories", "1b"), help="this one only")
+    parser.add_argument("--save", action="store_true", help="write results/server_overhead.json")
+    arguments = parser.parse_args()
+    results = []
+    with tempfile.TemporaryDirectory() as directory:
+        wanted = [arguments.model] if arguments.model else list(LIMITS)
+        if "1b" in wanted:
+            make_model(arguments.layers, Path(directory) / "1b")
+        cores = os.cpu_count() or 1
+        for name in wanted:
+            model = name if name == "stories" else str(Path(directory) / name)
+            for workers in dict.fromkeys((None, max(cores - 1, 1))):
+                tokens = 400 if name == "stories" else 32
+                result = measure(name, model, tokens, arguments.rounds, workers)
+                result["share_limit"] = LIMITS[name]
+                if name == "1b":
+                    result["layers"] = arguments.layers
+                results.append(result)
+                print(json.dumps(result))
+    short = [
+        r
+        for r in results
+        if r["whole_share"] < r["share_limit"] or r["ttft_over_engine_ms"] > TTFT_LIMIT_MS
+    ]
+    for result in short:
+        print(f"over the limit: {result['model']} with {result['workers']} workers")
+    if arguments.save:
+        report = {"load_average": os.getloadavg()[0], "ttft_limit_ms": TTFT_LIMIT_MS}
+        print(f"saved {save('server_overhead', {**report, 'results': results})}")
+    return 1 if short else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
