@@ -32,7 +32,10 @@ from megavm.server.service import Service
 from megavm.server.sse import EventStream
 
 LIMIT: Final = 50_000
-PATHS: Final = {"asyncio and h11": ("asyncio", "h11"), "uvloop and httptools": ("uvloop", "httptools")}
+PATHS: Final = {
+    "asyncio and h11": ("asyncio", "h11"),
+    "uvloop and httptools": ("uvloop", "httptools"),
+}
 
 
 class Streams:

@@ -168,8 +168,7 @@ class Engine:
 
         Raises ValueError when it cannot.
         """
-        tokens = self._check_tokens(prompt)
-        length, runner = len(tokens), self.runner
+        length, runner = len(prompt), self.runner
         if length >= runner.max_model_len:
             raise ValueError(
                 f"the prompt has {length} tokens; the context of {runner.max_model_len} must hold"
@@ -188,7 +187,7 @@ class Engine:
             )
         if params.stop_strings and self._new_decoder is None:
             raise ValueError("stop strings need a tokenizer, and there is none: use stop_token_ids")
-        return tokens
+        return self._check_tokens(prompt)
 
     def _check_tokens(self, prompt: TokenIds) -> Ints:
         if len(prompt) == 0:

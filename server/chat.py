@@ -58,10 +58,12 @@ async def chat(request: Request, service: Service) -> Response:
         note(request.scope, messages=body.messages)
     params = body.sampling_params(llm.default_params, service.settings.max_n)
     messages = read_messages(body.messages)
+    service.admit(params.n)
     text = await service.render_chat(
         messages, body.add_generation_prompt is not False, len(await request.body())
     )
     # The template has put the special tokens there.
     ids = await service.encode(text, "messages", add_special_tokens=False)
-    generation = service.generation([ids], params, "messages", whole=not body.stream)
+    prompts = service.check_prompts([ids], params, "messages")
+    generation = service.generation(prompts, params, whole=not body.stream)
     return await respond(request, service, body, ChatAnswer(service, body, generation))

@@ -89,21 +89,23 @@ async def complete(request: Request, service: Service) -> Response:
     llm = service.llm
     body = await read_body(request, CompletionRequest)
     check_model(body.model, service.settings.model_names)
-    prompts = read_prompts(body.prompt)
     if service.settings.log_prompts:
         note(request.scope, prompt=body.prompt)
     params = body.sampling_params(llm.default_params, service.settings.max_n)
     if body.echo and params.logprobs is not None:
         params = replace(params, prompt_logprobs=params.logprobs)
+    prompts = read_prompts(body.prompt, service.max_sequences)
+    service.admit(len(prompts) * params.n)
     ids = [
         await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
         for prompt in prompts
     ]
+    checked = service.check_prompts(ids, params, "prompt")
     texts = None
     if body.echo:
         texts = [
             prompt if isinstance(prompt, str) else await service.decode(prompt, "prompt", True)
             for prompt in prompts
         ]
-    generation = service.generation(ids, params, "prompt", whole=not body.stream)
+    generation = service.generation(checked, params, whole=not body.stream)
     return await respond(request, service, body, CompletionAnswer(service, body, generation, texts))

@@ -346,16 +346,18 @@ def parse_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
         raise invalid_fields(error) from error
 
 
-def read_prompts(prompt: Any) -> list[str | list[int]]:
-    """The prompts of a completion: texts and lists of what are probably token ids.
+def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
+    """The prompts of a completion, at most `most`: texts, and lists of what may be token ids.
 
     Raises:
-        ApiError: there is none.
+        ApiError: there is none, or there are too many.
     """
     if prompt == []:
         raise bad_request("prompt is empty", "prompt")
     many = isinstance(prompt, list) and isinstance(prompt[0], str | list)
     prompts = prompt if many else [prompt]
+    if len(prompts) > most:
+        raise bad_request(f"prompt holds {len(prompts)} prompts, {most} are possible", "prompt")
     for one in prompts:
         if not isinstance(one, str | list):
             raise bad_request(

@@ -247,41 +247,54 @@ class Service:
         render = self.tokenizer.chat_prompt
         return await self._read(size, "messages", render, messages, add_generation_prompt)
 
-    def generation(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams,
-        field: str,
-        *,
-        whole: bool,
-    ) -> Generation:
-        """Queue what a request asks for; `field` of it holds the prompts.
+    @property
+    def max_sequences(self) -> int:
+        """Sequences that may run or wait at the same time."""
+        return self.llm.runner.max_num_seqs + self.settings.max_queue
+
+    def admit(self, sequences: int) -> None:
+        """Check that there is room for as many more sequences.
 
         Raises:
-            ApiError: a prompt cannot be used, or the queue is full.
+            ApiError: the queue is full, or there never is so much room.
         """
-        engine_loop, llm = self.engine_loop, self.llm
-        checked: list[Ints] = []
+        limit, present = self.max_sequences, self.engine_loop.num_sequences
+        if sequences > limit:
+            raise bad_request(
+                f"the request asks for {sequences} completions at once, {limit} are possible"
+            )
+        if present + sequences > limit:
+            raise queue_full(present, limit)
+
+    def check_prompts(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, field: str
+    ) -> list[Ints]:
+        """The prompts, which `field` of a request holds, as the engine takes them.
+
+        Raises:
+            ApiError: one of them cannot be continued.
+        """
+        checked = []
         for i, prompt in enumerate(prompts):
             try:
-                checked.append(llm.engine.validate(prompt, params))
+                checked.append(self.llm.engine.validate(prompt, params))
             except ValueError as error:
                 where = f"{field} {i}: " if len(prompts) > 1 else ""
                 raise bad_request(f"{where}{error}", field) from error
-        generation = Generation(checked, params, whole)
-        self._admit(engine_loop, generation)
-        engine_loop.submit(generation)
-        return generation
+        return checked
 
-    def _admit(self, engine_loop: EngineLoop, generation: Generation) -> None:
-        limit = self.llm.runner.max_num_seqs + self.settings.max_queue
-        if generation.num_sequences > limit:
-            raise bad_request(
-                f"the request asks for {generation.num_sequences} completions at once, this server"
-                f" takes {limit}"
-            )
-        if engine_loop.num_sequences + generation.num_sequences > limit:
-            raise queue_full(engine_loop.num_sequences, limit)
+    def generation(
+        self, prompts: Sequence[Ints], params: SamplingParams, *, whole: bool
+    ) -> Generation:
+        """Queue what a request asks for, with prompts that were checked.
+
+        Raises:
+            ApiError: the queue is full.
+        """
+        self.admit(len(prompts) * params.n)
+        generation = Generation(prompts, params, whole)
+        self.engine_loop.submit(generation)
+        return generation
 
     def close_generation(self, generation: Generation) -> None:
         """Forget a generation and abort what has not ended."""

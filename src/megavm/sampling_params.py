@@ -161,14 +161,14 @@ class SamplingParams:
         ids = self.stop_token_ids
         if ids is None:
             return
+        if isinstance(ids, list | tuple) and len(ids) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids must hold at most {MAX_STOP_TOKENS} token ids, not {len(ids)}"
+            )
         if not isinstance(ids, list | tuple) or not all(
             _is_integer(token) and 0 <= token <= _MAX_TOKEN for token in ids
         ):
             raise ValueError(f"stop_token_ids must hold token ids, not {_short(ids)}")
-        if len(ids) > MAX_STOP_TOKENS:
-            raise ValueError(
-                f"stop_token_ids must hold at most {MAX_STOP_TOKENS} token ids, not {len(ids)}"
-            )
         self._set("stop_token_ids", tuple(int(token) for token in ids))
 
 
