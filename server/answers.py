@@ -27,7 +27,7 @@ class Choice:
     """One continuation, as far as it is known."""
 
     index: int
-    num_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: str | None = None
@@ -45,6 +45,7 @@ class Token:
 
     choice: int
     text: str
+    token_ids: list[int]
     logprobs: TokenLogprobs | None
     is_first: bool
     finish_reason: str | None = None
@@ -68,6 +69,7 @@ class Answer(ABC):
         self.tokenizer = service.tokenizer
         self._model = body.model or service.settings.model_names[0]
         self._created = int(time.time())
+        self._with_ids = bool(body.return_token_ids)
         self._include_usage = body.include_usage
         self._silent = body.wanted_max_tokens() == 0  # one token is generated, and not shown
         self._num_tokens = 0
@@ -116,11 +118,12 @@ class Answer(ABC):
                 choice = choices[index]
                 choice.finish_reason, choice.stop_reason = self._end(delta)
                 if not self._silent:
-                    choice.num_tokens += len(delta.token_ids)
+                    choice.token_ids += delta.token_ids
                     choice.pieces += delta.pieces
                     choice.logprobs += delta.logprobs
-        self._num_tokens = sum(choice.num_tokens for choice in choices)
-        content = self._envelope(self.whole_object, [self.whole_choice(c) for c in choices])
+        self._num_tokens = sum(len(choice.token_ids) for choice in choices)
+        wholes = [{**self.whole_choice(c), **self._ids(c.token_ids)} for c in choices]
+        content = self._envelope(self.whole_object, wholes)
         return {**content, "usage": self.usage}
 
     # As a stream.
@@ -133,7 +136,8 @@ class Answer(ABC):
                 self._num_tokens += len(delta.token_ids)
             template = self._templates.get(index)
             pieces = delta.pieces
-            if template is not None and delta.finish_reason is None and not delta.logprobs:
+            plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
+            if template is not None and plain:
                 lines += map(template.line, pieces)
                 continue
             final = len(pieces) - 1
@@ -142,6 +146,7 @@ class Answer(ABC):
                 token = Token(
                     index,
                     "" if self._silent else piece,
+                    [] if self._silent else delta.token_ids[i : i + 1],
                     delta.logprobs[i] if delta.logprobs and not self._silent else None,
                     template is None,
                     reason,
@@ -158,6 +163,9 @@ class Answer(ABC):
             return b""
         return line({**self._envelope(self.part_object, []), "usage": self.usage}).encode()
 
+    def _ids(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self._with_ids else {}
+
     def _end(self, delta: Delta) -> tuple[str | None, int | str | None]:
         """What ended a continuation, if it has ended."""
         if self._silent and delta.finish_reason is not None:
@@ -165,11 +173,12 @@ class Answer(ABC):
         return delta.finish_reason, delta.stop_reason
 
     def _part(self, token: Token) -> dict[str, Any]:
-        content = self._envelope(self.part_object, [self.part_choice(token)])
+        choice = {**self.part_choice(token), **self._ids(token.token_ids)}
+        content = self._envelope(self.part_object, [choice])
         return {**content, "usage": None} if self._include_usage else content
 
     def _template(self, index: int) -> Template:
-        return Template(lambda text: self._part(Token(index, text, None, is_first=False)))
+        return Template(lambda text: self._part(Token(index, text, [], None, is_first=False)))
 
 
 async def respond(

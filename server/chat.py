@@ -52,6 +52,7 @@ async def chat(request: Request, service: Service) -> Response:
         ApiError: it cannot be answered.
     """
     llm = service.llm
+    service.admit(1)  # what cannot be taken is not looked at
     body = await read_body(request, ChatRequest)
     check_model(body.model, service.settings.model_names)
     if service.settings.log_prompts:

@@ -107,8 +107,10 @@ class Body(BaseModel):
 class StreamOptions(Body):
     """What a stream brings beside its tokens."""
 
-    include_usage: bool | None = Field(None, description="one event with the usage, at the end")
-    continuous_usage_stats: bool | None = Field(None, description="not supported")
+    include_usage: bool | None = Field(
+        default=None, description="one event with the usage, at the end"
+    )
+    continuous_usage_stats: bool | None = Field(default=None, description="not supported")
 
 
 class GenerationRequest(Body):
@@ -134,6 +136,9 @@ class GenerationRequest(Body):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="answer with token ids beside texts"
+    )
 
     # Sampling parameters that are passed on under their own names.
     _PLAIN: ClassVar[tuple[str, ...]] = (
@@ -299,8 +304,8 @@ class DetokenizeRequest(Body):
 class ProfileRequest(Body):
     """The body of POST /v1/profile."""
 
-    steps: int = Field(100, ge=1, le=10_000, description="steps to record")
-    timeout: float = Field(60.0, gt=0, le=600, description="seconds to wait for them")
+    steps: int = Field(default=100, ge=1, le=10_000, description="steps to record")
+    timeout: float = Field(default=60.0, gt=0, le=600, description="seconds to wait for them")
 
 
 def _asks_for_nothing(value: object, others: tuple[object, ...]) -> bool:

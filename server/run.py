@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import signal
 import socket
@@ -24,19 +25,42 @@ _SWITCH_SECONDS: Final = 0.0005  # after which a thread gives way to another tha
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes, then drains; a second signal ends what still runs."""
+    """Serves until a signal comes, then drains; a second signal ends what still runs.
 
-    def __init__(self, config: uvicorn.Config, service: Service, url: str) -> None:
+    `load_model(progress)` makes the LLM; `listener` is an open socket.
+
+    Attributes:
+        service: what the endpoints serve.
+        received: the first signal, if there was one.
+    """
+
+    def __init__(self, load_model: LoadModel, settings: Settings, listener: socket.socket) -> None:
+        app = create_app(load_model, settings)
+        config = uvicorn.Config(
+            app,
+            access_log=False,
+            log_config=None,
+            server_header=False,
+            timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=_CLOSING_SECONDS,
+        )
         super().__init__(config)
+        self.service: Service = app.state.service
         self.received: int | None = None
-        self._service = service
-        self._url = url
+        self._listener = listener
+        self._url = url_of(listener)
         self._signal = asyncio.Event()
         self._again = False
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve until a signal comes or `should_exit` is set."""
+        await super().serve([self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the socket; whoever waits for the model is told how far it is."""
         self._event_loop = asyncio.get_running_loop()
+        # The engine's thread must not wait for long when the machine has ended a step.
+        sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
         log(logging.INFO, "listening", url=self._url)
         self._tasks = [
@@ -53,15 +77,18 @@ class Server(uvicorn.Server):
     def _on_signal(self) -> None:
         self._signal.set()
         if self._again:
-            self._service.abort()
+            self.service.abort()
 
     async def _announce(self) -> None:
         began = time.perf_counter()
-        await self._service.loaded()
-        if self._service.failure is not None:
+        await self.service.loaded()
+        if self.service.failure is not None:
             self.should_exit = True
             return
-        llm, settings = self._service.llm, self._service.settings
+        # What is there now stays: to look through it for garbage would hold up everybody.
+        gc.collect()
+        gc.freeze()
+        llm, settings = self.service.llm, self.service.settings
         blocks = llm.engine.blocks
         log(
             NOTICE,
@@ -79,7 +106,7 @@ class Server(uvicorn.Server):
 
     async def _drain(self) -> None:
         await self._signal.wait()
-        await self._service.drain()
+        await self.service.drain()
         self.should_exit = True
 
 
@@ -93,23 +120,10 @@ def serve(load_model: LoadModel, settings: Settings, host: str, port: int, quiet
         Exception: what `load_model` raises.
     """
     configure(NOTICE if quiet else logging.INFO)
-    listener = listen(host, port)
-    app = create_app(load_model, settings)
-    config = uvicorn.Config(
-        app,
-        access_log=False,
-        log_config=None,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE,
-        timeout_graceful_shutdown=_CLOSING_SECONDS,
-    )
-    service: Service = app.state.service
-    # The engine's thread must not wait for long when the machine has ended a step.
-    sys.setswitchinterval(_SWITCH_SECONDS)
-    server = Server(config, service, url_of(listener))
-    server.run(sockets=[listener])
-    if service.failure is not None:
-        raise service.failure
+    server = Server(load_model, settings, listen(host, port))
+    server.run()
+    if server.service.failure is not None:
+        raise server.service.failure
     return EXIT_INTERRUPTED if server.received == signal.SIGINT else 0
 
 
