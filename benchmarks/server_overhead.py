@@ -139,8 +139,8 @@ def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None
         "tokens": tokens,
         "rounds": rounds,
     }
-    for kind, seconds in times.items():
-        result[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(seconds), 1)
+    for kind, taken in times.items():
+        result[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(taken), 1)
     # Of the same round, so that other work on the machine counts for both.
     for kind in ("whole", "stream"):
         shares = [d / s for d, s in zip(times["direct"], times[kind], strict=True)]

@@ -168,17 +168,20 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
 def _add_state(app: FastAPI, service: Service) -> None:
     @app.get("/health", **_answers())
+    @app.head("/health", include_in_schema=False)
     async def health() -> Response:
         """Whether the server lives: 503 when it is shutting down or cannot go on."""
         status = service.status
         return json_response({"status": status.value}, _STATUS_OF_HEALTH.get(status, 200))
 
     @app.get("/ping", **_answers())
+    @app.head("/ping", include_in_schema=False)
     async def ping() -> Response:
         """The same as /health."""
         return await health()
 
     @app.get("/ready", **_answers())
+    @app.head("/ready", include_in_schema=False)
     async def ready() -> Response:
         """Whether requests are taken: 503 with the progress while the model is being loaded."""
         status = service.status

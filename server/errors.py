@@ -143,6 +143,11 @@ def failed(message: str) -> ApiError:
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
+def fault() -> ApiError:
+    """A mistake of ours, which the log has and the client need not know."""
+    return failed("The server has a fault; its log says which.")
+
+
 def invalid_fields(error: ValidationError | RequestValidationError) -> ApiError:
     """The first of the fields that are not as they should be."""
     first = error.errors()[0]

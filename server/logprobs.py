@@ -16,6 +16,11 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST else LEAST
 
 
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The text of a token; its number, if the model has no tokenizer."""
+    return tokenizer.token_text(token_id) if tokenizer.available else f"token_id:{token_id}"
+
+
 class CompletionLogprobs:
     """`logprobs` of a completion: parallel lists over its tokens.
 
@@ -25,7 +30,6 @@ class CompletionLogprobs:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._token_text = tokenizer.token_text
         self._offset = 0
 
     def object(self, entries: Iterable[TokenLogprobs | int]) -> dict[str, Any]:
@@ -36,7 +40,7 @@ class CompletionLogprobs:
         offsets: list[int] = []
         for entry in entries:
             token = entry.token_id if isinstance(entry, TokenLogprobs) else entry
-            text = self._token_text(token)
+            text = token_text(self._tokenizer, token)
             if isinstance(entry, TokenLogprobs):
                 value = finite(entry.logprob)
                 values.append(value)
@@ -58,7 +62,7 @@ class CompletionLogprobs:
     def _top(self, entry: TokenLogprobs, text: str, value: float) -> dict[str, float]:
         top: dict[str, float] = {}
         for token, logprob in entry.top:
-            top.setdefault(self._token_text(token), finite(logprob))
+            top.setdefault(token_text(self._tokenizer, token), finite(logprob))
         top.setdefault(text, value)
         return top
 
@@ -67,7 +71,7 @@ def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dic
     """`logprobs` of a chat completion: an object for every token."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.token_text(token)
+        text = token_text(tokenizer, token)
         # A part of a character has bytes that its text does not show.
         known = list(text.encode()) if "\ufffd" not in text else None
         return {"token": text, "logprob": finite(logprob), "bytes": known}

@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megavm.server.auth import ApiKeys
-from megavm.server.errors import ApiError, failed, shorten, too_large, unauthorized
+from megavm.server.errors import ApiError, fault, shorten, too_large, unauthorized
 from megavm.server.logs import NOTES, log, logger
 from megavm.server.service import Service
 from megavm.server.sse import ClientDisconnected
@@ -55,7 +55,7 @@ class Gate:
         except (ClientDisconnect, ClientDisconnected):
             status = status or _CLIENT_LEFT
         except Exception as error:
-            answer = error if isinstance(error, ApiError) else failed("The server has a fault.")
+            answer = error if isinstance(error, ApiError) else fault()
             if not isinstance(error, ApiError):
                 logger.exception("a request failed")
             if not status:

@@ -16,7 +16,7 @@ import uvicorn
 
 from megavm.server.app import create_app
 from megavm.server.logs import NOTICE, configure, log
-from megavm.server.service import LoadModel, Service
+from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import KEEP_ALIVE, Settings
 
 EXIT_INTERRUPTED: Final = 130
@@ -54,11 +54,11 @@ class Server(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal comes or `should_exit` is set."""
+        self._event_loop = asyncio.get_running_loop()
         await super().serve([self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Open the socket; whoever waits for the model is told how far it is."""
-        self._event_loop = asyncio.get_running_loop()
         # The engine's thread must not wait for long when the machine has ended a step.
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
@@ -82,7 +82,7 @@ class Server(uvicorn.Server):
     async def _announce(self) -> None:
         began = time.perf_counter()
         await self.service.loaded()
-        if self.service.failure is not None:
+        if self.service.status is not Status.READY:
             self.should_exit = True
             return
         # What is there now stays: to look through it for garbage would hold up everybody.

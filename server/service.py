@@ -40,6 +40,10 @@ class Status(Enum):
     FAILED = "failed"
 
 
+class _Unwanted(Exception):
+    """The server is to end before its model is there."""
+
+
 class Service:
     """One model behind the endpoints. Methods are for the thread of the event loop.
 
@@ -125,6 +129,8 @@ class Service:
         began = time.perf_counter()
         try:
             llm = await asyncio.to_thread(self._load_model, self._report)
+        except _Unwanted:
+            log(logging.INFO, "loading was given up")
         except Exception as error:
             self.failure = error
             self._status = Status.FAILED
@@ -138,6 +144,8 @@ class Service:
             self._ended.set()
 
     def _report(self, phase: str, done: int, total: int) -> None:
+        if self._status is not Status.LOADING:
+            raise _Unwanted
         if self.progress.partition(" (")[0] != phase:
             log(logging.INFO, "loading", phase=phase)
         self.progress = f"{phase} ({done} of {total})" if total > 1 else phase

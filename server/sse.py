@@ -13,8 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megavm.server.engine_loop import Batch, Generation
-from megavm.server.errors import ApiError, timed_out
-from megavm.server.logs import note
+from megavm.server.errors import ApiError, fault, timed_out
+from megavm.server.logs import logger, note
 
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {
@@ -64,8 +64,8 @@ def line(content: dict[str, Any]) -> str:
 class EventStream(Response):
     """Streams a generation: events as they come, [DONE] last, whatever happens.
 
-    `close` is called when the stream ends or the client goes away; `timeout`
-    is in seconds, for the whole stream.
+    `close` is called when the stream ends or the client goes away; `timeout` is in seconds, for
+    the whole stream.
     """
 
     def __init__(
@@ -98,6 +98,9 @@ class EventStream(Response):
             last = self._failure(scope, timed_out(self._timeout))
         except ApiError as error:
             last = self._failure(scope, error)
+        except Exception:
+            logger.exception("a stream failed")
+            last = self._failure(scope, fault())
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_SECONDS):
                 await send({"type": "http.response.body", "body": last + DONE})

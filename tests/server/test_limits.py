@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import re
+import shutil
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -16,6 +19,7 @@ import pytest
 from serving import RunningServer, assert_idle, running, serving, wait_until
 
 from megavm import LLM
+from megavm.scheduler.hub import resolve
 from megavm.server.auth import ApiKeys
 from megavm.server.logs import LineFormatter
 from megavm.server.settings import Settings
@@ -203,6 +207,44 @@ def test_a_server_answers_while_its_model_is_loaded() -> None:
         go_on.set()
         wait_until(lambda: server.get("/ready").status == 200)
         assert server.client().models.list()
+
+
+def test_a_server_that_is_to_end_gives_up_loading() -> None:
+    begun = threading.Event()
+
+    def load(progress: Any) -> LLM:
+        begun.set()
+        for done in range(3000):
+            progress("reading weights", done, 3000)
+            time.sleep(0.01)
+        raise AssertionError("nobody has stopped it")
+
+    with running(load) as server:
+        assert begun.wait(30)
+        asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop).result(30)
+        assert server.get("/health").status == 503
+    assert server.service.failure is None
+
+
+def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path: Path) -> None:
+    for file in Path(resolve("stories")).iterdir():
+        if file.name not in ("tokenizer.json", "tokenizer_config.json"):
+            shutil.copy(file, tmp_path)
+    with running(lambda progress: LLM(tmp_path)) as server:
+        wait_until(lambda: server.get("/ready").status == 200)
+        answer = server.complete(prompt=[5, 6], max_tokens=2, logprobs=1, return_token_ids=True)
+        choice = answer["choices"][0]
+        assert choice["text"] == ""
+        assert choice["logprobs"]["tokens"] == [f"token_id:{i}" for i in choice["token_ids"]]
+        events = server.stream("/v1/completions", prompt=[5, 6], max_tokens=2, ignore_eos=True)
+        assert len(events) == 2
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/completions", {"prompt": [5], "echo": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+            ("/tokenize", {"prompt": "x"}),
+        ):
+            assert server.post(path, body).status == 400
 
 
 def test_a_model_that_cannot_be_loaded_is_said_to_be() -> None:

@@ -10,6 +10,8 @@ import pytest
 from serving import RunningServer
 
 from megavm import LLM, SamplingParams
+from megavm.server.completions import CompletionAnswer
+from megavm.vm.machine import MachineFault
 
 PROMPT = "Once upon a time"
 MESSAGES: Any = [{"role": "user", "content": "Hello"}]
@@ -205,6 +207,39 @@ def test_errors_are_the_classes_of_the_client(server: RunningServer) -> None:
             **GREEDY,
         )
     assert tools.value.param == "tools"
+
+
+def test_a_fault_of_the_machine_is_an_error_of_the_client_and_no_end_of_the_server(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner: Any = server.engine.runner
+    run, left = runner.run, [0]
+
+    def fail_at_last(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise MachineFault("worker 0 gave up")
+        run(*arguments)
+
+    monkeypatch.setattr(runner, "run", fail_at_last)
+    client = server.client()
+    left[0] = 3
+    with pytest.raises(openai.InternalServerError, match="worker 0 gave up"):
+        client.completions.create(prompt=PROMPT, **GREEDY)
+    left[0] = 3
+    stream = client.completions.create(prompt=PROMPT, stream=True, **GREEDY)
+    with pytest.raises(openai.APIError, match="worker 0 gave up"):
+        list(stream)
+    assert server.metric("engine_faults_total") == 2
+    assert client.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+
+
+def test_a_mistake_of_ours_in_a_stream_is_an_error_event(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CompletionAnswer, "render", lambda *_: 1 // 0)
+    with pytest.raises(openai.APIError, match="The server has a fault"):
+        list(server.client().completions.create(prompt=PROMPT, stream=True, **GREEDY))
 
 
 def test_a_request_keeps_its_id(server: RunningServer) -> None:
