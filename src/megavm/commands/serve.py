@@ -24,7 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_names=tuple(arguments.served_model_name or [_name(arguments.model)]),
         api_keys=tuple(arguments.api_key or ()),
         allowed_origins=tuple(arguments.allowed_origin or ()),
-        log_prompts=arguments.log_prompts,
+        log_prompts=bool(arguments.log_prompts),
         **{name: given[name] for name in names if given[name] is not None},
     )
     if not 0 <= arguments.port <= 65535:
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
             **{name: given[name] for name in engine if given[name] is not None},
         )
 
-    return serve(load_model, settings, arguments.host, arguments.port, arguments.quiet)
+    return serve(load_model, settings, arguments.host, arguments.port, bool(arguments.quiet))
 
 
 def _name(model: str) -> str:
