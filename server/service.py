@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
+_USUAL_ROWS: Final = 64  # of a step; the programs of larger ones are compiled when they come
 _SHORT_TEXT: Final = 4096  # characters that are read at once and not in a thread
 _LAST_WORDS_SECONDS: Final = 5.0  # for answers to be sent after the engine has stopped
 
@@ -38,6 +39,11 @@ class Status(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+def _powers_of_two(most: int) -> list[int]:
+    """1, 2, 4 and so on, and `most` itself."""
+    return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 class _Unwanted(Exception):
@@ -128,7 +134,7 @@ class Service:
     async def _load(self) -> None:
         began = time.perf_counter()
         try:
-            llm = await asyncio.to_thread(self._load_model, self._report)
+            llm = await asyncio.to_thread(self._load_and_warm_up)
         except _Unwanted:
             log(logging.INFO, "loading was given up")
         except Exception as error:
@@ -142,6 +148,18 @@ class Service:
             log(logging.INFO, "loaded", seconds=time.perf_counter() - began)
         finally:
             self._ended.set()
+
+    def _load_and_warm_up(self) -> LLM:
+        """The model, with the programs of usual sizes, for which requests need not wait then."""
+        llm = self._load_model(self._report)
+        runner = llm.runner
+        prompts = _powers_of_two(min(runner.max_num_batched_tokens, _USUAL_ROWS))
+        batches = _powers_of_two(min(runner.max_num_seqs, _USUAL_ROWS))
+        sizes = [*((rows, 1) for rows in prompts), *((rows, rows) for rows in batches)]
+        for done, (rows, logit_rows) in enumerate(sizes):
+            self._report("compiling programs", done, len(sizes))
+            runner.program(runner.bucket(rows, logit_rows, 1))
+        return llm
 
     def _report(self, phase: str, done: int, total: int) -> None:
         if self._status is not Status.LOADING:

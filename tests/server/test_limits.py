@@ -209,6 +209,16 @@ def test_a_server_answers_while_its_model_is_loaded() -> None:
         assert server.client().models.list()
 
 
+def test_programs_of_usual_sizes_are_there_before_the_first_request() -> None:
+    with serving(max_num_seqs=6, max_num_batched_tokens=200) as server:
+        runner: Any = server.engine.runner
+        buckets = set(runner._programs)
+        for rows in range(1, 65):
+            assert runner.bucket(rows, 1, 1) in buckets
+        for batch in range(1, 7):
+            assert runner.bucket(batch, batch, 1) in buckets
+
+
 def test_a_server_that_is_to_end_gives_up_loading() -> None:
     begun = threading.Event()
 
