@@ -85,6 +85,7 @@ class EngineCounters:
     """What an engine has done since it was made; seconds are of the host's clock."""
 
     launches: int = 0
+    steps: int = 0
     rows: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
@@ -118,13 +119,12 @@ class Engine:
         self.runner = runner
         self.eos_token_ids = tuple(eos_token_ids)
         self.blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_caching)
-        if runner.max_logit_rows < runner.max_num_seqs:
-            raise ValueError(
-                f"max_logit_rows is {runner.max_logit_rows}, less than max_num_seqs, "
-                f"{runner.max_num_seqs}: every sequence needs its logits"
-            )
         self.planner = Planner(
-            runner.max_num_seqs, runner.max_num_batched_tokens, self.blocks, steps_per_launch
+            runner.max_num_seqs,
+            runner.max_num_batched_tokens,
+            runner.max_logit_rows,
+            self.blocks,
+            steps_per_launch,
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder
@@ -168,8 +168,7 @@ class Engine:
 
         Raises ValueError when it cannot.
         """
-        tokens = self._check_tokens(prompt)
-        length, runner = len(tokens), self.runner
+        length, runner = len(prompt), self.runner
         if length >= runner.max_model_len:
             raise ValueError(
                 f"the prompt has {length} tokens; the context of {runner.max_model_len} must hold"
@@ -188,7 +187,7 @@ class Engine:
             )
         if params.stop_strings and self._new_decoder is None:
             raise ValueError("stop strings need a tokenizer, and there is none: use stop_token_ids")
-        return tokens
+        return self._check_tokens(prompt)
 
     def _check_tokens(self, prompt: TokenIds) -> Ints:
         if len(prompt) == 0:
@@ -354,12 +353,15 @@ class Engine:
             self._ended[slot] = False
         for slot, column, block in plan.new_blocks:
             runner.block_table[slot, column] = block
+        for slot in plan.enabled:
+            runner.sampling_integer[slot, Integer.ENABLED] = 1
 
     def _read(self, plan: Plan) -> None:
         """Take the chosen tokens out of memory before another launch can change them."""
-        step, runner = plan.step, self.runner
-        slots = step.row_sequence[step.logit_row]
-        following = step.row_position[step.logit_row] + 1
+        step, runner, count = plan.step, self.runner, len(plan.samplers)
+        choosing = step.logit_row[:count]
+        slots = step.row_sequence[choosing]
+        following = step.row_position[choosing] + 1
         columns = following[:, None]
         if plan.steps > 1:
             columns = columns + np.arange(plan.steps, dtype=np.int32)[None]
@@ -375,6 +377,8 @@ class Engine:
         for i, sequence in enumerate(plan.samplers):
             if sequence.request.params.logprobs is not None:
                 plan.logits[i] = runner.logits[i].copy()
+        for i in range(count, len(step.logit_row)):
+            plan.logits[i] = runner.logits[i].copy()
 
     def collect(self, plan: Plan) -> list[Delta]:
         """Give the tokens of an executed plan to their sequences; free those that have ended.
@@ -393,12 +397,14 @@ class Engine:
             return ready  # not executed, because the launch before it failed
         counters = self.counters
         counters.launches += 1
+        counters.steps += plan.steps
         counters.rows += plan.step.num_rows * plan.steps
         for i, (sequence, tokens, stopped) in enumerate(
             zip(plan.samplers, plan.tokens.tolist(), plan.stopped.tolist(), strict=True)
         ):
             if sequence.state is not State.FINISHED:
                 ready.append(self._extend(sequence, tokens, stopped, plan.logits.get(i)))
+        self._score(plan)
         counters.collect_seconds += time.perf_counter() - begin
         return ready
 
@@ -419,10 +425,7 @@ class Engine:
             if whole is None:
                 whole = delta
             else:
-                whole.token_ids += delta.token_ids
-                whole.text += delta.text
-                whole.finish_reason, whole.stop_reason = delta.finish_reason, delta.stop_reason
-                whole.error = delta.error
+                whole.extend(delta)
             if self.blocks.prefix_caching:
                 self.planner.publish_decoded(sequence)
             if delta.finish_reason is not None:
@@ -430,6 +433,18 @@ class Engine:
                 break
         assert whole is not None, "a launch has at least one step"
         return whole
+
+    def _score(self, plan: Plan) -> None:
+        """Log-probabilities of the tokens of prompts, from the logits of what is before them."""
+        row = len(plan.samplers)
+        for sequence, begin, end in plan.scored:
+            request = sequence.request
+            prompt, count = request.prompt, request.params.prompt_logprobs or 0
+            assert request.prompt_logprobs is not None, "only prompts that asked for it are scored"
+            for position in range(begin + 1, end + 1):
+                entry = token_logprobs(plan.logits[row], int(prompt[position]), count)
+                request.prompt_logprobs[position] = entry
+                row += 1
 
     def _clear_fault(self, error: Exception) -> None:
         """After a failed launch: end what was running, and rely on nothing that is in memory."""

@@ -35,6 +35,7 @@ class Planner:
         self,
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        max_logit_rows: int,
         blocks: BlockManager,
         steps_per_launch: int = 1,
     ) -> None:
@@ -43,7 +44,13 @@ class Planner:
                 f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_num_seqs, "
                 f"{max_num_seqs}: every sequence needs a row of the step"
             )
+        if max_logit_rows < max_num_seqs:
+            raise ValueError(
+                f"max_logit_rows is {max_logit_rows}, less than max_num_seqs, {max_num_seqs}: every"
+                " sequence needs its logits"
+            )
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_logit_rows = max_logit_rows
         self.blocks = blocks
         self.steps_per_launch = steps_per_launch
         self.waiting: deque[Sequence] = deque()
@@ -238,28 +245,39 @@ class Planner:
         """Chunks of prompts in the rows that decoding leaves, in order of arrival."""
         step = plan.step
         sequences, positions = [step.row_sequence], [step.row_position]
-        logit_rows, samplers = [step.logit_row], list(plan.samplers)
+        logit_rows, score_rows = [step.logit_row], []
+        samplers = list(plan.samplers)
         rows, context = step.num_rows, step.context
         published: list[tuple[Sequence, int, int]] = []
-        budget = self.max_num_batched_tokens
+        budget, logit_budget = self.max_num_batched_tokens, self.max_logit_rows - len(samplers)
         candidates = iter(list(self._prefilling))
-        while rows < budget:
+        while rows < budget and logit_budget:
             sequence = next(candidates, None)
             if sequence is None:
                 sequence = self._admit(plan) if admit else None
                 if sequence is None:
                     break
-            begin = sequence.num_planned
-            end = min(sequence.num_tokens, begin + budget - rows)
+            begin, known = sequence.num_planned, sequence.num_tokens
+            end = min(known, begin + budget - rows)
+            if sequence.scoring and begin < known - 1:
+                # The last row, which chooses, has a step of its own.
+                end = min(end, known - 1, begin + logit_budget)
+                score_rows.append(np.arange(rows, rows + end - begin, dtype=np.int32))
+                plan.scored.append((sequence, begin, end))
+                logit_budget -= end - begin
+            elif sequence.scoring:
+                plan.enabled.append(sequence.slot)
+                sequence.scoring = False
             sequences.append(np.full(end - begin, sequence.slot, dtype=np.int32))
             positions.append(np.arange(begin, end, dtype=np.int32))
             rows += end - begin
             context = max(context, end)
             sequence.num_planned = end
             published.append((sequence, begin, end))
-            if end == sequence.num_tokens:
+            if end == known:
                 logit_rows.append(np.array([rows - 1], dtype=np.int32))
                 samplers.append(sequence)
+                logit_budget -= 1
         # Contents become known only now: rows of one step must not rely on each other's prompts.
         for sequence, begin, end in published:
             self._publish(sequence, begin, end)
@@ -270,7 +288,7 @@ class Planner:
             plan.step = Step(
                 np.concatenate(sequences),
                 np.concatenate(positions),
-                np.concatenate(logit_rows),
+                np.concatenate(logit_rows + score_rows),
                 context,
             )
 
@@ -301,7 +319,7 @@ class Planner:
         blocks = self.blocks
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            if sequence.num_tokens < sequence.expected:
+            if sequence.num_tokens < sequence.expected or sequence.must_wait:
                 return None
             needed = blocks.blocks_for(sequence.num_tokens)
             if needed > blocks.num_blocks:
@@ -319,7 +337,7 @@ class Planner:
     def _match(self, sequence: Sequence) -> list[int] | None:
         """KV blocks that hold its first tokens, or None if more are being computed just now."""
         blocks = self.blocks
-        if not blocks.prefix_caching:
+        if not blocks.prefix_caching or sequence.scoring:
             return []
         # At least one token must be computed, for its logits.
         count = (sequence.num_tokens - 1) // blocks.block_size
@@ -333,7 +351,8 @@ class Planner:
     def _seat(self, sequence: Sequence, known: list[int], needed: int, plan: Plan) -> Sequence:
         blocks = self.blocks
         if blocks.prefix_caching:
-            blocks.counters.queries += (sequence.num_tokens - 1) // blocks.block_size
+            if not sequence.scoring:
+                blocks.counters.queries += (sequence.num_tokens - 1) // blocks.block_size
             blocks.counters.hits += len(known)
             self._computing.update(sequence.digests[len(known) :])
         blocks.share(known)

@@ -43,13 +43,21 @@ class Request:
     sequences: tuple[Sequence, ...] = ()
     times: Times = field(default_factory=Times)
     cached_tokens: int = 0  # of the prompt of the first sequence, found in the prefix cache
+    # Of each token of the prompt but the first, where they are asked for; there with the first
+    # delta of the request.
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt)
 
 
 @dataclass(slots=True)
 class Delta:
     """What one launch added to one sequence.
 
-    ``text`` may lag behind ``token_ids`` (an incomplete character, a possible stop string). The
+    ``pieces`` has the text that each token allowed to hand out, and one piece where there is no
+    token; it may lag behind ``token_ids`` (an incomplete character, a possible stop string). The
     last delta of a sequence carries ``finish_reason``; ``stop_reason`` is the stop string or the
     stop token id that ended it, None for the model's own end of sequence. ``error`` is a sentence
     when the reason is "error".
@@ -58,11 +66,24 @@ class Delta:
     request: Request
     index: int  # which of the request's sequences
     token_ids: list[int]
-    text: str
+    pieces: list[str]
     logprobs: list[TokenLogprobs]
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+
+    @property
+    def text(self) -> str:
+        """All pieces together."""
+        return "".join(self.pieces)
+
+    def extend(self, later: Delta) -> None:
+        """Add what a later step of the same launch brought the same sequence."""
+        self.token_ids += later.token_ids
+        self.pieces += later.pieces
+        self.logprobs += later.logprobs
+        self.finish_reason, self.stop_reason = later.finish_reason, later.stop_reason
+        self.error = later.error
 
 
 class State(Enum):
@@ -94,6 +115,7 @@ class Sequence:
         "output",
         "prompt",
         "request",
+        "scoring",
         "seed",
         "slot",
         "state",
@@ -127,6 +149,8 @@ class Sequence:
         self.digests = digests
         self.num_planned = 0  # positions whose keys and values have been planned
         self.expected = 0  # tokens that the host must know before it can be admitted again
+        # The logits of its whole prompt are still to be computed, before it chooses anything.
+        self.scoring = bool(index == 0 and request.prompt_logprobs and len(self.prompt) > 1)
         self.exhausted = ""  # why it ends at max_output, if that is an error
 
     @property
@@ -138,6 +162,12 @@ class Sequence:
     def last_row(self) -> int:
         """The last position that is ever computed: it chooses the last token."""
         return len(self.prompt) + self.max_output - 2
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether the request's first sequence must be done with the prompt before this begins."""
+        first = self.request.sequences[0]
+        return self is not first and first.scoring and first.state is not State.FINISHED
 
     def token_ids(self) -> Ints:
         """Prompt and output."""
@@ -165,10 +195,10 @@ class Sequence:
         if not self.output and not self.request.times.first_token:
             self.request.times.first_token = time.perf_counter()
         self.output.append(token)
-        delta = Delta(self.request, self.index, [token], "", [logprobs] if logprobs else [])
+        delta = Delta(self.request, self.index, [token], [""], [logprobs] if logprobs else [])
         params, count = self.request.params, len(self.output)
         if self.text is not None and not (stopped and not params.include_stop_str_in_output):
-            delta.text, stop = self.text.push(token, count > params.min_tokens)
+            delta.pieces[0], stop = self.text.push(token, count > params.min_tokens)
             if stop is not None:
                 return self._end(delta, "stop", stop)
         if stopped:
@@ -181,7 +211,7 @@ class Sequence:
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End it from outside."""
-        return self._finish_text(Delta(self.request, self.index, [], "", []), reason, error=error)
+        return self._finish_text(Delta(self.request, self.index, [], [""], []), reason, error=error)
 
     def _finish_text(
         self,
@@ -192,7 +222,7 @@ class Sequence:
     ) -> Delta:
         if self.text is not None:
             rest, stop = self.text.finish()
-            delta.text += rest
+            delta.pieces[-1] += rest
             if stop is not None and reason == "length":
                 return self._end(delta, "stop", stop)
         return self._end(delta, reason, stop_reason, error)
@@ -220,7 +250,7 @@ class Sequence:
         real[Real.FREQUENCY_PENALTY] = params.frequency_penalty
         integer = np.full(INTEGER_COLUMNS, -1, dtype=np.int32)
         seed = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32], dtype=np.uint32).view(np.int32)
-        integer[Integer.ENABLED] = 1
+        integer[Integer.ENABLED] = not self.scoring
         integer[Integer.SEED_LOW : Integer.SEED_HIGH + 1] = seed
         integer[Integer.TOP_K] = max(params.top_k, 0)
         integer[Integer.PROMPT_LENGTH] = len(self.prompt)

@@ -57,13 +57,16 @@ class Plan:
 
     step: Step
     steps: int  # passes of this launch; more than one only for pure decode
-    samplers: tuple[Sequence, ...]  # whose next token each logit row chooses
+    samplers: tuple[Sequence, ...]  # whose next token the first logit rows choose
     generation: int  # faults of the engine before this plan was made
     admissions: list[Admission] = field(default_factory=list)
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
+    enabled: list[int] = field(default_factory=list)  # slots whose prompt is scored: choose now
+    # Positions begin .. end - 1 of a prompt, whose logit rows follow those of the samplers.
+    scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
-    # Filled in by execute: of each logit row, the tokens chosen, which of them are stop tokens, and
-    # the logits where they were asked for.
+    # Filled in by execute: of each sampler, the tokens chosen, which of them are stop tokens, and
+    # of each logit row the logits where they were asked for.
     tokens: Ints | None = None
     stopped: npt.NDArray[np.bool_] | None = None
     logits: dict[int, Floats] = field(default_factory=dict)
@@ -78,7 +81,9 @@ class Plan:
         kept = ~gone
         wanted = kept[step.logit_row]
         index = np.cumsum(kept, dtype=np.int32) - 1
-        self.samplers = tuple(s for s, k in zip(self.samplers, wanted.tolist(), strict=True) if k)
+        # What is scored has not chosen anything yet, so that none of its rows goes.
+        choosing = wanted[: len(self.samplers)].tolist()
+        self.samplers = tuple(s for s, k in zip(self.samplers, choosing, strict=True) if k)
         positions = step.row_position[kept]
         self.step = Step(
             step.row_sequence[kept],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("vm", "instructions", "scheduler", "models", "profiler")
+FOLDERS = ("vm", "instructions", "scheduler", "models", "profiler", "server")
 
 
 def test_typings_link_to_every_module_of_the_package() -> None:

@@ -27,6 +27,7 @@ from megavm.commands.options import (
     length,
     token_ids,
 )
+from megavm.commands.serve_options import SERVE_EXAMPLES, declare_serve
 from megavm.commands.terminal import (
     EXIT_BROKEN_PIPE,
     EXIT_ERROR,
@@ -44,6 +45,7 @@ _EXAMPLES: Final = """\
 examples:
   megavm generate stories "Once upon a time" --echo --stream
   megavm chat                               talk to the small model that comes with megavm
+  megavm serve stories                      an HTTP server for OpenAI's clients
   megavm info meta-llama/Llama-3.2-1B       sizes of a model, from its directory or the hub
   megavm profile stories -o run.megatrace   record where the time goes; then megavm trace report
   megavm doctor                             what this machine has, and what would run where
@@ -128,6 +130,8 @@ def build_parser() -> tuple[Parser, dict[str, Parser]]:
 
     _declare_generate(command("generate", "MODEL [PROMPT]", "continue a text", _GENERATE_EXAMPLES))
     _declare_chat(command("chat", "[MODEL]", "talk to a model", _CHAT_EXAMPLES))
+    summary = "answer OpenAI's clients over HTTP"
+    declare_serve(command("serve", "[MODEL]", summary, SERVE_EXAMPLES))
     summary = "show the program that a model is compiled to"
     _declare_program(command("program", "[MODEL]", summary, _PROGRAM_EXAMPLES))
     summary = "compile a model's GPU kernels ahead of their first use"

@@ -47,7 +47,14 @@ class Collector:
             prompt_token_ids=self.request.prompt.tolist(),
             outputs=self._outputs,
             timings=self._timings(),
+            prompt_logprobs=self._prompt_logprobs(),
         )
+
+    def _prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        entries = self.request.prompt_logprobs
+        if entries is None:
+            return None
+        return [None if entry is None else self._logprobs(entry) for entry in entries]
 
     def _timings(self) -> dict[str, float]:
         times = self.request.times

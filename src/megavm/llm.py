@@ -375,13 +375,14 @@ class LLM:
             self._forget([request])
 
     def _split(self, delta: Delta) -> Iterable[Chunk]:
-        """One chunk for each token of a delta; the text comes with the last."""
+        """One chunk for each token of a delta, or one without a token."""
         tokens: list[int | None] = [*delta.token_ids] or [None]
-        for i, (token, logprobs) in enumerate(zip_longest(tokens, delta.logprobs)):
+        pieces = zip_longest(tokens, delta.pieces, delta.logprobs)
+        for i, (token, piece, logprobs) in enumerate(pieces):
             last = i == len(tokens) - 1
             yield Chunk(
                 index=delta.index,
-                text=delta.text if last else "",
+                text=piece,
                 token_id=token,
                 logprobs=None if logprobs is None else self._logprobs(logprobs),
                 finish_reason=delta.finish_reason if last else None,

@@ -66,6 +66,8 @@ class RequestOutput:
             `time_to_first_token_seconds` and `total_seconds` from the arrival of the request,
             `output_tokens` of all continuations, `output_tokens_per_second` after the first token;
             `cached_prompt_tokens` were known from an earlier request.
+        prompt_logprobs: of each token of the prompt as in `CompletionOutput`, None for the first;
+            None when they were not asked for.
     """
 
     request_id: Hashable
@@ -73,6 +75,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     timings: dict[str, float] = field(default_factory=dict)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def error(self) -> str | None:

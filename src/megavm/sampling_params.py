@@ -36,6 +36,8 @@ class SamplingParams:
         min_tokens: tokens before a completion may end by itself.
         ignore_eos: go on after the model's end-of-sequence token.
         logprobs: how many alternatives to report with each token; None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt, none of which is then taken from
+            the prefix cache.
         skip_special_tokens: leave control tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
 
@@ -58,6 +60,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
 
@@ -74,6 +77,7 @@ class SamplingParams:
         self._integer("max_tokens", 1, _MAX_TOKEN, optional=True)
         self._integer("min_tokens", 0, _MAX_TOKEN)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
@@ -157,14 +161,14 @@ class SamplingParams:
         ids = self.stop_token_ids
         if ids is None:
             return
+        if isinstance(ids, list | tuple) and len(ids) > MAX_STOP_TOKENS:
+            raise ValueError(
+                f"stop_token_ids must hold at most {MAX_STOP_TOKENS} token ids, not {len(ids)}"
+            )
         if not isinstance(ids, list | tuple) or not all(
             _is_integer(token) and 0 <= token <= _MAX_TOKEN for token in ids
         ):
             raise ValueError(f"stop_token_ids must hold token ids, not {_short(ids)}")
-        if len(ids) > MAX_STOP_TOKENS:
-            raise ValueError(
-                f"stop_token_ids must hold at most {MAX_STOP_TOKENS} token ids, not {len(ids)}"
-            )
         self._set("stop_token_ids", tuple(int(token) for token in ids))
 
 

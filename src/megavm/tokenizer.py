@@ -19,6 +19,7 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_JSON_FILE: Final = "chat_template.json"
+_LONG: Final = 4096  # characters or tokens
 
 Message = Mapping[str, Any]
 
@@ -52,6 +53,7 @@ class Tokenizer:
         self._template: jinja2.Template | None = None
         self._backend = self._read_backend()
         self._special_ids: frozenset[int] = frozenset()
+        self._token_texts: dict[int, str] = {}
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -88,7 +90,12 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error}") from error
-        ids: list[int] = backend.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) > _LONG:
+            # Of the library's functions only those of batches let other threads run meanwhile.
+            encoding = backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+        else:
+            encoding = backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
@@ -101,7 +108,26 @@ class Tokenizer:
         for token_id in ids:
             if not isinstance(token_id, int) or not 0 <= token_id < 1 << 32:
                 raise ValueError(f"token id {token_id!r} is not an integer in [0, {1 << 32})")
+        if len(ids) > _LONG:  # as in encode
+            return backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def token_text(self, token_id: int) -> str:
+        """The text that one token adds where it stands inside a text, control tokens included.
+
+        A token that is a part of a character gives U+FFFD. What `decode` gives for the token alone
+        may lack the space that it begins with.
+
+        Raises:
+            ValueError: as for `decode`.
+        """
+        text = self._token_texts.get(token_id)
+        if text is None:
+            before = self.encode("a", add_special_tokens=False)
+            whole = self.decode([*before, token_id], skip_special_tokens=False)
+            text = whole[len(self.decode(before, skip_special_tokens=False)) :]
+            self._token_texts[token_id] = text
         return text
 
     def knows(self, token_id: int) -> bool:

@@ -465,3 +465,26 @@ def test_a_dropped_llm_gives_up_its_thread() -> None:
     del model, thread
     worker.join(5)
     assert not worker.is_alive()
+
+
+def test_logprobs_of_a_prompt_are_those_of_its_logits(llm: LLM) -> None:
+    params = greedy(prompt_logprobs=2, n=2)
+    outputs = llm.generate(TEXTS, params)
+    for output, plain in zip(outputs, llm.generate(TEXTS, greedy(n=2)), strict=True):
+        assert output.outputs == plain.outputs
+        assert plain.prompt_logprobs is None
+        assert output.prompt_logprobs is not None
+        first, *others = output.prompt_logprobs
+        assert first is None
+        tokens = output.prompt_token_ids
+        values = log_softmax(llm.logits(tokens))
+        for token, before, entry in zip(tokens[1:], values, others, strict=False):
+            assert entry is not None
+            assert entry[token].logprob == before[token]
+            assert max(e.logprob for e in entry.values()) == before.max()
+
+
+def test_each_token_of_a_launch_brings_its_own_text(llm: LLM) -> None:
+    params = greedy(ignore_eos=True, stop=["zzz"])
+    with LLM("stories", dtype="float32", steps_per_launch=4) as other:
+        assert list(other.stream(TEXTS[0], params)) == list(llm.stream(TEXTS[0], params))

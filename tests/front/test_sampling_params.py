@@ -12,7 +12,7 @@ import pytest
 from megavm.sampling_params import SamplingParams
 from megavm.vm.config import MAX_STOP_TOKENS
 
-INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs"}
+INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"}
 NUMBERS = {
     "temperature",
     "top_p",
@@ -40,6 +40,7 @@ def test_names_and_defaults_are_those_of_vllm() -> None:
         "min_tokens": 0,
         "ignore_eos": False,
         "logprobs": None,
+        "prompt_logprobs": None,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
     }
@@ -58,6 +59,7 @@ BAD: dict[str, list[Any]] = {
     "max_tokens": [0, -5, 1 << 31, 1.0],
     "min_tokens": [-1, 17, None],
     "logprobs": [-1, 21, 1.5],
+    "prompt_logprobs": [-1, 21, 1.5],
     "stop": ["", [""], ["a", 3], 3, b"a", {"a": 1}],
     "stop_token_ids": [3, [-1], [1.0], [True], "12", [1 << 31]],
     "ignore_eos": [0, 1, None, "yes"],

@@ -381,3 +381,13 @@ def test_a_space_after_the_prompt_is_kept_when_the_prompt_is_given(tmp_path: Pat
     assert stream(tokenizer, ids) == "the"
     decoder = StreamDecoder(tokenizer, prompt_ids=prompt)
     assert "".join(decoder.step(i) for i in ids) == " the"
+
+
+def test_the_texts_of_tokens_make_up_the_text(tokenizer: Tokenizer) -> None:
+    text = "the hello, the ll"
+    ids = tokenizer.encode("he " + text, add_special_tokens=False)
+    for _ in range(2):
+        assert "".join(map(tokenizer.token_text, ids)).endswith(text)
+    for token in filter(tokenizer.is_special, range(tokenizer.vocab_size)):
+        text = tokenizer.token_text(token)
+        assert tokenizer.encode(text, add_special_tokens=False) == [token]

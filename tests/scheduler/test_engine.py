@@ -18,7 +18,7 @@ from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, R
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine import Engine
 from megavm.scheduler.logprobs import log_softmax, token_logprobs
-from megavm.scheduler.sequence import Delta, derived_seed
+from megavm.scheduler.sequence import Delta, Request, derived_seed
 from megavm.scheduler.text import TextStream
 from megavm.vm.machine import MachineFault
 
@@ -177,6 +177,7 @@ params_strategy = st.builds(
     stop_token_ids=st.sampled_from([None, None, [3], [30, 31, 32]]),
     include_stop_str_in_output=st.booleans(),
     logprobs=st.sampled_from([None, None, None, 0, 3]),
+    prompt_logprobs=st.sampled_from([None, None, None, 0, 2]),
 )
 
 
@@ -203,6 +204,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
             "max_num_batched_tokens": seqs + draw(st.sampled_from([0, 1, 3, 20, 60])),
             "num_blocks": draw(st.integers(34, 120)) // block_size,
             "block_size": block_size,
+            "max_logit_rows": seqs + draw(st.sampled_from([0, 1, 10])),
             "faults": draw(st.sampled_from([(), (), (), (3,), (0, 1), (5, 20)])),
         },
         "engine": {
@@ -229,13 +231,14 @@ def test_random_workloads_give_each_request_what_it_gets_alone(workload: dict[st
     todo = sorted(requests, key=lambda i: requests[i][2])
     aborts: dict[int, list[int]] = {}
     refused, aborted = set(), set()
+    made: dict[int, Request] = {}
     now = 0
     while todo or engine.has_work:
         while todo and requests[todo[0]][2] <= now:
             number = todo.pop(0)
             prompt, params, _, leave = requests[number]
             try:
-                engine.add(prompt, params, number)
+                made[number] = engine.add(prompt, params, number)
             except ValueError:
                 assert len(prompt) > runner.num_blocks * runner.block_size or len(prompt) >= 48
                 refused.add(number)
@@ -264,6 +267,7 @@ def test_random_workloads_give_each_request_what_it_gets_alone(workload: dict[st
             assert result.outcome() == expected
             assert (result.error is None) == (result.finish_reason != "error")
             check_logprobs(result, prompt, params, runner)
+            check_prompt_logprobs(made[number], runner)
     engine.close()
     assert_idle(engine)
 
@@ -282,6 +286,23 @@ def check_logprobs(result: Result, prompt: list[int], params: SamplingParams, ru
         assert [t for t, _ in entry.top] == best.tolist()
         assert entry.rank == 1 + int((values > values[token]).sum())
         tokens.append(token)
+
+
+def check_prompt_logprobs(request: Request, runner: Any) -> None:
+    count = request.params.prompt_logprobs
+    if count is None:
+        assert request.prompt_logprobs is None
+        return
+    assert request.prompt_logprobs is not None
+    first, *others = request.prompt_logprobs
+    assert first is None
+    tokens = request.prompt.tolist()
+    for i, entry in enumerate(others, 1):
+        values = log_softmax(toy.toy_logits(tokens[:i], runner.vocab_size))
+        assert entry is not None
+        assert entry.token_id == tokens[i]
+        assert entry.logprob == pytest.approx(values[tokens[i]])
+        assert [t for t, _ in entry.top] == np.argsort(-values)[:count].tolist()
 
 
 # Single facts.

@@ -1,0 +1,1 @@
+"""The HTTP server: an endpoint that OpenAI clients can use."""

@@ -1,0 +1,215 @@
+"""What completions and chat completions have in common: how their answers come about."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megavm.scheduler.logprobs import TokenLogprobs
+from megavm.scheduler.sequence import Delta
+from megavm.server.engine_loop import Batch, Generation
+from megavm.server.errors import json_response, timed_out
+from megavm.server.logs import note
+from megavm.server.protocol import GenerationRequest
+from megavm.server.service import Service
+from megavm.server.sse import EventStream, Template, line, until_disconnect
+
+
+@dataclass
+class Choice:
+    """One continuation, as far as it is known."""
+
+    index: int
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+    @property
+    def text(self) -> str:
+        """All of it."""
+        return "".join(self.pieces)
+
+
+@dataclass(frozen=True)
+class Token:
+    """What a stream brings at once: a token, or the end of a continuation without one."""
+
+    choice: int
+    text: str
+    token_ids: list[int]
+    logprobs: TokenLogprobs | None
+    is_first: bool
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Answer(ABC):
+    """The answer to one request, in one piece or as a stream (sse.Renderer).
+
+    Attributes:
+        id: of the answer.
+    """
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    part_object: ClassVar[str]
+
+    def __init__(self, service: Service, body: GenerationRequest, generation: Generation) -> None:
+        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.generation = generation
+        self.tokenizer = service.tokenizer
+        self._model = body.model or service.settings.model_names[0]
+        self._created = int(time.time())
+        self._with_ids = bool(body.return_token_ids)
+        self._include_usage = body.include_usage
+        self._silent = body.wanted_max_tokens() == 0  # one token is generated, and not shown
+        self._num_tokens = 0
+        self._templates: dict[int, Template] = {}
+
+    @abstractmethod
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        """One of the answer's "choices"."""
+
+    @abstractmethod
+    def part_choice(self, token: Token) -> dict[str, Any]:
+        """The one of the "choices" that an event of a stream has."""
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """Tokens of the prompts and of the answer so far."""
+        requests = self.generation.requests
+        prompt = sum(len(prompt) for prompt in self.generation.prompts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in requests)},
+        }
+
+    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self._created,
+            "model": self._model,
+            "choices": choices,
+        }
+
+    # In one piece.
+
+    async def whole(self) -> dict[str, Any]:
+        """The object of the answer, when all of it is there.
+
+        Raises:
+            ApiError: the generation failed.
+        """
+        choices = [Choice(i) for i in range(self.generation.num_sequences)]
+        while batch := await self.generation.next_batch():
+            for index, delta in batch:
+                choice = choices[index]
+                choice.finish_reason, choice.stop_reason = self._end(delta)
+                if not self._silent:
+                    choice.token_ids += delta.token_ids
+                    choice.pieces += delta.pieces
+                    choice.logprobs += delta.logprobs
+        self._num_tokens = sum(len(choice.token_ids) for choice in choices)
+        wholes = [{**self.whole_choice(c), **self._ids(c.token_ids)} for c in choices]
+        content = self._envelope(self.whole_object, wholes)
+        return {**content, "usage": self.usage}
+
+    # As a stream.
+
+    def render(self, batch: Batch) -> bytes:
+        """One event for each token; from a template if it is neither the first nor the last."""
+        lines: list[str] = []
+        for index, delta in batch:
+            if not self._silent:
+                self._num_tokens += len(delta.token_ids)
+            template = self._templates.get(index)
+            pieces = delta.pieces
+            plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
+            if template is not None and plain:
+                lines += map(template.line, pieces)
+                continue
+            final = len(pieces) - 1
+            for i, piece in enumerate(pieces):
+                reason, stop_reason = self._end(delta) if i == final else (None, None)
+                token = Token(
+                    index,
+                    "" if self._silent else piece,
+                    [] if self._silent else delta.token_ids[i : i + 1],
+                    delta.logprobs[i] if delta.logprobs and not self._silent else None,
+                    template is None,
+                    reason,
+                    stop_reason,
+                )
+                lines.append(line(self._part(token)))
+                if template is None:
+                    template = self._templates[index] = self._template(index)
+        return "".join(lines).encode()
+
+    def end(self) -> bytes:
+        """The usage, if it was asked for."""
+        if not self._include_usage:
+            return b""
+        return line({**self._envelope(self.part_object, []), "usage": self.usage}).encode()
+
+    def _ids(self, token_ids: list[int]) -> dict[str, Any]:
+        return {"token_ids": token_ids} if self._with_ids else {}
+
+    def _end(self, delta: Delta) -> tuple[str | None, int | str | None]:
+        """What ended a continuation, if it has ended."""
+        if self._silent and delta.finish_reason is not None:
+            return "length", None
+        return delta.finish_reason, delta.stop_reason
+
+    def _part(self, token: Token) -> dict[str, Any]:
+        choice = {**self.part_choice(token), **self._ids(token.token_ids)}
+        content = self._envelope(self.part_object, [choice])
+        return {**content, "usage": None} if self._include_usage else content
+
+    def _template(self, index: int) -> Template:
+        return Template(lambda text: self._part(Token(index, text, [], None, is_first=False)))
+
+
+async def respond(
+    request: Request, service: Service, body: GenerationRequest, answer: Answer
+) -> Response:
+    """The response to a request whose generation has been queued; it is closed in the end.
+
+    Raises:
+        ApiError: the generation failed, or took too long.
+        ClientDisconnected: nobody waits for it any more.
+    """
+    generation, timeout = answer.generation, service.settings.request_timeout
+
+    def close() -> None:
+        service.close_generation(generation)
+        usage = answer.usage
+        note(
+            request.scope,
+            answer=answer.id,
+            stream=bool(body.stream),
+            prompt_tokens=usage["prompt_tokens"],
+            completion_tokens=usage["completion_tokens"],
+            ignored=body.ignored_fields() or None,
+        )
+
+    if body.stream:
+        return EventStream(generation, answer, close, timeout)
+    try:
+        async with asyncio.timeout(timeout):
+            return json_response(await until_disconnect(request.receive, answer.whole()))
+    except TimeoutError as error:
+        raise timed_out(timeout) from error
+    finally:
+        close()

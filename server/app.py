@@ -1,0 +1,266 @@
+"""The FastAPI application: which path does what."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from pydantic.json_schema import models_json_schema
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+
+import megavm
+from megavm.profiler import viewer
+from megavm.server import metrics
+from megavm.server.chat import chat
+from megavm.server.completions import complete
+from megavm.server.errors import (
+    ApiError,
+    add_error_handlers,
+    bad_request,
+    json_response,
+    unknown_model,
+)
+from megavm.server.middleware import REQUEST_ID, Gate
+from megavm.server.profile import Profiler
+from megavm.server.protocol import (
+    BODIES,
+    DetokenizeRequest,
+    TokenizeRequest,
+    check_model,
+    read_body,
+    read_messages,
+)
+from megavm.server.service import LoadModel, Service, Status
+from megavm.server.settings import Settings
+
+PLAYGROUND: Final = Path(__file__).parent / "pages" / "playground.html"
+_SCHEMAS: Final = "#/components/schemas/{model}"
+_STATUS_OF_HEALTH: Final = {Status.DRAINING: 503, Status.FAILED: 503}
+
+
+def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
+    """The application, which loads the model when it is started; `app.state.service` is its state.
+
+    `load_model(progress)` is called in a thread; the application closes what it returns.
+    """
+    service = Service(load_model, settings)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        service.start()
+        yield
+        await service.close()
+
+    app = FastAPI(
+        title="megavm",
+        version=megavm.__version__,
+        lifespan=lifespan,
+        docs_url=None,  # these two pages load their scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    app.add_middleware(Gate, service=service)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID],
+        )
+    add_error_handlers(app)
+    _add_openai(app, service)
+    _add_tokenizer(app, service)
+    _add_state(app, service)
+    _add_pages(app)
+    app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
+    return app
+
+
+def _add_openai(app: FastAPI, service: Service) -> None:
+    profiler = Profiler(service)
+
+    @app.post("/v1/completions", **_takes("CompletionRequest"))
+    async def completions(request: Request) -> Response:
+        """Continue texts."""
+        return await complete(request, service)
+
+    @app.post("/v1/chat/completions", **_takes("ChatRequest"))
+    async def chat_completions(request: Request) -> Response:
+        """Answer conversations."""
+        return await chat(request, service)
+
+    @app.post("/v1/profile", **_takes("ProfileRequest"))
+    async def profile(request: Request) -> Response:
+        """Record a trace of the steps that come next."""
+        return await profiler.profile(request)
+
+    @app.get("/v1/models", **_answers())
+    async def models() -> Response:
+        """The model, under each of its names."""
+        cards = [_card(service, name) for name in service.settings.model_names]
+        return json_response({"object": "list", "data": cards})
+
+    @app.get("/v1/models/{name:path}", **_answers())
+    async def model(name: str) -> Response:
+        """The model."""
+        if name not in service.settings.model_names:
+            raise unknown_model(name)
+        return json_response(_card(service, name))
+
+
+def _card(service: Service, name: str) -> dict[str, Any]:
+    llm = service.llm
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "megavm",
+        "root": service.settings.model_names[0],
+        "parent": None,
+        "max_model_len": llm.max_model_len,
+    }
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", **_takes("TokenizeRequest"))
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a text, or of a conversation with the template around it."""
+        llm = service.llm
+        body = await read_body(request, TokenizeRequest)
+        check_model(body.model, service.settings.model_names)
+        if (body.prompt is None) == (body.messages is None):
+            raise bad_request("give either prompt or messages", "prompt")
+        if body.messages is not None:
+            size = len(await request.body())
+            opened = body.add_generation_prompt is not False
+            text = await service.render_chat(read_messages(body.messages), opened, size)
+            ids = await service.encode(text, "messages", bool(body.add_special_tokens))
+        else:
+            special = body.add_special_tokens is not False
+            ids = await service.encode(body.prompt or "", "prompt", special)
+        strings = [llm.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        return json_response(
+            {
+                "count": len(ids),
+                "max_model_len": llm.max_model_len,
+                "tokens": ids,
+                "token_strs": strings,
+            }
+        )
+
+    @app.post("/detokenize", **_takes("DetokenizeRequest"))
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        service.llm  # noqa: B018 - nothing is read before the model is there
+        body = await read_body(request, DetokenizeRequest)
+        check_model(body.model, service.settings.model_names)
+        if not isinstance(body.tokens, list):
+            raise bad_request("tokens must be a list of token ids", "tokens")
+        return json_response({"prompt": await service.decode(body.tokens, "tokens")})
+
+
+def _add_state(app: FastAPI, service: Service) -> None:
+    @app.get("/health", **_answers())
+    @app.head("/health", include_in_schema=False)
+    async def health() -> Response:
+        """Whether the server lives: 503 when it is shutting down or cannot go on."""
+        status = service.status
+        return json_response({"status": status.value}, _STATUS_OF_HEALTH.get(status, 200))
+
+    @app.get("/ping", **_answers())
+    @app.head("/ping", include_in_schema=False)
+    async def ping() -> Response:
+        """The same as /health."""
+        return await health()
+
+    @app.get("/ready", **_answers())
+    @app.head("/ready", include_in_schema=False)
+    async def ready() -> Response:
+        """Whether requests are taken: 503 with the progress while the model is being loaded."""
+        status = service.status
+        content = {"status": status.value}
+        if status is Status.LOADING:
+            content["progress"] = service.progress
+        return json_response(content, 200 if status is Status.READY else 503)
+
+    @app.get("/version", **_answers())
+    async def version() -> Response:
+        """megavm's version."""
+        return json_response({"version": megavm.__version__})
+
+    @app.get("/metrics", include_in_schema=False)
+    async def show_metrics() -> Response:
+        """All metrics, for Prometheus."""
+        return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+
+def _add_pages(app: FastAPI) -> None:
+    def page(path: Path) -> Response:
+        if not path.is_file():
+            raise ApiError(404, f"The page {path.name} is not installed.")
+        return HTMLResponse(
+            path.read_bytes(),
+            headers={"cache-control": "no-cache", "x-content-type-options": "nosniff"},
+        )
+
+    @app.get("/", include_in_schema=False)
+    async def playground() -> Response:
+        """A chat in the browser."""
+        return page(PLAYGROUND)
+
+    @app.get("/profiler", include_in_schema=False)
+    async def profiler() -> Response:
+        """The profiler's page, which opens traces."""
+        return page(viewer.PAGE)
+
+
+def _takes(body: str) -> dict[str, Any]:
+    """Options of a route that reads a body of the given model."""
+    schema = {"$ref": _SCHEMAS.format(model=body)}
+    content = {"application/json": {"schema": schema}}
+    return {**_answers(), "openapi_extra": {"requestBody": {"content": content, "required": True}}}
+
+
+def _answers() -> dict[str, Any]:
+    """Options of a route whose answers are JSON, errors as OpenAI's object."""
+    schema = {"$ref": _SCHEMAS.format(model="Error")}
+    error = {"description": "An error.", "content": {"application/json": {"schema": schema}}}
+    return {"response_model": None, "responses": {"4XX": error, "5XX": error}}
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """The OpenAPI document, with the bodies that the endpoints read themselves."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        _, bodies = models_json_schema(
+            [(body, "validation") for body in BODIES], ref_template=_SCHEMAS
+        )
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
+        schemas |= {**bodies["$defs"], "Error": _ERROR_SCHEMA}
+        app.openapi_schema = document
+    return app.openapi_schema
+
+
+_ERROR_SCHEMA: Final = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}

@@ -1,0 +1,70 @@
+"""POST /v1/chat/completions: answer conversations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megavm.server.answers import Answer, Choice, Token, respond
+from megavm.server.logprobs import chat_logprobs
+from megavm.server.logs import note
+from megavm.server.protocol import ChatRequest, check_model, read_body, read_messages
+from megavm.server.service import Service
+
+
+class ChatAnswer(Answer):
+    """See `Answer`. The role comes with the first token."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    part_object = "chat.completion.chunk"
+
+    def whole_choice(self, choice: Choice) -> dict[str, Any]:
+        with_logprobs = self.generation.params.logprobs is not None
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": chat_logprobs(choice.logprobs, self.tokenizer) if with_logprobs else None,
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+        }
+
+    def part_choice(self, token: Token) -> dict[str, Any]:
+        delta: dict[str, Any] = {"role": "assistant"} if token.is_first else {}
+        if token.text or token.is_first or token.finish_reason is None:
+            delta["content"] = token.text
+        entries = [token.logprobs] if token.logprobs is not None else None
+        return {
+            "index": token.choice,
+            "delta": delta,
+            "logprobs": None if entries is None else chat_logprobs(entries, self.tokenizer),
+            "finish_reason": token.finish_reason,
+            "stop_reason": token.stop_reason,
+        }
+
+
+async def chat(request: Request, service: Service) -> Response:
+    """Answer the request.
+
+    Raises:
+        ApiError: it cannot be answered.
+    """
+    llm = service.llm
+    service.admit(1)  # what cannot be taken is not looked at
+    body = await read_body(request, ChatRequest)
+    check_model(body.model, service.settings.model_names)
+    if service.settings.log_prompts:
+        note(request.scope, messages=body.messages)
+    params = body.sampling_params(llm.default_params, service.settings.max_n)
+    messages = read_messages(body.messages)
+    service.admit(params.n)
+    text = await service.render_chat(
+        messages, body.add_generation_prompt is not False, len(await request.body())
+    )
+    # The template has put the special tokens there.
+    ids = await service.encode(text, "messages", add_special_tokens=False)
+    prompts = service.check_prompts([ids], params, "messages")
+    generation = service.generation(prompts, params, whole=not body.stream)
+    return await respond(request, service, body, ChatAnswer(service, body, generation))

@@ -1,0 +1,182 @@
+"""Errors as OpenAI's clients understand them: a status, and an object under "error"."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final
+
+from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+RETRY_AFTER_SECONDS: Final = 1
+_MAX_SHOWN: Final = 300  # characters of a message that come from the client
+
+
+class ApiError(Exception):
+    """An answer other than 200.
+
+    Attributes:
+        status: of HTTP.
+        message: one sentence for the user of a client.
+        kind: OpenAI's "type".
+        param: the field of the request that is to blame, or None.
+        code: a word for programs, or None.
+        headers: of the answer.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """The whole answer."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """`content` as JSON; a value that JSON lacks is a mistake of ours and raises ValueError."""
+    body = json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return Response(body, status, headers, media_type="application/json")
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    """The request cannot be answered as it is."""
+    return ApiError(400, message, param=param)
+
+
+def unknown_model(name: str) -> ApiError:
+    """The model is not the one that is served."""
+    return ApiError(
+        404,
+        f"The model `{shorten(name)}` does not exist.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def unauthorized() -> ApiError:
+    """The key is missing or wrong."""
+    return ApiError(
+        401,
+        "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.",
+        code="invalid_api_key",
+        headers={"www-authenticate": "Bearer"},
+    )
+
+
+def too_large(limit: int) -> ApiError:
+    """The body is over the limit, in bytes."""
+    return ApiError(
+        413,
+        f"The body of the request is larger than the {limit} bytes that this server reads.",
+        code="request_too_large",
+    )
+
+
+def queue_full(waiting: int, limit: int) -> ApiError:
+    """As many sequences wait as may."""
+    return ApiError(
+        429,
+        f"The queue is full: {waiting} sequences are running or waiting, {limit} may.",
+        kind="rate_limit_error",
+        code="queue_full",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def unavailable(message: str, code: str) -> ApiError:
+    """The server does not answer now, and a client should not try again at once."""
+    return ApiError(
+        503,
+        message,
+        kind="server_error",
+        code=code,
+        headers={"x-should-retry": "false", "retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
+def timed_out(seconds: float) -> ApiError:
+    """The request took longer than a request may."""
+    return ApiError(
+        408,
+        f"The request took longer than the {seconds:g} s that this server gives one.",
+        kind="timeout_error",
+        code="request_timeout",
+        headers={"x-should-retry": "false"},
+    )
+
+
+def failed(message: str) -> ApiError:
+    """The server is to blame."""
+    return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+def fault() -> ApiError:
+    """A mistake of ours, which the log has and the client need not know."""
+    return failed("The server has a fault; its log says which.")
+
+
+def invalid_fields(error: ValidationError | RequestValidationError) -> ApiError:
+    """The first of the fields that are not as they should be."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    message = shorten(f"{first['msg']}")
+    return bad_request(f"{place}: {message}" if place else message, place or None)
+
+
+def shorten(text: str) -> str:
+    """At most `_MAX_SHOWN` characters of what a client has sent."""
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    """Let `app` answer its errors with OpenAI's object."""
+
+    async def on_api_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, ApiError)
+        return error.response()
+
+    async def on_http_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{error.detail}: {request.method} {shorten(request.url.path)}"
+        return ApiError(error.status_code, message, headers=error.headers).response()
+
+    async def on_validation_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return invalid_fields(error).response()
+
+    app.add_exception_handler(ApiError, on_api_error)
+    app.add_exception_handler(HTTPException, on_http_error)
+    app.add_exception_handler(RequestValidationError, on_validation_error)

@@ -1,0 +1,109 @@
+"""What holds for every request: its id, the key, the size of its body, its line in the log."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any, Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megavm.server.auth import ApiKeys
+from megavm.server.errors import ApiError, fault, shorten, too_large, unauthorized
+from megavm.server.logs import NOTES, log, logger
+from megavm.server.service import Service
+from megavm.server.sse import ClientDisconnected
+
+REQUEST_ID: Final = "x-request-id"
+_GOOD_ID: Final = re.compile(r"[!-~]{1,128}")
+_GUARDED: Final = ("/v1/", "/tokenize", "/detokenize")
+_CLIENT_LEFT: Final = 499  # nginx's status in the log for an answer that nobody waited for
+_PROBES: Final = {"/health", "/ready", "/ping", "/metrics"}
+
+
+class Gate:
+    """Wraps an ASGI application; whatever that raises becomes an answer with an error object."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+        self._keys = ApiKeys(service.settings.api_keys)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, headers = time.perf_counter(), Headers(scope=scope)
+        given = headers.get(REQUEST_ID, "")
+        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        scope[NOTES] = {}
+        try:
+            await self._answer(scope, headers, receive, send_with_id)
+        except (ClientDisconnect, ClientDisconnected):
+            status = status or _CLIENT_LEFT
+        except Exception as error:
+            answer = error if isinstance(error, ApiError) else fault()
+            if not isinstance(error, ApiError):
+                logger.exception("a request failed")
+            if not status:
+                await answer.response()(scope, receive, send_with_id)
+        finally:
+            self._log(scope, request_id, status, time.perf_counter() - began)
+
+    async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        if not scope["path"].startswith(_GUARDED):
+            await self._app(scope, receive, send)
+            return
+        if not self._keys.allow(headers.get("authorization", "").encode("latin-1")):
+            raise unauthorized()
+        self._service.enter()
+        try:
+            await self._app(scope, self._limit(headers, receive), send)
+        finally:
+            self._service.leave()
+
+    def _limit(self, headers: Headers, receive: Receive) -> Receive:
+        """`receive`, which raises ApiError when the body gets too large."""
+        limit, read = self._service.settings.max_body_bytes, 0
+        length = headers.get("content-length", "")
+        if length.isdecimal() and int(length[:20]) > limit:
+            raise too_large(limit)
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            if read > limit:
+                raise too_large(limit)
+            return message
+
+        return limited
+
+    def _log(self, scope: Scope, request_id: str, status: int, seconds: float) -> None:
+        path = scope["path"]
+        route = getattr(scope.get("route"), "path", "other")
+        self._service.metrics.count_answer(route, status)
+        notes: dict[str, Any] = scope[NOTES]
+        log(
+            logging.DEBUG if path in _PROBES else logging.INFO,
+            "request",
+            id=request_id,
+            method=scope["method"],
+            path=shorten(path),
+            status=status,
+            seconds=seconds,
+            **notes,
+        )

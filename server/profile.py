@@ -1,0 +1,95 @@
+"""POST /v1/profile: a trace of the steps that come next."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megavm.profiler.recorder import Recorder
+from megavm.profiler.trace import TraceError
+from megavm.server.errors import ApiError
+from megavm.server.protocol import ProfileRequest, read_body
+from megavm.server.service import Service
+from megavm.server.sse import until_disconnect
+
+SUFFIX = ".megatrace"
+
+
+class Profiler:
+    """Records one trace at a time."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._running = False
+
+    async def profile(self, request: Request) -> Response:
+        """The trace of the next steps, or of those that came before the time was over.
+
+        Raises:
+            ApiError: a trace is being recorded already, or no step has come.
+        """
+        service = self._service
+        llm, engine_loop = service.llm, service.engine_loop
+        body = await read_body(request, ProfileRequest)
+        if self._running:
+            raise ApiError(409, "A trace is being recorded already.", code="profile_running")
+        recorder = Recorder(body.steps)
+        self._running = True
+
+        counters, first = llm.engine.counters, 0
+
+        def begin() -> None:
+            nonlocal first
+            first = counters.steps
+            try:
+                llm.record(recorder)
+            except ValueError as error:
+                raise ApiError(400, str(error), code="profile_impossible") from error
+
+        def done() -> bool:
+            # To look at the recorder takes time between two steps: not before it may be full.
+            return counters.steps - first >= body.steps <= len(recorder)
+
+        async def record() -> None:
+            with suppress(TimeoutError):
+                await engine_loop.until(begin, done, body.timeout)
+
+        try:
+            await until_disconnect(request.receive, record())
+        finally:
+            self._running = False
+            await engine_loop.call(lambda: llm.record(None))
+        try:
+            content = await asyncio.to_thread(_file, recorder)
+        except TraceError as error:
+            raise ApiError(
+                408,
+                f"No step ran within {body.timeout:g} s: send requests while a trace is recorded.",
+                kind="timeout_error",
+                code="profile_empty",
+                headers={"x-should-retry": "false"},
+            ) from error
+        name = f"{service.settings.model_names[0].replace('/', '-')}{SUFFIX}"
+        disposition = f'attachment; filename="{_plain(name)}"'
+        return Response(
+            content,
+            headers={"content-disposition": disposition},
+            media_type="application/octet-stream",
+        )
+
+
+def _file(recorder: Recorder) -> bytes:
+    """The trace as the bytes of its file."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / f"trace{SUFFIX}"
+        recorder.trace().save(path)
+        return path.read_bytes()
+
+
+def _plain(name: str) -> str:
+    return "".join(c if c.isascii() and (c.isalnum() or c in "-_.") else "_" for c in name)

@@ -1,0 +1,390 @@
+"""What clients send: the bodies of requests, read strictly, and the sampling parameters in them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic_core import from_json
+from starlette.requests import Request
+
+from megavm.sampling_params import MAX_LOGPROBS, SamplingParams
+from megavm.server.errors import bad_request, invalid_fields, shorten, unknown_model
+
+MAX_STOPS: Final = 16
+MAX_STOP_LENGTH: Final = 256
+DEFAULT_MAX_TOKENS: Final = 16  # of a completion, as OpenAI's
+_SEEDS: Final = 1 << 63
+
+# Fields that change the answer in ways unknown here, with the values that ask for nothing.
+_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": (),
+    "continue_final_message": (),
+    "function_call": ("none", "auto"),
+    "functions": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "logit_bias": (),
+    "modalities": (["text"],),
+    "prediction": (),
+    "prompt_logprobs": (),
+    "reasoning_effort": ("none",),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (),
+    "web_search_options": (),
+}
+# Fields that may be ignored without changing an answer.
+_HARMLESS: Final = {
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "user",
+}
+_NOTHING: Final[tuple[object, ...]] = (None, False, "", [], {})
+
+
+def _list(items: dict[str, Any], **rest: Any) -> WithJsonSchema:
+    return WithJsonSchema({"type": "array", "items": items, **rest})
+
+
+# What may be long is checked where it is used, and not item by item before.
+TokenIds = Annotated[Any, _list({"type": "integer"})]
+Messages = Annotated[Any, _list({"type": "object", "required": ["role"]}, minItems=1)]
+Prompt = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "description": "A text, token ids, or a list of texts or of lists of token ids.",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                },
+            ],
+        }
+    ),
+]
+Stop = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "description": f"At most {MAX_STOPS} strings that end a completion.",
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+                {"type": "null"},
+            ],
+        }
+    ),
+]
+
+
+class Body(BaseModel):
+    """The body of a request. Unknown fields are let through; null is as good as absent."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+class StreamOptions(Body):
+    """What a stream brings beside its tokens."""
+
+    include_usage: bool | None = Field(
+        default=None, description="one event with the usage, at the end"
+    )
+    continuous_usage_stats: bool | None = Field(default=None, description="not supported")
+
+
+class GenerationRequest(Body):
+    """What completions and chat completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    best_of: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    seed: int | None = None
+    stop: Stop = None
+    stop_token_ids: TokenIds = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = Field(
+        default=None, description="answer with token ids beside texts"
+    )
+
+    # Sampling parameters that are passed on under their own names.
+    _PLAIN: ClassVar[tuple[str, ...]] = (
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "stop",
+        "stop_token_ids",
+        "min_tokens",
+        "ignore_eos",
+        "skip_special_tokens",
+        "include_stop_str_in_output",
+    )
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream is to end with its usage."""
+        return bool(self.stream_options is not None and self.stream_options.include_usage)
+
+    def wanted_max_tokens(self) -> int | None:
+        """Tokens of a completion, None for as many as there is room for."""
+        raise NotImplementedError
+
+    def wanted_logprobs(self) -> int | None:
+        """Alternatives to report with each token, None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    def sampling_params(
+        self, defaults: Callable[..., SamplingParams], max_n: int
+    ) -> SamplingParams:
+        """The parameters of the request; `defaults(**given)` fills in the model's.
+
+        Raises:
+            ApiError: a value is out of its range or asks for what is not supported; `param` names
+            its field.
+        """
+        self._check()
+        given = {name: value for name in self._PLAIN if (value := getattr(self, name)) is not None}
+        if self.seed is not None:
+            if not -_SEEDS <= self.seed < _SEEDS:
+                raise bad_request("seed must be in [-2**63, 2**63)", "seed")
+            given["seed"] = self.seed % _SEEDS
+        max_tokens, logprobs = self.wanted_max_tokens(), self.wanted_logprobs()
+        if max_tokens == 0:  # one is generated, and not shown
+            max_tokens = 1
+        try:
+            params = defaults(**given, max_tokens=max_tokens, logprobs=logprobs)
+        except ValueError as error:
+            raise bad_request(str(error), self._blamed(str(error))) from error
+        if params.n > max_n:
+            raise bad_request(f"n must be at most {max_n}, not {params.n}", "n")
+        return params
+
+    def _check(self) -> None:
+        for name, value in (self.model_extra or {}).items():
+            if name in _UNSUPPORTED and not _asks_for_nothing(value, _UNSUPPORTED[name]):
+                raise bad_request(f"{name} is not supported by this server", name)
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise bad_request(
+                f"best_of is only supported where it equals n, and it is {self.best_of}", "best_of"
+            )
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats:
+            raise bad_request(
+                "stream_options.continuous_usage_stats is not supported by this server",
+                "stream_options",
+            )
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop
+        if isinstance(stops, list):
+            if len(stops) > MAX_STOPS:
+                raise bad_request(
+                    f"stop must hold at most {MAX_STOPS} strings, not {len(stops)}", "stop"
+                )
+            longest = max((len(text) for text in stops if isinstance(text, str)), default=0)
+            if longest > MAX_STOP_LENGTH:
+                raise bad_request(
+                    f"a stop string must have at most {MAX_STOP_LENGTH} characters, not {longest}",
+                    "stop",
+                )
+
+    def _blamed(self, message: str) -> str | None:
+        """The field that a sentence of SamplingParams begins with."""
+        match = re.match(r"\w+", message)
+        return match[0] if match is not None and match[0] in type(self).model_fields else None
+
+    def ignored_fields(self) -> list[str]:
+        """Names of the fields that nothing is known about."""
+        known = _HARMLESS | _UNSUPPORTED.keys()
+        return [shorten(name) for name in self.model_extra or {} if name not in known][:16]
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompt
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    def wanted_max_tokens(self) -> int | None:
+        if self.max_tokens == 0:
+            return 0
+        return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
+
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class ChatRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: Messages
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+
+    def wanted_max_tokens(self) -> int | None:
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    def wanted_logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+        if not self.logprobs:
+            return None
+        if not 0 <= (self.top_logprobs or 0) <= MAX_LOGPROBS:
+            raise bad_request(
+                f"top_logprobs must be in [0, {MAX_LOGPROBS}], not {self.top_logprobs}",
+                "top_logprobs",
+            )
+        return self.top_logprobs or 0
+
+    def _blamed(self, message: str) -> str | None:
+        blamed = super()._blamed(message)
+        if blamed == "max_tokens" and self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return blamed
+
+
+class TokenizeRequest(Body):
+    """The body of POST /tokenize: a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Body):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: TokenIds = Field()
+
+
+class ProfileRequest(Body):
+    """The body of POST /v1/profile."""
+
+    steps: int = Field(default=100, ge=1, le=10_000, description="steps to record")
+    timeout: float = Field(default=60.0, gt=0, le=600, description="seconds to wait for them")
+
+
+def _asks_for_nothing(value: object, others: tuple[object, ...]) -> bool:
+    return any(type(value) is type(known) and value == known for known in (*_NOTHING, *others))
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+BODIES: Final[tuple[type[Body], ...]] = (
+    CompletionRequest,
+    ChatRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ProfileRequest,
+)
+
+
+async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
+    """The body of a request as a model.
+
+    Raises:
+        ApiError: it is no JSON object, or a field has a wrong type.
+    """
+    # A web page of another origin may post a text without asking, but not this type.
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        raise bad_request(
+            f"the content-type must be application/json, not {shorten(media_type) or 'absent'}"
+        )
+    return parse_body(await request.body(), kind)
+
+
+def parse_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
+    """Raises ApiError as `read_body` does."""
+    try:
+        content: Any = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise bad_request(f"the body is not valid JSON: {shorten(str(error))}") from error
+    if not isinstance(content, Mapping):
+        raise bad_request(f"the body must be a JSON object, not {type(content).__name__}")
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        raise invalid_fields(error) from error
+
+
+def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
+    """The prompts of a completion, at most `most`: texts, and lists of what may be token ids.
+
+    Raises:
+        ApiError: there is none, or there are too many.
+    """
+    if prompt == []:
+        raise bad_request("prompt is empty", "prompt")
+    many = isinstance(prompt, list) and isinstance(prompt[0], str | list)
+    prompts = prompt if many else [prompt]
+    if len(prompts) > most:
+        raise bad_request(f"prompt holds {len(prompts)} prompts, {most} are possible", "prompt")
+    for one in prompts:
+        if not isinstance(one, str | list):
+            raise bad_request(
+                "prompt must be a text, token ids, or a list of texts or of lists of token ids,"
+                f" not {type(one).__name__}",
+                "prompt",
+            )
+    return list(prompts)
+
+
+def read_messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages of a conversation; the chat template looks into them.
+
+    Raises:
+        ApiError: there is none, or they are no objects.
+    """
+    if not isinstance(messages, list) or not messages:
+        raise bad_request("messages must be a list of at least one message", "messages")
+    return messages
+
+
+def check_model(name: str | None, names: tuple[str, ...]) -> None:
+    """Raises ApiError when a request names another model than the one that is served."""
+    if name is not None and name not in names:
+        raise unknown_model(name)

@@ -1,0 +1,148 @@
+"""Server-sent events: one for each token, made from a template and not from objects."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
+from json.encoder import encode_basestring_ascii
+from typing import Any, Final, Protocol, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megavm.server.engine_loop import Batch, Generation
+from megavm.server.errors import ApiError, fault, timed_out
+from megavm.server.logs import logger, note
+
+DONE: Final = b"data: [DONE]\n\n"
+_HEADERS: Final = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+_LAST_WORD_SECONDS: Final = 5.0  # for the event that says why a stream ends
+_HOLE: Final = "\0"  # stands for the text of an event, where no other can be
+
+Result = TypeVar("Result")
+
+
+class ClientDisconnected(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Renderer(Protocol):
+    """Turns deltas into events."""
+
+    def render(self, batch: Batch) -> bytes:
+        """The events of a batch."""
+        ...
+
+    def end(self) -> bytes:
+        """The events after the last batch, without [DONE]."""
+        ...
+
+
+class Template:
+    """Events that differ in one text: `content` makes the object of an event from it."""
+
+    def __init__(self, content: Callable[[str], dict[str, Any]]) -> None:
+        self._head, self._tail = line(content(_HOLE)).split(encode_basestring_ascii(_HOLE))
+
+    def line(self, text: str) -> str:
+        """The event of a text."""
+        return self._head + encode_basestring_ascii(text) + self._tail
+
+
+def line(content: dict[str, Any]) -> str:
+    """One event, with the blank line that ends it."""
+    # Escaped beyond ASCII: some clients take U+2028 and its like for ends of lines.
+    return f"data: {json.dumps(content, allow_nan=False, separators=(',', ':'))}\n\n"
+
+
+class EventStream(Response):
+    """Streams a generation: events as they come, [DONE] last, whatever happens.
+
+    `close` is called when the stream ends or the client goes away; `timeout` is in seconds, for
+    the whole stream.
+    """
+
+    def __init__(
+        self,
+        generation: Generation,
+        renderer: Renderer,
+        close: Callable[[], None],
+        timeout: float,
+    ) -> None:
+        super().__init__(headers=_HEADERS)
+        del self.headers["content-length"]
+        self._generation = generation
+        self._renderer = renderer
+        self._close = close
+        self._timeout = timeout
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self._answer(scope, send))
+        finally:
+            self._close()
+
+    async def _answer(self, scope: Scope, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        try:
+            async with asyncio.timeout(self._timeout):
+                await self._send_events(send)
+            last = self._renderer.end()
+        except TimeoutError:
+            last = self._failure(scope, timed_out(self._timeout))
+        except ApiError as error:
+            last = self._failure(scope, error)
+        except Exception:
+            logger.exception("a stream failed")
+            last = self._failure(scope, fault())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORD_SECONDS):
+                await send({"type": "http.response.body", "body": last + DONE})
+
+    def _failure(self, scope: Scope, error: ApiError) -> bytes:
+        note(scope, error=error.message)
+        return line(error.body()).encode()
+
+    async def _send_events(self, send: Send) -> None:
+        render = self._renderer.render
+        while batch := await self._generation.next_batch():
+            body = render(batch)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    To be used when the body of the request has been read.
+
+    Raises:
+        ClientDisconnected: the client went away first.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnected
+    finally:
+        await _cancel(task)
+        await _cancel(watch)
+
+
+async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _cancel(task: asyncio.Future[Any]) -> None:
+    task.cancel()
+    await asyncio.wait((task,))
+    if not task.cancelled():
+        task.exception()  # looked at, so that nobody complains that it was not

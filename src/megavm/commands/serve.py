@@ -1,0 +1,53 @@
+"""`megavm serve`: an HTTP server that OpenAI's clients can use."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import TYPE_CHECKING
+
+from megavm.commands.options import UsageError
+
+if TYPE_CHECKING:
+    from megavm.llm import LLM
+    from megavm.scheduler.runner import Progress
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Serve until a signal comes, and return the exit code."""
+    from megavm.server.run import serve
+    from megavm.server.settings import Settings
+
+    given = vars(arguments)
+    names = ("max_body_bytes", "max_n", "max_queue", "request_timeout", "shutdown_timeout")
+    settings = Settings(
+        model_names=tuple(arguments.served_model_name or [_name(arguments.model)]),
+        api_keys=tuple(arguments.api_key or ()),
+        allowed_origins=tuple(arguments.allowed_origin or ()),
+        log_prompts=bool(arguments.log_prompts),
+        **{name: given[name] for name in names if given[name] is not None},
+    )
+    if not 0 <= arguments.port <= 65535:
+        raise UsageError(f"--port must be in [0, 65535], not {arguments.port}")
+
+    def load_model(progress: Progress) -> LLM:
+        from megavm.llm import LLM
+
+        engine = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "workers")
+        return LLM(
+            arguments.model,
+            machine=arguments.machine,
+            dtype=arguments.dtype,
+            prefix_caching=not arguments.no_prefix_caching,
+            progress=progress,
+            **{name: given[name] for name in engine if given[name] is not None},
+        )
+
+    return serve(load_model, settings, arguments.host, arguments.port, bool(arguments.quiet))
+
+
+def _name(model: str) -> str:
+    """What clients call a model: the last part of a directory's path, else as it is given."""
+    if os.path.isdir(model):
+        return os.path.basename(os.path.abspath(model))
+    return model

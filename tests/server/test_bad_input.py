@@ -1,0 +1,271 @@
+"""Bad input gets a sentence and a status below 500, and costs no neighbour anything."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import RunningServer, assert_idle, serving
+
+from megavm import LLM, SamplingParams
+
+PROMPT = "Once upon a time"
+CHAT = [{"role": "user", "content": "Hello"}]
+HUGE = 10**400
+
+# (field, value): each of them alone is wrong, in completions.
+BAD_FIELDS: list[tuple[str, Any]] = [
+    ("max_tokens", -1),
+    ("max_tokens", 1.5),
+    ("max_tokens", "5"),
+    ("max_tokens", HUGE),
+    ("max_tokens", True),
+    ("temperature", -0.1),
+    ("temperature", "hot"),
+    ("temperature", HUGE),
+    ("temperature", [1]),
+    ("top_p", 0),
+    ("top_p", 1.1),
+    ("top_k", -2),
+    ("top_k", 1.5),
+    ("min_p", 2),
+    ("repetition_penalty", 0),
+    ("presence_penalty", 3),
+    ("frequency_penalty", -3),
+    ("n", 0),
+    ("n", 129),
+    ("n", HUGE),
+    ("seed", 1 << 63),
+    ("seed", "seven"),
+    ("stop", [""]),
+    ("stop", [1]),
+    ("stop", {"a": "b"}),
+    ("stop", ["x"] * 17),
+    ("stop", ["x" * 257]),
+    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["a"]),
+    ("stop_token_ids", list(range(5000))),
+    ("stop_token_ids", {}),
+    ("logprobs", -1),
+    ("logprobs", 21),
+    ("logprobs", True),
+    ("min_tokens", 100),
+    ("ignore_eos", "yes"),
+    ("echo", 1),
+    ("stream", "true"),
+    ("stream_options", []),
+    ("best_of", 2),
+    ("suffix", "end"),
+    ("logit_bias", {"5": 10}),
+    ("prompt_logprobs", 0),
+    ("guided_json", {"type": "object"}),
+    ("response_format", {"type": "json_object"}),
+    ("use_beam_search", True),
+    ("prompt", None),
+    ("prompt", []),
+    ("prompt", [[]]),
+    ("prompt", 5),
+    ("prompt", {"text": "x"}),
+    ("prompt", [1.5, 2]),
+    ("prompt", [True]),
+    ("prompt", [-1]),
+    ("prompt", [2048]),
+    ("prompt", [HUGE]),
+    ("prompt", ["a", 5]),
+    ("prompt", [[1], ["a"]]),
+    ("prompt", [[1], None]),
+    ("prompt", [1] * 1024),
+    ("prompt", ["a"] * 300),
+    ("prompt", "word " * 2000),
+    ("model", 5),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def neighbour(server: RunningServer, llm: LLM) -> Iterator[None]:
+    """A request that generates all the while; in the end it must have lost nothing."""
+    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+    expected = llm.generate(PROMPT, params)[0].outputs[0].text
+    fields = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
+    ended, results = threading.Event(), []
+
+    def work() -> None:
+        while not ended.is_set():
+            results.append(server.complete(**fields)["choices"][0]["text"])
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    yield
+    ended.set()
+    thread.join(60)
+    assert results
+    assert set(results) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), BAD_FIELDS, ids=[f"{f}-{str(v)[:20]}" for f, v in BAD_FIELDS]
+)
+def test_a_bad_field_is_named(server: RunningServer, field: str, value: Any) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 2, field: value}
+    response = server.post("/v1/completions", body)
+    assert response.status == 400, response.content[:300]
+    assert response.error["type"] == "invalid_request_error"
+    assert response.error["param"] == field
+    assert len(response.content) < 1000
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": "hello"}, "messages"),
+        ({"messages": ["hello"]}, "messages"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": [{"role": "user", "content": "x " * 4000}]}, "messages"),
+        ({}, "messages"),
+        ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs"),
+        ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"messages": CHAT, "logprobs": 1}, "logprobs"),
+        ({"messages": CHAT, "max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": CHAT, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+    ],
+)
+def test_a_bad_conversation_is_refused(
+    server: RunningServer, fields: dict[str, Any], param: str
+) -> None:
+    response = server.post("/v1/chat/completions", fields)
+    assert response.status == 400, response.content[:300]
+    assert response.error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"null",
+        b'"prompt"',
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "\xff\xfe"}',
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "a"} trailing',
+        b'{"prompt": ' + b"[" * 100_000,
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a": ' * 50_000 + b"1" + b"}" * 50_000,
+        b'{"prompt": [' + b"9" * 50_000 + b"]}",
+        b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}",
+        b"\x00" * 100,
+        b"\xef\xbb\xbf{}",
+        b'{"prompt": "a", "stop_token_ids": [' + b'"x",' * 500_000 + b'"x"]}',
+        b'{"prompt": [' + b'"x",' * 500_000 + b"1]}",
+        b'{"prompt": [' + b"1," * 1_000_000 + b"1]}",
+    ],
+    ids=range(24),
+)
+def test_a_malformed_body_is_refused(server: RunningServer, body: bytes) -> None:
+    for path in ("/v1/completions", "/v1/chat/completions", "/detokenize"):
+        response = server.send("POST", path, body, content_type="application/json")
+        assert response.status == 400, response.content[:300]
+        assert response.error
+        assert len(response.content) < 1000
+
+
+def test_a_body_that_is_not_json_by_its_type_is_refused(server: RunningServer) -> None:
+    body = json.dumps({"prompt": PROMPT})
+    for media_type in ("text/plain", "application/x-www-form-urlencoded", ""):
+        response = server.send("POST", "/v1/completions", body, content_type=media_type)
+        assert response.status == 400
+        assert "content-type" in response.error["message"]
+
+
+def test_a_body_of_10_mb_is_too_large(server: RunningServer) -> None:
+    body = json.dumps({"prompt": "x" * 10_000_000})
+    response = server.send("POST", "/v1/completions", body, content_type="application/json")
+    assert response.status == 413
+    assert "4194304 bytes" in response.error["message"]
+
+
+def test_a_body_that_does_not_say_how_large_it_is_is_measured(server: RunningServer) -> None:
+    client = http.client.HTTPConnection("127.0.0.1", server.port, timeout=30)
+    pieces = (b"x" * 65536 for _ in range(100))
+    client.request(
+        "POST",
+        "/v1/completions",
+        pieces,
+        {"content-type": "application/json", "transfer-encoding": "chunked"},
+        encode_chunked=True,
+    )
+    answer = client.getresponse()
+    assert answer.status == 413
+    assert json.loads(answer.read())["error"]["code"] == "request_too_large"
+    client.close()
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/profile"])
+def test_a_wrong_method_gets_an_error_object(server: RunningServer, path: str) -> None:
+    response = server.get(path)
+    assert response.status == 405
+    assert response.headers["allow"] == "POST"
+    assert response.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("path", ["/nothing", "/v1", "/v1/models/gpt-4", "/v1/%00", "/docs"])
+def test_an_unknown_path_gets_an_error_object(server: RunningServer, path: str) -> None:
+    response = server.get(path)
+    assert response.status == 404
+    assert response.error
+
+
+def test_null_is_as_good_as_nothing_and_unknown_fields_are_taken(server: RunningServer) -> None:
+    nothing = dict.fromkeys(
+        ("max_tokens", "temperature", "logprobs", "stop", "seed", "n", "suffix", "logit_bias")
+    )
+    plain = {"temperature": 0, "max_tokens": 5}
+    more = {**nothing, **plain, "user": "me", "brand_new_field": [1, {"x": None}], "tools": []}
+    assert (
+        server.complete(**more)["choices"][0]["text"]
+        == server.complete(**plain)["choices"][0]["text"]
+    )
+
+
+def test_an_empty_text_is_the_token_that_begins_a_text(server: RunningServer) -> None:
+    assert server.complete(prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
+
+
+def test_bad_tokens_are_refused(server: RunningServer) -> None:
+    for tokens in ([-1], ["a"], [1 << 32], [HUGE], "abc", None, [[1]]):
+        response = server.post("/detokenize", {"tokens": tokens})
+        assert response.status == 400
+        assert response.error["param"] == "tokens"
+    for body in ({}, {"prompt": "a", "messages": CHAT}, {"messages": 5}, {"prompt": 5}):
+        assert server.post("/tokenize", body).status == 400
+
+
+def test_a_long_text_is_read_while_others_go_on() -> None:
+    with serving() as server:
+        body = {"prompt": "word and word " * 200_000, "max_tokens": 1}
+        statuses: list[int] = []
+        thread = threading.Thread(
+            target=lambda: statuses.append(server.post("/v1/completions", body).status)
+        )
+        thread.start()
+        others = 0
+        while thread.is_alive():
+            server.complete(max_tokens=2)
+            others += 1
+        assert statuses == [400]
+        assert others > 5
+        assert_idle(server)

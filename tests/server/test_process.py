@@ -1,0 +1,181 @@
+"""`megavm serve` as a process: what it says, what it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+SECONDS = 60.0
+
+
+class Process:
+    """A server process and what it has said."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.said = ""
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "megavm", "serve", *arguments],
+            stderr=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, **environment},
+        )
+        assert self.process.stderr is not None
+        self._stderr = self.process.stderr
+
+    def wait_for(self, words: str) -> str:
+        """The first line that holds `words`."""
+        end = time.monotonic() + SECONDS
+        while words not in self.said:
+            ready = select.select([self._stderr], [], [], max(end - time.monotonic(), 0))[0]
+            part = os.read(self._stderr.fileno(), 65536).decode() if ready else ""
+            assert part, f"{words!r} does not come: {self.said}"
+            self.said += part
+        return next(line for line in self.said.splitlines() if words in line)
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection, as soon as there is somebody to connect to."""
+        address = re.search(r"url=http://(\S+):(\d+)", self.wait_for("url="))
+        assert address is not None
+        return http.client.HTTPConnection(address[1], int(address[2]), timeout=SECONDS)
+
+    def end(self, signal_number: int | None = None) -> int:
+        """The exit code."""
+        if signal_number is not None:
+            self.process.send_signal(signal_number)
+        said, _ = None, self.process.wait(SECONDS)
+        said = self._stderr.read().decode()
+        self.said += said
+        return self.process.returncode
+
+
+@contextlib.contextmanager
+def started(*arguments: str, **environment: str) -> Iterator[Process]:
+    process = Process("stories", "--port", "0", "--machine", "cpu", *arguments, **environment)
+    try:
+        yield process
+    finally:
+        if process.process.poll() is None:
+            process.process.kill()
+        process.end()
+
+
+def post(connection: http.client.HTTPConnection, **body: Any) -> http.client.HTTPResponse:
+    connection.request(
+        "POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"}
+    )
+    return connection.getresponse()
+
+
+def test_a_server_says_what_it_serves_and_ends_when_it_is_told_to() -> None:
+    with started("--served-model-name", "tiny", MEGAVM_API_KEY="secret") as server:
+        ready = server.wait_for(" ready ")
+        for part in (
+            "url=http://127.0.0.1:",
+            "model=tiny",
+            "machine=cpu",
+            "kv_tokens=16384",
+            "kv_blocks=1024",
+            "context=1024",
+        ):
+            assert part in ready
+        assert "loading phase=" in server.said
+        connection = server.connect()
+        response = post(connection, prompt="x")
+        assert (response.status, bool(response.read())) == (401, True)
+        assert "server" not in {name.lower() for name, _ in response.getheaders()}
+        connection.close()
+        assert server.end(signal.SIGTERM) == 0
+        assert "secret" not in server.said
+        assert "Traceback" not in server.said
+
+
+def test_sigterm_lets_requests_end_and_takes_no_new_ones() -> None:
+    with started() as server:
+        server.wait_for(" ready ")
+        connection, other = server.connect(), server.connect()
+        response = post(
+            connection, prompt="Once upon", max_tokens=900, ignore_eos=True, stream=True
+        )
+        assert response.readline().startswith(b"data: {")
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(" draining ")
+        refused = post(other, prompt="Once upon")
+        assert refused.status == 503
+        assert json.loads(refused.read())["error"]["code"] == "draining"
+        other.request("GET", "/health")
+        health = other.getresponse()
+        assert (health.status, json.loads(health.read())) == (503, {"status": "draining"})
+        content = response.read()
+        assert content.count(b"data: {") == 899
+        assert content.endswith(b"data: [DONE]\n\n")
+        connection.close()
+        other.close()
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in_time", "by_a_second_signal"])
+def test_requests_that_do_not_end_in_time_are_told_so(again: bool) -> None:
+    with started("--shutdown-timeout", "60" if again else "0.2") as server:
+        server.wait_for(" ready ")
+        connections = [server.connect() for _ in range(2)]
+        fields = {"prompt": ["Once upon"] * 16, "n": 8, "max_tokens": 1000, "ignore_eos": True}
+        response = post(connections[0], **fields, stream=True)
+        assert response.readline().startswith(b"data: {")
+        connections[1].request(
+            "POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"}
+        )
+        time.sleep(0.2)
+        server.process.send_signal(signal.SIGTERM)
+        server.wait_for(" draining ")
+        if again:
+            server.process.send_signal(signal.SIGTERM)
+        *_, error, done, nothing = response.read().split(b"\n\n")
+        assert json.loads(error[len(b"data: ") :])["error"]["code"] == "draining"
+        assert (done, nothing) == (b"data: [DONE]", b"")
+        whole = connections[1].getresponse()
+        assert whole.status == 503
+        assert json.loads(whole.read())["error"]["code"] == "draining"
+        for connection in connections:
+            connection.close()
+        assert server.end() == 0
+        assert "Traceback" not in server.said
+
+
+def test_ctrl_c_ends_a_server_as_it_ends_every_command() -> None:
+    with started("--quiet") as server:
+        server.wait_for(" ready ")
+        assert server.end(signal.SIGINT) == 130
+        assert len(server.said.splitlines()) == 1
+
+
+def refused(*arguments: str) -> str:
+    """The one line of a command that does not even begin."""
+    process = Process(*arguments)
+    assert process.end() == 2
+    line = process.said.splitlines()[-1]
+    assert line.startswith("megavm: error: ")
+    assert "Traceback" not in process.said
+    return line
+
+
+def test_what_cannot_be_served_is_refused_in_one_sentence() -> None:
+    assert "no/such/model" in refused("no/such/model", "--port", "0")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refused("stories", "--port", port)
+        assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in line
+    assert "--port must be in [0, 65535], not 70000" in refused("stories", "--port", "70000")
+    assert "max_queue must be at least 0" in refused("stories", "--max-queue", "-1")

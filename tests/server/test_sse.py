@@ -1,0 +1,142 @@
+"""The path of a token to the client: its speed, and clients that do not read or go away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from megavm.sampling_params import SamplingParams
+from megavm.scheduler.sequence import Delta
+from megavm.server.chat import ChatAnswer
+from megavm.server.engine_loop import Generation
+from megavm.server.errors import failed
+from megavm.server.logs import NOTES
+from megavm.server.protocol import ChatRequest
+from megavm.server.service import Service
+from megavm.server.sse import DONE, ClientDisconnected, EventStream, Template, line
+
+TOKENS_PER_SECOND = 50_000
+
+
+def make_stream(timeout: float = 10.0) -> tuple[Generation, EventStream, list[str]]:
+    """A generation without an engine, its stream, and what is noted when the stream is closed."""
+    params = SamplingParams(max_tokens=None)
+    generation = Generation([cast(Any, [0])], params, whole=False)
+    settings = SimpleNamespace(model_names=("model",))
+    service = cast(Service, SimpleNamespace(settings=settings, tokenizer=None))
+    body = ChatRequest(messages=[{"role": "user", "content": ""}])
+    answer = ChatAnswer(service, body, generation)
+    closed: list[str] = []
+    return generation, EventStream(generation, answer, lambda: closed.append("x"), timeout), closed
+
+
+def give(generation: Generation, token: int, end: bool = False) -> None:
+    delta = Delta(cast(Any, None), 0, [token], [f" word{token}"], [])
+    delta.finish_reason = "length" if end else None
+    generation.add(0, delta)
+    generation.wake()
+
+
+async def stay() -> Any:
+    """A client that says nothing more."""
+    await asyncio.sleep(3600)
+
+
+def test_a_stream_carries_50000_tokens_per_second_of_a_core() -> None:
+    count = 20_000
+
+    async def test() -> float:
+        generation, stream, _ = make_stream()
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        serving = asyncio.create_task(stream({NOTES: {}}, stay, send))
+        begin = time.thread_time()
+        for number in range(count):
+            give(generation, number, end=number == count - 1)
+            await asyncio.sleep(0)
+        await serving
+        seconds = time.thread_time() - begin
+        assert sum(body.count(b"data: {") for body in sent) == count
+        assert len(sent) > count // 3  # it was not one great batch
+        return count / seconds
+
+    assert max(asyncio.run(test()) for _ in range(3)) > TOKENS_PER_SECOND
+
+
+def test_a_client_that_reads_nothing_is_left_when_its_time_is_over() -> None:
+    async def test() -> None:
+        generation, stream, closed = make_stream(timeout=0.1)
+        notes: dict[str, Any] = {}
+        reading = asyncio.Event()
+
+        async def send(message: Any) -> None:
+            if message["type"] == "http.response.body" and not reading.is_set():
+                reading.set()
+                await asyncio.sleep(3600)
+
+        give(generation, 1)
+        async with asyncio.timeout(5):
+            await stream({NOTES: notes}, stay, send)
+        assert closed == ["x"]
+        assert "took longer" in notes["error"]
+
+    asyncio.run(test())
+
+
+def test_a_client_that_goes_away_ends_the_stream_at_once() -> None:
+    async def test() -> None:
+        _, stream, closed = make_stream()
+
+        async def leave() -> Any:
+            return {"type": "http.disconnect"}
+
+        async def send(message: Any) -> None:
+            return
+
+        with pytest.raises(ClientDisconnected):
+            await stream({NOTES: {}}, leave, send)
+        assert closed == ["x"]
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(test())
+
+
+def test_a_stream_that_fails_says_why_and_ends_as_every_stream() -> None:
+    async def test() -> bytes:
+        generation, stream, _ = make_stream()
+        sent: list[bytes] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message.get("body", b""))
+
+        give(generation, 1)
+        generation.fail(failed("the machine stopped"))
+        await stream({NOTES: {}}, stay, send)
+        return b"".join(sent)
+
+    content = asyncio.run(test())
+    assert b" word1" in content
+    assert content.endswith(line(failed("the machine stopped").body()).encode() + DONE)
+
+
+def test_a_template_makes_the_events_that_json_makes() -> None:
+    def content(text: str) -> dict[str, Any]:
+        return {"id": 'a"b', "choices": [{"delta": {"content": text}, "finish_reason": None}]}
+
+    template = Template(content)
+    for text in (
+        "",
+        "word",
+        '"quoted" \\ \n\r\t\x00\x1f',
+        "日本 \u2028 \U0001f600",
+        "\ud800",
+        "</",
+    ):
+        assert template.line(text) == line(content(text))
