@@ -34,8 +34,7 @@ struct ProductPlan {
   }
 
   // Nothing is to be fetched that is there only when the waits are over.
-  __device__ __forceinline__ void prefetch_ready(uint32_t, uint32_t, uint32_t, Prefetched&) const {
-  }
+  __device__ __forceinline__ void prefetch_ready(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
 
   // Nothing is to be done with results beside storing them.
   __device__ __forceinline__ void consider(float&, uint32_t&) const {}
