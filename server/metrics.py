@@ -15,14 +15,13 @@ from prometheus_client.core import (
     HistogramMetricFamily,
     Metric,
 )
-from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from megavm.scheduler.engine import Engine
     from megavm.scheduler.sequence import Delta, Request
 
-CONTENT_TYPE: Final = CONTENT_TYPE_PLAIN_0_0_4
+CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX: Final = "megavm:"
 _INFINITY: Final = float("inf")
 
