@@ -117,7 +117,7 @@ class RowsInput {
   static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
   template <bool kF32>
   static constexpr uint32_t kBatchPages =
-      kF32Weights ? 1 : max_of(1, min_of(4 / RawInput<kF32, false>::kWordsIn, kChunkPages));
+      kF32Weights ? 1 : min_of(4 / RawInput<kF32, false>::kWordsIn, kChunkPages);
 
   struct Batch {
     uint32_t words[kGroupRows][4];  // by number in the order of this lane

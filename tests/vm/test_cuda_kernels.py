@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megavm.instructions import instruction_set
@@ -12,9 +14,11 @@ from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.hub import resolve
 from megavm.scheduler.kernels import kernel_headers
 from megavm.scheduler.llama_config import LlamaConfig
+from megavm.vm.codegen import program_header
 from megavm.vm.config import THREADS
 from megavm.vm.cuda_compiler import ROOT, Kernel, compile_kernel
 from megavm.vm.isa import BF16, F32
+from megavm.vm.program import Program
 
 MAX_REGISTERS = 65536 // THREADS // 8 * 8  # what a thread may have before roles share them out anew
 MAX_CUBIN = 1 << 20
@@ -104,6 +108,20 @@ def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
         assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), (model, rows)
         assert 0 < kernel.registers <= MAX_REGISTERS, (model, rows)
         assert len(kernel.cubin) < MAX_CUBIN, (model, rows)
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("name", ["embed", "rms_norm", "sample"])
+def test_a_program_without_products_has_a_kernel_too(name: str) -> None:
+    cls = next(cls for cls in instruction_set().values() if cls.name() == name)
+    module = importlib.import_module(f"{cls.__module__}.examples")
+    example = next(iter(module.examples(np.random.default_rng(0))))
+    program = Program.build(example.tensors, [example.instruction], [[0]])
+    header = program_header(program)
+    assert "kUsesMatmul = false" in header
+    kernel = compiled(header)
+    assert (kernel.warnings, kernel.spill_stores, kernel.spill_loads) == ([], 0, 0)
 
 
 @pytest.mark.timeout(600)
