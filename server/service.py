@@ -127,6 +127,11 @@ class Service:
         """Begin to load the model."""
         self._loading = asyncio.create_task(self._load())
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is still being loaded, be it in vain."""
+        return not self._ended.is_set()
+
     async def loaded(self) -> None:
         """Wait until loading has ended; `failure` says whether well."""
         await self._ended.wait()
