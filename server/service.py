@@ -290,7 +290,9 @@ class Service:
         try:
             return await self.call(size, function, *given)
         except ValueError as error:
-            raise bad_request(str(error), field) from error
+            # Where the model lies on this computer is nothing that a client need know.
+            directory, name = str(self.tokenizer.directory), self.settings.model_names[0]
+            raise bad_request(str(error).replace(directory, name), field) from error
 
     async def call(self, size: int, function: Callable[..., Result], *given: object) -> Result:
         """Call a function whose time depends on `size`, in a thread if that is much.

@@ -245,6 +245,15 @@ def test_an_empty_text_is_the_token_that_begins_a_text(server: RunningServer) ->
     assert server.complete(prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
 
 
+def test_what_the_template_refuses_is_said_without_the_place_of_the_model(
+    server: RunningServer,
+) -> None:
+    messages = [{"role": "wizard", "content": "Hello"}]
+    error = server.post("/v1/chat/completions", {"messages": messages}).error
+    assert error["message"] == "the chat template of stories failed: Unsupported role: wizard"
+    assert error["param"] == "messages"
+
+
 def test_bad_tokens_are_refused(server: RunningServer) -> None:
     for tokens in ([-1], ["a"], [1 << 32], [HUGE], "abc", None, [[1]]):
         response = server.post("/detokenize", {"tokens": tokens})
