@@ -290,7 +290,10 @@ def test_pages(server: RunningServer) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert b"<html" in page.content
     assert b"https://cdn" not in page.content
-    assert server.get("/").status in (200, 404)
+    for path in ("/", "/profiler", "/metrics", "/version", "/health"):
+        assert server.get(path).status == 200
+        head = server.send("HEAD", path)
+        assert (head.status, head.content) == (200, b"")
 
 
 def test_other_origins_are_let_in_only_if_they_are_named(server: RunningServer) -> None:
