@@ -15,7 +15,7 @@ from starlette.responses import Response
 from megavm.scheduler.logprobs import TokenLogprobs
 from megavm.scheduler.sequence import Delta
 from megavm.server.engine_loop import Batch, Generation
-from megavm.server.errors import json_response, timed_out
+from megavm.server.errors import timed_out, to_json
 from megavm.server.logs import note
 from megavm.server.protocol import GenerationRequest
 from megavm.server.service import Service
@@ -67,6 +67,7 @@ class Answer(ABC):
         self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
         self.generation = generation
         self.tokenizer = service.tokenizer
+        self._service = service
         self._model = body.model or service.settings.model_names[0]
         self._created = int(time.time())
         self._with_ids = bool(body.return_token_ids)
@@ -106,8 +107,8 @@ class Answer(ABC):
 
     # In one piece.
 
-    async def whole(self) -> dict[str, Any]:
-        """The object of the answer, when all of it is there.
+    async def whole(self) -> bytes:
+        """The JSON of the answer, when all of it is there.
 
         Raises:
             ApiError: the generation failed.
@@ -122,9 +123,18 @@ class Answer(ABC):
                     choice.pieces += delta.pieces
                     choice.logprobs += delta.logprobs
         self._num_tokens = sum(len(choice.token_ids) for choice in choices)
-        wholes = [{**self.whole_choice(c), **self._ids(c.token_ids)} for c in choices]
-        content = self._envelope(self.whole_object, wholes)
-        return {**content, "usage": self.usage}
+        # Log-probabilities of many tokens take long to write, those of echoed prompts included.
+        params, tokens = self.generation.params, self._num_tokens
+        if params.prompt_logprobs is not None:
+            tokens += params.n * sum(map(len, self.generation.prompts))
+        return await self._service.call(tokens * (1 + (params.logprobs or 0)), self._write, choices)
+
+    def _write(self, choices: list[Choice]) -> bytes:
+        """The JSON of the answer, choice by choice: all at once would hold up other threads."""
+        wholes = [to_json({**self.whole_choice(c), **self._ids(c.token_ids)}) for c in choices]
+        envelope = self._envelope(self.whole_object, [])
+        head, tail = to_json({**envelope, "usage": self.usage}).split('"choices":[]')
+        return f'{head}"choices":[{",".join(wholes)}]{tail}'.encode()
 
     # As a stream.
 
@@ -208,7 +218,8 @@ async def respond(
         return EventStream(generation, answer, close, timeout)
     try:
         async with asyncio.timeout(timeout):
-            return json_response(await until_disconnect(request.receive, answer.whole()))
+            content = await until_disconnect(request.receive, answer.whole())
+            return Response(content, media_type="application/json")
     except TimeoutError as error:
         raise timed_out(timeout) from error
     finally:

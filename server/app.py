@@ -191,11 +191,13 @@ def _add_state(app: FastAPI, service: Service) -> None:
         return json_response(content, 200 if status is Status.READY else 503)
 
     @app.get("/version", **_answers())
+    @app.head("/version", include_in_schema=False)
     async def version() -> Response:
         """megavm's version."""
         return json_response({"version": megavm.__version__})
 
     @app.get("/metrics", include_in_schema=False)
+    @app.head("/metrics", include_in_schema=False)
     async def show_metrics() -> Response:
         """All metrics, for Prometheus."""
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
@@ -211,11 +213,13 @@ def _add_pages(app: FastAPI) -> None:
         )
 
     @app.get("/", include_in_schema=False)
+    @app.head("/", include_in_schema=False)
     async def playground() -> Response:
         """A chat in the browser."""
         return page(PLAYGROUND)
 
     @app.get("/profiler", include_in_schema=False)
+    @app.head("/profiler", include_in_schema=False)
     async def profiler() -> Response:
         """The profiler's page, which opens traces."""
         return page(viewer.PAGE)

@@ -97,16 +97,8 @@ async def complete(request: Request, service: Service) -> Response:
         params = replace(params, prompt_logprobs=params.logprobs)
     prompts = read_prompts(body.prompt, service.max_sequences)
     service.admit(len(prompts) * params.n)
-    ids = [
-        await service.encode(prompt, "prompt") if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
+    ids = await service.encode_prompts(prompts, "prompt")
     checked = service.check_prompts(ids, params, "prompt")
-    texts = None
-    if body.echo:
-        texts = [
-            prompt if isinstance(prompt, str) else await service.decode(prompt, "prompt", True)
-            for prompt in prompts
-        ]
+    texts = await service.decode_prompts(prompts, "prompt") if body.echo else None
     generation = service.generation(checked, params, whole=not body.stream)
     return await respond(request, service, body, CompletionAnswer(service, body, generation, texts))

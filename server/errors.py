@@ -66,9 +66,13 @@ class ApiError(Exception):
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
+    """An answer with `content`, see `to_json`."""
+    return Response(to_json(content), status, headers, media_type="application/json")
+
+
+def to_json(content: Any) -> str:
     """`content` as JSON; a value that JSON lacks is a mistake of ours and raises ValueError."""
-    body = json.dumps(content, allow_nan=False, separators=(",", ":"))
-    return Response(body, status, headers, media_type="application/json")
+    return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
 import time
@@ -13,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megavm.server.auth import ApiKeys
-from megavm.server.errors import ApiError, fault, shorten, too_large, unauthorized
+from megavm.server.errors import ApiError, fault, shorten, timed_out, too_large, unauthorized
 from megavm.server.logs import NOTES, log, logger
 from megavm.server.service import Service
 from megavm.server.sse import ClientDisconnected
@@ -76,18 +77,26 @@ class Gate:
             self._service.leave()
 
     def _limit(self, headers: Headers, receive: Receive) -> Receive:
-        """`receive`, which raises ApiError when the body gets too large."""
-        limit, read = self._service.settings.max_body_bytes, 0
+        """`receive`, which raises ApiError when the body gets too large or comes too slowly."""
+        settings = self._service.settings
+        limit, read, seconds = settings.max_body_bytes, 0, settings.request_timeout
+        deadline: float | None = asyncio.get_running_loop().time() + seconds
         length = headers.get("content-length", "")
         if length.isdecimal() and int(length[:20]) > limit:
             raise too_large(limit)
 
         async def limited() -> Message:
-            nonlocal read
-            message = await receive()
+            nonlocal read, deadline
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                raise timed_out(seconds) from error
             read += len(message.get("body", b""))
             if read > limit:
                 raise too_large(limit)
+            if not message.get("more_body"):
+                deadline = None  # what comes now is that the client leaves
             return message
 
         return limited

@@ -72,6 +72,10 @@ class Server(uvicorn.Server):
         """Called for SIGINT and SIGTERM."""
         self._again = self.received is not None
         self.received = sig
+        if self._again and self.service.is_loading:
+            # Nothing can be lost yet, and a download would be waited for to its end.
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)
         self._event_loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:

@@ -127,6 +127,11 @@ class Service:
         """Begin to load the model."""
         self._loading = asyncio.create_task(self._load())
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether the model is still being loaded, be it in vain."""
+        return not self._ended.is_set()
+
     async def loaded(self) -> None:
         """Wait until loading has ended; `failure` says whether well."""
         await self._ended.wait()
@@ -240,27 +245,64 @@ class Service:
         encode = self.tokenizer.encode
         return await self._read(len(text), field, encode, text, add_special_tokens)
 
-    async def decode(
-        self, ids: Sequence[int], field: str, skip_special_tokens: bool = False
-    ) -> str:
+    async def decode(self, ids: Sequence[int], field: str) -> str:
         """The text of token ids, which `field` of a request holds.
 
         Raises:
             ApiError: an id is none.
         """
-        return await self._read(len(ids), field, self.tokenizer.decode, ids, skip_special_tokens)
+        return await self._read(len(ids), field, self.tokenizer.decode, ids, False)
+
+    async def encode_prompts(
+        self, prompts: Sequence[str | list[int]], field: str
+    ) -> list[list[int]]:
+        """Token ids of prompts, which `field` of a request holds; some may be token ids already.
+
+        Raises:
+            ApiError: a text cannot be encoded.
+        """
+        encode = self.tokenizer.encode
+
+        def encode_all() -> list[list[int]]:
+            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+
+        size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
+        return await self._read(size, field, encode_all)
+
+    async def decode_prompts(self, prompts: Sequence[str | list[int]], field: str) -> list[str]:
+        """Texts of prompts, which `field` of a request holds, without special tokens.
+
+        Raises:
+            ApiError: an id is none.
+        """
+        decode = self.tokenizer.decode
+
+        def decode_all() -> list[str]:
+            return [prompt if isinstance(prompt, str) else decode(prompt) for prompt in prompts]
+
+        size = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str))
+        return await self._read(size, field, decode_all)
 
     async def _read(
         self, size: int, field: str | None, function: Callable[..., Result], *given: object
     ) -> Result:
-        """Call a function whose time depends on `size`, in a thread if that is much."""
+        """`call` for what a request holds: a ValueError is the fault of its `field`."""
         try:
-            if size <= _SHORT_TEXT:
-                return function(*given)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._reader, function, *given)
+            return await self.call(size, function, *given)
         except ValueError as error:
-            raise bad_request(str(error), field) from error
+            # Where the model lies on this computer is nothing that a client need know.
+            directory, name = str(self.tokenizer.directory), self.settings.model_names[0]
+            raise bad_request(str(error).replace(directory, name), field) from error
+
+    async def call(self, size: int, function: Callable[..., Result], *given: object) -> Result:
+        """Call a function whose time depends on `size`, in a thread if that is much.
+
+        `size` is in characters or tokens.
+        """
+        if size <= _SHORT_TEXT:
+            return function(*given)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._reader, function, *given)
 
     async def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool, size: int

@@ -54,7 +54,7 @@ class Settings:
             ("shutdown_timeout", 0),
         ):
             value = getattr(self, name)
-            if value < least:
+            if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
         if not self.request_timeout > 0:
             raise ValueError(f"request_timeout must be positive, not {self.request_timeout}")

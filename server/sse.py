@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from json.encoder import encode_basestring_ascii
@@ -13,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megavm.server.engine_loop import Batch, Generation
-from megavm.server.errors import ApiError, fault, timed_out
+from megavm.server.errors import ApiError, fault, timed_out, to_json
 from megavm.server.logs import logger, note
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -58,7 +57,7 @@ class Template:
 def line(content: dict[str, Any]) -> str:
     """One event, with the blank line that ends it."""
     # Escaped beyond ASCII: some clients take U+2028 and its like for ends of lines.
-    return f"data: {json.dumps(content, allow_nan=False, separators=(',', ':'))}\n\n"
+    return f"data: {to_json(content)}\n\n"
 
 
 class EventStream(Response):

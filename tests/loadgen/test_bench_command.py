@@ -165,3 +165,11 @@ def test_bench_needs_no_torch() -> None:
         "import sys, megavm.loadgen.report, megavm.commands.bench\nsys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_report_that_could_not_be_written_is_refused_before_the_run(
+    bench: Bench, server: FakeServer, tmp_path: Path
+) -> None:
+    code, out, err = bench("--num-prompts", "1", "--json", str(tmp_path / "missing" / "run.json"))
+    assert (code, out, server.bodies) == (2, "", [])
+    assert "is in a directory that does not exist" in err

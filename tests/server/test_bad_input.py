@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -245,6 +245,15 @@ def test_an_empty_text_is_the_token_that_begins_a_text(server: RunningServer) ->
     assert server.complete(prompt="", max_tokens=1)["usage"]["prompt_tokens"] == 1
 
 
+def test_what_the_template_refuses_is_said_without_the_place_of_the_model(
+    server: RunningServer,
+) -> None:
+    messages = [{"role": "wizard", "content": "Hello"}]
+    error = server.post("/v1/chat/completions", {"messages": messages}).error
+    assert error["message"] == "the chat template of stories failed: Unsupported role: wizard"
+    assert error["param"] == "messages"
+
+
 def test_bad_tokens_are_refused(server: RunningServer) -> None:
     for tokens in ([-1], ["a"], [1 << 32], [HUGE], "abc", None, [[1]]):
         response = server.post("/detokenize", {"tokens": tokens})
@@ -269,3 +278,30 @@ def test_a_long_text_is_read_while_others_go_on() -> None:
         assert statuses == [400]
         assert others > 5
         assert_idle(server)
+
+
+def test_what_takes_long_is_done_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving() as server:
+        threads: dict[str, set[str]] = {"encode": set(), "decode": set(), "token_text": set()}
+        tokenizer = server.service.llm.tokenizer
+        for name, seen in threads.items():
+            monkeypatch.setattr(tokenizer, name, _watched(getattr(tokenizer, name), seen))
+        echo = {"echo": True, "logprobs": 5, "max_tokens": 1}
+        for prompts in (["word and word " * 10] * 50, [[5, 6, 7] * 30] * 50):
+            answer = server.complete(prompt=prompts, **echo)
+            assert [choice["index"] for choice in answer["choices"]] == list(range(50))
+        for name in threads:
+            assert all(thread.startswith("megavm-reader") for thread in threads[name]), name
+        assert_idle(server)
+
+
+def _watched(function: Callable[..., Any], threads: set[str]) -> Callable[..., Any]:
+    """`function`, which notes the threads of the server that call it, but for the engine's."""
+
+    def watched(*given: Any, **named: Any) -> Any:
+        name = threading.current_thread().name
+        if name != "megavm-engine":
+            threads.add(name)
+        return function(*given, **named)
+
+    return watched

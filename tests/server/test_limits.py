@@ -100,6 +100,19 @@ def test_what_can_never_fit_is_not_asked_to_come_again(small: RunningServer) -> 
     assert response.status == 400
 
 
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with serving({"request_timeout": 0.3}) as server:
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: test\r\ncontent-type: application/json\r\n"
+        for part in (
+            b"content-length: 99\r\n\r\n{",
+            b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
+        ):
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+                connection.sendall(head + part)
+                assert connection.recv(4096).startswith(b"HTTP/1.1 408 ")
+        assert_idle(server)
+
+
 def test_a_request_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving({"request_timeout": 0.5}) as server:
         monkeypatch.setattr(server.engine.runner, "run", _slow(server))
@@ -277,7 +290,10 @@ def test_pages(server: RunningServer) -> None:
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert b"<html" in page.content
     assert b"https://cdn" not in page.content
-    assert server.get("/").status in (200, 404)
+    for path in ("/", "/profiler", "/metrics", "/version", "/health"):
+        assert server.get(path).status == 200
+        head = server.send("HEAD", path)
+        assert (head.status, head.content) == (200, b"")
 
 
 def test_other_origins_are_let_in_only_if_they_are_named(server: RunningServer) -> None:

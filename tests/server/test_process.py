@@ -13,21 +13,32 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 
 SECONDS = 60.0
+STUCK = """
+import time
+from megavm.server.run import serve
+from megavm.server.settings import Settings
+serve(lambda progress: time.sleep(600), Settings(("stuck",)), "127.0.0.1", 0, False)
+"""
 
 
 class Process:
     """A server process and what it has said."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(
+        self,
+        *arguments: str,
+        program: Sequence[str] = ("-m", "megavm", "serve"),
+        **environment: str,
+    ) -> None:
         self.said = ""
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "megavm", "serve", *arguments],
+            [sys.executable, *program, *arguments],
             stderr=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             env={**os.environ, **environment},
@@ -159,6 +170,18 @@ def test_ctrl_c_ends_a_server_as_it_ends_every_command() -> None:
         server.wait_for(" ready ")
         assert server.end(signal.SIGINT) == 130
         assert len(server.said.splitlines()) == 1
+
+
+def test_a_second_signal_ends_a_server_whose_model_does_not_come() -> None:
+    server = Process(program=("-c", STUCK))
+    try:
+        server.wait_for(" listening ")
+        server.process.send_signal(signal.SIGINT)
+        server.wait_for(" draining ")
+        assert server.end(signal.SIGINT) == -signal.SIGINT
+        assert "Traceback" not in server.said
+    finally:
+        server.process.kill()
 
 
 def refused(*arguments: str) -> str:

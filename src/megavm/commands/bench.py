@@ -40,6 +40,8 @@ def run(arguments: argparse.Namespace) -> int:
     limits = arguments.goodput or []
     goodput = parse_goodput(limits.split() if isinstance(limits, str) else limits)
     target, load, prompts = _target(arguments), _load(arguments), _prompts(arguments)
+    if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
+        raise UsageError(f"--json {arguments.json!r} is in a directory that does not exist")
     target, result = asyncio.run(_bench(arguments, target, load, prompts))
     report = summarise(result, target, load, goodput)
     print(format_table(report), flush=True)
