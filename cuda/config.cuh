@@ -66,7 +66,7 @@ constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
 constexpr uint32_t kUnitPages = max_of(1, ceil_div(program::kMaxK, kPageColumns));  // at most
 constexpr uint32_t kChunkPages = min_of(kMaxChunkPages, kUnitPages);  // of a unit in a chunk
-constexpr bool kOneChunk = kChunkPages == kUnitPages;  // holds all of any input
+constexpr bool kOneChunk = kChunkPages == kUnitPages;                 // holds all of any input
 constexpr uint32_t kPanelBytes = kGroupRows * kChunkPages * kPageColumns * kElementBytes;
 constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
 constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
