@@ -1,8 +1,8 @@
 """For every record its cause: the record without which it would have begun to compute earlier.
 
-An instruction begins to compute when its worker has ended the one before it in the queue and its
-channels are complete: a barrier with the target-th signal, tagged words with the last of their
-writers. The last of these is the cause.
+An instruction begins to compute when its worker's consumers have left the one before it in the
+queue and its channels are complete: a barrier with the target-th signal, tagged words with the last
+of their writers. The last of these is the cause.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ _BATCH: Final = 1 << 22  # producers times steps that are looked at together
 class Executions:
     """Records of a trace that has no causes yet, all sorted by step, worker and slot: [R].
 
-    ``stored`` and ``signalled`` are when tagged words and barriers tell others that a record is
-    complete (int64, ns). ``launch`` is the launch of every step: [S].
+    ``begin`` is when the consumers turned to it (-1: not noted), ``stored`` and ``signalled`` when
+    tagged words and barriers tell others that a record is complete: int64, ns. ``launch`` is the
+    launch of every step: [S].
     """
 
     programs: tuple[TraceProgram, ...]
@@ -34,6 +35,7 @@ class Executions:
     worker: Ints
     slot: Ints
     instruction: Ints
+    begin: Longs
     stored: Longs
     signalled: Longs
 
@@ -54,21 +56,24 @@ def find_causes(executions: Executions) -> tuple[Ints, Ints]:
             at, of, through, arrival = _last_channels(
                 executions, program, steps[first:end], records[first:end], begin - first
             )
-            later = arrival > time[at]
+            # Of what a worker hands to itself the words count, which have a way to go.
+            later = arrival >= time[at]
             cause[at[later]], channel[at[later]] = of[later], through[later]
     return cause, channel
 
 
 def _before_in_queue(executions: Executions) -> tuple[Longs, Ints]:
-    """When the record before each on the same worker had ended, and which that is (-1: none)."""
+    """When the consumers had left the record before each, and which that is (-1: none)."""
     order = np.argsort(executions.worker, kind="stable")
     worker = executions.worker[order]
     launch = executions.launch[executions.step[order]]
     follows = (worker[1:] == worker[:-1]) & (worker[1:] >= 0) & (launch[1:] == launch[:-1])
     before = np.full(len(order), -1, np.int32)
     before[order[1:][follows]] = order[:-1][follows]
-    time = np.where(before >= 0, executions.stored[before], NEVER)
-    return time, before
+    # They may turn to the next one while the storer still stores: then that does not hold it up.
+    begin, stored = executions.begin, executions.stored[before]
+    left = np.where(begin >= 0, np.minimum(begin, stored), stored)
+    return np.where(before >= 0, left, NEVER), before
 
 
 def _records(executions: Executions, steps: Longs, n: int) -> Longs:

@@ -75,11 +75,13 @@ def critical_path(trace: Trace, step: int) -> CriticalPath:
 def _over(trace: Trace, record: int, cause: int) -> int:
     """When the cause no longer held the record up."""
     spans, channel = trace.spans, int(trace.record_cause_channel[record])
+    if channel < 0:
+        return int(spans.left[cause])
     program = trace.programs[trace.record_program[record]]
-    barrier = channel >= 0 and program.channel_kind[channel] != TAGGED
+    barrier = program.channel_kind[channel] != TAGGED
     over = int((spans.signalled if barrier else spans.end)[cause])
     # What it saw of a barrier or of words may be older than the time that was noted.
-    return min(over, int(spans.inputs[record])) if channel >= 0 else over
+    return min(over, int(spans.inputs[record]))
 
 
 def _link(trace: Trace, record: int, cause: int, since: int, until: int) -> Link:

@@ -159,6 +159,7 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         worker=worker,
         slot=slot,
         instruction=instruction,
+        begin=row["begin"],
         stored=row["end"],
         signalled=np.maximum(row["signalled"], row["end"]),
     )

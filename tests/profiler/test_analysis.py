@@ -168,6 +168,19 @@ def test_the_critical_path_of_a_ring_goes_round_it() -> None:
     assert {link.through for link in path.links[1:]} <= {"barrier", "queue"}
 
 
+def test_a_path_through_a_queue_counts_from_when_the_consumers_left_the_cause() -> None:
+    trace = like_a_gpu(synthetic_trace(workers=2, steps=1, layers=2))
+    own = np.flatnonzero(trace.record_worker == 0)
+    cause, channel = trace.record_cause.copy(), trace.record_cause_channel.copy()
+    cause[own[1:]], channel[own] = own[:-1], -1
+    spans = trace.spans
+    assert (spans.end[own[:-1]] > spans.begin[own[1:]]).any()
+    only_queue = dataclasses.replace(trace, record_cause=cause, record_cause_channel=channel)
+    links = critical_path(only_queue, 0).links
+    assert [link.record for link in links] == own.tolist()
+    assert [link.begin for link in links[1:]] == spans.left[own[:-1]].tolist()
+
+
 def test_a_circle_of_causes_is_refused() -> None:
     trace = synthetic_trace(workers=2, steps=1, layers=1)
     cause = np.arange(trace.num_records, dtype=np.int32)

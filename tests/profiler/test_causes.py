@@ -20,11 +20,16 @@ from megavm.vm.program import Program
 
 
 def executions(
-    program: TraceProgram, launches: list[int], queues: list[list[int]], end: Any, late: int = 0
+    program: TraceProgram,
+    launches: list[int],
+    queues: list[list[int]],
+    end: Any,
+    late: int = 0,
+    begin: Any = lambda s, i: -1,
 ) -> Executions:
     """Records of launches of some steps each, of a program with static queues.
 
-    ``end`` gives the end of (step, instruction); signals are ``late`` after that.
+    ``begin`` and ``end`` give those of (step, instruction); signals are ``late`` after the end.
     """
     rows = [
         (step, worker, slot, instruction)
@@ -42,6 +47,7 @@ def executions(
         worker=worker,
         slot=slot,
         instruction=instruction,
+        begin=np.array([begin(s, i) for s, _, _, i in rows], np.int64),
         stored=stored,
         signalled=stored + late,
     )
@@ -139,6 +145,26 @@ def test_the_queue_is_the_cause_when_the_signal_came_before() -> None:
         )
         cause, channel = find_causes(e)
         assert (int(cause[2]), int(channel[2])) == expected
+
+
+@pytest.mark.parametrize(
+    ("begin", "signal", "expected"),
+    [
+        pytest.param(110, 90, (1, -1), id="the worker was busy until 100"),
+        pytest.param(60, 90, (0, 0), id="the storer was, the worker waited for the signal"),
+        pytest.param(60, 50, (1, -1), id="the signal came before the worker turned to it"),
+        pytest.param(60, 60, (0, 0), id="both at once"),
+    ],
+)
+def test_a_worker_that_turns_to_the_next_while_the_storer_stores_is_not_held_up(
+    begin: int, signal: int, expected: tuple[int, int]
+) -> None:
+    instructions = [Noop(signal=0), Noop(), Noop(waits=[Wait(0, 1)])]
+    program = trace_program(Program.build([], instructions, [[0], [1, 2]], barriers=["a"]))
+    end, begins = {0: signal, 1: 100, 2: 120}, {0: 1, 1: 1, 2: begin}
+    e = executions(program, [1], [[0], [1, 2]], lambda s, i: end[i], begin=lambda s, i: begins[i])
+    cause, channel = find_causes(e)
+    assert (int(cause[2]), int(channel[2])) == expected
 
 
 def test_a_wait_for_the_step_before_sees_it_only_within_a_launch() -> None:

@@ -33,10 +33,17 @@ export function heldUpBy(trace: Trace, record: number): "start" | "queue" | "wor
   return trace.programOf(record).channelKind[channel] === 1 ? "words" : "barrier";
 }
 
-/** When a record held others up no longer: when its results were stored (queue, words) or its barrier signalled. */
+/** When a record held others up no longer: when its results were stored (words) or its barrier signalled. */
 export function doneAt(trace: Trace, record: number, stored: boolean): number {
   const end = trace.stored[record]!;
   return stored ? end : Math.max(end, trace.timesOf("signalled")?.[record] ?? -1);
+}
+
+/** When the cause of a record was over: its consumers had left it (queue), its words were stored, its barrier signalled. */
+export function causeOver(trace: Trace, record: number): number {
+  const cause = trace.cause[record]!;
+  const by = heldUpBy(trace, record);
+  return by === "queue" ? trace.span(cause)[1] : doneAt(trace, cause, by === "words");
 }
 
 /** When a record's inputs were there. */
@@ -176,7 +183,7 @@ export class Causes {
       seen.add(record);
       const cause = trace.cause[record]!;
       // The first link counts from the begin of the step: its worker turned to it late.
-      const since = cause < 0 ? begin : Math.max(begin, Math.min(until, this.over(record, cause)));
+      const since = cause < 0 ? begin : Math.max(begin, Math.min(until, this.over(record)));
       let at = since;
       const marks = [edges[0]![record]!, edges[2]![record]!, edges[3]![record]!, trace.stored[record]!, until];
       const parts = marks.map((mark) => {
@@ -193,9 +200,8 @@ export class Causes {
   }
 
   /** When a cause no longer held a record up: at the latest when its inputs were there. */
-  private over(record: number, cause: number): number {
-    const by = heldUpBy(this.trace, record);
-    const done = doneAt(this.trace, cause, by !== "barrier");
-    return by === "queue" ? done : Math.min(done, inputsAt(this.trace, record));
+  private over(record: number): number {
+    const over = causeOver(this.trace, record);
+    return this.trace.causeChannel[record]! < 0 ? over : Math.min(over, inputsAt(this.trace, record));
   }
 }

@@ -1,7 +1,7 @@
 /** The selected record: what it is, when its events were, what it waited for and who waited for it. */
 
 import type { App } from "./app.ts";
-import { type Incoming, doneAt, heldUpBy, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
+import { type Incoming, causeOver, heldUpBy, incomingOf, inputsAt, outgoingOf } from "./dependencies.ts";
 import { button, make } from "./dom.ts";
 import { bytes, duration, flops, instant, rate, rows, signedDuration } from "./format.ts";
 import type { Pane } from "./pane.ts";
@@ -90,11 +90,10 @@ export class InstructionPage implements Page {
     const by = heldUpBy(trace, record);
     const name = channel < 0 ? "" : trace.programOf(record).channelName(channel);
     const through = by === "queue" ? "by the order of the queue" : by === "words" ? `by words of ${name}` : `by the barrier ${name}`;
-    const done = doneAt(trace, cause, by !== "barrier");
     return [
       title,
       make("p", "cause", this.link(pane, cause), ` ${through}`),
-      pair("from its end to inputs", signedDuration(inputsAt(trace, record) - done)),
+      pair("from its end to inputs", signedDuration(inputsAt(trace, record) - causeOver(trace, record))),
       buttons,
     ];
   }
