@@ -14,9 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megavm.profiler.trace import Ints, Longs, Spans, Trace, TraceError
-
-Floats = npt.NDArray[np.float64]
+from megavm.profiler.trace import Floats, Ints, Longs, Spans, Trace, TraceError
 
 # What a worker does at a moment. Its consumers decide: while they compute, loads of later
 # instructions go on beside them and cost nothing.
@@ -158,12 +156,16 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
 def by_role(selection: Selection) -> dict[str, int]:
     """How long each role of all workers had an instruction at least, waiting included: ns.
 
-    The storer has what the consumers have left. Several instructions at once count once.
+    From the beginning of the first step to the end of the last one, whatever step the instruction
+    is of: loaders work ahead. The storer has what the consumers have left. Several instructions at
+    once count once.
     """
-    trace, spans = selection.trace, selection.spans
-    fetched, ready = (selection.column(trace.event(name)) for name in ("fetched", "ready"))
-    worker = selection.column(trace.record_worker)
-    fetched = np.where(ready >= 0, fetched, -1)
+    trace, some = selection.trace, _around(selection)
+    spans = _clipped(selection, some)
+    begin, end = _window(selection)
+    fetched, ready = (trace.event(name)[some] for name in ("fetched", "ready"))
+    fetched, ready = (np.where(ready < 0, -1, np.clip(x, begin, end)) for x in (fetched, ready))
+    worker = np.asarray(trace.record_worker[some], np.int64)
     return {
         "controller": _covered(worker, fetched, ready),
         "loader": _covered(worker, spans.load_begin, spans.load_end),
@@ -194,32 +196,40 @@ def by_worker(selection: Selection) -> dict[str, Longs]:
     instruction is idle: the worker has nothing left in the step, or turns to the next instruction.
     Records whose worker is not known (-1) are not in it.
     """
-    trace = selection.trace
-    begin, end = _window(selection)
-    # Neighbouring steps of a launch reach into the window.
-    some = slice(
-        int(trace.step_offsets[max(selection.first - 1, 0)]),
-        int(trace.step_offsets[min(selection.last + 1, trace.num_steps)]),
-    )
+    trace, some = selection.trace, _around(selection)
     worker = trace.record_worker[some]
     known = worker >= 0
-    clipped = Spans(
-        **{
-            name: np.where(values[some] < 0, -1, np.clip(values[some], begin, end))[known]
-            for name, values in vars(trace.spans).items()
-        }
-    )
     totals = {
-        name: np.bincount(worker[known], values, trace.workers).astype(np.int64)
-        for name, values in vars(states(clipped)).items()
+        name: np.bincount(worker[known], values[known], trace.workers).astype(np.int64)
+        for name, values in vars(states(_clipped(selection, some))).items()
     }
     idle = np.maximum(selection.busy - sum(totals.values()), 0)
     return {**totals, "idle": np.asarray(idle, np.int64)}
 
 
 def _window(selection: Selection) -> tuple[int, int]:
+    """When the first step begins and the last one ends."""
     trace = selection.trace
     return int(trace.step_begin[selection.first]), int(trace.step_end[selection.last - 1])
+
+
+def _around(selection: Selection) -> slice:
+    """Records of the steps, and of those after them that begin in their time: roles work ahead."""
+    trace = selection.trace
+    last = int(np.flatnonzero(trace.step_first < _window(selection)[1]).max(initial=0)) + 1
+    offsets = trace.step_offsets
+    return slice(int(offsets[selection.first]), int(offsets[max(last, selection.last)]))
+
+
+def _clipped(selection: Selection, some: slice) -> Spans:
+    """What of the spans of some records is in the time of the steps."""
+    begin, end = _window(selection)
+    return Spans(
+        **{
+            name: np.where(values[some] < 0, -1, np.clip(values[some], begin, end))
+            for name, values in vars(selection.trace.spans).items()
+        }
+    )
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ MAX_TIME: Final = 1 << 60  # nanoseconds
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Words = npt.NDArray[np.uint32]
 
 
@@ -263,15 +264,19 @@ class Trace:
         return following
 
     @functools.cached_property
+    def step_first(self) -> Longs:
+        """When the first event of each step was, which may be before its predecessor's end."""
+        first = np.where(self.times >= 0, self.times, MAX_TIME).min(axis=0, initial=MAX_TIME)
+        return np.minimum.reduceat(first, self.step_offsets[:-1]) if self.num_steps else first
+
+    @functools.cached_property
     def step_begin(self) -> Longs:
         """When each step begins, its predecessor being over: int64 [S], ns.
 
         Steps of one launch overlap: a worker may fetch for a step before the last one has ended.
         """
-        first = np.where(self.times >= 0, self.times, MAX_TIME).min(axis=0, initial=MAX_TIME)
-        begin = np.minimum.reduceat(first, self.step_offsets[:-1]) if self.num_steps else first
         over = np.concatenate([[0], self.step_end[:-1]])
-        both: Longs = np.minimum(np.maximum(begin, over), self.step_end)
+        both: Longs = np.minimum(np.maximum(self.step_first, over), self.step_end)
         return both
 
     @functools.cached_property

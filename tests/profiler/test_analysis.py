@@ -168,6 +168,22 @@ def test_the_critical_path_of_a_ring_goes_round_it() -> None:
     assert {link.through for link in path.links[1:]} <= {"barrier", "queue"}
 
 
+def test_roles_of_a_step_have_what_they_do_in_its_time(trace: Trace) -> None:
+    """Loaders and controllers that work ahead, for the step after it or for later ones, too."""
+    first = np.flatnonzero(trace.record_step == trace.num_steps - 1)
+    times = trace.times.copy()
+    times[0, first] = times[2, first] = 0
+    times[4, first] = np.maximum(times[4, first], times[8, first])
+    ahead = dataclasses.replace(trace, times=times)
+    steps = [Selection.of(ahead, number) for number in ahead.step_number.tolist()]
+    totals = [by_role(step) for step in steps]
+    for step, total in zip(steps, totals, strict=True):
+        for role, occupied in total.items():
+            assert 0 <= occupied <= ahead.workers * step.busy, role
+    some = len(np.unique(ahead.record_worker[first]))
+    assert totals[0]["controller"] >= some * (steps[0].busy - int(ahead.step_begin[0]))
+
+
 def test_a_path_through_a_queue_counts_from_when_the_consumers_left_the_cause() -> None:
     trace = like_a_gpu(synthetic_trace(workers=2, steps=1, layers=2))
     own = np.flatnonzero(trace.record_worker == 0)

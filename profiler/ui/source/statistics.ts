@@ -70,8 +70,13 @@ function groupNames(trace: Trace, grouping: Grouping): { of: (r: number) => numb
   }
 }
 
+/** A quantile, between two values in proportion. */
 function quantile(sorted: Float64Array, part: number): number {
-  return sorted.length === 0 ? 0 : sorted[Math.min(sorted.length - 1, Math.floor(part * sorted.length))]!;
+  if (sorted.length === 0) return 0;
+  const place = part * (sorted.length - 1);
+  const before = Math.floor(place);
+  const [low, high] = [sorted[before]!, sorted[Math.ceil(place)]!];
+  return low + (high - low) * (place - before);
 }
 
 class Group {
@@ -139,7 +144,9 @@ export function measure(trace: Trace, scope: Scope, grouping: Grouping): Statist
     const [from, to] = [edges[0]!, edges[5]!];
     for (let r = trace.firstAfter(consumer, worker, low); r < trace.workerOffsets[worker + 1]!; r++) {
       if (consumer.search[r]! >= high) break;
-      if (from[r]! < 0 || to[r]! < low || (step >= 0 && trace.step[r] !== step)) continue;
+      // What ends when the range begins is not in it, unless it has no length.
+      if (from[r]! < low && to[r]! <= low) continue;
+      if (from[r]! < 0 || (step >= 0 && trace.step[r] !== step)) continue;
       const here = group(r);
       const whole = to[r]! - from[r]!;
       const inside = common(from[r]!, to[r]!, low, high);

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import pytest
 from recording import record_ring
 from synthetic import like_a_gpu, synthetic_trace
@@ -283,6 +284,31 @@ def test_range_has_statistics(opened: Viewer, traces: dict[str, Path]) -> None:
     page.keyboard.press("Escape")
     opened.settle()
     assert opened.run("app.range") is None
+
+
+def test_range_between_events_has_what_is_in_it(viewer: Viewer, tmp_path: Path) -> None:
+    """What ends when the range begins is not in it; quantiles are those of the library."""
+    trace = synthetic_trace(workers=2, steps=1, layers=2)
+    trace.save(tmp_path / "small.megatrace")
+    viewer.open(tmp_path / "small.megatrace")
+    begins, ends = trace.spans.begin, trace.spans.left
+    for record in np.flatnonzero(trace.record_worker == 0)[2:6].tolist():
+        begin, end = int(begins[record]), int(ends[record])
+        assert (ends[trace.record_worker == 0] == begin).any()
+        viewer.run(
+            f"app.setRange({{pane, begin: {begin}, end: {end}, workers: [0, 1]}}),"
+            " app.changed('range')"
+        )
+        assert "instructions\n1\n" in viewer.tab("Statistics")
+    viewer.page.locator(".page:visible select").nth(0).select_option("trace")
+    viewer.page.locator(".page:visible select").nth(1).select_option("phase")
+    viewer.settle()
+    found = _rows(viewer.page.locator(".page:visible tbody").first)
+    for name in ("gate_up", "qkv", "down_proj"):
+        own = [i for i, label in enumerate(trace.labels) if label.endswith(name)]
+        times = (ends - begins)[np.isin(trace.record_label, own)]
+        wanted = np.percentile(times, [50, 99])
+        assert [_time(text) for text in found[name][2:4]] == pytest.approx(wanted, rel=0.01)
 
 
 def test_range_of_some_workers(opened: Viewer) -> None:
