@@ -13,7 +13,7 @@ import numpy as np
 from megavm.profiler.causes import Executions, find_causes
 from megavm.profiler.dependencies import trace_program
 from megavm.profiler.environment import environment, version
-from megavm.profiler.trace import EVENTS, Ints, Longs, Trace, TraceError
+from megavm.profiler.trace import EVENTS, Floats, Ints, Longs, Trace, TraceError
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
 
@@ -31,11 +31,14 @@ class _Launch:
     rows: int
 
     @property
-    def context(self) -> float:
-        """Tokens of context that a row of the program saw on average; a row may have no token."""
+    def contexts(self) -> Floats:
+        """Tokens of context that a row of the program saw on average, in every step.
+
+        A row may have no token.
+        """
         tokens = len(self.positions)
-        seen = float(self.positions.sum()) + tokens * (1 + (self.notes.steps - 1) / 2)
-        return seen / self.rows
+        seen = int(self.positions.sum()) + tokens * (1 + np.arange(self.notes.steps))
+        return np.asarray(seen / self.rows, np.float64)
 
 
 class Recorder:
@@ -138,7 +141,7 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     step_launch = np.repeat(np.arange(len(launches), dtype=np.int32), steps)[dropped:]
     step_number = np.concatenate([n.first_step + np.arange(n.notes.steps) for n in launches])
     step_program = np.array([number[id(n.program)] for n in launches], np.int32)[step_launch]
-    context = np.array([launch.context for launch in launches])[step_launch]
+    context = np.concatenate([launch.contexts for launch in launches])[dropped:]
     described = tuple(
         trace_program(program, float(context[step_program == p].mean()))
         for p, program in enumerate(programs)

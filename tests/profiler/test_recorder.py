@@ -253,6 +253,21 @@ def test_bytes_are_those_of_the_context_that_was_seen() -> None:
     assert program.load_bytes[attention].sum() == pytest.approx(seen, rel=0.01)
 
 
+def test_bytes_are_of_the_steps_that_a_ring_kept_of_a_launch() -> None:
+    recorder = Recorder(3)
+    with LLM("stories", machine="cpu", workers=2, steps_per_launch=11) as llm:
+        llm.record(recorder)
+        llm.generate(list(range(5, 105)), GREEDY)
+        config, itemsize = llm.checkpoint.config, llm.runner.dtype.size
+    trace = recorder.trace()
+    assert trace.num_steps == 3
+    program = trace.programs[0]
+    attention = np.array(program.kinds)[program.kind] == "attention"
+    # Of tokens 101 to 111, which are computed in one launch, the last three.
+    seen = np.mean(range(109, 112)) * config.kv_elements_per_token * itemsize
+    assert program.load_bytes[attention].sum() == pytest.approx(seen, rel=0.001)
+
+
 def test_the_reference_machine_does_not_trace() -> None:
     with (
         LLM("stories", machine="reference") as llm,
