@@ -21,6 +21,8 @@ from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, T
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
+MAX_DEPTH: Final = 64  # of objects and lists in the header
+MAX_NUMBER: Final = 1e30  # of bytes/s and ns; nothing overflows that is made of it
 
 # Columns: type and shape, sizes by name. A size is bound by the first column that has it.
 _Column = tuple[str, tuple[str | int, ...]]
@@ -108,18 +110,18 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 
 def _read(path: str) -> Trace:
-    columns: dict[str, npt.NDArray[Any]] = {}
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             _check_version(metadata)
-            columns.update((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+            header = _read_header(metadata["header"])
+            names = _column_names(len(header["programs"]))
+            columns = {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
     except SafetensorError as error:
         raise TraceError(f"it is truncated or no safetensors file ({_line(error)})") from error
     except (TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
         # A type that numpy does not have, a size that does not fit.
         raise error if isinstance(error, TraceError) else TraceError(_line(error)) from error
-    header = _read_header(metadata["header"])
     sizes = {"events": len(header["events"])}
     own = _take(columns, "", _TRACE_COLUMNS, sizes)
     programs = []
@@ -127,12 +129,19 @@ def _read(path: str) -> Trace:
         taken = _take(columns, f"program.{p}.", _PROGRAM_COLUMNS, {})
         programs.append(TraceProgram(facts, **taken))
         _check_program(f"program {p}", programs[-1])
-    known: dict[str, Any] = {name.replace(".", "_"): column for name, column in own.items()}
-    known |= {name: header[name] for name in ("created", "megavm", "environment", "model", "notes")}
+    members = ("created", "megavm", "environment", "model", "notes")
+    known: dict[str, Any] = {name: header[name] for name in members}
+    known |= {name.replace(".", "_"): column for name, column in own.items()}
     events = tuple(Event(e["name"], e["role"], e["help"]) for e in header["events"])
     trace = Trace(machine=header["machine"], programs=tuple(programs), events=events, **known)
     _check_trace(trace)
     return trace
+
+
+def _column_names(programs: int) -> set[str]:
+    """The columns of a trace with this many programs; whatever else a file has is not read."""
+    own = {f"program.{p}.{name}" for p in range(programs) for name in _PROGRAM_COLUMNS}
+    return own | _TRACE_COLUMNS.keys()
 
 
 def _line(error: BaseException) -> str:
@@ -143,7 +152,9 @@ def _check_version(metadata: Mapping[str, str]) -> None:
     if metadata.get("format") != FORMAT:
         raise TraceError("its metadata does not say format megavm-trace")
     if metadata.get("version") != VERSION:
-        raise TraceError(f"it has version {metadata.get('version')!r}, this megavm reads {VERSION}")
+        raise TraceError(
+            f"it has version {_show(metadata.get('version'))}, this megavm reads {VERSION}"
+        )
     if "header" not in metadata:
         raise TraceError("it has no header")
 
@@ -156,12 +167,15 @@ def _read_header(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise TraceError(f"its header is no JSON ({_line(error)})") from error
     _check_members("the header", header, _HEADER)
+    _check_depth(header)
     machine = header["machine"]
     _check_members("machine", machine, _MACHINE)
     for name in ("bandwidth", "clock_step"):
         value = machine.setdefault(name, None)
-        if value is not None and (not _is_number(value) or not 0 < value < float("inf")):
-            raise TraceError(f"machine.{name} is {_show(value)}, not a positive number")
+        if value is not None and not (_is_number(value) and 0 < value <= MAX_NUMBER):
+            raise TraceError(
+                f"machine.{name} is {_show(value)}, not a number from 0 to {MAX_NUMBER:g}"
+            )
     for i, event in enumerate(header["events"]):
         _check_members(f"event {i}", event, {"name": str, "role": str, "help": str})
     names = [event["name"] for event in header["events"]]
@@ -175,6 +189,20 @@ def _read_header(text: str) -> dict[str, Any]:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
+
+
+def _check_depth(header: object) -> None:
+    """What nests deeper cannot be written again: writers of JSON call themselves."""
+    level = [header]
+    for _ in range(MAX_DEPTH):
+        level = [
+            item
+            for value in level
+            if isinstance(value, dict | list)
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+    if level:
+        raise TraceError(f"its header nests deeper than {MAX_DEPTH}")
 
 
 def _is_number(value: object) -> bool:

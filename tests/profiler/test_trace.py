@@ -177,8 +177,14 @@ HOSTILE = {
         set_header("programs", 0, "opcodes", "3", "fields", 0, "word", value=32),
         "word 32 of 32",
     ),
-    "bandwidth text": (set_header("machine", "bandwidth", value="fast"), "not a positive number"),
-    "bandwidth zero": (set_header("machine", "bandwidth", value=0), "not a positive number"),
+    "header deeper than is written": (
+        set_header("notes", "a", value=json.loads("[" * 64 + "]" * 64)),
+        "its header nests deeper than 64",
+    ),
+    "version long": (set_metadata("version", "9" * 5000), r"has version '9+\.\.\., this megavm"),
+    "bandwidth huge": (set_header("machine", "bandwidth", value=10**400), "not a number from 0 to"),
+    "bandwidth text": (set_header("machine", "bandwidth", value="fast"), "not a number from 0 to"),
+    "bandwidth zero": (set_header("machine", "bandwidth", value=0), "not a number from 0 to"),
     "event twice": (set_header("events", 1, "name", value="fetched"), "an event twice"),
     "events few": (set_header("events", value=[]), "column times has shape"),
     "model a list": (set_header("model", value=[]), r"model \[\], not dict"),
@@ -276,6 +282,18 @@ def test_more_columns_and_members_than_are_known_do_no_harm(small: Path, tmp_pat
         header["colour"] = header["machine"]["colour"] = header["programs"][0]["colour"] = HTML
 
     assert Trace.load(changed(small, tmp_path, add)).num_steps == 2
+
+
+def test_columns_of_types_that_nobody_here_knows_do_no_harm(small: Path, tmp_path: Path) -> None:
+    data = small.read_bytes()
+    length = struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8 : 8 + length])
+    end = len(data) - 8 - length
+    header["record.energy"] = {"dtype": "BF16", "shape": [2], "data_offsets": [end, end + 4]}
+    text = json.dumps(header).encode()
+    path = tmp_path / "later"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :] + bytes(4))
+    assert same(Trace.load(path), Trace.load(small))
 
 
 def test_names_with_markup_stay_what_they_are(small: Path, tmp_path: Path) -> None:
