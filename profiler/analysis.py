@@ -256,10 +256,10 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     that.
     """
     trace, spans = selection.trace, selection.spans
-    waited = spans.inputs - spans.begin
-    some = np.flatnonzero(waited > 0)
+    some = np.flatnonzero(spans.inputs > spans.begin)
     if not len(some):
         return []
+    waited = (spans.inputs - spans.begin)[some]
     phase, names = phases(trace)
     cause = selection.column(trace.record_cause)[some]
     through = selection.column(trace.record_cause_channel)[some]
@@ -272,7 +272,7 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     key = np.column_stack([phase[of_label], awaited, tagged, worker])
     groups, group = np.unique(key, axis=0, return_inverse=True)
     group = group.reshape(-1)
-    order = np.lexsort((-waited[some], group))
+    order = np.lexsort((-waited, group))
     first = np.searchsorted(group[order], np.arange(len(groups)))
     rows = []
     for (waiting, produced, words, of), members in zip(
@@ -287,8 +287,8 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
                 awaited=names[produced] if produced < len(names) else "nothing",
                 kind="words" if words else "barrier",
                 count=len(members),
-                total=int(waited[some][members].sum()),
-                longest=int(waited[some][longest]),
+                total=int(waited[members].sum()),
+                longest=int(waited[longest]),
                 channel=trace.programs[program[longest]].channel_name(int(through[longest])),
                 last_worker=int(who[often.argmax()]),
                 last_count=int(often.max()),
@@ -400,7 +400,9 @@ def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
     start = np.where(loads, spans.load_begin, spans.inputs)
     stop = np.maximum(np.where(loads, spans.load_end, spans.end), start + 1)
     begin, end = _window(selection)
-    edges = np.linspace(min(begin, int(start.min())), max(end, int(stop.max())), bins + 1)
+    origin = min(begin, int(start.min()))
+    start, stop = start - origin, stop - origin
+    edges = np.linspace(0, max(end - origin, int(stop.max())), bins + 1)
     rate = streamed / (stop - start)
     done = _ramps(edges, start, rate) - _ramps(edges, stop, rate)
     seconds = selection.busy / 1e9
@@ -410,9 +412,9 @@ def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
         moved_bytes=moved,
         streamed=total / seconds if seconds else 0.0,
         moved=moved / seconds if seconds else 0.0,
-        begin=int(edges[0]),
-        bin=float(edges[1] - edges[0]),
-        rates=np.maximum(np.diff(done), 0) / (edges[1] - edges[0]) * 1e9,
+        begin=origin,
+        bin=float(edges[1]),
+        rates=np.maximum(np.diff(done), 0) / edges[1] * 1e9,
         ceiling=trace.machine.get("bandwidth"),
     )
 
@@ -420,11 +422,10 @@ def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
 def _ramps(at: Floats, begin: Longs, rate: Floats) -> Floats:
     """The sum of ``rate * max(t - begin, 0)`` at every time t of ``at``."""
     order = np.argsort(begin)
-    origin = float(begin[order[0]])
     known = np.searchsorted(begin[order], at, side="right")
     slope = np.concatenate([[0.0], np.cumsum(rate[order])])
-    offset = np.concatenate([[0.0], np.cumsum(rate[order] * (begin[order] - origin))])
-    sums: Floats = (at - origin) * slope[known] - offset[known]
+    offset = np.concatenate([[0.0], np.cumsum(rate[order] * begin[order])])
+    sums: Floats = at * slope[known] - offset[known]
     return sums
 
 

@@ -235,6 +235,15 @@ def test_bandwidth_in_a_bin_is_what_is_streamed_in_it() -> None:
         assert found.rates[i] * found.bin / 1e9 == pytest.approx(inside, rel=1e-6, abs=1e-3)
 
 
+def test_bandwidth_of_times_far_from_zero_is_the_same() -> None:
+    trace = synthetic_trace(workers=3, steps=2, layers=1)
+    late = 2**60 - 2 - int(trace.times.max())
+    later = dataclasses.replace(trace, times=np.where(trace.times < 0, -1, trace.times + late))
+    first, second = (bandwidth(Selection.of(t)) for t in (trace, later))
+    assert second.begin == first.begin + late
+    assert second.rates.tolist() == first.rates.tolist()
+
+
 def test_waits_name_who_is_waited_for_and_who_came_last() -> None:
     trace = synthetic_trace(workers=6, steps=5, layers=3)
     rows = waits(Selection.of(trace))

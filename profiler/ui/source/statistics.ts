@@ -211,14 +211,20 @@ export function balance(trace: Trace, { begin, end, step, workers }: Scope): Bal
       share.most = Math.max(share.most, time);
     }
   }
-  return trace.phases.flatMap((name, phase) => {
-    const shares = [...all.values()].filter((share) => share.phase === phase);
-    const mean = (of: (share: (typeof shares)[number]) => number): number =>
-      shares.reduce((sum, share) => sum + of(share), 0) / shares.length;
-    return shares.length === 0
-      ? []
-      : [{ name, workers: mean((s) => s.workers), least: mean((s) => s.least), mean: mean((s) => s.sum / s.workers), most: mean((s) => s.most) }];
-  });
+  const sums = trace.phases.map((name) => ({ name, count: 0, workers: 0, least: 0, mean: 0, most: 0 }));
+  for (const { phase, workers: own, sum, least, most } of all.values()) {
+    const total = sums[phase]!;
+    total.count++;
+    total.workers += own;
+    total.least += least;
+    total.mean += sum / own;
+    total.most += most;
+  }
+  return sums
+    .filter(({ count }) => count > 0)
+    .map(({ name, count, workers: own, least, mean, most }) => {
+      return { name, workers: own / count, least: least / count, mean: mean / count, most: most / count };
+    });
 }
 
 /** One group of two traces side by side. */
