@@ -21,6 +21,7 @@ from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, T
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
+MAX_QUOTE: Final = 200  # characters of what the libraries say of a file
 MAX_DEPTH: Final = 64  # of objects and lists in the header
 MAX_NUMBER: Final = 1e30  # of bytes/s and ns; nothing overflows that is made of it
 
@@ -145,7 +146,10 @@ def _column_names(programs: int) -> set[str]:
 
 
 def _line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    """What an error says, in a line: it may quote names of the file, which do nothing here."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    clean = "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_QUOTE])
+    return clean if len(text) <= MAX_QUOTE else f"{clean}..."
 
 
 def _check_version(metadata: Mapping[str, str]) -> None:

@@ -269,6 +269,24 @@ def test_a_count_that_the_file_cannot_hold_is_refused(small: Path, tmp_path: Pat
             Trace.load(path)
 
 
+@pytest.mark.parametrize("about", [{"data_offsets": [8, 0]}, {"dtype": "\x1b[2J\x9b"}])
+def test_names_in_what_is_wrong_with_a_file_do_nothing_to_a_terminal(
+    small: Path, tmp_path: Path, about: Header
+) -> None:
+    data = small.read_bytes()
+    length = struct.unpack_from("<Q", data)[0]
+    header = json.loads(data[8 : 8 + length])
+    column = {"dtype": "I32", "shape": [2], "data_offsets": [0, 8], **about}
+    header["\x1b]0;owned\x07\u202e" + "x" * 5000] = column
+    text = json.dumps(header).encode()
+    path = tmp_path / "names"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :])
+    with pytest.raises(TraceError, match="is not a trace") as caught:
+        Trace.load(path)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 600
+
+
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="nothing"):
         Trace.load(tmp_path / "nothing")
