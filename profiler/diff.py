@@ -141,6 +141,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"({machine['device']}, {machine['workers']} workers), {count} steps"
         )
     yield f"compared: steps of {facts['tokens']} tokens"
+    names = [model.get("name") for model in facts["models"]]
+    if names[0] != names[1]:
+        yield "the models are different: not only times change, but what there is to do"
     yield ""
     rows = [("step, us", facts["step"], 1e3), ("gap before it, us", facts["gap"], 1e3)]
     rows.append(("weights and KV, GB/s", facts["streamed"], 1e9))

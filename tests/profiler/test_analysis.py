@@ -279,6 +279,22 @@ def test_a_step_that_is_not_there_is_told() -> None:
         Selection.of(trace, 9)
 
 
+def test_a_diff_swapped_is_mirrored_and_says_that_models_differ() -> None:
+    a = synthetic_trace(workers=3, steps=4, layers=2)
+    b = synthetic_trace(workers=4, steps=3, layers=3, seed=1, slower={"qkv": 2.0})
+    b = dataclasses.replace(b, model={"name": "another"})
+    there, back = diff(a, b), diff(b, a)
+    for key in ("kinds", "phases", "labels", "critical_path"):
+        mirrored = {row["name"]: row for row in back[key]}
+        assert mirrored.keys() == {row["name"] for row in there[key]}
+        for row in there[key]:
+            other = mirrored[row["name"]]
+            assert (row["before"], row["after"]) == (other["after"], other["before"])
+            assert row["change"] == -other["change"]
+    assert "the models are different" in format_diff(there)
+    assert "different" not in format_diff(diff(a, a))
+
+
 def test_a_report_says_the_same_in_json_and_in_tables(trace: Trace) -> None:
     facts = report(trace)
     text = format_report(facts)
