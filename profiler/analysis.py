@@ -70,6 +70,25 @@ class Selection:
         return int((self.trace.step_end[own] - self.trace.step_begin[own]).sum())
 
     @functools.cached_property
+    def window(self) -> tuple[int, int]:
+        """When the first step begins and the last one ends: ns."""
+        trace = self.trace
+        return int(trace.step_begin[self.first]), int(trace.step_end[self.last - 1])
+
+    @functools.cached_property
+    def around(self) -> slice:
+        """Records of the steps, and of later ones that begin in the window: roles work ahead."""
+        trace = self.trace
+        begun = np.flatnonzero(trace.step_first < self.window[1]).max(initial=0)
+        last = max(self.last, int(begun) + 1)
+        return slice(int(trace.step_offsets[self.first]), int(trace.step_offsets[last]))
+
+    def inside(self, times: Longs) -> Longs:
+        """Of a column of times those of the records around, clipped to the window; -1 stays."""
+        own = times[self.around]
+        return np.where(own < 0, -1, np.clip(own, *self.window))
+
+    @functools.cached_property
     def spans(self) -> Spans:
         """The spans of the records."""
         spans = self.trace.spans
@@ -157,20 +176,27 @@ def by_role(selection: Selection) -> dict[str, int]:
     """How long each role of all workers had an instruction at least, waiting included: ns.
 
     From the beginning of the first step to the end of the last one, whatever step the instruction
-    is of: loaders work ahead. The storer has what the consumers have left. Several instructions at
-    once count once.
+    is of: loaders work ahead. Several instructions at once count once.
     """
-    trace, some = selection.trace, _around(selection)
-    spans = _clipped(selection, some)
-    begin, end = _window(selection)
-    fetched, ready = (trace.event(name)[some] for name in ("fetched", "ready"))
-    fetched, ready = (np.where(ready < 0, -1, np.clip(x, begin, end)) for x in (fetched, ready))
-    worker = np.asarray(trace.record_worker[some], np.int64)
+    worker = np.asarray(selection.trace.record_worker[selection.around], np.int64)
     return {
-        "controller": _covered(worker, fetched, ready),
-        "loader": _covered(worker, spans.load_begin, spans.load_end),
-        "consumer": _covered(worker, spans.begin, spans.left),
-        "storer": _covered(worker, spans.left, spans.signalled),
+        role: _covered(worker, selection.inside(begin), selection.inside(end))
+        for role, (begin, end) in role_spans(selection.trace).items()
+    }
+
+
+def role_spans(trace: Trace) -> dict[str, tuple[Longs, Longs]]:
+    """When each role had every record: begin and end, int64 [R], ns; -1: it had nothing to do.
+
+    The storer has what the consumers have left.
+    """
+    spans, ready = trace.spans, trace.event("ready")
+    fetched = np.where(ready >= 0, trace.event("fetched"), -1)
+    return {
+        "controller": (fetched, np.maximum(ready, fetched)),
+        "loader": (spans.load_begin, spans.load_end),
+        "consumer": (spans.begin, spans.left),
+        "storer": (spans.left, spans.signalled),
     }
 
 
@@ -196,40 +222,16 @@ def by_worker(selection: Selection) -> dict[str, Longs]:
     instruction is idle: the worker has nothing left in the step, or turns to the next instruction.
     Records whose worker is not known (-1) are not in it.
     """
-    trace, some = selection.trace, _around(selection)
-    worker = trace.record_worker[some]
+    trace = selection.trace
+    worker = trace.record_worker[selection.around]
     known = worker >= 0
+    inside = Spans(**{n: selection.inside(times) for n, times in vars(trace.spans).items()})
     totals = {
         name: np.bincount(worker[known], values[known], trace.workers).astype(np.int64)
-        for name, values in vars(states(_clipped(selection, some))).items()
+        for name, values in vars(states(inside)).items()
     }
     idle = np.maximum(selection.busy - sum(totals.values()), 0)
     return {**totals, "idle": np.asarray(idle, np.int64)}
-
-
-def _window(selection: Selection) -> tuple[int, int]:
-    """When the first step begins and the last one ends."""
-    trace = selection.trace
-    return int(trace.step_begin[selection.first]), int(trace.step_end[selection.last - 1])
-
-
-def _around(selection: Selection) -> slice:
-    """Records of the steps, and of those after them that begin in their time: roles work ahead."""
-    trace = selection.trace
-    last = int(np.flatnonzero(trace.step_first < _window(selection)[1]).max(initial=0)) + 1
-    offsets = trace.step_offsets
-    return slice(int(offsets[selection.first]), int(offsets[max(last, selection.last)]))
-
-
-def _clipped(selection: Selection, some: slice) -> Spans:
-    """What of the spans of some records is in the time of the steps."""
-    begin, end = _window(selection)
-    return Spans(
-        **{
-            name: np.where(values[some] < 0, -1, np.clip(values[some], begin, end))
-            for name, values in vars(selection.trace.spans).items()
-        }
-    )
 
 
 @dataclass(frozen=True)
@@ -399,7 +401,7 @@ def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
     loads = spans.load_end >= 0
     start = np.where(loads, spans.load_begin, spans.inputs)
     stop = np.maximum(np.where(loads, spans.load_end, spans.end), start + 1)
-    begin, end = _window(selection)
+    begin, end = selection.window
     origin = min(begin, int(start.min()))
     start, stop = start - origin, stop - origin
     edges = np.linspace(0, max(end - origin, int(stop.max())), bins + 1)

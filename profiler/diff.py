@@ -8,12 +8,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from megavm.profiler.analysis import phases, states
+from megavm.profiler.analysis import STATES, phases, states
 from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import LONG_PATH, as_text, contributions, table
 from megavm.profiler.trace import Trace, TraceError
 
-PARTS: Final = ("computing", "loading", "barrier", "words")
+PARTS: Final = STATES[:4]  # of the time of instructions; none is idle
 
 Totals = dict[str, dict[str, float]]  # by name, ns of all workers in a step
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from megavm.profiler.analysis import Bandwidth, Selection, bandwidth
+from megavm.profiler.analysis import Bandwidth, Selection, bandwidth, role_spans
 from megavm.profiler.trace import EVENTS, Longs, Trace, TraceError
 
 ROLES: Final = tuple(dict.fromkeys(event.role for event in EVENTS))
@@ -41,15 +41,7 @@ def lanes(trace: Trace) -> list[Lane]:
         raise TraceError(
             "the trace does not say which worker executed what (a dynamic queue): it has no lanes"
         )
-    spans = trace.spans
-    fetched, ready = trace.event("fetched"), trace.event("ready")
-    fetched = np.where(ready >= 0, fetched, -1)
-    of_role = {
-        "controller": (fetched, np.maximum(ready, fetched)),
-        "loader": (spans.load_begin, spans.load_end),
-        "consumer": (spans.begin, spans.left),
-        "storer": (spans.left, spans.signalled),
-    }
+    of_role = role_spans(trace)
     order = np.argsort(trace.record_worker, kind="stable")
     workers, first = np.unique(trace.record_worker[order], return_index=True)
     found = []
