@@ -431,6 +431,22 @@ def _ramps(at: Floats, begin: Longs, rate: Floats) -> Floats:
     return sums
 
 
+def common_steps(selection: Selection) -> Longs:
+    """The indices of the steps of the number of tokens that most of them have, the least of those.
+
+    So that of a trace of prompts and decoding the steps are alike.
+    """
+    tokens = selection.trace.step_tokens[selection.first : selection.last]
+    numbers, counts = np.unique(tokens, return_counts=True)
+    return selection.first + np.flatnonzero(tokens == numbers[counts.argmax()])
+
+
+def median_step(trace: Trace, steps: Longs) -> int:
+    """The index of the one of these steps whose duration is the median."""
+    order = np.argsort((trace.step_end - trace.step_begin)[steps], kind="stable")
+    return int(steps[order[len(order) // 2]])
+
+
 def gaps(selection: Selection) -> Longs:
     """The time between each step and the one before: int64 [steps - 1], ns."""
     own = slice(selection.first, selection.last)

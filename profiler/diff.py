@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from megavm.profiler.analysis import STATES, phases, states
+from megavm.profiler.analysis import STATES, median_step, phases, states
 from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import LONG_PATH, as_text, contributions, table
 from megavm.profiler.trace import Trace, TraceError
@@ -118,7 +118,7 @@ class _Side:
 
     def path(self) -> Totals:
         """The critical path of the step of median duration, by phase."""
-        step = int(self.steps[np.argsort(self.durations, kind="stable")[len(self.steps) // 2]])
+        step = median_step(self.trace, self.steps)
         totals: Totals = {}
         for row in contributions(self.trace, critical_path(self.trace, step)):
             known = totals.setdefault(row["phase"], {"total": 0.0})

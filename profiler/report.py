@@ -17,7 +17,9 @@ from megavm.profiler.analysis import (
     by_kind,
     by_role,
     by_worker,
+    common_steps,
     gaps,
+    median_step,
     phases,
     waits,
 )
@@ -32,7 +34,8 @@ _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
     """All answers about a trace, or about the step of this number, as JSON values.
 
-    Times end in ``_ns``. The critical path is that of the step, or of the one of median duration.
+    Times end in ``_ns``. The critical path is that of the step, or of the one of median duration
+    among those of the most frequent number of tokens.
     Raises TraceError when the trace does not have the step.
     """
     selection = Selection.of(trace, number)
@@ -74,14 +77,8 @@ def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
         "workers_unknown": bool((trace.record_worker[selection.records] < 0).any()),
         "waits": [asdict(row) for row in waits(selection)],
         "phases": [{**asdict(row), "imbalance": row.imbalance} for row in balance(selection)],
-        "critical_path": _path(trace, _typical(selection)),
+        "critical_path": _path(trace, median_step(trace, common_steps(selection))),
     }
-
-
-def _typical(selection: Selection) -> int:
-    """The index of the step whose duration is the median."""
-    order = np.argsort(selection.step_seconds, kind="stable")
-    return selection.first + int(order[len(order) // 2])
 
 
 def _steps(selection: Selection) -> dict[str, Any]:

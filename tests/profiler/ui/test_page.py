@@ -286,6 +286,16 @@ def test_range_has_statistics(opened: Viewer, traces: dict[str, Path]) -> None:
     assert opened.run("app.range") is None
 
 
+def test_the_step_that_is_shown_first_is_that_of_the_report(viewer: Viewer, tmp_path: Path) -> None:
+    """Of those of the most frequent number of tokens the one of median duration."""
+    trace = synthetic_trace(workers=2, steps=7, layers=1)
+    order = np.argsort(trace.step_end - trace.step_begin, kind="stable")
+    trace.step_tokens[order[3:]] = (9, 2, 1, 1)
+    trace.save(tmp_path / "tokens.megatrace")
+    viewer.open(tmp_path / "tokens.megatrace")
+    assert report(trace)["critical_path"]["step"] == order[2] == viewer.run("pane.step")
+
+
 def test_range_between_events_has_what_is_in_it(viewer: Viewer, tmp_path: Path) -> None:
     """What ends when the range begins is not in it; quantiles are those of the library."""
     trace = synthetic_trace(workers=2, steps=1, layers=2)
