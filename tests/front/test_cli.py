@@ -186,6 +186,12 @@ def test_generate_reads_the_prompt_from_stdin(run: Run) -> None:
     assert FakeLLM.made[-1].calls[-1][0] == "one\ntwo ü"
 
 
+def test_operands_may_stand_behind_options(run: Run) -> None:
+    assert run("generate", "m", "--seed", "1", "once").code == 0
+    assert run("generate", "m", "--echo", "-", stdin="upon a time").code == 0
+    assert [made.calls[-1][0] for made in FakeLLM.made] == ["once", "upon a time"]
+
+
 def test_generate_takes_token_ids(run: Run) -> None:
     assert run("generate", "m", "--prompt-ids", "1, 2,3").code == 0
     assert FakeLLM.made[-1].calls[-1][0] == [1, 2, 3]
@@ -295,11 +301,13 @@ def test_lengths_may_have_a_suffix(run: Run, text: str, value: int) -> None:
         (["hello", "--machine", "tpu"], "'tpu'"),
         (["hello", "--max-model-len", "0"], "--max-model-len"),
         (["hello", "--max-model-len", "8kk"], "'8kk'"),
-        (["hello", "--max-model-len", "9" * 5000], "length"),
+        (["hello", "--max-model-len", "9" * 5000], "is not a positive number"),
         (["hello", "--workers", "-1"], "--workers"),
         (["hello", "--nonsense"], "--nonsense (see megavm generate --help)"),
         (["hello", "--max-tok", "3"], "--max-tok"),
-        (["hello", "world"], "world"),
+        (["hello", "world"], "unrecognized arguments: world"),
+        (["hello", "--seed", "1", "world"], "unrecognized arguments: world"),
+        (["--nonsense", "hello"], "unrecognized arguments: --nonsense hello"),
         (["hello", "--prompt-ids", "1"], "not both"),
         (["--prompt-ids", ""], "--prompt-ids"),
         (["--prompt-ids", "1,x"], "'1,x'"),
