@@ -24,6 +24,7 @@ import pytest
 import megavm
 from megavm import cli, doctor
 from megavm.commands.chat import Chat
+from megavm.commands.terminal import Progress
 
 PACKAGE = Path(megavm.__file__).parent
 COMMANDS = tuple(cli.build_parser()[1])
@@ -730,6 +731,32 @@ def test_on_a_terminal_loading_shows_its_phases_a_bar_and_their_seconds() -> Non
     assert screen.count("\n") == 1
     assert last == ""
     assert on_a_terminal(*generate, "--quiet") == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (20, "reading weights 12/"),
+        (36, "reading weights 12/48  0.0 s"),
+        (40, "reading weights [##......] 12/48  0.0 s"),
+        (80, f"reading weights [{'#' * 7}{'.' * 23}] 12/48  0.0 s"),
+    ],
+)
+def test_progress_fits_the_terminal_and_keeps_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return 2
+
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
+    Progress(quiet=False)("reading weights", 12, 48)
+    assert screen.getvalue() == f"\r\x1b[K{shown}"
+    assert len(shown) < columns
 
 
 def test_help_lists_the_commands_and_answers_at_once() -> None:
