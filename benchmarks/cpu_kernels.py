@@ -107,7 +107,7 @@ def build(
                 instructions.append(GateUp(gate=handle, up=handle + 1, **common))
             else:
                 bottom = min(top + row_tile, rows)
-                instructions.append(Matmul(weight=handle, x_rows=bottom, **common))
+                instructions.append(Matmul(weight=handle, x_rows=bottom, tile=0, **common))
     return Program.build(tensors, instructions, queues)
 
 

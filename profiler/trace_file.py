@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import numpy as np
@@ -101,9 +102,25 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 def read(path: str | os.PathLike[str]) -> Trace:
     """Read a trace and check all of it. Raises TraceError when the file is no trace."""
+    with _named(path) as name:
+        return _read(name)
+
+
+def check_format(path: str | os.PathLike[str]) -> None:
+    """Look at the beginning of a file only. Raises TraceError when it is not that of a trace."""
+    with _named(path) as name, open(name, "rb"), safe_open(name, framework="numpy") as file:
+        _check_version(file.metadata() or {})
+
+
+@contextmanager
+def _named(path: str | os.PathLike[str]) -> Iterator[str]:
+    """What goes wrong with a file becomes a TraceError that names it."""
     name = os.fspath(path)
     try:
-        return _read(name)
+        yield name
+    except SafetensorError as error:
+        reason = f"it is truncated or no safetensors file ({_line(error)})"
+        raise TraceError(f"{name} is not a trace: {reason}") from error
     except TraceError as error:
         raise TraceError(f"{name} is not a trace: {error}") from error
     except OSError as error:
@@ -112,14 +129,12 @@ def read(path: str | os.PathLike[str]) -> Trace:
 
 def _read(path: str) -> Trace:
     try:
-        with safe_open(path, framework="numpy") as file:
+        with open(path, "rb"), safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             _check_version(metadata)
             header = _read_header(metadata["header"])
             names = _column_names(len(header["programs"]))
             columns = {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
-    except SafetensorError as error:
-        raise TraceError(f"it is truncated or no safetensors file ({_line(error)})") from error
     except (TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
         # A type that numpy does not have, a size that does not fit.
         raise error if isinstance(error, TraceError) else TraceError(_line(error)) from error

@@ -130,7 +130,7 @@ def serve(
     *,
     compare: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Serve the page with a trace, or with two beside each other, until Ctrl-C.
+    """Serve the page with a trace, or with two below each other, until Ctrl-C.
 
     Raises TraceError when a file cannot be read or the address is not to be had.
     """
@@ -163,7 +163,7 @@ def save_html(
     *,
     compare: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Write one HTML file with the page and a trace in it, or two beside each other.
+    """Write one HTML file with the page and a trace in it, or two below each other.
 
     Raises TraceError when a trace cannot be read or the file not be written.
     """

@@ -277,7 +277,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser, parsers = build_parser()
     parsed, unknown = parser.parse_known_args(arguments)
     name = " ".join(filter(None, (parsed.command, getattr(parsed, "action", None))))
-    if unknown:
+    if unknown := parsers.get(name, parser).place(parsed, unknown):
         parsers.get(name, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
     if name in ("", "bench", "trace"):
         parsers.get(name, parser).print_help()

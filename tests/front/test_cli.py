@@ -24,6 +24,7 @@ import pytest
 import megavm
 from megavm import cli, doctor
 from megavm.commands.chat import Chat
+from megavm.commands.terminal import Progress
 
 PACKAGE = Path(megavm.__file__).parent
 COMMANDS = tuple(cli.build_parser()[1])
@@ -186,6 +187,12 @@ def test_generate_reads_the_prompt_from_stdin(run: Run) -> None:
     assert FakeLLM.made[-1].calls[-1][0] == "one\ntwo ü"
 
 
+def test_operands_may_stand_behind_options(run: Run) -> None:
+    assert run("generate", "m", "--seed", "1", "once").code == 0
+    assert run("generate", "m", "--echo", "-", stdin="upon a time").code == 0
+    assert [made.calls[-1][0] for made in FakeLLM.made] == ["once", "upon a time"]
+
+
 def test_generate_takes_token_ids(run: Run) -> None:
     assert run("generate", "m", "--prompt-ids", "1, 2,3").code == 0
     assert FakeLLM.made[-1].calls[-1][0] == [1, 2, 3]
@@ -295,11 +302,13 @@ def test_lengths_may_have_a_suffix(run: Run, text: str, value: int) -> None:
         (["hello", "--machine", "tpu"], "'tpu'"),
         (["hello", "--max-model-len", "0"], "--max-model-len"),
         (["hello", "--max-model-len", "8kk"], "'8kk'"),
-        (["hello", "--max-model-len", "9" * 5000], "length"),
+        (["hello", "--max-model-len", "9" * 5000], "is not a positive number"),
         (["hello", "--workers", "-1"], "--workers"),
         (["hello", "--nonsense"], "--nonsense (see megavm generate --help)"),
         (["hello", "--max-tok", "3"], "--max-tok"),
-        (["hello", "world"], "world"),
+        (["hello", "world"], "unrecognized arguments: world"),
+        (["hello", "--seed", "1", "world"], "unrecognized arguments: world"),
+        (["--nonsense", "hello"], "unrecognized arguments: --nonsense hello"),
         (["hello", "--prompt-ids", "1"], "not both"),
         (["--prompt-ids", ""], "--prompt-ids"),
         (["--prompt-ids", "1,x"], "'1,x'"),
@@ -722,6 +731,32 @@ def test_on_a_terminal_loading_shows_its_phases_a_bar_and_their_seconds() -> Non
     assert screen.count("\n") == 1
     assert last == ""
     assert on_a_terminal(*generate, "--quiet") == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (20, "reading weights 12/"),
+        (36, "reading weights 12/48  0.0 s"),
+        (40, "reading weights [##......] 12/48  0.0 s"),
+        (80, f"reading weights [{'#' * 7}{'.' * 23}] 12/48  0.0 s"),
+    ],
+)
+def test_progress_fits_the_terminal_and_keeps_its_numbers(
+    monkeypatch: pytest.MonkeyPatch, columns: int, shown: str
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+        def fileno(self) -> int:
+            return 2
+
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    monkeypatch.setattr(os, "get_terminal_size", lambda _: os.terminal_size((columns, 24)))
+    Progress(quiet=False)("reading weights", 12, 48)
+    assert screen.getvalue() == f"\r\x1b[K{shown}"
+    assert len(shown) < columns
 
 
 def test_help_lists_the_commands_and_answers_at_once() -> None:

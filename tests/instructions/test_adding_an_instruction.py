@@ -16,14 +16,28 @@ FILE = re.compile(
 )
 
 # An editable install puts a finder of its own before the search path.
-RUN_INSTALLED = """
+FIND_INSTALLED = """
 import sys
 sys.meta_path[:] = [f for f in sys.meta_path if "Redirecting" not in type(f).__name__]
 sys.path.insert(0, sys.argv[1])
 import megavm, pytest
 assert megavm.__file__.startswith(sys.argv[1]), megavm.__file__
+"""
+RUN_TESTS = """
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib", "-k", "scale", sys.argv[2]]))
 """
+
+
+def run_installed(code: str, site: Path, *arguments: Path) -> subprocess.CompletedProcess[str]:
+    """Run code in a process that finds megavm in ``site``."""
+    command = [sys.executable, "-c", FIND_INSTALLED + code, str(site), *map(str, arguments)]
+    return subprocess.run(command, cwd=site.parent, capture_output=True, text=True, check=False)
+
+
+def cmake() -> str:
+    """The cmake beside this Python, else the system's."""
+    beside = Path(sys.executable).with_name("cmake")
+    return str(beside) if beside.is_file() else "cmake"
 
 
 @pytest.mark.timeout(600)
@@ -39,7 +53,8 @@ def test_the_page_on_adding_an_instruction_works_as_written(tmp_path: Path) -> N
         (tree / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, tree / name, follow_symlinks=False)
     (tree / "models").mkdir(exist_ok=True)
-    blocks = FILE.findall((ROOT / "docs/adding-an-instruction.md").read_text())
+    page = (ROOT / "docs/adding-an-instruction.md").read_text()
+    blocks = FILE.findall(page)
     assert [Path(name).name for name, _ in blocks] == [
         "__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py",
     ]  # fmt: skip
@@ -51,11 +66,20 @@ def test_the_page_on_adding_an_instruction_works_as_written(tmp_path: Path) -> N
     build = [sys.executable, "-m", "pip", "install", "-q", "--no-build-isolation", "--no-deps"]
     build += ["--no-index", "--target", str(site), "-C", "cmake.define.MEGAVM_LEVELS=", "."]
     subprocess.run(build, cwd=tree, check=True)
-    run = subprocess.run(
-        [sys.executable, "-c", RUN_INSTALLED, str(site), str(tree / "tests/instructions/test_registry.py")],
-        cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    run = run_installed(RUN_TESTS, site, tree / "tests/instructions/test_registry.py")
     assert run.returncode == 0, run.stdout + run.stderr
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None, run.stdout
     assert int(passed[1]) >= 10, run.stdout
+    using = re.search(r"^## Using it$.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert using is not None
+    run = run_installed(using[1], site)
+    assert run.returncode == 0, run.stdout + run.stderr
+
+    # Taken away again, as by a change of branches: the build that is there notices.
+    shutil.rmtree(tree / "instructions/scale")
+    generated = next(tree.glob("build/*/generated/megavm/kernel_table.hpp"))
+    assert "scale" in generated.read_text()
+    again = [cmake(), "--build", str(generated.parents[2]), "--target", "megavm_isa"]
+    subprocess.run(again, check=True, capture_output=True)
+    assert "scale" not in generated.read_text()

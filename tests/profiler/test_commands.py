@@ -45,6 +45,7 @@ def test_profile_writes_a_trace_and_says_what_tracing_cost(
     trace = Trace.load(path)
     assert trace.num_steps == 8
     assert trace.step_tokens[0] > 1
+    assert trace.step_number.tolist() == list(range(8))
     assert trace.machine["bandwidth"] > 1e9
     assert trace.notes["ratio"] > 0
 
@@ -82,7 +83,10 @@ def test_profile_of_one_token_has_no_ratio(
         (("trace", "export", "missing.megatrace"), "say where to write: -o FILE"),
         (("trace", "html", "missing.megatrace"), "say where to write: -o FILE"),
         (("trace", "nonsense"), "invalid choice"),
-        (("trace", "report"), "required: FILE"),
+        (("trace", "report"), "required: FILE (see megavm trace report --help)"),
+        (("trace", "report", "."), "cannot read .: Is a directory"),
+        (("trace", "view", __file__), f"{__file__} is not a trace: it is truncated or no"),
+        (("trace", "html", __file__, "-o", "page.html"), f"{__file__} is not a trace"),
         (("trace", "report", "a", "--stop"), "unrecognized arguments: --stop"),
     ],
 )
@@ -126,6 +130,17 @@ def test_export_writes_the_file(
     assert path.stat().st_size > 1000
 
 
+@pytest.mark.parametrize("command", ["html", "export"])
+def test_a_trace_is_not_overwritten(
+    capsys: pytest.CaptureFixture[str], saved: str, command: str
+) -> None:
+    same = str(Path(saved).parent / "." / Path(saved).name)
+    result = run(capsys, "trace", command, saved, "-o", same)
+    assert result.code == 2
+    assert "would overwrite the trace" in result.err
+    assert Trace.load(saved).num_steps == 4
+
+
 def test_view_and_html_hand_over_to_the_viewer(
     capsys: pytest.CaptureFixture[str], saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,13 +151,15 @@ def test_view_and_html_hand_over_to_the_viewer(
     monkeypatch.setitem(sys.modules, "megavm.profiler.viewer", viewer)
     assert run(capsys, "trace", "view", saved, "--port", "8123", "--no-open").code == 0
     assert run(capsys, "trace", "html", saved, "-o", "page.html").code == 0
-    assert run(capsys, "trace", "view", saved, "b", "--no-open").code == 0
-    assert run(capsys, "trace", "html", saved, "b", "-o", "page.html").code == 0
+    other = f"{saved}.other"
+    synthetic_trace(workers=1, steps=1, layers=1).save(other)
+    assert run(capsys, "trace", "view", saved, "--no-open", other).code == 0
+    assert run(capsys, "trace", "html", saved, other, "-o", "page.html").code == 0
     assert calls == [
         (saved, "127.0.0.1", 8123, False, None),
         (saved, "page.html", None),
-        (saved, "127.0.0.1", 0, False, "b"),
-        (saved, "page.html", "b"),
+        (saved, "127.0.0.1", 0, False, other),
+        (saved, "page.html", other),
     ]
 
 

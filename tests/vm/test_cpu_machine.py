@@ -395,7 +395,7 @@ def test_unknown_opcodes_and_barriers_are_refused() -> None:
         load(program)
     words = Program.build([], [Noop()], [[0]])
     words.words[0, 0] = 77
-    with pytest.raises(ValueError, match="opcode 77 is unknown"):
+    with pytest.raises(ValueError, match="opcode 77 is unknown to the compiled extension: install"):
         load(words)
 
 

@@ -55,7 +55,8 @@ void check(const Executable& e, const Level& level) {
   for (const Words& words : e.instructions) {
     const Header& h = words.header;
     if (h.opcode >= kNumOpcodes || !level.kernels[h.opcode])
-      throw py::value_error("opcode " + std::to_string(h.opcode) + " is unknown");
+      throw py::value_error("opcode " + std::to_string(h.opcode) +
+                            " is unknown to the compiled extension: install megavm again");
     if (h.signal != kNone && h.signal >= barriers)
       throw py::value_error("a signal names no barrier");
     for (const Wait& wait : h.waits)

@@ -229,6 +229,9 @@ export class App implements Scene {
 
   /** Select a record; `reveal` moves the view so that it is seen. */
   select(pane: Pane, record: number, reveal: boolean): void {
+    // The step that is looked at is that of the record. Two traces stay aligned as they are.
+    const step = pane.trace.step[record]!;
+    if (this.panes.length === 1 && step !== pane.step) this.setStep(step, false);
     this.selected = { pane, record, arrows: arrowsOf(pane, record) };
     if (reveal) {
       const [from, to] = pane.trace.span(record);

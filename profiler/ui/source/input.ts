@@ -22,6 +22,7 @@ export interface Commands {
 export function listen(app: App, commands: Commands): void {
   const { overlay } = app.stage;
   let drag: Drag | null = null;
+  let pointer: { x: number; y: number } | null = null;
   let start = { x: 0, y: 0 };
   let moved = false;
 
@@ -60,15 +61,26 @@ export function listen(app: App, commands: Commands): void {
     }
   });
 
+  const recordAt = (pane: Pane, x: number, y: number): number =>
+    pane.contains(y) ? pane.recordAt(app.view, x, y) : -1;
+  // Keys and glides move the picture below a pointer that rests.
+  app.on(["view"], () => {
+    const pane = pointer === null || drag !== null ? undefined : paneAt(pointer.y);
+    if (pane === undefined) return;
+    const { x, y } = pointer!;
+    const record = recordAt(pane, x, y);
+    if (record !== (app.hovered?.record ?? -1)) app.hover(pane, record, x >= pane.body.left ? x : null);
+  });
+
   overlay.addEventListener("pointermove", (event) => {
-    const { x, y } = at(event);
+    const { x, y } = (pointer = at(event));
     if (Math.hypot(x - start.x, y - start.y) > CLICK_DISTANCE) moved = true;
     const pane = paneAt(y);
     if (pane === undefined) return;
     app.motion.anchor = pane.timeAt(app.view, x) - pane.origin;
     if (drag === null || !moved) {
       const inside = x >= pane.body.left;
-      app.hover(pane, pane.contains(y) ? pane.recordAt(app.view, x, y) : -1, inside ? x : null);
+      app.hover(pane, recordAt(pane, x, y), inside ? x : null);
       overlay.style.cursor =
         y < pane.body.top && inside ? "col-resize" : x < pane.body.left && pane.contains(y) ? "pointer" : "default";
       return;
@@ -119,6 +131,7 @@ export function listen(app: App, commands: Commands): void {
   overlay.addEventListener("pointerleave", () => {
     if (drag === null) app.hover(null, -1, null);
     app.motion.anchor = null;
+    pointer = null;
   });
   overlay.addEventListener("dblclick", (event) => {
     const { x, y } = at(event);

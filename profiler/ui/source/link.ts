@@ -44,10 +44,6 @@ function apply(app: App, hash: string): void {
   const mode = MODES.find((m) => m === parameters.get("colour"));
   const wanted: Mode = mode ?? "phase";
   if (wanted !== app.mode) app.setMode(wanted);
-  app.panes.forEach((pane, i) => {
-    const step = pane.trace.stepNumber.indexOf(Number(parameters.get(i ? "step_b" : "step") ?? -1));
-    if (step >= 0 && step !== pane.step) app.alignStep(pane, step);
-  });
   if ((parameters.get("critical") === "1") !== app.critical) app.setCritical(!app.critical);
   app.search(parameters.get("search") ?? "");
   const valid = (worker: number): boolean => Number.isInteger(worker) && worker >= 0 && worker < trace.workers;
@@ -62,6 +58,10 @@ function apply(app: App, hash: string): void {
     const index = numbers(parameters.get(i ? "record_b" : "record"))?.[0];
     const record = index === undefined ? undefined : pane.trace.byFile[index];
     if (record !== undefined) app.select(pane, record, false);
+  });
+  app.panes.forEach((pane, i) => {
+    const step = pane.trace.stepNumber.indexOf(Number(parameters.get(i ? "step_b" : "step") ?? -1));
+    if (step >= 0 && step !== pane.step) app.alignStep(pane, step);
   });
   const range = numbers(parameters.get("range"));
   if (range !== null && range.length === 4 && valid(range[2]!) && range[3]! > range[2]! && range[3]! <= trace.workers) {

@@ -89,7 +89,8 @@ function start(): void {
     make("h1", "", "megavm profiler"),
     make("p", "", "Drop a .megatrace file here, or"),
     button("Open a trace", "", () => opener.pick(false), "primary"),
-    make("p", "faint", "The file stays on this computer: this page talks to nobody. Two files are compared."),
+    make("p", "", "Two files at once are compared. “megavm profile MODEL -o run.megatrace” records one."),
+    make("p", "faint", "Files stay on this computer: this page talks to nobody."),
   );
   app.on(["panes"], () => {
     document.body.classList.toggle("empty", app.main === undefined);

@@ -81,6 +81,19 @@ class Parser(argparse.ArgumentParser):
             raise UsageError(f"environment variable {variable}={text!r} must be one of {choices}")
         return [value] if isinstance(action, argparse._AppendAction) else value
 
+    def place(self, arguments: argparse.Namespace, unknown: list[str]) -> list[str]:
+        """Give operands that stand behind options their places; what is left has none.
+
+        argparse looks for all operands at once: in `generate MODEL --seed 1 PROMPT` it takes
+        PROMPT, which may be absent, for absent, and then does not know it.
+        """
+        if any(word.startswith("-") and word != "-" for word in unknown):
+            return unknown  # an option that does not exist, and perhaps its value
+        for action in self._get_positional_actions():
+            if unknown and action.nargs == "?" and getattr(arguments, action.dest) is None:
+                setattr(arguments, action.dest, unknown.pop(0))
+        return unknown
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
 
@@ -107,7 +120,7 @@ def length(text: str) -> int:
     unit = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
     value = int(match[1][:19]) * unit[match[2]] if match else 0
     if not 1 <= value < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive length such as 8192 or 8K")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number such as 8192 or 8K")
     return value
 
 

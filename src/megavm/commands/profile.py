@@ -72,20 +72,20 @@ def _record(
     from megavm.profiler.environment import measure_bandwidth
     from megavm.profiler.recorder import Recorder
 
-    recorder = Recorder(keep)
+    recorder, discarded = Recorder(keep), Recorder(1)
     progress("measuring the memory")
     device = llm.runner.machine.memory_device
     recorder.machine["bandwidth"] = measure_bandwidth(device)
     progress("running with tracing")
-    llm.record(recorder)
+    llm.record(discarded)
     llm.generate(prompt, params)
     llm.record(None)
+    discarded.drain()
     progress("running without tracing")
     llm.generate(prompt, params)
     untraced = _milliseconds(llm, prompt, params)
     progress("recording")
     llm.record(recorder)
-    recorder.clear()
     traced = _milliseconds(llm, prompt, params)
     llm.record(None)
     progress("running without tracing")

@@ -19,6 +19,7 @@ EXIT_BROKEN_PIPE: Final = 141
 STREAM_FAILED: Final = "the generation ended with an error before it was complete"
 
 _BAR_WIDTH: Final = 30
+_LEAST_BAR_WIDTH: Final = 5  # where less fits there is no bar
 _WORTH_TELLING: Final = 0.05  # seconds; shorter phases are left out of the summary
 
 
@@ -40,15 +41,19 @@ class Progress:
         if phase != self._phase:
             self._end_phase()
             self._phase = phase
-        line = phase
-        if total > 1:
-            filled = _BAR_WIDTH * done // total
-            bar = "#" * filled + "." * (_BAR_WIDTH - filled)
-            line += f" [{bar}] {done}/{total}  {time.perf_counter() - self._began:.1f} s"
         width = 80
         with suppress(OSError, ValueError):
             width = os.get_terminal_size(sys.stderr.fileno()).columns or width
-        sys.stderr.write(f"\r\x1b[K{line[: max(width - 1, 20)]}")
+        width = max(width - 1, 1)  # a full line would begin the next one
+        line = phase
+        if total > 1:
+            count = f" {done}/{total}  {time.perf_counter() - self._began:.1f} s"
+            room = min(_BAR_WIDTH, width - len(phase) - len(" []") - len(count))
+            if room >= _LEAST_BAR_WIDTH:
+                filled = room * done // total
+                line += f" [{'#' * filled}{'.' * (room - filled)}]"
+            line += count
+        sys.stderr.write(f"\r\x1b[K{line[:width]}")
         sys.stderr.flush()
 
     def clear(self) -> None:

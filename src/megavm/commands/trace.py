@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 
 from megavm.commands.options import UsageError
 from megavm.commands.terminal import print_json
@@ -40,7 +41,7 @@ def _diff(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from megavm.profiler.trace import Trace
 
-    output = _output(arguments)
+    output = _output(arguments, arguments.file)
     trace = Trace.load(arguments.file)
     if arguments.format == "perfetto":
         from megavm.profiler.perfetto import save_perfetto
@@ -53,8 +54,11 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _view(arguments: argparse.Namespace) -> None:
+    from megavm.profiler.trace_file import check_format
     from megavm.profiler.viewer import serve
 
+    for path in _inputs(arguments):
+        check_format(path)
     serve(
         arguments.file,
         arguments.host,
@@ -65,14 +69,26 @@ def _view(arguments: argparse.Namespace) -> None:
 
 
 def _html(arguments: argparse.Namespace) -> None:
-    output = _output(arguments)
+    inputs = _inputs(arguments)
+    output = _output(arguments, *inputs)
+    from megavm.profiler.trace_file import check_format
     from megavm.profiler.viewer import save_html
 
+    for path in inputs:
+        check_format(path)
     save_html(arguments.file, output, compare=arguments.other)
 
 
-def _output(arguments: argparse.Namespace) -> str:
+def _inputs(arguments: argparse.Namespace) -> list[str]:
+    return [path for path in (arguments.file, arguments.other) if path is not None]
+
+
+def _output(arguments: argparse.Namespace, *inputs: str) -> str:
+    """Where to write, which is none of the files that are read."""
     if arguments.output is None:
         raise UsageError("say where to write: -o FILE")
     path: str = arguments.output
+    for read in inputs:
+        if os.path.exists(path) and os.path.exists(read) and os.path.samefile(path, read):
+            raise UsageError(f"-o {path} would overwrite the trace {read}")
     return path

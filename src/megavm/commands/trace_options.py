@@ -70,7 +70,11 @@ def declare_trace(trace: Parser) -> dict[str, Parser]:
     """The commands of `megavm trace`, by their whole names ("trace report")."""
     trace.epilog = _EXAMPLES
     actions = trace.add_subparsers(
-        dest="action", metavar="COMMAND", title="commands", parser_class=Parser
+        dest="action",
+        metavar="COMMAND",
+        title="commands",
+        parser_class=Parser,
+        prog="megavm trace",
     )
     parsers: dict[str, Parser] = {}
 
@@ -104,7 +108,7 @@ def declare_trace(trace: Parser) -> dict[str, Parser]:
     )
     export.option(export, "-o", "--output", metavar="OUT", help="the file to write")
 
-    view = action("view", "A [B]", "show a trace in a browser, or two beside each other")
+    view = action("view", "A [B]", "show a trace in a browser, or two below each other")
     view.add_argument("file", metavar="A", help="a trace")
     view.add_argument("other", metavar="B", nargs="?", help="another trace to compare with")
     view.option(view, "--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")

@@ -184,7 +184,7 @@ class FakeServer:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        asyncio.run_coroutine_threadsafe(self._runner.cleanup(), self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(10)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -199,6 +199,13 @@ class FakeServer:
         site = web.TCPSite(self._runner, "127.0.0.1", 0)
         await site.start()
         return f"http://127.0.0.1:{self._runner.addresses[0][1]}"
+
+    async def _stop(self) -> None:
+        await self._runner.cleanup()
+        left = asyncio.all_tasks() - {asyncio.current_task()}  # answers that hang
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
 
     async def _models(self, request: web.Request) -> web.Response:
         if self.loading:

@@ -105,6 +105,44 @@ def test_hover_tells_everything_about_an_instruction(
     opened.screenshot("hover")
 
 
+def test_the_tooltip_follows_what_moves_below_the_pointer(opened: Viewer) -> None:
+    first, second = opened.record(worker=70, slot=6), opened.record(worker=70, slot=12)
+    begin, end = opened.run(f"pane.trace.span({first})")
+    opened.show(begin - 20000, end + 20000)
+    opened.page.mouse.move(*opened.point(first))
+    opened.settle()
+    assert opened.run("app.hovered.record") == first
+    middle = (begin + end) / 2
+    begin, end = opened.run(f"pane.trace.span({second})")
+    opened.show(*(edge + (begin + end) / 2 - middle for edge in opened.view()))
+    assert opened.run("app.hovered.record") == second
+    assert (
+        opened.run(f"pane.trace.labelOf({second})") in opened.page.locator(".tooltip").inner_text()
+    )
+
+
+def test_the_step_is_that_of_the_selected_instruction(opened: Viewer) -> None:
+    assert opened.run("pane.step") == STEP
+    opened.page.keyboard.press("c")
+    opened.run(f"app.select(pane, {opened.record(worker=70, slot=6, step=2)}, true)")
+    opened.settle()
+    assert opened.run("pane.step") == 2
+    assert "Step 2" in opened.tab("Critical path")
+    assert opened.page.get_by_label("Step").input_value() == "2"
+
+
+def test_on_a_phone_the_panel_is_below_the_timeline(opened: Viewer) -> None:
+    opened.page.set_viewport_size({"width": 390, "height": 844})
+    opened.settle()
+    stage, panel = (opened.page.locator(name).bounding_box() for name in ("#stage", ".panel"))
+    assert stage is not None
+    assert panel is not None
+    assert stage["width"] == panel["width"] == 390
+    assert panel["y"] >= stage["y"] + stage["height"]
+    assert min(stage["height"], panel["height"]) > 250
+    opened.screenshot("phone")
+
+
 def test_click_selects_and_arrows_point_to_what_it_waited_for(
     opened: Viewer, traces: dict[str, Path]
 ) -> None:
@@ -494,8 +532,8 @@ def test_address_brings_the_view_back(
     first = make_viewer().goto(page)
     first.wait("profiler.panes.length === 1")
     record = first.record(worker=33, slot=6)
-    first.run("app.setStep(2, true)")
     first.run(f"app.select(pane, {record}, true)")
+    first.run("app.setStep(2, true)")
     first.run("app.setMode('wait')")
     first.run("app.search('phase:qkv')")
     first.run("pane.rows.toggle(12)")

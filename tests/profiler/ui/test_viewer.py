@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from synthetic import synthetic_trace
 from ui.page import served
 
 from megavm.profiler.trace import TraceError
@@ -75,7 +76,9 @@ def test_server_says_what_is_wrong_in_one_sentence(trace: Path, tmp_path: Path) 
             make_server([trace], port=port)
 
 
-def test_command_serves_until_it_is_interrupted(trace: Path) -> None:
+def test_command_serves_until_it_is_interrupted(tmp_path: Path) -> None:
+    trace = tmp_path / "a.megatrace"
+    synthetic_trace(workers=1, steps=1, layers=1).save(trace)
     command = [sys.executable, "-m", "megavm", "trace", "view", str(trace), "--no-open"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -1,0 +1,29 @@
+"""Benchmarks run: no other test imports them, and what they measure needs a quiet machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("cpu_kernels.py --shapes down gate --rows 1 9 --seconds 0.01", "down 2048 x 8192"),
+        ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
+    ],
+    ids=["cpu_kernels", "tracing"],
+)
+def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
+    script, *options = command.split()
+    run = subprocess.run(
+        [sys.executable, str(BENCHMARKS / script), *options],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert said in run.stdout
