@@ -126,7 +126,12 @@ class Viewer:
         return self.panel()
 
     def panel(self) -> str:
-        return self.page.locator(".page:visible").inner_text()
+        """The text of the tab that is open; it is drawn when the page has time for it."""
+        end = time.monotonic() + 20
+        while not (text := self.page.locator(".page:visible").inner_text()):
+            assert time.monotonic() < end, "the panel is empty"
+            time.sleep(0.02)
+        return text
 
     def message(self) -> str:
         """The sentence on the page, empty when there is none."""
