@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import toy_runner as toy
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
 
@@ -22,21 +20,6 @@ from megavm.scheduler.sequence import Delta, Request, derived_seed
 from megavm.scheduler.text import TextStream
 from megavm.vm.machine import MachineFault
 
-
-def load_toy() -> Any:
-    """The module beside this one (tests are no package)."""
-    spec = importlib.util.spec_from_file_location(
-        "toy_runner", Path(__file__).with_name("toy_runner.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-toy = load_toy()
 EOS = (5, 11)
 
 
@@ -633,7 +616,7 @@ def test_an_id_is_used_once_at_a_time() -> None:
     ],
 )
 def test_a_runner_too_small_for_its_sequences_is_refused(
-    sizes: dict[str, int], message: str
+    sizes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Engine(toy.ToyRunner(**sizes))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent / "support"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "scheduler" / "support"))
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from serving import RunningServer, assert_idle, serving

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import toy_runner as toy
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine import Engine
@@ -20,21 +18,6 @@ from megavm.server.engine_loop import EngineLoop, Generation
 from megavm.server.errors import ApiError, unavailable
 
 Result = TypeVar("Result")
-
-
-def load_toy() -> Any:
-    """The engine's toy runner (tests are no package)."""
-    path = Path(__file__).parent.parent / "scheduler" / "toy_runner.py"
-    spec = importlib.util.spec_from_file_location("toy_runner", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-toy = load_toy()
 
 
 class Steps:
