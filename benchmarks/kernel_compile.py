@@ -17,8 +17,6 @@ from typing import Any
 
 from environment import save
 from llama_cuda import MODELS
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.hub import resolve
 from megavm.scheduler.kernels import compile_kernels, kernel_headers
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.vm.isa import BF16
@@ -28,9 +26,8 @@ LONGEST = 131072  # the context that the shapes without a config.json are taken 
 
 def config_of(model: str) -> LlamaConfig:
     """One of the known shapes, or the shipped model "stories"."""
-    if model == "stories":
-        return Checkpoint.open(resolve("stories")).config
-    return replace(MODELS[model], max_position_embeddings=LONGEST)
+    config = MODELS[model]
+    return config if model == "stories" else replace(config, max_position_embeddings=LONGEST)
 
 
 def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:

@@ -40,8 +40,9 @@ static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegis
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
-constexpr uint32_t kStages = 8;                               // instructions in flight in a worker
-constexpr uint32_t kWindow = program::kMaxRows <= 1 ? 5 : 3;  // pages issued, not yet landed,
+constexpr bool kSingleRow = program::kMaxRows <= 1;
+constexpr uint32_t kStages = 8;                   // instructions in flight in a worker
+constexpr uint32_t kWindow = kSingleRow ? 5 : 3;  // pages issued, not yet landed,
 constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
 constexpr uint32_t kHintSlack = 2;   // of the writers of a tensor, one in so many need not be done
 constexpr uint32_t kUnitRows = 8;
@@ -51,7 +52,6 @@ constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
 
 // ---- Products. A *group* of rows is multiplied at a time; its input lies in the *panel*, all of
 // it or a *chunk* of columns; the sums of a *block* of units are finished together.
-constexpr bool kSingleRow = program::kMaxRows <= 1;
 constexpr bool kF32Weights = program::kAnyF32Weights != 0;
 // Whether the storer finishes products, while the consumers turn to the next instruction.
 constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
