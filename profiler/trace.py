@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_TIME: Final = 1 << 60  # nanoseconds
+SUFFIX: Final = ".megatrace"  # of the names of files
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]

@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megavm.sampling_params import SamplingParams
 from megavm.scheduler.logprobs import TokenLogprobs
 from megavm.scheduler.sequence import Delta
 from megavm.server.engine_loop import Batch, Generation
 from megavm.server.errors import timed_out, to_json
 from megavm.server.logs import note
-from megavm.server.protocol import GenerationRequest
+from megavm.server.protocol import AnyGeneration, GenerationRequest, check_model, read_body
 from megavm.server.service import Service
 from megavm.server.sse import EventStream, Template, line, until_disconnect
 
@@ -189,6 +190,23 @@ class Answer(ABC):
 
     def _template(self, index: int) -> Template:
         return Template(lambda text: self._part(Token(index, text, [], None, is_first=False)))
+
+
+async def read_generation(
+    request: Request, service: Service, kind: type[AnyGeneration]
+) -> tuple[AnyGeneration, SamplingParams]:
+    """The body of a request that generates, and the sampling parameters in it.
+
+    Raises:
+        ApiError: requests are not taken now, or the body is not as it should be.
+    """
+    llm, settings = service.llm, service.settings
+    service.admit(1)  # what cannot be taken is not looked at
+    body = await read_body(request, kind)
+    check_model(body.model, settings.model_names)
+    if settings.log_prompts:
+        note(request.scope, **{kind.source: getattr(body, kind.source)})
+    return body, body.sampling_params(llm.default_params, settings.max_n)
 
 
 async def respond(

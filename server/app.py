@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
@@ -38,6 +38,8 @@ from megavm.server.protocol import (
 )
 from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import Settings
+
+Endpoint = TypeVar("Endpoint", bound=Callable[[], Awaitable[Response]])
 
 PLAYGROUND: Final = Path(__file__).parent / "pages" / "playground.html"
 _SCHEMAS: Final = "#/components/schemas/{model}"
@@ -167,21 +169,18 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 
 
 def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/health", **_answers())
-    @app.head("/health", include_in_schema=False)
+    @_get(app, "/health", **_answers())
     async def health() -> Response:
         """Whether the server lives: 503 when it is shutting down or cannot go on."""
         status = service.status
         return json_response({"status": status.value}, _STATUS_OF_HEALTH.get(status, 200))
 
-    @app.get("/ping", **_answers())
-    @app.head("/ping", include_in_schema=False)
+    @_get(app, "/ping", **_answers())
     async def ping() -> Response:
         """The same as /health."""
         return await health()
 
-    @app.get("/ready", **_answers())
-    @app.head("/ready", include_in_schema=False)
+    @_get(app, "/ready", **_answers())
     async def ready() -> Response:
         """Whether requests are taken: 503 with the progress while the model is being loaded."""
         status = service.status
@@ -190,14 +189,12 @@ def _add_state(app: FastAPI, service: Service) -> None:
             content["progress"] = service.progress
         return json_response(content, 200 if status is Status.READY else 503)
 
-    @app.get("/version", **_answers())
-    @app.head("/version", include_in_schema=False)
+    @_get(app, "/version", **_answers())
     async def version() -> Response:
         """megavm's version."""
         return json_response({"version": megavm.__version__})
 
-    @app.get("/metrics", include_in_schema=False)
-    @app.head("/metrics", include_in_schema=False)
+    @_get(app, "/metrics", include_in_schema=False)
     async def show_metrics() -> Response:
         """All metrics, for Prometheus."""
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
@@ -212,17 +209,25 @@ def _add_pages(app: FastAPI) -> None:
             headers={"cache-control": "no-cache", "x-content-type-options": "nosniff"},
         )
 
-    @app.get("/", include_in_schema=False)
-    @app.head("/", include_in_schema=False)
+    @_get(app, "/", include_in_schema=False)
     async def playground() -> Response:
         """A chat in the browser."""
         return page(PLAYGROUND)
 
-    @app.get("/profiler", include_in_schema=False)
-    @app.head("/profiler", include_in_schema=False)
+    @_get(app, "/profiler", include_in_schema=False)
     async def profiler() -> Response:
         """The profiler's page, which opens traces."""
         return page(viewer.PAGE)
+
+
+def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
+    """A route for GET with these options, and for HEAD, which the schema leaves out."""
+
+    def add(endpoint: Endpoint) -> Endpoint:
+        app.head(path, include_in_schema=False)(endpoint)
+        return app.get(path, **options)(endpoint)
+
+    return add
 
 
 def _takes(body: str) -> dict[str, Any]:

@@ -7,10 +7,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megavm.server.answers import Answer, Choice, Token, respond
+from megavm.server.answers import Answer, Choice, Token, read_generation, respond
 from megavm.server.logprobs import chat_logprobs
-from megavm.server.logs import note
-from megavm.server.protocol import ChatRequest, check_model, read_body, read_messages
+from megavm.server.protocol import ChatRequest, read_messages
 from megavm.server.service import Service
 
 
@@ -51,13 +50,7 @@ async def chat(request: Request, service: Service) -> Response:
     Raises:
         ApiError: it cannot be answered.
     """
-    llm = service.llm
-    service.admit(1)  # what cannot be taken is not looked at
-    body = await read_body(request, ChatRequest)
-    check_model(body.model, service.settings.model_names)
-    if service.settings.log_prompts:
-        note(request.scope, messages=body.messages)
-    params = body.sampling_params(llm.default_params, service.settings.max_n)
+    body, params = await read_generation(request, service, ChatRequest)
     messages = read_messages(body.messages)
     service.admit(params.n)
     text = await service.render_chat(

@@ -9,11 +9,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megavm.server.answers import Answer, Choice, Token, respond
+from megavm.server.answers import Answer, Choice, Token, read_generation, respond
 from megavm.server.engine_loop import Generation
 from megavm.server.logprobs import CompletionLogprobs
-from megavm.server.logs import note
-from megavm.server.protocol import CompletionRequest, check_model, read_body, read_prompts
+from megavm.server.protocol import CompletionRequest, read_prompts
 from megavm.server.service import Service
 
 
@@ -37,12 +36,14 @@ class CompletionAnswer(Answer):
         self._logprobs: dict[int, CompletionLogprobs] = {}  # of the streams, by choice
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        entries = [*self._echoed_logprobs(choice.index), *choice.logprobs]
-        logprobs = self._new_logprobs(choice.index).object(entries)
+        logprobs = None
+        if self._with_logprobs:
+            entries = [*self._echoed_logprobs(choice.index), *choice.logprobs]
+            logprobs = CompletionLogprobs(self.tokenizer).object(entries)
         return {
             "index": choice.index,
             "text": self._echoed_text(choice.index) + choice.text,
-            "logprobs": logprobs if self._with_logprobs else None,
+            "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
         }
@@ -52,7 +53,7 @@ class CompletionAnswer(Answer):
         if token.is_first:
             text = self._echoed_text(token.choice) + text
             entries = [*self._echoed_logprobs(token.choice), *entries]
-            self._logprobs[token.choice] = self._new_logprobs(token.choice)
+            self._logprobs[token.choice] = CompletionLogprobs(self.tokenizer)
         logprobs = self._logprobs[token.choice].object(entries) if self._with_logprobs else None
         return {
             "index": token.choice,
@@ -76,9 +77,6 @@ class CompletionAnswer(Answer):
         assert request.prompt_logprobs is not None, "they are asked for where a prompt is echoed"
         return [int(request.prompt[0]), *request.prompt_logprobs[1:]]
 
-    def _new_logprobs(self, choice: int) -> CompletionLogprobs:
-        return CompletionLogprobs(self.tokenizer)
-
 
 async def complete(request: Request, service: Service) -> Response:
     """Answer the request.
@@ -86,13 +84,7 @@ async def complete(request: Request, service: Service) -> Response:
     Raises:
         ApiError: it cannot be answered.
     """
-    llm = service.llm
-    service.admit(1)  # what cannot be taken is not looked at
-    body = await read_body(request, CompletionRequest)
-    check_model(body.model, service.settings.model_names)
-    if service.settings.log_prompts:
-        note(request.scope, prompt=body.prompt)
-    params = body.sampling_params(llm.default_params, service.settings.max_n)
+    body, params = await read_generation(request, service, CompletionRequest)
     if body.echo and params.logprobs is not None:
         params = replace(params, prompt_logprobs=params.logprobs)
     prompts = read_prompts(body.prompt, service.max_sequences)

@@ -133,13 +133,14 @@ def unavailable(message: str, code: str) -> ApiError:
 
 def timed_out(seconds: float) -> ApiError:
     """The request took longer than a request may."""
-    return ApiError(
-        408,
-        f"The request took longer than the {seconds:g} s that this server gives one.",
-        kind="timeout_error",
-        code="request_timeout",
-        headers={"x-should-retry": "false"},
-    )
+    message = f"The request took longer than the {seconds:g} s that this server gives one."
+    return too_late(message, "request_timeout")
+
+
+def too_late(message: str, code: str) -> ApiError:
+    """The time is over, and to try again at once would not help."""
+    headers = {"x-should-retry": "false"}
+    return ApiError(408, message, kind="timeout_error", code=code, headers=headers)
 
 
 def failed(message: str) -> ApiError:

@@ -11,13 +11,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megavm.profiler.recorder import Recorder
-from megavm.profiler.trace import TraceError
-from megavm.server.errors import ApiError
+from megavm.profiler.trace import SUFFIX, TraceError
+from megavm.server.errors import ApiError, too_late
 from megavm.server.protocol import ProfileRequest, read_body
 from megavm.server.service import Service
 from megavm.server.sse import until_disconnect
-
-SUFFIX = ".megatrace"
 
 
 class Profiler:
@@ -67,13 +65,10 @@ class Profiler:
         try:
             content = await asyncio.to_thread(_file, recorder)
         except TraceError as error:
-            raise ApiError(
-                408,
-                f"No step ran within {body.timeout:g} s: send requests while a trace is recorded.",
-                kind="timeout_error",
-                code="profile_empty",
-                headers={"x-should-retry": "false"},
-            ) from error
+            message = (
+                f"No step ran within {body.timeout:g} s: send requests while a trace is recorded."
+            )
+            raise too_late(message, "profile_empty") from error
         name = f"{service.settings.model_names[0].replace('/', '-')}{SUFFIX}"
         disposition = f'attachment; filename="{_plain(name)}"'
         return Response(

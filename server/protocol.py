@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
@@ -17,6 +19,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
 DEFAULT_MAX_TOKENS: Final = 16  # of a completion, as OpenAI's
 _SEEDS: Final = 1 << 63
+_PARAMETERS: Final = frozenset(field.name for field in fields(SamplingParams))
 
 # Fields that change the answer in ways unknown here, with the values that ask for nothing.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
@@ -114,7 +117,9 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(Body):
-    """What completions and chat completions share."""
+    """What completions and chat completions share; `source` is the field that is continued."""
+
+    source: ClassVar[str]
 
     model: str | None = None
     stream: bool | None = None
@@ -140,36 +145,18 @@ class GenerationRequest(Body):
         default=None, description="answer with token ids beside texts"
     )
 
-    # Sampling parameters that are passed on under their own names.
-    _PLAIN: ClassVar[tuple[str, ...]] = (
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "stop",
-        "stop_token_ids",
-        "min_tokens",
-        "ignore_eos",
-        "skip_special_tokens",
-        "include_stop_str_in_output",
-    )
-
     @property
     def include_usage(self) -> bool:
         """Whether a stream is to end with its usage."""
         return bool(self.stream_options is not None and self.stream_options.include_usage)
 
+    @abstractmethod
     def wanted_max_tokens(self) -> int | None:
         """Tokens of a completion, None for as many as there is room for."""
-        raise NotImplementedError
 
+    @abstractmethod
     def wanted_logprobs(self) -> int | None:
         """Alternatives to report with each token, None for no log-probabilities at all."""
-        raise NotImplementedError
 
     def sampling_params(
         self, defaults: Callable[..., SamplingParams], max_n: int
@@ -181,16 +168,17 @@ class GenerationRequest(Body):
             its field.
         """
         self._check()
-        given = {name: value for name in self._PLAIN if (value := getattr(self, name)) is not None}
+        names = _PARAMETERS & type(self).model_fields.keys()
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             if not -_SEEDS <= self.seed < _SEEDS:
                 raise bad_request("seed must be in [-2**63, 2**63)", "seed")
             given["seed"] = self.seed % _SEEDS
-        max_tokens, logprobs = self.wanted_max_tokens(), self.wanted_logprobs()
-        if max_tokens == 0:  # one is generated, and not shown
-            max_tokens = 1
+        given["max_tokens"], given["logprobs"] = self.wanted_max_tokens(), self.wanted_logprobs()
+        if given["max_tokens"] == 0:  # one is generated, and not shown
+            given["max_tokens"] = 1
         try:
-            params = defaults(**given, max_tokens=max_tokens, logprobs=logprobs)
+            params = defaults(**given)
         except ValueError as error:
             raise bad_request(str(error), self._blamed(str(error))) from error
         if params.n > max_n:
@@ -238,13 +226,13 @@ class GenerationRequest(Body):
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
 
+    source = "prompt"
+
     prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = None
 
     def wanted_max_tokens(self) -> int | None:
-        if self.max_tokens == 0:
-            return 0
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
 
     def wanted_logprobs(self) -> int | None:
@@ -253,6 +241,8 @@ class CompletionRequest(GenerationRequest):
 
 class ChatRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
+
+    source = "messages"
 
     messages: Messages
     max_completion_tokens: int | None = None
@@ -313,6 +303,7 @@ def _asks_for_nothing(value: object, others: tuple[object, ...]) -> bool:
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
+AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
 BODIES: Final[tuple[type[Body], ...]] = (
     CompletionRequest,
     ChatRequest,

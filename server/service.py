@@ -16,6 +16,7 @@ from megavm.server.errors import bad_request, queue_full, unavailable
 from megavm.server.logs import log
 from megavm.server.metrics import Metrics
 from megavm.server.settings import Settings
+from megavm.tokenizer import LONG_TEXT
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
@@ -28,7 +29,6 @@ Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
 _USUAL_ROWS: Final = 64  # of a step; the programs of larger ones are compiled when they come
-_SHORT_TEXT: Final = 4096  # characters that are read at once and not in a thread
 _LAST_WORDS_SECONDS: Final = 5.0  # for answers to be sent after the engine has stopped
 
 
@@ -299,7 +299,7 @@ class Service:
 
         `size` is in characters or tokens.
         """
-        if size <= _SHORT_TEXT:
+        if size <= LONG_TEXT:
             return function(*given)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, function, *given)

@@ -19,7 +19,7 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_JSON_FILE: Final = "chat_template.json"
-_LONG: Final = 4096  # characters or tokens
+LONG_TEXT: Final = 4096  # characters or tokens; what is longer does not hold up other threads
 
 Message = Mapping[str, Any]
 
@@ -90,7 +90,7 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error}") from error
-        if len(text) > _LONG:
+        if len(text) > LONG_TEXT:
             # Of the library's functions only those of batches let other threads run meanwhile.
             encoding = backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         else:
@@ -108,7 +108,7 @@ class Tokenizer:
         for token_id in ids:
             if not isinstance(token_id, int) or not 0 <= token_id < 1 << 32:
                 raise ValueError(f"token id {token_id!r} is not an integer in [0, {1 << 32})")
-        if len(ids) > _LONG:  # as in encode
+        if len(ids) > LONG_TEXT:  # as in encode
             return backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]
         text: str = backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text

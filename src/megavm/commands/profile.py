@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
 
 PROMPT: Final = "Once upon a time"
-SUFFIX: Final = ".megatrace"
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -23,6 +22,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = given_sampling(arguments)
     if sum(x is not None for x in (arguments.prompt, arguments.prompt_ids, arguments.context)) > 1:
         raise UsageError("give one of PROMPT, --prompt-ids and --context")
+    from megavm.profiler.trace import SUFFIX
+
     path = arguments.output or os.path.basename(os.path.normpath(arguments.model)) + SUFFIX
     # A trace of a prompt that is in the cache would have no prefill.
     llm = load(arguments, prefix_caching=False)
