@@ -107,7 +107,8 @@ def build(
                 instructions.append(GateUp(gate=handle, up=handle + 1, **common))
             else:
                 bottom = min(top + row_tile, rows)
-                instructions.append(Matmul(weight=handle, x_rows=bottom, tile=0, **common))
+                whole: dict[str, Any] = {"k_begin": 0, "k_end": shape.k, "out_begin": 0}
+                instructions.append(Matmul(weight=handle, x_rows=bottom, tile=0, **whole, **common))
     return Program.build(tensors, instructions, queues)
 
 

@@ -7,7 +7,9 @@ namespace megavm {
 
 // What a program does not say. A name in `program` itself hides the one from here.
 namespace program_defaults {
-constexpr uint32_t kMaxK = 0;             // longest rows of a weight
+constexpr uint32_t kMaxK = 0;             // longest rows of a weight, or parts of rows
+constexpr uint32_t kAnyPartOfK = 0;       // whether some products are of parts
+constexpr uint32_t kMaxAddends = 0;       // other parts that a product adds to its own
 constexpr uint32_t kAnyPartialPages = 0;  // whether some do not fill pages
 constexpr uint32_t kAnyRaggedK = 0;       // whether some do not fill tiles
 constexpr uint32_t kAnyOddPages = 0;      // whether some have an odd number of pages
@@ -50,8 +52,8 @@ constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 1
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
 constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
 
-// ---- Products. A *group* of rows is multiplied at a time; its input lies in the *panel*, all of
-// it or a *chunk* of columns; the sums of a *block* of units are finished together.
+// ---- Products. A *group* of rows is multiplied at a time, with all of its columns or a *chunk* of
+// them; the sums of a *block* of units are finished together.
 constexpr bool kF32Weights = program::kAnyF32Weights != 0;
 // Whether the storer finishes products, while the consumers turn to the next instruction.
 constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
@@ -67,7 +69,8 @@ constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
 constexpr uint32_t kUnitPages = max_of(1, ceil_div(program::kMaxK, kPageColumns));  // at most
 constexpr uint32_t kChunkPages = min_of(kMaxChunkPages, kUnitPages);  // of a unit in a chunk
 constexpr bool kOneChunk = kChunkPages == kUnitPages;                 // holds all of any input
-constexpr uint32_t kPanelBytes = kGroupRows * kChunkPages * kPageColumns * kElementBytes;
+// One row lies in shared memory, several in registers.
+constexpr uint32_t kPanelBytes = kSingleRow ? kChunkPages * kPageColumns * kElementBytes : 0;
 constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
 constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
 

@@ -55,18 +55,25 @@ def product_constants(
     weight: int,
     gain: int = NONE,
     biases: Sequence[int] = (),
+    k: tuple[int, int] | None = None,
 ) -> dict[str, int]:
-    """What device code for ``x . weight^T`` is compiled for (cuda/config.cuh says what each means)."""
+    """What device code for ``x . weight^T`` is compiled for (cuda/config.cuh says what each means).
+
+    ``k``: the columns that are multiplied, if not all.
+    """
     spec = tensors[weight]
+    begin, end = k or (0, spec.columns)
+    width = end - begin
     tile = TILE_ROW_BYTES // spec.dtype.size
     source = tensors[x]
-    pages_of_row = -(-spec.columns // (tile * TILES_PER_PAGE))
+    pages_of_row = -(-width // (tile * TILES_PER_PAGE))
     gain_dtype = None if gain == NONE else tensors[gain].dtype
     return {
         "any_product": 1,
-        "max_k": spec.columns,
+        "max_k": width,
+        "any_part_of_k": int(width < spec.columns),
         "any_ragged_k": int(spec.columns % tile != 0),
-        "any_partial_pages": int(spec.columns % (tile * TILES_PER_PAGE) != 0),
+        "any_partial_pages": int(width % (tile * TILES_PER_PAGE) != 0),
         "any_odd_pages": pages_of_row % 2,
         "any_f32_weights": int(spec.dtype is F32),
         "any_bf16_weights": int(spec.dtype is not F32),

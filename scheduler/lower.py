@@ -6,7 +6,7 @@ declare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
 from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
 
+SUMMED_COLUMNS = 64  # of which a GPU's worker finishes the sums at a time (cuda/config.cuh)
 MANY_SPLITS = 8  # of which one less costs less than merges that begin late
 
 
@@ -91,21 +92,33 @@ class Lowering:
         values = {**operation.inputs, **operation.outputs}
         return {name: self.storage.handle(values[name]) for name in names if name in values}
 
-    def _columns(self, size: int, unit: int) -> Iterator[tuple[int, int]]:
-        """[0, size) cut into equal tiles, ``waves`` for each worker, at multiples of ``unit``."""
+    def _columns(
+        self, size: int, unit: int, workers: int | None = None
+    ) -> Iterator[tuple[int, int]]:
+        """[0, size) cut into equal tiles, ``waves`` for each worker, at multiples of ``unit``.
+
+        ``workers``: how many, if not all.
+        """
         units = -(-size // unit)
-        tiles = min(units, self.options.workers * self.options.waves)
+        tiles = min(units, (workers or self.options.workers) * self.options.waves)
         for i in range(tiles):
             yield units * i // tiles * unit, min(units * (i + 1) // tiles * unit, size)
 
     def _product_tiles(
-        self, rows: int, columns: int, k: int, itemsize: int, unit: int, width: int
+        self,
+        rows: int,
+        columns: int,
+        k: int,
+        itemsize: int,
+        unit: int,
+        width: int,
+        workers: int | None = None,
     ) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
         """(columns, rows) of the tiles of a matrix product, tiles of the same weights side by side.
 
-        ``width`` is how many sums an element of ``columns`` has. When all input rows fit into
-        shared memory they stay there while weights stream; otherwise the sums stay, and input and
-        weights stream.
+        ``width`` is how many sums an element of ``columns`` has; ``workers``: see ``_columns``.
+        When all input rows fit into shared memory they stay there while weights stream; otherwise
+        the sums stay, and input and weights stream.
         """
         if rows * k * itemsize <= PANEL_PAGES * PAGE_BYTES:
             row_tile, column_tile = rows, columns
@@ -113,7 +126,7 @@ class Lowering:
             fitting = PANEL_PAGES * PAGE_BYTES // (min(k, SPLIT_COLUMNS) * itemsize)
             row_tile = min(rows, 1 << (fitting.bit_length() - 1))
             column_tile = ACCUMULATOR_BYTES // (4 * row_tile * width) // unit * unit
-        for begin, end in self._columns(columns, unit):
+        for begin, end in self._columns(columns, unit, workers):
             pieces = -(-(end - begin) // column_tile)
             step = -(-(end - begin) // (pieces * unit)) * unit
             for left in range(begin, end, step):
@@ -156,6 +169,10 @@ class Lowering:
         handles: dict[str, Any] = {"row_count": self.row_count} | self._handles(operation, *names)
         gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
         size, unit = weight.dtype.size, self.options.column_unit
+        parts = self._parts_of_k(operation)
+        if len(parts) > 1:
+            yield from self._parts(operation, parts, handles)
+            return
         tiles = list(self._product_tiles(out.rows, out.columns, weight.columns, size, unit, 1))
         number = {columns: n for n, columns in enumerate(sorted({c for c, _ in tiles}))}
         if out in self.sampled and Matmul.may_have_peaks(self.storage.spec(out)):
@@ -169,10 +186,63 @@ class Lowering:
                 row_end=rows[1],
                 column_begin=columns[0],
                 column_end=columns[1],
+                k_begin=0,
+                k_end=weight.columns,
+                out_begin=0,
                 x_rows=rows[1] if gathered is None else gathered,
                 tile=number[columns] if "peaks" in handles else 0,
                 eps=operation.attributes.get("eps", 0.0),
             )
+
+    def _parts_of_k(self, operation: Operation) -> list[tuple[int, int]]:
+        """The parts of the columns of x that different workers multiply; one if it is not split.
+
+        So many that no worker has more than SUMMED_COLUMNS columns of the result: he waits for the
+        other parts whenever he finishes as many.
+        """
+        k, width = operation.inputs["weight"].columns, self.options.part_of_k
+        if not width or operation.inputs.keys() & {"gain", "row_index"}:
+            return [(0, k)]
+        most = SUMMED_COLUMNS * self.options.workers // operation.outputs["out"].columns
+        count = max(1, min(-(-k // width), most))
+        step = -(-k // (count * width)) * width
+        return [(begin, min(begin + step, k)) for begin in range(0, k, step)]
+
+    def _parts(
+        self, operation: Operation, parts: Sequence[tuple[int, int]], handles: Mapping[str, Any]
+    ) -> Iterator[Instruction]:
+        """The instructions of a product that is split.
+
+        Parts have workers by their share of the columns. Who adds them up has the first part; he
+        comes last, as he waits for the others.
+        """
+        weight, out = operation.inputs["weight"], operation.outputs["out"]
+        size, unit = weight.dtype.size, self.options.column_unit
+        shape = (out.rows, (len(parts) - 1) * out.columns)
+        # However large it is: only one worker reads a word of it.
+        addends = self._tagged(f"{operation.label}.parts.{shape[0]}", shape, F32)
+        common = {name: handles[name] for name in ("x", "weight", "row_count")}
+        tiles = [self.options.workers * begin // weight.columns for begin, _ in parts]
+        tiles += [self.options.workers]
+        for number, (begin, end) in reversed(list(enumerate(parts))):
+            operands = {**common, "out": addends} if number else {**handles, "addends": addends}
+            workers = max(1, tiles[number + 1] - tiles[number])
+            for columns, rows in self._product_tiles(
+                out.rows, out.columns, end - begin, size, unit, 1, workers
+            ):
+                yield Matmul(
+                    **operands,
+                    row_begin=rows[0],
+                    row_end=rows[1],
+                    column_begin=columns[0],
+                    column_end=columns[1],
+                    k_begin=begin,
+                    k_end=end,
+                    out_begin=(number - 1) * out.columns if number else 0,
+                    x_rows=rows[1],
+                    tile=0,
+                    eps=0.0,
+                )
 
     def _gate_up(self, operation: Operation) -> Iterator[Instruction]:
         gate, out = operation.inputs["gate"], operation.outputs["out"]

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from megavm.instructions.matmul import PART_COLUMNS
+
 Assignment = Literal["balanced", "round_robin", "dynamic"]
 Exchange = Literal["barrier", "tagged"]
 
@@ -19,9 +21,12 @@ class CompileOptions:
     words for those of at most ``tagged_bytes`` (storage.py). ``fuse_norm_rows``: see fuse.py.
     ``waves``: column tiles per worker and operation; one fat tile each is best for static queues,
     several let a dynamic queue level out. ``column_unit``: column tiles of products begin at
-    multiples of it. ``min_chunk``: least tokens of a split of attention.
+    multiples of it. ``min_chunk``: least tokens of a split of attention. ``part_of_k``: products of
+    longer rows are split into parts of at least so many columns, which different workers multiply;
+    0: not.
 
-    Raises ValueError when a number is not positive, or ``column_unit`` odd.
+    Raises ValueError when a number is not positive, ``column_unit`` odd, or ``part_of_k`` not whole
+    tiles of weights.
     """
 
     workers: int
@@ -32,11 +37,16 @@ class CompileOptions:
     waves: int = 1
     column_unit: int = 16
     min_chunk: int = 256
+    part_of_k: int = 0
 
     def __post_init__(self) -> None:
         for name in ("workers", "waves", "column_unit", "min_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.part_of_k < 0 or self.part_of_k % PART_COLUMNS:
+            raise ValueError(
+                f"part_of_k is {self.part_of_k}, expected a multiple of {PART_COLUMNS}"
+            )
         if self.column_unit % 2:
             raise ValueError(f"column_unit is {self.column_unit}, expected an even number")
         if self.assignment not in ("balanced", "round_robin", "dynamic"):

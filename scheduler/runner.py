@@ -77,13 +77,20 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
     return CpuMachine(), workers or physical_cores()
 
 
+# A step of several rows reads so much input that workers share products of long rows: each reads
+# but a part. The kernel takes parts of so many columns, and so many rows, at once.
+PART_OF_K = 2048
+MOST_PARTED_ROWS = 8
+
+
 def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     """How steps of up to ``rows`` rows are compiled for a machine."""
     options = CompileOptions(workers)
     if machine != "cuda":
         return options
     exchange: Exchange = "tagged" if rows == 1 else "barrier"
-    return replace(options, exchange=exchange, column_unit=UNIT_ROWS)
+    part_of_k = PART_OF_K if 1 < rows <= MOST_PARTED_ROWS else 0
+    return replace(options, exchange=exchange, column_unit=UNIT_ROWS, part_of_k=part_of_k)
 
 
 class Runner:

@@ -102,10 +102,20 @@ class View:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.raw(gain).float()
 
     def product(
-        self, x: torch.Tensor, weight: int, columns: Rows, bias: int = NONE
+        self,
+        x: torch.Tensor,
+        weight: int,
+        columns: Rows,
+        bias: int = NONE,
+        k: Rows | None = None,
     ) -> torch.Tensor:
-        """x . weight[columns]^T + bias[columns]: input rounded to the weight's type, sums in float32."""
+        """x . weight[columns]^T + bias[columns]: input rounded to the weight's type, sums in float32.
+
+        With ``k`` only those columns of the weight, which x is of.
+        """
         w = self.raw(weight)[columns[0] : columns[1]]
+        if k is not None:
+            w = w[:, k[0] : k[1]]
         out = x.to(w.dtype).float() @ w.float().T
         if bias != NONE:
             out += self.raw(bias)[columns[0] : columns[1]].float()

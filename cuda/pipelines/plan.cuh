@@ -30,7 +30,8 @@ struct ProductPlan {
             in.inst.row_end,
             in.inst.row_begin,
             in.inst.row_end,
-            in.inst.eps};
+            in.inst.eps,
+            0};
   }
 
   // Nothing is to be fetched that is there only when the waits are over.

@@ -10,8 +10,8 @@
 // load per lane and tile is the B operand of two mma.m16n8k16: lane 4n + j gets W[n][8j .. 8j+7].
 // Of the 16 rows of A, the first 8 are the input's columns 8j .. 8j+3 and the others its columns
 // 8j+4 .. 8j+7: the first product is right in the upper half of D, the second in the lower, and
-// what is in the other halves is not looked at. So A is one 16-byte load as well, of four words
-// that the panel holds in the order 0, 2, 1, 3.
+// what is in the other halves is not looked at. So A is 16 bytes of a lane's row as well: words 0,
+// 2, 1, 3 of its columns 8j .. 8j+7.
 //
 // A *plan* says what is multiplied and what becomes of the sums, see instructions/matmul/cuda.cuh.
 // There is one copy of the code for all product instructions, so that it stays in the instruction
@@ -23,7 +23,6 @@
 
 namespace megavm {
 
-constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
 static_assert(kPreload % 2 == 0);
 constexpr uint32_t kSquaresAt = kPanelBytes;
 constexpr uint32_t kPartialsAt = kSquaresAt + 2 * 4 * kSquares;
@@ -52,8 +51,9 @@ struct WeightRows {
   uint64_t from[3];  // of the first unit of each
   uint32_t upto[3];  // units of this tensor and those before it
   bool alternate;    // unit u is of tensor u % 2
+  uint64_t unit_bytes;
 
-  __device__ __forceinline__ uint64_t unit(uint32_t u, uint64_t unit_bytes) const {
+  __device__ __forceinline__ uint64_t unit(uint32_t u) const {
     if (alternate) return (u % 2 ? from[1] : from[0]) + u / 2 * unit_bytes;
     if (u < upto[0]) return from[0] + u * unit_bytes;
     if (u < upto[1]) return from[1] + (u - upto[0]) * unit_bytes;
@@ -74,6 +74,11 @@ struct ProductInput {
   uint32_t row_begin;
   uint32_t row_end;
   float eps;
+  uint32_t first_k;  // column of x where the product begins
+
+  __device__ __forceinline__ uint32_t first_column() const {
+    return program::kAnyPartOfK ? first_k : 0;
+  }
 };
 
 // What a thread fetched and worked out for its item before the sums were there. Every plan has its
@@ -118,10 +123,18 @@ __device__ __forceinline__ uint32_t num_groups(const Stage& stage, const Product
   return ceil_div(live_end(stage, p) - p.row_begin, kGroupRows);
 }
 
+// The row of x for a row of the result.
+__device__ __forceinline__ uint32_t x_row(const Stage& stage, const ProductInput& p, uint32_t row) {
+  if (p.row_index == kNone) return row;
+  const uint32_t found =
+      static_cast<uint32_t>(constant_integer(stage.tensors[p.row_index], row, 0));
+  if (found >= p.x_rows) stop_instruction(Fault::kRowIndex, row, 0, found, p.x_rows);
+  return found;
+}
+
 __device__ __forceinline__ void load_product(const Stage& stage, const ProductInput& p,
                                              const WeightRows& weights, Loader& loader) {
   const Tiling& tiling = p.tiling;
-  const uint64_t unit_bytes = uint64_t{tiling.tiles()} * kTileBytes;
   const uint32_t groups = num_groups(stage, p), chunks = tiling.chunks();
 #pragma unroll 1
   for (uint32_t group = 0; group < groups; ++group)
@@ -134,7 +147,7 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
         const uint32_t end_page = first_page + tiling.pages_of(chunk);
 #pragma unroll 1
         for (uint32_t unit = first; unit < end; ++unit) {
-          const uint64_t from = weights.unit(unit, unit_bytes);
+          const uint64_t from = weights.unit(unit);
 #pragma unroll 1
           for (uint32_t page = first_page; page < end_page; ++page) {
             const uint32_t bytes = tiling.tiles_of(page) * kTileBytes;
@@ -145,95 +158,7 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
       }
 }
 
-// ---- Input: rows of x become the panel.
-
-// kLaneColumns neighbouring elements of x as they come from memory.
-template <bool kF32, bool kTagged>
-struct RawInput {
-  static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
-  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged float32 input
-
-  __device__ __forceinline__ void clear(uint32_t not_a_tag) {
-    low = ptx::zero4();
-    low.y = not_a_tag;
-    if constexpr (kTagged && kWordsIn == 4) high = ptx::zero4();
-  }
-
-  __device__ __forceinline__ void load(uint64_t address) {
-    if constexpr (kTagged && kWordsIn == 4) {
-      low = ptx::load_relaxed_tagged2(address);
-      high = ptx::load_relaxed_tagged2(address + 16);
-    } else if constexpr (kTagged && kWordsIn == 2) {
-      low = ptx::load_relaxed_tagged2(address);
-    } else if constexpr (kTagged) {
-      const ptx::Words2 word = ptx::load_relaxed_tagged(address);
-      low.x = word.x, low.y = word.y;
-    } else if constexpr (kWordsIn == 4) {
-      low = ptx::load_relaxed4(address);
-    } else if constexpr (kWordsIn == 2) {
-      const ptx::Words2 words = ptx::load_relaxed2(address);
-      low.x = words.x, low.y = words.y;
-    } else {
-      low.x = ptx::load_relaxed1(address);
-    }
-  }
-
-  // A tag that is not the wanted one, if there is one; else the wanted one.
-  __device__ __forceinline__ uint32_t check(uint32_t tag) const {
-    if constexpr (!kTagged) return tag;
-    uint32_t found = low.y;
-    if constexpr (kWordsIn >= 2) found = found == tag ? low.w : found;
-    if constexpr (kWordsIn == 4) {
-      found = found == tag ? high.y : found;
-      found = found == tag ? high.w : found;
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ uint32_t word(uint32_t i) const {
-    if constexpr (kTagged) {
-      if (i == 0) return low.x;
-      if (i == 1) return low.z;
-      return i == 2 ? high.x : high.z;
-    }
-    if (i == 0) return low.x;
-    if (i == 1) return low.y;
-    return i == 2 ? low.z : low.w;
-  }
-
-  __device__ __forceinline__ float value(uint32_t i) const {
-    if constexpr (kF32) return __uint_as_float(word(i));
-    return i % 2 ? ptx::high_bf16(word(i / 2)) : ptx::low_bf16(word(i / 2));
-  }
-};
-
-// The gain of a lane's columns, as it comes from memory.
-struct Gain {
-  ptx::Words4 words;
-
-  __device__ __forceinline__ void load(const Tensor& gain, uint32_t column) {
-    const uint64_t address = element_at(gain, 0, 0) + column * element_bytes(gain);
-    if (program::kAnyF32Gain && is_f32(gain)) {
-      if constexpr (kLaneColumns == 4) {
-        words = ptx::load_constant4(address);
-      } else {
-        const ptx::Words2 w = ptx::load_constant2(address);
-        words.x = w.x, words.y = w.y;
-      }
-    } else if constexpr (kLaneColumns == 4) {
-      const ptx::Words2 w = ptx::load_constant2(address);
-      words.x = w.x, words.y = w.y;
-    } else {
-      words.x = ptx::load_constant(address);
-    }
-  }
-
-  __device__ __forceinline__ float value(bool f32, uint32_t i) const {
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-    if (program::kAnyF32Gain && f32) return __uint_as_float(word[i]);
-    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
-  }
-};
+// ---- What the consumers leave to whoever finishes the sums.
 
 // Address of the sums of squares of a row of x, [warp], and of a warp's partial sums of a unit of
 // the block, [row][8 columns], in this half of the scratch.
@@ -269,105 +194,9 @@ __device__ __forceinline__ ProductInput no_input() {
           ptx::zero(),
           ptx::zero(),
           ptx::zero(),
-          __uint_as_float(ptx::zero())};
+          __uint_as_float(ptx::zero()),
+          ptx::zero()};
 }
-
-// Where one group's rows of the product's input go.
-struct Panel {
-  const Stage& stage;
-  const ProductInput& input;
-  const Consumer& consumer;
-  uint32_t tile;     // of a page, that this lane converts
-  uint32_t in_tile;  // byte in the row of the tile, of what this lane stores there first
-  uint32_t column;   // of page 0
-
-  __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
-                                   const Consumer& consumer)
-      : stage(stage), input(input), consumer(consumer) {
-    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
-    const uint32_t lane = ptx::thread_index() % kLanes;
-    tile = lane / 8 * kNumConsumers + consumer.warp();
-    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
-    // Half of the lanes store their second word first: into other banks than the first half. For
-    // one row that costs more than it brings.
-    if constexpr (!kSingleRow && !kF32Weights) in_tile += lane / 16 * 8;
-    column = tile * kTileColumns + lane % 8 * kLaneColumns;
-  }
-
-  __device__ __forceinline__ const Tensor& x() const { return stage.tensors[input.x]; }
-  __device__ __forceinline__ const Tensor& gain() const { return stage.tensors[input.gain]; }
-  __device__ __forceinline__ bool has_gain() const { return input.gain != kNone; }
-
-  // The row of x for a row of the result.
-  __device__ __forceinline__ uint32_t x_row(uint32_t row) const {
-    if (input.row_index == kNone) return row;
-    const uint32_t found =
-        static_cast<uint32_t>(constant_integer(stage.tensors[input.row_index], row, 0));
-    if (found >= input.x_rows) stop_instruction(Fault::kRowIndex, row, 0, found, input.x_rows);
-    return found;
-  }
-
-  __device__ __forceinline__ uint32_t address(uint32_t page, uint32_t row) const {
-    return scratch_at() + ((page * kTilesPerPage + tile) * kGroupRows + row) * kTileRowBytes +
-           in_tile;
-  }
-  __device__ __forceinline__ uint32_t squares(uint32_t row) const {
-    return squares_at(consumer.sums.half(), row) + 4 * consumer.warp();
-  }
-
-  __device__ __forceinline__ void put(uint32_t page, uint32_t row,
-                                      const float (&value)[kLaneColumns]) const {
-    if constexpr (kF32Weights) {
-      ptx::store_shared2(address(page, row), __float_as_uint(value[0]), __float_as_uint(value[1]));
-    } else {
-      put_words(page, row, ptx::pack_bf16(value[0], value[1]),
-                ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
-    }
-  }
-
-  // The same for a lane's columns as two words of bfloat16.
-  __device__ __forceinline__ void put_words(uint32_t page, uint32_t row, uint32_t low,
-                                            uint32_t high) const {
-    const bool swap = !kSingleRow && in_tile & 8;
-    ptx::store_shared(address(page, row), swap ? high : low);
-    ptx::store_shared(address(page, row) ^ 8, swap ? low : high);
-  }
-
-  // Add the lanes' squares; lane 0 keeps the sum of the row.
-  __device__ __forceinline__ void add_squares(uint32_t row, float sum, bool first) const {
-    for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane_index() != 0) return;
-    if (!first) sum += __uint_as_float(ptx::load_shared(squares(row)));
-    ptx::store_shared(squares(row), __float_as_uint(sum));
-  }
-
-  // The same for rows that are not made of whole tiles, element by element.
-  __device__ __forceinline__ void fill_ragged(uint32_t first_row, uint32_t rows,
-                                              uint32_t chunk) const {
-    const Tensor& x = this->x();
-#pragma unroll 1
-    for (uint32_t row = 0; row < rows; ++row) {
-      const uint32_t from = x_row(first_row + row);
-      float sum = 0.0f;
-#pragma unroll 1
-      for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
-        const uint32_t c = column + (chunk * kChunkPages + page) * kPageColumns;
-        float value[kLaneColumns];
-#pragma unroll
-        for (uint32_t j = 0; j < kLaneColumns; ++j) {
-          value[j] = 0.0f;
-          if (c + j < input.tiling.k) {
-            value[j] = read_element(x, from, c + j, stage.tag, input.x);
-            sum += value[j] * value[j];
-            if (has_gain()) value[j] *= constant_element(gain(), c + j, 0);
-          }
-        }
-        put(page, row, value);
-      }
-      if (has_gain()) add_squares(row, sum, chunk == 0);
-    }
-  }
-};
 
 // ---- Sums.
 
@@ -400,55 +229,10 @@ struct UnitSums {
       for (float& value : chain) value = 0.0f;
   }
 
-  __device__ __forceinline__ void add(const PageTiles& page, uint32_t panel_page, uint32_t warp,
-                                      uint32_t tiles) {
-    const uint32_t lane = lane_index();
-#pragma unroll
-    for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
-      const uint32_t tile = i * kNumConsumers + warp;
-      if (program::kAnyPartialPages && tile >= tiles) break;
-      const uint32_t rows = panel_page + tile * kGroupRows * kTileRowBytes + lane % 4 * 16;
-      const ptx::Words4& w = page.tile[i];
-      if constexpr (kF32Weights) {
-#pragma unroll
-        for (uint32_t row = 0; row < kGroupRows; ++row) {
-          const ptx::Words4 a = ptx::load_shared4(rows + row * kTileRowBytes);
-          float& total = sum[row][0];
-          total = fmaf(__uint_as_float(a.x), __uint_as_float(w.x), total);
-          total = fmaf(__uint_as_float(a.y), __uint_as_float(w.y), total);
-          total = fmaf(__uint_as_float(a.z), __uint_as_float(w.z), total);
-          total = fmaf(__uint_as_float(a.w), __uint_as_float(w.w), total);
-        }
-      } else {
-        const ptx::Words4 a = ptx::load_shared4(rows + (kSingleRow ? 0 : lane / 4 * kTileRowBytes));
-        ptx::mma(sum[i % 2], a, w.x, w.y);
-        ptx::mma(sum[2 + i % 2], a, w.z, w.w);
-      }
-    }
-  }
-
-  // Two whole pages of the same unit: their loads and products overlap.
-  __device__ __forceinline__ void add_pair(const PageTiles& first, const PageTiles& second,
-                                           uint32_t panel_page, uint32_t warp, uint32_t tiles) {
-    constexpr uint32_t kPanelPage = kTilesPerPage * kGroupRows * kTileRowBytes;
-    if constexpr (kF32Weights || program::kAnyPartialPages) {
-      add(first, panel_page, warp, kTilesPerPage);
-      add(second, panel_page + kPanelPage, warp, tiles);
-    } else {
-      const uint32_t lane = lane_index();
-      const uint32_t rows = panel_page + warp * kGroupRows * kTileRowBytes + lane % 4 * 16 +
-                            (kSingleRow ? 0 : lane / 4 * kTileRowBytes);
-      ptx::Words4 a[2 * kTilesPerWarp];
-#pragma unroll
-      for (uint32_t i = 0; i < 2 * kTilesPerWarp; ++i)
-        a[i] = ptx::load_shared4(rows + i * kNumConsumers * kGroupRows * kTileRowBytes);
-#pragma unroll
-      for (uint32_t i = 0; i < 2 * kTilesPerWarp; ++i) {
-        const ptx::Words4& w = i < kTilesPerWarp ? first.tile[i] : second.tile[i - kTilesPerWarp];
-        ptx::mma(sum[i % 2], a[i], w.x, w.y);
-        ptx::mma(sum[2 + i % 2], a[i], w.z, w.w);
-      }
-    }
+  // Add the products of a tile, the i-th of several.
+  __device__ __forceinline__ void multiply(uint32_t i, const ptx::Words4& a, const ptx::Words4& w) {
+    ptx::mma(sum[i % 2], a, w.x, w.y);
+    ptx::mma(sum[2 + i % 2], a, w.z, w.w);
   }
 
   // Leave the sums in shared memory, [row][8 columns] for this warp; or add them to those there.

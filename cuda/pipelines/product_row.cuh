@@ -9,12 +9,216 @@
 
 namespace megavm {
 
+constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
+
+// kLaneColumns neighbouring elements of x as they come from memory.
+template <bool kF32, bool kTagged>
+struct RawInput {
+  static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
+  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged float32 input
+
+  __device__ __forceinline__ void clear(uint32_t not_a_tag) {
+    low = ptx::zero4();
+    low.y = not_a_tag;
+    if constexpr (kTagged && kWordsIn == 4) high = ptx::zero4();
+  }
+
+  __device__ __forceinline__ void load(uint64_t address) {
+    if constexpr (kTagged && kWordsIn == 4) {
+      low = ptx::load_relaxed_tagged2(address);
+      high = ptx::load_relaxed_tagged2(address + 16);
+    } else if constexpr (kTagged && kWordsIn == 2) {
+      low = ptx::load_relaxed_tagged2(address);
+    } else if constexpr (kTagged) {
+      const ptx::Words2 word = ptx::load_relaxed_tagged(address);
+      low.x = word.x, low.y = word.y;
+    } else if constexpr (kWordsIn == 4) {
+      low = ptx::load_relaxed4(address);
+    } else if constexpr (kWordsIn == 2) {
+      const ptx::Words2 words = ptx::load_relaxed2(address);
+      low.x = words.x, low.y = words.y;
+    } else {
+      low.x = ptx::load_relaxed1(address);
+    }
+  }
+
+  // A tag that is not the wanted one, if there is one; else the wanted one.
+  __device__ __forceinline__ uint32_t check(uint32_t tag) const {
+    if constexpr (!kTagged) return tag;
+    uint32_t found = low.y;
+    if constexpr (kWordsIn >= 2) found = found == tag ? low.w : found;
+    if constexpr (kWordsIn == 4) {
+      found = found == tag ? high.y : found;
+      found = found == tag ? high.w : found;
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ uint32_t word(uint32_t i) const {
+    if constexpr (kTagged) {
+      if (i == 0) return low.x;
+      if (i == 1) return low.z;
+      return i == 2 ? high.x : high.z;
+    }
+    if (i == 0) return low.x;
+    if (i == 1) return low.y;
+    return i == 2 ? low.z : low.w;
+  }
+
+  __device__ __forceinline__ float value(uint32_t i) const {
+    if constexpr (kF32) return __uint_as_float(word(i));
+    return i % 2 ? ptx::high_bf16(word(i / 2)) : ptx::low_bf16(word(i / 2));
+  }
+};
+
+// The gain of a lane's columns, as it comes from memory.
+struct Gain {
+  ptx::Words4 words;
+
+  __device__ __forceinline__ void load(const Tensor& gain, uint32_t column) {
+    const uint64_t address = element_at(gain, 0, 0) + column * element_bytes(gain);
+    if (program::kAnyF32Gain && is_f32(gain)) {
+      if constexpr (kLaneColumns == 4) {
+        words = ptx::load_constant4(address);
+      } else {
+        const ptx::Words2 w = ptx::load_constant2(address);
+        words.x = w.x, words.y = w.y;
+      }
+    } else if constexpr (kLaneColumns == 4) {
+      const ptx::Words2 w = ptx::load_constant2(address);
+      words.x = w.x, words.y = w.y;
+    } else {
+      words.x = ptx::load_constant(address);
+    }
+  }
+
+  __device__ __forceinline__ float value(bool f32, uint32_t i) const {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+    if (program::kAnyF32Gain && f32) return __uint_as_float(word[i]);
+    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
+  }
+};
+
+// Where the row of x goes: the *panel*, all of the input or a chunk of it as bfloat16 (float32 for
+// such weights) in shared memory, in the order in which the products take it.
+struct Panel {
+  const Stage& stage;
+  const ProductInput& input;
+  const Consumer& consumer;
+  uint32_t tile;     // of a page, that this lane converts
+  uint32_t in_tile;  // byte of the tile that this lane stores first
+  uint32_t column;   // of page 0
+
+  __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
+                                   const Consumer& consumer)
+      : stage(stage), input(input), consumer(consumer) {
+    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    const uint32_t lane = ptx::thread_index() % kLanes;
+    tile = lane / 8 * kNumConsumers + consumer.warp();
+    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
+    column = tile * kTileColumns + lane % 8 * kLaneColumns;
+  }
+
+  __device__ __forceinline__ const Tensor& x() const { return stage.tensors[input.x]; }
+  __device__ __forceinline__ const Tensor& gain() const { return stage.tensors[input.gain]; }
+  __device__ __forceinline__ bool has_gain() const { return input.gain != kNone; }
+
+  __device__ __forceinline__ uint32_t address(uint32_t page) const {
+    return scratch_at() + (page * kTilesPerPage + tile) * kTileRowBytes + in_tile;
+  }
+
+  __device__ __forceinline__ void put(uint32_t page, const float (&value)[kLaneColumns]) const {
+    if constexpr (kF32Weights) {
+      ptx::store_shared2(address(page), __float_as_uint(value[0]), __float_as_uint(value[1]));
+    } else {
+      ptx::store_shared(address(page), ptx::pack_bf16(value[0], value[1]));
+      ptx::store_shared(address(page) ^ 8,
+                        ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
+    }
+  }
+
+  // Add the lanes' squares; lane 0 keeps the sum.
+  __device__ __forceinline__ void add_squares(float sum, bool first) const {
+    for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane_index() != 0) return;
+    const uint32_t at = squares_at(consumer.sums.half(), 0) + 4 * consumer.warp();
+    if (!first) sum += __uint_as_float(ptx::load_shared(at));
+    ptx::store_shared(at, __float_as_uint(sum));
+  }
+
+  // Fill the panel with a row that is not made of whole tiles, element by element.
+  __device__ __forceinline__ void fill_ragged(uint32_t row, uint32_t chunk) const {
+    const Tensor& x = this->x();
+    float sum = 0.0f;
+#pragma unroll 1
+    for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
+      const uint32_t c = column + (chunk * kChunkPages + page) * kPageColumns;
+      float value[kLaneColumns];
+#pragma unroll
+      for (uint32_t j = 0; j < kLaneColumns; ++j) {
+        value[j] = 0.0f;
+        if (c + j < input.tiling.k) {
+          value[j] = read_element(x, row, input.first_column() + c + j, stage.tag, input.x);
+          sum += value[j] * value[j];
+          if (has_gain()) value[j] *= constant_element(gain(), c + j, 0);
+        }
+      }
+      put(page, value);
+    }
+    if (has_gain()) add_squares(sum, chunk == 0);
+  }
+};
+
+// The sums of one unit, from an input that lies in the panel.
+struct RowSums : UnitSums {
+  __device__ __forceinline__ void add(const PageTiles& page, uint32_t panel_page, uint32_t warp,
+                                      uint32_t tiles) {
+    const uint32_t lane = lane_index();
+#pragma unroll
+    for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
+      const uint32_t tile = i * kNumConsumers + warp;
+      if (program::kAnyPartialPages && tile >= tiles) break;
+      const ptx::Words4 a = ptx::load_shared4(panel_page + tile * kTileRowBytes + lane % 4 * 16);
+      const ptx::Words4& w = page.tile[i];
+      if constexpr (kF32Weights) {
+        float& total = sum[0][0];
+        total = fmaf(__uint_as_float(a.x), __uint_as_float(w.x), total);
+        total = fmaf(__uint_as_float(a.y), __uint_as_float(w.y), total);
+        total = fmaf(__uint_as_float(a.z), __uint_as_float(w.z), total);
+        total = fmaf(__uint_as_float(a.w), __uint_as_float(w.w), total);
+      } else {
+        multiply(i, a, w);
+      }
+    }
+  }
+
+  // Two whole pages of the same unit: their loads and products overlap.
+  __device__ __forceinline__ void add_pair(const PageTiles& first, const PageTiles& second,
+                                           uint32_t panel_page, uint32_t warp, uint32_t tiles) {
+    if constexpr (kF32Weights || program::kAnyPartialPages) {
+      add(first, panel_page, warp, kTilesPerPage);
+      add(second, panel_page + kTilesPerPage * kTileRowBytes, warp, tiles);
+    } else {
+      const uint32_t from = panel_page + warp * kTileRowBytes + lane_index() % 4 * 16;
+      ptx::Words4 a[2 * kTilesPerWarp];
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * kTilesPerWarp; ++i)
+        a[i] = ptx::load_shared4(from + i * kNumConsumers * kTileRowBytes);
+#pragma unroll
+      for (uint32_t i = 0; i < 2 * kTilesPerWarp; ++i)
+        multiply(i, a[i], i < kTilesPerWarp ? first.tile[i] : second.tile[i - kTilesPerWarp]);
+    }
+  }
+};
+
 // The row of x on its way to the panel: what a lane has asked for and not looked at yet.
 class RowInput {
  public:
   __device__ __forceinline__ RowInput(const Panel& panel, const ProductInput& input, bool live)
       : panel_(panel), input_(input) {
-    row_ = input.row_index == kNone ? input.row_begin : live ? panel.x_row(input.row_begin) : 0;
+    row_ = input.row_index == kNone ? input.row_begin
+           : live                   ? x_row(panel.stage, input, input.row_begin)
+                                    : 0;
 #pragma unroll
     for (ptx::Words2& gain : gains_) gain = {ptx::zero(), ptx::zero()};
     forget();
@@ -36,7 +240,7 @@ class RowInput {
     // All of this warp must be done with what was there.
     __syncwarp();
     if constexpr (program::kAnyRaggedK)
-      panel_.fill_ragged(input_.row_begin, 1, chunk);
+      panel_.fill_ragged(row_, chunk);
     else
       with_kind([&]<bool kF32, bool kTagged>() { fill<kF32, kTagged>(chunk); });
     __syncwarp();
@@ -100,7 +304,8 @@ class RowInput {
   __device__ __forceinline__ void load_missing(uint32_t begin) {
     constexpr uint32_t kStride = kPageStride<kF32, kTagged>;
     const Tensor& x = panel_.x();
-    const uint64_t from = base_of(x) + (static_cast<uint64_t>(row_) * x.columns + panel_.column) *
+    const uint64_t from = base_of(x) + (static_cast<uint64_t>(row_) * x.columns +
+                                        input_.first_column() + panel_.column) *
                                            (kStride / kPageColumns);
     const uint32_t pages = this->pages(), tag = panel_.stage.tag;
 #pragma unroll
@@ -141,8 +346,9 @@ class RowInput {
       if (missing == kBatch) return;
       if (__builtin_expect(is_stopping(), 0))
         stop_at_tag(input_.x, row_,
-                    (panel_.column + (begin + missing) * kPageColumns) / (kF32 ? 1 : 2), found,
-                    tag);
+                    (input_.first_column() + panel_.column + (begin + missing) * kPageColumns) /
+                        (kF32 ? 1 : 2),
+                    found, tag);
     }
   }
 
@@ -164,7 +370,7 @@ class RowInput {
       put<kF32, kTagged, 0>(begin, sum);
     else
       put<kF32, kTagged, kMaxChunkPages>(begin, sum);
-    if (panel_.has_gain()) panel_.add_squares(0, sum, chunk == 0);
+    if (panel_.has_gain()) panel_.add_squares(sum, chunk == 0);
   }
 
   // Put the words from number `kFirst` on into the panel, as the chunk that begins at this page.
@@ -192,7 +398,7 @@ class RowInput {
 #pragma unroll
         for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
       }
-      panel_.put(i, 0, value);
+      panel_.put(i, value);
     }
   }
 
@@ -257,14 +463,12 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   consumer.end_waiting();
   consumer.note(stage, Event::kInputs);
 
-  UnitSums sums;
+  RowSums sums;
   sums.clear();
   const uint32_t units = input.tiling.units, chunks = input.tiling.chunks();
   uint32_t chunk = 0, pages = first_pages;  // of a unit in the chunk
   uint32_t page = 0, unit = 0;              // in the chunk, in the block
-  const auto panel_page = [&] {
-    return scratch_at(page * kTilesPerPage * kGroupRows * kTileRowBytes);
-  };
+  const auto panel_page = [&] { return scratch_at(page * kTilesPerPage * kTileRowBytes); };
   const auto flush = [&] {
     if (page < pages) return;
     sums.flush(partials_at(consumer.sums.half(), unit, warp), chunk > 0);

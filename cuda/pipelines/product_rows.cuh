@@ -1,280 +1,343 @@
-// Products of several rows: groups of 8 go through one after the other, their input chunk by chunk,
-// and all consumers finish a block together. See product.cuh.
+// Products of several rows: groups of 8 go through one after the other, and all consumers finish a
+// block together. A warp holds its columns of a chunk of the input as operands A in registers: it
+// fetches them from memory as they are multiplied, and no two warps share any. See product.cuh.
 #pragma once
 
 #include "cuda/pipelines/product.cuh"
 
 namespace megavm {
 
-constexpr uint32_t kInputBatch = 4;  // loads of float32 input that a lane has in flight
+constexpr uint32_t kChunkTiles = kChunkPages * kTilesPerWarp;  // a warp's tiles of a unit's chunk
+static_assert(kSingleRow || kChunkPages <= 2);
+// A *piece* is what a lane has of a row of x in a tile: 16 bytes in the elements of the weight.
+constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
-struct RowsPanel : Panel {
-  using Panel::Panel;
+// A piece as it comes from memory. One of 32 bytes is *split*: what the lanes load at once shall be
+// whole lines of 128 bytes, a row's part of a tile; so in the first load lane i has an eighth of
+// row i / 8, in the second of row 4 + i / 8, and what they make of these *halves* they exchange.
+template <bool kF32, bool kTagged>
+struct RawPiece {
+  static constexpr uint32_t kElementBytes = kF32 ? 4 : 2;
+  static constexpr uint32_t kWords = kPieceColumns * kElementBytes / 4;
+  static constexpr uint32_t kTags = kTagged ? kWords : 1;
+  static constexpr bool kSplit = kWords * (kTagged ? 8 : 4) == 32;
+  static constexpr uint32_t kParts = kSplit ? 2 : 1;  // that lie apart
+  static constexpr uint32_t kPartWords = kWords / kParts;
+  uint32_t word[kWords];
+  uint32_t tag[kTags];
 
-  // Fill the chunk's columns of `rows` rows of a tagged input, `first_row` on. A lane has a part of
-  // every page of every row; it issues kBatch loads before it looks at any.
-  template <bool kF32, uint32_t kBatch>
-  __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
-    constexpr uint32_t kColumnBytes = kF32 ? 8 : 4;
-    constexpr uint32_t kPageStride = kPageColumns * kColumnBytes;
-    const Tensor x = this->x();
-    const uint32_t first_column = column + chunk * kChunkPages * kPageColumns;
-    const uint32_t pages = input.tiling.pages_of(chunk);
-    // Pages in which this lane's columns exist.
-    const uint32_t mine =
-        !program::kAnyPartialPages ? pages
-        : first_column >= input.tiling.k
-            ? 0
-            : min_of(pages, ceil_div(input.tiling.k - first_column, kPageColumns));
-    const uint32_t tag = stage.tag;
-#pragma unroll 1
-    for (uint32_t row = 0; row < rows; ++row) {
-      const uint64_t from =
-          base_of(x) +
-          (static_cast<uint64_t>(x_row(first_row + row)) * x.columns + first_column) * kColumnBytes;
-      float sum = 0.0f;
-#pragma unroll 1
-      for (uint32_t begin = 0; begin < pages; begin += kBatch) {
-        RawInput<kF32, true> raw[kBatch];
+  // Load a part.
+  __device__ __forceinline__ void load(uint32_t part, uint64_t address) {
+    const uint32_t first = part * kPartWords;
+    if constexpr (kTagged) {
 #pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i) raw[i].clear(~tag);
-        while (true) {
-          // Again and again what is still missing; all loads before a look at any.
-#pragma unroll
-          for (uint32_t i = 0; i < kBatch; ++i)
-            if (begin + i < mine && raw[i].check(tag) != tag)
-              raw[i].load(from + begin * kPageStride + i * kPageStride);
-          uint32_t missing = kBatch, found = tag;
-#pragma unroll
-          for (uint32_t i = 0; i < kBatch; ++i)
-            if (begin + i < mine && raw[i].check(tag) != tag)
-              missing = i, found = raw[i].check(tag);
-          if (missing == kBatch) break;
-          if (__builtin_expect(is_stopping(), 0))
-            stop_at_tag(input.x, x_row(first_row + row),
-                        (first_column + (begin + missing) * kPageColumns) / (kF32 ? 1 : 2), found,
-                        tag);
-        }
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i) {
-          if (begin + i >= mine) break;
-          float value[kLaneColumns];
-#pragma unroll
-          for (uint32_t j = 0; j < kLaneColumns; ++j) {
-            value[j] = raw[i].value(j);
-            sum = fmaf(value[j], value[j], sum);
-          }
-          if (has_gain()) {
-            Gain gain;
-            gain.load(this->gain(), first_column + (begin + i) * kPageColumns);
-            const bool f32_gain = is_f32(this->gain());
-#pragma unroll
-            for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
-          }
-          put(begin + i, row, value);
-        }
+      for (uint32_t i = 0; i < kPartWords; i += 2) {
+        const ptx::Words4 two = ptx::load_relaxed_tagged2(address + 8 * i);
+        word[first + i] = two.x, tag[first + i] = two.y;
+        word[first + i + 1] = two.z, tag[first + i + 1] = two.w;
       }
-      if (has_gain()) add_squares(row, sum, chunk == 0);
+    } else if constexpr (kPartWords == 2) {
+      const ptx::Words2 words = ptx::load_relaxed2(address);
+      word[0] = words.x, word[1] = words.y;
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kPartWords; i += 4) {
+        const ptx::Words4 words = ptx::load_relaxed4(address + 4 * i);
+        word[first + i] = words.x, word[first + i + 1] = words.y;
+        word[first + i + 2] = words.z, word[first + i + 3] = words.w;
+      }
     }
+  }
+
+  // A tag of a part that is not the wanted one, if there is one; else the wanted one.
+  __device__ __forceinline__ uint32_t check(uint32_t part, uint32_t wanted) const {
+    uint32_t found = wanted;
+    if constexpr (kTagged)
+#pragma unroll
+      for (uint32_t i = 0; i < kPartWords; ++i)
+        if (tag[part * kPartWords + i] != wanted) found = tag[part * kPartWords + i];
+    return found;
+  }
+
+  __device__ __forceinline__ float value(uint32_t i) const {
+    if constexpr (kF32) return __uint_as_float(word[i]);
+    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
   }
 };
 
-// A group's rows of x on their way to the panel. What a lane asks for at a time is a *batch*: its
-// kLaneColumns columns of every row, of so many pages as make 16 bytes a row.
+// The gain of a warp's columns of a chunk: a lane has that of some, and gets that of others from
+// the lanes that have it. `kSplit`: see RawPiece; both halves have the same columns.
+template <bool kSplit>
+class ChunkGain {
+ public:
+  // `column(i)`: where the columns begin that this lane wants of the warp's tile i.
+  template <class Column>
+  __device__ __forceinline__ void load(const Tensor& gain, Column&& column) {
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      const uint64_t from =
+          base_of(gain) + column(i * kOwners + lane_index() / kSharing) * element_bytes(gain);
+#pragma unroll
+      for (uint32_t j = 0; j < kColumns; j += 2) {
+        const uint32_t at = i * kColumns + j;
+        if (program::kAnyF32Gain && is_f32(gain)) {
+          const ptx::Words2 two = ptx::load_constant2(from + 4 * j);
+          words_[at % kWords] = two.x, words_[(at + 1) % kWords] = two.y;
+        } else if (j % 4 == 0 && kColumns % 4 == 0) {
+          const ptx::Words2 two = ptx::load_constant2(from + 2 * j);
+          words_[at / 2] = two.x, words_[at / 2 + 1] = two.y;
+        } else if (kColumns % 4 != 0) {
+          words_[at / 2] = ptx::load_constant(from + 2 * j);
+        }
+      }
+    }
+  }
+
+  // Those of this lane's columns of tile i: twice, if they are of two halves.
+  __device__ __forceinline__ void get(const Tensor& gain, uint32_t i,
+                                      float (&value)[kPieceColumns]) const {
+    const uint32_t lane = i % kOwners * kSharing + lane_index() % kSharing;
+#pragma unroll
+    for (uint32_t j = 0; j < kColumns; j += 2) {
+      const uint32_t at = i / kOwners * kColumns + j;
+      if (program::kAnyF32Gain && is_f32(gain)) {
+        value[j] = __uint_as_float(__shfl_sync(~0u, words_[at % kWords], lane));
+        value[j + 1] = __uint_as_float(__shfl_sync(~0u, words_[(at + 1) % kWords], lane));
+      } else {
+        const uint32_t pair = __shfl_sync(~0u, words_[at / 2], lane);
+        value[j] = ptx::low_bf16(pair), value[j + 1] = ptx::high_bf16(pair);
+      }
+    }
+    if constexpr (kSplit)
+#pragma unroll
+      for (uint32_t j = 0; j < kColumns; ++j) value[kColumns + j] = value[j];
+  }
+
+ private:
+  static constexpr uint32_t kColumns = kSplit ? kPieceColumns / 2 : kPieceColumns;
+  static constexpr uint32_t kSharing = kTileColumns / kColumns;      // lanes that have a tile's
+  static constexpr uint32_t kOwners = kLanes / kSharing;             // tiles of which lanes have it
+  static constexpr uint32_t kEach = ceil_div(kChunkTiles, kOwners);  // of whose that a lane has
+  static constexpr uint32_t kWords = kEach * kColumns / (program::kAnyF32Gain ? 1 : 2);
+  uint32_t words_[kWords];
+};
+
+// The operands A of a warp for a chunk of a group's rows of x. A lane has row lane / 4 of the
+// group.
 class RowsInput {
  public:
   __device__ __forceinline__ RowsInput(const Stage& stage, const ProductInput& input,
                                        const Consumer& consumer)
-      : stage_(stage), input_(input), consumer_(consumer) {}
-
-  // Turn to a group of rows.
-  __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
-    x_row_ = rows > 0 ? panel().x_row(first_row + lane_index() % rows) : 0;
+      : stage_(stage), input_(input), consumer_(consumer) {
+#pragma unroll
+    for (ptx::Words4& words : words_) words = ptx::zero4();
   }
 
-  // Fill the panel with a chunk of the rows that were turned to.
-  __device__ __forceinline__ void fill(uint32_t first_row, uint32_t rows, uint32_t chunk) const {
-    // All of this warp must be done with what was there.
-    __syncwarp();
-    const RowsPanel panel = this->panel();
-    const bool tagged = is_tagged(panel.x()), f32 = is_f32(panel.x());
-    if (program::kAnyRaggedK || (program::kAnyNormalisedBf16 && panel.has_gain() && !f32)) {
-      // A bfloat16 input that is normalised is not worth code of its own.
-      panel.fill_ragged(first_row, rows, chunk);
+  // The operand for the warp's tile i of the chunk.
+  __device__ __forceinline__ const ptx::Words4& operator[](uint32_t i) const { return words_[i]; }
+
+  // Turn to a group of rows, of which `rows` are live. Lanes of others take a live row in its
+  // place.
+  __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
+    if (rows > 0) x_row_ = x_row(stage_, input_, first_row + min_of(row(), rows - 1));
+  }
+
+  // Fetch a chunk of the rows that were turned to; `live`: whether any is. Words of rows that are
+  // not might never be tagged.
+  __device__ __forceinline__ void fetch(uint32_t chunk, bool live) {
+    const Tensor& x = this->x();
+    if constexpr (program::kAnyRaggedK) {
+      if (live) fetch_ragged(chunk);
     } else {
       // Only the kinds of input that the program has.
-      if (program::kAnyInputs & 8 && tagged && f32)
-        panel.fill<true, kInputBatch>(first_row, rows, chunk);
-      if (program::kAnyInputs & 2 && tagged && !f32)
-        panel.fill<false, 2 * kInputBatch>(first_row, rows, chunk);
-      if (program::kAnyInputs & 4 && !tagged && f32) fill<true>(panel, chunk);
-      if (program::kAnyInputs & 1 && !tagged && !f32) fill<false>(panel, chunk);
+      const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
+      if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);
+      if (program::kAnyInputs & kind & 4) fetch<true, false>(chunk);
+      if (program::kAnyInputs & kind & 2 && live) fetch<false, true>(chunk);
+      if (program::kAnyInputs & kind & 1) fetch<false, false>(chunk);
     }
-    __syncwarp();
   }
 
  private:
-  static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
-  template <bool kF32>
-  static constexpr uint32_t kBatchPages =
-      kF32Weights ? 1 : min_of(4 / RawInput<kF32, false>::kWordsIn, kChunkPages);
+  // Whether all columns of a chunk exist.
+  static constexpr bool kWhole = !program::kAnyPartialPages && !program::kAnyOddPages;
 
-  struct Batch {
-    uint32_t words[kGroupRows][4];  // by number in the order of this lane
-    ptx::Words2 gain;
+  __device__ __forceinline__ const Tensor& x() const { return stage_.tensors[input_.x]; }
+  static __device__ __forceinline__ uint32_t row() { return lane_index() / 4; }
 
-    template <uint32_t kWords, class Raw>
-    __device__ __forceinline__ void set(uint32_t number, uint32_t page, const Raw& raw) {
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; ++i) words[number][page * kWords + i] = raw.word(i);
-    }
-
-    // NOTE: see product_rows about registers that are written on every path.
-    __device__ __forceinline__ void clear() {
-#pragma unroll
-      for (auto& four : words)
-#pragma unroll
-        for (uint32_t& word : four) word = ptx::zero();
-      gain = {ptx::zero(), ptx::zero()};
-    }
-  };
-
-  // Made anew where it is wanted, and not kept in registers.
-  __device__ __forceinline__ RowsPanel panel() const { return {stage_, input_, consumer_}; }
-
-  // Number i of the rows, in this lane's order, is row i ^ order(). Workers, and the quarters of a
-  // warp, take the rows in different orders: the ones not to ask for the same words at the same
-  // time, the others not to store into the same banks.
-  static __device__ __forceinline__ uint32_t order() {
-    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
-    return (ptx::block_index() ^ ptx::thread_index() % kLanes / 8) % kGroupRows;
+  // The first column of the warp's tile i.
+  __device__ __forceinline__ uint32_t tile_column(uint32_t chunk, uint32_t i) const {
+    const uint32_t page = chunk * kChunkPages + i / kTilesPerWarp;
+    const uint32_t tile = i % kTilesPerWarp * kNumConsumers + consumer_.warp();
+    return (page * kTilesPerPage + tile) * kTileColumns;
   }
 
-  // End of the chunk's pages in which this lane's columns exist.
-  __device__ __forceinline__ uint32_t end_page(const RowsPanel& panel, uint32_t chunk) const {
-    const uint32_t end = chunk * kChunkPages + input_.tiling.pages_of(chunk), k = input_.tiling.k;
-    if constexpr (!program::kAnyPartialPages) return end;
-    return panel.column >= k ? 0 : min_of(end, ceil_div(k - panel.column, kPageColumns));
+  // A piece as 16 bytes of the weight's elements.
+  static __device__ __forceinline__ ptx::Words4 packed(const float (&value)[kPieceColumns]) {
+    if constexpr (kF32Weights)
+      return {__float_as_uint(value[0]), __float_as_uint(value[1]), __float_as_uint(value[2]),
+              __float_as_uint(value[3])};
+    else
+      return {ptx::pack_bf16(value[0], value[1]), ptx::pack_bf16(value[2], value[3]),
+              ptx::pack_bf16(value[4], value[5]), ptx::pack_bf16(value[6], value[7])};
   }
 
-  // Ask for the batch that begins at this page and does not go beyond `end`.
-  template <bool kF32>
-  __device__ __forceinline__ void load(const RowsPanel& panel, Batch& batch, uint32_t begin,
-                                       uint32_t end) const {
-    constexpr uint32_t kBytes = kF32 ? 4 : 2, kWords = RawInput<kF32, false>::kWordsIn;
-    const Tensor& x = panel.x();
-    uint32_t column[kBatchPages<kF32>];
-#pragma unroll
-    for (uint32_t page = 0; page < kBatchPages<kF32>; ++page)
-      column[page] = begin + page < end ? panel.column + (begin + page) * kPageColumns : 0;
-    const uint32_t order = this->order();
-#pragma unroll
-    for (uint32_t i = 0; i < kGroupRows; ++i) {
-      const uint32_t x_row = __shfl_sync(~0u, x_row_, i ^ order);
-      const uint64_t from = base_of(x) + uint64_t{x_row} * (x.columns * kBytes);
-#pragma unroll
-      for (uint32_t page = 0; page < kBatchPages<kF32>; ++page) {
-        // NOTE: no load is left out, not even of rows that are not live: one that merges with other
-        // values would be waited for.
-        RawInput<kF32, false> raw;
-        raw.load(from + column[page] * kBytes);
-        batch.set<kWords>(i, page, raw);
-      }
-    }
-    if constexpr (kGainsAhead && kF32)
-      if (panel.has_gain() && begin < end)
-        batch.gain = ptx::load_constant2(element_at(panel.gain(), 0, 0) +
-                                         2 * (panel.column + begin * kPageColumns));
+  // The operand of a packed piece. See product.cuh about the order.
+  static __device__ __forceinline__ ptx::Words4 operand(const ptx::Words4& piece) {
+    if constexpr (kF32Weights) return piece;
+    return {piece.x, piece.z, piece.y, piece.w};
   }
 
-  // Put that batch into the panel, from its page `to` on. What becomes of rows that are not live is
-  // not looked at.
-  template <bool kF32>
-  __device__ __forceinline__ void put(const RowsPanel& panel, const Batch& batch, uint32_t begin,
-                                      uint32_t end, uint32_t to,
-                                      float (&squares)[kGroupRows]) const {
-    constexpr uint32_t kWords = RawInput<kF32, false>::kWordsIn;
-    const bool has_gain = kF32 && panel.has_gain();
-    const uint32_t order = this->order();
-#pragma unroll
-    for (uint32_t page = 0; page < kBatchPages<kF32>; ++page) {
-      if (begin + page >= end) break;
-      Gain gain;
-      gain.words = ptx::zero4();
-      if constexpr (kGainsAhead && kF32) {
-        static_assert(kBatchPages<kF32> == 1);
-        gain.words.x = batch.gain.x, gain.words.y = batch.gain.y;
-      } else if (has_gain) {
-        gain.load(panel.gain(), panel.column + (begin + page) * kPageColumns);
-      }
-      const bool f32_gain = has_gain && is_f32(panel.gain());
-#pragma unroll
-      for (uint32_t i = 0; i < kGroupRows; ++i) {
-        const uint32_t row = i ^ order;
-        const uint32_t (&words)[4] = batch.words[i];
-        if constexpr (!kF32 && !kF32Weights) {
-          panel.put_words(to + page, row, words[page * kWords], words[page * kWords + 1]);
-          continue;
-        }
-        RawInput<kF32, false> raw;
-        raw.low = {words[page * kWords], words[(page * kWords + 1) % 4], words[2], words[3]};
-        float value[kLaneColumns];
-#pragma unroll
-        for (uint32_t j = 0; j < kLaneColumns; ++j) {
-          value[j] = raw.value(j);
-          squares[i] = fmaf(value[j], value[j], squares[i]);
-          if (has_gain) value[j] *= gain.value(f32_gain, j);
-        }
-        panel.put(to + page, row, value);
-      }
-    }
-  }
-
-  // Two batches take turns: one is on its way while the other is put in.
-  template <bool kF32>
-  __device__ __forceinline__ void fill(const RowsPanel& panel, uint32_t chunk) const {
-    constexpr uint32_t kPages = kBatchPages<kF32>;
-    const uint32_t begin = chunk * kChunkPages, pages = input_.tiling.pages_of(chunk);
-    const uint32_t end = end_page(panel, chunk);
-    float squares[kGroupRows] = {};
-    Batch batch, other;
-    batch.clear();
-    other.clear();
-    load<kF32>(panel, batch, begin, end);
-#pragma unroll
-    for (uint32_t page = 0; page < kChunkPages; page += 2 * kPages) {
-      if (page + kPages < pages) load<kF32>(panel, other, begin + page + kPages, end);
-      if (page < pages) put<kF32>(panel, batch, begin + page, end, page, squares);
-      if (page + 2 * kPages < pages) load<kF32>(panel, batch, begin + page + 2 * kPages, end);
-      if (page + kPages < pages)
-        put<kF32>(panel, other, begin + page + kPages, end, page + kPages, squares);
-    }
-    if (kF32 && panel.has_gain()) add_squares(panel, squares, chunk == 0);
-  }
-
-  // Add up the lanes' squares of every row: halve the rows that a lane has three times, then add
-  // those of the quarters of the warp.
-  __device__ __forceinline__ void add_squares(const RowsPanel& panel, float (&squares)[kGroupRows],
-                                              bool first) const {
-    if constexpr (kGroupRows == 1) return panel.add_squares(0, squares[0], first);
+  // Make packed pieces of halves. Every lane gives each of its halves to the lane that wants it.
+  static __device__ __forceinline__ ptx::Words4 join(const ptx::Words4& halves) {
     const uint32_t lane = lane_index();
+    const bool odd = lane % 2, upper = lane >= kLanes / 2;
+    const uint32_t from = lane / 4 % 4 * 8 + lane % 4 * 2 + upper;
+    ptx::Words4 a, b;
+    a.x = __shfl_sync(~0u, odd ? halves.z : halves.x, from);
+    a.y = __shfl_sync(~0u, odd ? halves.w : halves.y, from);
+    b.x = __shfl_sync(~0u, odd ? halves.x : halves.z, from ^ 1);
+    b.y = __shfl_sync(~0u, odd ? halves.y : halves.w, from ^ 1);
+    return upper ? ptx::Words4{b.x, b.y, a.x, a.y} : ptx::Words4{a.x, a.y, b.x, b.y};
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void fetch(uint32_t chunk) {
+    using Raw = RawPiece<kF32, kTagged>;
+    // Pieces that a lane has on their way: all loads are issued before a look at any.
+    constexpr uint32_t kBatch =
+        min_of(kChunkTiles, 64 / (Raw::kWords + (kTagged ? Raw::kTags : 0)));
+    static_assert(kChunkTiles % kBatch == 0);
+    constexpr uint32_t kColumns = kPieceColumns / Raw::kParts;
+    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // of a column
+    constexpr bool kMayHaveGain = kF32 || program::kAnyNormalisedBf16;
+    const Tensor& x = this->x();
+    const bool has_gain = kMayHaveGain && input_.gain != kNone;
+    uint32_t x_row[Raw::kParts];
+    uint64_t row[Raw::kParts];
 #pragma unroll
-    for (uint32_t left = kGroupRows / 2; left > 0; left /= 2) {
-      const bool upper = lane & left;
+    for (uint32_t part = 0; part < Raw::kParts; ++part) {
+      x_row[part] =
+          Raw::kSplit ? __shfl_sync(~0u, x_row_, (4 * part + lane_index() / 8) * 4) : x_row_;
+      row[part] = base_of(x) + (uint64_t{x_row[part]} * x.columns + input_.first_column()) * kBytes;
+    }
+    const auto column_of = [&](uint32_t i) {
+      return tile_column(chunk, i) + lane_index() % (kTileColumns / kColumns) * kColumns;
+    };
+    // NOTE: no load is left out, not even where there is no gain or no such column: one that merges
+    // with other values would be waited for.
+    const auto within = [&](uint32_t column) {
+      return kWhole || column < input_.tiling.k ? column : 0;
+    };
+    const Tensor& gain = stage_.tensors[has_gain ? input_.gain : input_.x];
+    ChunkGain<Raw::kSplit> gains;
+    if constexpr (kMayHaveGain)
+      gains.load(gain, [&](uint32_t i) { return has_gain ? within(column_of(i)) : 0; });
+    float squares[Raw::kParts] = {};
 #pragma unroll
-      for (uint32_t i = 0; i < left; ++i) {
-        const float kept = upper ? squares[i + left] : squares[i];
-        const float given = upper ? squares[i] : squares[i + left];
-        squares[i] = kept + __shfl_xor_sync(~0u, given, left);
+    for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
+      Raw raw[kBatch];
+      uint32_t column[kBatch];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        column[i] = column_of(first + i);
+#pragma unroll
+        for (uint32_t part = 0; part < Raw::kParts; ++part)
+          raw[i].load(part, row[part] + within(column[i]) * kBytes);
+      }
+      if constexpr (kTagged) wait(raw, row, x_row, column);
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        const bool exists = kWhole || column[i] < input_.tiling.k;
+        ptx::Words4 piece;
+        if constexpr (!kF32 && !kF32Weights)
+          piece = {raw[i].word[0], raw[i].word[1], raw[i].word[2], raw[i].word[3]};
+        if constexpr (kF32 || kF32Weights || kMayHaveGain) {
+          float value[kPieceColumns], factor[kPieceColumns];
+          if (kMayHaveGain && has_gain) gains.get(gain, first + i, factor);
+#pragma unroll
+          for (uint32_t j = 0; j < kPieceColumns; ++j) {
+            value[j] = exists ? raw[i].value(j) : 0.0f;
+            if constexpr (kMayHaveGain)
+              squares[j / kColumns] = fmaf(value[j], value[j], squares[j / kColumns]);
+            if (kMayHaveGain && has_gain) value[j] *= factor[j];
+          }
+          if (kF32 || kF32Weights || has_gain) piece = packed(value);
+        }
+        words_[first + i] = operand(Raw::kSplit ? join(piece) : piece);
+        if (!exists) words_[first + i] = ptx::zero4();
+        ptx::settle(words_[first + i]);
       }
     }
-    // Lane i of quarter q now has number i of its order: the row that lane i ^ 1 of quarter q ^ 1
-    // has, and lane i ^ 2 of quarter q ^ 2.
-    float sum = squares[0];
-    sum += __shfl_xor_sync(~0u, sum, 8 | 1);
-    sum += __shfl_xor_sync(~0u, sum, 16 | 2);
-    if (lane >= kGroupRows) return;
-    const uint32_t at = panel.squares(lane ^ order());
+    if (has_gain)
+#pragma unroll
+      for (uint32_t part = 0; part < Raw::kParts; ++part)
+        add_squares<Raw::kSplit ? 8 : 4>(4 * part, squares[part], chunk == 0);
+  }
+
+  // Ask again and again for the parts of which words are missing.
+  template <class Raw, uint32_t kBatch>
+  __device__ __forceinline__ void wait(Raw (&raw)[kBatch], const uint64_t (&row)[Raw::kParts],
+                                       const uint32_t (&x_row)[Raw::kParts],
+                                       const uint32_t (&column)[kBatch]) const {
+    const uint32_t tag = stage_.tag;
+    while (true) {
+      uint32_t missing_row = 0, missing = 0, found = tag;
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i)
+#pragma unroll
+        for (uint32_t part = 0; part < Raw::kParts; ++part)
+          if ((kWhole || column[i] < input_.tiling.k) && raw[i].check(part, tag) != tag)
+            missing_row = x_row[part], missing = column[i], found = raw[i].check(part, tag);
+      if (found == tag) return;
+      if (__builtin_expect(is_stopping(), 0))
+        stop_at_tag(input_.x, missing_row,
+                    (input_.first_column() + missing) * Raw::kElementBytes / 4, found, tag);
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i)
+#pragma unroll
+        for (uint32_t part = 0; part < Raw::kParts; ++part)
+          if ((kWhole || column[i] < input_.tiling.k) && raw[i].check(part, tag) != tag)
+            raw[i].load(part, row[part] + column[i] * 2 * Raw::kElementBytes);
+    }
+  }
+
+  // The same for rows that are not made of whole tiles, element by element.
+  __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
+    const Tensor& x = this->x();
+    float squares = 0.0f;
+#pragma unroll 1
+    for (uint32_t i = 0; i < kChunkTiles; ++i) {
+      const uint32_t column = tile_column(chunk, i) + lane_index() % 4 * kPieceColumns;
+      float value[kPieceColumns];
+#pragma unroll
+      for (uint32_t j = 0; j < kPieceColumns; ++j) {
+        value[j] = 0.0f;
+        if (column + j >= input_.tiling.k) continue;
+        value[j] =
+            read_element(x, x_row_, input_.first_column() + column + j, stage_.tag, input_.x);
+        squares = fmaf(value[j], value[j], squares);
+        if (input_.gain != kNone)
+          value[j] *= constant_element(stage_.tensors[input_.gain], column + j, 0);
+      }
+      const ptx::Words4 words = operand(packed(value));
+#pragma unroll
+      for (uint32_t k = 0; k < kChunkTiles; ++k)
+        if (k == i) words_[k] = words;
+    }
+    if (input_.gain != kNone) add_squares<4>(0, squares, chunk == 0);
+  }
+
+  // Add up the squares of `kSharing` lanes, which share a row; one of them keeps the warp's sum.
+  // The first lanes have row `first_row`.
+  template <uint32_t kSharing>
+  __device__ __forceinline__ void add_squares(uint32_t first_row, float sum, bool first) const {
+#pragma unroll
+    for (uint32_t offset = 1; offset < kSharing; offset *= 2)
+      sum += __shfl_xor_sync(~0u, sum, offset);
+    if (lane_index() % kSharing != 0) return;
+    const uint32_t row = first_row + lane_index() / kSharing;
+    const uint32_t at = squares_at(consumer_.sums.half(), row) + 4 * consumer_.warp();
     if (!first) sum += __uint_as_float(ptx::load_shared(at));
     ptx::store_shared(at, __float_as_uint(sum));
   }
@@ -282,7 +345,38 @@ class RowsInput {
   const Stage& stage_;
   const ProductInput& input_;
   const Consumer& consumer_;
-  uint32_t x_row_ = 0;  // lane r knows the row of x of row r of the group, or of a live one
+  uint32_t x_row_ = 0;  // of this lane
+  ptx::Words4 words_[kChunkTiles];
+};
+
+// The sums of one unit, from an input that lies in registers.
+struct RowsSums : UnitSums {
+  // Add a page, with the input's columns of page `number` of the chunk.
+  __device__ __forceinline__ void add(const PageTiles& page, const RowsInput& x, uint32_t number,
+                                      uint32_t warp, uint32_t tiles) {
+#pragma unroll
+    for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
+      if (program::kAnyPartialPages && i * kNumConsumers + warp >= tiles) break;
+      const ptx::Words4 &a = x[number * kTilesPerWarp + i], &w = page.tile[i];
+      if constexpr (kF32Weights) {
+#pragma unroll
+        for (uint32_t row = 0; row < kGroupRows; ++row) {
+          // The lane that has these columns of the row.
+          const uint32_t lane = row * 4 + lane_index() % 4;
+          const auto of_row = [&](uint32_t word) {
+            return __uint_as_float(__shfl_sync(~0u, word, lane));
+          };
+          float& total = sum[row][0];
+          total = fmaf(of_row(a.x), __uint_as_float(w.x), total);
+          total = fmaf(of_row(a.y), __uint_as_float(w.y), total);
+          total = fmaf(of_row(a.z), __uint_as_float(w.z), total);
+          total = fmaf(of_row(a.w), __uint_as_float(w.w), total);
+        }
+      } else {
+        multiply(i, a, w);
+      }
+    }
+  }
 };
 
 // Which item of a block this thread finishes, together with others. A thread keeps its row from
@@ -396,7 +490,8 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         // would be live in all of the kernel.
         PageTiles early[kPreload];
         uint32_t num_early = 0;
-        const bool paired = !program::kAnyOddPages || pages % 2 == 0;  // taken two at a time
+        // A unit has one or two pages of a chunk.
+        const bool paired = kChunkPages == 2 && (!program::kAnyOddPages || pages == 2);
 #pragma unroll
         for (uint32_t i = 0; i < kPreload; ++i) {
           early[i].clear();
@@ -413,57 +508,50 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           consumer.wait_ready();
           consumer.wait_hinted();
         }
+        if (tiling.chunks() > 1 || first_unit == 0)
+          x.fetch(chunk, rows > 0);
+        else if (input.gain != kNone)
+          carry_squares(consumer);
         if (chunk == 0)
           if (const ItemShare mine = share(); is_active(mine))
             dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
               Plan(stage).prefetch_ready(mine.item, first_unit, first_row + mine.row, prefetched);
             });
-        if (tiling.chunks() > 1 || first_unit == 0)
-          x.fill(first_row, rows, chunk);
-        else if (input.gain != kNone)
-          carry_squares(consumer);
         if (!waited) consumer.end_waiting();
         waited = true;
         if (first_unit == 0 && chunk == 0) consumer.note(stage, Event::kInputs);
-        UnitSums sums;
+        RowsSums sums;
         sums.clear();
-        uint32_t page = 0, unit = 0;
-        const auto add = [&](const PageTiles& tiles) {
-          sums.add(tiles, consumer.scratch() + page * kTilesPerPage * kGroupRows * kTileRowBytes,
-                   consumer.warp(), tiling.tiles_of(chunk * kChunkPages + page));
-          if (++page == pages) {
-            sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
-            page = 0;
-            ++unit;
-          }
+        uint32_t unit = 0;
+        const auto end_unit = [&] {
+          sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
+          ++unit;
         };
-        const auto take = [&](PageTiles& tiles) {
-          page_arrived(consumer.page.slot).wait(consumer.page.phase);
-          consumer.note(stage, Event::kArrived);
-          tiles.load(consumer.page.address(), consumer.warp());
-          consumer.finish(consumer.page);
-          consumer.page.advance();
+        const uint32_t last_tiles = tiling.tiles_of(chunk * kChunkPages + pages - 1);
+        const auto add = [&](const PageTiles& tiles) {
+          sums.add(tiles, x, 0, consumer.warp(), last_tiles);
+          end_unit();
+        };
+        const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
+          sums.add(first, x, 0, consumer.warp(), kTilesPerPage);
+          sums.add(second, x, kChunkPages - 1, consumer.warp(), last_tiles);
+          end_unit();
         };
         if (paired) {
-          const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
-            sums.add_pair(first, second,
-                          consumer.scratch() + page * kTilesPerPage * kGroupRows * kTileRowBytes,
-                          consumer.warp(), tiling.tiles_of(chunk * kChunkPages + page + 1));
-            page += 2;
-            if (page == pages) {
-              sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
-              page = 0;
-              ++unit;
-            }
-          };
 #pragma unroll
           for (uint32_t i = 0; i < kPreload; i += 2)
             if (i < num_early) add_pair(early[i], early[i + 1]);
 #pragma unroll 1
           while (unit < units) {
             PageTiles first, second;
-            take(first);
-            take(second);
+            PageCursor next = consumer.page;
+            next.advance();
+            page_arrived(consumer.page.slot).wait(consumer.page.phase);
+            page_arrived(next.slot).wait(next.phase);
+            consumer.note(stage, Event::kArrived);
+            first.load(consumer.page.address(), consumer.warp());
+            second.load(next.address(), consumer.warp());
+            consumer.finish_pages(2);
             add_pair(first, second);
           }
         } else {
@@ -473,7 +561,10 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
 #pragma unroll 1
           while (unit < units) {
             PageTiles tiles;
-            take(tiles);
+            page_arrived(consumer.page.slot).wait(consumer.page.phase);
+            consumer.note(stage, Event::kArrived);
+            tiles.load(consumer.page.address(), consumer.warp());
+            consumer.finish_pages(1);
             add(tiles);
           }
         }

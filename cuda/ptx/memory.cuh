@@ -22,6 +22,17 @@ __device__ __forceinline__ Words4 zero4() {
   return v;
 }
 
+// Have these words in four registers side by side. As operands of a matrix instruction they must
+// be; words that were loaded in another order would be moved there again before each.
+__device__ __forceinline__ void settle(Words4& words) {
+  // NOTE: the grid has one dimension, which the assembler does not know: moves it would leave out.
+  asm volatile(
+      "{\n\t.reg .u32 zero;\n\tmov.u32 zero, %%ctaid.y;\n\t"
+      "xor.b32 %0, %0, zero;\n\txor.b32 %1, %1, zero;\n\t"
+      "xor.b32 %2, %2, zero;\n\txor.b32 %3, %3, zero;\n\t}"
+      : "+r"(words.x), "+r"(words.y), "+r"(words.z), "+r"(words.w));
+}
+
 __device__ __forceinline__ uint32_t lane_index() {
   uint32_t lane;
   asm("mov.u32 %0, %%laneid;" : "=r"(lane));

@@ -24,7 +24,8 @@ struct GateUpPlan : ProductPlan<GateUp> {
     const uint64_t skipped = first_unit * unit_bytes(in[&GateUp::gate]);
     return {{base_of(in[&GateUp::gate]) + skipped, base_of(in[&GateUp::up]) + skipped, 0},
             {0, 0, 0},
-            true};
+            true,
+            unit_bytes(in[&GateUp::gate])};
   }
 
   static __device__ __forceinline__ void place(uint32_t item, uint32_t pair, uint32_t& unit,

@@ -37,7 +37,12 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
     const int count = lanes_at(column, inst.column_end);
     if (inst.bias != kNone) value = value + load_row(worker, inst.bias, 0, column, count);
     if (inst.residual != kNone) value = value + load_row(worker, inst.residual, row, column, count);
-    store_row(worker, inst.out, row, column, value, count);
+    if (inst.addends != kNone) {
+      const int64_t size = worker.tensor(inst.weight).rows;
+      for (int64_t at = column; at < worker.tensor(inst.addends).columns; at += size)
+        value = value + load_row(worker, inst.addends, row, at, count);
+    }
+    store_row(worker, inst.out, row, inst.out_begin + column, value, count);
     if (!peaks) return;
     float values[kLanes];
     store(values, value);
@@ -64,7 +69,9 @@ inline void execute(const Matmul& inst, Worker& worker) {
                  worker.tensor(inst.weight).columns,
                  static_cast<int>(inst.row_end - inst.row_begin),
                  static_cast<int>(live.end - live.begin),
-                 input_rows(worker, live, inst.row_index, inst.x_rows)};
+                 input_rows(worker, live, inst.row_index, inst.x_rows),
+                 inst.k_begin,
+                 inst.k_end};
   with_weight_type(worker, inst.weight, [&]<typename Weight>(const Weight*) {
     matmul<Weight>(inst, worker, in, live.begin);
   });

@@ -17,17 +17,20 @@ struct MatmulPlan : ProductPlan<Matmul> {
       : ProductPlan(stage), first_unit(in.inst.column_begin / kUnitRows) {}
 
   __device__ __forceinline__ ProductInput input() const {
-    ProductInput p = input_of(in[&Matmul::weight].columns,
-                              ceil_div(in.inst.column_end, kUnitRows) - first_unit, kHalfItems);
+    const uint32_t k =
+        program::kAnyPartOfK ? in.inst.k_end - in.inst.k_begin : in[&Matmul::weight].columns;
+    ProductInput p = input_of(k, ceil_div(in.inst.column_end, kUnitRows) - first_unit, kHalfItems);
     p.wants_end = in.has(&Matmul::peaks);
     p.row_index = word_if_there(&Matmul::row_index);
     p.x_rows = in.inst.x_rows;
+    p.first_k = in.inst.k_begin;
     return p;
   }
   __device__ __forceinline__ WeightRows weights() const {
     const Tensor& weight = in[&Matmul::weight];
-    const uint64_t from = base_of(weight) + first_unit * unit_bytes(weight);
-    return {{from, 0, 0}, {kNone, kNone, kNone}, false};
+    const uint64_t skipped = program::kAnyPartOfK ? in.inst.k_begin / kTileColumns * kTileBytes : 0;
+    const uint64_t from = base_of(weight) + first_unit * unit_bytes(weight) + skipped;
+    return {{from, 0, 0}, {kNone, kNone, kNone}, false, unit_bytes(weight)};
   }
 
   static __device__ __forceinline__ void place(uint32_t item, uint32_t, uint32_t& unit,
@@ -58,8 +61,9 @@ struct MatmulPlan : ProductPlan<Matmul> {
       out.value[3] = __uint_as_float(words.z);
       out.number[1] = words.w;
     }
-    out.set_place(
-        place_of(in[&Matmul::out], row, column, in.inst.column_begin, in.inst.column_end));
+    const uint32_t to = in.inst.out_begin;
+    out.set_place(place_of(in[&Matmul::out], row, to + column, to + in.inst.column_begin,
+                           to + in.inst.column_end));
   }
 
   // The residual, if it is not tagged.
@@ -92,12 +96,61 @@ struct MatmulPlan : ProductPlan<Matmul> {
             (j ? values[1] : values[0]) += read_element(residual, row, column + j, tag, word);
       }
     }
-    if (early.kind != kNone)
+    if constexpr (program::kMaxAddends > 0)
+      if (in.has(&Matmul::addends)) add_parts(row, column, values);
+    if (early.kind != kNone) {
       early.place().store(values[0], values[1], tag);
-    else
-      write_columns(in[&Matmul::out], row, column, begin, end, values[0], values[1], tag);
+    } else {
+      const uint32_t to = in.inst.out_begin;
+      write_columns(in[&Matmul::out], row, to + column, to + begin, to + end, values[0], values[1],
+                    tag);
+    }
     result[0] = values[0], result[1] = values[1];
     result_column = column;
+  }
+
+  // Add the other parts of the product. They are ready at about the same time as this one.
+  __device__ __forceinline__ void add_parts(uint32_t row, uint32_t column,
+                                            float (&values)[2]) const {
+    const Tensor& addends = in[&Matmul::addends];
+    const OperandWord word = in.word(&Matmul::addends);
+    const uint32_t size = in[&Matmul::weight].rows, parts = addends.columns / size;
+    const uint32_t tag = in.tag(), end = in.inst.column_end;
+    if (!is_tagged(addends) || size % 2 != 0 || column < in.inst.column_begin ||
+        column + 1 >= end) {
+#pragma unroll 1
+      for (uint32_t part = 0; part < parts; ++part)
+#pragma unroll 1
+        for (uint32_t j = 0; j < 2; ++j)
+          if (column + j >= in.inst.column_begin && column + j < end)
+            (j ? values[1] : values[0]) +=
+                read_element(addends, row, part * size + column + j, tag, word);
+      return;
+    }
+    // All loads before a look at any, again and again.
+    constexpr uint32_t kMost = max_of(1, program::kMaxAddends);
+    ptx::Words4 pair[kMost];
+    while (true) {
+#pragma unroll
+      for (uint32_t part = 0; part < kMost; ++part)
+        pair[part] = ptx::load_relaxed_tagged2(
+            word_at(addends, row, min_of(part, parts - 1) * size + column));
+      uint32_t missing = kNone, found = tag;
+#pragma unroll
+      for (uint32_t part = 0; part < kMost; ++part) {
+        if (pair[part].y != tag) missing = part, found = pair[part].y;
+        if (pair[part].w != tag) missing = part, found = pair[part].w;
+      }
+      if (missing == kNone) break;
+      if (__builtin_expect(is_stopping(), 0))
+        stop_at_tag(word, row, min_of(missing, parts - 1) * size + column, found, tag);
+    }
+#pragma unroll
+    for (uint32_t part = 0; part < kMost; ++part) {
+      if (part >= parts) break;
+      values[0] += __uint_as_float(pair[part].x);
+      values[1] += __uint_as_float(pair[part].z);
+    }
   }
 
   // Keep the larger of two results, the lower column of equals; not-a-number beats all.

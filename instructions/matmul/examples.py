@@ -29,6 +29,8 @@ class Case:
     extras: bool = False  # bias, gain, residual
     gather: bool = False
     tiles: int = 0  # column tiles that peaks have room for, if there are peaks
+    part: tuple[int, int] | None = None  # columns of x, if not all
+    parts: int = 0  # that are added; without them a part is stored behind two others
 
 
 CASES = [
@@ -55,6 +57,18 @@ PEAKS = [
 ]
 
 
+PARTS = [
+    Case("first part", k=96, part=(0, 32)),
+    Case("inner part", rows=3, k=128, columns=21, part=(32, 96), live=2),
+    Case("last part", rows=2, k=100, part=(64, 100)),
+    Case("deep part", rows=7, k=3100, part=(1024, 3072), columns=19),
+    Case("parts added", rows=3, k=96, columns=21, part=(0, 64), parts=2, tagged=True),
+    Case("one part added to everything", rows=9, columns=22, extras=True, parts=1, live=8),
+    Case("part, gathered", rows=6, k=96, part=(32, 64), gather=True, parts=3),
+    Case("part, sums stay", rows=40, k=2200, columns=35, part=(1088, 2176), parts=2),
+]
+
+
 def examples(rng: np.random.Generator) -> Iterator[Example]:
     for case in CASES:
         yield example(rng, case)
@@ -75,6 +89,11 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
     yield example(
         rng, Case("large all bf16", rows=130, k=1088, columns=40, weight=BF16, x=BF16, live=129)
     )
+    for case in PARTS:
+        yield example(rng, case)
+        yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))
+        tagged = replace(case, name=f"{case.name}, tagged", weight=BF16, x=BF16, tagged=True)
+        yield example(rng, replace(tagged, k=case.k // 2 * 2))
     for case in PEAKS:
         yield example(rng, case)
         yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))
@@ -86,16 +105,24 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     spare = case.columns % 2 + 2  # tagged rows are whole words
     x_rows = case.rows + 4 if case.gather else case.rows + 1
     out_shape = (case.rows + 2, case.columns + spare)
+    columns = out_shape[1]
+    left = 2 * columns if case.part and not case.parts else 0  # of the result
+    k_begin, k_end = case.part or (0, case.k)
     small = case.weight
     inst = Matmul(
         x=table.activation("x", (x_rows, case.k), case.x, tagged=case.tagged),
-        weight=table.weight("weight", (out_shape[1], case.k), case.weight),
-        bias=table.weight("bias", (out_shape[1],), small) if case.extras else NONE,
+        weight=table.weight("weight", (columns, case.k), case.weight),
+        bias=table.weight("bias", (columns,), small) if case.extras else NONE,
         gain=table.gain("gain", case.k, small) if case.extras else NONE,
         residual=table.activation("residual", out_shape, case.out, tagged=case.tagged)
         if case.extras
         else NONE,
-        out=table.output("out", out_shape, case.out, tagged=case.tagged),
+        out=table.output("out", (out_shape[0], left + columns), case.out, tagged=case.tagged),
+        addends=table.activation(
+            "addends", (out_shape[0], case.parts * columns), F32, tagged=case.tagged
+        )
+        if case.parts
+        else NONE,
         peaks=table.output("peaks", (out_shape[0], 2 * case.tiles), F32, tagged=case.tagged)
         if case.tiles
         else NONE,
@@ -109,6 +136,9 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         row_end=case.rows + 1,
         column_begin=1 if case.out is F32 or not case.tagged else 2,
         column_end=case.columns + 1,
+        k_begin=k_begin,
+        k_end=k_end,
+        out_begin=left,
         x_rows=x_rows if case.gather else case.rows + 1,
         tile=max(case.tiles - 1, 0),
         eps=1e-5,

@@ -59,6 +59,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
   }
   __device__ __forceinline__ WeightRows weights() const {
     WeightRows rows = {};
+    rows.unit_bytes = unit_bytes(weight(0));
     uint32_t units = 0;
 #pragma unroll
     for (uint32_t i = 0; i < 3; ++i) {

@@ -39,11 +39,14 @@ ALL_OPTIONS = [
     CompileOptions(3, exchange="tagged"),
     CompileOptions(4, assignment="dynamic", exchange="tagged"),
     CompileOptions(132, exchange="tagged"),
+    CompileOptions(9, part_of_k=32),
+    CompileOptions(40, assignment="dynamic", exchange="tagged", part_of_k=64),
 ]
 
 
 def name_of(options: CompileOptions) -> str:
-    return f"{options.workers}-{options.assignment}-{options.exchange}"
+    parts = f"-parts-of-{options.part_of_k}" if options.part_of_k else ""
+    return f"{options.workers}-{options.assignment}-{options.exchange}{parts}"
 
 
 def matvec_graph(dtype: DType, rows: int = 1) -> Graph:
@@ -223,9 +226,10 @@ TAGGED = [
     CompileOptions(4, exchange="tagged", assignment="dynamic", column_unit=2),
     CompileOptions(40, exchange="tagged", column_unit=8, min_chunk=8),
 ]
+IN_PARTS = CompileOptions(8, exchange="tagged", column_unit=8, part_of_k=32)
 
 
-@pytest.mark.parametrize("options", TAGGED, ids=name_of)
+@pytest.mark.parametrize("options", [*TAGGED, IN_PARTS], ids=name_of)
 def test_tagged_steps_of_one_row_choose_what_steps_with_barriers_choose(
     machine: Machine, options: CompileOptions
 ) -> None:
@@ -308,6 +312,38 @@ def test_sampling_gets_the_peaks_of_every_tile_of_the_logits(options: CompileOpt
     assert program.tensors[sample.peaks].columns == 2 * len(tiles)
 
 
+def test_a_product_of_long_rows_is_split_among_workers() -> None:
+    """Workers by their share of the columns; who adds up the parts comes last."""
+    options = CompileOptions(8, part_of_k=64)
+    program = compile_graph(mlp_graph(F32, 2, hidden=64, wide=160), options)
+    down = [
+        i
+        for i in program.instructions
+        if isinstance(i, Matmul) and program.tensors[i.weight].name == "down.w"
+    ]
+    parts = [(i.k_begin, i.k_end) for i in down]
+    assert parts == [(128, 160)] * 2 + [(64, 128)] * 3 + [(0, 64)] * 3
+    for i in down:
+        assert (i.addends == NONE, i.residual == NONE) == (i.k_begin > 0, i.k_begin > 0)
+        assert i.out_begin == max(i.k_begin - 64, 0)
+    (addends,) = {i.addends for i in down if i.k_begin == 0}
+    assert {i.out for i in down if i.k_begin > 0} == {addends}
+    assert program.tensors[addends].shape == (2, 128)
+    assert program.tensors[addends].tagged
+
+
+@pytest.mark.parametrize(("workers", "parts"), [(1, 1), (2, 1), (3, 1), (4, 2), (8, 4), (50, 5)])
+def test_a_product_has_no_more_parts_than_workers_finish_at_once(workers: int, parts: int) -> None:
+    graph = Graph(4)
+    x = graph.tensor("x", (4, 160), F32, TensorKind.INPUT)
+    y = graph.linear("y", x, graph.weight("w", (128, 160), F32), dtype=F32)
+    graph.output(y, "y")
+    program = compile_graph(graph, CompileOptions(workers, part_of_k=32))
+    found = {(i.k_begin, i.k_end) for i in program.instructions if isinstance(i, Matmul)}
+    step = -(-160 // (parts * 32)) * 32
+    assert found == {(k, min(k + step, 160)) for k in range(0, 160, step)}
+
+
 @pytest.mark.parametrize("unit", [2, 8, 16, 24])
 def test_column_tiles_begin_at_multiples_of_the_unit(unit: int) -> None:
     program = tiny_llama(132, rows=1, column_unit=unit)
@@ -323,6 +359,8 @@ def test_column_tiles_begin_at_multiples_of_the_unit(unit: int) -> None:
         ("column_unit", 0, "column_unit is 0, expected at least 1"),
         ("column_unit", 9, "column_unit is 9, expected an even number"),
         ("workers", 0, "workers is 0, expected at least 1"),
+        ("part_of_k", 48, "part_of_k is 48, expected a multiple of 32"),
+        ("part_of_k", -32, "part_of_k is -32, expected a multiple of 32"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(name: str, value: int, sentence: str) -> None:

@@ -60,6 +60,9 @@ def add_one(x: int, out: int, one: int, columns: int, **sync: object) -> Matmul:
         column_end=columns,
         x_rows=1,
         tile=0,
+        k_begin=0,
+        k_end=columns,
+        out_begin=0,
         eps=0.0,
         **sync,  # type: ignore[arg-type]
     )
@@ -450,6 +453,9 @@ def product_program(
         column_end=column_range[1],
         x_rows=row_range[1],
         tile=0,
+        k_begin=0,
+        k_end=k,
+        out_begin=0,
         eps=1e-5,
     )
     return Program.build(tensors, [inst], [[0]])

@@ -214,6 +214,9 @@ def test_an_instruction_beyond_the_budget_of_a_worker_is_rejected() -> None:
         column_end=8192,
         x_rows=64,
         tile=0,
+        k_begin=0,
+        k_end=65536,
+        out_begin=0,
         eps=0.0,
     )
     text = fault(Program.build(tensors, [tile], [[0]]))
@@ -387,6 +390,9 @@ def test_a_tagged_word_orders_its_own_words_but_not_other_writes_of_the_writer()
         column_end=8,
         x_rows=1,
         tile=0,
+        k_begin=0,
+        k_end=8,
+        out_begin=0,
         eps=0.0,
         signal=0,
     )
@@ -664,6 +670,9 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
                         out=out,
                         x_rows=1,
                         tile=0,
+                        k_begin=0,
+                        k_end=k,
+                        out_begin=0,
                         eps=0.0,
                         **count,
                         **columns(*c),
@@ -692,7 +701,19 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
     b.add(
         "lm_head",
         (
-            Matmul(x=x, weight=table, out=logits, x_rows=1, tile=0, eps=0.0, **count, **columns(*c))
+            Matmul(
+                x=x,
+                weight=table,
+                out=logits,
+                x_rows=1,
+                tile=0,
+                k_begin=0,
+                k_end=hidden,
+                out_begin=0,
+                eps=0.0,
+                **count,
+                **columns(*c),
+            )
             for c in b.cut(vocabulary, 16)
         ),
         wait=every_wait,

@@ -236,6 +236,9 @@ class Model:
                     row_end=self.rows,
                     x_rows=self.rows,
                     tile=0,
+                    k_begin=0,
+                    k_end=k,
+                    out_begin=0,
                     column_begin=begin,
                     column_end=end,
                     eps=0.0,
@@ -1248,7 +1251,19 @@ def random_tile(m: Model, rng: random.Random) -> Instruction:
         return Copy(x=x, out=out, x_row=0, x_column=begin, **columns)
     if kind < 0.6:
         weight = m.weight("w", 4, 4)
-        return Matmul(x=x, residual=y, weight=weight, out=out, x_rows=1, tile=0, eps=0.0, **columns)
+        return Matmul(
+            x=x,
+            residual=y,
+            weight=weight,
+            out=out,
+            x_rows=1,
+            tile=0,
+            k_begin=0,
+            k_end=4,
+            out_begin=0,
+            eps=0.0,
+            **columns,
+        )
     if kind < 0.75:
         first, last = rng.choice(((0, 4), (2, 6), (0, 6), (0, 2)))
         return QkvRope(

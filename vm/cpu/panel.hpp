@@ -15,6 +15,11 @@ struct Input {
   int declared_rows;   // of the tile, live or not: it chooses the path
   int num_rows;        // live ones
   const int32_t* row;  // their rows in x
+  // The columns that are multiplied.
+  int64_t begin = 0;
+  int64_t end = k;
+
+  int64_t width() const { return end - begin; }
 };
 
 // Up to 16 consecutive weight rows, and 16 more.

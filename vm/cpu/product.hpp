@@ -31,21 +31,22 @@ inline void product_on(Worker& worker, const Input& in, const float* scales, int
     for (int i = 0; i < in.num_rows; ++i)
       store(b, i, load(sums_of(sums, i, 0)), load(sums_of(sums, i, 1)));
   };
-  const int64_t panel_bytes = in.declared_rows * ceil_to(in.k, 32) * int64_t{sizeof(Weight)};
+  const int64_t panel_bytes = in.declared_rows * ceil_to(in.width(), 32) * int64_t{sizeof(Weight)};
   if (panel_bytes <= int64_t{kPanelPages} * kPageBytes) {
     // The input stays, weights pass by.
-    Path path(worker, in, in.k);
+    Path path(worker, in, in.width());
     float* sums = worker.allocate<float>(block_sums);
-    path.pack(worker, in, scales, 0, in.k);
+    path.pack(worker, in, scales, in.begin, in.width());
     for (int b = 0; b < num_blocks; ++b) {
-      path.multiply(in, block_at(b), block_at(b + 1 < num_blocks ? b + 1 : b), 0, in.k, sums, true);
+      path.multiply(in, block_at(b), block_at(b + 1 < num_blocks ? b + 1 : b), in.begin, in.width(),
+                    sums, true);
       finish(path, b, sums);
     }
     return;
   }
   // The sums stay, slices of the input and of the weights pass by.
   const int64_t slice = slice_columns(in.declared_rows, sizeof(Weight));
-  Path path(worker, in, slice < in.k ? slice : in.k);
+  Path path(worker, in, slice < in.width() ? slice : in.width());
   const int64_t room =
       static_cast<int64_t>((worker.arena_limit - worker.arena_used) / (sizeof(float) * block_sums));
   // Padding to whole blocks may make the sums larger than declared: then the input passes by more
@@ -54,12 +55,12 @@ inline void product_on(Worker& worker, const Input& in, const float* scales, int
   float* sums = worker.allocate<float>(block_sums * at_once);
   for (int first = 0; first < num_blocks; first += at_once) {
     const int end = first + at_once < num_blocks ? first + at_once : num_blocks;
-    for (int64_t begin = 0; begin < in.k; begin += slice) {
-      const int64_t width = in.k - begin < slice ? in.k - begin : slice;
+    for (int64_t begin = in.begin; begin < in.end; begin += slice) {
+      const int64_t width = in.end - begin < slice ? in.end - begin : slice;
       path.pack(worker, in, scales, begin, width);
       for (int b = first; b < end; ++b)
         path.multiply(in, block_at(b), block_at(b + 1 < end ? b + 1 : b), begin, width,
-                      sums + (b - first) * block_sums, begin == 0);
+                      sums + (b - first) * block_sums, begin == in.begin);
     }
     for (int b = first; b < end; ++b) finish(path, b, sums + (b - first) * block_sums);
   }
