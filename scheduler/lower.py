@@ -25,6 +25,7 @@ from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
 from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
 
+MOST_PARTS = 8  # of a product: who adds them up has a pair of each in registers
 SUMMED_COLUMNS = 64  # of which a GPU's worker finishes the sums at a time (cuda/config.cuh)
 MANY_SPLITS = 8  # of which one less costs less than merges that begin late
 
@@ -197,14 +198,14 @@ class Lowering:
     def _parts_of_k(self, operation: Operation) -> list[tuple[int, int]]:
         """The parts of the columns of x that different workers multiply; one if it is not split.
 
-        So many that no worker has more than SUMMED_COLUMNS columns of the result: he waits for the
-        other parts whenever he finishes as many.
+        At most so many that no worker has more than SUMMED_COLUMNS columns of the result: whoever
+        adds up the parts waits for the others each time that it finishes as many.
         """
         k, width = operation.inputs["weight"].columns, self.options.part_of_k
         if not width or operation.inputs.keys() & {"gain", "row_index"}:
             return [(0, k)]
         most = SUMMED_COLUMNS * self.options.workers // operation.outputs["out"].columns
-        count = max(1, min(-(-k // width), most))
+        count = max(1, min(-(-k // width), most, MOST_PARTS))
         step = -(-k // (count * width)) * width
         return [(begin, min(begin + step, k)) for begin in range(0, k, step)]
 
@@ -213,8 +214,8 @@ class Lowering:
     ) -> Iterator[Instruction]:
         """The instructions of a product that is split.
 
-        Parts have workers by their share of the columns. Who adds them up has the first part; he
-        comes last, as he waits for the others.
+        Parts have workers by their share of the columns. Those of the first part add them up, and
+        come last, as they wait for the others.
         """
         weight, out = operation.inputs["weight"], operation.outputs["out"]
         size, unit = weight.dtype.size, self.options.column_unit
