@@ -6,7 +6,7 @@ declare.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,29 +171,53 @@ class Lowering:
         gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
         size, unit = weight.dtype.size, self.options.column_unit
         parts = self._parts_of_k(operation)
+        # Parts have workers by their share of the columns.
+        workers = [self.options.workers * begin // weight.columns for begin, _ in parts]
+        workers += [self.options.workers]
+        part: dict[str, Any] = {name: handles[name] for name in ("x", "weight", "row_count")}
         if len(parts) > 1:
-            yield from self._parts(operation, parts, handles)
-            return
-        tiles = list(self._product_tiles(out.rows, out.columns, weight.columns, size, unit, 1))
-        number = {columns: n for n, columns in enumerate(sorted({c for c, _ in tiles}))}
-        if out in self.sampled and Matmul.may_have_peaks(self.storage.spec(out)):
-            shape = (out.rows, 2 * len(number))
-            spec = TensorSpec(f"peaks.{shape[0]}x{shape[1]}", shape, F32, TensorKind.ACTIVATION)
-            handles["peaks"] = self.peaks[out] = self.storage.add(spec)
-        for columns, rows in tiles:
-            yield Matmul(
-                **handles,
-                row_begin=rows[0],
-                row_end=rows[1],
-                column_begin=columns[0],
-                column_end=columns[1],
-                k_begin=0,
-                k_end=weight.columns,
-                out_begin=0,
-                x_rows=rows[1] if gathered is None else gathered,
-                tile=number[columns] if "peaks" in handles else 0,
-                eps=operation.attributes.get("eps", 0.0),
+            shape = (out.rows, (len(parts) - 1) * out.columns)
+            # However large it is: only one worker reads a word of it.
+            addends = self._tagged(f"{operation.label}.parts.{shape[0]}", shape, F32)
+            part["out"] = handles["addends"] = addends
+        # The first part adds up the others, and comes last, as it waits for them.
+        for number, (begin, end) in reversed(list(enumerate(parts))):
+            share = max(1, workers[number + 1] - workers[number])
+            tiles = list(
+                self._product_tiles(out.rows, out.columns, end - begin, size, unit, 1, share)
             )
+            tile_numbers: dict[tuple[int, int], int] = {}
+            if number == 0 and out in self.sampled:
+                tile_numbers = self._number_peaks(out, tiles, handles)
+            for columns, rows in tiles:
+                yield Matmul(
+                    **(part if number else handles),
+                    row_begin=rows[0],
+                    row_end=rows[1],
+                    column_begin=columns[0],
+                    column_end=columns[1],
+                    k_begin=begin,
+                    k_end=end,
+                    out_begin=(number - 1) * out.columns if number else 0,
+                    x_rows=rows[1] if gathered is None else gathered,
+                    tile=tile_numbers.get(columns, 0),
+                    eps=operation.attributes.get("eps", 0.0),
+                )
+
+    def _number_peaks(
+        self,
+        out: Value,
+        tiles: Sequence[tuple[tuple[int, int], tuple[int, int]]],
+        handles: dict[str, Any],
+    ) -> dict[tuple[int, int], int]:
+        """Give logits a tensor of peaks, if they may have one; numbers of the column tiles."""
+        if not Matmul.may_have_peaks(self.storage.spec(out)):
+            return {}
+        numbers = {columns: n for n, columns in enumerate(sorted({c for c, _ in tiles}))}
+        shape = (out.rows, 2 * len(numbers))
+        spec = TensorSpec(f"peaks.{shape[0]}x{shape[1]}", shape, F32, TensorKind.ACTIVATION)
+        handles["peaks"] = self.peaks[out] = self.storage.add(spec)
+        return numbers
 
     def _parts_of_k(self, operation: Operation) -> list[tuple[int, int]]:
         """The parts of the columns of x that different workers multiply; one if it is not split.
@@ -208,42 +232,6 @@ class Lowering:
         count = max(1, min(-(-k // width), most, MOST_PARTS))
         step = -(-k // (count * width)) * width
         return [(begin, min(begin + step, k)) for begin in range(0, k, step)]
-
-    def _parts(
-        self, operation: Operation, parts: Sequence[tuple[int, int]], handles: Mapping[str, Any]
-    ) -> Iterator[Instruction]:
-        """The instructions of a product that is split.
-
-        Parts have workers by their share of the columns. Those of the first part add them up, and
-        come last, as they wait for the others.
-        """
-        weight, out = operation.inputs["weight"], operation.outputs["out"]
-        size, unit = weight.dtype.size, self.options.column_unit
-        shape = (out.rows, (len(parts) - 1) * out.columns)
-        # However large it is: only one worker reads a word of it.
-        addends = self._tagged(f"{operation.label}.parts.{shape[0]}", shape, F32)
-        common = {name: handles[name] for name in ("x", "weight", "row_count")}
-        tiles = [self.options.workers * begin // weight.columns for begin, _ in parts]
-        tiles += [self.options.workers]
-        for number, (begin, end) in reversed(list(enumerate(parts))):
-            operands = {**common, "out": addends} if number else {**handles, "addends": addends}
-            workers = max(1, tiles[number + 1] - tiles[number])
-            for columns, rows in self._product_tiles(
-                out.rows, out.columns, end - begin, size, unit, 1, workers
-            ):
-                yield Matmul(
-                    **operands,
-                    row_begin=rows[0],
-                    row_end=rows[1],
-                    column_begin=columns[0],
-                    column_end=columns[1],
-                    k_begin=begin,
-                    k_end=end,
-                    out_begin=(number - 1) * out.columns if number else 0,
-                    x_rows=rows[1],
-                    tile=0,
-                    eps=0.0,
-                )
 
     def _gate_up(self, operation: Operation) -> Iterator[Instruction]:
         gate, out = operation.inputs["gate"], operation.outputs["out"]
