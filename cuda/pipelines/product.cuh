@@ -158,6 +158,24 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
       }
 }
 
+// ---- Input.
+
+// Columns of a row of x, element by element: for rows that are not made of whole tiles. Their
+// squares are added to `squares`.
+template <uint32_t kCount>
+__device__ __forceinline__ void read_ragged(const Stage& stage, const ProductInput& p, uint32_t row,
+                                            uint32_t column, float (&value)[kCount],
+                                            float& squares) {
+#pragma unroll
+  for (uint32_t j = 0; j < kCount; ++j) {
+    value[j] = 0.0f;
+    if (column + j >= p.tiling.k) continue;
+    value[j] = read_element(stage.tensors[p.x], row, p.first_column() + column + j, stage.tag, p.x);
+    squares = fmaf(value[j], value[j], squares);
+    if (p.gain != kNone) value[j] *= constant_element(stage.tensors[p.gain], column + j, 0);
+  }
+}
+
 // ---- What the consumers leave to whoever finishes the sums.
 
 // Address of the sums of squares of a row of x, [warp], and of a warp's partial sums of a unit of
@@ -168,6 +186,14 @@ __device__ __forceinline__ uint32_t squares_at(uint32_t half, uint32_t row) {
 __device__ __forceinline__ uint32_t partials_at(uint32_t half, uint32_t unit, uint32_t warp) {
   return scratch_at(kPartialsAt) +
          4 * (half * kPartialFloats + (unit * kNumConsumers + warp) * kGroupRows * kUnitRows);
+}
+
+// Keep this warp's sum of squares of a row, or add it to the one of the chunks before.
+__device__ __forceinline__ void keep_squares(const Consumer& consumer, uint32_t row, float sum,
+                                             bool first) {
+  const uint32_t at = squares_at(consumer.sums.half(), row) + 4 * consumer.warp();
+  if (!first) sum += __uint_as_float(ptx::load_shared(at));
+  ptx::store_shared(at, __float_as_uint(sum));
 }
 
 // What the sums of a row are multiplied with: 1 / sqrt(mean(x^2) + eps) (RMSNorm, Zhang and
@@ -233,6 +259,15 @@ struct UnitSums {
   __device__ __forceinline__ void multiply(uint32_t i, const ptx::Words4& a, const ptx::Words4& w) {
     ptx::mma(sum[i % 2], a, w.x, w.y);
     ptx::mma(sum[2 + i % 2], a, w.z, w.w);
+  }
+
+  // The same of float32, for one row.
+  static __device__ __forceinline__ void multiply_f32(float& total, const ptx::Words4& a,
+                                                      const ptx::Words4& w) {
+    total = fmaf(__uint_as_float(a.x), __uint_as_float(w.x), total);
+    total = fmaf(__uint_as_float(a.y), __uint_as_float(w.y), total);
+    total = fmaf(__uint_as_float(a.z), __uint_as_float(w.z), total);
+    total = fmaf(__uint_as_float(a.w), __uint_as_float(w.w), total);
   }
 
   // Leave the sums in shared memory, [row][8 columns] for this warp; or add them to those there.

@@ -140,29 +140,17 @@ struct Panel {
   // Add the lanes' squares; lane 0 keeps the sum.
   __device__ __forceinline__ void add_squares(float sum, bool first) const {
     for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane_index() != 0) return;
-    const uint32_t at = squares_at(consumer.sums.half(), 0) + 4 * consumer.warp();
-    if (!first) sum += __uint_as_float(ptx::load_shared(at));
-    ptx::store_shared(at, __float_as_uint(sum));
+    if (lane_index() == 0) keep_squares(consumer, 0, sum, first);
   }
 
   // Fill the panel with a row that is not made of whole tiles, element by element.
   __device__ __forceinline__ void fill_ragged(uint32_t row, uint32_t chunk) const {
-    const Tensor& x = this->x();
     float sum = 0.0f;
 #pragma unroll 1
     for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
-      const uint32_t c = column + (chunk * kChunkPages + page) * kPageColumns;
       float value[kLaneColumns];
-#pragma unroll
-      for (uint32_t j = 0; j < kLaneColumns; ++j) {
-        value[j] = 0.0f;
-        if (c + j < input.tiling.k) {
-          value[j] = read_element(x, row, input.first_column() + c + j, stage.tag, input.x);
-          sum += value[j] * value[j];
-          if (has_gain()) value[j] *= constant_element(gain(), c + j, 0);
-        }
-      }
+      read_ragged(stage, input, row, column + (chunk * kChunkPages + page) * kPageColumns, value,
+                  sum);
       put(page, value);
     }
     if (has_gain()) add_squares(sum, chunk == 0);
@@ -181,11 +169,7 @@ struct RowSums : UnitSums {
       const ptx::Words4 a = ptx::load_shared4(panel_page + tile * kTileRowBytes + lane % 4 * 16);
       const ptx::Words4& w = page.tile[i];
       if constexpr (kF32Weights) {
-        float& total = sum[0][0];
-        total = fmaf(__uint_as_float(a.x), __uint_as_float(w.x), total);
-        total = fmaf(__uint_as_float(a.y), __uint_as_float(w.y), total);
-        total = fmaf(__uint_as_float(a.z), __uint_as_float(w.z), total);
-        total = fmaf(__uint_as_float(a.w), __uint_as_float(w.w), total);
+        multiply_f32(sum[0][0], a, w);
       } else {
         multiply(i, a, w);
       }

@@ -304,22 +304,12 @@ class RowsInput {
 
   // The same for rows that are not made of whole tiles, element by element.
   __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
-    const Tensor& x = this->x();
     float squares = 0.0f;
 #pragma unroll 1
     for (uint32_t i = 0; i < kChunkTiles; ++i) {
-      const uint32_t column = tile_column(chunk, i) + lane_index() % 4 * kPieceColumns;
       float value[kPieceColumns];
-#pragma unroll
-      for (uint32_t j = 0; j < kPieceColumns; ++j) {
-        value[j] = 0.0f;
-        if (column + j >= input_.tiling.k) continue;
-        value[j] =
-            read_element(x, x_row_, input_.first_column() + column + j, stage_.tag, input_.x);
-        squares = fmaf(value[j], value[j], squares);
-        if (input_.gain != kNone)
-          value[j] *= constant_element(stage_.tensors[input_.gain], column + j, 0);
-      }
+      read_ragged(stage_, input_, x_row_, tile_column(chunk, i) + lane_index() % 4 * kPieceColumns,
+                  value, squares);
       const ptx::Words4 words = operand(packed(value));
 #pragma unroll
       for (uint32_t k = 0; k < kChunkTiles; ++k)
@@ -335,11 +325,8 @@ class RowsInput {
 #pragma unroll
     for (uint32_t offset = 1; offset < kSharing; offset *= 2)
       sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane_index() % kSharing != 0) return;
-    const uint32_t row = first_row + lane_index() / kSharing;
-    const uint32_t at = squares_at(consumer_.sums.half(), row) + 4 * consumer_.warp();
-    if (!first) sum += __uint_as_float(ptx::load_shared(at));
-    ptx::store_shared(at, __float_as_uint(sum));
+    if (lane_index() % kSharing == 0)
+      keep_squares(consumer_, first_row + lane_index() / kSharing, sum, first);
   }
 
   const Stage& stage_;
@@ -363,14 +350,8 @@ struct RowsSums : UnitSums {
         for (uint32_t row = 0; row < kGroupRows; ++row) {
           // The lane that has these columns of the row.
           const uint32_t lane = row * 4 + lane_index() % 4;
-          const auto of_row = [&](uint32_t word) {
-            return __uint_as_float(__shfl_sync(~0u, word, lane));
-          };
-          float& total = sum[row][0];
-          total = fmaf(of_row(a.x), __uint_as_float(w.x), total);
-          total = fmaf(of_row(a.y), __uint_as_float(w.y), total);
-          total = fmaf(of_row(a.z), __uint_as_float(w.z), total);
-          total = fmaf(of_row(a.w), __uint_as_float(w.w), total);
+          const auto of_row = [&](uint32_t word) { return __shfl_sync(~0u, word, lane); };
+          multiply_f32(sum[row][0], {of_row(a.x), of_row(a.y), of_row(a.z), of_row(a.w)}, w);
         }
       } else {
         multiply(i, a, w);
