@@ -2,6 +2,7 @@
 // roles; its second warp, the waiter, sits out the waits of their headers.
 #pragma once
 
+#include "cuda/barrier.cuh"
 #include "cuda/trace.cuh"
 
 namespace megavm {
@@ -117,20 +118,6 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
   }
 }
 
-// Something that the waiter waits for: a counter.
-struct Awaited {
-  const uint32_t* counter = nullptr;
-  uint32_t barrier = 0;
-  uint32_t target = 0;
-
-  __device__ __forceinline__ void set(const Launch& launch, uint32_t number, uint32_t step,
-                                      uint32_t more) {
-    barrier = number;
-    counter = launch.barriers + number * kBarrierStride;
-    target = (launch.steps_before + step) * launch.signals[number] + more;
-  }
-};
-
 // How many of a tensor's writers are enough to begin to poll its words: the last ones store theirs
 // while the first polls are on their way.
 __device__ __forceinline__ uint32_t hinted_at(uint32_t writers) {
@@ -148,16 +135,10 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
   uint32_t next_wait = 0;  // of the header
   while (true) {
     if (waiting) {
-      // Counters wrap around: compare differences.
-      const uint32_t value =
-          hints ? ptx::load_relaxed(awaited.counter) : ptx::load_acquire(awaited.counter);
-      waiting = static_cast<int32_t>(value - awaited.target) < 0;
+      waiting = hints ? !awaited.is_likely() : !awaited.is_over();
       if (waiting) {
-        if (__builtin_expect(is_stopping(), 0)) {
-          // Which word a hint spoke of the consumers find out.
-          if (hints) return;
-          stop(FaultKind::kBarrier, awaited.barrier, 0, 0, value, awaited.target);
-        }
+        // Which word a hint spoke of the consumers find out.
+        if (hints && __builtin_expect(is_stopping(), 0)) return;
         __nanosleep(20);
         continue;
       }
@@ -175,7 +156,8 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       const Wait& wait = stage.words.header.waits[next_wait++];
       const uint32_t number = hints ? stage.hint.wait : wait.barrier;
       if (number == kNone) continue;
-      awaited.set(launch, number, step, hints ? hinted_at(launch.signals[number]) : wait.target);
+      awaited =
+          Awaited(launch, number, step, hints ? hinted_at(launch.signals[number]) : wait.target);
       waiting = true;
     }
     if (waiting) continue;

@@ -37,6 +37,9 @@ class Attention(Instruction):
     writes m = -inf, l = 0), and AttentionMerge joins them. Softmax is computed online over KV blocks
     (Milakov and Gimelshein 2018, arXiv:1805.02867; the split: Flash-Decoding, Dao et al. 2023).
 
+    Sequences of the step may share blocks of the caches only where earlier steps wrote them: of what
+    this step writes, a row reads its own sequence's positions up to p.
+
     With ``k_new`` and ``v_new`` the row's own token comes from there: K[p] := k_new[r], V[p] := v_new[r].
     Of the caches only positions below p are read, which earlier steps wrote: the rows of the step
     must belong to different sequences. Position p lies in the last chunk, so only the last split
@@ -142,6 +145,8 @@ class Attention(Instruction):
             "group": group,
             "block_size": cache.shape[2],
             "bf16": int(bf16),
+            # Whether rows find their own tokens in the caches.
+            "any_cached_newest": int(self.k_new == NONE),
             # Eight warps leave sums, highest score and total weight of every query head.
             "max_scratch": 8 * group * (head_dim + 2) * 4,
         }

@@ -36,6 +36,12 @@ class Case:
 
 APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
+MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
+# What the fast kernel of the GPU takes.
+FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
+FAST |= {"splits": (0, 1, 16)}
+FAST_HALF = FAST | {"splits": (0, 2, 16)}
+LAST = {"splits": (1, 2, 16)}
 
 CASES = [
     Case("multi-head", 2, 2, 16, MIXED, 6),
@@ -88,6 +94,11 @@ CASES = [
         newest=True,
         splits=(2, 3, 8),
     ),
+    Case("own tokens in the caches", 8, 2, 64, APART, 5, **FAST),
+    Case("own tokens in the caches, long heads", 6, 2, 128, MIXED, 5, **FAST),
+    Case("own tokens in the caches, first of two splits", 4, 1, 64, APART, 4, **FAST_HALF),
+    Case("own tokens in the caches, last of two splits", 4, 1, 64, APART, 5, **(FAST_HALF | LAST)),
+    Case("own tokens in the caches, many rows", 4, 2, 64, MANY, 35, **FAST),
     Case("no live row", 2, 2, 16, MIXED, 0, tagged=True),
 ]
 
