@@ -107,7 +107,7 @@ def build(
                 instructions.append(GateUp(gate=handle, up=handle + 1, **common))
             else:
                 bottom = min(top + row_tile, rows)
-                whole: dict[str, Any] = {"k_begin": 0, "k_end": shape.k, "out_begin": 0}
+                whole: dict[str, Any] = {"part": 0, "part_k": shape.k}
                 instructions.append(Matmul(weight=handle, x_rows=bottom, tile=0, **whole, **common))
     return Program.build(tensors, instructions, queues)
 

@@ -17,9 +17,10 @@ constexpr uint32_t kAnyF32Weights = 0;
 constexpr uint32_t kMaxScratch = 0;  // bytes of shared memory that instructions want beside
 constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
-constexpr uint32_t kAnyF32Gain = 0;
 constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
-constexpr uint32_t kAnyNormalisedBf16 = 0;  // whether some inputs with a gain are bfloat16
+constexpr uint32_t kAnySquares =
+    0;  // bit (tagged) for squares of inputs; bit 2: some are not fours
+constexpr uint32_t kAnyOutScaled = 0;  // whether some results are normalised by those who read them
 }  // namespace program_defaults
 namespace program {
 using namespace program_defaults;
@@ -36,13 +37,13 @@ constexpr uint32_t kWaiterWarp = kNumConsumers + 3;
 static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the consumers");
 constexpr uint32_t kNumThreads = kNumWarps * kLanes;
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
-constexpr uint32_t kRoleRegisters = 72;
-constexpr uint32_t kConsumerRegisters = 216;
+constexpr bool kSingleRow = program::kMaxRows <= 1;
+constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 56;  // one row: the storer finishes products
+constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 224;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
-constexpr bool kSingleRow = program::kMaxRows <= 1;
 constexpr uint32_t kStages = 8;                   // instructions in flight in a worker
 constexpr uint32_t kWindow = kSingleRow ? 5 : 3;  // pages issued, not yet landed,
 constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
@@ -72,13 +73,14 @@ constexpr bool kOneChunk = kChunkPages == kUnitPages;                 // holds a
 // One row lies in shared memory, several in registers.
 constexpr uint32_t kPanelBytes = kSingleRow ? kChunkPages * kPageColumns * kElementBytes : 0;
 constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
-constexpr uint32_t kSquares = kGroupRows * kNumConsumers;
+
+constexpr uint32_t kScales = kSingleRow ? 0 : kGroupRows;
 
 // ---- Shared memory, in bytes from its start.
 constexpr uint32_t kStageBytes = 640;  // words, operands and place of an instruction
 constexpr uint32_t kCurrentBytes = 32;
 constexpr uint32_t kMbarrierBytes = (8 * (2 * kNumPages + 5 * kStages + 5) + 15) / 16 * 16;
-constexpr uint32_t kProductScratch = kPanelBytes + 2 * 4 * (kPartialFloats + kSquares);
+constexpr uint32_t kProductScratch = kPanelBytes + 2 * 4 * (kPartialFloats + kScales);
 constexpr uint32_t kScratch =
     (max_of(program::kAnyProduct ? kProductScratch : 0, program::kMaxScratch) + 127) / 128 * 128;
 constexpr uint32_t kFixedBytes =
@@ -94,6 +96,6 @@ constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
 static_assert(kControlAt % 16 == 0 && kControlAt + 64 <= kSharedBytes);
 
 // Pages that consumers hold in registers while their input is on its way.
-constexpr uint32_t kPreload = min_of(kSingleRow ? 4 : 2, kPages / 2 * 2);
+constexpr uint32_t kPreload = min_of(4, kPages / 2 * 2);
 
 }  // namespace megavm

@@ -115,6 +115,8 @@ struct PairPlace {
   uint32_t kind = 0;  // bits: 1 float32, 2 tagged; 0 bf16. kNone: not to be stored as a pair
 
   __device__ __forceinline__ PairPlace() : address(0), kind(kNone) {}
+  __device__ __forceinline__ PairPlace(uint64_t address, uint32_t kind)
+      : address(address), kind(kind) {}
   __device__ __forceinline__ PairPlace(const Tensor& t, uint32_t row, uint32_t column)
       : address(is_tagged(t) ? word_at(t, row, column) : element_at(t, row, column)),
         kind(is_f32(t) + 2 * is_tagged(t)) {

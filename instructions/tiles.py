@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.vm.config import NONE, PAGE_BYTES
-from megavm.vm.isa import F32, Resources, TensorSpec, pages
+from megavm.vm.isa import F32, Region, Resources, TensorSpec, pages, present
 
 PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
 STREAM_PAGES = 3  # the least that keeps a weight stream going
@@ -16,6 +16,7 @@ VECTOR = 32  # input columns are padded to a multiple of this
 TILE_ROW_BYTES = 64  # on the GPU weights are tiles of 8 rows of 64 bytes,
 TILES_PER_PAGE = 32  # and so many tiles a page
 SCRATCH_PER_ROW = 16  # bytes: number, scale, position and KV block of an input row
+SQUARES_COLUMNS = 8  # of a row of x whose squares are one sum: a unit of weights on the GPU
 
 
 def round_up(size: int, unit: int) -> int:
@@ -53,21 +54,23 @@ def product_constants(
     *,
     x: int,
     weight: int,
-    gain: int = NONE,
+    x_squares: int,
     biases: Sequence[int] = (),
-    k: tuple[int, int] | None = None,
+    width: int | None = None,
 ) -> dict[str, int]:
     """What device code for ``x . weight^T`` is compiled for (cuda/config.cuh says what each means).
 
-    ``k``: the columns that are multiplied, if not all.
+    ``width``: the columns that are multiplied, if not all.
     """
     spec = tensors[weight]
-    begin, end = k or (0, spec.columns)
-    width = end - begin
+    width = spec.columns if width is None else width
     tile = TILE_ROW_BYTES // spec.dtype.size
     source = tensors[x]
+    squares = 0
+    if x_squares != NONE:
+        squares = 1 << tensors[x_squares].tagged
+        squares |= 4 if tensors[x_squares].columns % 4 else 0
     pages_of_row = -(-width // (tile * TILES_PER_PAGE))
-    gain_dtype = None if gain == NONE else tensors[gain].dtype
     return {
         "any_product": 1,
         "max_k": width,
@@ -78,8 +81,7 @@ def product_constants(
         "any_f32_weights": int(spec.dtype is F32),
         "any_bf16_weights": int(spec.dtype is not F32),
         "any_inputs": 1 << (2 * (source.dtype is F32) + source.tagged),
-        "any_normalised_bf16": int(gain != NONE and source.dtype is not F32),
-        "any_f32_gain": int(gain_dtype is F32),
+        "any_squares": squares,
         "any_bias": int(any(b != NONE for b in biases)),
     }
 
@@ -103,3 +105,52 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
         if spec.columns != columns or rows not in (None, spec.rows):
             expected = f"{'any' if rows is None else rows} x {columns}"
             yield f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {expected}"
+
+
+def squares_of(columns: int) -> int:
+    """Sums of squares that a row of so many columns has."""
+    return -(-columns // SQUARES_COLUMNS)
+
+
+def check_squares(tensors: Sequence[TensorSpec], x: int, x_squares: int) -> Iterator[str]:
+    """A sentence when ``x_squares`` are not those of rows of x."""
+    yield from shapes(tensors, x_squares=(x_squares, None, squares_of(tensors[x].columns)))
+
+
+def scaled_writes(
+    rows: tuple[int, int], columns: tuple[int, int], scaled: int, squares: int
+) -> Iterator[Region]:
+    """The regions of ``out_scaled`` and ``out_squares`` that belong to a tile of ``out``."""
+    for handle in present(scaled):
+        yield Region(handle, rows, columns)
+    for handle in present(squares):
+        yield Region(handle, rows, (columns[0] // SQUARES_COLUMNS, squares_of(columns[1])))
+
+
+def check_scaled(
+    tensors: Sequence[TensorSpec],
+    columns: tuple[int, int],
+    size: int,
+    *,
+    gain: int,
+    scaled: int,
+    squares: int,
+) -> Iterator[str]:
+    """Sentences about ``out_gain``, ``out_scaled`` and ``out_squares`` of a tile of ``size`` columns."""
+    handles = {"out_gain": gain, "out_scaled": scaled, "out_squares": squares}
+    missing = [name for name, handle in handles.items() if handle == NONE]
+    if len(missing) == len(handles):
+        return
+    if missing:
+        yield f"{missing[0]} is missing: {', '.join(handles)} go together"
+    yield from shapes(
+        tensors,
+        out_gain=(gain, size, 1),
+        out_scaled=(scaled, None, size),
+        out_squares=(squares, None, squares_of(size)),
+    )
+    if columns[0] % SQUARES_COLUMNS or (columns[1] % SQUARES_COLUMNS and columns[1] < size):
+        yield (
+            f"columns [{columns[0]}, {columns[1]}) of {size} do not begin and end at multiples of "
+            f"{SQUARES_COLUMNS}, which out_squares needs"
+        )

@@ -31,7 +31,7 @@ def compile_graph(
 
     Raises ValueError when the graph cannot be fused into instructions or does not fit the machine.
     """
-    operations = fuse(graph, options.fuse_norm_rows)
+    operations = fuse(graph, options.fuse_norm)
     storage = allocate(operations, options)
     tiles = lower(operations, storage, graph.row_count, options)
     synchronised = add_barriers(tiles, storage.tensors)

@@ -3,33 +3,35 @@
 * two linears of the same input, then silu_mul: one gate_up;
 * linear, then add: the residual is the product's epilogue;
 * gather, then linear: the product reads its rows through the index;
-* rms_norm, then a product: every reader normalises for itself, as long as it reads few rows.
+* a linear or embed, then rms_norm, then products: who makes the rows leaves them scaled and their
+  squares, the products divide by the root of those.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 
+from megavm.instructions.tiles import squares_of
 from megavm.scheduler.graph import Graph, Operation, Value
+from megavm.vm.isa import F32, DType
 
 
-def fuse(graph: Graph, fuse_norm_rows: int) -> list[Operation]:
+def fuse(graph: Graph, fuse_norm: bool = True) -> list[Operation]:
     """The graph's operations after fusion, in topological order.
 
-    RMSNorm is recomputed by its readers when each reads at most ``fuse_norm_rows`` rows of it, and
-    is an instruction of its own otherwise.
+    RMSNorm is done by its neighbours where they can, unless ``fuse_norm`` is false.
 
     Raises ValueError when an operation that only exists fused (add, silu_mul, gather) could not be.
     """
     operations = list(graph.operations)
-    rewrites: tuple[Callable[[list[Operation]], list[Operation]], ...] = (
+    rewrites: list[Callable[[list[Operation]], list[Operation]]] = [
         _fuse_gate_up,
         _fuse_residual,
         _fuse_gather,
-        lambda ops: _fuse_norm(ops, fuse_norm_rows),
-    )
-    for rewrite in rewrites:
+    ]
+    for rewrite in [*rewrites, _fuse_norm] if fuse_norm else rewrites:
         operations = rewrite(operations)
     for operation in operations:
         if operation.kind in ("add", "silu_mul", "gather"):
@@ -98,36 +100,53 @@ def _fuse_residual(operations: list[Operation]) -> list[Operation]:
     return result
 
 
-def _fuse_norm(operations: list[Operation], fuse_norm_rows: int) -> list[Operation]:
-    products = {"linear", "gate_up", "qkv_rope"}
+def _fuse_norm(operations: list[Operation]) -> list[Operation]:
     producers, readers = _producers(operations), _readers(operations)
-    fused = {
-        operation
-        for operation in operations
-        if operation.kind == "rms_norm"
-        and all(
-            o.kind in products
-            and o.inputs["x"] is operation.outputs["out"]
-            and o.inputs.get("row_index", operation.outputs["out"]).rows <= fuse_norm_rows
-            for o in readers[operation.outputs["out"]]
-        )
-    }
+    norms: dict[Operation, Operation] = {}  # by the operation that makes what is normalised
+    scaled: dict[Value, tuple[Operation, Value, Value]] = {}  # by what the norms would have made
+    for norm in operations:
+        maker = producers.get(norm.inputs["x"]) if norm.kind == "rms_norm" else None
+        if maker is None or maker.kind not in ("linear", "embed") or maker in norms:
+            continue
+        x, out = norm.inputs["x"], norm.outputs["out"]
+        dtype = _multiplied_with(out, readers[out])
+        if dtype is None or out.spec is not None:
+            continue
+        norms[maker] = norm
+        squares = Value(f"{out.name}.squares", x.rows, squares_of(x.columns), F32, x.capacity)
+        scaled[out] = norm, replace(out, dtype=dtype), squares
     result: list[Operation] = []
     for operation in operations:
-        if operation in fused:
+        if operation in norms.values():
             continue
-        norm = producers.get(operation.inputs["x"]) if operation.kind in products else None
-        if norm is not None and norm in fused:
-            inputs = {**operation.inputs, "x": norm.inputs["x"], "gain": norm.inputs["gain"]}
-            operation = Operation(
-                operation.kind,
-                operation.label,
-                inputs,
-                operation.outputs,
-                {**operation.attributes, **norm.attributes},
+        if operation in norms:
+            norm = norms[operation]
+            _, out, squares = scaled[norm.outputs["out"]]
+            operation = replace(
+                operation,
+                inputs={**operation.inputs, "out_gain": norm.inputs["gain"]},
+                outputs={**operation.outputs, "out_scaled": out, "out_squares": squares},
+            )
+        if operation.inputs.get("x") in scaled:
+            norm, out, squares = scaled[operation.inputs["x"]]
+            operation = replace(
+                operation,
+                inputs={**operation.inputs, "x": out, "x_squares": squares},
+                attributes={**operation.attributes, **norm.attributes},
             )
         result.append(operation)
     return result
+
+
+def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
+    """The type of all weights that ``readers`` multiply x with; None if one does something else."""
+    weights = {"linear": "weight", "gate_up": "gate", "qkv_rope": "q_weight"}
+    types = set()
+    for reader in readers:
+        if reader.kind not in weights or reader.inputs["x"] is not x:
+            return None
+        types.add(reader.inputs[weights[reader.kind]].dtype)
+    return types.pop() if len(types) == 1 else None
 
 
 def _fuse_gather(operations: list[Operation]) -> list[Operation]:

@@ -6,6 +6,7 @@ declare.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,13 +19,14 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import Sample
-from megavm.instructions.tiles import PANEL_PAGES, SPLIT_COLUMNS
+from megavm.instructions.tiles import PANEL_PAGES, SPLIT_COLUMNS, SQUARES_COLUMNS
 from megavm.scheduler.graph import Operation, Value
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
 from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
 
+SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
 MOST_PARTS = 8  # of a product: who adds them up has a pair of each in registers
 SUMMED_COLUMNS = 64  # of which a GPU's worker finishes the sums at a time (cuda/config.cuh)
 MANY_SPLITS = 8  # of which one less costs less than merges that begin late
@@ -138,7 +140,8 @@ class Lowering:
 
     def _embed(self, operation: Operation) -> Iterator[Instruction]:
         out = operation.outputs["out"]
-        handles = self._handles(operation, "table", "tokens", "row_sequence", "row_position", "out")
+        names = ("table", "tokens", "row_sequence", "row_position", "out", *SCALED)
+        handles = self._handles(operation, *names)
         if out.rows >= self.options.workers:
             tiles = [((0, out.columns), rows) for rows in _cut(out.rows, self.options.workers)]
         else:
@@ -166,10 +169,13 @@ class Lowering:
 
     def _linear(self, operation: Operation) -> Iterator[Instruction]:
         weight, out = operation.inputs["weight"], operation.outputs["out"]
-        names = ("x", "weight", "bias", "gain", "residual", "row_index", "row_count", "out")
-        handles: dict[str, Any] = {"row_count": self.row_count} | self._handles(operation, *names)
+        names = ("x", "weight", "bias", "x_squares", "residual", "row_index", "row_count", "out")
+        handles: dict[str, Any] = {"row_count": self.row_count}
+        handles |= self._handles(operation, *names, *SCALED)
         gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
         size, unit = weight.dtype.size, self.options.column_unit
+        if "out_squares" in handles:
+            unit = math.lcm(unit, SQUARES_COLUMNS)
         parts = self._parts_of_k(operation)
         # Parts have workers by their share of the columns.
         workers = [self.options.workers * begin // weight.columns for begin, _ in parts]
@@ -196,9 +202,8 @@ class Lowering:
                     row_end=rows[1],
                     column_begin=columns[0],
                     column_end=columns[1],
-                    k_begin=begin,
-                    k_end=end,
-                    out_begin=(number - 1) * out.columns if number else 0,
+                    part=number,
+                    part_k=parts[0][1],
                     x_rows=rows[1] if gathered is None else gathered,
                     tile=tile_numbers.get(columns, 0),
                     eps=operation.attributes.get("eps", 0.0),
@@ -226,7 +231,7 @@ class Lowering:
         adds up the parts waits for the others each time that it finishes as many.
         """
         k, width = operation.inputs["weight"].columns, self.options.part_of_k
-        if not width or operation.inputs.keys() & {"gain", "row_index"}:
+        if not width or operation.inputs.keys() & {"x_squares", "row_index"}:
             return [(0, k)]
         most = SUMMED_COLUMNS * self.options.workers // operation.outputs["out"].columns
         count = max(1, min(-(-k // width), most, MOST_PARTS))
@@ -235,7 +240,9 @@ class Lowering:
 
     def _gate_up(self, operation: Operation) -> Iterator[Instruction]:
         gate, out = operation.inputs["gate"], operation.outputs["out"]
-        handles = self._handles(operation, "x", "gate", "up", "gate_bias", "up_bias", "gain", "out")
+        handles = self._handles(
+            operation, "x", "gate", "up", "gate_bias", "up_bias", "x_squares", "out"
+        )
         size, unit = gate.dtype.size, self.options.column_unit
         for columns, rows in self._product_tiles(
             out.rows, out.columns, gate.columns, size, unit, 2
@@ -260,7 +267,7 @@ class Lowering:
             "q_bias",
             "k_bias",
             "v_bias",
-            "gain",
+            "x_squares",
             "q",
         )
         names += ("k_cache", "v_cache", "rope", "row_sequence", "row_position", "block_table")

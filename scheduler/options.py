@@ -18,12 +18,12 @@ class CompileOptions:
 
     ``workers``: SMs or threads. ``assignment``: which queue an instruction goes to (assign.py).
     ``exchange``: how activations pass from worker to worker: ``barrier`` counters, or ``tagged``
-    words for those of at most ``tagged_bytes`` (storage.py). ``fuse_norm_rows``: see fuse.py.
-    ``waves``: column tiles per worker and operation; one fat tile each is best for static queues,
-    several let a dynamic queue level out. ``column_unit``: column tiles of products begin at
-    multiples of it. ``min_chunk``: least tokens of a split of attention. ``part_of_k``: products of
-    longer rows are split into parts of at least so many columns, which different workers multiply;
-    0: not.
+    words for those of at most ``tagged_bytes`` (storage.py). ``fuse_norm``: whether RMSNorm is done
+    by the instructions around it (fuse.py). ``waves``: column tiles per worker and operation; one
+    fat tile each is best for static queues, several let a dynamic queue level out. ``column_unit``:
+    column tiles of products begin at multiples of it. ``min_chunk``: least tokens of a split of
+    attention. ``part_of_k``: products of longer rows are split into parts of at least so many
+    columns, which different workers multiply; 0: not.
 
     Raises ValueError when a number is not positive, ``column_unit`` odd, or ``part_of_k`` not whole
     tiles of weights.
@@ -33,7 +33,7 @@ class CompileOptions:
     assignment: Assignment = "balanced"
     exchange: Exchange = "barrier"
     tagged_bytes: int = 128 * 1024
-    fuse_norm_rows: int = 16
+    fuse_norm: bool = True
     waves: int = 1
     column_unit: int = 16
     min_chunk: int = 256

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from megavm.instructions.tiles import SQUARES_COLUMNS, squares_of
 from megavm.vm.config import NONE
-from megavm.vm.isa import I32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import F32, I32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -85,6 +86,23 @@ class Table:
         """A gain around 1."""
         value = 1 + self.normal(columns, scale=0.3)
         return self.add(name, (columns,), dtype, TensorKind.WEIGHT, value)
+
+    def squares(self, name: str, rows: int, columns: int, *, tagged: bool = False) -> int:
+        """Squares of rows of so many normal elements, as ``out_squares`` of Matmul."""
+        shape = (rows, squares_of(columns))
+        value = SQUARES_COLUMNS * (1 + self.normal(*shape, scale=0.2).abs())
+        return self.add(name, shape, F32, TensorKind.ACTIVATION, value, tagged=tagged)
+
+    def scaled(
+        self, shape: tuple[int, int], dtype: DType, *, tagged: bool = False
+    ) -> dict[str, int]:
+        """out_gain, out_scaled and out_squares of a result."""
+        squares = (shape[0], squares_of(shape[1]))
+        return {
+            "out_gain": self.gain("out_gain", shape[1], dtype),
+            "out_scaled": self.output("out_scaled", shape, dtype, tagged=tagged),
+            "out_squares": self.output("out_squares", squares, F32, tagged=tagged),
+        }
 
     def activation(
         self, name: str, shape: tuple[int, ...], dtype: DType, *, tagged: bool = False

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from megavm.instructions.tiles import SQUARES_COLUMNS
 from megavm.vm.config import NONE
 from megavm.vm.isa import TensorSpec
 from megavm.vm.layout import ROWS
@@ -95,28 +96,44 @@ class View:
         """Position of a row in its sequence in this step."""
         return int(self.raw(row_position)[row]) + self.step
 
-    def normalise(self, x: torch.Tensor, gain: int, eps: float) -> torch.Tensor:
-        """RMS normalisation of float32 rows; the rows themselves when ``gain`` is NONE."""
-        if gain == NONE:
-            return x
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * self.raw(gain).float()
+    def scale(self, inst: Any, rows: Rows) -> torch.Tensor:
+        """What products of rows of x are multiplied with, [rows, 1]; see Matmul."""
+        if inst.x_squares == NONE:
+            return torch.ones(rows[1] - rows[0], 1)
+        squares = self.read(inst.x_squares, rows).sum(-1, keepdim=True)
+        return torch.rsqrt(squares / self.tensors[inst.x].columns + inst.eps)
+
+    def write_scaled(self, inst: Any, rows: Rows, columns: Rows, out: torch.Tensor) -> None:
+        """Write ``out_scaled`` and ``out_squares`` of ``out`` [rows, columns], if there are any."""
+        if inst.out_scaled == NONE:
+            return
+        gain = self.raw(inst.out_gain)[columns[0] : columns[1]].float()
+        self.write(inst.out_scaled, rows, columns, out * gain)
+        spare = -out.shape[1] % SQUARES_COLUMNS
+        squares = torch.nn.functional.pad(out.pow(2), (0, spare))
+        squares = squares.view(len(out), -1, SQUARES_COLUMNS).sum(-1)
+        first = columns[0] // SQUARES_COLUMNS
+        self.write(inst.out_squares, rows, (first, first + squares.shape[1]), squares)
 
     def product(
         self,
         x: torch.Tensor,
         weight: int,
         columns: Rows,
+        scale: torch.Tensor,
         bias: int = NONE,
         k: Rows | None = None,
     ) -> torch.Tensor:
-        """x . weight[columns]^T + bias[columns]: input rounded to the weight's type, sums in float32.
+        """scale * (x . weight[columns]^T) + bias[columns], summed in float32.
+
+        The input is rounded to the weight's type.
 
         With ``k`` only those columns of the weight, which x is of.
         """
         w = self.raw(weight)[columns[0] : columns[1]]
         if k is not None:
             w = w[:, k[0] : k[1]]
-        out = x.to(w.dtype).float() @ w.float().T
+        out = scale * (x.to(w.dtype).float() @ w.float().T)
         if bias != NONE:
             out += self.raw(bias)[columns[0] : columns[1]].float()
         return out

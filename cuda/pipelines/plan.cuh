@@ -24,7 +24,7 @@ struct ProductPlan {
             half_items,
             false,
             in.word(&Instruction::x),
-            word_if_there(&Instruction::gain),
+            word_if_there(&Instruction::x_squares),
             kNone,
             word_if_there(&Instruction::row_count),
             in.inst.row_end,
@@ -38,6 +38,7 @@ struct ProductPlan {
   __device__ __forceinline__ void prefetch_ready(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
 
   // Nothing is to be done with results beside storing them.
+  __device__ __forceinline__ void end_item(bool, uint32_t, uint32_t, uint32_t, uint32_t) const {}
   __device__ __forceinline__ void consider(float&, uint32_t&) const {}
   __device__ __forceinline__ void end_row(uint32_t, float, uint32_t) const {}
   __device__ __forceinline__ void end_group(Consumer&, uint32_t, uint32_t, uint32_t, float&,
@@ -53,16 +54,24 @@ __device__ __forceinline__ uint64_t unit_bytes(const Tensor& weight) {
   return uint64_t{ceil_div(weight.columns, kTileColumns)} * kTileBytes;
 }
 
-// Biases of two neighbouring columns; those outside are 0.
+// Elements of a vector for two neighbouring columns; those outside are 0.
+template <class Instruction>
+__device__ __forceinline__ void load_pair(const Operands<Instruction>& in,
+                                          uint32_t Instruction::* vector, uint32_t column,
+                                          float& first, float& second) {
+  first = second = 0.0f;
+  const Tensor& tensor = in[vector];
+  if (column < tensor.rows) first = constant_element(tensor, column, 0);
+  if (column + 1 < tensor.rows) second = constant_element(tensor, column + 1, 0);
+}
+
+// Biases of two neighbouring columns, 0 without any.
 template <class Instruction>
 __device__ __forceinline__ void load_bias(const Operands<Instruction>& in,
                                           uint32_t Instruction::* bias, uint32_t column,
                                           float& first, float& second) {
   first = second = 0.0f;
-  if (!program::kAnyBias || !in.has(bias)) return;
-  const Tensor& tensor = in[bias];
-  if (column < tensor.rows) first = constant_element(tensor, column, 0);
-  if (column + 1 < tensor.rows) second = constant_element(tensor, column + 1, 0);
+  if (program::kAnyBias && in.has(bias)) load_pair(in, bias, column, first, second);
 }
 
 // The place of two neighbouring columns, if both lie in [begin, end) and can be stored together.

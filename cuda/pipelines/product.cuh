@@ -24,8 +24,8 @@
 namespace megavm {
 
 static_assert(kPreload % 2 == 0);
-constexpr uint32_t kSquaresAt = kPanelBytes;
-constexpr uint32_t kPartialsAt = kSquaresAt + 2 * 4 * kSquares;
+constexpr uint32_t kScalesAt = kPanelBytes;
+constexpr uint32_t kPartialsAt = kScalesAt + 2 * 4 * kScales;
 
 // The weight rows of a product, as a rectangle of tiles.
 struct Tiling {
@@ -67,7 +67,7 @@ struct ProductInput {
   uint32_t half_items;  // twice the items in a unit, for one row
   bool wants_end;       // whether the plan has something to do at the end of a group
   OperandWord x;
-  OperandWord gain;       // kNone: no normalisation
+  OperandWord x_squares;  // kNone: no normalisation
   OperandWord row_index;  // kNone: row r of x for row r
   OperandWord row_count;  // kNone: all rows are live
   uint32_t x_rows;        // row_index stays below this
@@ -87,28 +87,30 @@ struct Prefetched {
   float value[8];
   uint32_t number[2];
   uint64_t to[3];
-  uint32_t kind;  // of the PairPlace that to[0] is of
+  uint32_t kind;         // of the PairPlace that to[0] is of
+  uint32_t scaled_kind;  // the same of to[1], of a result that is left scaled too
 
   __device__ __forceinline__ Prefetched() {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
-      value[i] = i < 4 || program::kAnyBias ? __uint_as_float(ptx::zero()) : 0.0f;
+      value[i] = i < 4 || program::kAnyBias || program::kAnyOutScaled ? __uint_as_float(ptx::zero())
+                                                                      : 0.0f;
     number[0] = number[1] = ptx::zero();
 #pragma unroll
     for (uint64_t& address : to) address = ptx::zero();
-    kind = ptx::zero();
+    kind = scaled_kind = ptx::zero();
   }
 
   __device__ __forceinline__ void set_place(const PairPlace& place) {
     to[0] = place.address;
     kind = place.kind;
   }
-  __device__ __forceinline__ PairPlace place() const {
-    PairPlace found;
-    found.address = to[0];
-    found.kind = kind;
-    return found;
+  __device__ __forceinline__ void set_scaled_place(const PairPlace& place) {
+    to[1] = place.address;
+    scaled_kind = place.kind;
   }
+  __device__ __forceinline__ PairPlace place() const { return {to[0], kind}; }
+  __device__ __forceinline__ PairPlace scaled_place() const { return {to[1], scaled_kind}; }
 };
 
 __device__ __forceinline__ uint32_t live_end(const Stage& stage, const ProductInput& p) {
@@ -160,53 +162,27 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
 
 // ---- Input.
 
-// Columns of a row of x, element by element: for rows that are not made of whole tiles. Their
-// squares are added to `squares`.
+// Columns of a row of x, element by element: for rows that are not made of whole tiles.
 template <uint32_t kCount>
 __device__ __forceinline__ void read_ragged(const Stage& stage, const ProductInput& p, uint32_t row,
-                                            uint32_t column, float (&value)[kCount],
-                                            float& squares) {
+                                            uint32_t column, float (&value)[kCount]) {
 #pragma unroll
-  for (uint32_t j = 0; j < kCount; ++j) {
-    value[j] = 0.0f;
-    if (column + j >= p.tiling.k) continue;
-    value[j] = read_element(stage.tensors[p.x], row, p.first_column() + column + j, stage.tag, p.x);
-    squares = fmaf(value[j], value[j], squares);
-    if (p.gain != kNone) value[j] *= constant_element(stage.tensors[p.gain], column + j, 0);
-  }
+  for (uint32_t j = 0; j < kCount; ++j)
+    value[j] = column + j < p.tiling.k ? read_element(stage.tensors[p.x], row,
+                                                      p.first_column() + column + j, stage.tag, p.x)
+                                       : 0.0f;
 }
 
 // ---- What the consumers leave to whoever finishes the sums.
 
-// Address of the sums of squares of a row of x, [warp], and of a warp's partial sums of a unit of
-// the block, [row][8 columns], in this half of the scratch.
-__device__ __forceinline__ uint32_t squares_at(uint32_t half, uint32_t row) {
-  return scratch_at(kSquaresAt) + 4 * (half * kGroupRows + row) * kNumConsumers;
+// Address of the scale of a row of the group, and of a warp's partial sums of a unit of the block,
+// [row][8 columns], in this half of the scratch.
+__device__ __forceinline__ uint32_t scale_at(uint32_t half, uint32_t row) {
+  return scratch_at(kScalesAt) + 4 * (half * kGroupRows + row);
 }
 __device__ __forceinline__ uint32_t partials_at(uint32_t half, uint32_t unit, uint32_t warp) {
   return scratch_at(kPartialsAt) +
          4 * (half * kPartialFloats + (unit * kNumConsumers + warp) * kGroupRows * kUnitRows);
-}
-
-// Keep this warp's sum of squares of a row, or add it to the one of the chunks before.
-__device__ __forceinline__ void keep_squares(const Consumer& consumer, uint32_t row, float sum,
-                                             bool first) {
-  const uint32_t at = squares_at(consumer.sums.half(), row) + 4 * consumer.warp();
-  if (!first) sum += __uint_as_float(ptx::load_shared(at));
-  ptx::store_shared(at, __float_as_uint(sum));
-}
-
-// What the sums of a row are multiplied with: 1 / sqrt(mean(x^2) + eps) (RMSNorm, Zhang and
-// Sennrich 2019, arXiv:1910.07467).
-__device__ __forceinline__ float rms_scale(uint32_t squares, uint32_t k, float eps) {
-  float sum = 0.0f;
-#pragma unroll
-  for (uint32_t i = 0; i < kNumConsumers; i += 4) {
-    const ptx::Words4 s = ptx::load_shared4(squares + 4 * i);
-    sum +=
-        __uint_as_float(s.x) + __uint_as_float(s.y) + (__uint_as_float(s.z) + __uint_as_float(s.w));
-  }
-  return rsqrtf(__fdividef(sum, static_cast<float>(k)) + eps);
 }
 
 __device__ __forceinline__ ProductInput no_input() {

@@ -4,7 +4,7 @@
 // consumers turn to the next instruction. See product.cuh.
 #pragma once
 
-#include "cuda/pipelines/product.cuh"
+#include "cuda/pipelines/row_squares.cuh"
 #include "cuda/storer.cuh"
 
 namespace megavm {
@@ -71,34 +71,6 @@ struct RawInput {
   }
 };
 
-// The gain of a lane's columns, as it comes from memory.
-struct Gain {
-  ptx::Words4 words;
-
-  __device__ __forceinline__ void load(const Tensor& gain, uint32_t column) {
-    const uint64_t address = element_at(gain, 0, 0) + column * element_bytes(gain);
-    if (program::kAnyF32Gain && is_f32(gain)) {
-      if constexpr (kLaneColumns == 4) {
-        words = ptx::load_constant4(address);
-      } else {
-        const ptx::Words2 w = ptx::load_constant2(address);
-        words.x = w.x, words.y = w.y;
-      }
-    } else if constexpr (kLaneColumns == 4) {
-      const ptx::Words2 w = ptx::load_constant2(address);
-      words.x = w.x, words.y = w.y;
-    } else {
-      words.x = ptx::load_constant(address);
-    }
-  }
-
-  __device__ __forceinline__ float value(bool f32, uint32_t i) const {
-    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
-    if (program::kAnyF32Gain && f32) return __uint_as_float(word[i]);
-    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
-  }
-};
-
 // Where the row of x goes: the *panel*, all of the input or a chunk of it as bfloat16 (float32 for
 // such weights) in shared memory, in the order in which the products take it.
 struct Panel {
@@ -120,40 +92,32 @@ struct Panel {
   }
 
   __device__ __forceinline__ const Tensor& x() const { return stage.tensors[input.x]; }
-  __device__ __forceinline__ const Tensor& gain() const { return stage.tensors[input.gain]; }
-  __device__ __forceinline__ bool has_gain() const { return input.gain != kNone; }
 
   __device__ __forceinline__ uint32_t address(uint32_t page) const {
     return scratch_at() + (page * kTilesPerPage + tile) * kTileRowBytes + in_tile;
   }
 
   __device__ __forceinline__ void put(uint32_t page, const float (&value)[kLaneColumns]) const {
-    if constexpr (kF32Weights) {
+    if constexpr (kF32Weights)
       ptx::store_shared2(address(page), __float_as_uint(value[0]), __float_as_uint(value[1]));
-    } else {
-      ptx::store_shared(address(page), ptx::pack_bf16(value[0], value[1]));
-      ptx::store_shared(address(page) ^ 8,
-                        ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
-    }
+    else
+      put(page, ptx::pack_bf16(value[0], value[1]),
+          ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
   }
-
-  // Add the lanes' squares; lane 0 keeps the sum.
-  __device__ __forceinline__ void add_squares(float sum, bool first) const {
-    for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane_index() == 0) keep_squares(consumer, 0, sum, first);
+  // The same of bfloat16 pairs.
+  __device__ __forceinline__ void put(uint32_t page, uint32_t first, uint32_t second) const {
+    ptx::store_shared(address(page), first);
+    ptx::store_shared(address(page) ^ 8, second);
   }
 
   // Fill the panel with a row that is not made of whole tiles, element by element.
   __device__ __forceinline__ void fill_ragged(uint32_t row, uint32_t chunk) const {
-    float sum = 0.0f;
 #pragma unroll 1
     for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
       float value[kLaneColumns];
-      read_ragged(stage, input, row, column + (chunk * kChunkPages + page) * kPageColumns, value,
-                  sum);
+      read_ragged(stage, input, row, column + (chunk * kChunkPages + page) * kPageColumns, value);
       put(page, value);
     }
-    if (has_gain()) add_squares(sum, chunk == 0);
   }
 };
 
@@ -203,18 +167,17 @@ class RowInput {
     row_ = input.row_index == kNone ? input.row_begin
            : live                   ? x_row(panel.stage, input, input.row_begin)
                                     : 0;
-#pragma unroll
-    for (ptx::Words2& gain : gains_) gain = {ptx::zero(), ptx::zero()};
     forget();
   }
 
-  // Ask for the first batch of the row if it is likely there, and for its gains.
+  __device__ __forceinline__ uint32_t row() const { return row_; }
+
+  // Ask for the first batch of the row if it is likely there.
   __device__ __forceinline__ void ask(bool likely) {
     if constexpr (program::kAnyRaggedK) return;
     with_kind([&]<bool kF32, bool kTagged>() {
       if constexpr (kTagged)
         if (likely) load_missing<kF32, kTagged>(0);
-      if (kGainsAhead && kF32 && panel_.has_gain()) load_gains(0);
     });
   }
 
@@ -232,8 +195,6 @@ class RowInput {
 
  private:
   static constexpr uint32_t kWords = 8;  // times four, that a lane has on their way
-  static constexpr uint32_t kGains = kWords / 2;
-  static constexpr bool kGainsAhead = !program::kAnyF32Gain && !kF32Weights;
 
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
@@ -302,16 +263,6 @@ class RowInput {
     }
   }
 
-  __device__ __forceinline__ void load_gains(uint32_t begin) {
-    const Tensor& gain = panel_.gain();
-    const uint32_t pages = this->pages();
-#pragma unroll
-    for (uint32_t i = 0; i < kGains; ++i)
-      if (begin + i < pages)
-        gains_[i] = ptx::load_constant2(element_at(gain, 0, 0) +
-                                        2 * (panel_.column + (begin + i) * kPageColumns));
-  }
-
   // Wait for all words of the batch that begins at this page.
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void wait(uint32_t begin) {
@@ -342,47 +293,32 @@ class RowInput {
     constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // of a batch
     const uint32_t begin = chunk * kMaxChunkPages;
     if (chunk % kChunks == 0) {
-      if (!kOneChunk && asked_) {
-        forget();
-        if (kGainsAhead && kF32 && panel_.has_gain()) load_gains(begin);
-      }
+      if (!kOneChunk && asked_) forget();
       asked_ = true;
       wait<kF32, kTagged>(begin);
     }
-    float sum = 0.0f;
     if (kChunks == 1 || chunk % 2 == 0)
-      put<kF32, kTagged, 0>(begin, sum);
+      put<kF32, kTagged, 0>(begin);
     else
-      put<kF32, kTagged, kMaxChunkPages>(begin, sum);
-    if (panel_.has_gain()) panel_.add_squares(sum, chunk == 0);
+      put<kF32, kTagged, kMaxChunkPages>(begin);
   }
 
   // Put the words from number `kFirst` on into the panel, as the chunk that begins at this page.
   template <bool kF32, bool kTagged, uint32_t kFirst>
-  __device__ __forceinline__ void put(uint32_t begin, float& sum) {
+  __device__ __forceinline__ void put(uint32_t begin) {
     const uint32_t pages = this->pages();
-    const bool has_gain = panel_.has_gain();
 #pragma unroll
     for (uint32_t i = 0; i < kChunkPages; ++i) {
       if (begin + i >= pages) break;
       const RawInput<kF32, kTagged> now = raw<kF32, kTagged>((kFirst + i) % kBatch<kF32, kTagged>);
-      float value[kLaneColumns];
+      if constexpr (!kF32 && !kF32Weights) {
+        panel_.put(i, now.word(0), now.word(1));
+      } else {
+        float value[kLaneColumns];
 #pragma unroll
-      for (uint32_t j = 0; j < kLaneColumns; ++j) {
-        value[j] = now.value(j);
-        sum = fmaf(value[j], value[j], sum);
+        for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] = now.value(j);
+        panel_.put(i, value);
       }
-      if (has_gain) {
-        Gain gain;
-        if constexpr (kGainsAhead && kF32)
-          gain.words.x = gains_[i % kGains].x, gain.words.y = gains_[i % kGains].y;
-        else
-          gain.load(panel_.gain(), panel_.column + (begin + i) * kPageColumns);
-        const bool f32_gain = is_f32(panel_.gain());
-#pragma unroll
-        for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] *= gain.value(f32_gain, j);
-      }
-      panel_.put(i, value);
     }
   }
 
@@ -391,7 +327,6 @@ class RowInput {
   uint32_t row_;
   bool asked_ = false;  // whether words_ have been looked at
   ptx::Words4 words_[kWords];
-  ptx::Words2 gains_[kGains];  // of the batch, for float32 x
 };
 
 // How many of the next pages have arrived, at most `most` <= kPreload.
@@ -543,10 +478,14 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       const bool active = live && item < items;
       Prefetched early;
       if (active) plan.prefetch(item, first_unit, row, early);
+      if (live && input.x_squares != kNone && first_unit == 0) {
+        storer.stage.ready().wait(storer.stage.phase);
+        storer.stage.hinted().wait(storer.stage.phase);
+        RowSquares<2> squares(stage, input);
+        squares.ask(x_row(stage, input, row));
+        scale = squares.scale();
+      }
       storer.sums.arrived().wait(storer.sums.phase());
-      // NOTE: the sum of squares is the next instruction's when the first block is finished.
-      if (input.gain != kNone && first_unit == 0)
-        scale = rms_scale(squares_at(storer.sums.half(), 0), input.tiling.k, input.eps);
       float values[2 * Plan::kPairs] = {};
       if (active) {
 #pragma unroll
@@ -573,6 +512,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
         if (input.wants_end) plan.consider(best, best_column);
       }
       __syncwarp();
+      plan.end_item(active && part == 0, item, first_unit, row, kShare);
       if (lane_index() == 0) storer.sums.finished().arrive();
       storer.sums.advance();
     }

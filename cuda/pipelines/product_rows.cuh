@@ -3,7 +3,7 @@
 // fetches them from memory as they are multiplied, and no two warps share any. See product.cuh.
 #pragma once
 
-#include "cuda/pipelines/product.cuh"
+#include "cuda/pipelines/row_squares.cuh"
 
 namespace megavm {
 
@@ -12,50 +12,43 @@ static_assert(kSingleRow || kChunkPages <= 2);
 // A *piece* is what a lane has of a row of x in a tile: 16 bytes in the elements of the weight.
 constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
-// A piece as it comes from memory. One of 32 bytes is *split*: what the lanes load at once shall be
-// whole lines of 128 bytes, a row's part of a tile; so in the first load lane i has an eighth of
-// row i / 8, in the second of row 4 + i / 8, and what they make of these *halves* they exchange.
+// A piece as it comes from memory.
 template <bool kF32, bool kTagged>
 struct RawPiece {
   static constexpr uint32_t kElementBytes = kF32 ? 4 : 2;
   static constexpr uint32_t kWords = kPieceColumns * kElementBytes / 4;
   static constexpr uint32_t kTags = kTagged ? kWords : 1;
-  static constexpr bool kSplit = kWords * (kTagged ? 8 : 4) == 32;
-  static constexpr uint32_t kParts = kSplit ? 2 : 1;  // that lie apart
-  static constexpr uint32_t kPartWords = kWords / kParts;
   uint32_t word[kWords];
   uint32_t tag[kTags];
 
-  // Load a part.
-  __device__ __forceinline__ void load(uint32_t part, uint64_t address) {
-    const uint32_t first = part * kPartWords;
+  __device__ __forceinline__ void load(uint64_t address) {
     if constexpr (kTagged) {
 #pragma unroll
-      for (uint32_t i = 0; i < kPartWords; i += 2) {
+      for (uint32_t i = 0; i < kWords; i += 2) {
         const ptx::Words4 two = ptx::load_relaxed_tagged2(address + 8 * i);
-        word[first + i] = two.x, tag[first + i] = two.y;
-        word[first + i + 1] = two.z, tag[first + i + 1] = two.w;
+        word[i] = two.x, tag[i] = two.y;
+        word[i + 1] = two.z, tag[i + 1] = two.w;
       }
-    } else if constexpr (kPartWords == 2) {
+    } else if constexpr (kWords == 2) {
       const ptx::Words2 words = ptx::load_relaxed2(address);
       word[0] = words.x, word[1] = words.y;
     } else {
 #pragma unroll
-      for (uint32_t i = 0; i < kPartWords; i += 4) {
+      for (uint32_t i = 0; i < kWords; i += 4) {
         const ptx::Words4 words = ptx::load_relaxed4(address + 4 * i);
-        word[first + i] = words.x, word[first + i + 1] = words.y;
-        word[first + i + 2] = words.z, word[first + i + 3] = words.w;
+        word[i] = words.x, word[i + 1] = words.y;
+        word[i + 2] = words.z, word[i + 3] = words.w;
       }
     }
   }
 
-  // A tag of a part that is not the wanted one, if there is one; else the wanted one.
-  __device__ __forceinline__ uint32_t check(uint32_t part, uint32_t wanted) const {
+  // A tag that is not the wanted one, if there is one; else the wanted one.
+  __device__ __forceinline__ uint32_t check(uint32_t wanted) const {
     uint32_t found = wanted;
     if constexpr (kTagged)
 #pragma unroll
-      for (uint32_t i = 0; i < kPartWords; ++i)
-        if (tag[part * kPartWords + i] != wanted) found = tag[part * kPartWords + i];
+      for (uint32_t i = 0; i < kWords; ++i)
+        if (tag[i] != wanted) found = tag[i];
     return found;
   }
 
@@ -63,63 +56,6 @@ struct RawPiece {
     if constexpr (kF32) return __uint_as_float(word[i]);
     return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
   }
-};
-
-// The gain of a warp's columns of a chunk: a lane has that of some, and gets that of others from
-// the lanes that have it. `kSplit`: see RawPiece; both halves have the same columns.
-template <bool kSplit>
-class ChunkGain {
- public:
-  // `column(i)`: where the columns begin that this lane wants of the warp's tile i.
-  template <class Column>
-  __device__ __forceinline__ void load(const Tensor& gain, Column&& column) {
-#pragma unroll
-    for (uint32_t i = 0; i < kEach; ++i) {
-      const uint64_t from =
-          base_of(gain) + column(i * kOwners + lane_index() / kSharing) * element_bytes(gain);
-#pragma unroll
-      for (uint32_t j = 0; j < kColumns; j += 2) {
-        const uint32_t at = i * kColumns + j;
-        if (program::kAnyF32Gain && is_f32(gain)) {
-          const ptx::Words2 two = ptx::load_constant2(from + 4 * j);
-          words_[at % kWords] = two.x, words_[(at + 1) % kWords] = two.y;
-        } else if (j % 4 == 0 && kColumns % 4 == 0) {
-          const ptx::Words2 two = ptx::load_constant2(from + 2 * j);
-          words_[at / 2] = two.x, words_[at / 2 + 1] = two.y;
-        } else if (kColumns % 4 != 0) {
-          words_[at / 2] = ptx::load_constant(from + 2 * j);
-        }
-      }
-    }
-  }
-
-  // Those of this lane's columns of tile i: twice, if they are of two halves.
-  __device__ __forceinline__ void get(const Tensor& gain, uint32_t i,
-                                      float (&value)[kPieceColumns]) const {
-    const uint32_t lane = i % kOwners * kSharing + lane_index() % kSharing;
-#pragma unroll
-    for (uint32_t j = 0; j < kColumns; j += 2) {
-      const uint32_t at = i / kOwners * kColumns + j;
-      if (program::kAnyF32Gain && is_f32(gain)) {
-        value[j] = __uint_as_float(__shfl_sync(~0u, words_[at % kWords], lane));
-        value[j + 1] = __uint_as_float(__shfl_sync(~0u, words_[(at + 1) % kWords], lane));
-      } else {
-        const uint32_t pair = __shfl_sync(~0u, words_[at / 2], lane);
-        value[j] = ptx::low_bf16(pair), value[j + 1] = ptx::high_bf16(pair);
-      }
-    }
-    if constexpr (kSplit)
-#pragma unroll
-      for (uint32_t j = 0; j < kColumns; ++j) value[kColumns + j] = value[j];
-  }
-
- private:
-  static constexpr uint32_t kColumns = kSplit ? kPieceColumns / 2 : kPieceColumns;
-  static constexpr uint32_t kSharing = kTileColumns / kColumns;      // lanes that have a tile's
-  static constexpr uint32_t kOwners = kLanes / kSharing;             // tiles of which lanes have it
-  static constexpr uint32_t kEach = ceil_div(kChunkTiles, kOwners);  // of whose that a lane has
-  static constexpr uint32_t kWords = kEach * kColumns / (program::kAnyF32Gain ? 1 : 2);
-  uint32_t words_[kWords];
 };
 
 // The operands A of a warp for a chunk of a group's rows of x. A lane has row lane / 4 of the
@@ -148,7 +84,7 @@ class RowsInput {
     const Tensor& x = this->x();
     if constexpr (program::kAnyRaggedK) {
       if (live) fetch_ragged(chunk);
-    } else {
+    } else if constexpr (!kSingleRow) {
       // Only the kinds of input that the program has.
       const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
       if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);
@@ -159,8 +95,11 @@ class RowsInput {
   }
 
  private:
-  // Whether all columns of a chunk exist.
-  static constexpr bool kWhole = !program::kAnyPartialPages && !program::kAnyOddPages;
+  // Whether there is such a column.
+  __device__ __forceinline__ bool exists(uint32_t column) const {
+    constexpr bool kWhole = !program::kAnyPartialPages && !program::kAnyOddPages;
+    return kWhole || column < input_.tiling.k;
+  }
 
   __device__ __forceinline__ const Tensor& x() const { return stage_.tensors[input_.x]; }
   static __device__ __forceinline__ uint32_t row() { return lane_index() / 4; }
@@ -188,19 +127,6 @@ class RowsInput {
     return {piece.x, piece.z, piece.y, piece.w};
   }
 
-  // Make packed pieces of halves. Every lane gives each of its halves to the lane that wants it.
-  static __device__ __forceinline__ ptx::Words4 join(const ptx::Words4& halves) {
-    const uint32_t lane = lane_index();
-    const bool odd = lane % 2, upper = lane >= kLanes / 2;
-    const uint32_t from = lane / 4 % 4 * 8 + lane % 4 * 2 + upper;
-    ptx::Words4 a, b;
-    a.x = __shfl_sync(~0u, odd ? halves.z : halves.x, from);
-    a.y = __shfl_sync(~0u, odd ? halves.w : halves.y, from);
-    b.x = __shfl_sync(~0u, odd ? halves.x : halves.z, from ^ 1);
-    b.y = __shfl_sync(~0u, odd ? halves.y : halves.w, from ^ 1);
-    return upper ? ptx::Words4{b.x, b.y, a.x, a.y} : ptx::Words4{a.x, a.y, b.x, b.y};
-  }
-
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fetch(uint32_t chunk) {
     using Raw = RawPiece<kF32, kTagged>;
@@ -208,125 +134,73 @@ class RowsInput {
     constexpr uint32_t kBatch =
         min_of(kChunkTiles, 64 / (Raw::kWords + (kTagged ? Raw::kTags : 0)));
     static_assert(kChunkTiles % kBatch == 0);
-    constexpr uint32_t kColumns = kPieceColumns / Raw::kParts;
     constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // of a column
-    constexpr bool kMayHaveGain = kF32 || program::kAnyNormalisedBf16;
     const Tensor& x = this->x();
-    const bool has_gain = kMayHaveGain && input_.gain != kNone;
-    uint32_t x_row[Raw::kParts];
-    uint64_t row[Raw::kParts];
-#pragma unroll
-    for (uint32_t part = 0; part < Raw::kParts; ++part) {
-      x_row[part] =
-          Raw::kSplit ? __shfl_sync(~0u, x_row_, (4 * part + lane_index() / 8) * 4) : x_row_;
-      row[part] = base_of(x) + (uint64_t{x_row[part]} * x.columns + input_.first_column()) * kBytes;
-    }
-    const auto column_of = [&](uint32_t i) {
-      return tile_column(chunk, i) + lane_index() % (kTileColumns / kColumns) * kColumns;
-    };
-    // NOTE: no load is left out, not even where there is no gain or no such column: one that merges
-    // with other values would be waited for.
-    const auto within = [&](uint32_t column) {
-      return kWhole || column < input_.tiling.k ? column : 0;
-    };
-    const Tensor& gain = stage_.tensors[has_gain ? input_.gain : input_.x];
-    ChunkGain<Raw::kSplit> gains;
-    if constexpr (kMayHaveGain)
-      gains.load(gain, [&](uint32_t i) { return has_gain ? within(column_of(i)) : 0; });
-    float squares[Raw::kParts] = {};
+    const uint64_t row =
+        base_of(x) + (uint64_t{x_row_} * x.columns + input_.first_column()) * kBytes;
 #pragma unroll
     for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
       Raw raw[kBatch];
       uint32_t column[kBatch];
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        column[i] = column_of(first + i);
-#pragma unroll
-        for (uint32_t part = 0; part < Raw::kParts; ++part)
-          raw[i].load(part, row[part] + within(column[i]) * kBytes);
+        column[i] = tile_column(chunk, first + i) + lane_index() % 4 * kPieceColumns;
+        // NOTE: no load is left out, not even where there is no such column: one that merges with
+        // another value would be waited for.
+        raw[i].load(row + (exists(column[i]) ? column[i] : 0) * kBytes);
       }
-      if constexpr (kTagged) wait(raw, row, x_row, column);
+      if constexpr (kTagged) wait(raw, row, column);
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        const bool exists = kWhole || column[i] < input_.tiling.k;
-        ptx::Words4 piece;
-        if constexpr (!kF32 && !kF32Weights)
-          piece = {raw[i].word[0], raw[i].word[1], raw[i].word[2], raw[i].word[3]};
-        if constexpr (kF32 || kF32Weights || kMayHaveGain) {
-          float value[kPieceColumns], factor[kPieceColumns];
-          if (kMayHaveGain && has_gain) gains.get(gain, first + i, factor);
+        ptx::Words4& words = words_[first + i];
+        if constexpr (!kF32 && !kF32Weights) {
+          words = operand({raw[i].word[0], raw[i].word[1], raw[i].word[2], raw[i].word[3]});
+        } else {
+          float value[kPieceColumns];
 #pragma unroll
-          for (uint32_t j = 0; j < kPieceColumns; ++j) {
-            value[j] = exists ? raw[i].value(j) : 0.0f;
-            if constexpr (kMayHaveGain)
-              squares[j / kColumns] = fmaf(value[j], value[j], squares[j / kColumns]);
-            if (kMayHaveGain && has_gain) value[j] *= factor[j];
-          }
-          if (kF32 || kF32Weights || has_gain) piece = packed(value);
+          for (uint32_t j = 0; j < kPieceColumns; ++j) value[j] = raw[i].value(j);
+          words = operand(packed(value));
         }
-        words_[first + i] = operand(Raw::kSplit ? join(piece) : piece);
-        if (!exists) words_[first + i] = ptx::zero4();
-        ptx::settle(words_[first + i]);
+        if (!exists(column[i])) words = ptx::zero4();
+        ptx::settle(words);
       }
     }
-    if (has_gain)
-#pragma unroll
-      for (uint32_t part = 0; part < Raw::kParts; ++part)
-        add_squares<Raw::kSplit ? 8 : 4>(4 * part, squares[part], chunk == 0);
   }
 
-  // Ask again and again for the parts of which words are missing.
+  // Ask again and again for the pieces of which words are missing.
   template <class Raw, uint32_t kBatch>
-  __device__ __forceinline__ void wait(Raw (&raw)[kBatch], const uint64_t (&row)[Raw::kParts],
-                                       const uint32_t (&x_row)[Raw::kParts],
+  __device__ __forceinline__ void wait(Raw (&raw)[kBatch], uint64_t row,
                                        const uint32_t (&column)[kBatch]) const {
     const uint32_t tag = stage_.tag;
     while (true) {
-      uint32_t missing_row = 0, missing = 0, found = tag;
+      uint32_t missing = 0, found = tag;
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i)
-#pragma unroll
-        for (uint32_t part = 0; part < Raw::kParts; ++part)
-          if ((kWhole || column[i] < input_.tiling.k) && raw[i].check(part, tag) != tag)
-            missing_row = x_row[part], missing = column[i], found = raw[i].check(part, tag);
+        if (exists(column[i]) && raw[i].check(tag) != tag)
+          missing = column[i], found = raw[i].check(tag);
       if (found == tag) return;
       if (__builtin_expect(is_stopping(), 0))
-        stop_at_tag(input_.x, missing_row,
-                    (input_.first_column() + missing) * Raw::kElementBytes / 4, found, tag);
+        stop_at_tag(input_.x, x_row_, (input_.first_column() + missing) * Raw::kElementBytes / 4,
+                    found, tag);
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i)
-#pragma unroll
-        for (uint32_t part = 0; part < Raw::kParts; ++part)
-          if ((kWhole || column[i] < input_.tiling.k) && raw[i].check(part, tag) != tag)
-            raw[i].load(part, row[part] + column[i] * 2 * Raw::kElementBytes);
+        if (exists(column[i]) && raw[i].check(tag) != tag)
+          raw[i].load(row + column[i] * 2 * Raw::kElementBytes);
     }
   }
 
   // The same for rows that are not made of whole tiles, element by element.
   __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
-    float squares = 0.0f;
 #pragma unroll 1
     for (uint32_t i = 0; i < kChunkTiles; ++i) {
       float value[kPieceColumns];
       read_ragged(stage_, input_, x_row_, tile_column(chunk, i) + lane_index() % 4 * kPieceColumns,
-                  value, squares);
+                  value);
       const ptx::Words4 words = operand(packed(value));
 #pragma unroll
       for (uint32_t k = 0; k < kChunkTiles; ++k)
         if (k == i) words_[k] = words;
     }
-    if (input_.gain != kNone) add_squares<4>(0, squares, chunk == 0);
-  }
-
-  // Add up the squares of `kSharing` lanes, which share a row; one of them keeps the warp's sum.
-  // The first lanes have row `first_row`.
-  template <uint32_t kSharing>
-  __device__ __forceinline__ void add_squares(uint32_t first_row, float sum, bool first) const {
-#pragma unroll
-    for (uint32_t offset = 1; offset < kSharing; offset *= 2)
-      sum += __shfl_xor_sync(~0u, sum, offset);
-    if (lane_index() % kSharing == 0)
-      keep_squares(consumer_, first_row + lane_index() / kSharing, sum, first);
   }
 
   const Stage& stage_;
@@ -361,7 +235,7 @@ struct RowsSums : UnitSums {
 };
 
 // Which item of a block this thread finishes, together with others. A thread keeps its row from
-// block to block.
+// block to block. Neighbours share a row and have items of the same unit.
 struct ItemShare {
   uint32_t threads;  // that share it
   uint32_t part;     // of the threads that share the item
@@ -370,19 +244,28 @@ struct ItemShare {
 
   // `most`: items of a row in a whole block.
   __device__ __forceinline__ ItemShare(uint32_t most, uint32_t thread) {
-    const uint32_t total = most * kGroupRows;
+    const uint32_t total = ceil_div(most, kNeighbours) * kNeighbours * kGroupRows;
     threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
     part = thread % threads;
-    row = thread / threads % kGroupRows;
-    item = thread / threads / kGroupRows;
+    const uint32_t number = thread / threads;
+    row = row_of(number);
+    item = number / kNeighbours / kGroupRows * kNeighbours + number % kNeighbours;
   }
+
+  // The row of a thread, or of those that share an item, by its number.
+  static __device__ __forceinline__ uint32_t row_of(uint32_t number) {
+    return number / kNeighbours % kGroupRows;
+  }
+
+ private:
+  static constexpr uint32_t kNeighbours = 4;
 };
 
 // Add up the partial sums of an item, and finish it.
 template <class Plan>
 __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consumer,
                                              const ItemShare& share, bool active,
-                                             uint32_t first_unit, uint32_t first_row,
+                                             uint32_t first_unit, uint32_t first_row, float scale,
                                              const Prefetched& prefetched) {
   constexpr uint32_t kPairs = Plan::kPairs;
   float values[2 * kPairs] = {};
@@ -412,25 +295,13 @@ __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consume
   for (uint32_t offset = 1; offset < share.threads; offset *= 2)
 #pragma unroll
     for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
-  if (!active || share.part != 0) return;
-  const ProductInput input = plan.input();
-  if (input.gain != kNone) {
-    const float scale =
-        rms_scale(squares_at(consumer.sums.half(), share.row), input.tiling.k, input.eps);
+  active = active && share.part == 0;
+  if (active) {
 #pragma unroll
     for (float& value : values) value *= scale;
+    plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
   }
-  plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
-}
-
-// Copy this warp's sums of squares into the half of the scratch that is used next.
-__device__ __forceinline__ void carry_squares(Consumer& consumer) {
-  if (lane_index() != 0) return;
-#pragma unroll
-  for (uint32_t row = 0; row < kGroupRows; ++row) {
-    const uint32_t half = consumer.sums.half(), at = 4 * consumer.warp();
-    ptx::store_shared(squares_at(half, row) + at, ptx::load_shared(squares_at(half ^ 1, row) + at));
-  }
+  plan.end_item(active, share.item, first_unit, first_row + share.row, share.threads);
 }
 
 template <class Used>
@@ -451,6 +322,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
     const uint32_t most = min_of(kBlockUnits, tiling.units) * input.half_items / 2;
     x.begin(first_row, rows);
+    float scale = 1.0f;  // of this thread's row
 #pragma unroll 1
     for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += kBlockUnits) {
       const uint32_t units = min_of(kBlockUnits, tiling.units - first_unit);
@@ -489,10 +361,12 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           consumer.wait_ready();
           consumer.wait_hinted();
         }
-        if (tiling.chunks() > 1 || first_unit == 0)
-          x.fetch(chunk, rows > 0);
-        else if (input.gain != kNone)
-          carry_squares(consumer);
+        // Every warp works out the scale of a row.
+        RowSquares<2> squares(stage, input);
+        const bool scales =
+            input.x_squares != kNone && first_unit == 0 && chunk == 0 && consumer.warp() < rows;
+        if (tiling.chunks() > 1 || first_unit == 0) x.fetch(chunk, rows > 0);
+        if (scales) squares.ask(x_row(stage, input, first_row + consumer.warp()));
         if (chunk == 0)
           if (const ItemShare mine = share(); is_active(mine))
             dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
@@ -549,13 +423,22 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
             add(tiles);
           }
         }
+        if (scales) {
+          const float found = squares.scale();
+          if (lane_index() == 0)
+            ptx::store_shared(scale_at(consumer.sums.half(), consumer.warp()),
+                              __float_as_uint(found));
+        }
       }
       consumer.sync();
       if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
         Plan plan(stage);
         const ItemShare mine = share();
-        finish_block(plan, consumer, mine, is_active(mine), first_unit, first_row, prefetched);
+        if (input.x_squares != kNone && first_unit == 0)
+          scale = __uint_as_float(ptx::load_shared(scale_at(consumer.sums.half(), mine.row)));
+        finish_block(plan, consumer, mine, is_active(mine), first_unit, first_row, scale,
+                     prefetched);
         plan.consider(best, best_column);
       });
       consumer.sums.advance();

@@ -4,8 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import ranges
-from megavm.vm.isa import BF16, F32, I32, Instruction, Region, TensorSpec, integer, tensor, whole
+from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
+from megavm.vm.config import NONE
+from megavm.vm.isa import (
+    BF16,
+    F32,
+    I32,
+    Instruction,
+    Region,
+    TensorSpec,
+    integer,
+    present,
+    tensor,
+    whole,
+)
 
 
 class Embed(Instruction):
@@ -13,6 +25,7 @@ class Embed(Instruction):
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); ``s`` is the
     number of the step within its launch, so that a decode launch of many steps needs no help of the host.
+    ``out_scaled`` and ``out_squares`` are those of Matmul.
     """
 
     opcode = 3
@@ -23,6 +36,9 @@ class Embed(Instruction):
     row_position = tensor("position of each row in its sequence [rows]", I32)
     row_count = tensor("number of live rows [1]", I32)
     out = tensor("hidden state [rows, hidden]", F32, BF16)
+    out_gain = tensor("gain of the normalisation of out [hidden]", F32, BF16, optional=True)
+    out_scaled = tensor("out times its gain [rows, hidden]", F32, BF16, optional=True)
+    out_squares = tensor("squares of out [rows, hidden / 8]", F32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")
@@ -36,13 +52,22 @@ class Embed(Instruction):
         yield Region(self.row_sequence, rows, (0, 1))
         yield Region(self.row_position, rows, (0, 1))
         yield whole(tensors, self.row_count)
+        for handle in present(self.out_gain):
+            yield Region(handle, (self.column_begin, self.column_end), (0, 1))
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
+        rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        yield Region(self.out, rows, columns)
+        yield from scaled_writes(rows, columns, self.out_scaled, self.out_squares)
 
     def bytes(self, tensors: Sequence[TensorSpec]) -> int:
         elements = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
-        return elements * (tensors[self.table].dtype.size + tensors[self.out].dtype.size)
+        written = sum(tensors[h].dtype.size for h in (self.out, *present(self.out_scaled)))
+        return elements * (tensors[self.table].dtype.size + written)
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        return {"any_scaled": int(self.out_scaled != NONE)}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         table, out = tensors[self.table], tensors[self.out]
@@ -52,3 +77,11 @@ class Embed(Instruction):
         )
         if table.columns != out.columns:
             yield f"table {table.name} has {table.columns} columns, out {out.name} {out.columns}"
+        yield from check_scaled(
+            tensors,
+            (self.column_begin, self.column_end),
+            out.columns,
+            gain=self.out_gain,
+            scaled=self.out_scaled,
+            squares=self.out_squares,
+        )

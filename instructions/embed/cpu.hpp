@@ -19,7 +19,9 @@ inline void execute(const Embed& inst, Worker& worker) {
                    static_cast<long long>(sequence), static_cast<long long>(vocabulary));
     for (int64_t c = inst.column_begin; c < inst.column_end; c += kLanes) {
       const int count = lanes_at(c, inst.column_end);
-      store_row(worker, inst.out, row, c, load_row(worker, inst.table, token, c, count), count);
+      const Vec value = load_row(worker, inst.table, token, c, count);
+      store_row(worker, inst.out, row, c, value, count);
+      store_scaled(inst, worker, row, c, value, count);
     }
   }
 }

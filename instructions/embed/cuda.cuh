@@ -51,14 +51,18 @@ struct Kernel<Embed> : NoPages {
     const Tensor& out = in[&Embed::out];
     const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     const TableRow from(table, token);
+    // All lanes stay together.
 #pragma unroll 1
-    for (uint32_t first = begin / 2 + thread; first * 2 < end; first += kBatch * threads) {
+    for (uint32_t base = begin / 2; base * 2 < end; base += kBatch * threads) {
+      const uint32_t first = base + thread;
       ptx::Words2 raw[kBatch] = {};
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         const uint32_t column = (first + i * threads) * 2;
         if (column < end) raw[i] = from.load(column);
       }
+      if constexpr (embed::kAnyScaled)
+        if (in.has(&Embed::out_scaled)) scale(in, row, first, threads, raw);
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         const uint32_t column = (first + i * threads) * 2;
@@ -72,6 +76,38 @@ struct Kernel<Embed> : NoPages {
         else
           write_element(out, row, column + 1, y, in.tag());
       }
+    }
+  }
+
+  // Write the pairs `first`, first + step, ... with their gain, and the squares of every 8 columns.
+  static __device__ __forceinline__ void scale(const Operands<Embed>& in, uint32_t row,
+                                               uint32_t first, uint32_t step,
+                                               const ptx::Words2 (&raw)[kBatch]) {
+    constexpr uint32_t kPairs = kSquaresColumns / 2;  // of 8 columns, which neighbouring lanes have
+    const Tensor& gain = in[&Embed::out_gain];
+    const bool f32 = is_f32(in[&Embed::table]);
+    const uint32_t end = in.inst.column_end;
+    float factor[kBatch][2] = {};
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t column = (first + i * step) * 2;
+      if (column < end) factor[i][0] = constant_element(gain, column, 0);
+      if (column + 1 < end) factor[i][1] = constant_element(gain, column + 1, 0);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch; ++i) {
+      const uint32_t column = (first + i * step) * 2;
+      const float x = f32 ? __uint_as_float(raw[i].x) : ptx::low_bf16(raw[i].x);
+      const float y = f32 ? __uint_as_float(raw[i].y) : ptx::high_bf16(raw[i].x);
+      if (column < end)
+        write_pair(in[&Embed::out_scaled], row, column, x * factor[i][0], y * factor[i][1],
+                   column + 1 < end, in.tag());
+      float squares = column < end ? x * x : 0.0f;
+      if (column + 1 < end) squares = fmaf(y, y, squares);
+      for (uint32_t apart = 1; apart < kPairs; apart *= 2)
+        squares += __shfl_xor_sync(~0u, squares, apart);
+      if (column < end && lane_index() % kPairs == 0)
+        write_element(in[&Embed::out_squares], row, column / kSquaresColumns, squares, in.tag());
     }
   }
 

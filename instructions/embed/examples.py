@@ -14,24 +14,30 @@ from megavm.vm.isa import BF16, F32, I32, TensorKind
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:
     cases = [
-        ("all rows", F32, F32, False, 4, (0, 40)),
-        ("dead rows", BF16, F32, False, 2, (0, 40)),
-        ("no live row", BF16, BF16, False, 0, (0, 40)),
-        ("some columns", BF16, BF16, False, 4, (16, 39)),
-        ("tagged", BF16, F32, True, 3, (8, 40)),
-        ("tagged bf16", F32, BF16, True, 3, (8, 40)),
+        ("all rows", F32, F32, False, 4, (0, 40), 40, None),
+        ("dead rows", BF16, F32, False, 2, (0, 40), 40, None),
+        ("no live row", BF16, BF16, False, 0, (0, 40), 40, BF16),
+        ("some columns", BF16, BF16, False, 4, (16, 39), 40, None),
+        ("tagged", BF16, F32, True, 3, (8, 40), 40, None),
+        ("tagged bf16", F32, BF16, True, 3, (8, 40), 40, None),
+        ("scaled", F32, F32, False, 4, (8, 32), 40, F32),
+        ("scaled bf16", BF16, F32, False, 3, (0, 46), 46, BF16),
+        ("scaled, tagged", BF16, F32, True, 3, (16, 46), 46, BF16),
+        ("scaled, tagged, wide", BF16, F32, True, 1, (8, 2600), 2600, BF16),
     ]
-    for name, table_type, out_type, tagged, live, columns in cases:
+    for name, table_type, out_type, tagged, live, columns, size, scaled in cases:
         table = Table(rng)
         tokens = rng.integers(0, 50, (3, 9)).astype(np.int32)
         handles: dict[str, Any] = {
-            "table": table.weight("table", (50, 40), table_type),
+            "table": table.weight("table", (50, size), table_type),
             "tokens": table.add("tokens", (3, 9), I32, TensorKind.STATE, table.tensor(tokens)),
             "row_sequence": table.integers("row_sequence", [2, 0, 0, 1]),
             "row_position": table.integers("row_position", [8, 0, 1, 3]),
             "row_count": table.integers("row_count", [live]),
-            "out": table.output("out", (4, 40), out_type, tagged=tagged),
+            "out": table.output("out", (4, size), out_type, tagged=tagged),
         }
+        if scaled is not None:
+            handles |= table.scaled((4, size), scaled, tagged=tagged)
         inst = Embed(
             **handles,
             row_begin=0,

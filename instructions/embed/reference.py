@@ -11,4 +11,6 @@ def execute(inst: Embed, m: View) -> None:
         token = int(m.raw(inst.tokens)[sequence, m.position(inst.row_position, row)])
         if not 0 <= token < m.tensors[inst.table].rows:
             raise IndexError(f"token {token} is outside the vocabulary")
-        m.write(inst.out, (row, row + 1), columns, m.read(inst.table, (token, token + 1), columns))
+        out = m.read(inst.table, (token, token + 1), columns)
+        m.write(inst.out, (row, row + 1), columns, out)
+        m.write_scaled(inst, (row, row + 1), columns, out)

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import product_constants, product_resources, ranges, shapes
+from megavm.instructions.tiles import (
+    check_squares,
+    product_constants,
+    product_resources,
+    ranges,
+    shapes,
+)
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -22,10 +28,11 @@ from megavm.vm.isa import (
 
 
 class GateUp(Instruction):
-    """out[r, c] := silu(norm(x[r, :]) . gate[c, :] + gate_bias[c]) * (norm(x[r, :]) . up[c, :] + up_bias[c])
+    """out[r, c] := silu(s[r] * (x[r] . gate[c]) + gate_bias[c]) * (s[r] * (x[r] . up[c]) + up_bias[c])
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); silu(a) is
-    a / (1 + exp(-a)). ``norm`` and rounding are those of Matmul. (SwiGLU: Shazeer 2020, arXiv:2002.05202.)
+    a / (1 + exp(-a)). The scale s[r], from ``x_squares``, and rounding are those of Matmul. (SwiGLU: Shazeer
+    2020, arXiv:2002.05202.)
     """
 
     opcode = 6
@@ -35,14 +42,14 @@ class GateUp(Instruction):
     up = tensor("up weight [columns, k]", F32, BF16)
     gate_bias = tensor("gate bias [columns]", F32, BF16, optional=True)
     up_bias = tensor("up bias [columns]", F32, BF16, optional=True)
-    gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
+    x_squares = tensor("squares of x before its gain [rows, k / 8]", F32, optional=True)
     out = tensor("result [rows, columns]", F32, BF16)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")
     column_end = integer("end of the columns")
-    eps = real("added to the mean square")
+    eps = real("added to the mean square of x_squares")
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
@@ -50,7 +57,9 @@ class GateUp(Instruction):
         yield Region(self.x, rows, (0, k))
         yield Region(self.gate, columns, (0, k))
         yield Region(self.up, columns, (0, k))
-        for handle in present(self.gain, self.row_count):
+        for handle in present(self.x_squares):
+            yield Region(handle, rows, (0, tensors[handle].columns))
+        for handle in present(self.row_count):
             yield whole(tensors, handle)
         for handle in present(self.gate_bias, self.up_bias):
             yield Region(handle, columns, (0, 1))
@@ -77,7 +86,7 @@ class GateUp(Instruction):
             tensors,
             x=self.x,
             weight=self.gate,
-            gain=self.gain,
+            x_squares=self.x_squares,
             biases=(self.gate_bias, self.up_bias),
         )
 
@@ -93,8 +102,8 @@ class GateUp(Instruction):
             up=(self.up, gate.rows, gate.columns),
             gate_bias=(self.gate_bias, gate.rows, 1),
             up_bias=(self.up_bias, gate.rows, 1),
-            gain=(self.gain, gate.columns, 1),
             row_count=(self.row_count, 1, 1),
         )
+        yield from check_squares(tensors, self.x, self.x_squares)
         if tensors[self.up].dtype is not gate.dtype:
             yield f"up holds {tensors[self.up].dtype.name}, gate {gate.dtype.name}"

@@ -31,7 +31,7 @@ inline void execute(const GateUp& inst, Worker& worker) {
   const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
   if (live.begin == live.end) return;
   const Input in{inst.x,
-                 inst.gain,
+                 inst.x_squares,
                  inst.eps,
                  worker.tensor(inst.gate).columns,
                  static_cast<int>(inst.row_end - inst.row_begin),

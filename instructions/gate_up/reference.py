@@ -9,6 +9,7 @@ from megavm.vm.reference import View
 def execute(inst: GateUp, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
     columns = (inst.column_begin, inst.column_end)
-    x = m.normalise(m.read(inst.x, rows), inst.gain, inst.eps)
-    gate = m.product(x, inst.gate, columns, inst.gate_bias)
-    m.write(inst.out, rows, columns, silu(gate) * m.product(x, inst.up, columns, inst.up_bias))
+    x, scale = m.read(inst.x, rows), m.scale(inst, rows)
+    gate = m.product(x, inst.gate, columns, scale, inst.gate_bias)
+    up = m.product(x, inst.up, columns, scale, inst.up_bias)
+    m.write(inst.out, rows, columns, silu(gate) * up)

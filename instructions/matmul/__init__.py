@@ -1,10 +1,18 @@
-"""Matrix product with optional row gather and normalisation before it, bias and residual after it."""
+"""Matrix product with optional row gather before it, bias and residual after it, and RMSNorm around it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import product_constants, product_resources, ranges, shapes
+from megavm.instructions.tiles import (
+    check_scaled,
+    check_squares,
+    product_constants,
+    product_resources,
+    ranges,
+    scaled_writes,
+    shapes,
+)
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
     BF16,
@@ -25,17 +33,27 @@ PART_COLUMNS = 32  # parts of the columns of x begin at multiples of this: of ti
 
 
 class Matmul(Instruction):
-    """out[r, out_begin + c] := norm(x[i(r), K]) . weight[c, K] + bias[c] + residual[r, c] + addends
+    """out[r, c] := scale(i(r)) * (x[i(r), K] . weight[c, K]) + bias[c] + residual[r, c] + addends
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end). ``i(r)`` is
-    ``row_index[r]``, or r without it. ``norm`` is RmsNorm with ``gain`` and ``eps``, or nothing without
-    a gain. The input of the product is rounded to the weight's type, sums are float32, and the result is
-    rounded once to the type of ``out``.
+    ``row_index[r]``, or r without it. The input of the product is rounded to the weight's type, sums are
+    float32, and the result is rounded once to the type of ``out``.
 
-    K is [k_begin, k_end). A product of long rows may be split: one instruction for each part of the
-    columns of x, of which all but one leave their results side by side in a tensor, and that one adds
-    them up: ``addends`` is the sum of addends[r, j * columns + c] over all j, in their order. A part
-    cannot be normalised.
+    RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), h / sqrt(mean(h^2) + eps) * gain, is done by
+    those on both sides of it, in one pass. Who makes h also leaves the product with the gain, rounded
+    once, and squares, each of 8 columns and of the result before it is rounded::
+
+        out_scaled[r, c] := out[r, c] * out_gain[c]
+        out_squares[r, j] := sum of out[r, c]^2 for the c of [8 j, 8 j + 8)
+
+    Who reads them as x and ``x_squares`` multiplies by the rest, which all columns share:
+    scale(i) is 1 / sqrt(sum(x_squares[i]) / k + eps), or 1 without ``x_squares``; x has k columns.
+
+    K is the columns [part * part_k, (part + 1) * part_k) of x that exist. A product of long rows may be
+    split: one instruction for each part of the columns, of which all but part 0 leave their results side
+    by side in a tensor (there ``out`` above begins at column (part - 1) * columns), and part 0 adds them
+    up: ``addends`` is the sum of addends[r, j * columns + c] over all j, in their order. A part
+    cannot have ``x_squares``.
 
     With ``peaks`` the instruction also writes the largest result of each row and where it is:
     peaks[r, 2 tile] := max out[r, c], or not-a-number if one of them is; peaks[r, 2 tile + 1] := the lowest c
@@ -47,10 +65,13 @@ class Matmul(Instruction):
     x = tensor("input [rows, k]", F32, BF16)
     weight = tensor("weight [columns, k]", F32, BF16)
     bias = tensor("bias [columns]", F32, BF16, optional=True)
-    gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
+    x_squares = tensor("squares of x before its gain [rows, k / 8]", F32, optional=True)
     residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True)
     out = tensor("result [rows, columns]", F32, BF16)
     addends = tensor("other parts of the product [rows, parts * columns]", F32, optional=True)
+    out_gain = tensor("gain of the normalisation of out [columns]", F32, BF16, optional=True)
+    out_scaled = tensor("out times its gain [rows, columns]", F32, BF16, optional=True)
+    out_squares = tensor("squares of out [rows, columns / 8]", F32, optional=True)
     peaks = tensor("largest result and its column [rows, 2 * tiles]", F32, optional=True)
     row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
     row_count = tensor("number of live rows of out [1]; all when absent", I32, optional=True)
@@ -58,22 +79,32 @@ class Matmul(Instruction):
     row_end = integer("end of the rows")
     column_begin = integer("first column of out")
     column_end = integer("end of the columns")
-    k_begin = integer("first column of x and weight")
-    k_end = integer("end of those columns")
-    out_begin = integer("column of out where column 0 goes")
+    part = integer("which part of the columns of x and weight")
+    part_k = integer("columns of a part; the last may have fewer")
     x_rows = integer("row_index stays below this; row_end without row_index")
     tile = integer("number of the column tile, in peaks; 0 without peaks")
-    eps = real("added to the mean square")
+    eps = real("added to the mean square of x_squares")
+
+    def k(self, tensors: Sequence[TensorSpec]) -> tuple[int, int]:
+        """The columns of x and weight that are multiplied."""
+        begin = self.part * self.part_k
+        return begin, min(begin + self.part_k, tensors[self.weight].columns)
+
+    def out_begin(self, tensors: Sequence[TensorSpec]) -> int:
+        """The column of out where column 0 goes."""
+        return max(self.part - 1, 0) * tensors[self.weight].rows
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        k = (self.k_begin, self.k_end)
+        k = self.k(tensors)
         x_rows = rows if self.row_index == NONE else (0, self.x_rows)
         yield Region(self.x, x_rows, k)
         yield Region(self.weight, columns, k)
-        for handle in present(self.gain, self.row_count):
+        for handle in present(self.row_count):
             yield whole(tensors, handle)
-        for handle in present(self.bias):
+        for handle in present(self.x_squares):
+            yield Region(handle, x_rows, (0, tensors[handle].columns))
+        for handle in present(self.bias, self.out_gain):
             yield Region(handle, columns, (0, 1))
         for handle in present(self.residual):
             yield Region(handle, rows, columns)
@@ -86,38 +117,43 @@ class Matmul(Instruction):
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
-        begin = self.out_begin
-        yield Region(self.out, rows, (begin + self.column_begin, begin + self.column_end))
+        begin = self.out_begin(tensors)
+        columns = (self.column_begin, self.column_end)
+        yield Region(self.out, rows, (begin + columns[0], begin + columns[1]))
+        yield from scaled_writes(rows, columns, self.out_scaled, self.out_squares)
         for handle in present(self.peaks):
             yield Region(handle, rows, (2 * self.tile, 2 * self.tile + 2))
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
-        return 2 * tile * (self.k_end - self.k_begin)
+        begin, end = self.k(tensors)
+        return 2 * tile * (end - begin)
 
     def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        weight = tensors[self.weight]
+        begin, end = self.k(tensors)
         return product_resources(
             self.row_end - self.row_begin,
             self.column_end - self.column_begin,
-            self.k_end - self.k_begin,
-            weight.dtype.size,
+            end - begin,
+            tensors[self.weight].dtype.size,
         )
 
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""
         weight = tensors[self.weight]
         parts = 0 if self.addends == NONE else tensors[self.addends].columns // weight.rows
+        begin, end = self.k(tensors)
         return {
             **product_constants(
                 tensors,
                 x=self.x,
                 weight=self.weight,
-                gain=self.gain,
+                x_squares=self.x_squares,
                 biases=(self.bias,),
-                k=(self.k_begin, self.k_end),
+                width=end - begin,
             ),
             "max_addends": parts,
+            "any_out_scaled": int(self.out_scaled != NONE),
         }
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
@@ -127,26 +163,38 @@ class Matmul(Instruction):
             columns=(
                 self.column_begin,
                 self.column_end,
-                min(weight.rows, out.columns - self.out_begin),
+                min(weight.rows, out.columns - self.out_begin(tensors)),
             ),
-            k=(self.k_begin, self.k_end, weight.columns),
+            k=(*self.k(tensors), weight.columns),
             x_rows=(0, self.x_rows, x.rows),
         )
         yield from shapes(
             tensors,
             x=(self.x, None, weight.columns),
             bias=(self.bias, weight.rows, 1),
-            gain=(self.gain, weight.columns, 1),
             residual=(self.residual, None, weight.rows),
             row_count=(self.row_count, 1, 1),
         )
-        if self.k_end - self.k_begin < weight.columns:
-            if self.gain != NONE:
-                yield f"k [{self.k_begin}, {self.k_end}) is a part of x, which cannot be normalised"
-            if self.k_begin % PART_COLUMNS:
-                yield f"k_begin is {self.k_begin}, expected a multiple of {PART_COLUMNS}"
-            if self.k_end < weight.columns and self.k_end % PART_COLUMNS:
-                yield f"k_end is {self.k_end}, expected a multiple of {PART_COLUMNS} or all columns"
+        yield from check_squares(tensors, self.x, self.x_squares)
+        yield from check_scaled(
+            tensors,
+            (self.column_begin, self.column_end),
+            weight.rows,
+            gain=self.out_gain,
+            scaled=self.out_scaled,
+            squares=self.out_squares,
+        )
+        if self.part_k < weight.columns:
+            if self.x_squares != NONE:
+                yield f"part {self.part} of {self.part_k} columns of x cannot have x_squares"
+            if self.part_k % PART_COLUMNS:
+                yield (
+                    f"part_k is {self.part_k}, expected a multiple of {PART_COLUMNS} or all "
+                    f"{weight.columns} columns"
+                )
+        for name in ("addends", "out_scaled"):
+            if self.part > 0 and getattr(self, name) != NONE:
+                yield f"part {self.part} has {name}, which only part 0 can have"
         if self.addends != NONE and tensors[self.addends].columns % weight.rows:
             yield (
                 f"addends are {tensors[self.addends].columns} columns, "

@@ -21,6 +21,8 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
   const Weight* weight = worker.data<const Weight>(inst.weight);
   constexpr int64_t kWidth = 2 * kLanes;
   const int64_t columns = int64_t{inst.column_end} - inst.column_begin;
+  const int64_t size = worker.tensor(inst.weight).rows;
+  const int64_t out_begin = inst.part > 0 ? (inst.part - 1) * size : 0;
   const auto block_at = [&](int b) {
     const Weight* rows = weight + (inst.column_begin + b * kWidth) * in.k;
     const int64_t left = columns - b * kWidth;
@@ -37,12 +39,11 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
     const int count = lanes_at(column, inst.column_end);
     if (inst.bias != kNone) value = value + load_row(worker, inst.bias, 0, column, count);
     if (inst.residual != kNone) value = value + load_row(worker, inst.residual, row, column, count);
-    if (inst.addends != kNone) {
-      const int64_t size = worker.tensor(inst.weight).rows;
-      for (int64_t at = column; at < worker.tensor(inst.addends).columns; at += size)
-        value = value + load_row(worker, inst.addends, row, at, count);
-    }
-    store_row(worker, inst.out, row, inst.out_begin + column, value, count);
+    for (int64_t at = column; inst.addends != kNone && at < worker.tensor(inst.addends).columns;
+         at += size)
+      value = value + load_row(worker, inst.addends, row, at, count);
+    store_row(worker, inst.out, row, out_begin + column, value, count);
+    store_scaled(inst, worker, row, column, value, count);
     if (!peaks) return;
     float values[kLanes];
     store(values, value);
@@ -63,15 +64,17 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
 inline void execute(const Matmul& inst, Worker& worker) {
   const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
   if (live.begin == live.end) return;
+  const int64_t k = worker.tensor(inst.weight).columns;
+  const int64_t begin = int64_t{inst.part} * inst.part_k, end = begin + inst.part_k;
   const Input in{inst.x,
-                 inst.gain,
+                 inst.x_squares,
                  inst.eps,
-                 worker.tensor(inst.weight).columns,
+                 k,
                  static_cast<int>(inst.row_end - inst.row_begin),
                  static_cast<int>(live.end - live.begin),
                  input_rows(worker, live, inst.row_index, inst.x_rows),
-                 inst.k_begin,
-                 inst.k_end};
+                 begin,
+                 end < k ? end : k};
   with_weight_type(worker, inst.weight, [&]<typename Weight>(const Weight*) {
     matmul<Weight>(inst, worker, in, live.begin);
   });

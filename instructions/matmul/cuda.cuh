@@ -11,24 +11,31 @@ struct MatmulPlan : ProductPlan<Matmul> {
 
   uint32_t first_unit;
   float result[2];  // of the item that was finished last
+  float squares = 0.0f;
   uint32_t result_column = kNone;
 
   __device__ __forceinline__ explicit MatmulPlan(const Stage& stage)
       : ProductPlan(stage), first_unit(in.inst.column_begin / kUnitRows) {}
 
   __device__ __forceinline__ ProductInput input() const {
-    const uint32_t k =
-        program::kAnyPartOfK ? in.inst.k_end - in.inst.k_begin : in[&Matmul::weight].columns;
+    uint32_t k = in[&Matmul::weight].columns;
+    if (program::kAnyPartOfK) k = min_of(in.inst.part_k, k - first_k());
     ProductInput p = input_of(k, ceil_div(in.inst.column_end, kUnitRows) - first_unit, kHalfItems);
     p.wants_end = in.has(&Matmul::peaks);
     p.row_index = word_if_there(&Matmul::row_index);
     p.x_rows = in.inst.x_rows;
-    p.first_k = in.inst.k_begin;
+    p.first_k = first_k();
     return p;
+  }
+  __device__ __forceinline__ uint32_t first_k() const { return in.inst.part * in.inst.part_k; }
+  // The column of out where column 0 goes.
+  __device__ __forceinline__ uint32_t out_begin() const {
+    if (!program::kAnyPartOfK || in.inst.part == 0) return 0;
+    return (in.inst.part - 1) * in[&Matmul::weight].rows;
   }
   __device__ __forceinline__ WeightRows weights() const {
     const Tensor& weight = in[&Matmul::weight];
-    const uint64_t skipped = program::kAnyPartOfK ? in.inst.k_begin / kTileColumns * kTileBytes : 0;
+    const uint64_t skipped = program::kAnyPartOfK ? first_k() / kTileColumns * kTileBytes : 0;
     const uint64_t from = base_of(weight) + first_unit * unit_bytes(weight) + skipped;
     return {{from, 0, 0}, {kNone, kNone, kNone}, false, unit_bytes(weight)};
   }
@@ -61,9 +68,11 @@ struct MatmulPlan : ProductPlan<Matmul> {
       out.value[3] = __uint_as_float(words.z);
       out.number[1] = words.w;
     }
-    const uint32_t to = in.inst.out_begin;
-    out.set_place(place_of(in[&Matmul::out], row, to + column, to + in.inst.column_begin,
-                           to + in.inst.column_end));
+    const uint32_t to = out_begin(), begin = in.inst.column_begin, end = in.inst.column_end;
+    out.set_place(place_of(in[&Matmul::out], row, to + column, to + begin, to + end));
+    if (!is_scaled()) return;
+    load_pair(in, &Matmul::out_gain, column, out.value[4], out.value[5]);
+    out.set_scaled_place(place_of(in[&Matmul::out_scaled], row, column, begin, end));
   }
 
   // The residual, if it is not tagged.
@@ -98,15 +107,42 @@ struct MatmulPlan : ProductPlan<Matmul> {
     }
     if constexpr (program::kMaxAddends > 0)
       if (in.has(&Matmul::addends)) add_parts(row, column, values);
+    if (is_scaled()) {
+      // Those who wait for this row wait for these.
+      const float first = values[0] * early.value[4], second = values[1] * early.value[5];
+      if (early.scaled_kind != kNone)
+        early.scaled_place().store(first, second, tag);
+      else
+        write_columns(in[&Matmul::out_scaled], row, column, begin, end, first, second, tag);
+      squares = column < end ? values[0] * values[0] : 0.0f;
+      if (column + 1 < end) squares = fmaf(values[1], values[1], squares);
+    }
     if (early.kind != kNone) {
       early.place().store(values[0], values[1], tag);
     } else {
-      const uint32_t to = in.inst.out_begin;
+      const uint32_t to = out_begin();
       write_columns(in[&Matmul::out], row, to + column, to + begin, to + end, values[0], values[1],
                     tag);
     }
     result[0] = values[0], result[1] = values[1];
     result_column = column;
+  }
+
+  __device__ __forceinline__ bool is_scaled() const {
+    return program::kAnyOutScaled && in.has(&Matmul::out_scaled);
+  }
+
+  // Write the squares of a unit, which four items have that are `apart` lanes apart.
+  __device__ __forceinline__ void end_item(bool active, uint32_t item, uint32_t unit, uint32_t row,
+                                           uint32_t apart) const {
+    static_assert(kSquaresColumns == kUnitRows && kItemsPerUnit == 4);
+    if (!is_scaled()) return;
+    float sum = active ? squares : 0.0f;
+    sum += __shfl_xor_sync(~0u, sum, apart);
+    sum += __shfl_xor_sync(~0u, sum, 2 * apart);
+    if (active && item % kItemsPerUnit == 0)
+      write_element(in[&Matmul::out_squares], row, first_unit + unit + item / kItemsPerUnit, sum,
+                    in.tag());
   }
 
   // Add the other parts of the product. They are ready at about the same time as this one.
@@ -199,7 +235,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
       best_column = kNone;
       for (uint32_t thread = lane_index(); thread < kNumConsumerThreads; thread += kLanes) {
         const ptx::Words2 pair = ptx::load_shared2(from + 8 * thread);
-        if (pair.y != kNone && thread / share.threads % kGroupRows == row)
+        if (pair.y != kNone && ItemShare::row_of(thread / share.threads) == row)
           keep_larger(__uint_as_float(pair.x), pair.y, best, best_column);
       }
       end_row(first_row + row, best, best_column);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +27,13 @@ class Case:
     out: DType = F32
     live: int | None = None
     tagged: bool = False
-    extras: bool = False  # bias, gain, residual
+    extras: bool = False  # bias, squares of x, residual
+    scaled: bool = False  # out_gain, out_scaled, out_squares
     gather: bool = False
     tiles: int = 0  # column tiles that peaks have room for, if there are peaks
-    part: tuple[int, int] | None = None  # columns of x, if not all
-    parts: int = 0  # that are added; without them a part is stored behind two others
+    part: int = 0
+    part_k: int = 0  # columns of x of a part, if not all
+    parts: int = 0  # that are added
 
 
 CASES = [
@@ -58,14 +61,28 @@ PEAKS = [
 
 
 PARTS = [
-    Case("first part", k=96, part=(0, 32)),
-    Case("inner part", rows=3, k=128, columns=21, part=(32, 96), live=2),
-    Case("last part", rows=2, k=100, part=(64, 100)),
-    Case("deep part", rows=7, k=3100, part=(1024, 3072), columns=19),
-    Case("parts added", rows=3, k=96, columns=21, part=(0, 64), parts=2, tagged=True),
+    Case("first part", k=96, part_k=32),
+    Case("inner part", rows=3, k=160, columns=21, part=1, part_k=64, live=2),
+    Case("last part", rows=2, k=100, part=3, part_k=32),
+    Case("deep part", rows=7, k=3100, part=1, part_k=1536, columns=19),
+    Case("parts added", rows=3, k=96, columns=21, part_k=64, parts=2, tagged=True),
     Case("one part added to everything", rows=9, columns=22, extras=True, parts=1, live=8),
-    Case("part, gathered", rows=6, k=96, part=(32, 64), gather=True, parts=3),
-    Case("part, sums stay", rows=40, k=2200, columns=35, part=(1088, 2176), parts=2),
+    Case("part, gathered", rows=6, k=96, part=2, part_k=32, gather=True),
+    Case("part, sums stay", rows=40, k=2200, columns=35, part=1, part_k=1088),
+    Case("parts added, sums stay", rows=40, k=2200, columns=35, part_k=1088, parts=2),
+]
+
+SCALED = [
+    Case("scaled", rows=3, columns=48, scaled=True),
+    Case("scaled, tails", rows=2, k=96, columns=22, scaled=True, extras=True, live=1),
+    Case("scaled, one row", columns=40, k=1056, scaled=True, tagged=True, extras=True),
+    Case("scaled, tagged", rows=9, columns=24, scaled=True, tagged=True, extras=True),
+    Case("scaled, parts added", rows=8, k=96, columns=16, part_k=32, parts=2, scaled=True),
+    Case("scaled, sums stay", rows=40, k=1100, columns=88, scaled=True, extras=True),
+    Case("scaled, wide", rows=2, columns=2056, scaled=True, x=BF16, out=BF16, extras=True),
+    Case("squares of long rows", rows=3, k=4136, columns=16, extras=True, tagged=True, live=2),
+    Case("squares of one long row", k=2056, columns=16, extras=True, tagged=True, gather=True),
+    Case("squares of long rows, untagged", rows=6, k=4128, columns=16, extras=True, gather=True),
 ]
 
 
@@ -94,7 +111,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))
         tagged = replace(case, name=f"{case.name}, tagged", weight=BF16, x=BF16, tagged=True)
         yield example(rng, replace(tagged, k=case.k // 2 * 2))
-    for case in PEAKS:
+    for case in [*PEAKS, *SCALED]:
         yield example(rng, case)
         yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))
 
@@ -102,18 +119,25 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
 def example(rng: np.random.Generator, case: Case) -> Example:
     """The tile is inside larger tensors, so that what it writes beside itself shows."""
     table = Table(rng)
+    column_begin = 1 if case.out is F32 or not case.tagged else 2
     spare = case.columns % 2 + 2  # tagged rows are whole words
+    if case.scaled:
+        column_begin, spare = 8, 8 if case.columns % 8 else 16
     x_rows = case.rows + 4 if case.gather else case.rows + 1
     out_shape = (case.rows + 2, case.columns + spare)
     columns = out_shape[1]
-    left = 2 * columns if case.part and not case.parts else 0  # of the result
-    k_begin, k_end = case.part or (0, case.k)
+    left = max(case.part - 1, 0) * columns  # of the result
     small = case.weight
+    scaled: dict[str, Any] = {}
+    if case.scaled:
+        scaled = table.scaled(out_shape, case.weight, tagged=case.tagged)
     inst = Matmul(
         x=table.activation("x", (x_rows, case.k), case.x, tagged=case.tagged),
         weight=table.weight("weight", (columns, case.k), case.weight),
         bias=table.weight("bias", (columns,), small) if case.extras else NONE,
-        gain=table.gain("gain", case.k, small) if case.extras else NONE,
+        x_squares=table.squares("x_squares", x_rows, case.k, tagged=case.tagged)
+        if case.extras
+        else NONE,
         residual=table.activation("residual", out_shape, case.out, tagged=case.tagged)
         if case.extras
         else NONE,
@@ -123,6 +147,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         )
         if case.parts
         else NONE,
+        **scaled,
         peaks=table.output("peaks", (out_shape[0], 2 * case.tiles), F32, tagged=case.tagged)
         if case.tiles
         else NONE,
@@ -134,11 +159,10 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         row_count=table.count("row_count", None if case.live is None else case.live + 1),
         row_begin=1 if not case.gather or case.live else 0,
         row_end=case.rows + 1,
-        column_begin=1 if case.out is F32 or not case.tagged else 2,
-        column_end=case.columns + 1,
-        k_begin=k_begin,
-        k_end=k_end,
-        out_begin=left,
+        column_begin=column_begin,
+        column_end=case.columns + (column_begin if case.scaled else 1),
+        part=case.part,
+        part_k=case.part_k or case.k,
         x_rows=x_rows if case.gather else case.rows + 1,
         tile=max(case.tiles - 1, 0),
         eps=1e-5,

@@ -12,22 +12,24 @@ def execute(inst: Matmul, m: View) -> None:
     columns = (inst.column_begin, inst.column_end)
     if rows[0] == rows[1]:
         return
-    k = (inst.k_begin, inst.k_end)
-    if inst.row_index == NONE:
-        x = m.read(inst.x, rows, k)
-    else:
+    k = inst.k(m.tensors)
+    chosen = list(range(*rows))
+    if inst.row_index != NONE:
         chosen = [int(r) for r in m.raw(inst.row_index)[rows[0] : rows[1]]]
         if any(not 0 <= r < inst.x_rows for r in chosen):
             raise IndexError(f"row_index holds {chosen}, x_rows is {inst.x_rows}")
-        x = torch.cat([m.read(inst.x, (r, r + 1), k) for r in chosen])
-    out = m.product(m.normalise(x, inst.gain, inst.eps), inst.weight, columns, inst.bias, k)
+    x = torch.cat([m.read(inst.x, (r, r + 1), k) for r in chosen])
+    scale = torch.cat([m.scale(inst, (r, r + 1)) for r in chosen])
+    out = m.product(x, inst.weight, columns, scale, inst.bias, k)
     if inst.residual != NONE:
         out += m.read(inst.residual, rows, columns)
     if inst.addends != NONE:
         size = m.tensors[inst.weight].rows
         for begin in range(0, m.tensors[inst.addends].columns, size):
             out += m.read(inst.addends, rows, (begin + columns[0], begin + columns[1]))
-    m.write(inst.out, rows, (inst.out_begin + columns[0], inst.out_begin + columns[1]), out)
+    begin = inst.out_begin(m.tensors)
+    m.write(inst.out, rows, (begin + columns[0], begin + columns[1]), out)
+    m.write_scaled(inst, rows, columns, out)
     if inst.peaks != NONE:
         largest = out.amax(-1, keepdim=True)
         column = inst.column_begin + (out == largest).float().argmax(-1, keepdim=True)

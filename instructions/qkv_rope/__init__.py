@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import product_constants, product_resources, ranges, shapes
+from megavm.instructions.tiles import (
+    check_squares,
+    product_constants,
+    product_resources,
+    ranges,
+    shapes,
+)
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
     BF16,
@@ -23,7 +29,7 @@ from megavm.vm.isa import (
 
 
 class QkvRope(Instruction):
-    """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(norm(x[r]) . q_weight^T), rope(... k_weight^T), ... v_weight^T
+    """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(s[r] * (x[r] . q_weight^T)), rope(... k_weight^T), ... v_weight^T
 
     for the live rows of [row_begin, row_end) and the *rotation pairs* [pair_begin, pair_end). Pairs are
     counted over the query heads, then the key heads, then the value heads: pair p belongs to head
@@ -35,8 +41,8 @@ class QkvRope(Instruction):
     ``rope`` holds cos t in its first and sin t in its second half of columns (Su et al. 2021,
     arXiv:2104.09864, with the halves paired as in Hugging Face's Llama). Values are not rotated. The slot
     of a row at position p of sequence s is row p % block_size of KV block block_table[s, p // block_size];
-    p is row_position[r] plus the number of the step within its launch. ``norm``, biases and rounding
-    are those of Matmul.
+    p is row_position[r] plus the number of the step within its launch. The scale
+    s[r], from ``x_squares``, biases and rounding are those of Matmul.
 
     With ``k_new`` and ``v_new`` the rotated key and the value go there as well, to row r:
     k_new[r], v_new[r] := k_cache[slot(r)], v_cache[slot(r)]. Attention can read them as tagged words,
@@ -52,7 +58,7 @@ class QkvRope(Instruction):
     q_bias = tensor("query bias [heads * d]", F32, BF16, optional=True)
     k_bias = tensor("key bias [kv heads * d]", F32, BF16, optional=True)
     v_bias = tensor("value bias [kv heads * d]", F32, BF16, optional=True)
-    gain = tensor("gain of the normalisation [k]", F32, BF16, optional=True)
+    x_squares = tensor("squares of x before its gain [rows, k / 8]", F32, optional=True)
     q = tensor("rotated queries [rows, heads * d]", F32, BF16)
     k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
     v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
@@ -67,7 +73,7 @@ class QkvRope(Instruction):
     row_end = integer("end of the rows")
     pair_begin = integer("first rotation pair")
     pair_end = integer("end of the rotation pairs")
-    eps = real("added to the mean square")
+    eps = real("added to the mean square of x_squares")
 
     def parts(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
         """The contiguous column ranges covered: (part, begin, end, k) with part 0, 1, 2 for q, k, v.
@@ -104,8 +110,8 @@ class QkvRope(Instruction):
             yield Region(weights[part], (begin, end), (0, k))
             for handle in present(biases[part]):
                 yield Region(handle, (begin, end), (0, 1))
-        for handle in present(self.gain):
-            yield whole(tensors, handle)
+        for handle in present(self.x_squares):
+            yield Region(handle, rows, (0, tensors[handle].columns))
         yield Region(self.row_sequence, rows, (0, 1))
         yield Region(self.row_position, rows, (0, 1))
         for handle in (self.rope, self.block_table, self.row_count):
@@ -152,7 +158,7 @@ class QkvRope(Instruction):
             tensors,
             x=self.x,
             weight=self.q_weight,
-            gain=self.gain,
+            x_squares=self.x_squares,
             biases=(self.q_bias, self.k_bias, self.v_bias),
         ) | {"block_size": tensors[self.k_cache].shape[2]}
 
@@ -186,9 +192,9 @@ class QkvRope(Instruction):
             v_bias=(self.v_bias, kv_columns, 1),
             k_new=(self.k_new, None, kv_columns),
             v_new=(self.v_new, None, kv_columns),
-            gain=(self.gain, x.columns, 1),
             row_count=(self.row_count, 1, 1),
         )
+        yield from check_squares(tensors, self.x, self.x_squares)
         yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):
             for spec in (tensors[h] for h in present(getattr(self, name))):

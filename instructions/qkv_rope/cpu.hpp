@@ -131,7 +131,7 @@ inline void execute(const QkvRope& inst, Worker& worker) {
     slots[row - live.begin] = {static_cast<int32_t>(position), static_cast<int32_t>(block)};
   }
   const Input in{inst.x,
-                 inst.gain,
+                 inst.x_squares,
                  inst.eps,
                  worker.tensor(inst.q_weight).columns,
                  static_cast<int>(inst.row_end - inst.row_begin),

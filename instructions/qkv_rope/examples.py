@@ -132,7 +132,9 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         k_weight=table.weight("k_weight", (kv_columns, case.k), case.weight),
         v_weight=table.weight("v_weight", (kv_columns, case.k), case.weight),
         **biases,
-        gain=table.gain("gain", case.k, case.weight) if case.extras else NONE,
+        x_squares=table.squares("x_squares", len(case.rows), case.k, tagged=case.tagged)
+        if case.extras
+        else NONE,
         q=table.output("q", (num_rows, q_columns), case.q, tagged=case.tagged),
         **caches,
         **copies,

@@ -9,7 +9,7 @@ from megavm.vm.reference import View
 
 def execute(inst: QkvRope, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
-    x = m.normalise(m.read(inst.x, rows), inst.gain, inst.eps)
+    x, scale = m.read(inst.x, rows), m.scale(inst, rows)
     half = m.tensors[inst.rope].columns // 2
     query_pairs, key_pairs = (m.tensors[w].rows // 2 for w in (inst.q_weight, inst.k_weight))
     for pair in range(inst.pair_begin, inst.pair_end):
@@ -24,8 +24,8 @@ def execute(inst: QkvRope, m: View) -> None:
         bias = (inst.q_bias, inst.k_bias, inst.v_bias)[part]
         low = 2 * half * head + j
         high = low + half
-        a = m.product(x, weight, (low, low + 1), bias)[:, 0]
-        b = m.product(x, weight, (high, high + 1), bias)[:, 0]
+        a = m.product(x, weight, (low, low + 1), scale, bias)[:, 0]
+        b = m.product(x, weight, (high, high + 1), scale, bias)[:, 0]
         if part < 2:
             angles = m.raw(inst.rope)[[m.position(inst.row_position, r) for r in range(*rows)]]
             cos, sin = angles[:, j], angles[:, half + j]

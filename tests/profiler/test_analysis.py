@@ -52,7 +52,7 @@ def products() -> Program:
             instructions.append(
                 Matmul(
                     x=0, weight=weight, out=out, row_begin=0, row_end=1, column_begin=w * SIZE,
-                    column_end=(w + 1) * SIZE, x_rows=1, tile=0, k_begin=0, k_end=SIZE, out_begin=0,
+                    column_end=(w + 1) * SIZE, x_rows=1, tile=0, part=0, part_k=SIZE,
                     eps=0.0, signal=i,
                     waits=[Wait(i - 1, WORKERS) if i else Wait(ROUNDS - 1, 0)],
                 )

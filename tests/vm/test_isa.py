@@ -205,7 +205,7 @@ def test_fields_describe_themselves_on_the_class_and_hold_values_on_the_instance
 
 def test_the_name_is_snake_case_and_the_formula_the_first_line() -> None:
     assert RmsNorm.name() == "rms_norm"
-    assert Matmul.formula().startswith("out[r, out_begin + c] := norm(x[i(r), K])")
+    assert Matmul.formula().startswith("out[r, c] := scale(i(r)) * (x[i(r), K] . weight[c, K])")
 
 
 def test_more_operands_than_words_are_refused() -> None:

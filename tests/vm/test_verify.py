@@ -214,9 +214,8 @@ def test_an_instruction_beyond_the_budget_of_a_worker_is_rejected() -> None:
         column_end=8192,
         x_rows=64,
         tile=0,
-        k_begin=0,
-        k_end=65536,
-        out_begin=0,
+        part=0,
+        part_k=65536,
         eps=0.0,
     )
     text = fault(Program.build(tensors, [tile], [[0]]))
@@ -390,9 +389,8 @@ def test_a_tagged_word_orders_its_own_words_but_not_other_writes_of_the_writer()
         column_end=8,
         x_rows=1,
         tile=0,
-        k_begin=0,
-        k_end=8,
-        out_begin=0,
+        part=0,
+        part_k=8,
         eps=0.0,
         signal=0,
     )
@@ -588,7 +586,6 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
             "q_weight": weight(f"{at}.q_weight", hidden, hidden),
             "k_weight": weight(f"{at}.k_weight", kv_heads * d, hidden),
             "v_weight": weight(f"{at}.v_weight", kv_heads * d, hidden),
-            "gain": weight(f"{at}.gain", hidden),
         }
         b.add(
             f"{at}.qkv",
@@ -670,9 +667,8 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
                         out=out,
                         x_rows=1,
                         tile=0,
-                        k_begin=0,
-                        k_end=k,
-                        out_begin=0,
+                        part=0,
+                        part_k=k,
                         eps=0.0,
                         **count,
                         **columns(*c),
@@ -685,11 +681,10 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
 
         product(f"{at}.o_proj", attended, x, between, hidden)
         mlp: dict[str, Any] = {n: weight(f"{at}.{n}", inter, hidden) for n in ("gate", "up")}
-        gain = weight(f"{at}.mlp_gain", hidden)
         b.add(
             f"{at}.gate_up",
             (
-                GateUp(x=between, gain=gain, out=act, eps=1e-5, **mlp, **count, **columns(*c))
+                GateUp(x=between, out=act, eps=1e-5, **mlp, **count, **columns(*c))
                 for c in b.cut(inter, 16)
             ),
             wait=every_wait,
@@ -707,9 +702,8 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
                 out=logits,
                 x_rows=1,
                 tile=0,
-                k_begin=0,
-                k_end=hidden,
-                out_begin=0,
+                part=0,
+                part_k=hidden,
                 eps=0.0,
                 **count,
                 **columns(*c),

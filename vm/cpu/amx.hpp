@@ -57,8 +57,7 @@ struct AmxPath {
 
   ~AmxPath() { _tile_release(); }
 
-  void pack(const Worker& worker, const Input& in, const float* scales, int64_t begin,
-            int64_t width) {
+  void pack(const Worker& worker, const Input& in, int64_t begin, int64_t width) {
     depth = ceil_to(width, kDepth);
     with_rows(worker, in.x, [&](auto rows) {
       for (int first = 0; first < in.num_rows; first += kLanes) {
@@ -71,7 +70,7 @@ struct AmxPath {
               words[i] = _mm512_setzero_si512();
               continue;
             }
-            words[i] = load_pairs(worker, in, rows, scales, first + i, begin + c, width - c);
+            words[i] = load_pairs(in, rows, first + i, begin + c, width - c);
           }
           transpose(words);
           const __mmask16 mask = static_cast<__mmask16>((1u << count) - 1);
@@ -84,18 +83,15 @@ struct AmxPath {
 
   // 32 columns of an input row, of which `left` exist.
   template <typename Rows>
-  MEGAVM_INLINE static __m512i load_pairs(const Worker& worker, const Input& in, const Rows& rows,
-                                          const float* scales, int i, int64_t column,
+  MEGAVM_INLINE static __m512i load_pairs(const Input& in, const Rows& rows, int i, int64_t column,
                                           int64_t left) {
     if constexpr (requires(const Bf16* p) { p = rows.data; }) {
-      if (!scales && left >= kDepth)
-        return _mm512_loadu_si512(rows.data + in.row[i] * rows.columns + column);
+      if (left >= kDepth) return _mm512_loadu_si512(rows.data + in.row[i] * rows.columns + column);
     }
     const int low = left < kLanes ? static_cast<int>(left) : kLanes;
     const int high = left >= kDepth ? kLanes : left > kLanes ? static_cast<int>(left) - kLanes : 0;
-    const Vec a = load_normalised(worker, in, rows, scales, i, column, low);
-    const Vec b =
-        high ? load_normalised(worker, in, rows, scales, i, column + kLanes, high) : zero();
+    const Vec a = load_input(in, rows, i, column, low);
+    const Vec b = high ? load_input(in, rows, i, column + kLanes, high) : zero();
     return (__m512i)_mm512_cvtne2ps_pbh(b.part[0], a.part[0]);
   }
 

@@ -22,15 +22,14 @@ constexpr int weight_rows_at_once(int tokens) {
 
 // Pack columns [begin, begin + width) of the input rows, padded with zeros to whole steps.
 template <typename Weight>
-inline void pack_rows(const Worker& worker, const Input& in, const float* scales, int64_t begin,
-                      int64_t width, const Panel<Weight>& panel) {
+inline void pack_rows(const Worker& worker, const Input& in, int64_t begin, int64_t width,
+                      const Panel<Weight>& panel) {
   with_rows(worker, in.x, [&](auto rows) {
     for (int i = 0; i < in.num_rows; ++i) {
       Weight* to = panel.data + i * panel.stride;
       for (int64_t c = 0; c < panel.stride; c += kLanes) {
         const int count = c < width ? lanes_at(c, width) : 0;
-        store(to + c,
-              count ? load_normalised(worker, in, rows, scales, i, begin + c, count) : zero());
+        store(to + c, count ? load_input(in, rows, i, begin + c, count) : zero());
       }
     }
   });
@@ -144,10 +143,9 @@ struct DotPath {
   DotPath(Worker& worker, const Input& in, int64_t widest)
       : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, 32)), 0} {}
 
-  MEGAVM_INLINE void pack(const Worker& worker, const Input& in, const float* scales, int64_t begin,
-                          int64_t width) {
+  MEGAVM_INLINE void pack(const Worker& worker, const Input& in, int64_t begin, int64_t width) {
     panel.stride = ceil_to(width, 32);
-    pack_rows(worker, in, scales, begin, width, panel);
+    pack_rows(worker, in, begin, width, panel);
   }
 
   // Columns of the packed slice, from `begin` on; the sums are stored if `first`, added otherwise.

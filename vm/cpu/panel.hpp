@@ -9,7 +9,7 @@ namespace megavm::MEGAVM_LEVEL {
 // The input rows of a product.
 struct Input {
   uint32_t x;
-  uint32_t gain;  // kNone: not normalised
+  uint32_t squares;  // of x; kNone: none
   float eps;
   int64_t k;
   int declared_rows;   // of the tile, live or not: it chooses the path
@@ -47,13 +47,10 @@ MEGAVM_INLINE float* sums_of(float* sums, int row, int half) {
 // How far ahead in a row weights are fetched.
 constexpr int kPrefetchBytes = 512;
 
-// Read 16 values of a row, normalised.
+// Read up to 16 values of a row.
 template <typename Rows>
-MEGAVM_INLINE Vec load_normalised(const Worker& worker, const Input& in, const Rows& rows,
-                                  const float* scales, int i, int64_t column, int count) {
-  Vec x = count == kLanes ? rows.load(in.row[i], column) : rows.load(in.row[i], column, count);
-  if (scales) x = x * splat(scales[i]) * load_row(worker, in.gain, 0, column, count);
-  return x;
+MEGAVM_INLINE Vec load_input(const Input& in, const Rows& rows, int i, int64_t column, int count) {
+  return count == kLanes ? rows.load(in.row[i], column) : rows.load(in.row[i], column, count);
 }
 
 }  // namespace megavm::MEGAVM_LEVEL

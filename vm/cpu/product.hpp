@@ -23,20 +23,25 @@ MEGAVM_INLINE int64_t slice_columns(int64_t rows, int64_t itemsize) {
 }
 
 template <typename Weight, typename Path, typename BlockAt, typename Store>
-inline void product_on(Worker& worker, const Input& in, const float* scales, int num_blocks,
-                       BlockAt block_at, Store store) {
+inline void product_on(Worker& worker, const Input& in, int num_blocks, BlockAt block_at,
+                       Store store) {
   const int64_t block_sums = ceil_to(in.num_rows, kLanes) * 2 * kLanes;
+  float* scales = worker.allocate<float>(in.num_rows);
+  for (int i = 0; i < in.num_rows; ++i)
+    scales[i] = in.squares == kNone ? 1.0f : scale_of(worker, in.squares, in.row[i], in.k, in.eps);
   const auto finish = [&](const Path& path, int b, float* sums) {
     path.finish(in, sums);
-    for (int i = 0; i < in.num_rows; ++i)
-      store(b, i, load(sums_of(sums, i, 0)), load(sums_of(sums, i, 1)));
+    for (int i = 0; i < in.num_rows; ++i) {
+      const Vec scale = splat(scales[i]);
+      store(b, i, scale * load(sums_of(sums, i, 0)), scale * load(sums_of(sums, i, 1)));
+    }
   };
   const int64_t panel_bytes = in.declared_rows * ceil_to(in.width(), 32) * int64_t{sizeof(Weight)};
   if (panel_bytes <= int64_t{kPanelPages} * kPageBytes) {
     // The input stays, weights pass by.
     Path path(worker, in, in.width());
     float* sums = worker.allocate<float>(block_sums);
-    path.pack(worker, in, scales, in.begin, in.width());
+    path.pack(worker, in, in.begin, in.width());
     for (int b = 0; b < num_blocks; ++b) {
       path.multiply(in, block_at(b), block_at(b + 1 < num_blocks ? b + 1 : b), in.begin, in.width(),
                     sums, true);
@@ -57,7 +62,7 @@ inline void product_on(Worker& worker, const Input& in, const float* scales, int
     const int end = first + at_once < num_blocks ? first + at_once : num_blocks;
     for (int64_t begin = in.begin; begin < in.end; begin += slice) {
       const int64_t width = in.end - begin < slice ? in.end - begin : slice;
-      path.pack(worker, in, scales, begin, width);
+      path.pack(worker, in, begin, width);
       for (int b = first; b < end; ++b)
         path.multiply(in, block_at(b), block_at(b + 1 < end ? b + 1 : b), begin, width,
                       sums + (b - first) * block_sums, begin == in.begin);
@@ -71,20 +76,13 @@ inline void product_on(Worker& worker, const Input& in, const float* scales, int
 template <typename Weight, typename BlockAt, typename Store>
 inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt block_at,
                     Store store) {
-  float* scales = nullptr;
-  if (in.gain != kNone) {
-    scales = worker.allocate<float>(in.num_rows);
-    with_rows(worker, in.x, [&](auto rows) {
-      for (int i = 0; i < in.num_rows; ++i) scales[i] = rms_scale(rows, in.row[i], in.k, in.eps);
-    });
-  }
 #if defined(__AMX_BF16__)
   if constexpr (sizeof(Weight) == 2) {
     if (in.num_rows >= kAmxRows)
-      return product_on<Weight, AmxPath>(worker, in, scales, num_blocks, block_at, store);
+      return product_on<Weight, AmxPath>(worker, in, num_blocks, block_at, store);
   }
 #endif
-  product_on<Weight, DotPath<Weight>>(worker, in, scales, num_blocks, block_at, store);
+  product_on<Weight, DotPath<Weight>>(worker, in, num_blocks, block_at, store);
 }
 
 // Live rows of a tile as rows of x: `row_index[r]`, below `x_rows`, or r itself without it.

@@ -205,6 +205,31 @@ MEGAVM_INLINE int lanes_at(int64_t column, int64_t end) {
   return end - column < kLanes ? static_cast<int>(end - column) : kLanes;
 }
 
+// Leave up to 16 elements of a result with its gain and as squares, if the instruction does; see
+// Matmul. `column` is a multiple of 8.
+template <typename Instruction>
+MEGAVM_INLINE void store_scaled(const Instruction& inst, const Worker& worker, int64_t row,
+                                int64_t column, const Vec& value, int count) {
+  if (inst.out_scaled == kNone) return;
+  const Vec gain = load_row(worker, inst.out_gain, 0, column, count);
+  store_row(worker, inst.out_scaled, row, column, value * gain, count);
+  float values[kLanes], squares[kLanes] = {};
+  store(values, value);
+  for (int i = 0; i < count; ++i) squares[i / kSquaresColumns] += values[i] * values[i];
+  store_row(worker, inst.out_squares, row, column / kSquaresColumns, load(squares),
+            (count + kSquaresColumns - 1) / kSquaresColumns);
+}
+
+// 1 / sqrt(mean(x^2) + eps) of a row of x with k columns, from the sums of their squares.
+MEGAVM_INLINE float scale_of(const Worker& worker, uint32_t squares, int64_t row, int64_t k,
+                             float eps) {
+  const int64_t columns = worker.tensor(squares).columns;
+  Vec sums = zero();
+  for (int64_t c = 0; c < columns; c += kLanes)
+    sums = sums + load_row(worker, squares, row, c, lanes_at(c, columns));
+  return 1.0f / __builtin_sqrtf(sum(sums) / static_cast<float>(k) + eps);
+}
+
 // 1 / sqrt(mean(x^2) + eps) of a row.
 template <typename Rows>
 MEGAVM_INLINE float rms_scale(const Rows& rows, int64_t row, int64_t columns, float eps) {
