@@ -45,16 +45,14 @@ class Consumer {
   // Wait until all consumers are here.
   __device__ __forceinline__ void sync() {
     const Semaphore all{SemaphoreKind::kConsumers, 0};
-    __syncwarp();
-    if (lane_index() == 0) all.arrive();
+    all.arrive_together();
     all.wait(sync_phase_);
     sync_phase_ ^= 1;
   }
 
   // This warp will not read the page any more.
   __device__ __forceinline__ void finish(const PageCursor& page) {
-    __syncwarp();
-    if (lane_index() == 0) page_finished(page.slot).arrive();
+    page_finished(page.slot).arrive_together();
   }
 
   // The same for the next `count` <= 32 pages at once: wait until they are there; be done with
@@ -67,6 +65,10 @@ class Consumer {
     __syncwarp();
   }
   __device__ __forceinline__ void finish_pages(uint32_t count) {
+    if constexpr (kWarpArrivals > 1) {
+      for (; count > 0; --count, page.advance()) finish(page);
+      return;
+    }
     PageCursor mine = page;
     mine.advance(lane_index());
     __syncwarp();

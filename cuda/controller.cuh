@@ -101,13 +101,11 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       }
     }
     __syncwarp();
-    if (lane == 0) {
-      if (more) {
-        note(launch, stage, Event::kWorker);
-        note(launch, stage, Event::kResolved);
-      }
-      cursor.resolved().arrive();
+    if (lane == 0 && more) {
+      note(launch, stage, Event::kWorker);
+      note(launch, stage, Event::kResolved);
     }
+    cursor.resolved().arrive_together();
     if (!more) break;
     cursor.advance();
   }

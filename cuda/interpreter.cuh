@@ -33,10 +33,8 @@ __device__ __forceinline__ void run_loader(const Launch& launch) {
     if constexpr (program::kAnyProduct)
       if (product.tiling.units > 0) load_product(stage, product, weights, loader);
     __syncwarp();
-    if (lane_index() == 0) {
-      note(launch, stage, Event::kLoadEnd);
-      loader.stage.released().arrive();
-    }
+    if (lane_index() == 0) note(launch, stage, Event::kLoadEnd);
+    loader.stage.released().arrive_together();
     loader.stage.advance();
   }
 }
@@ -69,8 +67,7 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
       if (is_product) product_rows<Used>(stage, consumer);
     }
     if (!kStorerFinishes || !is_product) consumer.note(stage, Event::kEnd);
-    __syncwarp();
-    if (lane_index() == 0) consumer.stage.stored().arrive();
+    consumer.stage.stored().arrive_together();
     consumer.stage.advance();
   }
 }
@@ -89,8 +86,8 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     if (lane_index() == 0) {
       storer.publish(stage);
       storer.note(stage, Event::kSignalled);
-      storer.stage.released().arrive();
     }
+    storer.stage.released().arrive_together();
     storer.stage.advance();
   }
 }
@@ -100,22 +97,22 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
 #pragma unroll 1
     for (uint32_t i = 0; i < kPages; ++i) {
       page_arrived(i).init(1);
-      page_finished(i).init(kNumConsumers);
+      page_finished(i).init(kNumConsumers * kWarpArrivals);
     }
 #pragma unroll 1
     for (uint32_t i = 0; i < kStages; ++i) {
       const StageCursor stage{i, 0};
-      stage.resolved().init(1);
+      stage.resolved().init(kWarpArrivals);
       stage.ready().init(1);
-      stage.stored().init(kNumConsumers);
+      stage.stored().init(kNumConsumers * kWarpArrivals);
       stage.hinted().init(1);
-      stage.released().init(4);  // loader, waiter (waits, hints), storer
+      stage.released().init(2 * kWarpArrivals + 2);  // loader, storer; waiter (waits, hints)
     }
-    Semaphore{SemaphoreKind::kConsumers, 0}.init(kNumConsumers);
+    Semaphore{SemaphoreKind::kConsumers, 0}.init(kNumConsumers * kWarpArrivals);
     for (uint32_t half = 0; half < 2; ++half) {
       const SumsCursor sums{half};
-      sums.arrived().init(kNumConsumers);
-      sums.finished().init(1);
+      sums.arrived().init(kNumConsumers * kWarpArrivals);
+      sums.finished().init(kWarpArrivals);
     }
     control() = {launch.timeout, launch.faults, launch.abort, 0, 0, 0};
     ptx::fence_mbarrier_init();

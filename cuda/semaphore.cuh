@@ -26,6 +26,11 @@ __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   return number < 8 ? stages : stages + 1 + (number - 8) * 2;
 }
 
+// How often a warp arrives when its lanes are done with something: one lane arrives for all, after
+// __syncwarp. racecheck takes an arrival for that of its lane alone; for it (scripts/sanitize) all
+// lanes arrive.
+constexpr uint32_t kWarpArrivals = 1;
+
 struct Semaphore {
   SemaphoreKind kind;
   uint32_t number;
@@ -39,6 +44,11 @@ struct Semaphore {
     ptx::mbarrier_init(address(), count);
   }
   __device__ __forceinline__ void arrive() const { ptx::mbarrier_arrive(address()); }
+  // All lanes of the warp are here: kWarpArrivals times.
+  __device__ __forceinline__ void arrive_together() const {
+    __syncwarp();
+    if (kWarpArrivals == kLanes || lane_index() == 0) arrive();
+  }
   __device__ __forceinline__ bool is_over(uint32_t phase) const {
     return ptx::mbarrier_test_wait(address(), phase);
   }

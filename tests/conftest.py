@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -36,16 +37,22 @@ def machine(request: pytest.FixtureRequest) -> Machine:
 def pytest_addoption(parser: pytest.Parser) -> None:
     text = "seconds that a wait on the GPU may take (more under a sanitizer)"
     parser.addoption("--cuda-timeout", type=float, default=10.0, help=text)
+    parser.addoption("--cuda-root", type=Path, help="folder of other kernel sources")
 
 
 @pytest.fixture(scope="session")
 def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
     """The GPU; tests that need it are skipped where there is none."""
+    from megavm.vm import cuda_compiler
     from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(f"machine cuda is not available: {reason}")
+    root = pytestconfig.getoption("--cuda-root")
+    if root is not None:
+        compile_there = functools.partial(cuda_compiler.compile_kernel, root=root)
+        cuda_compiler.compile_kernel = compile_there
     return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"))
 
 

@@ -451,8 +451,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
     }
     // Hand over the sums of the block.
     if (first_unit + kBlockUnits >= units) consumer.note(stage, Event::kComputed);
-    __syncwarp();
-    if (lane_index() == 0) consumer.sums.arrived().arrive();
+    consumer.sums.arrived().arrive_together();
     consumer.sums.advance();
   }
 }
@@ -513,7 +512,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       }
       __syncwarp();
       plan.end_item(active && part == 0, item, first_unit, row, kShare);
-      if (lane_index() == 0) storer.sums.finished().arrive();
+      storer.sums.finished().arrive_together();
       storer.sums.advance();
     }
     if (input.wants_end && live) plan.end_row(row, best, best_column);

@@ -11,6 +11,7 @@ import torch
 
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
+from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.vm import codegen, cuda_faults
 from megavm.vm.cuda_faults import Fault, FaultKind, Record, SemaphoreKind, sentence, waiting_for
@@ -237,3 +238,39 @@ def test_the_worker_that_waits_is_named_among_many(impatient: CudaMachine, dynam
         MachineFault, match=r"instruction 13 waits for barrier 0 \(never\): value 0"
     ):
         executable.run()
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("missing", ["x", "x_squares", "residual", "addends"])
+def test_a_product_names_the_tagged_word_that_it_waits_for(
+    impatient: CudaMachine, missing: str, rows: int
+) -> None:
+    def activation(name: str, columns: int) -> TensorSpec:
+        return TensorSpec(name, (rows, columns), F32, ACTIVATION, tagged=name == missing)
+
+    tensors = [
+        activation("x", 64),
+        TensorSpec("weight", (16, 64), BF16, WEIGHT),
+        activation("x_squares", 8),
+        activation("residual", 16),
+        activation("addends", 16),
+        TensorSpec("out", (rows, 16), F32, STATE),
+    ]
+    operands: dict[str, Any] = {spec.name: i for i, spec in enumerate(tensors)}
+    inst = Matmul(
+        **operands,
+        row_begin=0,
+        row_end=rows,
+        column_begin=0,
+        column_end=16,
+        part=0,
+        part_k=64,
+        x_rows=rows,
+        tile=0,
+        eps=1e-5,
+    )
+    executable, memory = load(impatient, Program.build(tensors, [inst], [[0]]))
+    memory.epoch = 6
+    with pytest.raises(MachineFault, match=rf"tensor {missing}, row \d, word \d+: epoch 0, want"):
+        executable.run()
+    check_that_it_works(impatient)
