@@ -48,6 +48,10 @@ constexpr uint32_t kStages = 8;                   // instructions in flight in a
 constexpr uint32_t kWindow = kSingleRow ? 5 : 3;  // pages issued, not yet landed,
 constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
 constexpr uint32_t kHintSlack = 2;   // of the writers of a tensor, one in so many need not be done
+// How often a warp arrives at a semaphore when its lanes are done with something: one lane arrives,
+// and looks, for all, with __syncwarp between. racecheck takes that for its own alone; for it
+// (scripts/sanitize) all lanes do.
+constexpr uint32_t kWarpArrivals = 1;
 constexpr uint32_t kUnitRows = 8;
 constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);

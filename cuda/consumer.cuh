@@ -63,6 +63,9 @@ class Consumer {
     while (!__all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase)))
       if (__builtin_expect(is_stopping(), 0)) page_arrived(page.slot).give_up(page.phase);
     __syncwarp();
+    PageCursor each = page;
+    if constexpr (kWarpArrivals > 1)
+      for (uint32_t i = 0; i < count; ++i, each.advance()) page_arrived(each.slot).wait(each.phase);
   }
   __device__ __forceinline__ void finish_pages(uint32_t count) {
     if constexpr (kWarpArrivals > 1) {

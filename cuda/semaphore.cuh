@@ -26,11 +26,6 @@ __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   return number < 8 ? stages : stages + 1 + (number - 8) * 2;
 }
 
-// How often a warp arrives when its lanes are done with something: one lane arrives for all, after
-// __syncwarp. racecheck takes an arrival for that of its lane alone; for it (scripts/sanitize) all
-// lanes arrive.
-constexpr uint32_t kWarpArrivals = 1;
-
 struct Semaphore {
   SemaphoreKind kind;
   uint32_t number;

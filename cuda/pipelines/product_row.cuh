@@ -330,11 +330,15 @@ class RowInput {
 };
 
 // How many of the next pages have arrived, at most `most` <= kPreload.
-__device__ __forceinline__ uint32_t count_arrived(PageCursor page, uint32_t most) {
+__device__ __forceinline__ uint32_t count_arrived(PageCursor first, uint32_t most) {
+  PageCursor page = first;
   page.advance(lane_index() % kPreload);
   const bool there = lane_index() < most && page_arrived(page.slot).is_over(page.phase);
   const uint32_t count = __ffs(~__ballot_sync(~0u, there)) - 1;
   __syncwarp();
+  if constexpr (kWarpArrivals > 1)
+    for (uint32_t i = 0; i < count; ++i, first.advance())
+      page_arrived(first.slot).wait(first.phase);
   return count;
 }
 
