@@ -79,7 +79,6 @@ def waiting(*semaphores: str) -> Edits:
 
 
 BARRIER = {"exchange": "barrier"}
-CONSUMERS_FINISH: Edits = {CONFIG: ((r"(?<=kStorerFinishes = )[^;]+", "false"),)}
 VARIANTS = [
     # Streaming weights.
     *(Variant("ring of pages", f"{n} pages", pages(n)) for n in (4, 6, 8, 10)),
@@ -87,7 +86,6 @@ VARIANTS = [
     *(Variant("copies in flight", f"5, waiting {n}", in_flight(5, n)) for n in (1, 3)),
     *(Variant("pages in registers", f"{n}", constant("kPreload", n)) for n in (2, 4, 8)),
     *(Variant("instructions in flight", f"{n}", constant("kStages", n)) for n in (2, 4)),
-    Variant("products finished by", "the consumers", CONSUMERS_FINISH),
     Variant("weights before waits", "off", waiting("ready", "hinted")),
     Variant("weights before waits", "off, with barriers", waiting("ready"), BARRIER),
     # Passing activations on.

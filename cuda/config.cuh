@@ -100,6 +100,7 @@ constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
 static_assert(kControlAt % 16 == 0 && kControlAt + 64 <= kSharedBytes);
 
 // Pages that consumers hold in registers while their input is on its way.
-constexpr uint32_t kPreload = min_of(4, kPages / 2 * 2);
+constexpr uint32_t kPreload = 4;
+static_assert(kPreload <= kPages);
 
 }  // namespace megavm

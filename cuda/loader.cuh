@@ -1,5 +1,6 @@
 // The loader streams what instructions read through the ring of pages, ahead of the consumers:
-// across instructions, layers and tokens. Weights never wait; produced data waits for `ready`.
+// across instructions, layers and tokens. Weights never wait; produced data waits for `ready`, or,
+// where it is of earlier steps alone, for those.
 #pragma once
 
 #include "cuda/barrier.cuh"

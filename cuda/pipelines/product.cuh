@@ -15,7 +15,7 @@
 //
 // A *plan* says what is multiplied and what becomes of the sums, see instructions/matmul/cuda.cuh.
 // There is one copy of the code for all product instructions, so that it stays in the instruction
-// cache; only prefetch and finish are theirs. Here is what programs of one row (product_row.cuh)
+// cache; only what becomes of an item is theirs. Here is what programs of one row (product_row.cuh)
 // and of several (product_rows.cuh) share.
 #pragma once
 

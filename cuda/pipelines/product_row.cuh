@@ -170,8 +170,6 @@ class RowInput {
     forget();
   }
 
-  __device__ __forceinline__ uint32_t row() const { return row_; }
-
   // Ask for the first batch of the row if it is likely there.
   __device__ __forceinline__ void ask(bool likely) {
     if constexpr (program::kAnyRaggedK) return;
@@ -484,7 +482,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       if (live && input.x_squares != kNone && first_unit == 0) {
         storer.stage.ready().wait(storer.stage.phase);
         storer.stage.hinted().wait(storer.stage.phase);
-        RowSquares<2> squares(stage, input);
+        RowSquares squares(stage, input);
         squares.ask(x_row(stage, input, row));
         scale = squares.scale();
       }

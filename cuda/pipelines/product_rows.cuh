@@ -235,7 +235,7 @@ struct RowsSums : UnitSums {
 };
 
 // Which item of a block this thread finishes, together with others. A thread keeps its row from
-// block to block. Neighbours share a row and have items of the same unit.
+// block to block. Neighbours share a row; of matmul they have the items of a unit.
 struct ItemShare {
   uint32_t threads;  // that share it
   uint32_t part;     // of the threads that share the item
@@ -362,7 +362,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           consumer.wait_hinted();
         }
         // Every warp works out the scale of a row.
-        RowSquares<2> squares(stage, input);
+        RowSquares squares(stage, input);
         const bool scales =
             input.x_squares != kNone && first_unit == 0 && chunk == 0 && consumer.warp() < rows;
         if (tiling.chunks() > 1 || first_unit == 0) x.fetch(chunk, rows > 0);

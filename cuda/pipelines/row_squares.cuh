@@ -43,7 +43,6 @@ struct FourSquares {
 
 // A warp reads the squares of a row, kBatch times four for each lane at once; it asks for the first
 // before it looks at any.
-template <uint32_t kBatch>
 class RowSquares {
  public:
   __device__ __forceinline__ RowSquares(const Stage& stage, const ProductInput& input)
@@ -81,6 +80,7 @@ class RowSquares {
   }
 
  private:
+  static constexpr uint32_t kBatch = 2;
   static constexpr bool kRagged = program::kAnySquares & 4;  // rows are not made of fours
 
   __device__ __forceinline__ const Tensor& squares() const {

@@ -38,7 +38,7 @@ class Embed(Instruction):
     out = tensor("hidden state [rows, hidden]", F32, BF16)
     out_gain = tensor("gain of the normalisation of out [hidden]", F32, BF16, optional=True)
     out_scaled = tensor("out times its gain [rows, hidden]", F32, BF16, optional=True)
-    out_squares = tensor("squares of out [rows, hidden / 8]", F32, optional=True)
+    out_squares = tensor("squares of out [rows, ceil(hidden / 8)]", F32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")

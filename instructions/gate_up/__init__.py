@@ -42,7 +42,7 @@ class GateUp(Instruction):
     up = tensor("up weight [columns, k]", F32, BF16)
     gate_bias = tensor("gate bias [columns]", F32, BF16, optional=True)
     up_bias = tensor("up bias [columns]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, k / 8]", F32, optional=True)
+    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
     out = tensor("result [rows, columns]", F32, BF16)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")

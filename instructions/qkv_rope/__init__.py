@@ -58,7 +58,7 @@ class QkvRope(Instruction):
     q_bias = tensor("query bias [heads * d]", F32, BF16, optional=True)
     k_bias = tensor("key bias [kv heads * d]", F32, BF16, optional=True)
     v_bias = tensor("value bias [kv heads * d]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, k / 8]", F32, optional=True)
+    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
     q = tensor("rotated queries [rows, heads * d]", F32, BF16)
     k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
     v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
