@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megavm.vm.config import NONE, PAGE_BYTES
 from megavm.vm.isa import F32, Region, Resources, TensorSpec, pages, present
@@ -13,6 +14,7 @@ SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: 
 COLUMN_BLOCK = 32  # output columns whose sums are alive at the same time
 ROW_BLOCK = 16  # rows whose sums are kept together
 VECTOR = 32  # input columns are padded to a multiple of this
+SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
 TILE_ROW_BYTES = 64  # on the GPU weights are tiles of 8 rows of 64 bytes,
 TILES_PER_PAGE = 32  # and so many tiles a page
 SCRATCH_PER_ROW = 16  # bytes: number, scale, position and KV block of an input row
@@ -112,32 +114,18 @@ def squares_of(columns: int) -> int:
     return -(-columns // SQUARES_COLUMNS)
 
 
-def check_squares(tensors: Sequence[TensorSpec], x: int, x_squares: int) -> Iterator[str]:
-    """A sentence when ``x_squares`` are not those of rows of x."""
-    yield from shapes(tensors, x_squares=(x_squares, None, squares_of(tensors[x].columns)))
-
-
-def scaled_writes(
-    rows: tuple[int, int], columns: tuple[int, int], scaled: int, squares: int
-) -> Iterator[Region]:
-    """The regions of ``out_scaled`` and ``out_squares`` that belong to a tile of ``out``."""
-    for handle in present(scaled):
+def scaled_writes(inst: Any) -> Iterator[Region]:
+    """The regions of ``out_scaled`` and ``out_squares`` that belong to the instruction's tile of out."""
+    rows, columns = (inst.row_begin, inst.row_end), (inst.column_begin, inst.column_end)
+    for handle in present(inst.out_scaled):
         yield Region(handle, rows, columns)
-    for handle in present(squares):
+    for handle in present(inst.out_squares):
         yield Region(handle, rows, (columns[0] // SQUARES_COLUMNS, squares_of(columns[1])))
 
 
-def check_scaled(
-    tensors: Sequence[TensorSpec],
-    columns: tuple[int, int],
-    size: int,
-    *,
-    gain: int,
-    scaled: int,
-    squares: int,
-) -> Iterator[str]:
-    """Sentences about ``out_gain``, ``out_scaled`` and ``out_squares`` of a tile of ``size`` columns."""
-    handles = {"out_gain": gain, "out_scaled": scaled, "out_squares": squares}
+def check_scaled(tensors: Sequence[TensorSpec], inst: Any, size: int) -> Iterator[str]:
+    """Sentences about ``out_gain``, ``out_scaled`` and ``out_squares``; out has ``size`` columns."""
+    handles = {name: getattr(inst, name) for name in SCALED}
     missing = [name for name, handle in handles.items() if handle == NONE]
     if len(missing) == len(handles):
         return
@@ -145,12 +133,13 @@ def check_scaled(
         yield f"{missing[0]} is missing: {', '.join(handles)} go together"
     yield from shapes(
         tensors,
-        out_gain=(gain, size, 1),
-        out_scaled=(scaled, None, size),
-        out_squares=(squares, None, squares_of(size)),
+        out_gain=(inst.out_gain, size, 1),
+        out_scaled=(inst.out_scaled, None, size),
+        out_squares=(inst.out_squares, None, squares_of(size)),
     )
-    if columns[0] % SQUARES_COLUMNS or (columns[1] % SQUARES_COLUMNS and columns[1] < size):
+    begin, end = inst.column_begin, inst.column_end
+    if begin % SQUARES_COLUMNS or (end % SQUARES_COLUMNS and end < size):
         yield (
-            f"columns [{columns[0]}, {columns[1]}) of {size} do not begin and end at multiples of "
+            f"columns [{begin}, {end}) of {size} do not begin and end at multiples of "
             f"{SQUARES_COLUMNS}, which out_squares needs"
         )

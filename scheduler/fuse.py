@@ -117,7 +117,7 @@ def _fuse_norm(operations: list[Operation]) -> list[Operation]:
         scaled[out] = norm, replace(out, dtype=dtype), squares
     result: list[Operation] = []
     for operation in operations:
-        if operation in norms.values():
+        if operation.kind == "rms_norm" and operation.outputs["out"] in scaled:
             continue
         if operation in norms:
             norm = norms[operation]

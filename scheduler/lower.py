@@ -19,14 +19,13 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import Sample
-from megavm.instructions.tiles import PANEL_PAGES, SPLIT_COLUMNS, SQUARES_COLUMNS
+from megavm.instructions.tiles import PANEL_PAGES, SCALED, SPLIT_COLUMNS, SQUARES_COLUMNS
 from megavm.scheduler.graph import Operation, Value
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
 from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
 
-SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
 MOST_PARTS = 8  # of a product: who adds them up has a pair of each in registers
 SUMMED_COLUMNS = 64  # of which a GPU's worker finishes the sums at a time (cuda/config.cuh)
 MANY_SPLITS = 8  # of which one less costs less than merges that begin late

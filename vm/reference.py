@@ -109,9 +109,7 @@ class View:
             return
         gain = self.raw(inst.out_gain)[columns[0] : columns[1]].float()
         self.write(inst.out_scaled, rows, columns, out * gain)
-        spare = -out.shape[1] % SQUARES_COLUMNS
-        squares = torch.nn.functional.pad(out.pow(2), (0, spare))
-        squares = squares.view(len(out), -1, SQUARES_COLUMNS).sum(-1)
+        squares = sums_of_squares(out)
         first = columns[0] // SQUARES_COLUMNS
         self.write(inst.out_squares, rows, (first, first + squares.shape[1]), squares)
 
@@ -145,6 +143,12 @@ class View:
         sequence = int(self.raw(inst.row_sequence)[row])
         block = int(self.raw(inst.block_table)[sequence, position // block_size])
         return block, position % block_size
+
+
+def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
+    """Of every SQUARES_COLUMNS columns of x [rows, columns] the sum of their squares, in float32."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % SQUARES_COLUMNS))
+    return padded.pow(2).view(len(x), -1, SQUARES_COLUMNS).sum(-1)
 
 
 @functools.cache

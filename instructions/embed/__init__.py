@@ -56,9 +56,8 @@ class Embed(Instruction):
             yield Region(handle, (self.column_begin, self.column_end), (0, 1))
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        yield Region(self.out, rows, columns)
-        yield from scaled_writes(rows, columns, self.out_scaled, self.out_squares)
+        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
+        yield from scaled_writes(self)
 
     def bytes(self, tensors: Sequence[TensorSpec]) -> int:
         elements = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
@@ -77,11 +76,4 @@ class Embed(Instruction):
         )
         if table.columns != out.columns:
             yield f"table {table.name} has {table.columns} columns, out {out.name} {out.columns}"
-        yield from check_scaled(
-            tensors,
-            (self.column_begin, self.column_end),
-            out.columns,
-            gain=self.out_gain,
-            scaled=self.out_scaled,
-            squares=self.out_squares,
-        )
+        yield from check_scaled(tensors, self, out.columns)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
-    check_squares,
     product_constants,
     product_resources,
     ranges,
     shapes,
+    squares_of,
 )
 from megavm.vm.isa import (
     BF16,
@@ -99,11 +99,11 @@ class GateUp(Instruction):
         yield from shapes(
             tensors,
             x=(self.x, None, gate.columns),
+            x_squares=(self.x_squares, None, squares_of(gate.columns)),
             up=(self.up, gate.rows, gate.columns),
             gate_bias=(self.gate_bias, gate.rows, 1),
             up_bias=(self.up_bias, gate.rows, 1),
             row_count=(self.row_count, 1, 1),
         )
-        yield from check_squares(tensors, self.x, self.x_squares)
         if tensors[self.up].dtype is not gate.dtype:
             yield f"up holds {tensors[self.up].dtype.name}, gate {gate.dtype.name}"

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
     check_scaled,
-    check_squares,
     product_constants,
     product_resources,
     ranges,
     scaled_writes,
     shapes,
+    squares_of,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -118,9 +118,8 @@ class Matmul(Instruction):
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
         begin = self.out_begin(tensors)
-        columns = (self.column_begin, self.column_end)
-        yield Region(self.out, rows, (begin + columns[0], begin + columns[1]))
-        yield from scaled_writes(rows, columns, self.out_scaled, self.out_squares)
+        yield Region(self.out, rows, (begin + self.column_begin, begin + self.column_end))
+        yield from scaled_writes(self)
         for handle in present(self.peaks):
             yield Region(handle, rows, (2 * self.tile, 2 * self.tile + 2))
 
@@ -171,19 +170,12 @@ class Matmul(Instruction):
         yield from shapes(
             tensors,
             x=(self.x, None, weight.columns),
+            x_squares=(self.x_squares, None, squares_of(weight.columns)),
             bias=(self.bias, weight.rows, 1),
             residual=(self.residual, None, weight.rows),
             row_count=(self.row_count, 1, 1),
         )
-        yield from check_squares(tensors, self.x, self.x_squares)
-        yield from check_scaled(
-            tensors,
-            (self.column_begin, self.column_end),
-            weight.rows,
-            gain=self.out_gain,
-            scaled=self.out_scaled,
-            squares=self.out_squares,
-        )
+        yield from check_scaled(tensors, self, weight.rows)
         if self.part_k < weight.columns:
             if self.x_squares != NONE:
                 yield f"part {self.part} of {self.part_k} columns of x cannot have x_squares"

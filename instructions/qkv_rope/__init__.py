@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
-    check_squares,
     product_constants,
     product_resources,
     ranges,
     shapes,
+    squares_of,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -185,6 +185,7 @@ class QkvRope(Instruction):
         yield from shapes(
             tensors,
             q_weight=(self.q_weight, q.columns, x.columns),
+            x_squares=(self.x_squares, None, squares_of(x.columns)),
             k_weight=(self.k_weight, kv_columns, x.columns),
             v_weight=(self.v_weight, kv_columns, x.columns),
             q_bias=(self.q_bias, q.columns, 1),
@@ -194,7 +195,6 @@ class QkvRope(Instruction):
             v_new=(self.v_new, None, kv_columns),
             row_count=(self.row_count, 1, 1),
         )
-        yield from check_squares(tensors, self.x, self.x_squares)
         yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):
             for spec in (tensors[h] for h in present(getattr(self, name))):

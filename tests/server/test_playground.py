@@ -274,9 +274,8 @@ def test_an_answer_streams_with_its_statistics(page: Playground, server: FakeSer
         statistics,
     )
     assert found is not None, statistics
-    # No faster than the server sends; a busy machine may be slower.
-    assert 2 < float(found[1]) < 12
-    assert 0.1 <= float(found[2]) < 1
+    assert 5 < float(found[1]) < 12
+    assert 0.1 <= float(found[2]) < 0.4
     assert server.bodies[-1] == {
         "model": "stories",
         "stream": True,

@@ -17,13 +17,14 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
-from megavm.instructions.tiles import SQUARES_COLUMNS, squares_of
+from megavm.instructions.tiles import squares_of
 from megavm.vm.config import PAGE_BYTES
 from megavm.vm.cpu_machine import CpuExecutable, CpuMachine, levels
 from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.reference import sums_of_squares
 
 STATE, ACTIVATION, INPUT, WEIGHT = (
     TensorKind.STATE,
@@ -460,12 +461,6 @@ def product_program(
     return Program.build(tensors, [inst], [[0]])
 
 
-def squares(x: torch.Tensor) -> torch.Tensor:
-    """Of every 8 columns of x the sum of their squares."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % SQUARES_COLUMNS))
-    return padded.square().view(len(x), -1, SQUARES_COLUMNS).sum(-1)
-
-
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize(("rows", "k", "columns"), [(11, 100, 40), (70, 1300, 35)])
 def test_float32_products_do_not_depend_on_the_tile(
@@ -474,7 +469,7 @@ def test_float32_products_do_not_depend_on_the_tile(
     """Bit for bit: with rows alone, in any company, in any columns, whole rows held or slices."""
     torch.manual_seed(0)
     x = torch.randn(rows, k)
-    values = {"x": x, "weight": torch.randn(columns, k), "squares": squares(x)}
+    values = {"x": x, "weight": torch.randn(columns, k), "squares": sums_of_squares(x)}
     machine = CpuMachine(level=level)
 
     def run(row_range: tuple[int, int], column_range: tuple[int, int]) -> torch.Tensor:
@@ -500,7 +495,7 @@ def test_bfloat16_products_of_any_number_of_rows_agree_with_torch(level: str, ro
     x, weight = torch.randn(rows, k).bfloat16(), torch.randn(columns, k).bfloat16()
     program = product_program(BF16, BF16, rows, k, columns, (0, rows), (0, columns))
     executable, memory = load(
-        program, CpuMachine(level=level), {"x": x, "weight": weight, "squares": squares(x)}
+        program, CpuMachine(level=level), {"x": x, "weight": weight, "squares": sums_of_squares(x)}
     )
     executable.run()
     scale = torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-5)
@@ -515,7 +510,9 @@ def test_not_a_number_beside_a_row_does_not_reach_it() -> None:
     x[17:] = torch.nan
     weight[18:] = torch.nan
     program = product_program(BF16, BF16, rows, k, columns, (0, 17), (0, 18))
-    executable, memory = load(program, None, {"x": x, "weight": weight, "squares": squares(x)})
+    executable, memory = load(
+        program, None, {"x": x, "weight": weight, "squares": sums_of_squares(x)}
+    )
     executable.run()
     assert torch.isfinite(memory["out"]).all()
     assert (memory["out"][17:] == 0).all()
