@@ -55,8 +55,8 @@ class ForcedRunner(Runner):
 
     forced: Bucket | None = None
 
-    def bucket(self, rows: int, logit_rows: int, context: int) -> Bucket:
-        return self.forced or super().bucket(rows, logit_rows, context)
+    def bucket(self, rows: int, logit_rows: int, context: int, *, decode: bool = False) -> Bucket:
+        return self.forced or super().bucket(rows, logit_rows, context, decode=decode)
 
 
 @dataclass
@@ -315,7 +315,7 @@ def check_batch(contenders: Contenders) -> dict[str, Any]:
         runner.write_tokens(slot, prompt)
         read_context(runner, slot, len(prompt))
     longest = max(LENGTHS) + BATCH_STEPS
-    many, one = (runner.bucket(rows, rows, longest) for rows in (SEQUENCES, 1))
+    many, one = (runner.bucket(rows, rows, longest, decode=True) for rows in (SEQUENCES, 1))
     slots = list(range(SEQUENCES))
     together, logits = greedy(runner, slots, prompts, many)
     result: dict[str, Any] = {"tokens": together.size}

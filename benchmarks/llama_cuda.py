@@ -104,7 +104,7 @@ def measure(
     """Median microseconds per token (per step of all sequences)."""
     step = prepare(runner, batch, context)
     runner.run(step, steps)
-    bucket = runner.bucket(batch, batch, context + steps)
+    bucket = runner.bucket(batch, batch, context + steps, decode=True)
     executable = runner._executable(bucket)
 
     def launch() -> None:

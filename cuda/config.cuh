@@ -38,8 +38,8 @@ static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the c
 constexpr uint32_t kNumThreads = kNumWarps * kLanes;
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
 constexpr bool kSingleRow = program::kMaxRows <= 1;
-constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 56;  // one row: the storer finishes products
-constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 224;
+constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;  // one row: the storer finishes products
+constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 216;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");

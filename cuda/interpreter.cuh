@@ -10,7 +10,7 @@ namespace megavm {
 
 template <class Used>
 __device__ __forceinline__ void run_loader(const Launch& launch) {
-  Loader loader(launch);
+  Loader loader;
   while (true) {
     loader.stage.resolved().wait(loader.stage.phase);
     const Stage& stage = stage_at(loader.stage.slot);

@@ -1,17 +1,14 @@
 // The loader streams what instructions read through the ring of pages, ahead of the consumers:
-// across instructions, layers and tokens. Weights never wait; produced data waits for `ready`, or,
-// where it is of earlier steps alone, for those.
+// across instructions, layers and tokens. Weights never wait; produced data waits for `ready`.
 #pragma once
 
-#include "cuda/barrier.cuh"
 #include "cuda/trace.cuh"
 
 namespace megavm {
 
 class Loader {
  public:
-  __device__ __forceinline__ explicit Loader(const Launch& launch)
-      : launch_(launch), policy_(ptx::evict_first_policy()) {}
+  __device__ __forceinline__ Loader() : policy_(ptx::evict_first_policy()) {}
 
   // Take the next page of the ring for `bytes` that `copy` calls will bring.
   __device__ __forceinline__ void begin_page(uint32_t bytes) {
@@ -42,24 +39,9 @@ class Loader {
     ptx::fence_proxy_async();
   }
 
-  // Wait until all that the instruction waits for was complete in the step before: what the same
-  // instructions wrote in earlier steps may be copied.
-  __device__ __forceinline__ void wait_earlier(const Stage& stage) const {
-    if (lane_index() < kMaxWaits && !launch_.alone) {
-      const uint32_t barrier = stage.words.header.waits[lane_index()].barrier;
-      if (barrier != kNone) {
-        const Awaited awaited(launch_, barrier, stage.step - launch_.first_step, 0);
-        while (!awaited.is_over()) __nanosleep(20);
-      }
-    }
-    __syncwarp();
-    ptx::fence_proxy_async();
-  }
-
   StageCursor stage;
 
  private:
-  const Launch& launch_;
   PageCursor next_;         // the page to fill next
   PageCursor page_;         // the page begun last
   PageCursor landing_;      // the oldest page that may be in flight

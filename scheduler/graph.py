@@ -149,10 +149,13 @@ class Graph:
         rope: Value,
         batch: Batch,
         dtype: DType,
+        *,
+        decode: bool = False,
     ) -> Value:
         """Rotated queries of x; rotated keys and values go to the KV caches. See QkvRope.
 
         ``weights`` has q_weight, k_weight, v_weight and, with biases, q_bias, k_bias, v_bias.
+        ``decode``: the rows of any step are of different sequences.
         """
         self._fits(label, x, weights["q_weight"].columns, "q_weight", weights["q_weight"])
         inputs = {
@@ -165,7 +168,8 @@ class Graph:
         }
         q = self._value(f"{label}.q", x.rows, weights["q_weight"].rows, dtype, x.capacity)
         outputs = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
-        self.operations.append(Operation("qkv_rope", label, inputs, outputs))
+        attributes = {"decode": decode}
+        self.operations.append(Operation("qkv_rope", label, inputs, outputs, attributes))
         return q
 
     def attention(

@@ -57,9 +57,8 @@ def describe_program(
     count = workers if workers is not None else make_machine(machine)[1]
     blocks = sequences * -(-context // BLOCK_SIZE)
     limits = Limits(sequences, context, rows, sequences, blocks, BLOCK_SIZE)
-    graph = llama_graph(
-        config, limits, Bucket(rows, sequences, context), choose_dtype(config, dtype)
-    )
+    bucket = Bucket(rows, sequences, context, decode=rows == sequences)
+    graph = llama_graph(config, limits, bucket, choose_dtype(config, dtype))
     begin = time.perf_counter()
     options = CompileOptions(count, assignment=assignment, exchange=exchange)
     program = compile_graph(graph, options, {"model": model})

@@ -51,9 +51,12 @@ def kernel_headers(
     headers: dict[str, dict[int, None]] = {}
     sizes = [1 << i for i in range(MAX_NUM_BATCHED_TOKENS.bit_length())]
     buckets = dict.fromkeys(
-        choose_bucket(config, limits, options_for, rows, min(rows, MAX_NUM_SEQS), context)
+        choose_bucket(
+            config, limits, options_for, rows, min(rows, MAX_NUM_SEQS), context, decode=decode
+        )
         for rows in sizes
         for context in (1, length)
+        for decode in (False, True)
     )
     for bucket in buckets:
         program = compile_bucket(config, limits, dtype, bucket, options_for)

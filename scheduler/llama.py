@@ -39,11 +39,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The largest step that a program can run: rows, rows with logits, tokens of context."""
+    """The largest step that a program can run: rows, rows with logits, tokens of context.
+
+    ``decode``: it runs only steps whose rows are of different sequences, as those of one row are.
+    """
 
     rows: int
     logit_rows: int
     context: int
+    decode: bool = False
 
 
 INPUT, STATE = TensorKind.INPUT, TensorKind.STATE
@@ -130,7 +134,8 @@ def _layer(
         if part_bias is not None:
             weights[f"{part}_bias"] = part_bias
     caches = (k_cache, v_cache)
-    q = graph.qkv_rope(f"{label}.qkv", normed, weights, caches, rope, batch, dtype)
+    decode = bucket.decode or bucket.rows == 1
+    q = graph.qkv_rope(f"{label}.qkv", normed, weights, caches, rope, batch, dtype, decode=decode)
     attended = graph.attention(
         f"{label}.attention",
         q,

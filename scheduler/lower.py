@@ -290,25 +290,27 @@ class Lowering:
             )
 
     def _newest(self, operation: Operation) -> dict[str, int]:
-        """k_new and v_new, tagged, of a step of one row.
+        """k_new and v_new, tagged, of a decode step.
 
         Attention then needs nothing of the caches that the step itself writes. Rows of one sequence
-        do need each other's keys and values, so a step of several rows goes through the caches.
+        do need each other's keys and values: those of other steps go through the caches.
         """
-        if operation.inputs["x"].rows > 1 or self.options.exchange != "tagged":
+        if not operation.attributes["decode"]:
             return {}
         made: dict[str, int] = {}
+        rows, columns = operation.inputs["x"].rows, operation.inputs["k_weight"].rows
         for part in "kv":
-            cache, columns = operation.outputs[f"{part}_cache"], operation.inputs["k_weight"].rows
-            value = Value(f"{operation.label}.{part}_new", 1, columns, cache.dtype, 1)
+            dtype = operation.outputs[f"{part}_cache"].dtype
+            value = Value(f"{operation.label}.{part}_new", rows, columns, dtype, rows)
             if not may_be_tagged(operation, value, self.options):
                 return {}
-            made[f"{part}_new"] = self._tagged(value.name, (1, columns), cache.dtype)
+            made[f"{part}_new"] = self._tagged(value.name, (rows, columns), dtype)
         self.newest[self.storage.handle(operation.outputs["k_cache"])] = made
         return made
 
     def _tagged(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
-        spec = TensorSpec(f"{name}.tagged", shape, dtype, TensorKind.ACTIVATION, tagged=True)
+        name = f"{name}.tagged{shape[0]}"
+        spec = TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True)
         return self.storage.add(spec)
 
     def _attention(self, operation: Operation) -> Iterator[Tiles]:

@@ -9,7 +9,7 @@ from typing import Literal
 from megavm.instructions.matmul import PART_COLUMNS
 
 Assignment = Literal["balanced", "round_robin", "dynamic"]
-Exchange = Literal["barrier", "tagged"]
+Exchange = Literal["barrier", "heads", "tagged"]
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,14 @@ class CompileOptions:
     """How a graph becomes a program.
 
     ``workers``: SMs or threads. ``assignment``: which queue an instruction goes to (assign.py).
-    ``exchange``: how activations pass from worker to worker: ``barrier`` counters, or ``tagged``
-    words for those of at most ``tagged_bytes`` (storage.py). ``fuse_norm``: whether RMSNorm is done
-    by the instructions around it (fuse.py). ``waves``: column tiles per worker and operation; one
-    fat tile each is best for static queues, several let a dynamic queue level out. ``column_unit``:
-    column tiles of products begin at multiples of it. ``min_chunk``: least tokens of a split of
-    attention. ``part_of_k``: products of longer rows are split into parts of at least so many
-    columns, which different workers multiply; 0: not.
+    ``exchange``: how activations pass from worker to worker: ``barrier`` counters; ``tagged`` words
+    for those of at most ``tagged_bytes`` (storage.py); ``heads``: words for what attention reads in
+    decode steps, which few workers want, and barriers for the rest. ``fuse_norm``: whether RMSNorm
+    is done by the instructions around it (fuse.py). ``waves``: column tiles per worker and
+    operation; one fat tile each is best for static queues, several let a dynamic queue level out.
+    ``column_unit``: column tiles of products begin at multiples of it. ``min_chunk``: least tokens
+    of a split of attention. ``part_of_k``: products of longer rows are split into parts of at least
+    so many columns, which different workers multiply; 0: not.
 
     Raises ValueError when a number is not positive, ``column_unit`` odd, or ``part_of_k`` not whole
     tiles of weights.
@@ -53,8 +54,8 @@ class CompileOptions:
             raise ValueError(
                 f"assignment {self.assignment!r} is not balanced, round_robin or dynamic"
             )
-        if self.exchange not in ("barrier", "tagged"):
-            raise ValueError(f"exchange {self.exchange!r} is not barrier or tagged")
+        if self.exchange not in ("barrier", "heads", "tagged"):
+            raise ValueError(f"exchange {self.exchange!r} is not barrier, heads or tagged")
 
     def pair_unit(self, head_dim: int) -> int:
         """Rotation pairs that tiles of QkvRope begin at multiples of: they divide half a head."""

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.llama import Bucket, Limits, llama_graph, rope_table, step_tensors
@@ -88,7 +90,7 @@ def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     options = CompileOptions(workers)
     if machine != "cuda":
         return options
-    exchange: Exchange = "tagged" if rows == 1 else "barrier"
+    exchange: Exchange = "tagged" if rows == 1 else "heads"
     part_of_k = PART_OF_K if 1 < rows <= MOST_PARTED_ROWS else 0
     return replace(options, exchange=exchange, column_unit=UNIT_ROWS, part_of_k=part_of_k)
 
@@ -225,12 +227,15 @@ class Runner:
 
     # Steps.
 
-    def bucket(self, rows: int, logit_rows: int, context: int) -> Bucket:
+    def bucket(self, rows: int, logit_rows: int, context: int, *, decode: bool = False) -> Bucket:
         """The smallest program that runs a step of this size: powers of two, up to the limits.
 
-        Contexts whose attention is cut alike share a program.
+        ``decode``: the rows are of different sequences. Contexts whose attention is cut alike share
+        a program.
         """
-        return choose_bucket(self.config, self.limits, self.options, rows, logit_rows, context)
+        return choose_bucket(
+            self.config, self.limits, self.options, rows, logit_rows, context, decode=decode
+        )
 
     def program(self, bucket: Bucket) -> Program:
         """The program of a bucket, compiled when it is first asked for."""
@@ -254,7 +259,8 @@ class Runner:
         arrays["row_count"][0] = rows
         arrays["logit_row"][:logit_rows] = step.logit_row
         arrays["logit_count"][0] = logit_rows
-        bucket = self.bucket(rows, logit_rows, step.context + steps - 1)
+        decode = len(np.unique(step.row_sequence)) == rows
+        bucket = self.bucket(rows, logit_rows, step.context + steps - 1, decode=decode)
         with self._running:
             executable = self._executable(bucket)
             self._step.run(executable, step, steps)
@@ -298,6 +304,8 @@ def choose_bucket(
     rows: int,
     logit_rows: int,
     context: int,
+    *,
+    decode: bool = False,
 ) -> Bucket:
     """See ``Runner.bucket``."""
     rows = min(_power_of_two(rows), limits.max_num_batched_tokens)
@@ -309,7 +317,10 @@ def choose_bucket(
 
     longest = limits.max_model_len
     wanted = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
-    return Bucket(rows, logit_rows, longest if splits(wanted) == splits(longest) else wanted)
+    context = longest if splits(wanted) == splits(longest) else wanted
+    # Other programs are the same for all steps.
+    decode = decode and rows > 1 and chosen.exchange != "barrier"
+    return Bucket(rows, logit_rows, context, decode)
 
 
 def compile_bucket(

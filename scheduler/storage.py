@@ -68,12 +68,7 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
         for value in operation.outputs.values():
             if value.spec is not None:
                 continue
-            exchanged = last_use[value] > i
-            if (
-                options.exchange == "tagged"
-                and exchanged
-                and may_be_tagged(operation, value, options)
-            ):
+            if last_use[value] > i and may_be_tagged(operation, value, options):
                 spec = TensorSpec(
                     f"{value.name}.tagged{value.rows}",
                     (value.rows, value.columns),
@@ -102,8 +97,11 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
 def may_be_tagged(operation: Operation, value: Value, options: CompileOptions) -> bool:
     """Small, and made of whole words: a word is stored at once, or its tag would speak too soon.
 
-    ``value`` is a result of ``operation``.
+    ``value`` is a result of ``operation``. See ``CompileOptions.exchange``.
     """
+    for_heads = operation.kind == "qkv_rope" and operation.attributes["decode"]
+    if options.exchange == "barrier" or (options.exchange == "heads" and not for_heads):
+        return False
     row = value.columns * value.dtype.size
     run = row
     if operation.kind == "qkv_rope":  # stores the two halves of a head apart

@@ -160,10 +160,11 @@ class Service:
         runner = llm.runner
         prompts = _powers_of_two(min(runner.max_num_batched_tokens, _USUAL_ROWS))
         batches = _powers_of_two(min(runner.max_num_seqs, _USUAL_ROWS))
-        sizes = [*((rows, 1) for rows in prompts), *((rows, rows) for rows in batches)]
-        for done, (rows, logit_rows) in enumerate(sizes):
-            self._report("compiling programs", done, len(sizes))
-            runner.program(runner.bucket(rows, logit_rows, 1))
+        buckets = [runner.bucket(rows, 1, 1) for rows in prompts]
+        buckets += [runner.bucket(rows, rows, 1, decode=True) for rows in batches]
+        for done, bucket in enumerate(buckets):
+            self._report("compiling programs", done, len(buckets))
+            runner.program(bucket)
         return llm
 
     def _report(self, phase: str, done: int, total: int) -> None:

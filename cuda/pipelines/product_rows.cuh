@@ -314,11 +314,11 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
   RowsInput x(stage, input, consumer);
 
   bool waited = false;
+  const uint32_t end = live_end(stage, input), groups = num_groups(stage, input);
 
 #pragma unroll 1
-  for (uint32_t group = 0; group < num_groups(stage, input); ++group) {
+  for (uint32_t group = 0; group < groups; ++group) {
     const uint32_t first_row = input.row_begin + group * kGroupRows;
-    const uint32_t end = live_end(stage, input);
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
     const uint32_t most = min_of(kBlockUnits, tiling.units) * input.half_items / 2;
     x.begin(first_row, rows);
@@ -443,9 +443,10 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
       });
       consumer.sums.advance();
     }
-    dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-      Plan(stage).end_group(consumer, first_row, rows, most, best, best_column);
-    });
+    if (input.wants_end)
+      dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+        Plan(stage).end_group(consumer, first_row, rows, most, best, best_column);
+      });
   }
   if (!waited) consumer.wait_ready();
 }

@@ -145,8 +145,6 @@ class Attention(Instruction):
             "group": group,
             "block_size": cache.shape[2],
             "bf16": int(bf16),
-            # Whether rows find their own tokens in the caches.
-            "any_cached_newest": int(self.k_new == NONE),
             # Eight warps leave sums, highest score and total weight of every query head.
             "max_scratch": 8 * group * (head_dim + 2) * 4,
         }

@@ -8,9 +8,8 @@ namespace megavm {
 // then as many of V.
 struct AttentionSpan {
   uint32_t begin, end;  // tokens of the split, those of earlier steps and of this one
-  uint32_t paged;       // end of those that come through pages
-  bool alone;           // whether all tokens but the row's own are of earlier steps
-  bool newest;          // whether the row's own token is in this split and not in its pages
+  uint32_t cached;      // end of those that are read from the caches
+  bool newest;          // whether the row's own token comes from k_new and v_new, in this split
   uint32_t sequence;
 
   __device__ __forceinline__ AttentionSpan(const Operands<Attention>& in, uint32_t row) {
@@ -24,18 +23,8 @@ struct AttentionSpan {
     begin = inst.split * chunks / inst.num_splits * inst.chunk;
     end = min_of((inst.split + 1) * chunks / inst.num_splits * inst.chunk, tokens);
     begin = min_of(begin, end);
-    alone = in.has(&Attention::k_new) || is_alone(in, row);
-    newest = alone && begin <= position && position < end;
-    paged = newest ? position : end;
-  }
-
-  // Whether no other live row of the step is of the row's sequence, if there are few.
-  __device__ __forceinline__ bool is_alone(const Operands<Attention>& in, uint32_t row) const {
-    const uint32_t rows = in.inst.step_rows, lane = lane_index();
-    if (!attention::kAnyCachedNewest || rows > kLanes) return false;
-    const bool other = lane != row && lane < live_end(in, &Attention::row_count, 0, rows);
-    const uint32_t its = other ? constant_integer(in[&Attention::row_sequence], lane, 0) : kNone;
-    return !__any_sync(~0u, its == sequence);
+    newest = in.has(&Attention::k_new) && begin <= position && position < end;
+    cached = newest ? position : end;
   }
 };
 
@@ -64,16 +53,14 @@ struct FastAttention {
   static constexpr uint32_t kValueTiles = kD / 8;
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens side by side
   static constexpr uint32_t kStateFloats = kGroup * (kD + 2);
-  // Whether a row's own token may be in the caches alone.
-  static constexpr bool kMayBeCached = attention::kAnyCachedNewest != 0;
 
   static __device__ __forceinline__ uint32_t num_pages(const AttentionSpan& span) {
-    return span.paged > span.begin ? ceil_div(span.paged - span.begin, kPageTokens) : 0;
+    return span.cached > span.begin ? ceil_div(span.cached - span.begin, kPageTokens) : 0;
   }
 
   // Tokens of the span in one of its pages.
   static __device__ __forceinline__ uint32_t tokens_of(const AttentionSpan& span, uint32_t page) {
-    return min_of(kPageTokens, span.paged - span.begin - page * kPageTokens);
+    return min_of(kPageTokens, span.cached - span.begin - page * kPageTokens);
   }
 
   static __device__ __forceinline__ void load(const Operands<Attention>& in, Loader& loader) {
@@ -84,23 +71,16 @@ struct FastAttention {
     const Tensor& values = in[&Attention::v_cache];
     const Tensor& table = in[&Attention::block_table];
     const uint32_t heads = keys.columns / (kBlockSize * kD);
-    bool ready = false, earlier_ready = false;
+    bool ready = false;
     for (uint32_t row = inst.row_begin; row < live; ++row) {
       const AttentionSpan span(in, row);
       const uint32_t pages = num_pages(span);
       if (pages == 0) continue;
-      if (!span.alone || in.has(&Attention::k_new)) {
-        if (!ready) loader.wait_ready();
-        ready = true;
-      } else {
-        // NOTE: the loader need not wait for the rows' own tokens, and must not: while it does, no
-        // weights of the next instructions come.
-        if (!earlier_ready) loader.wait_earlier(in.stage);
-        earlier_ready = true;
-      }
+      if (!ready) loader.wait_ready();
+      ready = true;
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
         uint32_t blocks = 0, known = 0;  // a lane's KV block, of those from piece `known` on
-        const uint32_t pieces = ceil_div(span.paged - span.begin, kPiece);
+        const uint32_t pieces = ceil_div(span.cached - span.begin, kPiece);
         for (uint32_t piece = 0; piece < pieces; ++piece) {
           if (piece % kLanes == 0) {
             known = piece;
@@ -118,7 +98,7 @@ struct FastAttention {
           const uint32_t block = __shfl_sync(~0u, blocks, piece - known);
           const uint64_t from =
               ((uint64_t{block} * heads + head) * kBlockSize + token % kBlockSize) * kRowBytes;
-          const uint32_t bytes = min_of(kPiece, ceil_div(span.paged - token, 8) * 8) * kRowBytes;
+          const uint32_t bytes = min_of(kPiece, ceil_div(span.cached - token, 8) * 8) * kRowBytes;
           loader.copy(in_page * kRowBytes, base_of(keys) + from, bytes);
           loader.copy(kValuesAt + in_page * kRowBytes, base_of(values) + from, bytes);
         }
@@ -158,12 +138,10 @@ struct FastAttention {
     }
   };
 
-  // Start from the queries, and in one warp from the newest token, which is in k_new and v_new or
-  // in slot `slot` of the caches. All loads are issued before any is looked at, and again until all
-  // words are there.
+  // Start from the queries, and in one warp from the newest token. All loads are issued before any
+  // is looked at, and again until all words are there.
   static __device__ __forceinline__ void start(const Operands<Attention>& in, uint32_t row,
-                                               uint32_t head, bool newest, uint32_t slot,
-                                               State& state) {
+                                               uint32_t head, bool newest, State& state) {
     const uint32_t lane = lane_index(), chunk = lane % 4 * 8, tag = in.tag();
     const uint32_t query = head * kGroup + min_of(lane / 4, kGroup - 1);
     const Tensor q = in[&Attention::q];
@@ -175,24 +153,15 @@ struct FastAttention {
       key[i].low = key[i].high = {ptx::zero(), tag, ptx::zero(), tag};
 #pragma unroll
     for (uint32_t i = 0; i < kValueTiles; ++i) value[i] = {ptx::zero(), tag};
-    const bool cached = kMayBeCached && !in.has(&Attention::k_new);
-    const bool new_tagged = newest && !cached && is_tagged(in[&Attention::k_new]);
-    const auto cached_at = [&](const Tensor& cache, uint32_t element) {
-      const uint32_t heads = cache.columns / (kBlockSize * kD);
-      const uint32_t block = slot / kBlockSize, token = slot % kBlockSize;
-      return base_of(cache) + ((uint64_t{block} * heads + head) * kBlockSize + token) * kRowBytes +
-             2 * swizzled_element(true, token, element);
-    };
+    const bool new_tagged = newest && is_tagged(in[&Attention::k_new]);
     // Whether all words of the newest value are there.
     const auto load_value = [&] {
-      const Tensor v = in[cached ? &Attention::v_cache : &Attention::v_new];
+      const Tensor v = in[&Attention::v_new];
       bool complete = true;
 #pragma unroll
       for (uint32_t i = 0; i < kValueTiles; ++i) {
-        const uint32_t element = i * 8 + lane % 4 * 2, column = head * kD + element;
-        if (cached)
-          value[i].x = ptx::load_relaxed1(cached_at(v, element));
-        else if (new_tagged)
+        const uint32_t column = head * kD + i * 8 + lane % 4 * 2;
+        if (new_tagged)
           value[i] = ptx::load_relaxed_tagged(word_at(v, row, column));
         else
           value[i].x = ptx::load_relaxed1(element_at(v, row, column));
@@ -209,14 +178,9 @@ struct FastAttention {
       for (uint32_t i = 0; i < kKeyChunks; ++i)
         queries[i].load(q, row, query * kD + i * 32 + chunk);
       if (newest) {
-        const Tensor k = in[cached ? &Attention::k_cache : &Attention::k_new];
+        const Tensor k = in[&Attention::k_new];
 #pragma unroll
-        for (uint32_t i = 0; i < kKeyChunks; ++i) {
-          if (cached)
-            key[i].low = ptx::load_relaxed4(cached_at(k, i * 32 + chunk));
-          else
-            key[i].load(k, row, head * kD + i * 32 + chunk);
-        }
+        for (uint32_t i = 0; i < kKeyChunks; ++i) key[i].load(k, row, head * kD + i * 32 + chunk);
         if constexpr (!kValueLater) complete = load_value();
       }
 #pragma unroll
@@ -270,6 +234,7 @@ struct FastAttention {
                                                       : &Attention::v_new);
       const uint32_t width = (operand == 0 ? kGroup : 1) * kD;
       if (operand > 0 && !newest) break;
+      if (!is_tagged(in.stage.tensors[word])) continue;
 #pragma unroll 1
       for (uint32_t c = head * width; c < (head + 1) * width; c += 2) {
         const ptx::Words2 found = ptx::load_relaxed_tagged(word_at(in.stage.tensors[word], row, c));
@@ -435,19 +400,11 @@ struct FastAttention {
     for (uint32_t row = inst.row_begin; row < live; ++row) {
       const AttentionSpan span(in, row);
       const uint32_t pages = num_pages(span);
-      uint32_t slot = 0;
-      if (kMayBeCached && span.newest && !in.has(&Attention::k_new)) {
-        const uint32_t token = span.end - 1;
-        slot = kv_block(in[&Attention::block_table], span.sequence, token / kBlockSize,
-                        in[&Attention::k_cache].rows) *
-                   kBlockSize +
-               token % kBlockSize;
-      }
 #pragma unroll 1
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
         if (!ready) consumer.wait_ready();
         State state;
-        start(in, row, head, span.newest && warp == 0, slot, state);
+        start(in, row, head, span.newest && warp == 0, state);
         if (!ready) consumer.note(in.stage, Event::kInputs);
         ready = true;
 #pragma unroll 1
@@ -502,7 +459,6 @@ struct AnyAttention {
     const Tensor& values = in[&Attention::v_cache];
     const Tensor& table = in[&Attention::block_table];
     const uint32_t lane = lane_index(), head = query / attention::kGroup;
-    const bool newest = span.newest && in.has(&Attention::k_new);
     float highest = -kInfinity, total = 0.0f, sum[kElements];
 #pragma unroll
     for (float& s : sum) s = 0.0f;
@@ -513,7 +469,7 @@ struct AnyAttention {
     __syncwarp();
     for (uint32_t first = span.begin; first < span.end; first += kLanes) {
       const uint32_t token = first + lane;
-      const bool own = newest && token == span.end - 1;
+      const bool own = span.newest && token == span.end - 1;
       float score = -kInfinity;
       uint32_t block = 0;
       if (token < span.end) {
@@ -547,7 +503,7 @@ struct AnyAttention {
         for (uint32_t j = 0; j < kElements; ++j) {
           const uint32_t e = j * kLanes + lane;
           if (e >= d) continue;
-          const float v = newest && first + i == span.end - 1
+          const float v = span.newest && first + i == span.end - 1
                               ? read_element(in[&Attention::v_new], row, head * d + e, in.tag(),
                                              in.word(&Attention::v_new))
                               : cached(values, from, head, slot, e);

@@ -42,6 +42,7 @@ FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
 FAST |= {"splits": (0, 1, 16)}
 FAST_HALF = FAST | {"splits": (0, 2, 16)}
 LAST = {"splits": (1, 2, 16)}
+NEWEST = {"newest": True, "tagged": True}
 
 CASES = [
     Case("multi-head", 2, 2, 16, MIXED, 6),
@@ -94,11 +95,14 @@ CASES = [
         newest=True,
         splits=(2, 3, 8),
     ),
-    Case("own tokens in the caches", 8, 2, 64, APART, 5, **FAST),
-    Case("own tokens in the caches, long heads", 6, 2, 128, MIXED, 5, **FAST),
-    Case("own tokens in the caches, first of two splits", 4, 1, 64, APART, 4, **FAST_HALF),
-    Case("own tokens in the caches, last of two splits", 4, 1, 64, APART, 5, **(FAST_HALF | LAST)),
-    Case("own tokens in the caches, many rows", 4, 2, 64, MANY, 35, **FAST),
+    Case("fast, long heads", 6, 2, 128, MIXED, 5, **FAST),
+    Case("fast, first of two splits", 4, 1, 64, APART, 4, **FAST_HALF),
+    Case("fast, last of two splits", 4, 1, 64, APART, 5, **(FAST_HALF | LAST)),
+    Case("fast, many rows", 4, 2, 64, MANY, 35, **FAST),
+    Case("fast, newest, tagged", 8, 2, 64, APART, 5, **(FAST | NEWEST)),
+    Case("fast, newest, tagged, long heads", 6, 2, 128, APART, 4, **(FAST | NEWEST)),
+    Case("fast, newest, tagged, first of two", 4, 1, 64, APART, 4, **(FAST_HALF | NEWEST)),
+    Case("fast, newest, tagged, last of two", 4, 1, 64, APART, 5, **(FAST_HALF | LAST | NEWEST)),
     Case("no live row", 2, 2, 16, MIXED, 0, tagged=True),
 ]
 

@@ -209,9 +209,10 @@ def _declare_program(program: Parser) -> None:
     program.option(
         how,
         "--exchange",
-        choices=("barrier", "tagged"),
+        choices=("barrier", "heads", "tagged"),
         default="barrier",
-        help="how workers wait for each other's small results: by counters, or by the data",
+        help="how workers wait for each other's small results: by counters, by the data, or by the "
+        "data for what attention reads in decode steps",
     )
     result = program.add_argument_group("output")
     program.option(

@@ -240,7 +240,9 @@ def test_barriers_are_the_data_dependencies_and_nothing_more() -> None:
             assert wait.target == (0 if inst.name() == "embed" else full)
 
 
-def one_row_llama(options: CompileOptions, context: int = 32, dtype: DType = F32) -> Program:
+def decode_llama(
+    options: CompileOptions, rows: int = 1, context: int = 32, dtype: DType = F32
+) -> Program:
     config = LlamaConfig(
         vocab_size=67,
         hidden_size=32,
@@ -250,18 +252,19 @@ def one_row_llama(options: CompileOptions, context: int = 32, dtype: DType = F32
         num_kv_heads=2,
         head_dim=8,
     )
-    graph = llama_graph(
-        config, Limits(1, context, 1, 1, context // 4, 4), Bucket(1, 1, context), dtype
-    )
+    limits = Limits(rows, context, rows, rows, rows * context // 4, 4)
+    graph = llama_graph(config, limits, Bucket(rows, rows, context, decode=True), dtype)
     return compile_graph(graph, options)
 
 
-def memory_of_one_row(program: Program, device: str = "cpu") -> Memory:
+def memory_of_decode(program: Program, device: str = "cpu") -> Memory:
     memory = random_memory(program, device=device)
-    memory["step.row_count"][0] = memory["step.logit_count"][0] = 1
     blocks = memory["step.block_table"]
-    blocks[0] = torch.randperm(blocks.shape[1])
-    memory["step.tokens"][0, 0] = 3
+    rows = len(blocks)
+    memory["step.row_count"][0] = memory["step.logit_count"][0] = rows
+    memory["step.row_sequence"][:] = memory["step.logit_row"][:] = torch.arange(rows)
+    blocks[:] = torch.randperm(blocks.numel()).reshape(blocks.shape)
+    memory["step.tokens"][:, 0] = torch.arange(3, 3 + rows)
     memory["step.sampling_integer"][:, 0] = 1
     memory["step.sampling_real"][:] = torch.tensor([0.0, 1, 0, 1, 0, 0])
     return memory
@@ -274,29 +277,58 @@ TAGGED = [
     CompileOptions(40, exchange="tagged", column_unit=8, min_chunk=8),
 ]
 IN_PARTS = CompileOptions(8, exchange="tagged", column_unit=8, part_of_k=32)
+HEADS = [replace(options, exchange="heads") for options in [*TAGGED, IN_PARTS]]
 
 
-@pytest.mark.parametrize("options", [*TAGGED, IN_PARTS], ids=name_of)
-def test_tagged_steps_of_one_row_choose_what_steps_with_barriers_choose(
-    machine: Machine, options: CompileOptions
+@pytest.mark.parametrize(
+    ("options", "rows"), [*((o, 1) for o in [*TAGGED, IN_PARTS]), *((o, 5) for o in HEADS)]
+)
+def test_decode_steps_with_words_choose_what_steps_with_barriers_choose(
+    machine: Machine, options: CompileOptions, rows: int
 ) -> None:
     tokens = []
     for each in (options, CompileOptions(1)):
-        program = one_row_llama(each)
-        memory = memory_of_one_row(program, machine.memory_device)
+        program = decode_llama(each, rows)
+        memory = memory_of_decode(program, machine.memory_device)
         machine.load(program, memory).run(steps=29)
-        memory["step.row_position"][0] = 29
+        memory["step.row_position"][:] = 29
         machine.load(program, memory).run(steps=2)
-        tokens.append(memory["step.tokens"][0].tolist())
+        tokens.append(memory["step.tokens"].tolist())
     assert tokens[0] == tokens[1]
-    assert len(set(tokens[0])) > 3
+    assert all(len(set(chosen)) > 3 for chosen in tokens[0])
+
+
+@pytest.mark.parametrize("options", HEADS, ids=name_of)
+def test_attention_of_a_decode_step_waits_for_no_barrier_of_its_step(
+    options: CompileOptions,
+) -> None:
+    program = decode_llama(options, 5, dtype=BF16 if options.column_unit > 2 else F32)
+    tagged = {t.name.split(".")[3] for t in program.tensors if t.tagged and ".qkv." in t.name}
+    assert tagged == {"q", "k_new", "v_new"}
+    later = [
+        (inst, [(program.barriers[w.barrier].split(".done")[0], w.target) for w in inst.waits])
+        for inst, label in zip(program.instructions, program.labels, strict=True)
+        if label.startswith("layers.1.attention")
+    ]
+    for inst, waits in later:
+        assert inst.name() == "attention_merge" or waits
+        assert all(name.endswith("qkv") and target == 0 for name, target in waits)
+    # 10 tiles of rows and heads keep fewer workers busy as they are.
+    assert ("layers.1.attention.merge" in program.labels) == (options.workers > 10)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_steps_that_do_not_decode_pass_no_words_between_heads(rows: int) -> None:
+    """A single row always decodes."""
+    program = tiny_llama(3, rows=rows, exchange="heads")
+    assert any(t.tagged for t in program.tensors) == (rows == 1)
 
 
 @pytest.mark.parametrize("options", TAGGED, ids=name_of)
 def test_a_tagged_step_of_one_row_waits_for_no_barrier_before_its_logits(
     options: CompileOptions,
 ) -> None:
-    program = one_row_llama(options, dtype=BF16 if options.column_unit > 2 else F32)
+    program = decode_llama(options, dtype=BF16 if options.column_unit > 2 else F32)
     for inst in program.instructions:
         waits = [(program.barriers[w.barrier].split(".done")[0], w.target) for w in inst.waits]
         if inst.name() == "embed":
@@ -317,7 +349,7 @@ def test_a_tagged_step_of_one_row_waits_for_no_barrier_before_its_logits(
 def test_attention_that_does_not_wait_for_the_step_before_is_rejected(
     options: CompileOptions,
 ) -> None:
-    program = one_row_llama(options)
+    program = decode_llama(options)
     for index in np.flatnonzero(program.words[:, 0] == Attention.opcode):
         words = program.words.copy()
         words[index] = with_header(words[index], [], None)

@@ -57,6 +57,27 @@ def test_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
     assert runner.bucket(8, 0, 1) == Bucket(8, 1, 4096)
 
 
+def test_decode_steps_have_programs_of_their_own_where_words_pass_between_heads(
+    directory: Path,
+) -> None:
+    runner = make_runner(directory, workers=1)
+    assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096)
+    runner.options = lambda rows: CompileOptions(1, exchange="heads")
+    assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096, decode=True)
+    assert runner.bucket(1, 1, 1, decode=True) == runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
+
+
+@pytest.mark.parametrize(("sequences", "decode"), [([2, 0, 1], True), ([2, 0, 2], False)])
+def test_a_step_decodes_if_its_rows_are_of_different_sequences(
+    directory: Path, sequences: list[int], decode: bool
+) -> None:
+    runner = make_runner(directory)
+    runner.options = lambda rows: CompileOptions(2, exchange="heads")
+    rows = np.arange(3, dtype=np.int32)
+    runner.run(Step(np.array(sequences, np.int32), rows, rows, 3))
+    assert set(runner._programs) == {Bucket(4, 4, 4096, decode)}
+
+
 def test_contexts_share_a_program_unless_attention_is_cut_otherwise(directory: Path) -> None:
     many = make_runner(directory, workers=8)
     contexts = {many.bucket(1, 1, c).context for c in (1, 256, 257, 1000, 2048, 2049, 4096)}
@@ -102,9 +123,9 @@ def test_cuda_without_a_gpu_is_refused_and_auto_is_the_cpu(monkeypatch: pytest.M
     assert choose_machine("auto") == "cpu"
 
 
-def test_steps_of_one_row_pass_tagged_words_on_a_gpu() -> None:
+def test_steps_of_one_row_pass_tagged_words_on_a_gpu_and_those_of_several_between_heads() -> None:
     assert default_options("cuda", 132, 1).exchange == "tagged"
-    assert default_options("cuda", 132, 2).exchange == "barrier"
+    assert default_options("cuda", 132, 2).exchange == "heads"
     assert default_options("cpu", 8, 1) == CompileOptions(8)
 
 
