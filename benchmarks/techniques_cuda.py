@@ -26,9 +26,8 @@ import torch
 from environment import save
 from llama_cuda import MODELS, make_runner, measure, prepare
 from megavm.scheduler.runner import Runner
-from megavm.vm import codegen
-from megavm.vm.cuda_compiler import ROOT, CompileError, compile_kernel
-from megavm.vm.cuda_machine import ARCHITECTURE, CudaExecutable, CudaMachine
+from megavm.vm.cuda_compiler import ROOT, CompileError
+from megavm.vm.cuda_machine import CudaExecutable, CudaMachine
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -132,11 +131,10 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 class VariantMachine(CudaMachine):
-    """A CudaMachine whose kernels come from other sources, or that gives no hints."""
+    """A CudaMachine that may give no hints."""
 
     def __init__(self, root: Path = ROOT, hints: bool = True, trace: bool = False) -> None:
-        super().__init__(trace=trace)
-        self.root = root
+        super().__init__(trace=trace, root=root)
         self.hints = hints
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
@@ -144,13 +142,6 @@ class VariantMachine(CudaMachine):
         if not self.hints:
             executable._hints.fill_(0xFF)  # the bytes of NONE
         return executable
-
-    def _function(self, program: Program) -> Any:
-        header = codegen.program_header(program, trace=self.trace)
-        if header not in self._functions:
-            kernel = compile_kernel(header, ARCHITECTURE, root=self.root)
-            self._functions[header] = self._driver.function(kernel.cubin)
-        return self._functions[header]
 
 
 def use_machine(runner: Runner, machine: CudaMachine) -> None:

@@ -7,10 +7,18 @@ namespace megavm {
 
 // Whether a page, and with `next_too` the one after it, is there.
 __device__ __forceinline__ bool has_arrived(PageCursor page, bool next_too = false) {
+  PageCursor next = page;
+  next.advance();
   bool there = page_arrived(page.slot).is_over(page.phase);
-  page.advance();
-  if (next_too) there &= page_arrived(page.slot).is_over(page.phase);
-  return __shfl_sync(~0u, there, 0);
+  if (next_too) there &= page_arrived(next.slot).is_over(next.phase);
+  there = __shfl_sync(~0u, there, 0);
+  __syncwarp();
+  if constexpr (kWarpArrivals > 1)
+    if (there) {
+      page_arrived(page.slot).wait(page.phase);
+      if (next_too) page_arrived(next.slot).wait(next.phase);
+    }
+  return there;
 }
 
 class Consumer {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -49,11 +48,8 @@ def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(f"machine cuda is not available: {reason}")
-    root = pytestconfig.getoption("--cuda-root")
-    if root is not None:
-        compile_there = functools.partial(cuda_compiler.compile_kernel, root=root)
-        cuda_compiler.compile_kernel = compile_there
-    return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"))
+    root = pytestconfig.getoption("--cuda-root") or cuda_compiler.ROOT
+    return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"), root=root)
 
 
 @pytest.fixture

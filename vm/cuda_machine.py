@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,7 @@ import torch
 from megavm.vm import codegen, cuda_compiler, cuda_faults
 from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
 from megavm.vm.cuda_faults import FaultKind, Record
-from megavm.vm.isa import Instruction, whole
+from megavm.vm.isa import Region
 from megavm.vm.layout import ROWS, program_layouts
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
@@ -150,14 +152,21 @@ class CudaMachine:
 
     ``workers`` is the number of SMs, what schedulers are told to compile for. A wait that takes longer
     than ``timeout`` seconds ends the launch with a fault. With ``trace`` executables note when each
-    instruction did what. ``report`` is called with a line when a kernel is compiled.
+    instruction did what. ``root``: where the sources of kernels are. ``report`` is called with a line
+    when a kernel is compiled.
 
     Raises ValueError when there is no such GPU here, or it cannot be used.
     """
 
     name = "cuda"
 
-    def __init__(self, device: int = 0, timeout: float = 10.0, trace: bool = False) -> None:
+    def __init__(
+        self,
+        device: int = 0,
+        timeout: float = 10.0,
+        trace: bool = False,
+        root: Path = cuda_compiler.ROOT,
+    ) -> None:
         reason = reason_unavailable(device)
         if reason is not None:
             raise ValueError(f"machine 'cuda' is not available: {reason}")
@@ -166,6 +175,7 @@ class CudaMachine:
         self.workers = torch.cuda.get_device_properties(device).multi_processor_count
         self.timeout = timeout
         self.trace = trace
+        self.root = root
         self.report: cuda_compiler.Report | None = None
         self.lost = ""  # the error after which the context is of no use
         self._driver = _Driver(device)
@@ -214,7 +224,9 @@ class CudaMachine:
     def _function(self, program: Program) -> Any:
         header = codegen.program_header(program, trace=self.trace)
         if header not in self._functions:
-            kernel = cuda_compiler.compile_kernel(header, ARCHITECTURE, report=self.report)
+            kernel = cuda_compiler.compile_kernel(
+                header, ARCHITECTURE, report=self.report, root=self.root
+            )
             self._functions[header] = self._driver.function(kernel.cubin)
         return self._functions[header]
 
@@ -237,30 +249,49 @@ class CudaMachine:
 def _hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """The hints of every instruction, uint32 [n, 2] (signal, wait), and the signals of their counters.
 
-    A tagged tensor that instructions read as a whole has a counter of the instructions that write it.
-    Counters are numbered after the program's barriers.
+    Of the tagged regions that an instruction reads, the largest has a counter, if several
+    instructions write it and about as many read it: they would all poll. Whose results begin in
+    several such regions signals the largest. Counters are numbered after the program's barriers.
     """
     tensors = program.tensors
+    is_tagged = [spec.tagged for spec in tensors]
 
-    def reads_whole(inst: Instruction) -> set[int]:
-        tagged = (r for r in inst.reads(tensors) if tensors[r.tensor].tagged)
-        return {r.tensor for r in tagged if r == whole(tensors, r.tensor)}
+    def tagged(regions: Iterable[Region]) -> list[Region]:
+        return [r for r in regions if is_tagged[r.tensor]]
 
-    read = [reads_whole(inst) for inst in program.instructions]
-    hinted = set().union(*read)
-    written = [{r.tensor for r in inst.writes(tensors)} & hinted for inst in program.instructions]
-    # An instruction signals one counter: of what it writes beside, nobody gets a hint.
-    hinted -= set().union(*(set(sorted(handles)[1:]) for handles in written))
-    number = {handle: len(program.barriers) + i for i, handle in enumerate(sorted(hinted))}
+    def columns(region: Region) -> int:
+        return region.columns[1] - region.columns[0]
+
+    def holds(region: Region, written: Region) -> bool:
+        return (
+            region.rows[0] <= written.rows[0] < region.rows[1]
+            and region.columns[0] <= written.columns[0] < region.columns[1]
+        )
+
+    read = [tagged(i.reads(tensors)) for i in program.instructions]
+    largest = [max(regions, key=columns) if regions else None for regions in read]
+    readers = Counter(region for region in largest if region is not None)
+    by_tensor: dict[int, list[Region]] = defaultdict(list)
+    for region in readers:
+        by_tensor[region.tensor].append(region)
+    begun = [
+        [r for w in tagged(i.writes(tensors)) for r in by_tensor[w.tensor] if holds(r, w)]
+        for i in program.instructions
+    ]
+    writers = Counter(region for regions in begun for region in set(regions))
+    hinted = [r for r in readers if 1 < writers[r] <= 2 * readers[r]]
+    number = {region: i for i, region in enumerate(hinted)}
     hints = np.full((len(program), 2), NONE, dtype=np.uint32)
-    writers = np.zeros(len(number), dtype=np.uint32)
-    for i in range(len(program)):
-        for handle in written[i] & hinted:
-            hints[i, 0] = number[handle]
-            writers[number[handle] - len(program.barriers)] += 1
-        for handle in read[i] & hinted:
-            hints[i, 1] = number[handle]
-    return hints, writers
+    signals = np.zeros(len(hinted), dtype=np.uint32)
+    for i, (results, source) in enumerate(zip(begun, largest, strict=True)):
+        counted = [r for r in results if r in number]
+        if counted:
+            signalled = number[max(counted, key=columns)]
+            hints[i, 0] = len(program.barriers) + signalled
+            signals[signalled] += 1
+        if source is not None and source in number:
+            hints[i, 1] = len(program.barriers) + number[source]
+    return hints, signals
 
 
 class CudaExecutable:
@@ -283,10 +314,10 @@ class CudaExecutable:
         self._begin = begin
         self._instructions = self._upload(program.words[self._order])
         self._queue_begin = self._upload(begin.astype(np.uint32))
-        hints, writers = _hints(program)
+        hints, hint_signals = _hints(program)
         self._hints = self._upload(hints[self._order])
-        self._signals = self._upload(np.concatenate([program.signals, writers]))
-        counters = len(program.barriers) + len(writers)
+        self._signals = self._upload(np.concatenate([program.signals, hint_signals]))
+        counters = len(program.barriers) + len(hint_signals)
         self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
         self._ticket = self._zeros(1)
         # The abort word, then the records, 32 bytes each.

@@ -137,7 +137,7 @@ def test_launches_may_follow_each_other_before_one_waits(cuda_machine: CudaMachi
 
 
 def test_programs_that_need_the_same_share_a_kernel(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(timeout=cuda_machine.timeout)
+    machine = CudaMachine(timeout=cuda_machine.timeout, root=cuda_machine.root)
     for columns in (64, 64):
         program = product(columns)
         machine.load(program, filled(program, machine.memory_device))
@@ -145,7 +145,7 @@ def test_programs_that_need_the_same_share_a_kernel(cuda_machine: CudaMachine) -
 
 
 def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(timeout=cuda_machine.timeout, trace=True)
+    machine = CudaMachine(timeout=cuda_machine.timeout, trace=True, root=cuda_machine.root)
     program = product()
     executable = machine.load(program, filled(program, machine.memory_device))
     assert executable.trace() == []
