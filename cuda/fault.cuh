@@ -52,8 +52,8 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
 [[noreturn]] __device__ __forceinline__ void stop(FaultKind kind, uint32_t thing, uint32_t row,
                                                   uint32_t word, uint32_t value, uint32_t target) {
   const uint32_t address = ptx::shared_address(&current());
-  ptx::store_shared2(address + 8, static_cast<uint32_t>(kind), thing);
   ptx::store_shared4(address + 16, {row, word, value, target});
+  ptx::store_shared2(address + 8, static_cast<uint32_t>(kind), thing);
   ptx::store_shared(ptx::shared_address(&control().stopping), 1);
   asm volatile("exit;");
   __builtin_unreachable();
@@ -89,12 +89,21 @@ __device__ __forceinline__ bool are_consumers_waiting() {
   return ptx::load_shared_volatile(ptx::shared_address(&control().waiting)) != 0;
 }
 
-// The controller's last act: when the other warps have had time to stop, tell the host and the
-// other workers.
+// The controller's last act: when the other warps have stopped, or have had time to, tell the host
+// and the other workers. (Those that were done before leave no word.)
 __device__ __forceinline__ void report_faults() {
-  __nanosleep(100000);
-  __syncwarp();
+  constexpr uint64_t kLongest = 10'000'000;  // ns
   const uint32_t warp = lane_index();
+  const uint64_t since = ptx::global_timer();
+  bool silent = true;
+  while (silent && ptx::global_timer() - since < kLongest) {
+    __nanosleep(100000);
+    const uint32_t left = ptx::shared_address(shared_memory) + kCurrentAt + warp * kCurrentBytes;
+    silent = warp < kNumWarps && warp != kControllerWarp &&
+             ptx::load_shared_volatile(left + 8) == 0 && ptx::load_shared_volatile(left + 12) == 0;
+    silent = __any_sync(~0u, silent);
+  }
+  __syncwarp();
   if (warp < kNumWarps) {
     const Current& why = reinterpret_cast<const Current*>(shared_memory + kCurrentAt)[warp];
     FaultRecord& record = control().faults[blockIdx.x * kNumWarps + warp];
