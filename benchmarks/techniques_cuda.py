@@ -83,7 +83,7 @@ VARIANTS = [
     *(Variant("ring of pages", f"{n} pages", pages(n)) for n in (4, 6, 8, 10)),
     *(Variant("copies in flight", f"{n}", in_flight(n, n)) for n in (2, 3, 5, 8)),
     *(Variant("copies in flight", f"5, waiting {n}", in_flight(5, n)) for n in (1, 3)),
-    *(Variant("pages in registers", f"{n}", constant("kPreload", n)) for n in (2, 4, 8)),
+    *(Variant("pages in registers", f"{n}", constant("kPreload", n)) for n in (2, 6, 8)),
     *(Variant("instructions in flight", f"{n}", constant("kStages", n)) for n in (2, 4)),
     Variant("weights before waits", "off", waiting("ready", "hinted")),
     Variant("weights before waits", "off, with barriers", waiting("ready"), BARRIER),

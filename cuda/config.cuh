@@ -44,10 +44,8 @@ static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegis
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
-constexpr uint32_t kStages = 8;                   // instructions in flight in a worker
-constexpr uint32_t kWindow = kSingleRow ? 5 : 3;  // pages issued, not yet landed,
-constexpr uint32_t kWaitWindow = 2;  // and while consumers wait for what other workers produce
-constexpr uint32_t kHintSlack = 2;   // of the writers of a tensor, one in so many need not be done
+constexpr uint32_t kStages = 8;     // instructions in flight in a worker
+constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so many need not be done
 // How often a warp arrives at a semaphore when its lanes are done with something: one lane arrives,
 // and looks, for all, with __syncwarp between. racecheck takes that for its own alone; for it
 // (scripts/sanitize) all lanes do.
@@ -98,6 +96,12 @@ constexpr uint32_t kSemaphoresAt = kStagesAt + kStages * kStageBytes;
 constexpr uint32_t kCurrentAt = kSemaphoresAt + kMbarrierBytes;
 constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
 static_assert(kControlAt % 16 == 0 && kControlAt + 64 <= kSharedBytes);
+
+// Pages issued, not yet landed; and while consumers wait for what other workers produce. In a ring
+// of fewer, the loader would look for a page in the phase of a later one.
+constexpr uint32_t kWindow = min_of(kPages, kSingleRow ? 5 : 3);
+constexpr uint32_t kWaitWindow = 2;
+static_assert(kWindow <= kPages && kWaitWindow <= kPages);
 
 // Pages that consumers hold in registers while their input is on its way.
 constexpr uint32_t kPreload = 4;
