@@ -96,7 +96,7 @@ VARIANTS = [
     Variant("tiles of columns", "2 per worker", options={"waves": 2}),
     Variant("assignment", "round robin", options={"assignment": "round_robin"}),
     Variant("assignment", "dynamic", options={"assignment": "dynamic"}),
-    Variant("norm in products", "off", options={"fuse_norm": False}),
+    Variant("norm by its neighbours", "off", options={"fuse_norm": False}),
     Variant("splits of attention", "of 512", options={"min_chunk": 512}, context=LONG),
     Variant("splits of attention", "of 1024", options={"min_chunk": 1024}, context=LONG),
     Variant("splits of attention", "none", options={"min_chunk": 1 << 20}, context=LONG),

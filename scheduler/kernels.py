@@ -1,4 +1,4 @@
-"""The GPU kernels that a Llama needs: one for a single row, one for several, whatever the step."""
+"""The GPU kernels that a Llama needs: most programs of several rows share one."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def kernel_headers(
         )
         for rows in sizes
         for context in (1, length)
-        for decode in (False, True)
+        for decode in ((False, True) if rows <= MAX_NUM_SEQS else (False,))
     )
     for bucket in buckets:
         program = compile_bucket(config, limits, dtype, bucket, options_for)
