@@ -11,7 +11,7 @@ from megavm.scheduler.llama import Bucket, Limits, llama_graph
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.options import CompileOptions
 from megavm.vm.config import NONE
-from megavm.vm.cuda_machine import _hints
+from megavm.vm.cuda_hints import make_hints
 from megavm.vm.isa import BF16, Region
 from megavm.vm.program import Program
 
@@ -41,7 +41,7 @@ def test_a_hint_counts_instructions_that_write_what_the_reader_reads(
     options: CompileOptions, rows: int
 ) -> None:
     program = llama(options, rows)
-    hints, signals = _hints(program)
+    hints, signals = make_hints(program)
     first = len(program.barriers)
     counters = hints[:, 0][hints[:, 0] != NONE] - first
     np.testing.assert_array_equal(np.bincount(counters, minlength=len(signals)), signals)
@@ -61,7 +61,7 @@ def test_a_hint_counts_instructions_that_write_what_the_reader_reads(
 
 def test_every_product_of_words_has_a_hint_of_its_input() -> None:
     program = llama(OPTIONS[0], 1)
-    hints, _ = _hints(program)
+    hints, _ = make_hints(program)
     inputs = {
         inst.x: program.tensors[inst.x].columns
         for inst in program.instructions
