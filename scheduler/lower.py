@@ -24,7 +24,7 @@ from megavm.scheduler.graph import Operation, Value
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.storage import Storage, may_be_tagged
 from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
-from megavm.vm.isa import F32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
 
 MOST_PARTS = 8  # of a product: who adds them up has a pair of each in registers
 SUMMED_COLUMNS = 64  # of which a GPU's worker finishes the sums at a time (cuda/config.cuh)
@@ -183,7 +183,7 @@ class Lowering:
         if len(parts) > 1:
             shape = (out.rows, (len(parts) - 1) * out.columns)
             # However large it is: only one worker reads a word of it.
-            addends = self._tagged(f"{operation.label}.parts.{shape[0]}", shape, F32)
+            addends = self.storage.add_tagged(f"{operation.label}.parts", shape, F32)
             part["out"] = handles["addends"] = addends
         # The first part adds up the others, and comes last, as it waits for them.
         for number, (begin, end) in reversed(list(enumerate(parts))):
@@ -304,14 +304,9 @@ class Lowering:
             value = Value(f"{operation.label}.{part}_new", rows, columns, dtype, rows)
             if not may_be_tagged(operation, value, self.options):
                 return {}
-            made[f"{part}_new"] = self._tagged(value.name, (rows, columns), dtype)
+            made[f"{part}_new"] = self.storage.add_tagged(value.name, (rows, columns), dtype)
         self.newest[self.storage.handle(operation.outputs["k_cache"])] = made
         return made
-
-    def _tagged(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
-        name = f"{name}.tagged{shape[0]}"
-        spec = TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True)
-        return self.storage.add(spec)
 
     def _attention(self, operation: Operation) -> Iterator[Tiles]:
         q = operation.inputs["q"]
@@ -335,7 +330,7 @@ class Lowering:
             name = f"partial.{'x'.join(map(str, shape))}"
             if newest:
                 # However large it is: only one worker reads a word of it.
-                partial = self._tagged(f"{operation.label}.{name}", shape, F32)
+                partial = self.storage.add_tagged(f"{operation.label}.{name}", shape, F32)
             else:
                 partial = self.storage.add(TensorSpec(name, shape, F32, TensorKind.ACTIVATION))
             handles["partial"] = partial

@@ -8,8 +8,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-import numpy as np
-
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.llama import Bucket, Limits, llama_graph, rope_table, step_tensors
@@ -259,7 +257,7 @@ class Runner:
         arrays["row_count"][0] = rows
         arrays["logit_row"][:logit_rows] = step.logit_row
         arrays["logit_count"][0] = logit_rows
-        decode = len(np.unique(step.row_sequence)) == rows
+        decode = len(set(step.row_sequence.tolist())) == rows
         bucket = self.bucket(rows, logit_rows, step.context + steps - 1, decode=decode)
         with self._running:
             executable = self._executable(bucket)

@@ -39,6 +39,11 @@ class Storage:
         self.tensors.append(spec)
         return len(self.tensors) - 1
 
+    def add_tagged(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
+        """The handle of a tagged activation; those of steps of other sizes have other names."""
+        name = f"{name}.tagged{shape[0]}"
+        return self.add(TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True))
+
     def place(self, value: Value, handle: int) -> None:
         """Let ``value`` live in a tensor."""
         self._handles[value] = handle
@@ -69,14 +74,8 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             if value.spec is not None:
                 continue
             if last_use[value] > i and may_be_tagged(operation, value, options):
-                spec = TensorSpec(
-                    f"{value.name}.tagged{value.rows}",
-                    (value.rows, value.columns),
-                    value.dtype,
-                    TensorKind.ACTIVATION,
-                    tagged=True,
-                )
-                storage.place(value, storage.add(spec))
+                shape = (value.rows, value.columns)
+                storage.place(value, storage.add_tagged(value.name, shape, value.dtype))
                 continue
             shape = (value.capacity, value.columns)
             key = (*shape, value.dtype)
