@@ -6,14 +6,14 @@ All of it is derived from what instructions declare.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from megavm.instructions import decode, instruction_set
+from megavm.instructions import instruction_set
 from megavm.profiler.trace import BARRIER, TAGGED, Ints, Longs, TraceProgram
-from megavm.vm.alike import alike, tensor_kinds
+from megavm.vm.alike import find_alike
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
 from megavm.vm.isa import FieldKind, Instruction, Region, TensorKind, TensorSpec
 from megavm.vm.layout import layouts_of
@@ -35,27 +35,11 @@ def trace_program(program: Program, context: float | None = None) -> TraceProgra
     tensors = program.tensors
     cost = np.zeros((len(program), 3), np.int64)
     reads, writes = [np.empty((0, 6), np.int64)], [np.empty((0, 6), np.int64)]
-    kinds = tensor_kinds(tensors)
-    for opcode, cls in instruction_set().items():
-        numbers = np.flatnonzero(program.words[:, 0] == opcode)
-        if not len(numbers):
-            continue
-        same = alike(cls, numbers, program.words, kinds)
-        chosen = [
-            decode(program.words[numbers[row]].astype("<u4").tobytes())
-            for row in same.representatives
-        ]
-        cost[numbers] = np.array([_cost(i, tensors, context) for i in chosen])[same.kind]
-        for found, declared in (
-            (reads, [list(inst.reads(tensors)) for inst in chosen]),
-            (writes, [list(inst.writes(tensors)) for inst in chosen]),
-        ):
-            handles = [same.handles[row].tolist() for row in same.representatives]
-            tagged = [_tagged(d, tensors, h) for d, h in zip(declared, handles, strict=True)]
-            row, regions = same.spread(tagged, _REGION)
-            if len(row):
-                tensor = same.handles[row, regions[:, 0]]
-                found.append(np.column_stack([numbers[row], tensor, regions[:, 1:]]))
+    for same in find_alike(program.words, tensors):
+        chosen = same.representatives
+        cost[same.numbers] = np.array([_cost(i, tensors, context) for i in chosen])[same.kind]
+        reads.append(same.accesses([_tagged(i.reads(tensors), tensors) for i in chosen], _REGION))
+        writes.append(same.accesses([_tagged(i.writes(tensors), tensors) for i in chosen], _REGION))
     channels = _Channels()
     _add_barriers(channels, program)
     _add_tagged(channels, np.concatenate(reads), np.concatenate(writes))
@@ -136,13 +120,9 @@ def _at_context(inst: Instruction, context: int) -> Instruction:
     return changed
 
 
-def _tagged(
-    regions: Sequence[Region], tensors: Sequence[TensorSpec], handles: list[int]
-) -> list[tuple[int, ...]]:
-    """The regions of tagged tensors, with the position of the operand in place of the tensor."""
-    return [
-        (handles.index(r.tensor), *r.rows, *r.columns) for r in regions if tensors[r.tensor].tagged
-    ]
+def _tagged(regions: Iterable[Region], tensors: Sequence[TensorSpec]) -> list[tuple[int, ...]]:
+    """The regions of tagged tensors: (tensor, rows, columns)."""
+    return [(r.tensor, *r.rows, *r.columns) for r in regions if tensors[r.tensor].tagged]
 
 
 class _Channels:

@@ -6,9 +6,13 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
+import numpy as np
+
 from megavm.scheduler.barriers import Synchronised
 from megavm.scheduler.options import CompileOptions
-from megavm.vm.isa import TensorSpec
+from megavm.vm.alike import find_alike
+from megavm.vm.isa import Instruction, TensorSpec
+from megavm.vm.program import encode
 
 FLOPS_PER_BYTE = 64  # FLOPs that take as long as moving one byte, roughly, on the machines at hand
 
@@ -37,9 +41,10 @@ def assign(
                 queues[i % options.workers].append(index)
         return queues
     load = [0] * options.workers
+    cost_of = _costs(program.instructions, tensors)
     busy: dict[int, set[int]] = {}  # the workers of an operation, by its last instruction
     for members in sorted(operations, key=lambda m: len(m) >= options.workers):
-        costs = [_cost(program, index, tensors) for index in members]
+        costs = [cost_of[index] for index in members]
         runs = _runs(members, costs, options.workers)
         before = busy.get(members[0] - 1, set())
         idle = [(w in before, load[w], w) for w in range(options.workers)]
@@ -53,9 +58,16 @@ def assign(
     return [sorted(queue) for queue in queues]
 
 
-def _cost(program: Synchronised, index: int, tensors: Sequence[TensorSpec]) -> int:
-    inst = program.instructions[index]
-    return inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
+def _costs(instructions: Sequence[Instruction], tensors: Sequence[TensorSpec]) -> list[int]:
+    costs = np.zeros(len(instructions), np.int64)
+    for same in find_alike(encode(instructions), tensors):
+        of_kind = [
+            inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
+            for inst in same.representatives
+        ]
+        costs[same.numbers] = np.array(of_kind)[same.kind]
+    found: list[int] = costs.tolist()
+    return found
 
 
 def _runs(members: Sequence[int], costs: Sequence[int], count: int) -> list[tuple[int, list[int]]]:

@@ -23,7 +23,7 @@ import bisect
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,9 +31,13 @@ import numpy.typing as npt
 
 from megavm.instructions.noop import Noop
 from megavm.scheduler.lower import Tiles
+from megavm.vm.alike import find_alike
 from megavm.vm.config import MAX_WAITS
-from megavm.vm.isa import Instruction, Region, TensorSpec, Wait
+from megavm.vm.isa import Instruction, TensorSpec, Wait
+from megavm.vm.program import encode
 
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Bits = int  # a set of instructions: bit i stands for instruction i
 
 
@@ -61,14 +65,12 @@ class Needs:
 def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> Synchronised:
     """Add the waits and signals that make any order of execution give the sequential result."""
     instructions = [i for tiles in operations for i in tiles.instructions]
-    needs = _dependencies(operations, tensors)
-    waits = _reduce(needs, [len(tiles.instructions) for tiles in operations])
+    sizes = [len(tiles.instructions) for tiles in operations]
+    accesses = _declared(instructions, tensors)
+    needs = _dependencies(accesses, sizes)
+    waits = _reduce(needs, sizes)
     roots = _set(i for i, n in enumerate(needs) if not waits[i] | n.tags)
-    plain = _set(
-        i
-        for i, inst in enumerate(instructions)
-        if any(not tensors[r.tensor].tagged for r in inst.writes(tensors))
-    )
+    plain = _bits(accesses.instruction[accesses.write & ~accesses.tagged])
     awaited = seen = 0
     for i, needed in enumerate(needs):
         awaited |= waits[i]
@@ -78,117 +80,126 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     return _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks).result()
 
 
+class _Accesses:
+    """Regions that instructions access, one a row, by instruction."""
+
+    def __init__(self, rows: Ints, tagged: Flags) -> None:
+        """``rows``: instruction, tensor, rows, columns, write, indexed, earlier."""
+        self.instruction, self.tensor = rows[:, 0], rows[:, 1]
+        self.boxes = rows[:, [2, 3, 4, 5, 7]]  # rows, columns, indexed
+        self.write, self.earlier = rows[:, 6] != 0, rows[:, 8] != 0
+        self.tagged = tagged[self.tensor]
+
+    def table(self, chosen: Flags) -> _Table:
+        """Some of them, all of one tensor."""
+        return _Table(self.boxes[chosen], self.instruction[chosen])
+
+
+def _declared(instructions: Sequence[Instruction], tensors: Sequence[TensorSpec]) -> _Accesses:
+    """What instructions declare of tensors that are written."""
+    parts = [np.empty((0, 9), np.int64)]
+    for same in find_alike(encode(instructions), tensors):
+        declared = [
+            [
+                (r.tensor, *r.rows, *r.columns, write, r.indexed, r.earlier)
+                for write, regions in ((0, inst.reads(tensors)), (1, inst.writes(tensors)))
+                for r in regions
+                if tensors[r.tensor].writable
+            ]
+            for inst in same.representatives
+        ]
+        parts.append(same.accesses(declared, 8))
+    rows = np.concatenate(parts)
+    tagged = np.array([t.tagged for t in tensors], dtype=bool)
+    return _Accesses(rows[np.argsort(rows[:, 0], kind="stable")], tagged)
+
+
 class _Table:
-    """Regions of one tensor and the instructions that accessed them, as columns of numbers."""
+    """Regions of one tensor (rows, columns, indexed) and the instructions that accessed them."""
 
-    def __init__(self, entries: Sequence[tuple[Region, int]] = ()) -> None:
-        rows = [(*r.rows, *r.columns, r.indexed, number) for r, number in entries]
-        self.columns = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    def __init__(self, boxes: Ints | None = None, numbers: Ints | None = None) -> None:
+        self.boxes = np.empty((0, 5), np.int64) if boxes is None else boxes
+        self.numbers = np.empty(0, np.int64) if numbers is None else numbers
 
-    def matching(self, regions: Sequence[Region]) -> list[Bits]:
-        """For each of ``regions`` the instructions whose regions overlap it."""
-        if not self.columns.size:
-            return [0] * len(regions)
-        top, bottom, left, right, indexed, numbers = self.columns[:, self.columns[5].argsort()]
-        wanted = np.array([(*r.rows, *r.columns, r.indexed) for r in regions], dtype=np.int64)
+    def overlapping(self, others: _Table) -> Iterator[tuple[int, Bits]]:
+        """Each access of ``others``: its instruction, and those whose accesses here it overlaps."""
+        if not len(self.numbers):
+            return
+        order = self.numbers.argsort()
+        numbers = self.numbers[order]
+        top, bottom, left, right, indexed = self.boxes[order].T
+        different: dict[tuple[int, ...], int] = {}
+        which = [different.setdefault(tuple(b), len(different)) for b in others.boxes.tolist()]
+        wanted = np.array(list(different), dtype=np.int64).reshape(-1, 5)
         first_row, last_row, begin, end, kind = wanted.T[:, :, None]
         inside = (top < last_row) & (first_row < bottom) & (left < end) & (begin < right)
         inside |= indexed != kind
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
         first = int(numbers[0])
-        flags = np.zeros((len(regions), int(numbers[-1]) - first + 1), dtype=bool)
+        flags = np.zeros((len(different), int(numbers[-1]) - first + 1), dtype=bool)
         flags[:, numbers[starts] - first] = np.logical_or.reduceat(inside, starts, axis=1)
         packed = np.packbits(flags, axis=1, bitorder="little")
-        return [int.from_bytes(row.tobytes(), "little") << first for row in packed]
+        found = [int.from_bytes(row.tobytes(), "little") << first for row in packed]
+        for number, box in zip(others.numbers.tolist(), which, strict=True):
+            yield number, found[box]
 
-    def update(self, new: _Table, cover: _Table) -> None:
+    def update(self, new: _Table, cover: Ints) -> None:
         """Append ``new``, after dropping what lies inside one of the regions of ``cover``."""
-        top, bottom, left, right, indexed, _ = self.columns
+        top, bottom, left, right, indexed = self.boxes.T
         gone = np.zeros(len(top), dtype=bool)
-        for first, last, begin, end, kind, _ in cover.columns.T:
+        for first, last, begin, end, kind in cover:
             inside = (first <= top) & (bottom <= last) & (begin <= left) & (right <= end)
             gone |= inside & (indexed == kind)
-        self.columns = np.concatenate([self.columns[:, ~gone], new.columns], axis=1)
+        self.boxes = np.concatenate([self.boxes[~gone], new.boxes])
+        self.numbers = np.concatenate([self.numbers[~gone], new.numbers])
 
-    def filled(self) -> _Table:
+    def filled(self) -> Ints:
         """The rectangle that an operation's disjoint tiles fill; the tiles if there is none."""
-        tiles = np.unique(self.columns[:5], axis=1)
+        tiles = np.unique(self.boxes, axis=0)
         if not tiles.size:
-            return self
-        top, bottom, left, right, indexed = tiles
+            return tiles
+        top, bottom, left, right, indexed = tiles.T
         box = (top.min(), bottom.max(), left.min(), right.max(), indexed[0])
         area = int(((bottom - top) * (right - left)).sum())
         if area == (box[1] - box[0]) * (box[3] - box[2]) and (indexed == indexed[0]).all():
-            single = _Table()
-            single.columns = np.array([[*box, 0]], dtype=np.int64).T
-            return single
-        return self
+            return np.array([box], dtype=np.int64)
+        return tiles
 
 
-class _Accesses:
-    """Who wrote and read the regions of one tensor since they were last overwritten."""
-
-    def __init__(self) -> None:
-        self.writers = _Table()
-        self.readers = _Table()
-
-
-def _dependencies(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> list[Needs]:
-    """What each instruction must come after, from the regions that all declare."""
-    needs: list[Needs] = []
-    accesses: dict[int, _Accesses] = defaultdict(_Accesses)
-    earlier: list[tuple[Needs, Region]] = []
-    for tiles in operations:
-        reads: dict[int, list[tuple[Region, int]]] = defaultdict(list)
-        writes: dict[int, list[tuple[Region, int]]] = defaultdict(list)
-        declared = [
-            (
-                [r for r in inst.reads(tensors) if tensors[r.tensor].writable],
-                list(inst.writes(tensors)),
-            )
-            for inst in tiles.instructions
-        ]
-        read = {r for some, _ in declared for r in some if not r.earlier}
-        written = {r for _, some in declared for r in some if not tensors[r.tensor].tagged}
-        writers = _lookup({t: a.writers for t, a in accesses.items()}, read | written)
-        readers = _lookup({t: a.readers for t, a in accesses.items()}, written)
-        for all_read, all_written in declared:
-            number, needed = len(needs), Needs()
-            for region in all_read:
-                if region.earlier:
-                    earlier.append((needed, region))
-                elif tensors[region.tensor].tagged:
-                    needed.tags |= writers[region]
-                else:
-                    needed.reads |= writers[region]
-                    reads[region.tensor].append((region, number))
-            for region in all_written:
-                writes[region.tensor].append((region, number))
-                if not tensors[region.tensor].tagged:
-                    needed.overwrites |= writers[region]
-                    needed.replaces |= readers[region]
-            needs.append(needed)
-        for handle in reads.keys() | writes.keys():
-            known, new = accesses[handle], _Table(writes[handle])
-            cover = new.filled()
-            known.writers.update(new, cover)
-            known.readers.update(_Table(reads[handle]), cover)
-    writers = _lookup({t: a.writers for t, a in accesses.items()}, {r for _, r in earlier})
-    for needed, region in earlier:
-        needed.earlier |= writers[region]
+def _dependencies(accesses: _Accesses, sizes: Sequence[int]) -> list[Needs]:
+    """What each instruction must come after; ``sizes``: the instructions of each operation."""
+    needs = [Needs() for _ in range(sum(sizes))]
+    # By tensor: who wrote and read its regions since they were last overwritten.
+    writers: dict[int, _Table] = defaultdict(_Table)
+    readers: dict[int, _Table] = defaultdict(_Table)
+    ends = np.searchsorted(accesses.instruction, np.cumsum(sizes))
+    for begin, end in itertools.pairwise([0, *ends.tolist()]):
+        here = slice(begin, end)
+        tensors = accesses.tensor[here]
+        for handle in np.unique(tensors[~accesses.earlier[here]]).tolist():
+            mine = begin + np.flatnonzero((tensors == handle) & ~accesses.earlier[here])
+            write = accesses.write[mine]
+            reads, writes = accesses.table(mine[~write]), accesses.table(mine[write])
+            written, read = writers[handle], readers[handle]
+            if accesses.tagged[mine[0]]:
+                for i, found in written.overlapping(reads):
+                    needs[i].tags |= found
+                reads = _Table()
+            else:
+                for i, found in written.overlapping(reads):
+                    needs[i].reads |= found
+                for i, found in written.overlapping(writes):
+                    needs[i].overwrites |= found
+                for i, found in read.overlapping(writes):
+                    needs[i].replaces |= found
+            cover = writes.filled()
+            written.update(writes, cover)
+            read.update(reads, cover)
+    for handle in np.unique(accesses.tensor[accesses.earlier]).tolist():
+        mine = accesses.earlier & (accesses.tensor == handle)
+        for i, found in writers[handle].overlapping(accesses.table(mine)):
+            needs[i].earlier |= found
     return needs
-
-
-def _lookup(tables: Mapping[int, _Table], regions: Iterable[Region]) -> dict[Region, Bits]:
-    """The instructions that accessed each of ``regions``, by tables of their tensors."""
-    by_tensor: dict[int, list[Region]] = defaultdict(list)
-    for region in regions:
-        by_tensor[region.tensor].append(region)
-    found: dict[Region, Bits] = {}
-    for handle, some in by_tensor.items():
-        table = tables.get(handle)
-        found.update(zip(some, table.matching(some) if table else [0] * len(some), strict=True))
-    return found
 
 
 def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
@@ -258,7 +269,7 @@ def _members(bits: Bits) -> list[int]:
     return members
 
 
-def _bits(numbers: npt.NDArray[np.int64]) -> Bits:
+def _bits(numbers: Ints) -> Bits:
     if not len(numbers):
         return 0
     first = int(numbers.min())

@@ -17,9 +17,9 @@ from megavm.scheduler.assign import assign
 from megavm.scheduler.barriers import add_barriers
 from megavm.scheduler.fuse import fuse
 from megavm.scheduler.graph import Graph
-from megavm.scheduler.lower import lower
+from megavm.scheduler.lower import Tiles, lower
 from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.storage import allocate
+from megavm.scheduler.storage import Storage, allocate
 from megavm.vm.program import Program
 from megavm.vm.verify import verify
 
@@ -31,9 +31,7 @@ def compile_graph(
 
     Raises ValueError when the graph cannot be fused into instructions or does not fit the machine.
     """
-    operations = fuse(graph, options.fuse_norm)
-    storage = allocate(operations, options)
-    tiles = lower(operations, storage, graph.row_count, options)
+    tiles, storage = _tiles(graph, options)
     synchronised = add_barriers(tiles, storage.tensors)
     queues = assign(synchronised, storage.tensors, options)
     program = Program.build(
@@ -48,3 +46,19 @@ def compile_graph(
     )
     verify(program)
     return program
+
+
+def unordered(graph: Graph, options: CompileOptions) -> Program:
+    """The instructions of ``graph`` alone: no order, no queues. Kernels are specialised by these.
+
+    Raises ValueError as ``compile_graph`` does.
+    """
+    tiles, storage = _tiles(graph, options)
+    instructions = [inst for some in tiles for inst in some.instructions]
+    return Program.build(storage.tensors, instructions, [])
+
+
+def _tiles(graph: Graph, options: CompileOptions) -> tuple[list[Tiles], Storage]:
+    operations = fuse(graph, options.fuse_norm)
+    storage = allocate(operations, options)
+    return lower(operations, storage, graph.row_count, options), storage

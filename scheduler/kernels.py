@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megavm.scheduler.llama import Limits
+from megavm.scheduler.compile import unordered
+from megavm.scheduler.llama import Limits, llama_graph
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.runner import choose_bucket, default_options
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda_compiler import Kernel, compile_kernel
 from megavm.vm.cuda_machine import ARCHITECTURE, NUM_SMS
@@ -29,14 +30,10 @@ class ModelKernel:
     kernel: Kernel
 
 
-def kernel_headers(
-    config: LlamaConfig, dtype: DType, workers: int = NUM_SMS, trace: bool = False
-) -> dict[str, tuple[int, ...]]:
-    """What the kernels of a model are compiled for, each with the rows of the steps it runs."""
-    # All layers are alike, and the kernels know nothing of their number.
-    config = replace(config, num_layers=1)
+def default_limits(config: LlamaConfig) -> Limits:
+    """The sizes of LLM on a GPU, with room for one sequence of the longest context."""
     length = config.max_position_embeddings
-    limits = Limits(
+    return Limits(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=length,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
@@ -44,6 +41,15 @@ def kernel_headers(
         num_blocks=-(-length // BLOCK_SIZE),
         block_size=BLOCK_SIZE,
     )
+
+
+def kernel_headers(
+    config: LlamaConfig, dtype: DType, workers: int = NUM_SMS, trace: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """What the kernels of a model are compiled for, each with the rows of the steps it runs."""
+    # All layers are alike, and the kernels know nothing of their number.
+    config = replace(config, num_layers=1)
+    limits = default_limits(config)
 
     def options_for(rows: int) -> CompileOptions:
         return default_options("cuda", workers, rows)
@@ -55,11 +61,12 @@ def kernel_headers(
             config, limits, options_for, rows, min(rows, MAX_NUM_SEQS), context, decode=decode
         )
         for rows in sizes
-        for context in (1, length)
+        for context in (1, limits.max_model_len)
         for decode in ((False, True) if rows <= MAX_NUM_SEQS else (False,))
     )
     for bucket in buckets:
-        program = compile_bucket(config, limits, dtype, bucket, options_for)
+        graph = llama_graph(config, limits, bucket, dtype)
+        program = unordered(graph, options_for(bucket.rows))
         headers.setdefault(program_header(program, trace=trace), {})[bucket.rows] = None
     return {header: tuple(rows) for header, rows in headers.items()}
 

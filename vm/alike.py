@@ -1,21 +1,23 @@
 """Instructions that declare the same: layers repeat the same tiles on tensors of the same shapes.
 
-What an instruction declares (regions, bytes, FLOPs) depends on its operands and on the shapes of its tensors
-alone, so that one of each kind is asked and the answer is spread over all.
+What an instruction declares (regions, bytes, FLOPs, constants) depends on its operands and on the shapes of
+its tensors alone, so that one of each kind is asked and the answer is spread over all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
+from megavm.instructions import instruction_set
 from megavm.vm.config import HEADER_WORDS, NONE
 from megavm.vm.isa import FieldKind, Instruction, TensorSpec
 
 Ints = npt.NDArray[np.int64]
+Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,48 +25,64 @@ class Alike:
     """m instructions of one class, in k kinds of which all members declare the same.
 
     ``numbers`` are theirs in the program, ``handles`` their tensor operands (NONE: absent), ``kind`` says
-    which are alike, ``representatives`` names one row of each kind.
+    which are alike, ``representatives`` has one instruction of each kind, and ``rows`` says which.
     """
 
+    cls: type[Instruction]
     numbers: Ints  # [m]
     handles: Ints  # [m, tensor operands]
     kind: Ints  # [m]
-    representatives: Ints  # [k]
+    rows: Ints  # [k]
+    representatives: tuple[Instruction, ...]  # [k]
 
-    def spread(
-        self, declared: Sequence[Sequence[tuple[int, ...]]], width: int
-    ) -> tuple[Ints, Ints]:
-        """What the representatives declare, for every instruction.
+    def accesses(self, declared: Sequence[Sequence[tuple[int, ...]]], width: int) -> Ints:
+        """What the representatives say of tensors, for every instruction.
 
-        ``declared[kind]`` are any number of tuples of ``width`` numbers. Returns the row of the
-        instruction [r] and the tuple [r, width] of each.
+        ``declared[kind]`` are any number of tuples of ``width`` numbers, of which the first is a tensor that
+        the representative names. Returns [a, width + 1]: instruction, its own tensor, and the rest.
+
+        Raises ValueError when a tensor is none of the operands.
         """
-        lengths = np.array([len(d) for d in declared], np.int64)
-        table = np.array([entry for d in declared for entry in d], np.int64).reshape(-1, width)
+        table = []
+        for row, inst, entries in zip(self.rows, self.representatives, declared, strict=True):
+            handles = self.handles[row].tolist()
+            for tensor, *rest in entries:
+                if tensor not in handles:
+                    raise ValueError(
+                        f"{inst.name()} accesses tensor {tensor}, which is none of its operands"
+                    )
+                table.append((handles.index(tensor), *rest))
+        found = np.array(table, np.int64).reshape(-1, width)
+        lengths = np.array([len(entries) for entries in declared], np.int64)
         starts = np.cumsum(lengths) - lengths
         sizes = lengths[self.kind]
         row = np.repeat(np.arange(len(self.numbers)), sizes)
         offset = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        return row, table[starts[self.kind[row]] + offset]
+        found = found[starts[self.kind[row]] + offset]
+        result = np.empty((len(row), width + 1), np.int64)
+        result[:, 0] = self.numbers[row]
+        if len(row):
+            result[:, 1] = self.handles[row, found[:, 0]]
+        result[:, 2:] = found[:, 1:]
+        return result
 
 
-def tensor_kinds(tensors: Sequence[TensorSpec]) -> Ints:
-    """Equal numbers for tensors of the same shape, type and kind, and -1 for none: int64 [tensors + 1]."""
-    kinds: dict[tuple[object, ...], int] = {}
-    numbers = [kinds.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(kinds)) for t in tensors]
-    return np.array([*numbers, -1], dtype=np.int64)
+def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
+    """The instructions of each class in a program, and which of them declare the same.
 
-
-def alike(
-    cls: type[Instruction],
-    numbers: Ints,
-    words: npt.NDArray[np.uint32],
-    kind_of_tensor: Ints,
-) -> Alike:
-    """Find which of the instructions ``numbers``, all of class ``cls``, declare the same.
-
-    ``words`` are those of the program, ``kind_of_tensor`` is what ``tensor_kinds`` gives.
+    Opcodes and handles must be valid.
     """
+    # Equal numbers for tensors of the same shape, type and kind, and -1 for none.
+    known: dict[tuple[object, ...], int] = {}
+    kinds = [known.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(known)) for t in tensors]
+    kind_of_tensor = np.array([*kinds, -1], dtype=np.int64)
+    for opcode, cls in instruction_set().items():
+        numbers = np.flatnonzero(words[:, 0] == opcode)
+        if len(numbers):
+            yield _alike(cls, numbers, words, kind_of_tensor)
+
+
+def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: Ints) -> Alike:
     operands = words[numbers, HEADER_WORDS : HEADER_WORDS + len(cls.fields)].astype(np.int64)
     slots = [k for k, field in enumerate(cls.fields) if field.kind is FieldKind.TENSOR]
     handles = operands[:, slots]
@@ -79,4 +97,7 @@ def alike(
         [known.setdefault(raw[i : i + width], len(known)) for i in range(0, len(raw), width)],
         np.int64,
     )
-    return Alike(numbers, handles, kind, np.unique(kind, return_index=True)[1])
+    rows = np.unique(kind, return_index=True)[1]
+    chosen = words[numbers[rows]].astype("<u4")
+    representatives = tuple(cls.decode(chosen[i].tobytes()) for i in range(len(chosen)))
+    return Alike(cls, numbers, handles, kind, rows, representatives)

@@ -201,14 +201,18 @@ def program_header(program: Program, *, trace: bool = False) -> str:
     Raises ValueError when they are not.
     """
     from megavm.instructions import instruction_set
+    from megavm.vm.alike import find_alike
 
     classes = list(instruction_set().values())
-    names = {type(inst).name() for inst in program.instructions}
+    chosen = [
+        inst for same in find_alike(program.words, program.tensors) for inst in same.representatives
+    ]
+    names = {inst.name() for inst in chosen}
     names |= {COMPANIONS[name] for name in names & COMPANIONS.keys()}
     used = {cls for cls in classes if cls.name() in names}
     by_class: dict[type[Instruction], dict[str, int]] = {cls: {} for cls in classes if cls in used}
     common: dict[str, int] = {"max_rows": 0}
-    for inst in program.instructions:
+    for inst in chosen:
         values = vars(inst)
         if "row_begin" in values and "row_end" in values:
             join(common, {"max_rows": values["row_end"] - values["row_begin"]}, "")

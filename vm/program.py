@@ -24,6 +24,12 @@ from megavm.vm.isa import DType, Instruction, TensorKind, TensorSpec
 FORMAT_VERSION = 1
 
 
+def encode(instructions: Sequence[Instruction]) -> npt.NDArray[np.uint32]:
+    """The words of instructions: uint32 [n, 32]."""
+    data = b"".join(i.encode() for i in instructions)
+    return np.frombuffer(data, dtype="<u4").reshape(-1, INSTRUCTION_WORDS).copy()
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """Instructions, the queues they stand in, the barriers they use and the tensors they name.
@@ -59,8 +65,7 @@ class Program:
         metadata: Mapping[str, Any] | None = None,
     ) -> Program:
         """Encode instructions. ``workers`` defaults to the number of queues."""
-        data = b"".join(i.encode() for i in instructions)
-        words = np.frombuffer(data, dtype="<u4").reshape(-1, INSTRUCTION_WORDS).copy()
+        words = encode(instructions)
         return cls(
             tensors=tuple(tensors),
             words=words,

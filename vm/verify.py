@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from megavm.instructions import decode, instruction_set
+from megavm.instructions import instruction_set
 from megavm.vm import _native
-from megavm.vm.alike import alike, tensor_kinds
+from megavm.vm.alike import find_alike
 from megavm.vm.config import (
     ACCUMULATOR_BYTES,
     HEADER_WORDS,
@@ -246,45 +246,35 @@ class _Verifier:
 
         Of tensors that instructions may write.
         """
-        kind_of = tensor_kinds(self.tensors)
-        parts = [np.empty((0, 9), np.int64)]
         for opcode, cls in instruction_set().items():
             numbers = np.flatnonzero(self.words[:, 0] == opcode)
             if len(numbers):
                 self._check_operands(cls, numbers)
-                parts.append(self._accesses_of(cls, numbers, kind_of))
+        parts = [np.empty((0, 9), np.int64)]
+        for same in find_alike(self.words, self.tensors):
+            declared = [
+                self._declaration(int(number), inst, handles)
+                for number, inst, handles in zip(
+                    same.numbers[same.rows],
+                    same.representatives,
+                    same.handles[same.rows].tolist(),
+                    strict=True,
+                )
+            ]
+            parts.append(same.accesses(declared, 8))
         accesses = np.concatenate(parts)
         return accesses[np.argsort(accesses[:, 0], kind="stable")]
 
-    def _accesses_of(self, cls: type[Instruction], numbers: Ints, kind_of: Ints) -> Ints:
-        same = alike(cls, numbers, self.words, kind_of)
-        declared = [
-            self._declaration(int(numbers[row]), [int(h) for h in same.handles[row]])
-            for row in same.representatives
-        ]
-        row, picked = same.spread(declared, 8)
-        result = np.empty((len(row), 9), np.int64)
-        result[:, 0] = numbers[row]
-        if len(row):
-            result[:, 1] = same.handles[row, picked[:, 0]]
-        result[:, 2:] = picked[:, 1:]
-        return result
-
-    def _declaration(self, number: int, handles: list[int]) -> list[tuple[int, ...]]:
-        """Accesses of one instruction, with the position of the operand in place of the tensor."""
-        inst = decode(self.words[number].astype("<u4").tobytes())
+    def _declaration(
+        self, number: int, inst: Instruction, handles: list[int]
+    ) -> list[tuple[int, ...]]:
+        """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
         try:
             for sentence in inst.check(self.tensors):
                 self._fail(number, sentence)
             self._check_resources(number, inst)
             return [
-                (
-                    handles.index(region.tensor),
-                    *self._span(region),
-                    write,
-                    region.indexed,
-                    region.earlier,
-                )
+                (region.tensor, *self._span(region), write, region.indexed, region.earlier)
                 for regions, write in ((inst.reads, False), (inst.writes, True))
                 for region in self._regions(number, regions, write, handles)
                 if self.tensors[region.tensor].writable

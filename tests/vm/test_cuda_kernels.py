@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +13,14 @@ import pytest
 from megavm.instructions import instruction_set
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.hub import resolve
-from megavm.scheduler.kernels import kernel_headers
+from megavm.scheduler.kernels import default_limits, kernel_headers
 from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
 from megavm.vm.codegen import program_header
 from megavm.vm.config import THREADS
 from megavm.vm.cuda_compiler import ROOT, Kernel, compile_kernel
+from megavm.vm.cuda_machine import NUM_SMS
 from megavm.vm.isa import BF16, F32
 from megavm.vm.program import Program
 
@@ -73,6 +77,29 @@ MODELS = {
     "stories": (Checkpoint.open(resolve("stories")).config, BF16),
     "stories in float32": (Checkpoint.open(resolve("stories")).config, F32),
 }
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_steps_of_a_model_have_its_kernels(model: str) -> None:
+    config, dtype = MODELS[model]
+    headers = kernel_headers(config, dtype)
+    two = replace(config, num_layers=2)
+    limits = default_limits(two)
+
+    def options_for(rows: int) -> CompileOptions:
+        return default_options("cuda", NUM_SMS, rows)
+
+    for rows, logit_rows, context, decode in (
+        (1, 1, 200, False),
+        (1, 1, config.max_position_embeddings, False),
+        (3, 3, 1000, True),
+        (8, 8, config.max_position_embeddings, False),
+        (16, 16, 300, True),
+        (200, 4, 1000, False),
+    ):
+        bucket = choose_bucket(two, limits, options_for, rows, logit_rows, context, decode=decode)
+        header = program_header(compile_bucket(two, limits, dtype, bucket, options_for))
+        assert bucket.rows in headers[header], bucket
 
 
 @functools.cache
