@@ -10,9 +10,8 @@ import numpy as np
 
 from megavm.scheduler.barriers import Synchronised
 from megavm.scheduler.options import CompileOptions
-from megavm.vm.alike import find_alike
-from megavm.vm.isa import Instruction, TensorSpec
-from megavm.vm.program import encode
+from megavm.vm.alike import Words, find_alike
+from megavm.vm.isa import TensorSpec
 
 FLOPS_PER_BYTE = 64  # FLOPs that take as long as moving one byte, roughly, on the machines at hand
 
@@ -29,7 +28,7 @@ def assign(
     that the operation before them does not occupy, which wait for it while it runs. ``dynamic``:
     one list for all.
     """
-    total = len(program.instructions)
+    total = len(program.words)
     if options.assignment == "dynamic":
         return [list(range(total))]
     queues: list[list[int]] = [[] for _ in range(options.workers)]
@@ -41,7 +40,7 @@ def assign(
                 queues[i % options.workers].append(index)
         return queues
     load = [0] * options.workers
-    cost_of = _costs(program.instructions, tensors)
+    cost_of = _costs(program.words, tensors)
     busy: dict[int, set[int]] = {}  # the workers of an operation, by its last instruction
     for members in sorted(operations, key=lambda m: len(m) >= options.workers):
         costs = [cost_of[index] for index in members]
@@ -58,9 +57,9 @@ def assign(
     return [sorted(queue) for queue in queues]
 
 
-def _costs(instructions: Sequence[Instruction], tensors: Sequence[TensorSpec]) -> list[int]:
-    costs = np.zeros(len(instructions), np.int64)
-    for same in find_alike(encode(instructions), tensors):
+def _costs(words: Words, tensors: Sequence[TensorSpec]) -> list[int]:
+    costs = np.zeros(len(words), np.int64)
+    for same in find_alike(words, tensors):
         of_kind = [
             inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
             for inst in same.representatives

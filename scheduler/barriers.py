@@ -31,21 +31,20 @@ import numpy.typing as npt
 
 from megavm.instructions.noop import Noop
 from megavm.scheduler.lower import Tiles
-from megavm.vm.alike import find_alike
-from megavm.vm.config import MAX_WAITS
-from megavm.vm.isa import Instruction, TensorSpec, Wait
+from megavm.vm.alike import Ints, Words, find_alike
+from megavm.vm.config import HEADER_WORDS, MAX_WAITS
+from megavm.vm.isa import TensorSpec, Wait, sync_words
 from megavm.vm.program import encode
 
-Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Bits = int  # a set of instructions: bit i stands for instruction i
 
 
 @dataclass
 class Synchronised:
-    """Instructions with waits and signals, in topological order."""
+    """Instructions with waits and signals, encoded, in topological order."""
 
-    instructions: list[Instruction]
+    words: Words
     labels: list[str]
     operations: list[int]  # which operation each instruction belongs to
     barriers: list[str]
@@ -66,7 +65,8 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     """Add the waits and signals that make any order of execution give the sequential result."""
     instructions = [i for tiles in operations for i in tiles.instructions]
     sizes = [len(tiles.instructions) for tiles in operations]
-    accesses = _declared(instructions, tensors)
+    words = encode(instructions)
+    accesses = _declared(words, tensors)
     needs = _dependencies(accesses, sizes)
     waits = _reduce(needs, sizes)
     roots = _set(i for i, n in enumerate(needs) if not waits[i] | n.tags)
@@ -77,7 +77,7 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
         seen |= needed.tags
     everybody = (1 << len(instructions)) - 1
     sinks = everybody & ~awaited & ~(seen & ~plain)
-    return _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks).result()
+    return _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks).result(words)
 
 
 class _Accesses:
@@ -95,10 +95,10 @@ class _Accesses:
         return _Table(self.boxes[chosen], self.instruction[chosen])
 
 
-def _declared(instructions: Sequence[Instruction], tensors: Sequence[TensorSpec]) -> _Accesses:
+def _declared(words: Words, tensors: Sequence[TensorSpec]) -> _Accesses:
     """What instructions declare of tensors that are written."""
     parts = [np.empty((0, 9), np.int64)]
-    for same in find_alike(encode(instructions), tensors):
+    for same in find_alike(words, tensors):
         declared = [
             [
                 (r.tensor, *r.rows, *r.columns, write, r.indexed, r.earlier)
@@ -290,7 +290,6 @@ class _Grouping:
         sinks: Bits,
     ) -> None:
         self.tiles = operations
-        self.instructions = [i for tiles in operations for i in tiles.instructions]
         self.operation = [
             number for number, tiles in enumerate(operations) for _ in tiles.instructions
         ]
@@ -298,7 +297,7 @@ class _Grouping:
         self.earlier = earlier
         self.roots = roots  # depend on nothing in their step
         self.sinks = sinks  # nothing in the step tells that they are complete
-        self.group = [-1] * len(self.instructions)
+        self.group = [-1] * len(self.operation)
         self.members = functools.cache(_members)
         self._choose_groups()
 
@@ -347,9 +346,14 @@ class _Grouping:
     def _groups(self, needed: Bits) -> list[int]:
         return sorted({self.group[i] for i in self.members(needed)})
 
-    def result(self) -> Synchronised:
+    def result(self, words: Words) -> Synchronised:
         """Headers for everybody, and the Noops that join more barriers than a header holds."""
-        out = Synchronised([], [], [], [])
+        words = np.concatenate([words, encode([Noop()])])
+        noop = len(words) - 1
+        chosen: list[int] = []
+        headers: list[tuple[int, ...]] = []
+        labels: list[str] = []
+        operations: list[int] = []
         number = {g: n for n, g in enumerate(sorted({g for g in self.group if g >= 0}))}
         sizes = [0] * len(number)
         names = [""] * len(number)
@@ -358,32 +362,33 @@ class _Grouping:
                 sizes[number[g]] += 1
                 label = self.tiles[self.operation[i]].label
                 names[number[g]] = f"{label}.done{number[g]}"
-        out.barriers = names
         joined: dict[tuple[Wait, ...], Wait] = {}
 
-        def emit(inst: Instruction, waits: list[Wait], signal: int | None, operation: int) -> None:
+        def emit(inst: int, waits: list[Wait], signal: int | None, operation: int) -> None:
             label = self.tiles[operation].label
             while len(waits) > MAX_WAITS:
                 some, waits = tuple(waits[:MAX_WAITS]), waits[MAX_WAITS:]
                 if some not in joined:
-                    barrier = len(out.barriers)
-                    out.barriers.append(f"{label}.join{barrier}")
+                    barrier = len(names)
+                    names.append(f"{label}.join{barrier}")
                     joined[some] = Wait(barrier, 1)
-                    emit(Noop(), list(some), barrier, operation)
+                    emit(noop, list(some), barrier, operation)
                 waits.append(joined[some])
-            out.instructions.append(inst.with_sync(waits, signal))
-            out.labels.append(label)
-            out.operations.append(operation)
+            chosen.append(inst)
+            headers.append(sync_words(waits, signal))
+            labels.append(label)
+            operations.append(operation)
 
         closing = [Wait(number[g], 0) for g in self._groups(self.sinks)]
         cache: dict[tuple[Bits, Bits], list[Wait]] = {}
-        for i, inst in enumerate(self.instructions):
-            needed = self.needs[i], self.earlier[i]
+        for i, needed in enumerate(zip(self.needs, self.earlier, strict=True)):
             if needed not in cache:
                 now, before = ([number[g] for g in self._groups(n)] for n in needed)
                 cache[needed] = [Wait(g, 0) for g in before if g not in now]
                 cache[needed] += [Wait(g, sizes[g]) for g in now]
             waits = closing if self.roots >> i & 1 else cache[needed]
             g = self.group[i]
-            emit(inst, list(waits), None if g < 0 else number[g], self.operation[i])
-        return out
+            emit(i, list(waits), None if g < 0 else number[g], self.operation[i])
+        words = words[np.array(chosen, dtype=np.int64)]
+        words[:, 1:HEADER_WORDS] = np.array(headers, np.uint32).reshape(-1, HEADER_WORDS - 1)
+        return Synchronised(words, labels, operations, names)

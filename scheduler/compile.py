@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from megavm.scheduler.assign import assign
 from megavm.scheduler.barriers import add_barriers
 from megavm.scheduler.fuse import fuse
@@ -34,15 +36,15 @@ def compile_graph(
     tiles, storage = _tiles(graph, options)
     synchronised = add_barriers(tiles, storage.tensors)
     queues = assign(synchronised, storage.tensors, options)
-    program = Program.build(
-        storage.tensors,
-        synchronised.instructions,
-        queues,
-        barriers=synchronised.barriers,
+    program = Program(
+        tensors=tuple(storage.tensors),
+        words=synchronised.words,
+        queues=tuple(np.array(queue, np.int32) for queue in queues),
         dynamic=options.assignment == "dynamic",
         workers=options.workers,
-        labels=synchronised.labels,
-        metadata=metadata,
+        barriers=tuple(synchronised.barriers),
+        labels=tuple(synchronised.labels),
+        metadata=dict(metadata or {}),
     )
     verify(program)
     return program

@@ -212,6 +212,8 @@ class Field(Generic[T]):
 
         Raises ValueError when it does not fit the word.
         """
+        if type(value) is int and 0 <= value < NONE and self.kind is not FieldKind.REAL:
+            return value
         if self.kind is FieldKind.REAL:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{owner}.{self.name} is {value!r}: expected a real number")
@@ -356,10 +358,7 @@ class Instruction:
 
     def encode(self) -> Encoding:
         """The 128 bytes of the instruction, little-endian."""
-        header = [self.opcode, NONE if self.signal is None else self.signal]
-        for wait in self.waits:
-            header += (wait.barrier, wait.target)
-        header += [NONE, 0] * (MAX_WAITS - len(self.waits))
+        header = self.opcode, *sync_words(self.waits, self.signal)
         values = self.__dict__
         return (
             struct.pack(self._format, *header, *[values[f.name] for f in self.fields]) + self._tail
@@ -415,6 +414,16 @@ class Instruction:
 
     def __hash__(self) -> int:
         return hash(self.encode())
+
+
+def sync_words(waits: Sequence[Wait], signal: int | None) -> tuple[int, ...]:
+    """What stands between opcode and operands: the signal, and MAX_WAITS pairs."""
+    pairs = [word for wait in waits for word in (wait.barrier, wait.target)]
+    return (
+        NONE if signal is None else signal,
+        *pairs,
+        *(NONE, 0) * (MAX_WAITS - len(waits)),
+    )
 
 
 def pages(size: int) -> int:

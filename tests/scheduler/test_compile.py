@@ -204,6 +204,11 @@ def test_normalised_products_equal_torch(
             torch.testing.assert_close(values[f"{n}{g}.out"], want, rtol=3e-2, atol=3e-2)
 
 
+def test_a_graph_of_nothing_is_a_program_of_nothing() -> None:
+    program = compile_graph(Graph(rows=1), CompileOptions(workers=2))
+    assert (len(program), len(program.queues), program.barriers) == (0, 2, ())
+
+
 def test_an_operation_that_exists_only_fused_is_refused_alone() -> None:
     graph = Graph(2)
     a, b = (graph.tensor(n, (2, 8), F32, TensorKind.INPUT) for n in "ab")
