@@ -263,6 +263,8 @@ def _members(bits: Bits) -> list[int]:
     if not bits:
         return []
     first = (bits & -bits).bit_length() - 1
+    if bits == 1 << first:
+        return [first]
     bits >>= first
     raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
     members: list[int] = (np.unpackbits(raw, bitorder="little").nonzero()[0] + first).tolist()

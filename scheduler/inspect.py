@@ -5,19 +5,20 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.hub import resolve
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.options import Assignment, CompileOptions, Exchange
-from megavm.scheduler.runner import choose_dtype, make_machine
+from megavm.scheduler.llama import BLOCK_SIZE, GPU_BLOCK_SIZE, Bucket, Limits, llama_graph
+from megavm.scheduler.options import Assignment, Exchange
+from megavm.scheduler.runner import choose_dtype, choose_machine, default_options, make_machine
 from megavm.vm.config import ACCUMULATOR_BYTES, NUM_PAGES, SCRATCH_BYTES
+from megavm.vm.cuda_machine import NUM_SMS, reason_unavailable
 from megavm.vm.program import Program
 from megavm.vm.verify import verify as verify_program
 
 DEFAULT_CONTEXT = 1024
-BLOCK_SIZE = 16
 
 
 def describe_program(
@@ -30,14 +31,16 @@ def describe_program(
     context: int | None = None,
     workers: int | None = None,
     assignment: Assignment = "balanced",
-    exchange: Exchange = "barrier",
+    exchange: Exchange | None = None,
     disassemble: bool = False,
     verify: bool = False,
     save: str | None = None,
 ) -> str:
     """Text about the program for steps of up to ``rows`` tokens of ``sequences`` sequences.
 
-    ``rows`` defaults to ``sequences``, ``sequences`` to 1 (one decode step). No weights are read.
+    ``rows`` defaults to ``sequences``, ``sequences`` to 1 (one decode step), ``exchange`` to what
+    the machine runs. No weights are read, and no GPU is needed: where there is none, a program for
+    "cuda" is for the workers of an H100 or H200.
 
     Raises ValueError for a model or sizes that cannot be compiled.
     """
@@ -54,13 +57,19 @@ def describe_program(
         )
     if sequences > rows:
         raise ValueError(f"sequences is {sequences}, more than the {rows} rows of the step")
-    count = workers if workers is not None else make_machine(machine)[1]
-    blocks = sequences * -(-context // BLOCK_SIZE)
-    limits = Limits(sequences, context, rows, sequences, blocks, BLOCK_SIZE)
+    name = machine if machine == "cuda" else choose_machine(machine)
+    if workers is None:
+        absent = name == "cuda" and reason_unavailable() is not None
+        workers = NUM_SMS if absent else make_machine(name)[1]
+    options = replace(default_options(name, workers, rows), assignment=assignment)
+    if exchange is not None:
+        options = replace(options, exchange=exchange)
+    block_size = GPU_BLOCK_SIZE if name == "cuda" else BLOCK_SIZE
+    blocks = sequences * -(-context // block_size)
+    limits = Limits(sequences, context, rows, sequences, blocks, block_size)
     bucket = Bucket(rows, sequences, context, decode=rows == sequences)
     graph = llama_graph(config, limits, bucket, choose_dtype(config, dtype))
     begin = time.perf_counter()
-    options = CompileOptions(count, assignment=assignment, exchange=exchange)
     program = compile_graph(graph, options, {"model": model})
     seconds = time.perf_counter() - begin
     lines = [f"{model}: {program}", f"compiled and verified in {seconds * 1e3:.0f} ms", ""]

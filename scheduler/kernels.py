@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megavm.scheduler.compile import unordered
-from megavm.scheduler.llama import Limits, llama_graph
+from megavm.scheduler.llama import (
+    GPU_BLOCK_SIZE,
+    MAX_LOGIT_ROWS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    Limits,
+    llama_graph,
+)
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.runner import choose_bucket, default_options
@@ -14,12 +21,6 @@ from megavm.vm.codegen import program_header
 from megavm.vm.cuda_compiler import Kernel, compile_kernel
 from megavm.vm.cuda_machine import ARCHITECTURE, NUM_SMS
 from megavm.vm.isa import DType
-
-# The sizes of LLM on a GPU, where nothing else is asked for.
-MAX_NUM_SEQS = 16
-MAX_NUM_BATCHED_TOKENS = 512
-MAX_LOGIT_ROWS = 64
-BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def default_limits(config: LlamaConfig) -> Limits:
         max_model_len=length,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_logit_rows=MAX_LOGIT_ROWS,
-        num_blocks=-(-length // BLOCK_SIZE),
-        block_size=BLOCK_SIZE,
+        num_blocks=-(-length // GPU_BLOCK_SIZE),
+        block_size=GPU_BLOCK_SIZE,
     )
 
 

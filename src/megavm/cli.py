@@ -77,6 +77,7 @@ _PROGRAM_EXAMPLES: Final = """\
 examples:
   megavm program stories --verify
   megavm program stories --rows 1 --context 2K --disassemble | head
+  megavm program path/to/model --machine cuda --sequences 8 --context 4K
   megavm program path/to/model --rows 128 --sequences 4 --save prefill.program
 """
 
@@ -210,9 +211,8 @@ def _declare_program(program: Parser) -> None:
         how,
         "--exchange",
         choices=("barrier", "heads", "tagged"),
-        default="barrier",
         help="how workers wait for each other's small results: by counters, by the data, or by the "
-        "data for what attention reads in decode steps",
+        "data for what attention reads in decode steps (as the machine runs it)",
     )
     result = program.add_argument_group("output")
     program.option(

@@ -30,7 +30,14 @@ from megavm.sampling_params import SamplingParams
 from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.engine import Engine
 from megavm.scheduler.hub import resolve
-from megavm.scheduler.llama import Limits
+from megavm.scheduler.llama import (
+    BLOCK_SIZE,
+    GPU_BLOCK_SIZE,
+    MAX_LOGIT_ROWS,
+    MAX_NUM_BATCHED_TOKENS,
+    MAX_NUM_SEQS,
+    Limits,
+)
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.logprobs import TokenLogprobs
 from megavm.scheduler.runner import Progress, Runner, choose_dtype, choose_machine
@@ -40,12 +47,9 @@ from megavm.vm import cuda_machine
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-LOGIT_ROWS: Final = 64  # positions whose logits `LLM.logits` gets from one step
 DECODER_CONTEXT: Final = 16  # tokens of the prompt that its decoders are shown
 MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
 GPU_KV_FRACTION: Final = 0.85  # of what the weights leave of a GPU's memory
-BLOCK_SIZE: Final = 16
-GPU_BLOCK_SIZE: Final = 64
 GPU_STEPS_PER_LAUNCH: Final = 8
 
 
@@ -92,8 +96,8 @@ class LLM:
         machine: Machine = "auto",
         dtype: Dtype = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
+        max_num_seqs: int = MAX_NUM_SEQS,
+        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         kv_cache_bytes: int | None = None,
         num_blocks: int | None = None,
         block_size: int | None = None,
@@ -142,7 +146,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_logit_rows=max(max_num_seqs, min(LOGIT_ROWS, max_num_batched_tokens)),
+            max_logit_rows=max(max_num_seqs, min(MAX_LOGIT_ROWS, max_num_batched_tokens)),
             num_blocks=blocks,
             block_size=block_size,
         )

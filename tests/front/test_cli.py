@@ -569,7 +569,7 @@ def test_program_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch
         "context": 1024,
         "workers": 3,
         "assignment": "balanced",
-        "exchange": "barrier",
+        "exchange": None,
         "disassemble": True,
         "verify": True,
         "save": "x",

@@ -129,6 +129,24 @@ def test_steps_of_one_row_pass_tagged_words_on_a_gpu_and_those_of_several_betwee
     assert default_options("cpu", 8, 1) == CompileOptions(8)
 
 
+def test_a_described_program_is_what_the_machine_runs(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "program.npz"
+    text = describe_program(str(directory), machine="cuda", workers=132, save=str(path))
+    assert any(spec.tagged for spec in Program.load(path).tensors), text
+    assert "132 workers" in text
+    text = describe_program(str(directory), machine="cpu", save=str(path))
+    assert not any(spec.tagged for spec in Program.load(path).tensors), text
+    with pytest.raises(ValueError, match="machine 'gpu' is unknown"):
+        describe_program(str(directory), machine="gpu", workers=4)
+
+
+def test_a_program_for_a_gpu_is_described_without_one(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert "132 workers" in describe_program(str(directory), machine="cuda")
+
+
 def test_a_described_program_can_be_saved_loaded_and_read(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "program.npz"
     text = describe_program(
