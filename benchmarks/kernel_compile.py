@@ -17,8 +17,13 @@ from typing import Any
 
 from environment import save
 from llama_cuda import MODELS
-from megavm.scheduler.kernels import compile_kernels, kernel_headers
+from megavm.scheduler.kernels import compile_kernels, default_limits, kernel_headers
 from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
+from megavm.vm.codegen import program_header
+from megavm.vm.cuda_compiler import compile_kernel
+from megavm.vm.cuda_machine import ARCHITECTURE, NUM_SMS
 from megavm.vm.isa import BF16
 
 LONGEST = 131072  # the context that the shapes without a config.json are taken to have
@@ -34,9 +39,10 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
     """Medians of ``rounds``, of every kernel and of all that a model needs.
 
     ``plan_s``: what precedes, finding out what the kernels are specialised for. It is part of
-    ``cold_s`` and ``warm_s`` too.
+    ``cold_s`` and ``warm_s`` too. ``start_s``: what a model's start takes with the kernels in the
+    cache, the program of one token compiled and its kernel found.
     """
-    plan, cold, warm = [], [], []
+    plan, cold, warm, start = [], [], [], []
     seconds: dict[tuple[int, ...], list[float]] = {}
     facts: dict[tuple[int, ...], dict[str, Any]] = {}
     before = os.environ.get("MEGAVM_CACHE_DIR")
@@ -47,6 +53,7 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
                 plan.append(_seconds(lambda: kernel_headers(config, BF16))[0])
                 time_cold, made = _seconds(lambda: compile_kernels(config, BF16))
                 time_warm, found = _seconds(lambda: compile_kernels(config, BF16))
+                start.append(_seconds(lambda: _start(config))[0])
             cold.append(time_cold)
             warm.append(time_warm)
             if any(m.kernel.cached for m in made) or not all(f.kernel.cached for f in found):
@@ -74,8 +81,21 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
         "plan_s": statistics.median(plan),
         "cold_s": statistics.median(cold),
         "warm_s": statistics.median(warm),
+        "start_s": statistics.median(start),
         "kernels": kernels,
     }
+
+
+def _start(config: LlamaConfig) -> None:
+    limits = default_limits(config)
+
+    def options_for(rows: int) -> CompileOptions:
+        return default_options("cuda", NUM_SMS, rows)
+
+    bucket = choose_bucket(config, limits, options_for, 1, 1, 1)
+    program = compile_bucket(config, limits, BF16, bucket, options_for)
+    if not compile_kernel(program_header(program), ARCHITECTURE).cached:
+        raise RuntimeError("the kernel of one token is none of the model's kernels")
 
 
 def _seconds(work: Any) -> tuple[float, Any]:
@@ -105,7 +125,7 @@ def main() -> None:
             )
         print(
             f"{model:12}{'all':>10}{found['cold_s']:9.2f}   warm {found['warm_s']:.3f} s, "
-            f"of which planning {found['plan_s']:.3f} s",
+            f"of which planning {found['plan_s']:.3f} s; start {found['start_s']:.3f} s",
             flush=True,
         )
     if args.save:

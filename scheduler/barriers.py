@@ -237,8 +237,10 @@ def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
     waits: list[Bits] = []
     for needed in needs:
         tag_done, tag_read = through_tags(needed.tags)
-        complete = needed.reads | needed.overwrites & ~tag_done
-        wanted = complete | needed.replaces & ~tag_read
+        # Most tiles of an operation read the same, and that implies the rest.
+        implied_done, implied_read = through_waits(needed.reads)
+        complete = needed.reads | needed.overwrites & ~tag_done & ~implied_done
+        wanted = complete | needed.replaces & ~tag_read & ~implied_read
         implied_done, implied_read = through_waits(wanted)
         kept = complete & ~implied_done | wanted & ~complete & ~implied_read
         waits.append(kept)
@@ -316,8 +318,10 @@ class _Grouping:
         for i in sorted(readers):
             key = (self.operation[i], tuple(readers[i]))
             self.group[i] = groups.setdefault(key, len(groups))
-        while True:
-            crowded = [n for n in kinds if len(self._groups(n)) > MAX_WAITS]
+        crowded = list(kinds)
+        merged = True
+        while merged:
+            crowded = [n for n in crowded if len(self._groups(n)) > MAX_WAITS]
             merged = False
             for needed in crowded:
                 by_operation: dict[int, set[int]] = defaultdict(set)
@@ -328,8 +332,6 @@ class _Grouping:
                     first = min(found)
                     self.group = [first if g in found else g for g in self.group]
                     merged = True
-            if not merged:
-                break
         self._join_sinks()
 
     def _join_sinks(self) -> None:

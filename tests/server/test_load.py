@@ -6,6 +6,7 @@ benchmarks/server_soak.py does the same for longer.
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -71,13 +72,15 @@ def test_more_load_than_there_is_room_for_is_refused_and_not_queued() -> None:
 
 
 def test_a_client_that_tries_again_gets_its_answer_in_the_end() -> None:
-    with serving({"max_queue": 0}, max_num_seqs=1) as server:
-        connection = server.open("/v1/completions", prompt="A", max_tokens=300, ignore_eos=True)
+    with serving({"max_queue": 0}, max_num_seqs=1) as server, ThreadPoolExecutor(1) as pool:
+        connection = server.open("/v1/completions", prompt="A", max_tokens=900, ignore_eos=True)
         wait_until(lambda: server.engine.num_running == 1)
         client = server.client(max_retries=5)
-        answer = client.completions.create(model="stories", prompt="A", max_tokens=2)
-        assert answer.choices[0].text
+        asked = pool.submit(client.completions.create, model="stories", prompt="A", max_tokens=2)
+        refused = {"route": "/v1/completions", "status": "429"}
+        wait_until(lambda: server.metric("http_requests_total", **refused) >= 1)
         connection.close()
+        assert asked.result(timeout=60).choices[0].text
         assert_idle(server)
 
 
