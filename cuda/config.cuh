@@ -27,6 +27,8 @@ using namespace program_defaults;
 }
 
 constexpr float kInfinity = __builtin_bit_cast(float, 0x7f800000u);
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
 
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kNumConsumers = kNumConsumerWarps;

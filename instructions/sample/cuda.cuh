@@ -460,7 +460,6 @@ struct Sampler {
   // This thread's argmax of a_t - log(-log(u_t)).
   __device__ __forceinline__ uint64_t draw(float lowest) const {
     constexpr uint32_t kBatch = 4;
-    constexpr float kLog2E = 1.4426950408889634f;
     const uint64_t seed =
         static_cast<uint64_t>(static_cast<uint32_t>(choice.integer(sample::kSeedHigh))) << 32 |
         static_cast<uint32_t>(choice.integer(sample::kSeedLow));

@@ -1,0 +1,288 @@
+// The input of products of one row: on its way from memory, and in shared memory.
+#pragma once
+
+#include "cuda/pipelines/product.cuh"
+
+namespace megavm {
+
+constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
+
+// kLaneColumns neighbouring elements of x as they come from memory.
+template <bool kF32, bool kTagged>
+struct RawInput {
+  static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
+  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged float32 input
+
+  __device__ __forceinline__ void clear(uint32_t not_a_tag) {
+    low = ptx::zero4();
+    low.y = not_a_tag;
+    if constexpr (kTagged && kWordsIn == 4) high = ptx::zero4();
+  }
+
+  __device__ __forceinline__ void load(uint64_t address) {
+    if constexpr (kTagged && kWordsIn == 4) {
+      low = ptx::load_relaxed_tagged2(address);
+      high = ptx::load_relaxed_tagged2(address + 16);
+    } else if constexpr (kTagged && kWordsIn == 2) {
+      low = ptx::load_relaxed_tagged2(address);
+    } else if constexpr (kTagged) {
+      const ptx::Words2 word = ptx::load_relaxed_tagged(address);
+      low.x = word.x, low.y = word.y;
+    } else if constexpr (kWordsIn == 4) {
+      low = ptx::load_relaxed4(address);
+    } else if constexpr (kWordsIn == 2) {
+      const ptx::Words2 words = ptx::load_relaxed2(address);
+      low.x = words.x, low.y = words.y;
+    } else {
+      low.x = ptx::load_relaxed1(address);
+    }
+  }
+
+  // A tag that is not the wanted one, if there is one; else the wanted one.
+  __device__ __forceinline__ uint32_t check(uint32_t tag) const {
+    if constexpr (!kTagged) return tag;
+    uint32_t found = low.y;
+    if constexpr (kWordsIn >= 2) found = found == tag ? low.w : found;
+    if constexpr (kWordsIn == 4) {
+      found = found == tag ? high.y : found;
+      found = found == tag ? high.w : found;
+    }
+    return found;
+  }
+
+  __device__ __forceinline__ uint32_t word(uint32_t i) const {
+    if constexpr (kTagged) {
+      if (i == 0) return low.x;
+      if (i == 1) return low.z;
+      return i == 2 ? high.x : high.z;
+    }
+    if (i == 0) return low.x;
+    if (i == 1) return low.y;
+    return i == 2 ? low.z : low.w;
+  }
+
+  __device__ __forceinline__ float value(uint32_t i) const {
+    if constexpr (kF32) return __uint_as_float(word(i));
+    return i % 2 ? ptx::high_bf16(word(i / 2)) : ptx::low_bf16(word(i / 2));
+  }
+};
+
+// Where the row of x goes: the *panel*, all of the input or a chunk of it as bfloat16 (float32 for
+// such weights) in shared memory, in the order in which the products take it.
+struct Panel {
+  const Stage& stage;
+  const ProductInput& input;
+  const Consumer& consumer;
+  uint32_t tile;     // of a page, that this lane converts
+  uint32_t in_tile;  // byte of the tile that this lane stores first
+  uint32_t column;   // of page 0
+
+  __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
+                                   const Consumer& consumer)
+      : stage(stage), input(input), consumer(consumer) {
+    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    const uint32_t lane = ptx::thread_index() % kLanes;
+    tile = lane / 8 * kNumConsumers + consumer.warp();
+    in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
+    column = tile * kTileColumns + lane % 8 * kLaneColumns;
+  }
+
+  __device__ __forceinline__ const Tensor& x() const { return stage.tensors[input.x]; }
+
+  __device__ __forceinline__ uint32_t address(uint32_t page) const {
+    return scratch_at() + (page * kTilesPerPage + tile) * kTileRowBytes + in_tile;
+  }
+
+  __device__ __forceinline__ void put(uint32_t page, const float (&value)[kLaneColumns]) const {
+    if constexpr (kF32Weights)
+      ptx::store_shared2(address(page), __float_as_uint(value[0]), __float_as_uint(value[1]));
+    else
+      put(page, ptx::pack_bf16(value[0], value[1]),
+          ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
+  }
+  // The same of bfloat16 pairs.
+  __device__ __forceinline__ void put(uint32_t page, uint32_t first, uint32_t second) const {
+    ptx::store_shared(address(page), first);
+    ptx::store_shared(address(page) ^ 8, second);
+  }
+
+  // Fill the panel with a row that is not made of whole tiles, element by element.
+  __device__ __forceinline__ void fill_ragged(uint32_t row, uint32_t chunk) const {
+#pragma unroll 1
+    for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
+      float value[kLaneColumns];
+      read_ragged(stage, input, row, column + (chunk * kChunkPages + page) * kPageColumns, value);
+      put(page, value);
+    }
+  }
+};
+
+// The row of x on its way to the panel: what a lane has asked for and not looked at yet.
+class RowInput {
+ public:
+  __device__ __forceinline__ RowInput(const Panel& panel, const ProductInput& input, bool live)
+      : panel_(panel), input_(input) {
+    row_ = input.row_index == kNone ? input.row_begin
+           : live                   ? x_row(panel.stage, input, input.row_begin)
+                                    : 0;
+    forget();
+  }
+
+  // Ask for the first batch of the row if it is likely there.
+  __device__ __forceinline__ void ask(bool likely) {
+    if constexpr (program::kAnyRaggedK) return;
+    with_kind([&]<bool kF32, bool kTagged>() {
+      if constexpr (kTagged)
+        if (likely) load_missing<kF32, kTagged>(0);
+    });
+  }
+
+  // Wait until the columns of the chunk are there and fill the panel. Chunks come one after the
+  // other; the row begins again after the last.
+  __device__ __forceinline__ void fill(uint32_t chunk) {
+    // All of this warp must be done with what was there.
+    __syncwarp();
+    if constexpr (program::kAnyRaggedK)
+      panel_.fill_ragged(row_, chunk);
+    else
+      with_kind([&]<bool kF32, bool kTagged>() { fill<kF32, kTagged>(chunk); });
+    __syncwarp();
+  }
+
+ private:
+  static constexpr uint32_t kWords = 8;  // times four, that a lane has on their way
+
+  template <bool kF32, bool kTagged>
+  static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
+  template <bool kF32, bool kTagged>
+  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages, one or two chunks
+  template <bool kF32, bool kTagged>
+  static constexpr uint32_t kPageStride = kPageColumns * (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
+
+  // Call the visitor for the kind of x, if the program has it.
+  template <class Visitor>
+  __device__ __forceinline__ void with_kind(Visitor&& visitor) const {
+    const uint32_t kind = 1u << (2 * is_f32(panel_.x()) + is_tagged(panel_.x()));
+    if (program::kAnyInputs & kind & 8) visitor.template operator()<true, true>();
+    if (program::kAnyInputs & kind & 4) visitor.template operator()<true, false>();
+    if (program::kAnyInputs & kind & 2) visitor.template operator()<false, true>();
+    if (program::kAnyInputs & kind & 1) visitor.template operator()<false, false>();
+  }
+
+  // Pages in which this lane's columns exist.
+  __device__ __forceinline__ uint32_t pages() const {
+    const uint32_t pages = input_.tiling.pages();
+    if constexpr (!program::kAnyPartialPages) return pages;
+    const uint32_t k = input_.tiling.k;
+    return panel_.column >= k ? 0 : min_of(pages, ceil_div(k - panel_.column, kPageColumns));
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ RawInput<kF32, kTagged> raw(uint32_t i) const {
+    RawInput<kF32, kTagged> found;
+    found.low = words_[i * kEach<kF32, kTagged>];
+    found.high = words_[i * kEach<kF32, kTagged> + kEach<kF32, kTagged> - 1];
+    return found;
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void set(uint32_t i, const RawInput<kF32, kTagged>& raw) {
+    words_[i * kEach<kF32, kTagged>] = raw.low;
+    if constexpr (kEach<kF32, kTagged> == 2) words_[2 * i + 1] = raw.high;
+  }
+
+  // Begin with words that are not tagged as the step's.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (ptx::Words4& words : words_) {
+      words = ptx::zero4();
+      words.y = ~panel_.stage.tag;
+    }
+  }
+
+  // Ask for what is missing of the batch that begins at this page.
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void load_missing(uint32_t begin) {
+    constexpr uint32_t kStride = kPageStride<kF32, kTagged>;
+    const Tensor& x = panel_.x();
+    const uint64_t from = base_of(x) + (static_cast<uint64_t>(row_) * x.columns +
+                                        input_.first_column() + panel_.column) *
+                                           (kStride / kPageColumns);
+    const uint32_t pages = this->pages(), tag = panel_.stage.tag;
+#pragma unroll
+    for (uint32_t i = 0; i < kBatch<kF32, kTagged>; ++i) {
+      RawInput<kF32, kTagged> now = raw<kF32, kTagged>(i);
+      if (begin + i < pages && (!kTagged || now.check(tag) != tag)) {
+        now.load(from + begin * kStride + i * kStride);
+        set<kF32, kTagged>(i, now);
+      }
+    }
+  }
+
+  // Wait for all words of the batch that begins at this page.
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void wait(uint32_t begin) {
+    constexpr uint32_t kBatch = RowInput::kBatch<kF32, kTagged>;
+    const uint32_t pages = this->pages(), tag = panel_.stage.tag;
+    while (true) {
+      // Again and again what is still missing; all loads before a look at any.
+      load_missing<kF32, kTagged>(begin);
+      if constexpr (!kTagged) return;
+      uint32_t missing = kBatch, found = tag;
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        const uint32_t there = raw<kF32, kTagged>(i).check(tag);
+        if (begin + i < pages && there != tag) missing = i, found = there;
+      }
+      if (missing == kBatch) return;
+      if (__builtin_expect(is_stopping(), 0))
+        stop_at_tag(input_.x, row_,
+                    (input_.first_column() + panel_.column + (begin + missing) * kPageColumns) /
+                        (kF32 ? 1 : 2),
+                    found, tag);
+    }
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void fill(uint32_t chunk) {
+    static_assert(kBatch<kF32, kTagged> % kMaxChunkPages == 0);
+    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // of a batch
+    const uint32_t begin = chunk * kMaxChunkPages;
+    if (chunk % kChunks == 0) {
+      if (!kOneChunk && asked_) forget();
+      asked_ = true;
+      wait<kF32, kTagged>(begin);
+    }
+    if (kChunks == 1 || chunk % 2 == 0)
+      put<kF32, kTagged, 0>(begin);
+    else
+      put<kF32, kTagged, kMaxChunkPages>(begin);
+  }
+
+  // Put the words from number `kFirst` on into the panel, as the chunk that begins at this page.
+  template <bool kF32, bool kTagged, uint32_t kFirst>
+  __device__ __forceinline__ void put(uint32_t begin) {
+    const uint32_t pages = this->pages();
+#pragma unroll
+    for (uint32_t i = 0; i < kChunkPages; ++i) {
+      if (begin + i >= pages) break;
+      const RawInput<kF32, kTagged> now = raw<kF32, kTagged>((kFirst + i) % kBatch<kF32, kTagged>);
+      if constexpr (!kF32 && !kF32Weights) {
+        panel_.put(i, now.word(0), now.word(1));
+      } else {
+        float value[kLaneColumns];
+#pragma unroll
+        for (uint32_t j = 0; j < kLaneColumns; ++j) value[j] = now.value(j);
+        panel_.put(i, value);
+      }
+    }
+  }
+
+  const Panel& panel_;
+  const ProductInput& input_;
+  uint32_t row_;
+  bool asked_ = false;  // whether words_ have been looked at
+  ptx::Words4 words_[kWords];
+};
+
+}  // namespace megavm

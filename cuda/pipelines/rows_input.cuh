@@ -1,0 +1,211 @@
+// The input of products of several rows: the operands A of a warp, in registers.
+#pragma once
+
+#include "cuda/pipelines/product.cuh"
+
+namespace megavm {
+
+constexpr uint32_t kChunkTiles = kChunkPages * kTilesPerWarp;  // a warp's tiles of a unit's chunk
+static_assert(kSingleRow || kChunkPages <= 2);
+// A *piece* is what a lane has of a row of x in a tile: 16 bytes in the elements of the weight.
+constexpr uint32_t kPieceColumns = kTileColumns / 4;
+
+// A piece as it comes from memory.
+template <bool kF32, bool kTagged>
+struct RawPiece {
+  static constexpr uint32_t kElementBytes = kF32 ? 4 : 2;
+  static constexpr uint32_t kWords = kPieceColumns * kElementBytes / 4;
+  static constexpr uint32_t kTags = kTagged ? kWords : 1;
+  uint32_t word[kWords];
+  uint32_t tag[kTags];
+
+  __device__ __forceinline__ void load(uint64_t address) {
+    if constexpr (kTagged) {
+#pragma unroll
+      for (uint32_t i = 0; i < kWords; i += 2) {
+        const ptx::Words4 two = ptx::load_relaxed_tagged2(address + 8 * i);
+        word[i] = two.x, tag[i] = two.y;
+        word[i + 1] = two.z, tag[i + 1] = two.w;
+      }
+    } else if constexpr (kWords == 2) {
+      const ptx::Words2 words = ptx::load_relaxed2(address);
+      word[0] = words.x, word[1] = words.y;
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kWords; i += 4) {
+        const ptx::Words4 words = ptx::load_relaxed4(address + 4 * i);
+        word[i] = words.x, word[i + 1] = words.y;
+        word[i + 2] = words.z, word[i + 3] = words.w;
+      }
+    }
+  }
+
+  // A tag that is not the wanted one, if there is one; else the wanted one.
+  __device__ __forceinline__ uint32_t check(uint32_t wanted) const {
+    uint32_t found = wanted;
+    if constexpr (kTagged)
+#pragma unroll
+      for (uint32_t i = 0; i < kWords; ++i)
+        if (tag[i] != wanted) found = tag[i];
+    return found;
+  }
+
+  __device__ __forceinline__ float value(uint32_t i) const {
+    if constexpr (kF32) return __uint_as_float(word[i]);
+    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
+  }
+};
+
+// The operands A of a warp for a chunk of a group's rows of x. A lane has row lane / 4 of the
+// group.
+class RowsInput {
+ public:
+  __device__ __forceinline__ RowsInput(const Stage& stage, const ProductInput& input,
+                                       const Consumer& consumer)
+      : stage_(stage), input_(input), consumer_(consumer) {
+#pragma unroll
+    for (ptx::Words4& words : words_) words = ptx::zero4();
+  }
+
+  // The operand for the warp's tile i of the chunk.
+  __device__ __forceinline__ const ptx::Words4& operator[](uint32_t i) const { return words_[i]; }
+
+  // Turn to a group of rows, of which `rows` are live. Lanes of others take a live row in its
+  // place.
+  __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
+    if (rows > 0) x_row_ = x_row(stage_, input_, first_row + min_of(row(), rows - 1));
+  }
+
+  // Fetch a chunk of the rows that were turned to; `live`: whether any is. Words of rows that are
+  // not might never be tagged.
+  __device__ __forceinline__ void fetch(uint32_t chunk, bool live) {
+    const Tensor& x = this->x();
+    if constexpr (program::kAnyRaggedK) {
+      if (live) fetch_ragged(chunk);
+    } else if constexpr (!kSingleRow) {
+      // Only the kinds of input that the program has.
+      const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
+      if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);
+      if (program::kAnyInputs & kind & 4) fetch<true, false>(chunk);
+      if (program::kAnyInputs & kind & 2 && live) fetch<false, true>(chunk);
+      if (program::kAnyInputs & kind & 1) fetch<false, false>(chunk);
+    }
+  }
+
+ private:
+  // Whether there is such a column.
+  __device__ __forceinline__ bool exists(uint32_t column) const {
+    constexpr bool kWhole = !program::kAnyPartialPages && !program::kAnyOddPages;
+    return kWhole || column < input_.tiling.k;
+  }
+
+  __device__ __forceinline__ const Tensor& x() const { return stage_.tensors[input_.x]; }
+  static __device__ __forceinline__ uint32_t row() { return lane_index() / 4; }
+
+  // The first column of the warp's tile i.
+  __device__ __forceinline__ uint32_t tile_column(uint32_t chunk, uint32_t i) const {
+    const uint32_t page = chunk * kChunkPages + i / kTilesPerWarp;
+    const uint32_t tile = i % kTilesPerWarp * kNumConsumers + consumer_.warp();
+    return (page * kTilesPerPage + tile) * kTileColumns;
+  }
+
+  // A piece as 16 bytes of the weight's elements.
+  static __device__ __forceinline__ ptx::Words4 packed(const float (&value)[kPieceColumns]) {
+    if constexpr (kF32Weights)
+      return {__float_as_uint(value[0]), __float_as_uint(value[1]), __float_as_uint(value[2]),
+              __float_as_uint(value[3])};
+    else
+      return {ptx::pack_bf16(value[0], value[1]), ptx::pack_bf16(value[2], value[3]),
+              ptx::pack_bf16(value[4], value[5]), ptx::pack_bf16(value[6], value[7])};
+  }
+
+  // The operand of a packed piece. See product.cuh about the order.
+  static __device__ __forceinline__ ptx::Words4 operand(const ptx::Words4& piece) {
+    if constexpr (kF32Weights) return piece;
+    return {piece.x, piece.z, piece.y, piece.w};
+  }
+
+  template <bool kF32, bool kTagged>
+  __device__ __forceinline__ void fetch(uint32_t chunk) {
+    using Raw = RawPiece<kF32, kTagged>;
+    // Pieces that a lane has on their way: all loads are issued before a look at any.
+    constexpr uint32_t kBatch =
+        min_of(kChunkTiles, 64 / (Raw::kWords + (kTagged ? Raw::kTags : 0)));
+    static_assert(kChunkTiles % kBatch == 0);
+    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // of a column
+    const Tensor& x = this->x();
+    const uint64_t row =
+        base_of(x) + (uint64_t{x_row_} * x.columns + input_.first_column()) * kBytes;
+#pragma unroll
+    for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
+      Raw raw[kBatch];
+      uint32_t column[kBatch];
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        column[i] = tile_column(chunk, first + i) + lane_index() % 4 * kPieceColumns;
+        // NOTE: no load is left out, not even where there is no such column: one that merges with
+        // another value would be waited for.
+        raw[i].load(row + (exists(column[i]) ? column[i] : 0) * kBytes);
+      }
+      if constexpr (kTagged) wait(raw, row, column);
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i) {
+        ptx::Words4& words = words_[first + i];
+        if constexpr (!kF32 && !kF32Weights) {
+          words = operand({raw[i].word[0], raw[i].word[1], raw[i].word[2], raw[i].word[3]});
+        } else {
+          float value[kPieceColumns];
+#pragma unroll
+          for (uint32_t j = 0; j < kPieceColumns; ++j) value[j] = raw[i].value(j);
+          words = operand(packed(value));
+        }
+        if (!exists(column[i])) words = ptx::zero4();
+        ptx::settle(words);
+      }
+    }
+  }
+
+  // Ask again and again for the pieces of which words are missing.
+  template <class Raw, uint32_t kBatch>
+  __device__ __forceinline__ void wait(Raw (&raw)[kBatch], uint64_t row,
+                                       const uint32_t (&column)[kBatch]) const {
+    const uint32_t tag = stage_.tag;
+    while (true) {
+      uint32_t missing = 0, found = tag;
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i)
+        if (exists(column[i]) && raw[i].check(tag) != tag)
+          missing = column[i], found = raw[i].check(tag);
+      if (found == tag) return;
+      if (__builtin_expect(is_stopping(), 0))
+        stop_at_tag(input_.x, x_row_, (input_.first_column() + missing) * Raw::kElementBytes / 4,
+                    found, tag);
+#pragma unroll
+      for (uint32_t i = 0; i < kBatch; ++i)
+        if (exists(column[i]) && raw[i].check(tag) != tag)
+          raw[i].load(row + column[i] * 2 * Raw::kElementBytes);
+    }
+  }
+
+  // The same for rows that are not made of whole tiles, element by element.
+  __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
+#pragma unroll 1
+    for (uint32_t i = 0; i < kChunkTiles; ++i) {
+      float value[kPieceColumns];
+      read_ragged(stage_, input_, x_row_, tile_column(chunk, i) + lane_index() % 4 * kPieceColumns,
+                  value);
+      const ptx::Words4 words = operand(packed(value));
+#pragma unroll
+      for (uint32_t k = 0; k < kChunkTiles; ++k)
+        if (k == i) words_[k] = words;
+    }
+  }
+
+  const Stage& stage_;
+  const ProductInput& input_;
+  const Consumer& consumer_;
+  uint32_t x_row_ = 0;  // of this lane
+  ptx::Words4 words_[kChunkTiles];
+};
+
+}  // namespace megavm
