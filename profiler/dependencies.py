@@ -6,23 +6,20 @@ All of it is derived from what instructions declare.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
 from megavm.instructions import instruction_set
 from megavm.profiler.trace import BARRIER, TAGGED, Ints, Longs, TraceProgram
-from megavm.vm.alike import find_alike
+from megavm.vm.alike import find_alike, tagged_regions
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
-from megavm.vm.isa import FieldKind, Instruction, Region, TensorKind, TensorSpec
+from megavm.vm.isa import FieldKind, Instruction, TensorKind, TensorSpec
 from megavm.vm.layout import layouts_of
 from megavm.vm.program import Program
 
 CONTEXT: Final = "context"  # the operand that says how many tokens a row may see, for the cost only
-
-# What a region of a tagged tensor is spread as: operand, rows, columns.
-_REGION = 5
 
 
 def trace_program(program: Program, context: float | None = None) -> TraceProgram:
@@ -34,15 +31,13 @@ def trace_program(program: Program, context: float | None = None) -> TraceProgra
     """
     tensors = program.tensors
     cost = np.zeros((len(program), 3), np.int64)
-    reads, writes = [np.empty((0, 6), np.int64)], [np.empty((0, 6), np.int64)]
     for same in find_alike(program.words, tensors):
-        chosen = same.representatives
-        cost[same.numbers] = np.array([_cost(i, tensors, context) for i in chosen])[same.kind]
-        reads.append(same.accesses([_tagged(i.reads(tensors), tensors) for i in chosen], _REGION))
-        writes.append(same.accesses([_tagged(i.writes(tensors), tensors) for i in chosen], _REGION))
+        costs = [_cost(inst, tensors, context) for inst in same.representatives]
+        cost[same.numbers] = np.array(costs)[same.kind]
     channels = _Channels()
     _add_barriers(channels, program)
-    _add_tagged(channels, np.concatenate(reads), np.concatenate(writes))
+    reads, writes = (tagged_regions(program.words, tensors, write) for write in (False, True))
+    _add_tagged(channels, reads, writes)
     labels = list(dict.fromkeys(program.labels))
     number = {label: i for i, label in enumerate(labels)}
     return TraceProgram(
@@ -118,11 +113,6 @@ def _at_context(inst: Instruction, context: int) -> Instruction:
     changed = copy.copy(inst)
     setattr(changed, CONTEXT, context)
     return changed
-
-
-def _tagged(regions: Iterable[Region], tensors: Sequence[TensorSpec]) -> list[tuple[int, ...]]:
-    """The regions of tagged tensors: (tensor, rows, columns)."""
-    return [(r.tensor, *r.rows, *r.columns) for r in regions if tensors[r.tensor].tagged]
 
 
 class _Channels:

@@ -82,6 +82,26 @@ def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
             yield _alike(cls, numbers, words, kind_of_tensor)
 
 
+def tagged_regions(words: Words, tensors: Sequence[TensorSpec], write: bool) -> Ints:
+    """What instructions read, or ``write``, of tagged tensors, by instruction.
+
+    Returns [r, 6]: instruction, tensor, rows, columns.
+    """
+    found = [np.empty((0, 6), np.int64)]
+    for same in find_alike(words, tensors):
+        declared = [
+            [
+                (r.tensor, *r.rows, *r.columns)
+                for r in (inst.writes if write else inst.reads)(tensors)
+                if tensors[r.tensor].tagged
+            ]
+            for inst in same.representatives
+        ]
+        found.append(same.accesses(declared, 5))
+    rows = np.concatenate(found)
+    return rows[np.argsort(rows[:, 0], kind="stable")]
+
+
 def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: Ints) -> Alike:
     operands = words[numbers, HEADER_WORDS : HEADER_WORDS + len(cls.fields)].astype(np.int64)
     slots = [k for k, field in enumerate(cls.fields) if field.kind is FieldKind.TENSOR]

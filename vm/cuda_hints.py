@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
+from megavm.vm.alike import tagged_regions
 from megavm.vm.config import NONE
-from megavm.vm.isa import Region
 from megavm.vm.program import Program
 
 
@@ -20,42 +17,43 @@ def make_hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np
     instructions write it and about as many read it: they would all poll. Whose results begin in
     several such regions signals the largest. Counters are numbered after the program's barriers.
     """
-    tensors = program.tensors
-    is_tagged = [spec.tagged for spec in tensors]
-
-    def tagged(regions: Iterable[Region]) -> list[Region]:
-        return [r for r in regions if is_tagged[r.tensor]]
-
-    def columns(region: Region) -> int:
-        return region.columns[1] - region.columns[0]
-
-    def holds(region: Region, written: Region) -> bool:
-        return (
-            region.rows[0] <= written.rows[0] < region.rows[1]
-            and region.columns[0] <= written.columns[0] < region.columns[1]
+    reads, writes = (
+        tagged_regions(program.words, program.tensors, write) for write in (False, True)
+    )
+    # The largest region that each instruction reads; the first of those that are alike.
+    width = reads[:, 5] - reads[:, 4]
+    order = np.lexsort((np.arange(len(reads)), -width, reads[:, 0]))
+    reader, chosen = np.unique(reads[order, 0], return_index=True)
+    known: dict[tuple[int, ...], int] = {}
+    largest = reads[order[chosen], 1:].tolist()
+    source = np.array([known.setdefault(tuple(r), len(known)) for r in largest], np.int64)
+    regions = np.array(list(known), np.int64).reshape(-1, 5)
+    # Whose results begin in which of these: rows (place among the writes, instruction, region).
+    begun = [np.empty((0, 3), np.int64)]
+    for tensor in np.unique(regions[:, 0]):
+        here, those = (
+            np.flatnonzero(writes[:, 1] == tensor),
+            np.flatnonzero(regions[:, 0] == tensor),
         )
-
-    read = [tagged(i.reads(tensors)) for i in program.instructions]
-    largest = [max(regions, key=columns) if regions else None for regions in read]
-    readers = Counter(region for region in largest if region is not None)
-    by_tensor: dict[int, list[Region]] = defaultdict(list)
-    for region in readers:
-        by_tensor[region.tensor].append(region)
-    begun = [
-        [r for w in tagged(i.writes(tensors)) for r in by_tensor[w.tensor] if holds(r, w)]
-        for i in program.instructions
-    ]
-    writers = Counter(region for regions in begun for region in set(regions))
-    hinted = [r for r in readers if 1 < writers[r] <= 2 * readers[r]]
-    number = {region: i for i, region in enumerate(hinted)}
+        top, left = writes[here, 2, None], writes[here, 4, None]
+        _, first_row, last_row, first, last = regions[those].T
+        inside = (first_row <= top) & (top < last_row) & (first <= left) & (left < last)
+        write, region = np.nonzero(inside)
+        begun.append(np.column_stack([here[write], writes[here[write], 0], those[region]]))
+    begins = np.concatenate(begun)
+    begins = begins[np.argsort(begins[:, 0], kind="stable")]
+    readers = np.bincount(source, minlength=len(regions))
+    writers = np.bincount(np.unique(begins[:, 1:], axis=0)[:, 1], minlength=len(regions))
+    hinted = (writers > 1) & (writers <= 2 * readers)
+    number = np.where(hinted, len(program.barriers) + np.cumsum(hinted) - 1, NONE)
+    # The largest region that each instruction's results begin in.
+    begins = begins[hinted[begins[:, 2]]]
+    width = regions[begins[:, 2], 4] - regions[begins[:, 2], 3]
+    order = np.lexsort((np.arange(len(begins)), -width, begins[:, 1]))
+    writer, chosen = np.unique(begins[order, 1], return_index=True)
+    result = begins[order[chosen], 2]
     hints = np.full((len(program), 2), NONE, dtype=np.uint32)
-    signals = np.zeros(len(hinted), dtype=np.uint32)
-    for i, (results, source) in enumerate(zip(begun, largest, strict=True)):
-        counted = [r for r in results if r in number]
-        if counted:
-            signalled = number[max(counted, key=columns)]
-            hints[i, 0] = len(program.barriers) + signalled
-            signals[signalled] += 1
-        if source is not None and source in number:
-            hints[i, 1] = len(program.barriers) + number[source]
-    return hints, signals
+    hints[writer, 0] = number[result]
+    hints[reader, 1] = number[source]
+    signals = np.bincount(result, minlength=len(regions))[hinted]
+    return hints, signals.astype(np.uint32)

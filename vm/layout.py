@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from megavm.vm.alike import find_alike
 from megavm.vm.isa import BF16, Instruction, TensorSpec
 
 if TYPE_CHECKING:
@@ -175,16 +178,27 @@ def program_layouts(program: Program) -> dict[str, Layout]:
     Raises ValueError when two instructions want different ones, or a tensor cannot lie so.
     """
     tensors = program.tensors
+    known: dict[Layout, int] = {}
+    wishes = [np.empty((0, 3), np.int64)]
+    for same in find_alike(program.words, tensors):
+        declared = [
+            [(h, known.setdefault(w, len(known))) for h, w in layouts_of(inst, tensors).items()]
+            for inst in same.representatives
+        ]
+        wishes.append(same.accesses(declared, 2))
+    rows = np.concatenate(wishes)
+    rows = rows[np.argsort(rows[:, 0], kind="stable")]
+    different = np.unique(rows[:, 1:], axis=0, return_index=True)[1]
+    layouts = list(known)
     wanted: dict[int, tuple[Layout, int]] = {}
-    for index, inst in enumerate(program.instructions):
-        for handle, layout in layouts_of(inst, tensors).items():
-            known = wanted.setdefault(handle, (layout, index))
-            if known[0] != layout:
-                raise ValueError(
-                    f"tensor {tensors[handle].name} is wanted as {known[0]} by instruction {known[1]} "
-                    f"({program.instructions[known[1]].name()}) and as {layout} by instruction {index} "
-                    f"({inst.name()})"
-                )
+    for index, handle, number in rows[np.sort(different)].tolist():
+        layout, first = wanted.setdefault(handle, (layouts[number], index))
+        if layout != layouts[number]:
+            raise ValueError(
+                f"tensor {tensors[handle].name} is wanted as {layout} by instruction {first} "
+                f"({program.instructions[first].name()}) and as {layouts[number]} by instruction {index} "
+                f"({program.instructions[index].name()})"
+            )
     for handle, (layout, _) in wanted.items():
         layout.check(tensors[handle])
     return {tensors[handle].name: layout for handle, (layout, _) in wanted.items()}
