@@ -237,6 +237,11 @@ def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
     waits: list[Bits] = []
     for needed in needs:
         tag_done, tag_read = through_tags(needed.tags)
+        if not (needed.reads or needed.overwrites or needed.replaces):
+            waits.append(0)
+            done.append(tag_done)
+            read.append(tag_read)
+            continue
         # Most tiles of an operation read the same, and that implies the rest.
         implied_done, implied_read = through_waits(needed.reads)
         complete = needed.reads | needed.overwrites & ~tag_done & ~implied_done

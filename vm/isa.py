@@ -185,6 +185,7 @@ class Field(Generic[T]):
         workspace: bool = False,
     ) -> None:
         self.kind = kind
+        self.is_real = kind is FieldKind.REAL
         self.doc = doc
         self.dtypes = dtypes
         self.optional = optional
@@ -212,8 +213,6 @@ class Field(Generic[T]):
 
         Raises ValueError when it does not fit the word.
         """
-        if type(value) is int and 0 <= value < NONE and self.kind is not FieldKind.REAL:
-            return value
         if self.kind is FieldKind.REAL:
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise ValueError(f"{owner}.{self.name} is {value!r}: expected a real number")
@@ -278,13 +277,15 @@ class Instruction:
     def __init__(
         self, *, waits: Sequence[Wait] = (), signal: int | None = None, **operands: int | float
     ) -> None:
-        cls = type(self)
+        cls, values = type(self), self.__dict__
         for field in cls.fields:
-            if field.name in operands:
-                value = operands.pop(field.name)
-                self.__dict__[field.name] = field.check(value, cls.__name__)
+            name = field.name
+            if name in operands:
+                value = operands.pop(name)
+                fits = type(value) is int and 0 <= value < NONE and not field.is_real
+                values[name] = value if fits else field.check(value, cls.__name__)
             elif field.optional:
-                self.__dict__[field.name] = NONE
+                values[name] = NONE
             else:
                 raise ValueError(f"{cls.__name__} needs a value for {field.name} ({field.doc})")
         if operands:
