@@ -27,16 +27,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from megavm.instructions.noop import Noop
 from megavm.scheduler.lower import Tiles
-from megavm.vm.alike import Ints, Words, find_alike
+from megavm.vm.alike import Ints, Words, accesses
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS
 from megavm.vm.isa import TensorSpec, Wait, sync_words
 from megavm.vm.program import encode
 
-Flags = npt.NDArray[np.bool_]
 Bits = int  # a set of instructions: bit i stands for instruction i
 
 
@@ -66,11 +64,11 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     instructions = [i for tiles in operations for i in tiles.instructions]
     sizes = [len(tiles.instructions) for tiles in operations]
     words = encode(instructions)
-    accesses = _declared(words, tensors)
-    needs = _dependencies(accesses, sizes)
+    regions = _Accesses(words, tensors)
+    needs = _dependencies(regions, sizes)
     waits = _reduce(needs, sizes)
     roots = _set(i for i, n in enumerate(needs) if not waits[i] | n.tags)
-    plain = _bits(accesses.instruction[accesses.write & ~accesses.tagged])
+    plain = _bits(regions.instruction[regions.write & ~regions.tagged])
     awaited = seen = 0
     for i, needed in enumerate(needs):
         awaited |= waits[i]
@@ -81,37 +79,28 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
 
 
 class _Accesses:
-    """Regions that instructions access, one a row, by instruction."""
+    """Regions of tensors that are written, one a row, by the instruction that declares them."""
 
-    def __init__(self, rows: Ints, tagged: Flags) -> None:
-        """``rows``: instruction, tensor, rows, columns, write, indexed, earlier."""
-        self.instruction, self.tensor = rows[:, 0], rows[:, 1]
-        self.boxes = rows[:, [2, 3, 4, 5, 7]]  # rows, columns, indexed
-        self.write, self.earlier = rows[:, 6] != 0, rows[:, 8] != 0
-        self.tagged = tagged[self.tensor]
-
-    def table(self, chosen: Flags) -> _Table:
-        """Some of them, all of one tensor."""
-        return _Table(self.boxes[chosen], self.instruction[chosen])
-
-
-def _declared(words: Words, tensors: Sequence[TensorSpec]) -> _Accesses:
-    """What instructions declare of tensors that are written."""
-    parts = [np.empty((0, 9), np.int64)]
-    for same in find_alike(words, tensors):
-        declared = [
-            [
-                (r.tensor, *r.rows, *r.columns, write, r.indexed, r.earlier)
+    def __init__(self, words: Words, tensors: Sequence[TensorSpec]) -> None:
+        rows = accesses(
+            words,
+            tensors,
+            8,
+            lambda _, inst: (
+                (r.tensor, *r.rows, *r.columns, r.indexed, r.earlier, write)
                 for write, regions in ((0, inst.reads(tensors)), (1, inst.writes(tensors)))
                 for r in regions
                 if tensors[r.tensor].writable
-            ]
-            for inst in same.representatives
-        ]
-        parts.append(same.accesses(declared, 8))
-    rows = np.concatenate(parts)
-    tagged = np.array([t.tagged for t in tensors], dtype=bool)
-    return _Accesses(rows[np.argsort(rows[:, 0], kind="stable")], tagged)
+            ),
+        )
+        self.instruction, self.tensor = rows[:, 0], rows[:, 1]
+        self.boxes = rows[:, 2:7]  # rows, columns, indexed
+        self.earlier, self.write = rows[:, 7] != 0, rows[:, 8] != 0
+        self.tagged = np.array([t.tagged for t in tensors], dtype=bool)[self.tensor]
+
+    def table(self, chosen: Ints) -> _Table:
+        """Some of them, all of one tensor."""
+        return _Table(self.boxes[chosen], self.instruction[chosen])
 
 
 class _Table:
@@ -166,22 +155,22 @@ class _Table:
         return tiles
 
 
-def _dependencies(accesses: _Accesses, sizes: Sequence[int]) -> list[Needs]:
+def _dependencies(regions: _Accesses, sizes: Sequence[int]) -> list[Needs]:
     """What each instruction must come after; ``sizes``: the instructions of each operation."""
     needs = [Needs() for _ in range(sum(sizes))]
     # By tensor: who wrote and read its regions since they were last overwritten.
     writers: dict[int, _Table] = defaultdict(_Table)
     readers: dict[int, _Table] = defaultdict(_Table)
-    ends = np.searchsorted(accesses.instruction, np.cumsum(sizes))
+    ends = np.searchsorted(regions.instruction, np.cumsum(sizes))
     for begin, end in itertools.pairwise([0, *ends.tolist()]):
-        here = slice(begin, end)
-        tensors = accesses.tensor[here]
-        for handle in np.unique(tensors[~accesses.earlier[here]]).tolist():
-            mine = begin + np.flatnonzero((tensors == handle) & ~accesses.earlier[here])
-            write = accesses.write[mine]
-            reads, writes = accesses.table(mine[~write]), accesses.table(mine[write])
+        now = begin + np.flatnonzero(~regions.earlier[begin:end])
+        tensors = regions.tensor[now]
+        for handle in np.unique(tensors).tolist():
+            mine = now[tensors == handle]
+            write = regions.write[mine]
+            reads, writes = regions.table(mine[~write]), regions.table(mine[write])
             written, read = writers[handle], readers[handle]
-            if accesses.tagged[mine[0]]:
+            if regions.tagged[mine[0]]:
                 for i, found in written.overlapping(reads):
                     needs[i].tags |= found
                 reads = _Table()
@@ -195,9 +184,10 @@ def _dependencies(accesses: _Accesses, sizes: Sequence[int]) -> list[Needs]:
             cover = writes.filled()
             written.update(writes, cover)
             read.update(reads, cover)
-    for handle in np.unique(accesses.tensor[accesses.earlier]).tolist():
-        mine = accesses.earlier & (accesses.tensor == handle)
-        for i, found in writers[handle].overlapping(accesses.table(mine)):
+    earlier = np.flatnonzero(regions.earlier)
+    for handle in np.unique(regions.tensor[earlier]).tolist():
+        mine = earlier[regions.tensor[earlier] == handle]
+        for i, found in writers[handle].overlapping(regions.table(mine)):
             needs[i].earlier |= found
     return needs
 

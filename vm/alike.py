@@ -1,12 +1,12 @@
 """Instructions that declare the same: layers repeat the same tiles on tensors of the same shapes.
 
-What an instruction declares (regions, bytes, FLOPs, constants) depends on its operands and on the shapes of
-its tensors alone, so that one of each kind is asked and the answer is spread over all.
+What an instruction declares (regions, bytes, FLOPs, constants, layouts) depends on its operands and on the
+shapes, types and kinds of its tensors alone, so that one of each kind is asked and the answer is spread over all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,6 +18,7 @@ from megavm.vm.isa import FieldKind, Instruction, TensorSpec
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
+Declare = Callable[[int, Instruction], Iterable[tuple[int, ...]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,43 +29,11 @@ class Alike:
     which are alike, ``representatives`` has one instruction of each kind, and ``rows`` says which.
     """
 
-    cls: type[Instruction]
     numbers: Ints  # [m]
     handles: Ints  # [m, tensor operands]
     kind: Ints  # [m]
     rows: Ints  # [k]
     representatives: tuple[Instruction, ...]  # [k]
-
-    def accesses(self, declared: Sequence[Sequence[tuple[int, ...]]], width: int) -> Ints:
-        """What the representatives say of tensors, for every instruction.
-
-        ``declared[kind]`` are any number of tuples of ``width`` numbers, of which the first is a tensor that
-        the representative names. Returns [a, width + 1]: instruction, its own tensor, and the rest.
-
-        Raises ValueError when a tensor is none of the operands.
-        """
-        table = []
-        for row, inst, entries in zip(self.rows, self.representatives, declared, strict=True):
-            handles = self.handles[row].tolist()
-            for tensor, *rest in entries:
-                if tensor not in handles:
-                    raise ValueError(
-                        f"{inst.name()} accesses tensor {tensor}, which is none of its operands"
-                    )
-                table.append((handles.index(tensor), *rest))
-        found = np.array(table, np.int64).reshape(-1, width)
-        lengths = np.array([len(entries) for entries in declared], np.int64)
-        starts = np.cumsum(lengths) - lengths
-        sizes = lengths[self.kind]
-        row = np.repeat(np.arange(len(self.numbers)), sizes)
-        offset = np.arange(len(row)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
-        found = found[starts[self.kind[row]] + offset]
-        result = np.empty((len(row), width + 1), np.int64)
-        result[:, 0] = self.numbers[row]
-        if len(row):
-            result[:, 1] = self.handles[row, found[:, 0]]
-        result[:, 2:] = found[:, 1:]
-        return result
 
 
 def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
@@ -82,24 +51,57 @@ def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
             yield _alike(cls, numbers, words, kind_of_tensor)
 
 
+def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: Declare) -> Ints:
+    """What instructions declare of tensors, by instruction.
+
+    ``declare(number, instruction)`` is asked of one instruction of each kind. It gives tuples of ``width``
+    numbers, of which the first is a tensor that the instruction names. Returns [a, width + 1]: the
+    instruction, its tensor and the other numbers.
+
+    Raises ValueError when a tensor is none of the operands.
+    """
+    found = [np.empty((0, width + 1), np.int64)]
+    for same in find_alike(words, tensors):
+        table: list[tuple[int, ...]] = []
+        lengths = []
+        for row, inst in zip(same.rows, same.representatives, strict=True):
+            handles = same.handles[row].tolist()
+            before = len(table)
+            for tensor, *rest in declare(int(same.numbers[row]), inst):
+                if tensor not in handles:
+                    raise ValueError(
+                        f"{inst.name()} accesses tensor {tensor}, which is none of its operands"
+                    )
+                table.append((handles.index(tensor), *rest))
+            lengths.append(len(table) - before)
+        if not table:
+            continue
+        sizes = np.array(lengths)[same.kind]
+        starts = (np.cumsum(lengths) - lengths)[same.kind]
+        member = np.repeat(np.arange(len(sizes)), sizes)
+        place = np.arange(len(member)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
+        entries = np.array(table, np.int64)[starts[member] + place]
+        tensor = same.handles[member, entries[:, 0]]
+        found.append(np.column_stack([same.numbers[member], tensor, entries[:, 1:]]))
+    result = np.concatenate(found)
+    return result[np.argsort(result[:, 0], kind="stable")]
+
+
 def tagged_regions(words: Words, tensors: Sequence[TensorSpec], write: bool) -> Ints:
     """What instructions read, or ``write``, of tagged tensors, by instruction.
 
     Returns [r, 6]: instruction, tensor, rows, columns.
     """
-    found = [np.empty((0, 6), np.int64)]
-    for same in find_alike(words, tensors):
-        declared = [
-            [
-                (r.tensor, *r.rows, *r.columns)
-                for r in (inst.writes if write else inst.reads)(tensors)
-                if tensors[r.tensor].tagged
-            ]
-            for inst in same.representatives
-        ]
-        found.append(same.accesses(declared, 5))
-    rows = np.concatenate(found)
-    return rows[np.argsort(rows[:, 0], kind="stable")]
+    return accesses(
+        words,
+        tensors,
+        5,
+        lambda _, inst: (
+            (r.tensor, *r.rows, *r.columns)
+            for r in (inst.writes if write else inst.reads)(tensors)
+            if tensors[r.tensor].tagged
+        ),
+    )
 
 
 def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: Ints) -> Alike:
@@ -120,4 +122,4 @@ def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: 
     rows = np.unique(kind, return_index=True)[1]
     chosen = words[numbers[rows]].astype("<u4")
     representatives = tuple(cls.decode(chosen[i].tobytes()) for i in range(len(chosen)))
-    return Alike(cls, numbers, handles, kind, rows, representatives)
+    return Alike(numbers, handles, kind, rows, representatives)

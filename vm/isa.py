@@ -328,7 +328,8 @@ class Instruction:
         """Handles of the tensors whose contents it leaves unspecified."""
         return {self.__dict__[f.name] for f in self.fields if f.workspace} - {NONE}
 
-    # What the instruction declares about itself. ``tensors`` is the program's table.
+    # What the instruction declares about itself. ``tensors`` is the program's table. Of instructions with
+    # the same operands, on tensors of the same shapes, types and kinds, only one is asked (alike.py).
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         """Every region whose contents the result depends on, weights and inputs included."""

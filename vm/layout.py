@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megavm.vm.alike import find_alike
+from megavm.vm.alike import accesses
 from megavm.vm.isa import BF16, Instruction, TensorSpec
 
 if TYPE_CHECKING:
@@ -179,19 +179,19 @@ def program_layouts(program: Program) -> dict[str, Layout]:
     """
     tensors = program.tensors
     known: dict[Layout, int] = {}
-    wishes = [np.empty((0, 3), np.int64)]
-    for same in find_alike(program.words, tensors):
-        declared = [
-            [(h, known.setdefault(w, len(known))) for h, w in layouts_of(inst, tensors).items()]
-            for inst in same.representatives
-        ]
-        wishes.append(same.accesses(declared, 2))
-    rows = np.concatenate(wishes)
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    different = np.unique(rows[:, 1:], axis=0, return_index=True)[1]
+    wishes = accesses(
+        program.words,
+        tensors,
+        2,
+        lambda _, inst: (
+            (handle, known.setdefault(layout, len(known)))
+            for handle, layout in layouts_of(inst, tensors).items()
+        ),
+    )
+    different = np.unique(wishes[:, 1:], axis=0, return_index=True)[1]
     layouts = list(known)
     wanted: dict[int, tuple[Layout, int]] = {}
-    for index, handle, number in rows[np.sort(different)].tolist():
+    for index, handle, number in wishes[np.sort(different)].tolist():
         layout, first = wanted.setdefault(handle, (layouts[number], index))
         if layout != layouts[number]:
             raise ValueError(

@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm import _native
-from megavm.vm.alike import find_alike
+from megavm.vm.alike import accesses
 from megavm.vm.config import (
     ACCUMULATOR_BYTES,
     HEADER_WORDS,
@@ -250,25 +250,12 @@ class _Verifier:
             numbers = np.flatnonzero(self.words[:, 0] == opcode)
             if len(numbers):
                 self._check_operands(cls, numbers)
-        parts = [np.empty((0, 9), np.int64)]
-        for same in find_alike(self.words, self.tensors):
-            declared = [
-                self._declaration(int(number), inst, handles)
-                for number, inst, handles in zip(
-                    same.numbers[same.rows],
-                    same.representatives,
-                    same.handles[same.rows].tolist(),
-                    strict=True,
-                )
-            ]
-            parts.append(same.accesses(declared, 8))
-        accesses = np.concatenate(parts)
-        return accesses[np.argsort(accesses[:, 0], kind="stable")]
+        return accesses(self.words, self.tensors, 8, self._declaration)
 
-    def _declaration(
-        self, number: int, inst: Instruction, handles: list[int]
-    ) -> list[tuple[int, ...]]:
+    def _declaration(self, number: int, inst: Instruction) -> list[tuple[int, ...]]:
         """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
+        fields = [field for field in inst.fields if field.kind is FieldKind.TENSOR]
+        handles = [vars(inst)[field.name] for field in fields]
         try:
             for sentence in inst.check(self.tensors):
                 self._fail(number, sentence)

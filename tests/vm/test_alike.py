@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
 
@@ -10,8 +12,8 @@ from megavm.scheduler.hub import resolve
 from megavm.scheduler.kernels import default_limits
 from megavm.scheduler.llama import Bucket
 from megavm.scheduler.runner import compile_bucket, default_options
-from megavm.vm.alike import find_alike
-from megavm.vm.isa import BF16
+from megavm.vm.alike import accesses, find_alike
+from megavm.vm.isa import BF16, Instruction
 from megavm.vm.program import Program
 
 
@@ -27,23 +29,22 @@ def program(request: pytest.FixtureRequest) -> Program:
 
 def test_all_instructions_access_what_they_declare(program: Program) -> None:
     tensors = program.tensors
-    found = []
-    kinds = 0
-    for same in find_alike(program.words, tensors):
-        kinds += len(same.representatives)
-        declared = [
-            [(r.tensor, *r.rows, *r.columns) for r in inst.reads(tensors)]
-            for inst in same.representatives
-        ]
-        found.append(same.accesses(declared, 5))
-    rows = np.concatenate(found)
-    assert len(program) > 2 * kinds
+    asked = []
+
+    def declare(number: int, inst: Instruction) -> Iterator[tuple[int, ...]]:
+        assert inst == program.instructions[number]
+        asked.append(number)
+        for r in inst.reads(tensors):
+            yield r.tensor, *r.rows, *r.columns
+
+    found = accesses(program.words, tensors, 5, declare)
+    assert len(program) > 2 * len(asked)
     expected = [
-        (i, r.tensor, *r.rows, *r.columns)
+        [i, r.tensor, *r.rows, *r.columns]
         for i, inst in enumerate(program.instructions)
         for r in inst.reads(tensors)
     ]
-    assert sorted(map(tuple, rows.tolist())) == sorted(expected)
+    assert found.tolist() == expected
 
 
 def test_alike_instructions_cost_the_same(program: Program) -> None:
@@ -54,8 +55,7 @@ def test_alike_instructions_cost_the_same(program: Program) -> None:
 
 
 def test_a_tensor_that_is_no_operand_is_refused(program: Program) -> None:
-    same = next(find_alike(program.words, program.tensors))
-    declared = [[(len(program.tensors), 0)]] * len(same.representatives)
+    foreign = len(program.tensors)
     with pytest.raises(ValueError, match=r"accesses tensor \d+, which is none of its operands"):
-        same.accesses(declared, 2)
-    assert same.accesses([[]] * len(same.representatives), 2).shape == (0, 3)
+        accesses(program.words, program.tensors, 2, lambda number, inst: [(foreign, 0)])
+    assert accesses(program.words, program.tensors, 2, lambda number, inst: []).shape == (0, 3)
