@@ -8,6 +8,7 @@ No GPU is needed. The cache is a temporary folder; every round begins with an em
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import statistics
 import tempfile
@@ -19,7 +20,6 @@ from environment import save
 from llama_cuda import MODELS
 from megavm.scheduler.kernels import compile_kernels, default_limits, kernel_headers
 from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda_compiler import compile_kernel
@@ -88,10 +88,7 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
 
 def _start(config: LlamaConfig) -> None:
     limits = default_limits(config)
-
-    def options_for(rows: int) -> CompileOptions:
-        return default_options("cuda", NUM_SMS, rows)
-
+    options_for = functools.partial(default_options, "cuda", NUM_SMS)
     bucket = choose_bucket(config, limits, options_for, 1, 1, 1)
     program = compile_bucket(config, limits, BF16, bucket, options_for)
     if not compile_kernel(program_header(program), ARCHITECTURE).cached:

@@ -13,7 +13,7 @@ import numpy as np
 
 from megavm.instructions import instruction_set
 from megavm.profiler.trace import BARRIER, TAGGED, Ints, Longs, TraceProgram
-from megavm.vm.alike import find_alike, tagged_regions
+from megavm.vm.alike import figures, tagged_regions
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
 from megavm.vm.isa import FieldKind, Instruction, TensorKind, TensorSpec
 from megavm.vm.layout import layouts_of
@@ -30,14 +30,10 @@ def trace_program(program: Program, context: float | None = None) -> TraceProgra
     10,000 instructions.
     """
     tensors = program.tensors
-    cost = np.zeros((len(program), 3), np.int64)
-    for same in find_alike(program.words, tensors):
-        costs = [_cost(inst, tensors, context) for inst in same.representatives]
-        cost[same.numbers] = np.array(costs)[same.kind]
+    cost = figures(program.words, tensors, 3, lambda inst: _cost(inst, tensors, context))
     channels = _Channels()
     _add_barriers(channels, program)
-    reads, writes = (tagged_regions(program.words, tensors, write) for write in (False, True))
-    _add_tagged(channels, reads, writes)
+    _add_tagged(channels, *tagged_regions(program.words, tensors))
     labels = list(dict.fromkeys(program.labels))
     number = {label: i for i, label in enumerate(labels)}
     return TraceProgram(

@@ -6,12 +6,10 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-import numpy as np
-
 from megavm.scheduler.barriers import Synchronised
 from megavm.scheduler.options import CompileOptions
-from megavm.vm.alike import Words, find_alike
-from megavm.vm.isa import TensorSpec
+from megavm.vm.alike import figures
+from megavm.vm.isa import Instruction, TensorSpec
 
 FLOPS_PER_BYTE = 64  # FLOPs that take as long as moving one byte, roughly, on the machines at hand
 
@@ -40,10 +38,10 @@ def assign(
                 queues[i % options.workers].append(index)
         return queues
     load = [0] * options.workers
-    cost_of = _costs(program.words, tensors)
+    cost_of = figures(program.words, tensors, 1, lambda inst: (_cost(inst, tensors),))[:, 0]
     busy: dict[int, set[int]] = {}  # the workers of an operation, by its last instruction
     for members in sorted(operations, key=lambda m: len(m) >= options.workers):
-        costs = [cost_of[index] for index in members]
+        costs: list[int] = cost_of[members].tolist()
         runs = _runs(members, costs, options.workers)
         before = busy.get(members[0] - 1, set())
         idle = [(w in before, load[w], w) for w in range(options.workers)]
@@ -57,16 +55,8 @@ def assign(
     return [sorted(queue) for queue in queues]
 
 
-def _costs(words: Words, tensors: Sequence[TensorSpec]) -> list[int]:
-    costs = np.zeros(len(words), np.int64)
-    for same in find_alike(words, tensors):
-        of_kind = [
-            inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
-            for inst in same.representatives
-        ]
-        costs[same.numbers] = np.array(of_kind)[same.kind]
-    found: list[int] = costs.tolist()
-    return found
+def _cost(inst: Instruction, tensors: Sequence[TensorSpec]) -> int:
+    return inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
 
 
 def _runs(members: Sequence[int], costs: Sequence[int], count: int) -> list[tuple[int, list[int]]]:

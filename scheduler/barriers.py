@@ -23,7 +23,7 @@ import bisect
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -67,7 +67,7 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     regions = _Accesses(words, tensors)
     needs = _dependencies(regions, sizes)
     waits = _reduce(needs, sizes)
-    roots = _set(i for i, n in enumerate(needs) if not waits[i] | n.tags)
+    roots = [not (waits[i] or n.tags) for i, n in enumerate(needs)]
     plain = _bits(regions.instruction[regions.write & ~regions.tagged])
     awaited = seen = 0
     for i, needed in enumerate(needs):
@@ -227,11 +227,6 @@ def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
     waits: list[Bits] = []
     for needed in needs:
         tag_done, tag_read = through_tags(needed.tags)
-        if not (needed.reads or needed.overwrites or needed.replaces):
-            waits.append(0)
-            done.append(tag_done)
-            read.append(tag_read)
-            continue
         # Most tiles of an operation read the same, and that implies the rest.
         implied_done, implied_read = through_waits(needed.reads)
         complete = needed.reads | needed.overwrites & ~tag_done & ~implied_done
@@ -250,10 +245,6 @@ def _union(sets: Sequence[Bits], members: Sequence[int]) -> Bits:
     for i in members:
         result |= sets[i]
     return result
-
-
-def _set(numbers: Iterable[int]) -> Bits:
-    return _bits(np.fromiter(numbers, dtype=np.int64))
 
 
 def _members(bits: Bits) -> list[int]:
@@ -285,7 +276,7 @@ class _Grouping:
         operations: Sequence[Tiles],
         needs: Sequence[Bits],
         earlier: Sequence[Bits],
-        roots: Bits,
+        roots: Sequence[bool],
         sinks: Bits,
     ) -> None:
         self.tiles = operations
@@ -385,7 +376,7 @@ class _Grouping:
                 now, before = ([number[g] for g in self._groups(n)] for n in needed)
                 cache[needed] = [Wait(g, 0) for g in before if g not in now]
                 cache[needed] += [Wait(g, sizes[g]) for g in now]
-            waits = closing if self.roots >> i & 1 else cache[needed]
+            waits = closing if self.roots[i] else cache[needed]
             g = self.group[i]
             emit(i, list(waits), None if g < 0 else number[g], self.operation[i])
         words = words[np.array(chosen, dtype=np.int64)]

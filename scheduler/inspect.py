@@ -57,7 +57,7 @@ def describe_program(
         )
     if sequences > rows:
         raise ValueError(f"sequences is {sequences}, more than the {rows} rows of the step")
-    name = machine if machine == "cuda" else choose_machine(machine)
+    name = choose_machine(machine)
     if workers is None:
         absent = name == "cuda" and reason_unavailable() is not None
         workers = NUM_SMS if absent else make_machine(name)[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -15,7 +16,6 @@ from megavm.scheduler.llama import (
     llama_graph,
 )
 from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.runner import choose_bucket, default_options
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda_compiler import Kernel, compile_kernel
@@ -52,9 +52,7 @@ def kernel_headers(
     config = replace(config, num_layers=1)
     limits = default_limits(config)
 
-    def options_for(rows: int) -> CompileOptions:
-        return default_options("cuda", workers, rows)
-
+    options_for = functools.partial(default_options, "cuda", workers)
     headers: dict[str, dict[int, None]] = {}
     sizes = [1 << i for i in range(MAX_NUM_BATCHED_TOKENS.bit_length())]
     buckets = dict.fromkeys(

@@ -87,21 +87,38 @@ def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: D
     return result[np.argsort(result[:, 0], kind="stable")]
 
 
-def tagged_regions(words: Words, tensors: Sequence[TensorSpec], write: bool) -> Ints:
-    """What instructions read, or ``write``, of tagged tensors, by instruction.
+def figures(
+    words: Words,
+    tensors: Sequence[TensorSpec],
+    width: int,
+    measure: Callable[[Instruction], tuple[int, ...]],
+) -> Ints:
+    """``width`` numbers for every instruction: int64 [n, width]; one of each kind is asked."""
+    result = np.zeros((len(words), width), np.int64)
+    for same in find_alike(words, tensors):
+        measured = [measure(inst) for inst in same.representatives]
+        result[same.numbers] = np.array(measured)[same.kind]
+    return result
 
-    Returns [r, 6]: instruction, tensor, rows, columns.
+
+def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> tuple[Ints, Ints]:
+    """What instructions read, and what they write, of tagged tensors, by instruction.
+
+    Each [r, 6]: instruction, tensor, rows, columns.
     """
-    return accesses(
+    found = accesses(
         words,
         tensors,
-        5,
+        6,
         lambda _, inst: (
-            (r.tensor, *r.rows, *r.columns)
-            for r in (inst.writes if write else inst.reads)(tensors)
+            (r.tensor, *r.rows, *r.columns, write)
+            for write, regions in ((0, inst.reads(tensors)), (1, inst.writes(tensors)))
+            for r in regions
             if tensors[r.tensor].tagged
         ),
     )
+    write = found[:, 6] != 0
+    return found[~write, :6], found[write, :6]
 
 
 def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: Ints) -> Alike:

@@ -17,24 +17,17 @@ def make_hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np
     instructions write it and about as many read it: they would all poll. Whose results begin in
     several such regions signals the largest. Counters are numbered after the program's barriers.
     """
-    reads, writes = (
-        tagged_regions(program.words, program.tensors, write) for write in (False, True)
-    )
-    # The largest region that each instruction reads; the first of those that are alike.
-    width = reads[:, 5] - reads[:, 4]
-    order = np.lexsort((np.arange(len(reads)), -width, reads[:, 0]))
-    reader, chosen = np.unique(reads[order, 0], return_index=True)
+    reads, writes = tagged_regions(program.words, program.tensors)
+    largest = reads[_first_largest(reads[:, 0], reads[:, 5] - reads[:, 4])]
     known: dict[tuple[int, ...], int] = {}
-    largest = reads[order[chosen], 1:].tolist()
-    source = np.array([known.setdefault(tuple(r), len(known)) for r in largest], np.int64)
+    numbered = [known.setdefault(tuple(region), len(known)) for region in largest[:, 1:].tolist()]
+    source = np.array(numbered, np.int64)
     regions = np.array(list(known), np.int64).reshape(-1, 5)
     # Whose results begin in which of these: rows (place among the writes, instruction, region).
     begun = [np.empty((0, 3), np.int64)]
     for tensor in np.unique(regions[:, 0]):
-        here, those = (
-            np.flatnonzero(writes[:, 1] == tensor),
-            np.flatnonzero(regions[:, 0] == tensor),
-        )
+        here = np.flatnonzero(writes[:, 1] == tensor)
+        those = np.flatnonzero(regions[:, 0] == tensor)
         top, left = writes[here, 2, None], writes[here, 4, None]
         _, first_row, last_row, first, last = regions[those].T
         inside = (first_row <= top) & (top < last_row) & (first <= left) & (left < last)
@@ -46,14 +39,19 @@ def make_hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np
     writers = np.bincount(np.unique(begins[:, 1:], axis=0)[:, 1], minlength=len(regions))
     hinted = (writers > 1) & (writers <= 2 * readers)
     number = np.where(hinted, len(program.barriers) + np.cumsum(hinted) - 1, NONE)
-    # The largest region that each instruction's results begin in.
     begins = begins[hinted[begins[:, 2]]]
     width = regions[begins[:, 2], 4] - regions[begins[:, 2], 3]
-    order = np.lexsort((np.arange(len(begins)), -width, begins[:, 1]))
-    writer, chosen = np.unique(begins[order, 1], return_index=True)
-    result = begins[order[chosen], 2]
+    results = begins[_first_largest(begins[:, 1], width)]
     hints = np.full((len(program), 2), NONE, dtype=np.uint32)
-    hints[writer, 0] = number[result]
-    hints[reader, 1] = number[source]
-    signals = np.bincount(result, minlength=len(regions))[hinted]
+    hints[results[:, 1], 0] = number[results[:, 2]]
+    hints[largest[:, 0], 1] = number[source]
+    signals = np.bincount(results[:, 2], minlength=len(regions))[hinted]
     return hints, signals.astype(np.uint32)
+
+
+def _first_largest(
+    instruction: npt.NDArray[np.int64], width: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Which row of each instruction has the largest width; the first where several have."""
+    order = np.lexsort((-width, instruction))
+    return order[np.unique(instruction[order], return_index=True)[1]]

@@ -185,7 +185,6 @@ class Field(Generic[T]):
         workspace: bool = False,
     ) -> None:
         self.kind = kind
-        self.is_real = kind is FieldKind.REAL
         self.doc = doc
         self.dtypes = dtypes
         self.optional = optional
@@ -277,13 +276,16 @@ class Instruction:
     def __init__(
         self, *, waits: Sequence[Wait] = (), signal: int | None = None, **operands: int | float
     ) -> None:
-        cls, values = type(self), self.__dict__
+        cls, values, real_kind = type(self), self.__dict__, FieldKind.REAL
         for field in cls.fields:
             name = field.name
             if name in operands:
                 value = operands.pop(name)
-                fits = type(value) is int and 0 <= value < NONE and not field.is_real
-                values[name] = value if fits else field.check(value, cls.__name__)
+                # The usual operand is not worth a call: programs have hundreds of thousands.
+                usual = type(value) is int and 0 <= value < NONE
+                if not usual or field.kind is real_kind:
+                    value = field.check(value, cls.__name__)
+                values[name] = value
             elif field.optional:
                 values[name] = NONE
             else:

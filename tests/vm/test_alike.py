@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 
 from megavm.scheduler.checkpoint import Checkpoint
@@ -12,7 +11,7 @@ from megavm.scheduler.hub import resolve
 from megavm.scheduler.kernels import default_limits
 from megavm.scheduler.llama import Bucket
 from megavm.scheduler.runner import compile_bucket, default_options
-from megavm.vm.alike import accesses, find_alike
+from megavm.vm.alike import accesses, figures
 from megavm.vm.isa import BF16, Instruction
 from megavm.vm.program import Program
 
@@ -48,10 +47,12 @@ def test_all_instructions_access_what_they_declare(program: Program) -> None:
 
 
 def test_alike_instructions_cost_the_same(program: Program) -> None:
-    for same in find_alike(program.words, program.tensors):
-        costs = np.array([inst.bytes(program.tensors) for inst in same.representatives])
-        mine = [program.instructions[i].bytes(program.tensors) for i in same.numbers]
-        assert costs[same.kind].tolist() == mine
+    tensors = program.tensors
+    found = figures(
+        program.words, tensors, 2, lambda inst: (inst.bytes(tensors), inst.flops(tensors))
+    )
+    expected = [[inst.bytes(tensors), inst.flops(tensors)] for inst in program.instructions]
+    assert found.tolist() == expected
 
 
 def test_a_tensor_that_is_no_operand_is_refused(program: Program) -> None:

@@ -15,7 +15,6 @@ from megavm.scheduler.checkpoint import Checkpoint
 from megavm.scheduler.hub import resolve
 from megavm.scheduler.kernels import default_limits, kernel_headers
 from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
 from megavm.vm.codegen import program_header
 from megavm.vm.config import THREADS
@@ -85,10 +84,7 @@ def test_the_steps_of_a_model_have_its_kernels(model: str) -> None:
     headers = kernel_headers(config, dtype)
     two = replace(config, num_layers=2)
     limits = default_limits(two)
-
-    def options_for(rows: int) -> CompileOptions:
-        return default_options("cuda", NUM_SMS, rows)
-
+    options_for = functools.partial(default_options, "cuda", NUM_SMS)
     for rows, logit_rows, context, decode in (
         (1, 1, 200, False),
         (1, 1, config.max_position_embeddings, False),
