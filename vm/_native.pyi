@@ -34,6 +34,7 @@ class Interpreter:
         dynamic: bool,
         workers: int,
         signals: bytes,
+        tagged: npt.NDArray[np.int64],
         arena_limits: Sequence[int],
     ) -> Executable: ...
     def run(

@@ -101,12 +101,14 @@ def figures(
     return result
 
 
-def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> tuple[Ints, Ints]:
-    """What instructions read, and what they write, of tagged tensors, by instruction.
+def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
+    """What instructions read and write of tagged tensors, by instruction.
 
-    Each [r, 6]: instruction, tensor, rows, columns.
+    Returns [r, 7]: instruction, tensor, rows, columns (two numbers each), and 1 for a write.
     """
-    found = accesses(
+    if not any(t.tagged for t in tensors):
+        return np.empty((0, 7), np.int64)
+    return accesses(
         words,
         tensors,
         6,
@@ -117,8 +119,15 @@ def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> tuple[Ints, I
             if tensors[r.tensor].tagged
         ),
     )
-    write = found[:, 6] != 0
-    return found[~write, :6], found[write, :6]
+
+
+def tagged_words(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
+    """The same regions with columns counted in words of four bytes, as machines wait for them."""
+    regions = tagged_regions(words, tensors)
+    per_word = np.array([4 // t.dtype.size for t in tensors], np.int64)[regions[:, 1]]
+    regions[:, 4] //= per_word
+    regions[:, 5] = -(-regions[:, 5] // per_word)
+    return regions
 
 
 def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: Ints) -> Alike:

@@ -7,6 +7,7 @@ import threading
 import torch
 
 from megavm.vm import _native
+from megavm.vm.alike import tagged_words
 from megavm.vm.config import PAGE_BYTES
 from megavm.vm.layout import ROWS
 from megavm.vm.machine import MachineFault, Notes, WorkerState
@@ -111,6 +112,7 @@ class CpuExecutable:
             dynamic=program.dynamic,
             workers=program.workers,
             signals=program.signals.astype("<u4").tobytes(),
+            tagged=tagged_words(program.words, program.tensors),
             arena_limits=self._arena_limits() if machine.check_resources else [],
         )
 
