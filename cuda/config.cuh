@@ -52,6 +52,9 @@ constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so man
 // and looks, for all, with __syncwarp between. racecheck takes that for its own alone; for it
 // (scripts/sanitize) all lanes do.
 constexpr uint32_t kWarpArrivals = 1;
+// Nanoseconds by which warps hold results of products back, each warp others, before they store
+// them: for tests of what must not come too early.
+constexpr uint32_t kHoldStores = 0;
 constexpr uint32_t kUnitRows = 8;
 constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
@@ -65,9 +68,8 @@ constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
 constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
 constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
 constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
-constexpr uint32_t kGroupRows = kSingleRow ? 1 : 8;
-constexpr uint32_t kBlockUnits = 8;
-constexpr uint32_t kMaxChunkPages = kSingleRow ? 4 : 2;
+constexpr uint32_t kGroupRows = kSingleRow ? 1 : kMaxGroupRows;
+constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPages;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }

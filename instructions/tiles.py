@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megavm.vm.config import NONE, PAGE_BYTES
@@ -17,6 +17,10 @@ VECTOR = 32  # input columns are padded to a multiple of this
 SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
 TILE_ROW_BYTES = 64  # on the GPU weights are tiles of 8 rows of 64 bytes,
 TILES_PER_PAGE = 32  # and so many tiles a page
+MAX_GROUP_ROWS = 8  # rows of a step of several that a GPU's worker multiplies at a time
+BLOCK_UNITS = 8  # units of weight rows whose sums it finishes at a time
+ROWS_CHUNK_PAGES = 2  # pages of a unit that it multiplies with its input at a time,
+ROW_CHUNK_PAGES = 4  # in a program of one row
 SCRATCH_PER_ROW = 16  # bytes: number, scale, position and KV block of an input row
 SQUARES_COLUMNS = 8  # of a row of x whose squares are one sum: a unit of weights on the GPU
 
@@ -86,6 +90,35 @@ def product_constants(
         "any_squares": squares,
         "any_bias": int(any(b != NONE for b in biases)),
     }
+
+
+def product_keeps_tag_order(
+    tensors: Sequence[TensorSpec],
+    *,
+    rows: int,
+    units: int,
+    k: int,
+    itemsize: int,
+    added: Iterable[int] = (),
+    single_row: bool,
+) -> bool:
+    """``Instruction.keeps_tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
+
+    It goes through rows in groups, through units in blocks, and through long rows in chunks once for each
+    block; ``added`` tensors are read when a block is finished.
+    """
+    if rows > (1 if single_row else MAX_GROUP_ROWS):
+        return False
+    if units <= BLOCK_UNITS:
+        return True
+    pages = ROW_CHUNK_PAGES if single_row else ROWS_CHUNK_PAGES
+    one_chunk = k * itemsize <= pages * TILES_PER_PAGE * TILE_ROW_BYTES
+    return one_chunk and not any(tensors[h].tagged for h in added if h != NONE)
+
+
+def units_of(begin: int, end: int) -> int:
+    """Units of weight rows that hold the rows [begin, end) of a weight."""
+    return -(-end // SQUARES_COLUMNS) - begin // SQUARES_COLUMNS
 
 
 def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:

@@ -46,7 +46,7 @@ class Interpreter:
 
 def levels() -> list[str]: ...
 def num_processors() -> int: ...
-def find_fault(
+def analyse(
     barriers: int,
     dynamic: bool,
     queues: npt.NDArray[np.int32],
@@ -55,4 +55,4 @@ def find_fault(
     signals: npt.NDArray[np.int64],
     accesses: npt.NDArray[np.int64],
     traits: npt.NDArray[np.bool_],
-) -> tuple[str, int, int, int, int, list[_Blocked]] | None: ...
+) -> tuple[tuple[str, int, int, int, int, list[_Blocked]] | None, bool]: ...

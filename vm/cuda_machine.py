@@ -15,7 +15,7 @@ import torch
 from megavm.vm import codegen, cuda_compiler, cuda_faults
 from megavm.vm.config import INSTRUCTION_BYTES, NUM_WARPS, SHARED_BYTES, THREADS
 from megavm.vm.cuda_faults import FaultKind, Record
-from megavm.vm.cuda_hints import make_hints
+from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
 from megavm.vm.layout import ROWS, program_layouts
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
@@ -53,7 +53,8 @@ class LaunchParameters(ctypes.Structure):
         ("barriers", ctypes.c_uint64),
         ("signals", ctypes.c_uint64),
         ("ticket", ctypes.c_uint64),
-        ("hints", ctypes.c_uint64),
+        ("exchanges", ctypes.c_uint64),
+        ("regions", ctypes.c_uint64),
         ("faults", ctypes.c_uint64),
         ("abort", ctypes.c_uint64),
         ("trace", ctypes.c_uint64),
@@ -64,10 +65,12 @@ class LaunchParameters(ctypes.Structure):
         ("first_step", ctypes.c_uint32),
         ("dynamic", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
+        ("in_order", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
-LAUNCH_BYTES = 112
+LAUNCH_BYTES = 128
 if ctypes.sizeof(LaunchParameters) != LAUNCH_BYTES:
     raise AssertionError(f"Launch has {LAUNCH_BYTES} bytes")
 
@@ -265,17 +268,19 @@ class CudaExecutable:
         self._begin = begin
         self._instructions = self._upload(program.words[self._order])
         self._queue_begin = self._upload(begin.astype(np.uint32))
-        hints, hint_signals = make_hints(program)
-        self._hints = self._upload(hints[self._order])
-        self._signals = self._upload(np.concatenate([program.signals, hint_signals]))
-        counters = len(program.barriers) + len(hint_signals)
+        exchanges = make_exchanges(program)
+        self._exchange_table = exchanges.table
+        self._exchanges = self._upload(exchanges.table[self._order])
+        self._regions = self._upload(exchanges.regions)
+        self._signals = self._upload(np.concatenate([program.signals, exchanges.signals]))
+        counters = len(program.barriers) + len(exchanges.signals)
         self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
         self._ticket = self._zeros(1)
         # The abort word, then the records, 32 bytes each.
         self._faults = self._zeros((1 + program.workers * NUM_WARPS) * RECORD_WORDS)
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._aborted = self._abort.numpy()
-        self._alone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._traces = machine.trace  # as the kernel was compiled
         self._noting: list[Notes] = []  # of launches that have not been waited for
         self._noted: list[Notes] = []
@@ -288,11 +293,13 @@ class CudaExecutable:
             barriers=self._barriers.data_ptr(),
             signals=self._signals.data_ptr(),
             ticket=self._ticket.data_ptr(),
-            hints=self._hints.data_ptr(),
+            exchanges=self._exchanges.data_ptr(),
+            regions=self._regions.data_ptr(),
             faults=self._faults.data_ptr() + 4 * RECORD_WORDS,
             abort=self._faults.data_ptr(),
             timeout=int(machine.timeout * 1e9),
             dynamic=int(program.dynamic),
+            in_order=int(program.needs_queue_order),
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
 
@@ -399,10 +406,12 @@ class CudaExecutable:
             self._parameters.tensors = self._tensors.data_ptr()
         if self._alone is None:
             ends = self._upload(np.array([0, 1], dtype=np.uint32))
-            self._alone = (self._upload(self.program.words), ends)
-        words, ends = self._alone
+            table = self._upload(self._exchange_table)
+            self._alone = (self._upload(self.program.words), table, ends)
+        words, table, ends = self._alone
         parameters = LaunchParameters.from_buffer_copy(self._parameters)
         parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
+        parameters.exchanges = table.data_ptr() + index * EXCHANGE.itemsize
         parameters.queue_begin = ends.data_ptr()
         events = self._zeros(NUM_EVENTS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()

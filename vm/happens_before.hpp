@@ -94,13 +94,20 @@ enum class FindingKind { kDeadlock, kUnordered, kUnwritten, kTagUnreachable, kTa
 // The first fault found. Accesses are numbers in ProgramView::accesses, -1 where there is none.
 struct Finding {
   FindingKind kind;
-  std::vector<Blocked> blocked;     // kDeadlock
-  std::int64_t first_access = -1;   // kUnordered, kTagAmbiguous: the access that came first
+  std::vector<Blocked> blocked;  // kDeadlock
+  // kUnordered, kTagAmbiguous: the access that came first; kUnwritten: one that writes it later
+  std::int64_t first_access = -1;
   std::int64_t second_access = -1;  // the access at fault
   int first_step = 0, second_step = 0;
 };
 
-// The first fault of the program, if it has one.
-std::optional<Finding> find_fault(const ProgramView& program);
+struct Analysis {
+  std::optional<Finding> fault;  // the first one, if there is one
+  // Whether the proof rests on the order of static queues, beside barriers and tagged words.
+  bool needs_queue_order = false;
+};
+
+// Throws std::length_error when the program is beyond the limits of the analysis.
+Analysis analyse(const ProgramView& program);
 
 }  // namespace megavm

@@ -354,6 +354,16 @@ class Instruction:
         """What it needs of the worker's shared memory and registers."""
         return Resources()
 
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        """Whether its GPU kernel keeps the order of tagged words for live rows without help.
+
+        It does if it waits for every tagged word that it declares as read before it stores anything, and has
+        read everything before it tags a word. If not, the machine waits before the kernel begins and tags the
+        results when it has ended (cuda/tagged_rows.cuh), which costs about two round trips to memory.
+        ``single_row``: no instruction of the program has more than one row.
+        """
+        return False
+
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         """Sentences about operands that contradict each other or the tensors they name."""
         return iter(())

@@ -200,6 +200,12 @@ __device__ __forceinline__ ProductInput no_input() {
           ptx::zero()};
 }
 
+// For tests, see kHoldStores.
+__device__ __forceinline__ void hold_stores(uint32_t times) {
+  if constexpr (kHoldStores > 0)
+    for (uint32_t i = 0; i < times; ++i) __nanosleep(kHoldStores);
+}
+
 // ---- Sums.
 
 // A warp's tiles of one page.

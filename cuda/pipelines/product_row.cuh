@@ -230,6 +230,12 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       if (active && part == 0) {
 #pragma unroll
         for (float& value : values) value *= scale;
+        plan.add_inputs(item, first_unit, row, values, early);
+      }
+      // All words that the block reads are there before the first of its results is stored.
+      __syncwarp();
+      hold_stores(1);
+      if (active && part == 0) {
         plan.finish(item, first_unit, row, values, early);
         if (input.wants_end) plan.consider(best, best_column);
       }

@@ -61,10 +61,9 @@ struct ItemShare {
 
 // Add up the partial sums of an item, and finish it.
 template <class Plan>
-__device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consumer,
-                                             const ItemShare& share, bool active,
-                                             uint32_t first_unit, uint32_t first_row, float scale,
-                                             const Prefetched& prefetched) {
+__device__ __forceinline__ void finish_block(Plan& plan, Consumer& consumer, const ItemShare& share,
+                                             bool active, uint32_t first_unit, uint32_t first_row,
+                                             float scale, const Prefetched& prefetched) {
   constexpr uint32_t kPairs = Plan::kPairs;
   float values[2 * kPairs] = {};
   if (active) {
@@ -97,8 +96,12 @@ __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consume
   if (active) {
 #pragma unroll
     for (float& value : values) value *= scale;
-    plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
+    plan.add_inputs(share.item, first_unit, first_row + share.row, values, prefetched);
   }
+  // All words that the block reads are there before the first of its results is stored.
+  if (plan.awaits_inputs()) consumer.sync();
+  hold_stores(consumer.warp());
+  if (active) plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
   plan.end_item(active, share.item, first_unit, first_row + share.row, share.threads);
 }
 

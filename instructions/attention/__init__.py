@@ -136,18 +136,29 @@ class Attention(Instruction):
         """What device code must know at compile time."""
         cache, group = tensors[self.k_cache], self.group(tensors)
         head_dim = cache.shape[3]
-        bf16 = all(
-            tensors[h].dtype is BF16
-            for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))
-        )
         return {
             "head_dim": head_dim,
             "group": group,
             "block_size": cache.shape[2],
-            "bf16": int(bf16),
+            "fast": int(self.is_fast(tensors)),
             # Eight warps leave sums, highest score and total weight of every query head.
             "max_scratch": 8 * group * (head_dim + 2) * 4,
         }
+
+    def is_fast(self, tensors: Sequence[TensorSpec]) -> bool:
+        """Whether the GPU's kernel for common shapes does it (fast.cuh); others take a plain one."""
+        _, _, block_size, head_dim = tensors[self.k_cache].shape
+        types = {
+            tensors[h].dtype for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))
+        }
+        whole_blocks = block_size % 8 == 0 and block_size & (block_size - 1) == 0
+        return (
+            types == {BF16} and head_dim in (64, 128) and self.group(tensors) <= 8 and whole_blocks
+        )
+
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
+        return rows == heads == 1 and self.is_fast(tensors)
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))

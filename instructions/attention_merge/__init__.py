@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import ranges, round_up
+from megavm.vm.config import NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -60,6 +61,12 @@ class AttentionMerge(Instruction):
 
     def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
         return Resources(scratch_bytes=4 * round_up(self.head_dim + 2, 16), semaphores=1)
+
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        # Each warp has up to 32 elements of a head, and all of them read before any stores.
+        warps = (self.head_end - self.head_begin) * -(-self.head_dim // 32)
+        rows = self.row_end - self.row_begin
+        return self.head_dim % 2 == 0 and rows * warps <= NUM_CONSUMER_WARPS
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

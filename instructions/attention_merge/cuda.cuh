@@ -26,15 +26,18 @@ struct Kernel<AttentionMerge> : NoPages {
   // comes in one round trip; lane i has the score of split i of the batch.
   template <bool kTagged>
   static __device__ __forceinline__ void merge_heads(const Operands<AttentionMerge>& in,
-                                                     const Consumer& consumer, uint32_t rows) {
+                                                     Consumer& consumer, uint32_t rows) {
     const uint32_t warp = consumer.warp();
     const AttentionMerge& inst = in.inst;
     const Tensor& partial = in[&AttentionMerge::partial];
     const Tensor& out = in[&AttentionMerge::out];
     const uint32_t d = inst.head_dim, heads = out.columns / d, splits = inst.num_splits;
     const uint32_t parts = ceil_div(d, kLanes), lane = lane_index(), tag = in.tag();
+    const uint32_t out_tag = in.out_tag();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
     constexpr uint32_t kBytes = kTagged ? 8 : 4;  // of an element
+    // Where each warp has one item, all of them have read before any stores.
+    bool together = (kTagged || is_tagged(out)) && rows * per_row <= kNumConsumers;
 #pragma unroll 1
     for (uint32_t item = warp; item < rows * per_row; item += kNumConsumers) {
       const uint32_t row = inst.row_begin + item / per_row;
@@ -106,13 +109,16 @@ struct Kernel<AttentionMerge> : NoPages {
       for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
         total += __shfl_xor_sync(~0u, total, offset);
       const float value = sum / total, next = __shfl_down_sync(~0u, value, 1);
+      if (together) consumer.sync();
+      together = false;
       if (e >= d) continue;
       // A lane stores its own float32, or a pair of bf16.
       if (is_f32(out))
-        write_element(out, row, head * d + e, value, tag);
+        write_element(out, row, head * d + e, value, out_tag);
       else if (e % 2 == 0)
-        write_pair(out, row, head * d + e, value, next, true, tag);
+        write_pair(out, row, head * d + e, value, next, true, out_tag);
     }
+    if (together) consumer.sync();
   }
 
   // One element of the result.
@@ -162,9 +168,9 @@ struct Kernel<AttentionMerge> : NoPages {
         (j == 0 ? x : y) = value;
       }
       if (whole_words || column >= begin)
-        write_pair(out, row, column, x, y, whole_words || column + 1 < end, in.tag());
+        write_pair(out, row, column, x, y, whole_words || column + 1 < end, in.out_tag());
       else
-        write_element(out, row, column + 1, y, in.tag());
+        write_element(out, row, column + 1, y, in.out_tag());
     }
   }
 

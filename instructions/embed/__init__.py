@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
-from megavm.vm.config import NONE
+from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -67,6 +67,10 @@ class Embed(Instruction):
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""
         return {"any_scaled": int(self.out_scaled != NONE)}
+
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        # Each warp has one row, and all of them read before any stores.
+        return self.row_end - self.row_begin <= NUM_CONSUMER_WARPS
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         table, out = tensors[self.table], tensors[self.out]

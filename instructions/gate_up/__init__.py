@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
+    product_keeps_tag_order,
     product_resources,
     ranges,
     shapes,
     squares_of,
+    units_of,
 )
 from megavm.vm.isa import (
     BF16,
@@ -88,6 +90,17 @@ class GateUp(Instruction):
             weight=self.gate,
             x_squares=self.x_squares,
             biases=(self.gate_bias, self.up_bias),
+        )
+
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        gate = tensors[self.gate]
+        return product_keeps_tag_order(
+            tensors,
+            rows=self.row_end - self.row_begin,
+            units=2 * units_of(self.column_begin, self.column_end),
+            k=gate.columns,
+            itemsize=gate.dtype.size,
+            single_row=single_row,
         )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:

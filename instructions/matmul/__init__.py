@@ -7,11 +7,13 @@ from collections.abc import Iterator, Sequence
 from megavm.instructions.tiles import (
     check_scaled,
     product_constants,
+    product_keeps_tag_order,
     product_resources,
     ranges,
     scaled_writes,
     shapes,
     squares_of,
+    units_of,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -154,6 +156,20 @@ class Matmul(Instruction):
             "max_addends": parts,
             "any_out_scaled": int(self.out_scaled != NONE),
         }
+
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        # With row_index only chosen rows of x are looked at.
+        gathers = self.row_index != NONE and (self.x_rows > 1 or self.row_begin > 0)
+        begin, end = self.k(tensors)
+        return not gathers and product_keeps_tag_order(
+            tensors,
+            rows=self.row_end - self.row_begin,
+            units=units_of(self.column_begin, self.column_end),
+            k=end - begin,
+            itemsize=tensors[self.weight].dtype.size,
+            added=(self.residual, self.addends),
+            single_row=single_row,
+        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]

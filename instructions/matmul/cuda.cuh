@@ -87,8 +87,17 @@ struct MatmulPlan : ProductPlan<Matmul> {
     out.number[0] = out.number[1] = in.tag();
   }
 
-  __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
-                                         float (&values)[2], const Prefetched& early) {
+  // Whether some of what add_inputs adds is tagged.
+  __device__ __forceinline__ bool awaits_inputs() const {
+    bool tagged = in.has(&Matmul::residual) && is_tagged(in[&Matmul::residual]);
+    if constexpr (program::kMaxAddends > 0)
+      tagged |= in.has(&Matmul::addends) && is_tagged(in[&Matmul::addends]);
+    return tagged;
+  }
+
+  // Add bias, residual and the other parts.
+  __device__ __forceinline__ void add_inputs(uint32_t item, uint32_t unit, uint32_t row,
+                                             float (&values)[2], const Prefetched& early) const {
     const uint32_t column = column_of(item, unit), tag = in.tag();
     const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     values[0] += early.value[0], values[1] += early.value[1];
@@ -107,6 +116,12 @@ struct MatmulPlan : ProductPlan<Matmul> {
     }
     if constexpr (program::kMaxAddends > 0)
       if (in.has(&Matmul::addends)) add_parts(row, column, values);
+  }
+
+  __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
+                                         float (&values)[2], const Prefetched& early) {
+    const uint32_t column = column_of(item, unit), tag = in.out_tag();
+    const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     if (is_scaled()) {
       // Those who wait for this row wait for these.
       const float first = values[0] * early.value[4], second = values[1] * early.value[5];
@@ -142,7 +157,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     sum += __shfl_xor_sync(~0u, sum, 2 * apart);
     if (active && item % kItemsPerUnit == 0)
       write_element(in[&Matmul::out_squares], row, first_unit + unit + item / kItemsPerUnit, sum,
-                    in.tag());
+                    in.out_tag());
   }
 
   // Add the other parts of the product. They are ready at about the same time as this one.
@@ -216,7 +231,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     }
     if (lane_index() == 0)
       write_pair(in[&Matmul::peaks], row, 2 * in.inst.tile, best, static_cast<float>(best_column),
-                 true, in.tag());
+                 true, in.out_tag());
   }
 
   // The same for all rows of a group, of what the consumers have seen.

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
+    product_keeps_tag_order,
     product_resources,
     ranges,
     shapes,
     squares_of,
+    units_of,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -161,6 +163,23 @@ class QkvRope(Instruction):
             x_squares=self.x_squares,
             biases=(self.q_bias, self.k_bias, self.v_bias),
         ) | {"block_size": tensors[self.k_cache].shape[2]}
+
+    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+        weight = tensors[self.q_weight]
+        units = first = 0
+        for handle in (self.q_weight, self.k_weight, self.v_weight):
+            pairs = tensors[handle].rows // 2
+            begin, end = max(self.pair_begin - first, 0), min(self.pair_end - first, pairs)
+            first += pairs
+            units += units_of(2 * begin, 2 * end) if begin < end else 0
+        return product_keeps_tag_order(
+            tensors,
+            rows=self.row_end - self.row_begin,
+            units=units,
+            k=weight.columns,
+            itemsize=weight.dtype.size,
+            single_row=single_row,
+        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]
