@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from exhaustive import Explorer, TooLarge
 from fuzzing import Tally, Verdict, mutants, random_verdict
-from program_makers import toy_programs
+from mutations import mutate
+from program_makers import random_program, toy_programs
 from withholding import judge, judge_all
 
 from megavm.instructions.copy import Copy
@@ -19,7 +22,7 @@ from megavm.vm.isa import F32, I32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program
 from megavm.vm.verify import VerificationError, verify
 
-WALKS, PROGRAMS = 50, 1200
+WALKS, PROGRAMS, TINY_PROGRAMS = 40, 1000, 700
 
 TENSORS = (
     TensorSpec("a", (2, 4), F32, TensorKind.STATE),
@@ -295,6 +298,32 @@ def test_nothing_is_found_in_what_the_compiler_makes(number: int) -> None:
     assert judge_all(toy_programs()[number], steps=5) is None
 
 
+def test_withholding_finds_exactly_what_trying_every_execution_finds() -> None:
+    found = 0
+    for number in range(TINY_PROGRAMS):
+        rng = random.Random(number)
+        program = random_program(rng, most=3)
+        program = mutate(program, rng) or program
+        if is_of_wrong_form(program):
+            continue
+        try:
+            good = Explorer(program, 2).is_good(limit=10_000)
+        except TooLarge:
+            continue
+        finding = judge(program, steps=2, random_schedules=0)
+        assert good == (finding is None), "\n".join([*program.disassemble(), str(finding)])
+        found += not good
+    assert TINY_PROGRAMS // 4 < found < TINY_PROGRAMS * 3 // 4
+
+
+def is_of_wrong_form(program: Program) -> bool:
+    try:
+        verify(program)
+    except VerificationError as error:
+        return error.rule == "form"
+    return False
+
+
 def show(verdict: Verdict) -> str:
     return "\n".join([*verdict.program.disassemble(), verdict.sentence, str(verdict.finding)])
 
@@ -321,6 +350,18 @@ def test_random_programs_that_hang_or_race_are_rejected() -> None:
         tally.add(verdict)
     assert tally.accepted > PROGRAMS // 4, str(tally)
     assert tally.rules["unordered"] > PROGRAMS // 10, str(tally)
+
+
+@pytest.mark.parametrize("order", [True, False])
+def test_the_order_of_a_queue_counts_where_it_is_kept(order: bool) -> None:
+    program = queues([copy(A, B), copy(B, C)])
+    verify(program)
+    assert program.needs_queue_order
+    assert (judge(program, queue_order=order) is None) == order
+    free = queues([copy(A, B, [(1, 0)], 0), copy(B, C, [(0, 1)], 1)])
+    verify(free)
+    assert not free.needs_queue_order
+    assert judge(free, queue_order=order) is None
 
 
 def test_verdicts_can_be_repeated() -> None:

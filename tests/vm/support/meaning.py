@@ -59,10 +59,13 @@ class Execution:
 class Meaning:
     """What a program does when instructions run one after the other, step by step.
 
-    ``fault`` is what goes wrong even then.
+    ``fault`` is what goes wrong even then. Without ``queue_order`` the executions of a worker do not wait for
+    one another when schedules are tried.
     """
 
-    def __init__(self, program: Program, steps: int, live: int | None = None) -> None:
+    def __init__(
+        self, program: Program, steps: int, live: int | None = None, queue_order: bool = True
+    ) -> None:
         self.program = program
         self.steps = steps
         self.live = live
@@ -88,7 +91,8 @@ class Meaning:
             made: list[Execution] = []
             for step in range(steps):
                 for index in queue:
-                    behind = made[-1] if made and not self.dynamic else None
+                    follows = made and queue_order and not self.dynamic
+                    behind = made[-1] if follows else None
                     made.append(self._execution(index, step, behind, len(made)))
             pending.append(made)
         self._drop_reads_of_constants(pending)

@@ -265,10 +265,10 @@ def random_tiles(t: Table, count: int) -> list[Instruction]:
     return tiles
 
 
-def random_program(rng: random.Random) -> Program:
-    """A few tiles, most of which wait for what they conflict with."""
+def random_program(rng: random.Random, most: int = 7) -> Program:
+    """Two or more tiles, which mostly wait for what they conflict with."""
     t = Table(rng)
-    tiles = random_tiles(t, rng.randint(2, 7))
+    tiles = random_tiles(t, rng.randint(2, most))
     dynamic = rng.random() < 0.35
     queues = [0] * len(tiles) if dynamic else [rng.randrange(rng.randint(1, 4)) for _ in tiles]
     barrier_of: list[int] = []
@@ -291,10 +291,11 @@ def needed_waits(
 ) -> Waits:
     """Waits for what each tile conflicts with, in this step and in the one before. Few are forgotten."""
     forget = rng.choice((0.0, 0.0, 0.05, 0.2))
+    by_queue = not dynamic and rng.random() < 0.6  # lean on the order of queues
     waits: Waits = [{} for _ in accesses]
     for i, (reads, writes, words) in enumerate(accesses):
         for j, (other_reads, other_writes, _) in enumerate(accesses):
-            same_queue = not dynamic and queues[i] == queues[j]
+            same_queue = by_queue and queues[i] == queues[j]
             flow = bool(reads & other_writes - words)
             conflict = flow or bool(writes & (other_reads | other_writes))
             if same_queue or rng.random() < forget:

@@ -10,7 +10,9 @@ than the sequential meaning. This simulator knows nothing of its proof. It knows
    visible, at any time. Its tagged words may as soon as all that it reads has been read, plain writes or not.
    It signals when all is visible.
 3. *Earlier* reads may be made as soon as the header is satisfied, whatever the worker still runs.
-4. Rows at or past the count of ``row_count`` are dead: neither read nor written, but tagged words of dead rows
+4. An instruction that writes plainly where it also reads, as Sample does, is taken to read all of that first.
+   Whether kernels do so for two operands that overlap is not judged.
+5. Rows at or past the count of ``row_count`` are dead: neither read nor written, but tagged words of dead rows
    are awaited, and get their tags, as all others do.
 
 What an instruction does falls into *actions* (``Action``). No other instruction waits for one of its plain
@@ -203,12 +205,16 @@ def judge(
     program: Program,
     *,
     live: int | None = None,
+    queue_order: bool = True,
     steps: int = STEPS,
     seed: int = 0,
     random_schedules: int = 32,
 ) -> Finding | None:
-    """What is wrong with a program of valid form, of whose rows ``live`` are live (None: all)."""
-    meaning = Meaning(program, steps, live)
+    """What is wrong with a program of valid form, of whose rows ``live`` are live (None: all).
+
+    Without ``queue_order`` static queues are no order either: workers begin instructions before others end.
+    """
+    meaning = Meaning(program, steps, live, queue_order)
     if meaning.fault is not None:
         return meaning.fault
     rng = random.Random(seed)
