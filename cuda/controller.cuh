@@ -63,11 +63,10 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
 }
 
-// Look up the hint of an instruction, and which of its tagged words its kernel does not see to.
+// The hint of an instruction, and which of its tagged words its kernel does not see to, from a word
+// of its Exchange in each of 8 lanes.
 __device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& stage,
-                                                 const uint32_t* exchange) {
-  static_assert(sizeof(Exchange) == 32, "a word for each of 8 lanes");
-  const uint32_t word = __ldg(exchange + lane_index() % 8);
+                                                 uint32_t word) {
   const auto field = [&](uint32_t number) { return __shfl_sync(~0u, word, number); };
   const uint32_t signal = field(0), wait = field(1), begin = field(2), row_count = field(4);
   const uint32_t row_begin = field(5), row_end = field(6);
@@ -79,8 +78,8 @@ __device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& st
   }
   if (lane_index() == 0) {
     stage.hint = launch.alone ? Hint{kNone, kNone} : Hint{signal, wait};
+    stage.num_regions = end - begin;
     stage.regions_begin = begin;
-    stage.regions_end = end;
     stage.first_row = first_row;
     // The tag of a step far away, until the words are published.
     stage.out_tag = begin != end && row_count == kNone ? stage.tag ^ 0x80000000u : stage.tag;
@@ -113,6 +112,8 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
     if (more) {
       // Fetch the words and look up the tensors they name.
       const uint32_t word = __ldg(queue.words() + lane);
+      static_assert(sizeof(Exchange) == 4 * 8);
+      const uint32_t exchange = __ldg(queue.exchange() + lane % 8);
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
       const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
       const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
@@ -122,7 +123,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
       __syncwarp();
-      resolve_exchange(launch, stage, queue.exchange());
+      resolve_exchange(launch, stage, exchange);
     }
     __syncwarp();
     if (lane == 0 && more) {

@@ -14,8 +14,8 @@ struct Stage {
   uint32_t tag;                   // of the step's tagged words
   uint32_t out_tag;               // that the kernel stores with its words
   Hint hint;
-  uint32_t regions_begin;  // tagged regions that its kernel does not see to, of Launch::regions
-  uint32_t regions_end;
+  uint32_t num_regions;    // tagged ones that its kernel does not see to,
+  uint32_t regions_begin;  // from this one of Launch::regions on
   uint32_t first_row;  // of theirs
   uint32_t trace_row;  // see trace.cuh; kNone: no instruction follows, and this is none
 };

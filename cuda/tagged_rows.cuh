@@ -9,8 +9,8 @@
 // Kernels look at live rows only, and those that go over their work several times store the first
 // results while they still read. Consumers therefore do the rest here, before a kernel begins and
 // when it has ended: for the dead rows of an instruction whose kernel keeps the rule for live ones
-// (Instruction.keeps_tag_order), and for all rows of the others, whose kernels store their words
-// with a tag that nobody waits for.
+// (Instruction.tag_order), and for all rows of the others, whose kernels store their words with a
+// tag that nobody waits for. Of an instruction whose kernel reads late the verifier assumes less.
 #pragma once
 
 #include "cuda/consumer.cuh"
@@ -19,7 +19,7 @@ namespace megavm {
 
 // Whether the running instruction has such words. Most have none.
 __device__ __forceinline__ bool has_tagged_rows(const Stage& stage) {
-  return __builtin_expect(stage.regions_begin != stage.regions_end, 0);
+  return __builtin_expect(stage.num_regions != 0, 0);
 }
 
 // Call use(tensor, address, row, word) for this thread's share of the words of the regions that the
@@ -28,8 +28,8 @@ template <class Use>
 __device__ __forceinline__ void each_tagged_word(const Launch& launch, const Stage& stage,
                                                  bool written, uint32_t thread, Use&& use) {
 #pragma unroll 1
-  for (uint32_t i = stage.regions_begin; i < stage.regions_end; ++i) {
-    const TaggedRegion& region = launch.regions[i];
+  for (uint32_t i = 0; i < stage.num_regions; ++i) {
+    const TaggedRegion& region = launch.regions[stage.regions_begin + i];
     if ((region.written != 0) != written) continue;
     const Tensor& tensor = stage.tensors[region.operand];
     const uint32_t row_begin = max_of(region.row_begin, stage.first_row);

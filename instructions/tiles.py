@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from megavm.vm.config import NONE, PAGE_BYTES
-from megavm.vm.isa import F32, Region, Resources, TensorSpec, pages, present
+from megavm.vm.isa import F32, Region, Resources, TagOrder, TensorSpec, pages, present
 
 PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
 STREAM_PAGES = 3  # the least that keeps a weight stream going
@@ -92,28 +92,33 @@ def product_constants(
     }
 
 
-def product_keeps_tag_order(
+def product_tag_order(
     tensors: Sequence[TensorSpec],
     *,
     rows: int,
     units: int,
     k: int,
     itemsize: int,
+    inputs: Iterable[int],
     added: Iterable[int] = (),
     single_row: bool,
-) -> bool:
-    """``Instruction.keeps_tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
+) -> TagOrder:
+    """``Instruction.tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
 
-    It goes through rows in groups, through units in blocks, and through long rows in chunks once for each
-    block; ``added`` tensors are read when a block is finished.
+    It goes through rows in groups, through units in blocks, and through long rows in chunks, once for each
+    block. ``inputs`` are read for each group, ``added`` tensors when a block is finished.
     """
-    if rows > (1 if single_row else MAX_GROUP_ROWS):
-        return False
-    if units <= BLOCK_UNITS:
-        return True
+    groups = -(-rows // (1 if single_row else MAX_GROUP_ROWS))
+    blocks = -(-units // BLOCK_UNITS)
     pages = ROW_CHUNK_PAGES if single_row else ROWS_CHUNK_PAGES
-    one_chunk = k * itemsize <= pages * TILES_PER_PAGE * TILE_ROW_BYTES
-    return one_chunk and not any(tensors[h].tagged for h in added if h != NONE)
+    chunked = k * itemsize > pages * TILES_PER_PAGE * TILE_ROW_BYTES
+    added = list(present(*added))
+    if groups > 1 and any(tensors[h].tagged for h in (*present(*inputs), *added)):
+        return TagOrder.BY_MACHINE
+    if blocks > 1 and any(tensors[h].tagged for h in added):
+        return TagOrder.BY_MACHINE
+    late = groups > 1 or (blocks > 1 and (chunked or added))
+    return TagOrder.READS_LATE if late else TagOrder.KEPT
 
 
 def units_of(begin: int, end: int) -> int:

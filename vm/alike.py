@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm.config import HEADER_WORDS, NONE
-from megavm.vm.isa import FieldKind, Instruction, TensorSpec
+from megavm.vm.isa import FieldKind, Instruction, TagOrder, TensorSpec
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -98,6 +98,21 @@ def figures(
     for same in find_alike(words, tensors):
         measured = [measure(inst) for inst in same.representatives]
         result[same.numbers] = np.array(measured)[same.kind]
+    return result
+
+
+def tag_orders(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
+    """The TagOrder of every instruction, as its number: int64 [n]."""
+    result = np.full(len(words), TagOrder.KEPT.value, np.int64)
+    if not any(t.tagged for t in tensors):
+        return result
+    alike = list(find_alike(words, tensors))
+    all_values = [vars(inst) for same in alike for inst in same.representatives]
+    rows = [values["row_end"] - values["row_begin"] for values in all_values if "row_end" in values]
+    single_row = max(rows, default=0) <= 1
+    for same in alike:
+        orders = [inst.tag_order(tensors, single_row).value for inst in same.representatives]
+        result[same.numbers] = np.array(orders, np.int64)[same.kind]
     return result
 
 

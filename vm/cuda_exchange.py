@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megavm.vm.alike import figures, tagged_words
+from megavm.instructions import instruction_set
+from megavm.vm.alike import tag_orders, tagged_words
 from megavm.vm.config import HEADER_WORDS, NONE
 from megavm.vm.cuda_hints import make_hints
-from megavm.vm.isa import FieldKind, Instruction
+from megavm.vm.isa import FieldKind, TagOrder
 from megavm.vm.program import Program
 
 # ``Exchange`` and ``TaggedRegion`` of cuda/launch.cuh.
@@ -79,32 +80,26 @@ def make_exchanges(program: Program) -> Exchanges:
 def _ways(program: Program) -> npt.NDArray[np.int64]:
     """By instruction: 1 if some of its words may be left to the machine, the operand word of its number
     of live rows (NONE: all words are left to the machine), and its rows."""
-    tensors = program.tensors
-    fields = ("row_begin", "row_end")
-    rows = figures(
-        program.words,
-        tensors,
-        1,
-        lambda inst: (vars(inst).get("row_end", 0) - vars(inst).get("row_begin", 0),),
-    )
-    single_row = bool(rows.max(initial=0) <= 1)
-
-    def way(inst: Instruction) -> tuple[int, ...]:
-        values = vars(inst)
-        if not inst.keeps_tag_order(tensors, single_row):
-            return 1, NONE, 0, 0
-        if values.get("row_count", NONE) == NONE:
-            return 0, NONE, 0, 0
-        word = next(k for k, field in enumerate(inst.fields) if field.name == "row_count")
-        return 1, word, *(values[name] for name in fields)
-
-    return figures(program.words, tensors, 4, way)
+    ways = np.zeros((len(program), 4), np.int64)
+    ways[:, 1] = NONE
+    by_machine = tag_orders(program.words, program.tensors) == TagOrder.BY_MACHINE.value
+    ways[by_machine, 0] = 1
+    for opcode, cls in instruction_set().items():
+        names = [field.name for field in cls.fields]
+        if "row_count" not in names:
+            continue
+        words = [names.index(name) for name in ("row_count", "row_begin", "row_end")]
+        numbers = np.flatnonzero((program.words[:, 0] == opcode) & ~by_machine)
+        operands = program.words[numbers][:, [HEADER_WORDS + word for word in words]]
+        counted = operands[:, 0] != NONE
+        ways[numbers[counted], 0] = 1
+        ways[numbers[counted], 1] = words[0]
+        ways[numbers, 2:] = operands[:, 1:]
+    return ways
 
 
 def _tensor_words(program: Program) -> npt.NDArray[np.bool_]:
     """Which operand words of each instruction are handles: bool [n, OPERAND_WORDS]."""
-    from megavm.instructions import instruction_set
-
     words = np.zeros((len(program), program.words.shape[1] - HEADER_WORDS), bool)
     for opcode, cls in instruction_set().items():
         for k, field in enumerate(cls.fields):

@@ -14,8 +14,8 @@ import torch
 
 from megavm.vm import codegen, cuda_compiler, cuda_faults
 from megavm.vm.config import INSTRUCTION_BYTES, NUM_WARPS, SHARED_BYTES, THREADS
-from megavm.vm.cuda_faults import FaultKind, Record
 from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
+from megavm.vm.cuda_faults import FaultKind, Record
 from megavm.vm.layout import ROWS, program_layouts
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory

@@ -394,7 +394,7 @@ class Execution {
     reached_writes[number(instruction, step)] = 1;
     const bool is_withheld =
         withhold_ != Withhold::kNothing && withheld_ == Node{instruction, step};
-    if (is_withheld && withhold_ == Withhold::kReads) return false;
+    if (is_withheld && withhold_ == Withhold::kReads && !synchronisation.reads_late) return false;
     for (const auto group : tags_.memberships[instruction]) {
       ++group_counts_[group_number(group, step)];
       if (complete(group, step)) {
@@ -617,7 +617,7 @@ class QueueOrder final : public Order {
       const Node node{writer, step};
       merge(joined.over.data(), clock(over_, node));
       merge(joined.read.data(), clock(read_, node));
-      raise(joined.read, node);
+      if (!index_.program.instructions[writer].reads_late) raise(joined.read, node);
     }
     return entry->second = std::move(joined);
   }
@@ -685,6 +685,7 @@ class EventOrder final : public Order {
   bool read_before_writes(Node node) const override {
     const auto& known = knowledge_[knowledge_of_[number(current_)]].read;
     if (has_signal(known, node)) return true;
+    if (index_.program.instructions[node.instruction].reads_late) return false;
     const auto& groups = tags_.memberships[node.instruction];
     return std::any_of(groups.begin(), groups.end(), [&](std::int32_t group) {
       return has(known, group_event(group, node.step));
@@ -1191,11 +1192,11 @@ void check_numbers(std::int32_t barriers, const Array<std::int32_t>& queues,
 // ``waits`` is [n, 3, 2], ``accesses`` [m, 9]: the members of Access in order; ``traits`` [t, 3].
 py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::int32_t>& queues,
                          const Array<std::int64_t>& lengths, const Array<std::int64_t>& waits,
-                         const Array<std::int64_t>& signals, const Array<std::int64_t>& accesses,
-                         const Array<bool>& traits) {
+                         const Array<std::int64_t>& signals, const Array<bool>& reads_late,
+                         const Array<std::int64_t>& accesses, const Array<bool>& traits) {
   if (waits.ndim() != 3 || waits.shape(1) != kMaxWaits || waits.shape(2) != 2 ||
-      waits.shape(0) != signals.size() || accesses.ndim() != 2 || accesses.shape(1) != 9 ||
-      traits.ndim() != 2 || traits.shape(1) != 3)
+      waits.shape(0) != signals.size() || reads_late.size() != signals.size() ||
+      accesses.ndim() != 2 || accesses.shape(1) != 9 || traits.ndim() != 2 || traits.shape(1) != 3)
     throw std::invalid_argument("arrays of the wrong shape");
   check_numbers(barriers, queues, lengths, waits, signals, accesses, traits);
   ProgramView program;
@@ -1214,6 +1215,7 @@ py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::i
       wait += 2;
     }
     program.instructions[i].signal = static_cast<std::int32_t>(signals.data()[i]);
+    program.instructions[i].reads_late = reads_late.data()[i];
   }
   program.accesses.resize(static_cast<std::size_t>(accesses.shape(0)));
   for (std::size_t i = 0; i < program.accesses.size(); ++i) {
@@ -1255,6 +1257,6 @@ py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::i
 
 void bind_happens_before(py::module_& module) {
   module.def("analyse", &analyse_arrays, py::arg("barriers"), py::arg("dynamic"), py::arg("queues"),
-             py::arg("lengths"), py::arg("waits"), py::arg("signals"), py::arg("accesses"),
-             py::arg("traits"));
+             py::arg("lengths"), py::arg("waits"), py::arg("signals"), py::arg("reads_late"),
+             py::arg("accesses"), py::arg("traits"));
 }

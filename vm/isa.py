@@ -165,6 +165,18 @@ class Resources:
     semaphores: int = 0
 
 
+class TagOrder(Enum):
+    """Whether the GPU kernel of an instruction orders its tagged words by itself, for live rows.
+
+    The verifier assumes that an instruction waits for every tagged word that it declares as read before it
+    stores anything that others see, and that it has read everything before it tags a word.
+    """
+
+    KEPT = 0  # it does
+    READS_LATE = 1  # the first is true; its tags say nothing of its reads, which the verifier knows
+    BY_MACHINE = 2  # the machine waits before the kernel and tags after it, in two more round trips
+
+
 class FieldKind(Enum):
     TENSOR = "tensor"
     INTEGER = "integer"
@@ -354,15 +366,12 @@ class Instruction:
         """What it needs of the worker's shared memory and registers."""
         return Resources()
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
-        """Whether its GPU kernel keeps the order of tagged words for live rows without help.
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        """How its GPU kernel orders tagged words; see TagOrder.
 
-        It does if it waits for every tagged word that it declares as read before it stores anything, and has
-        read everything before it tags a word. If not, the machine waits before the kernel begins and tags the
-        results when it has ended (cuda/tagged_rows.cuh), which costs about two round trips to memory.
         ``single_row``: no instruction of the program has more than one row.
         """
-        return False
+        return TagOrder.BY_MACHINE
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         """Sentences about operands that contradict each other or the tensors they name."""

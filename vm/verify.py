@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm import _native
-from megavm.vm.alike import accesses
+from megavm.vm.alike import accesses, tag_orders
 from megavm.vm.config import (
     ACCUMULATOR_BYTES,
     HEADER_WORDS,
@@ -35,7 +35,15 @@ from megavm.vm.config import (
     NUM_PAGES,
     SCRATCH_BYTES,
 )
-from megavm.vm.isa import Field, FieldKind, Instruction, Region, TensorKind, TensorSpec
+from megavm.vm.isa import (
+    Field,
+    FieldKind,
+    Instruction,
+    Region,
+    TagOrder,
+    TensorKind,
+    TensorSpec,
+)
 from megavm.vm.program import Program
 
 MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake
@@ -355,6 +363,7 @@ class _Verifier:
                 lengths=np.array([len(q) for q in program.queues], np.int64),
                 waits=header[:, 1:].reshape(-1, MAX_WAITS, 2),
                 signals=header[:, 0],
+                reads_late=tag_orders(self.words, self.tensors) == TagOrder.READS_LATE.value,
                 accesses=accesses,
                 traits=np.array(traits, bool).reshape(-1, 3),
             )

@@ -61,9 +61,10 @@ struct ItemShare {
 
 // Add up the partial sums of an item, and finish it.
 template <class Plan>
-__device__ __forceinline__ void finish_block(Plan& plan, Consumer& consumer, const ItemShare& share,
-                                             bool active, uint32_t first_unit, uint32_t first_row,
-                                             float scale, const Prefetched& prefetched) {
+__device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consumer,
+                                             const ItemShare& share, bool active,
+                                             uint32_t first_unit, uint32_t first_row, float scale,
+                                             const Prefetched& prefetched) {
   constexpr uint32_t kPairs = Plan::kPairs;
   float values[2 * kPairs] = {};
   if (active) {
@@ -93,15 +94,12 @@ __device__ __forceinline__ void finish_block(Plan& plan, Consumer& consumer, con
 #pragma unroll
     for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
   active = active && share.part == 0;
+  hold_stores(consumer.warp());
   if (active) {
 #pragma unroll
     for (float& value : values) value *= scale;
-    plan.add_inputs(share.item, first_unit, first_row + share.row, values, prefetched);
+    plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
   }
-  // All words that the block reads are there before the first of its results is stored.
-  if (plan.awaits_inputs()) consumer.sync();
-  hold_stores(consumer.warp());
-  if (active) plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
   plan.end_item(active, share.item, first_unit, first_row + share.row, share.threads);
 }
 
@@ -231,6 +229,12 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
                               __float_as_uint(found));
         }
       }
+      // Words that the block adds are there before any of its results is stored.
+      if constexpr (program::kMaxAddends > 0)
+        if (const ItemShare mine = share(); is_active(mine) && mine.part == 0)
+          dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+            Plan(stage).prefetch_parts(mine.item, first_unit, first_row + mine.row, prefetched);
+          });
       consumer.sync();
       if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {

@@ -14,6 +14,7 @@ from megavm.vm.isa import (
     Instruction,
     Region,
     Resources,
+    TagOrder,
     TensorSpec,
     integer,
     pages,
@@ -148,17 +149,18 @@ class Attention(Instruction):
     def is_fast(self, tensors: Sequence[TensorSpec]) -> bool:
         """Whether the GPU's kernel for common shapes does it (fast.cuh); others take a plain one."""
         _, _, block_size, head_dim = tensors[self.k_cache].shape
-        types = {
-            tensors[h].dtype for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))
-        }
+        types = {tensors[h].dtype for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))}
         whole_blocks = block_size % 8 == 0 and block_size & (block_size - 1) == 0
         return (
             types == {BF16} and head_dim in (64, 128) and self.group(tensors) <= 8 and whole_blocks
         )
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
-        return rows == heads == 1 and self.is_fast(tensors)
+        if rows == heads == 1 and self.is_fast(tensors):
+            return TagOrder.KEPT
+        tagged = any(tensors[h].tagged for h in (self.q, *self.newest()))
+        return TagOrder.BY_MACHINE if tagged else TagOrder.READS_LATE
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))

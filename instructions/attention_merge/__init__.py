@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import ranges, round_up
-from megavm.vm.config import NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -13,11 +12,15 @@ from megavm.vm.isa import (
     Instruction,
     Region,
     Resources,
+    TagOrder,
     TensorSpec,
     integer,
     tensor,
     whole,
 )
+
+ITEM_ELEMENTS = 32  # of a head, that a warp of the GPU merges at a time
+MAX_ITEMS = 32  # of an instruction, whose results may wait until all warps have read
 
 
 class AttentionMerge(Instruction):
@@ -62,11 +65,16 @@ class AttentionMerge(Instruction):
     def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
         return Resources(scratch_bytes=4 * round_up(self.head_dim + 2, 16), semaphores=1)
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
-        # Each warp has up to 32 elements of a head, and all of them read before any stores.
-        warps = (self.head_end - self.head_begin) * -(-self.head_dim // 32)
-        rows = self.row_end - self.row_begin
-        return self.head_dim % 2 == 0 and rows * warps <= NUM_CONSUMER_WARPS
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        items = (self.row_end - self.row_begin) * (self.head_end - self.head_begin)
+        items *= -(-self.head_dim // ITEM_ELEMENTS)
+        if self.head_dim % 2 == 0 and items <= MAX_ITEMS:
+            return TagOrder.KEPT
+        return TagOrder.BY_MACHINE if tensors[self.partial].tagged else TagOrder.READS_LATE
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
+        """What device code must know at compile time."""
+        return {"max_scratch": 4 * ITEM_ELEMENTS * MAX_ITEMS}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

@@ -12,6 +12,7 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -68,9 +69,10 @@ class Embed(Instruction):
         """What device code must know at compile time."""
         return {"any_scaled": int(self.out_scaled != NONE)}
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
-        # Each warp has one row, and all of them read before any stores.
-        return self.row_end - self.row_begin <= NUM_CONSUMER_WARPS
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        # Where each warp has one row, all of them read before any stores.
+        once = self.row_end - self.row_begin <= NUM_CONSUMER_WARPS
+        return TagOrder.KEPT if once else TagOrder.READS_LATE
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         table, out = tensors[self.table], tensors[self.out]

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
-    product_keeps_tag_order,
     product_resources,
+    product_tag_order,
     ranges,
     shapes,
     squares_of,
@@ -20,6 +20,7 @@ from megavm.vm.isa import (
     Instruction,
     Region,
     Resources,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -92,14 +93,15 @@ class GateUp(Instruction):
             biases=(self.gate_bias, self.up_bias),
         )
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         gate = tensors[self.gate]
-        return product_keeps_tag_order(
+        return product_tag_order(
             tensors,
             rows=self.row_end - self.row_begin,
             units=2 * units_of(self.column_begin, self.column_end),
             k=gate.columns,
             itemsize=gate.dtype.size,
+            inputs=(self.x, self.x_squares),
             single_row=single_row,
         )
 

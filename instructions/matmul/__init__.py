@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from megavm.instructions.tiles import (
     check_scaled,
     product_constants,
-    product_keeps_tag_order,
     product_resources,
+    product_tag_order,
     ranges,
     scaled_writes,
     shapes,
@@ -23,6 +23,7 @@ from megavm.vm.isa import (
     Instruction,
     Region,
     Resources,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -157,16 +158,23 @@ class Matmul(Instruction):
             "any_out_scaled": int(self.out_scaled != NONE),
         }
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
-        # With row_index only chosen rows of x are looked at.
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         gathers = self.row_index != NONE and (self.x_rows > 1 or self.row_begin > 0)
+        if gathers and any(tensors[h].tagged for h in present(self.x, self.x_squares)):
+            return TagOrder.BY_MACHINE  # only chosen rows of x are looked at
+        for handle in present(self.residual):
+            spec = tensors[handle]
+            paired = spec.dtype is F32 and spec.columns % 2 == 0
+            if spec.tagged and not (single_row and paired):
+                return TagOrder.BY_MACHINE  # awaited when its sums are finished
         begin, end = self.k(tensors)
-        return not gathers and product_keeps_tag_order(
+        return product_tag_order(
             tensors,
             rows=self.row_end - self.row_begin,
             units=units_of(self.column_begin, self.column_end),
             k=end - begin,
             itemsize=tensors[self.weight].dtype.size,
+            inputs=(self.x, self.x_squares),
             added=(self.residual, self.addends),
             single_row=single_row,
         )

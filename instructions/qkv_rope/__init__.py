@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
-    product_keeps_tag_order,
     product_resources,
+    product_tag_order,
     ranges,
     shapes,
     squares_of,
@@ -21,6 +21,7 @@ from megavm.vm.isa import (
     Instruction,
     Region,
     Resources,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -164,7 +165,7 @@ class QkvRope(Instruction):
             biases=(self.q_bias, self.k_bias, self.v_bias),
         ) | {"block_size": tensors[self.k_cache].shape[2]}
 
-    def keeps_tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> bool:
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         weight = tensors[self.q_weight]
         units = first = 0
         for handle in (self.q_weight, self.k_weight, self.v_weight):
@@ -172,12 +173,13 @@ class QkvRope(Instruction):
             begin, end = max(self.pair_begin - first, 0), min(self.pair_end - first, pairs)
             first += pairs
             units += units_of(2 * begin, 2 * end) if begin < end else 0
-        return product_keeps_tag_order(
+        return product_tag_order(
             tensors,
             rows=self.row_end - self.row_begin,
             units=units,
             k=weight.columns,
             itemsize=weight.dtype.size,
+            inputs=(self.x, self.x_squares),
             single_row=single_row,
         )
 

@@ -1,4 +1,4 @@
-"""Random small Llamas, with fewer live rows than their programs have, compute what the reference does.
+"""Random small Llamas with fewer live rows than their programs have are computed right.
 
 scripts/fuzz-llamas runs thousands of them.
 """
@@ -14,7 +14,6 @@ from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.options import CompileOptions
 from megavm.vm.isa import F32
 from megavm.vm.machine import Machine
-
 
 ON = pytest.mark.parametrize("machine", ["cpu", "cuda"], indirect=True)
 

@@ -800,12 +800,13 @@ def test_a_program_that_cuts_a_tensor_too_finely_is_refused_in_bounded_memory() 
 
 
 GOOD: dict[str, Any] = {
-    "barriers": 1,
+    "barriers": 2,
     "dynamic": False,
     "queues": np.array([0, 1], np.int32),
     "lengths": np.array([1, 1], np.int64),
-    "waits": np.array([[[-1, 0]] * 3, [[0, 1], [-1, 0], [-1, 0]]], np.int64),
-    "signals": np.array([0, -1], np.int64),
+    "waits": np.array([[[1, 0], [-1, 0], [-1, 0]], [[0, 1], [-1, 0], [-1, 0]]], np.int64),
+    "signals": np.array([0, 1], np.int64),
+    "reads_late": np.array([False, False]),
     "accesses": np.array([[0, 0, 0, 1, 0, 8, 1, 0, 0], [1, 0, 0, 1, 0, 8, 0, 0, 0]], np.int64),
     "traits": np.array([[False, True, True]]),
 }
@@ -825,10 +826,10 @@ def changed(name: str, place: tuple[int, ...], value: int) -> npt.NDArray[Any]:
         ("queues", (0,), 1),
         ("lengths", (0,), 2),
         ("lengths", (0,), -1),
-        ("waits", (1, 0, 0), 1),
+        ("waits", (1, 0, 0), 2),
         ("waits", (1, 0, 1), 2),
         ("waits", (1, 0, 1), -1),
-        ("signals", (0,), 1),
+        ("signals", (0,), 2),
         ("signals", (0,), -2),
         ("accesses", (0, 0), 2),
         ("accesses", (1, 0), -1),
@@ -840,5 +841,5 @@ def changed(name: str, place: tuple[int, ...], value: int) -> npt.NDArray[Any]:
 )
 def test_the_analysis_checks_its_arrays(name: str, place: tuple[int, ...], value: int) -> None:
     assert _native.analyse(**GOOD) == (None, False)
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match="queue|signal|wait|access"):
         _native.analyse(**GOOD | {name: changed(name, place, value)})

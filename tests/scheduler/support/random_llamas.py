@@ -1,8 +1,9 @@
 """Small Llamas of random shape, compiled in random ways, run with fewer live rows than they have.
 
-A case is a program and a step for it. ``run`` executes some decode steps of it in one launch and gives
-what they leave behind. The reference machine says what that should be, by the same model compiled in the
-plainest way: it executes one instruction after the other and knows of no order between workers.
+A case is a program and a step for it. ``run`` executes some decode steps of it in one launch and
+gives what they leave behind. The reference machine says what that should be, by the same model
+compiled in the plainest way: it executes one instruction after the other and knows of no order
+between workers.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Case:
         return (
             f"seed {self.seed}: vocabulary {c.vocab_size}, hidden {c.hidden_size}, "
             f"{c.num_layers} layers, {c.num_heads}/{c.num_kv_heads} heads of {c.head_dim}; "
-            f"{self.rows} of {self.bucket.rows} rows, {self.logit_rows} of {self.bucket.logit_rows} "
-            f"logit rows, decode {self.bucket.decode}, context {self.bucket.context}; "
+            f"{self.rows} of {self.bucket.rows} rows, {self.logit_rows} of "
+            f"{self.bucket.logit_rows} logit rows, decode {self.bucket.decode}, context {self.bucket.context}; "
             f"{o.workers} workers, {o.assignment}, {o.exchange}, part_of_k {o.part_of_k}, "
             f"waves {o.waves}, column_unit {o.column_unit}, min_chunk {o.min_chunk}"
         )
