@@ -103,8 +103,8 @@ def test_requests_in_flight_fail_and_those_that_wait_run(
 
 
 def test_faults_may_come_again_and_again(llm: LLM, sabotage: Sabotage, right: Right) -> None:
-    for round in range(5):
-        sabotage.fail(round)
+    for round in range(6):
+        sabotage.fail(round % 3)
         failed = llm.generate(TEXTS[:2], greedy())
         assert any(output.error is not None for output in failed)
         assert [ids(o) for o in llm.generate(TEXTS[1:3], greedy())] == right(TEXTS[1:3])
@@ -174,7 +174,7 @@ def test_logits_raise_the_fault_and_are_right_the_next_time(llm: LLM, sabotage: 
     sabotage.fail(1)
     with pytest.raises(MachineFault, match=r"instruction \d+ waits for"):
         llm.logits(tokens)
-    np.testing.assert_array_equal(llm.logits(tokens), expected)
+    np.testing.assert_allclose(llm.logits(tokens), expected, atol=1e-4)
 
 
 def test_a_trace_goes_on_after_a_fault(llm: LLM, sabotage: Sabotage, right: Right) -> None:

@@ -32,7 +32,8 @@ def options(request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(options: dict[str, Any]) -> Iterator[RunningServer]:
+def server(options: dict[str, Any], right: list[str]) -> Iterator[RunningServer]:
+    # NOTE: `right` comes first, so that the kernels of a GPU are compiled when the server starts.
     with impatient_machines(), serving(**options) as running_server:
         yield running_server
         assert_idle(running_server)
@@ -40,7 +41,7 @@ def server(options: dict[str, Any]) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def sabotage(server: RunningServer) -> Sabotage:
-    return Sabotage(server.engine.runner)
+    return Sabotage(server.service.llm.runner)
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +124,7 @@ def test_more_faults_than_may_come_in_a_row_may_come_one_by_one(
 
 def test_a_machine_that_fails_at_every_step_ends_the_engine(options: dict[str, Any]) -> None:
     with impatient_machines(), serving(**options) as server:
-        Sabotage(server.engine.runner).fail(*range(100))
+        Sabotage(server.service.llm.runner).fail(*range(100))
         engine_loop = server.service.engine_loop
         for _ in range(5):
             assert server.get("/health").status == 200

@@ -167,10 +167,10 @@ def test_a_lost_context_is_told_by_everything(cuda_machine: CudaMachine) -> None
 def test_a_reference_run_that_fails_leaves_no_tags_of_later_steps() -> None:
     program = relay(True)
     executable, memory = load(ReferenceMachine(), program)
-    executable._order = [1, 0]  # type: ignore[attr-defined]
+    executable._order = [1, 0]
     with pytest.raises(MachineFault, match="are read before they are written"):
         executable.run(4)
     assert memory.epoch == 4
     executable.reset()
-    executable._order = None  # type: ignore[attr-defined]
+    executable._order = None
     check_that_it_runs(executable, memory, 1.0)
