@@ -128,13 +128,11 @@ class CpuExecutable:
     def run(self, steps: int = 1) -> None:
         """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished; the executable is of no use after that, but the
-        machine is.
+        Raises MachineFault when it cannot be finished; the executable does not run again before
+        ``reset``.
         """
         if self._loaded.broken:
-            raise MachineFault(
-                "an earlier run of this executable ended in the middle: load it again"
-            )
+            raise MachineFault("an earlier run of this executable ended in the middle: reset it")
         if steps < 1:
             raise ValueError(f"steps is {steps}: a run has at least one step")
         epoch = self.memory.epoch
@@ -146,6 +144,10 @@ class CpuExecutable:
         )
         if fault is not None:
             raise self._machine_fault(fault)
+
+    def reset(self) -> None:
+        """Set the barriers to those of a fresh load, so that the program runs again after a fault."""
+        self._loaded.reset()
 
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.

@@ -17,7 +17,7 @@ from megavm.vm.config import INSTRUCTION_BYTES, NUM_WARPS, SHARED_BYTES, THREADS
 from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
 from megavm.vm.cuda_faults import FaultKind, Record
 from megavm.vm.layout import ROWS, program_layouts
-from megavm.vm.machine import MachineFault, Notes, WorkerState
+from megavm.vm.machine import MachineFault, MachineLost, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -217,9 +217,9 @@ class CudaMachine:
         return CudaExecutable(self, program, memory, self._function(program))
 
     def check_alive(self) -> None:
-        """Raise MachineFault when an earlier error has taken the context away."""
+        """Raise MachineLost when an earlier error has taken the context away."""
         if self.lost:
-            raise MachineFault(
+            raise MachineLost(
                 f"the process's CUDA context is lost since {self.lost}: start the process again"
             )
 
@@ -243,7 +243,7 @@ class CudaMachine:
         if not sticky:
             return MachineFault(f"the GPU failed: {error}")
         self.lost = self.lost or error.name
-        return MachineFault(
+        return MachineLost(
             f"the GPU failed: {error}; the process's CUDA context is lost: start the process again"
         )
 
@@ -339,8 +339,8 @@ class CudaExecutable:
     def run(self, steps: int = 1) -> None:
         """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished; the executable is of no use after that, but the
-        machine is, unless the fault says that the CUDA context is lost.
+        Raises MachineFault when it cannot be finished: the executable does not run again before
+        ``reset``; MachineLost when the CUDA context is lost.
         """
         self.launch(steps)
         self.finish()
@@ -351,9 +351,7 @@ class CudaExecutable:
         Raises MachineFault when the launch is refused.
         """
         if self.broken:
-            raise MachineFault(
-                "an earlier run of this executable ended in the middle: load it again"
-            )
+            raise MachineFault("an earlier run of this executable ended in the middle: reset it")
         if steps < 1:
             raise ValueError(f"steps is {steps}: a run has at least one step")
         self._machine.check_alive()
@@ -391,6 +389,28 @@ class CudaExecutable:
             raise self._machine_fault(self._instruction_at)
         self._noted += self._noting
         self._noting = []
+
+    def reset(self) -> None:
+        """Set counters and fault records to those of a fresh load; the program runs again then.
+
+        Waits for launches under way: those behind a broken one find its abort word and end. Raises
+        MachineLost when the CUDA context is lost.
+        """
+        self._machine.check_alive()
+        try:
+            with self._driver.current():
+                self._driver.call("cuCtxSynchronize")
+                self._barriers.zero_()
+                self._faults.zero_()
+                # The next launch may be on another stream.
+                self._driver.call("cuCtxSynchronize")
+        except CudaError as error:
+            raise self._machine._fault(error) from error
+        self._aborted[0] = 0
+        self._parameters.steps_before = 0
+        self._noting = []
+        self._stream = None
+        self.broken = False
 
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.

@@ -265,7 +265,13 @@ class ReferenceExecutable:
     def run(self, steps: int = 1) -> None:
         if self._order is None:
             self._order = list(sequential_order(self.program))
-        for step in range(steps):
-            for index in self._order:
-                self.execute_one(index, step)
-        self.memory.epoch += steps
+        try:
+            for step in range(steps):
+                for index in self._order:
+                    self.execute_one(index, step)
+        finally:
+            # Even after a fault: words may carry the tags of these steps.
+            self.memory.epoch += steps
+
+    def reset(self) -> None:
+        """Nothing to do: every run begins anew."""

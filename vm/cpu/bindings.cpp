@@ -195,6 +195,16 @@ void set_barriers(Executable& executable, uint32_t steps_run) {
     executable.barriers[i].value = steps_run * executable.signals[i];
 }
 
+void reset(Executable& executable) {
+  set_barriers(executable, 0);
+  executable.broken = false;
+}
+
+void lose_signal(Executable& executable, uint32_t barrier) {
+  if (barrier >= executable.signals.size()) throw py::value_error("no such barrier");
+  executable.barriers[barrier].value.fetch_sub(1);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -204,9 +214,12 @@ PYBIND11_MODULE(_native, m) {
       .def_property_readonly("barriers", barrier_values)
       .def("take_notes", take_notes,
            "What each traced run since the last call noted: int64 [rows, 6].")
+      .def("reset", reset, "Set all counters to those of a fresh load.")
       .def("set_steps_run", set_barriers, py::arg("steps"),
            "Pretend that the program has run `steps` steps (for tests of counters that wrap "
-           "around).");
+           "around).")
+      .def("lose_signal", lose_signal, py::arg("barrier"),
+           "Take one signal of a barrier back (for tests of runs that cannot go on).");
   py::class_<Interpreter>(m, "Interpreter")
       .def(py::init([](const std::optional<std::string>& level, double timeout) {
              return std::make_unique<Interpreter>(level_of(level), timeout);

@@ -52,7 +52,7 @@ struct Executable {
   std::vector<uint32_t> arena_limits;             // bytes per instruction; empty: all of the arena
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
-  bool broken = false;  // a run ended in the middle: the barriers mean nothing any more
+  bool broken = false;  // a run ended in the middle: the barriers mean nothing before a reset
   // Of every run that was traced, worker by worker, step by step (dynamic: in order of tickets).
   std::vector<std::vector<Note>> notes;
   std::mutex notes_mutex;
