@@ -71,7 +71,8 @@ __device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& st
   const uint32_t signal = field(0), wait = field(1), begin = field(2), row_count = field(4);
   const uint32_t row_begin = field(5), row_end = field(6);
   uint32_t end = field(3), first_row = 0;
-  if (begin != end && row_count != kNone) {
+  const bool by_machine = row_count == kNone;
+  if (begin != end && !by_machine) {
     const uint32_t live = static_cast<uint32_t>(constant_integer(stage.tensors[row_count], 0, 0));
     first_row = max_of(row_begin, min_of(row_end, live));
     if (first_row == row_end) end = begin;
@@ -81,8 +82,10 @@ __device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& st
     stage.num_regions = end - begin;
     stage.regions_begin = begin;
     stage.first_row = first_row;
+    stage.awaits_words = by_machine || first_row == row_begin;
+    stage.is_held = by_machine && begin != end;
     // The tag of a step far away, until the words are published.
-    stage.out_tag = begin != end && row_count == kNone ? stage.tag ^ 0x80000000u : stage.tag;
+    stage.out_tag = by_machine && begin != end ? stage.tag ^ 0x80000000u : stage.tag;
   }
 }
 
@@ -192,8 +195,17 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
     // only when the storer has released the one before it: everything is stored then, and visible
     // to this worker's warps (they learn of it through semaphores) and, by the storer's fence, to
     // whoever sees a word that is stored later.
-    if (!hints && launch.in_order && !is_first && !before.released().is_over(before.phase)) {
-      if (__builtin_expect(is_stopping(), 0)) before.released().give_up(before.phase);
+    if constexpr (program::kInOrder)
+      if (!hints && !is_first && !before.released().is_over(before.phase)) {
+        if (__builtin_expect(is_stopping(), 0)) before.released().give_up(before.phase);
+        __nanosleep(20);
+        next_wait = end;
+        continue;
+      }
+    // The storer looks for the words of some instructions first; it says so when it has to stop.
+    if (program::kAnyByMachine && !hints &&
+        ptx::load_shared_acquire(ptx::shared_address(&stage.is_held)) != 0) {
+      if (__builtin_expect(is_stopping(), 0)) return;
       __nanosleep(20);
       next_wait = end;
       continue;

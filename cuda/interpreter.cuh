@@ -49,7 +49,6 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     consumer.note(stage, Event::kBegin);
-    if (has_tagged_rows(stage)) await_tagged_rows(launch, stage, consumer);
     bool is_product = false;
     Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
       if constexpr (IsProduct<Instruction>) {
@@ -68,7 +67,6 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     } else if constexpr (program::kAnyProduct) {
       if (is_product) product_rows<Used>(stage, consumer);
     }
-    if (has_tagged_rows(stage)) publish_tagged_rows(launch, stage, consumer);
     if (!kStorerFinishes || !is_product) consumer.note(stage, Event::kEnd);
     consumer.stage.stored().arrive_together();
     consumer.stage.advance();
@@ -80,12 +78,14 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
   Storer storer(launch);
   while (true) {
     storer.stage.resolved().wait(storer.stage.phase);
-    const Stage& stage = stage_at(storer.stage.slot);
+    Stage& stage = stage_at(storer.stage.slot);
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
+    if (has_tagged_rows(stage)) await_tagged_rows(launch, stage);
     if constexpr (kStorerFinishes) finish_row<Used>(stage, storer);
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
+    if (has_tagged_rows(stage)) publish_tagged_rows(launch, stage);
     if (lane_index() == 0) {
       storer.publish(stage);
       storer.note(stage, Event::kSignalled);

@@ -16,8 +16,10 @@ struct Stage {
   Hint hint;
   uint32_t num_regions;    // tagged ones that its kernel does not see to,
   uint32_t regions_begin;  // from this one of Launch::regions on
-  uint32_t first_row;  // of theirs
-  uint32_t trace_row;  // see trace.cuh; kNone: no instruction follows, and this is none
+  uint32_t first_row;      // of theirs
+  uint32_t awaits_words;   // 1: the storer waits for those that are read
+  uint32_t is_held;        // 1: nothing may be stored before it has found them
+  uint32_t trace_row;      // see trace.cuh; kNone: no instruction follows, and this is none
 };
 static_assert(sizeof(Stage) == kStageBytes);
 
@@ -80,7 +82,9 @@ struct Operands {
   }
   // The tag of words that are read, and of those that are stored.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
-  __device__ __forceinline__ uint32_t out_tag() const { return stage.out_tag; }
+  __device__ __forceinline__ uint32_t out_tag() const {
+    return program::kAnyByMachine ? stage.out_tag : stage.tag;
+  }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };
 

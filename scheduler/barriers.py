@@ -10,7 +10,8 @@ Tagged tensors need no counter: reading them is the wait. But a tag speaks for i
 has seen the word knows that its writer had read its inputs (unless that one reads late, see
 isa.TagOrder), and what came before the writer; of the writer's other, untagged writes it knows
 nothing, and its own other reads may have been issued before the word came. How many rows are live
-changes none of this: see happens_before.hpp.
+changes none of this: see happens_before.hpp. What an instruction waits for that writes early orders
+its signal, and not its writes.
 
 A program is run step after step without a join of all workers. So that no step overtakes the one
 before, the instructions that wait for nothing inside the step wait for the last ones of the step
@@ -67,8 +68,10 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     words = encode(instructions)
     regions = _Accesses(words, tensors)
     needs = _dependencies(regions, sizes)
-    late = _bits(np.flatnonzero(tag_orders(words, tensors) == TagOrder.READS_LATE.value))
-    waits = _reduce(needs, sizes, late)
+    orders = tag_orders(words, tensors)
+    late = _bits(np.flatnonzero(orders == TagOrder.READS_LATE.value))
+    early = (orders == TagOrder.WRITES_EARLY.value).tolist()
+    waits = _reduce(needs, sizes, late, early)
     roots = [not (waits[i] or n.tags) for i, n in enumerate(needs)]
     plain = _bits(regions.instruction[regions.write & ~regions.tagged])
     awaited = seen = 0
@@ -194,13 +197,16 @@ def _dependencies(regions: _Accesses, sizes: Sequence[int]) -> list[Needs]:
     return needs
 
 
-def _reduce(needs: Sequence[Needs], sizes: Sequence[int], late: Bits) -> list[Bits]:
+def _reduce(
+    needs: Sequence[Needs], sizes: Sequence[int], late: Bits, early: Sequence[bool]
+) -> list[Bits]:
     """The instructions that each one has to wait for, without those that others imply.
 
     ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its
     inputs by then. They differ where a tag is the only link. ``late``: those that read after they
-    have tagged words. Sets are taken apart by operation (of
-    ``sizes`` instructions): most instructions depend on the same parts.
+    have tagged words; ``early``: whether an instruction writes before the tagged words that it
+    reads are there. Sets are taken apart by operation (of ``sizes`` instructions): most
+    instructions depend on the same parts.
     """
     done: list[Bits] = []
     read: list[Bits] = []
@@ -228,12 +234,13 @@ def _reduce(needs: Sequence[Needs], sizes: Sequence[int], late: Bits) -> list[Bi
         return tag_done, tag_read | tags & ~late
 
     waits: list[Bits] = []
-    for needed in needs:
+    for needed, is_early in zip(needs, early, strict=True):
         tag_done, tag_read = through_tags(needed.tags)
+        before_writes = (0, 0) if is_early else (tag_done, tag_read)
         # Most tiles of an operation read the same, and that implies the rest.
         implied_done, implied_read = through_waits(needed.reads)
-        complete = needed.reads | needed.overwrites & ~tag_done & ~implied_done
-        wanted = complete | needed.replaces & ~tag_read & ~implied_read
+        complete = needed.reads | needed.overwrites & ~before_writes[0] & ~implied_done
+        wanted = complete | needed.replaces & ~before_writes[1] & ~implied_read
         implied_done, implied_read = through_waits(wanted)
         kept = complete & ~implied_done | wanted & ~complete & ~implied_read
         waits.append(kept)

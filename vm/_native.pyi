@@ -55,7 +55,7 @@ def analyse(
     lengths: npt.NDArray[np.int64],
     waits: npt.NDArray[np.int64],
     signals: npt.NDArray[np.int64],
-    reads_late: npt.NDArray[np.bool_],
+    orders: npt.NDArray[np.bool_],
     accesses: npt.NDArray[np.int64],
     traits: npt.NDArray[np.bool_],
 ) -> tuple[tuple[str, int, int, int, int, list[_Blocked]] | None, bool]: ...

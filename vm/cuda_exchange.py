@@ -62,6 +62,7 @@ def make_exchanges(program: Program) -> Exchanges:
         return Exchanges(table, np.zeros(1, REGION), signals)
     number, tensor, *box, written = found.T
     ways = _ways(program)
+    ways[_mixed(found), 1] = NONE  # left to the machine
     found_here = ways[number, 0] != 0
     number, tensor, written = number[found_here], tensor[found_here], written[found_here]
     regions = np.zeros(max(len(number), 1), REGION)
@@ -96,6 +97,22 @@ def _ways(program: Program) -> npt.NDArray[np.int64]:
         ways[numbers[counted], 1] = words[0]
         ways[numbers, 2:] = operands[:, 1:]
     return ways
+
+
+def _mixed(regions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Instructions that read a region of several rows of which not every writer has all rows.
+
+    ``regions`` are those of ``tagged_words``. Of others a live row's words speak for the dead rows' words.
+    """
+    several = regions[(regions[:, 6] == 0) & (regions[:, 3] - regions[:, 2] > 1)]
+    written = np.unique(regions[regions[:, 6] != 0][:, [1, 2, 3]], axis=0)
+    mixed = np.zeros(len(several), bool)
+    for tensor, top, bottom in np.unique(several[:, [1, 2, 3]], axis=0):
+        rows = written[written[:, 0] == tensor][:, 1:]
+        touching = rows[(rows[:, 0] < bottom) & (top < rows[:, 1])]
+        if bool(((touching[:, 0] > top) | (touching[:, 1] < bottom)).any()):
+            mixed |= (several[:, 1:4] == (tensor, top, bottom)).all(axis=1)
+    return np.unique(several[mixed, 0])
 
 
 def _tensor_words(program: Program) -> npt.NDArray[np.bool_]:

@@ -65,8 +65,7 @@ class LaunchParameters(ctypes.Structure):
         ("first_step", ctypes.c_uint32),
         ("dynamic", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
-        ("in_order", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint64),
     ]
 
 
@@ -224,7 +223,9 @@ class CudaMachine:
             )
 
     def _function(self, program: Program) -> Any:
-        header = codegen.program_header(program, trace=self.trace)
+        header = codegen.program_header(
+            program, trace=self.trace, in_order=program.needs_queue_order
+        )
         if header not in self._functions:
             kernel = cuda_compiler.compile_kernel(
                 header, ARCHITECTURE, report=self.report, root=self.root
@@ -299,7 +300,6 @@ class CudaExecutable:
             abort=self._faults.data_ptr(),
             timeout=int(machine.timeout * 1e9),
             dynamic=int(program.dynamic),
-            in_order=int(program.needs_queue_order),
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
 

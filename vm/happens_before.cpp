@@ -386,6 +386,7 @@ class Execution {
       return false;
     }
     reached_header[number(instruction, step)] = 1;
+    if (synchronisation.writes_early) reached_writes[number(instruction, step)] = 1;
     for (const auto group : tags_.needs[instruction]) {
       if (complete(group, step)) continue;
       group_waiters_[group_number(group, step)].push_back(actor);
@@ -468,7 +469,8 @@ class QueueOrder final : public Order {
         tags_(tags),
         trusted_(trusted),
         queues_(index.program.queues.size()),
-        header_(queues_) {
+        header_(queues_),
+        header_read_(queues_) {
     const auto nodes = index.program.instructions.size() * kAnalysedSteps;
     over_.assign(nodes * queues_, 0);
     if (!tags.empty()) read_.assign(nodes * queues_, 0);
@@ -481,6 +483,7 @@ class QueueOrder final : public Order {
     learn_from_header(node, over, read);
     if (!read) return;
     std::copy(over, over + queues_, header_.begin());
+    std::copy(read, read + queues_, header_read_.begin());
     for (const auto group : tags_.needs[node.instruction])
       join(written(group, node.step), over, read);
   }
@@ -493,8 +496,11 @@ class QueueOrder final : public Order {
   bool over_before_reads(Node node) const override {
     return has(tags_.empty() ? clock(over_, current_) : header_.data(), node);
   }
-  bool over_before_writes(Node node) const override { return has(clock(over_, current_), node); }
+  bool over_before_writes(Node node) const override {
+    return has(writes_early() ? header_.data() : clock(over_, current_), node);
+  }
   bool read_before_writes(Node node) const override {
+    if (writes_early()) return has(header_read_.data(), node);
     return has(clock(tags_.empty() ? over_ : read_, current_), node);
   }
 
@@ -515,6 +521,10 @@ class QueueOrder final : public Order {
   struct Joined {
     std::vector<std::int32_t> over, read;
   };
+
+  bool writes_early() const {
+    return !tags_.empty() && index_.program.instructions[current_.instruction].writes_early;
+  }
 
   void learn_from_header(Node node, std::int32_t* over, std::int32_t* read) {
     // What the entry before it in the queue knew, and that it is over.
@@ -627,7 +637,8 @@ class QueueOrder final : public Order {
   const std::vector<char>& trusted_;
   const std::size_t queues_;
   Node current_;
-  std::vector<std::int32_t> header_;       // the current node's clock without tagged words
+  std::vector<std::int32_t> header_,
+      header_read_;                        // the current node's clocks without tagged words
   std::vector<std::int32_t> over_, read_;  // by node and queue; read_ is empty without tags
   std::unordered_map<std::uint64_t, Joined> by_wait_;
   std::unordered_map<std::int32_t, Joined> by_group_;
@@ -664,14 +675,20 @@ class EventOrder final : public Order {
         by_events_.try_emplace(before, static_cast<std::uint32_t>(knowledge_.size()));
     knowledge_of_[number(node)] = entry->second;
     if (!is_new) return;
-    Knowledge knowledge{Set(words_), Set(words_), Set(words_)};
+    Knowledge knowledge{Set(words_), Set(words_), Set(words_), Set(words_)};
     for (std::size_t i = 0; i < before.size(); ++i) {
-      if (i == of_header) knowledge.header = knowledge.over;
+      if (i == of_header) {
+        knowledge.header = knowledge.over;
+        knowledge.header_read = knowledge.read;
+      }
       const auto& joined = join(before[i]);
       unite(knowledge.over, joined.over);
       unite(knowledge.read, joined.read);
     }
-    if (of_header == before.size()) knowledge.header = knowledge.over;
+    if (of_header == before.size()) {
+      knowledge.header = knowledge.over;
+      knowledge.header_read = knowledge.read;
+    }
     knowledge_.push_back(std::move(knowledge));
   }
 
@@ -680,10 +697,12 @@ class EventOrder final : public Order {
     return has_signal(knowledge_[knowledge_of_[number(current_)]].header, node);
   }
   bool over_before_writes(Node node) const override {
-    return has_signal(knowledge_[knowledge_of_[number(current_)]].over, node);
+    const auto& knowledge = knowledge_[knowledge_of_[number(current_)]];
+    return has_signal(writes_early() ? knowledge.header : knowledge.over, node);
   }
   bool read_before_writes(Node node) const override {
-    const auto& known = knowledge_[knowledge_of_[number(current_)]].read;
+    const auto& knowledge = knowledge_[knowledge_of_[number(current_)]];
+    const auto& known = writes_early() ? knowledge.header_read : knowledge.read;
     if (has_signal(known, node)) return true;
     if (index_.program.instructions[node.instruction].reads_late) return false;
     const auto& groups = tags_.memberships[node.instruction];
@@ -703,13 +722,16 @@ class EventOrder final : public Order {
  private:
   using Set = std::vector<std::uint64_t>;
   struct Knowledge {
-    Set header, over,
-        read;  // before the reads; before the writes; of which at least the reads are over
+    // Before the reads; before the writes; of which at least the reads are over, then and before.
+    Set header, over, read, header_read;
   };
   struct Joined {
     Set over, read;
   };
 
+  bool writes_early() const {
+    return index_.program.instructions[current_.instruction].writes_early;
+  }
   std::size_t number(Node node) const {
     return static_cast<std::size_t>(node.step) * index_.program.instructions.size() +
            static_cast<std::size_t>(node.instruction);
@@ -1192,11 +1214,12 @@ void check_numbers(std::int32_t barriers, const Array<std::int32_t>& queues,
 // ``waits`` is [n, 3, 2], ``accesses`` [m, 9]: the members of Access in order; ``traits`` [t, 3].
 py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::int32_t>& queues,
                          const Array<std::int64_t>& lengths, const Array<std::int64_t>& waits,
-                         const Array<std::int64_t>& signals, const Array<bool>& reads_late,
+                         const Array<std::int64_t>& signals, const Array<bool>& orders,
                          const Array<std::int64_t>& accesses, const Array<bool>& traits) {
   if (waits.ndim() != 3 || waits.shape(1) != kMaxWaits || waits.shape(2) != 2 ||
-      waits.shape(0) != signals.size() || reads_late.size() != signals.size() ||
-      accesses.ndim() != 2 || accesses.shape(1) != 9 || traits.ndim() != 2 || traits.shape(1) != 3)
+      waits.shape(0) != signals.size() || orders.ndim() != 2 || orders.shape(0) != signals.size() ||
+      orders.shape(1) != 2 || accesses.ndim() != 2 || accesses.shape(1) != 9 ||
+      traits.ndim() != 2 || traits.shape(1) != 3)
     throw std::invalid_argument("arrays of the wrong shape");
   check_numbers(barriers, queues, lengths, waits, signals, accesses, traits);
   ProgramView program;
@@ -1215,7 +1238,8 @@ py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::i
       wait += 2;
     }
     program.instructions[i].signal = static_cast<std::int32_t>(signals.data()[i]);
-    program.instructions[i].reads_late = reads_late.data()[i];
+    program.instructions[i].reads_late = orders.data()[2 * i];
+    program.instructions[i].writes_early = orders.data()[2 * i + 1];
   }
   program.accesses.resize(static_cast<std::size_t>(accesses.shape(0)));
   for (std::size_t i = 0; i < program.accesses.size(); ++i) {
@@ -1257,6 +1281,6 @@ py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::i
 
 void bind_happens_before(py::module_& module) {
   module.def("analyse", &analyse_arrays, py::arg("barriers"), py::arg("dynamic"), py::arg("queues"),
-             py::arg("lengths"), py::arg("waits"), py::arg("signals"), py::arg("reads_late"),
+             py::arg("lengths"), py::arg("waits"), py::arg("signals"), py::arg("orders"),
              py::arg("accesses"), py::arg("traits"));
 }

@@ -24,7 +24,9 @@
 // of its writer and all that is ordered before the writer; it says nothing about the writer's other
 // writes, and it does not hold back other reads of the reader, which a machine may issue while it
 // waits for the word. A writer that reads late (vm/isa.py, TagOrder) tags words while it still
-// reads: of its own reads its words say nothing, of what was ordered before it the same. Two steps
+// reads: of its own reads its words say nothing, of what was ordered before it the same. The words
+// that an instruction reads which *writes early* order nothing before its writes, but before its
+// signal. Two steps
 // suffice: each element that is written at all is written in every step, so a conflict over a
 // longer distance is a chain of conflicts over shorter ones.
 //
@@ -61,6 +63,7 @@ struct Synchronisation {
   WaitFor waits[kMaxWaits];
   std::int32_t signal;  // -1: none
   bool reads_late;      // its tagged words say nothing of its reads
+  bool writes_early;    // it stores before its tagged inputs are there; it has no tagged results
 };
 
 // A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see vm/isa.py.

@@ -173,8 +173,13 @@ class TagOrder(Enum):
     """
 
     KEPT = 0  # it does
-    READS_LATE = 1  # the first is true; its tags say nothing of its reads, which the verifier knows
-    BY_MACHINE = 2  # the machine waits before the kernel and tags after it, in two more round trips
+    READS_LATE = (
+        1  # the first is true; its tags say nothing of its own reads, as the verifier knows
+    )
+    WRITES_EARLY = (
+        2  # the second is true, trivially: it has no tagged results; as the verifier knows
+    )
+    BY_MACHINE = 3  # the machine waits before the kernel and tags after it, in two more round trips
 
 
 class FieldKind(Enum):

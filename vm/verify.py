@@ -51,6 +51,8 @@ MAX_ELEMENTS = 1 << 48  # of a tensor, likewise
 
 Ints = npt.NDArray[np.int64]
 
+_WEAKER = (TagOrder.READS_LATE, TagOrder.WRITES_EARLY)  # of which less is known
+
 
 class VerificationError(ValueError):
     """A program that must not be launched, and why, in one sentence.
@@ -355,6 +357,7 @@ class _Verifier:
         traits = [
             (t.tagged, t.kind is TensorKind.ACTIVATION, len(t.shape) != 4) for t in self.tensors
         ]
+        orders = tag_orders(self.words, self.tensors)
         try:
             fault, needs_queue_order = _native.analyse(
                 barriers=len(program.barriers),
@@ -363,7 +366,7 @@ class _Verifier:
                 lengths=np.array([len(q) for q in program.queues], np.int64),
                 waits=header[:, 1:].reshape(-1, MAX_WAITS, 2),
                 signals=header[:, 0],
-                reads_late=tag_orders(self.words, self.tensors) == TagOrder.READS_LATE.value,
+                orders=np.stack([orders == o.value for o in _WEAKER], axis=1),
                 accesses=accesses,
                 traits=np.array(traits, bool).reshape(-1, 3),
             )

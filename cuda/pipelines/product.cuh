@@ -93,9 +93,8 @@ struct Prefetched {
   __device__ __forceinline__ Prefetched() {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
-      value[i] = i < 4 || program::kAnyBias || program::kAnyOutScaled || program::kMaxAddends > 0
-                     ? __uint_as_float(ptx::zero())
-                     : 0.0f;
+      value[i] = i < 4 || program::kAnyBias || program::kAnyOutScaled ? __uint_as_float(ptx::zero())
+                                                                      : 0.0f;
     number[0] = number[1] = ptx::zero();
 #pragma unroll
     for (uint64_t& address : to) address = ptx::zero();

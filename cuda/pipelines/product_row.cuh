@@ -204,7 +204,6 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       if (active) {
         plan.prefetch(item, first_unit, row, early);
         plan.await_residual(item, first_unit, row, early);
-        plan.prefetch_parts(item, first_unit, row, early);
       }
       if (live && input.x_squares != kNone && first_unit == 0) {
         storer.stage.ready().wait(storer.stage.phase);

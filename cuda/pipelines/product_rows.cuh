@@ -229,12 +229,6 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
                               __float_as_uint(found));
         }
       }
-      // Words that the block adds are there before any of its results is stored.
-      if constexpr (program::kMaxAddends > 0)
-        if (const ItemShare mine = share(); is_active(mine) && mine.part == 0)
-          dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-            Plan(stage).prefetch_parts(mine.item, first_unit, first_row + mine.row, prefetched);
-          });
       consumer.sync();
       if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {

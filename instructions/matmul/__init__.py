@@ -168,16 +168,23 @@ class Matmul(Instruction):
             if spec.tagged and not (single_row and paired):
                 return TagOrder.BY_MACHINE  # awaited when its sums are finished
         begin, end = self.k(tensors)
-        return product_tag_order(
+        order = product_tag_order(
             tensors,
             rows=self.row_end - self.row_begin,
             units=units_of(self.column_begin, self.column_end),
             k=end - begin,
             itemsize=tensors[self.weight].dtype.size,
             inputs=(self.x, self.x_squares),
-            added=(self.residual, self.addends),
+            added=(self.residual,),
             single_row=single_row,
         )
+        if any(tensors[h].tagged for h in present(self.addends)):
+            # Each thread waits for those that it adds.
+            results = present(self.out, self.out_scaled, self.out_squares, self.peaks)
+            if any(tensors[h].tagged for h in results) or order is TagOrder.BY_MACHINE:
+                return TagOrder.BY_MACHINE
+            return TagOrder.WRITES_EARLY
+        return order
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]

@@ -101,7 +101,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
       }
     }
     if constexpr (program::kMaxAddends > 0)
-      values[0] += early.value[6], values[1] += early.value[7];
+      if (in.has(&Matmul::addends)) add_parts(row, column, values);
     if (is_scaled()) {
       // Those who wait for this row wait for these.
       const float first = values[0] * early.value[4], second = values[1] * early.value[5];
@@ -166,17 +166,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     out.number[1] = words.w;
   }
 
-  // Fetch the sums of the other parts of the product. They are ready at about the same time as this
-  // one.
-  __device__ __forceinline__ void prefetch_parts(uint32_t item, uint32_t unit, uint32_t row,
-                                                 Prefetched& out) const {
-    if constexpr (program::kMaxAddends > 0) {
-      if (!in.has(&Matmul::addends)) return;
-      float values[2] = {0.0f, 0.0f};
-      add_parts(row, column_of(item, unit), values);
-      out.value[6] = values[0], out.value[7] = values[1];
-    }
-  }
+  // Add the other parts of the product. They are ready at about the same time as this one.
   __device__ __forceinline__ void add_parts(uint32_t row, uint32_t column,
                                             float (&values)[2]) const {
     const Tensor& addends = in[&Matmul::addends];

@@ -806,7 +806,7 @@ GOOD: dict[str, Any] = {
     "lengths": np.array([1, 1], np.int64),
     "waits": np.array([[[1, 0], [-1, 0], [-1, 0]], [[0, 1], [-1, 0], [-1, 0]]], np.int64),
     "signals": np.array([0, 1], np.int64),
-    "reads_late": np.array([False, False]),
+    "orders": np.zeros((2, 2), bool),
     "accesses": np.array([[0, 0, 0, 1, 0, 8, 1, 0, 0], [1, 0, 0, 1, 0, 8, 0, 0, 0]], np.int64),
     "traits": np.array([[False, True, True]]),
 }
