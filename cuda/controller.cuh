@@ -63,18 +63,29 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
 }
 
+// How many rows are live, as the tensor says that was looked at last: mostly the same one.
+struct LiveRows {
+  uint32_t handle = kNone;
+  uint32_t count = 0;
+};
+
 // The hint of an instruction, and which of its tagged words its kernel does not see to, from a word
-// of its Exchange in each of 8 lanes.
-__device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& stage,
-                                                 uint32_t word) {
+// of its Exchange in each of 8 lanes; its own words are in all.
+__device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& stage, uint32_t words,
+                                                 uint32_t word, LiveRows& live) {
   const auto field = [&](uint32_t number) { return __shfl_sync(~0u, word, number); };
   const uint32_t signal = field(0), wait = field(1), begin = field(2), row_count = field(4);
   const uint32_t row_begin = field(5), row_end = field(6);
   uint32_t end = field(3), first_row = 0;
   const bool by_machine = row_count == kNone;
   if (begin != end && !by_machine) {
-    const uint32_t live = static_cast<uint32_t>(constant_integer(stage.tensors[row_count], 0, 0));
-    first_row = max_of(row_begin, min_of(row_end, live));
+    const uint32_t handle = __shfl_sync(~0u, words, kHeaderWords + row_count);
+    if (handle != live.handle) {
+      __syncwarp();
+      live.handle = handle;
+      live.count = static_cast<uint32_t>(constant_integer(stage.tensors[row_count], 0, 0));
+    }
+    first_row = max_of(row_begin, min_of(row_end, live.count));
     if (first_row == row_end) end = begin;
   }
   if (lane_index() == 0) {
@@ -95,6 +106,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
   StageCursor cursor;
   StageCursor drawn;  // the stage that must be released before another ticket is drawn
   uint32_t count = 0;
+  LiveRows live;
   while (true) {
     // Wait for a free stage.
     if (!cursor.released().wait_watching(cursor.phase ^ 1)) return report_faults();
@@ -125,8 +137,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
             ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
-      __syncwarp();
-      resolve_exchange(launch, stage, exchange);
+      resolve_exchange(launch, stage, word, exchange, live);
     }
     __syncwarp();
     if (lane == 0 && more) {

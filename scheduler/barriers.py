@@ -72,7 +72,8 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     late = _bits(np.flatnonzero(orders == TagOrder.READS_LATE.value))
     early = (orders == TagOrder.WRITES_EARLY.value).tolist()
     waits = _reduce(needs, sizes, late, early)
-    roots = [not (waits[i] or n.tags) for i, n in enumerate(needs)]
+    # Of who writes early, tagged words do not keep the writes behind the step before.
+    roots = [not (waits[i] or (n.tags and not early[i])) for i, n in enumerate(needs)]
     plain = _bits(regions.instruction[regions.write & ~regions.tagged])
     awaited = seen = 0
     for i, needed in enumerate(needs):

@@ -68,8 +68,8 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ((vocabulary, parameters),) = [(v, p) for n, v, p in CASES if n == name]
         yield example(rng, f"{name}, with peaks", vocabulary, parameters, tile=16)
     yield example(rng, "equal logits, with peaks", 50, {}, steps_of_logit=0.5, tile=7)
-    yield example(rng, "peaks alone", 50, {}, tile=32, tagged=True, written=False)
-    yield example(rng, "not enabled", 50, {Integer.ENABLED: 0}, tagged=True, written=False)
+    yield example(rng, "peaks alone", 50, {}, tile=32, tagged=True, misleading=True)
+    yield example(rng, "not enabled", 50, {Integer.ENABLED: 0}, tagged=True, misleading=True)
 
 
 def example(
@@ -80,13 +80,14 @@ def example(
     *,
     live: int = 4,
     tagged: bool = False,
-    written: bool = True,
+    misleading: bool = False,
     steps_of_logit: float = 0.0,
     tile: int = 0,
 ) -> Example:
     """Four sequences with the same parameters and other seeds; the logit rows stand in another order.
 
     With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``.
+    ``misleading`` logits are not those of the peaks: who reads them chooses another token.
     """
     table = Table(rng)
     logits = table.normal(4, vocabulary, scale=3.0)
@@ -110,7 +111,7 @@ def example(
             (4, vocabulary),
             F32,
             TensorKind.ACTIVATION,
-            logits if written else None,
+            -logits if misleading else logits,
             tagged=tagged,
         ),
         peaks=table.add(
