@@ -63,50 +63,12 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
 }
 
-// How many rows are live, as the tensor says that was looked at last: mostly the same one.
-struct LiveRows {
-  uint32_t handle = kNone;
-  uint32_t count = 0;
-};
-
-// The hint of an instruction, and which of its tagged words its kernel does not see to, from a word
-// of its Exchange in each of 8 lanes; its own words are in all.
-__device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& stage, uint32_t words,
-                                                 uint32_t word, LiveRows& live) {
-  const auto field = [&](uint32_t number) { return __shfl_sync(~0u, word, number); };
-  const uint32_t signal = field(0), wait = field(1), begin = field(2), row_count = field(4);
-  const uint32_t row_begin = field(5), row_end = field(6);
-  uint32_t end = field(3), first_row = 0;
-  const bool by_machine = row_count == kNone;
-  if (begin != end && !by_machine) {
-    const uint32_t handle = __shfl_sync(~0u, words, kHeaderWords + row_count);
-    if (handle != live.handle) {
-      __syncwarp();
-      live.handle = handle;
-      live.count = static_cast<uint32_t>(constant_integer(stage.tensors[row_count], 0, 0));
-    }
-    first_row = max_of(row_begin, min_of(row_end, live.count));
-    if (first_row == row_end) end = begin;
-  }
-  if (lane_index() == 0) {
-    stage.hint = launch.alone ? Hint{kNone, kNone} : Hint{signal, wait};
-    stage.num_regions = end - begin;
-    stage.regions_begin = begin;
-    stage.first_row = first_row;
-    stage.awaits_words = by_machine || first_row == row_begin;
-    stage.is_held = by_machine && begin != end;
-    // The tag of a step far away, until the words are published.
-    stage.out_tag = by_machine && begin != end ? stage.tag ^ 0x80000000u : stage.tag;
-  }
-}
-
 __device__ __forceinline__ void run_controller(const Launch& launch) {
   const uint32_t lane = lane_index();
   Queue queue(launch);
   StageCursor cursor;
   StageCursor drawn;  // the stage that must be released before another ticket is drawn
   uint32_t count = 0;
-  LiveRows live;
   while (true) {
     // Wait for a free stage.
     if (!cursor.released().wait_watching(cursor.phase ^ 1)) return report_faults();
@@ -122,6 +84,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
       stage.tag = launch.epoch + launch.first_step + queue.step + 1;
+      stage.is_held = 1;
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
@@ -137,7 +100,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
             ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
-      resolve_exchange(launch, stage, word, exchange, live);
+      if (lane < 8) reinterpret_cast<uint32_t*>(&stage.exchange)[lane] = exchange;
     }
     __syncwarp();
     if (lane == 0 && more) {
@@ -193,7 +156,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
     const uint32_t end = launch.alone ? 0 : hints ? 1 : kMaxWaits;
     while (next_wait < end && !waiting) {
       const Wait& wait = stage.words.header.waits[next_wait++];
-      const uint32_t number = hints ? stage.hint.wait : wait.barrier;
+      const uint32_t number = hints ? stage.exchange.hint.wait : wait.barrier;
       if (number == kNone) continue;
       awaited =
           Awaited(launch, number, step, hints ? hinted_at(launch.signals[number]) : wait.target);
@@ -214,7 +177,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
         continue;
       }
     // The storer looks for the words of some instructions first; it says so when it has to stop.
-    if (program::kAnyByMachine && !hints &&
+    if (!hints && is_by_machine(stage) &&
         ptx::load_shared_acquire(ptx::shared_address(&stage.is_held)) != 0) {
       if (__builtin_expect(is_stopping(), 0)) return;
       __nanosleep(20);

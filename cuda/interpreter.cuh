@@ -81,11 +81,12 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     Stage& stage = stage_at(storer.stage.slot);
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
-    if (has_tagged_rows(stage)) await_tagged_rows(launch, stage);
+    begin_tagged_rows(launch, stage);
     if constexpr (kStorerFinishes) finish_row<Used>(stage, storer);
+    const uint32_t first_row = first_tagged_row(stage);
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
-    if (has_tagged_rows(stage)) publish_tagged_rows(launch, stage);
+    end_tagged_rows(launch, stage, first_row);
     if (lane_index() == 0) {
       storer.publish(stage);
       storer.note(stage, Event::kSignalled);

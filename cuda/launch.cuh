@@ -57,8 +57,8 @@ struct Hint {
 // that cuda/tagged_rows.cuh sees to, of which the rows that are not live, or all.
 struct alignas(32) Exchange {
   Hint hint;
+  uint32_t num_regions;    // 0 of most instructions
   uint32_t regions_begin;  // in Launch::regions
-  uint32_t regions_end;
   uint32_t row_count;  // operand word of the number of live rows; kNone: the regions' rows are all
   uint32_t row_begin;  // the rows of the instruction
   uint32_t row_end;

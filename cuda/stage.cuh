@@ -12,16 +12,17 @@ struct Stage {
   uint32_t position;              // see FaultRecord
   uint32_t step;                  // of the launch
   uint32_t tag;                   // of the step's tagged words
-  uint32_t out_tag;               // that the kernel stores with its words
-  Hint hint;
-  uint32_t num_regions;    // tagged ones that its kernel does not see to,
-  uint32_t regions_begin;  // from this one of Launch::regions on
-  uint32_t first_row;      // of theirs
-  uint32_t awaits_words;   // 1: the storer waits for those that are read
-  uint32_t is_held;        // 1: nothing may be stored before it has found them
-  uint32_t trace_row;      // see trace.cuh; kNone: no instruction follows, and this is none
+  Exchange exchange;
+  uint32_t is_held;  // 1: nothing may be stored before the storer has found the words it looks for
+  uint32_t trace_row;  // see trace.cuh; kNone: no instruction follows, and this is none
 };
 static_assert(sizeof(Stage) == kStageBytes);
+
+// Whether the storer sees to all tagged words of an instruction, see tagged_rows.cuh.
+__device__ __forceinline__ bool is_by_machine(const Stage& stage) {
+  return program::kAnyByMachine && stage.exchange.num_regions != 0 &&
+         stage.exchange.row_count == kNone;
+}
 
 // The scratch, shared memory that instructions share, `offset` bytes from its beginning.
 __device__ __forceinline__ uint32_t scratch_at(uint32_t offset = 0) {
@@ -80,10 +81,11 @@ struct Operands {
                4 -
            kHeaderWords;
   }
-  // The tag of words that are read, and of those that are stored.
+  // The tag of words that are read, and of those that are stored: of a step far away where the
+  // storer publishes them.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
   __device__ __forceinline__ uint32_t out_tag() const {
-    return program::kAnyByMachine ? stage.out_tag : stage.tag;
+    return is_by_machine(stage) ? stage.tag ^ 0x80000000u : stage.tag;
   }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };

@@ -17,8 +17,8 @@ class Storer {
   // Say that the results of an instruction are stored.
   __device__ __forceinline__ void publish(const Stage& stage) const {
     if constexpr (program::kInOrder) ptx::fence_gpu();
-    if (stage.hint.signal != kNone)
-      ptx::add_relaxed(launch_.barriers + stage.hint.signal * kBarrierStride, 1);
+    if (stage.exchange.hint.signal != kNone)
+      ptx::add_relaxed(launch_.barriers + stage.exchange.hint.signal * kBarrierStride, 1);
     const uint32_t barrier = stage.words.header.signal;
     if (barrier != kNone && !launch_.alone)
       ptx::add_release(launch_.barriers + barrier * kBarrierStride, 1);

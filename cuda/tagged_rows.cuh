@@ -21,22 +21,17 @@
 
 namespace megavm {
 
-// Whether the storer has to see to words of the running instruction. Of most it has not.
-__device__ __forceinline__ bool has_tagged_rows(const Stage& stage) {
-  return __builtin_expect(stage.num_regions != 0, 0);
-}
-
 // Call use(operand, address, row, word) for this lane's share of the words of the regions that the
-// instruction reads, or writes.
+// instruction reads, or writes, from `first_row` on.
 template <class Use>
 __device__ __forceinline__ void each_tagged_word(const Launch& launch, const Stage& stage,
-                                                 bool written, Use&& use) {
+                                                 bool written, uint32_t first_row, Use&& use) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < stage.num_regions; ++i) {
-    const TaggedRegion& region = launch.regions[stage.regions_begin + i];
+  for (uint32_t i = 0; i < stage.exchange.num_regions; ++i) {
+    const TaggedRegion& region = launch.regions[stage.exchange.regions_begin + i];
     if ((region.written != 0) != written) continue;
     const Tensor& tensor = stage.tensors[region.operand];
-    const uint32_t row_begin = max_of(region.row_begin, stage.first_row);
+    const uint32_t row_begin = max_of(region.row_begin, first_row);
     const uint32_t rows = region.row_end > row_begin ? region.row_end - row_begin : 0;
     const uint32_t width = region.word_end - region.word_begin;
     const uint32_t row_words = tensor.columns / (4 / element_bytes(tensor));
@@ -46,27 +41,47 @@ __device__ __forceinline__ void each_tagged_word(const Launch& launch, const Sta
       use(region.operand, base_of(tensor) + 8 * (uint64_t{row} * row_words + word), row, word);
     }
   }
+  __syncwarp();
 }
 
-// When the instruction begins: wait for the words that nobody else looks at.
-__device__ __forceinline__ void await_tagged_rows(const Launch& launch, Stage& stage) {
-  if (!stage.awaits_words) return;
-  each_tagged_word(launch, stage, false,
+// Wait for words that nobody else looks at.
+__device__ __forceinline__ void await_tagged_rows(const Launch& launch, const Stage& stage,
+                                                  uint32_t first_row) {
+  each_tagged_word(launch, stage, false, first_row,
                    [&](OperandWord operand, uint64_t address, uint32_t row, uint32_t word) {
                      read_tagged(address, stage.tag, operand, row, word);
                    });
-  __syncwarp();
-  // Let the waiter go on.
+}
+
+// When an instruction begins whose words the storer sees to: wait for them, and let it go on.
+__device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& stage) {
+  if (!is_by_machine(stage)) return;
+  await_tagged_rows(launch, stage, 0);
   if (lane_index() == 0) ptx::store_shared_release(ptx::shared_address(&stage.is_held), 0);
   __syncwarp();
 }
 
-// When its results are stored: tag the words, with the values that they have.
-__device__ __forceinline__ void publish_tagged_rows(const Launch& launch, const Stage& stage) {
-  each_tagged_word(launch, stage, true, [&](OperandWord, uint64_t address, uint32_t, uint32_t) {
-    ptx::store_relaxed_tagged(address, ptx::load_relaxed_tagged(address).x, stage.tag);
-  });
-  __syncwarp();
+// The first row that the storer has to see to; kNone if there is none, as in nearly every case.
+__device__ __forceinline__ uint32_t first_tagged_row(const Stage& stage) {
+  const Exchange& exchange = stage.exchange;
+  if (exchange.num_regions == 0) return kNone;
+  if (exchange.row_count == kNone) return 0;
+  const uint32_t live =
+      static_cast<uint32_t>(constant_integer(stage.tensors[exchange.row_count], 0, 0));
+  return live >= exchange.row_end ? kNone : max_of(exchange.row_begin, live);
+}
+
+// When its results are stored: tag the words from this row on, with the values that they have.
+// Where no row is live, nobody has looked at the words that the instruction reads.
+__device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
+                                                uint32_t first_row) {
+  if (__builtin_expect(first_row == kNone, 1)) return;
+  if (!is_by_machine(stage) && first_row == stage.exchange.row_begin)
+    await_tagged_rows(launch, stage, first_row);
+  each_tagged_word(
+      launch, stage, true, first_row, [&](OperandWord, uint64_t address, uint32_t, uint32_t) {
+        ptx::store_relaxed_tagged(address, ptx::load_relaxed_tagged(address).x, stage.tag);
+      });
 }
 
 }  // namespace megavm

@@ -22,8 +22,8 @@ EXCHANGE = np.dtype(
         for name in (
             "hint_signal",
             "hint_wait",
+            "num_regions",
             "regions_begin",
-            "regions_end",
             "row_count",
             "row_begin",
             "row_end",
@@ -73,7 +73,8 @@ def make_exchanges(program: Program) -> Exchanges:
     for name, columns in (("rows", box[:2]), ("words", box[2:])):
         regions[name][: len(number)] = np.column_stack(columns)[found_here]
     ends = np.searchsorted(number, np.arange(len(program)), side="right")
-    table["regions_begin"], table["regions_end"] = np.concatenate([[0], ends[:-1]]), ends
+    begins = np.concatenate([[0], ends[:-1]])
+    table["num_regions"], table["regions_begin"] = ends - begins, begins
     table["row_count"], table["row_begin"], table["row_end"] = ways[:, 1], ways[:, 2], ways[:, 3]
     return Exchanges(table, regions, signals)
 

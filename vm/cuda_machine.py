@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from megavm.vm import codegen, cuda_compiler, cuda_faults
-from megavm.vm.config import INSTRUCTION_BYTES, NUM_WARPS, SHARED_BYTES, THREADS
+from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
 from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
 from megavm.vm.cuda_faults import FaultKind, Record
 from megavm.vm.layout import ROWS, program_layouts
@@ -426,7 +426,9 @@ class CudaExecutable:
             self._parameters.tensors = self._tensors.data_ptr()
         if self._alone is None:
             ends = self._upload(np.array([0, 1], dtype=np.uint32))
-            table = self._upload(self._exchange_table)
+            exchanges = self._exchange_table.copy()
+            exchanges["hint_signal"] = exchanges["hint_wait"] = NONE
+            table = self._upload(exchanges)
             self._alone = (self._upload(self.program.words), table, ends)
         words, table, ends = self._alone
         parameters = LaunchParameters.from_buffer_copy(self._parameters)
