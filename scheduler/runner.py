@@ -17,9 +17,10 @@ from megavm.scheduler.options import CompileOptions, Exchange
 from megavm.scheduler.step import Floats, Ints, Step
 from megavm.scheduler.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
-from megavm.vm.layout import ROWS, UNIT_ROWS, Layout, program_layouts
+from megavm.vm.layout import ROWS, UNIT_ROWS, Layout
 from megavm.vm.machine import Executable, Machine, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
@@ -162,7 +163,7 @@ class Runner:
         device, count = make_machine(machine, workers)
         config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
         memory = Memory(device.memory_device)
-        layouts: dict[str, Layout] = {}
+        layouts: dict[str, tuple[Layout, ...]] = {}
         known: dict[Bucket, Program] = {}
 
         def options_for(rows: int) -> CompileOptions:
@@ -184,7 +185,7 @@ class Runner:
                 value = checkpoint.tensor(spec.name, TORCH_DTYPE[element])
             # One after the other: on a GPU no more than one tensor is there twice.
             memory.bind(spec, value.to(memory.device))
-            memory.relayout(spec.name, layouts.get(spec.name, ROWS))
+            memory.relayout(spec.name, layouts.get(spec.name, (ROWS,))[0])
             if memory.device.type != "cpu" and spec.name != "rope":
                 checkpoint.release(spec.name)
             if progress is not None:

@@ -82,12 +82,20 @@ class _Verifier:
         self.program = program
         self.tensors = program.tensors
         self.words = program.words
+        # A tensor of each form, and the form of every tensor; behind them that of none.
+        forms = {(t.dtype, t.tagged, len(t.shape)): t for t in self.tensors}
+        self._forms = list(forms.values())
+        numbers = {form: number for number, form in enumerate(forms)}
+        self._form_of = np.array(
+            [*(numbers[t.dtype, t.tagged, len(t.shape)] for t in self.tensors), len(forms)]
+        )
 
     def verify(self) -> None:
         self._check_shape()
         self._check_queues()
         self._check_headers()
         accesses = self._declared_accesses()
+        self._check_constants(accesses)
         self._check_order(accesses)
 
     # Sentences.
@@ -128,8 +136,12 @@ class _Verifier:
             )
         queues = 1 if program.dynamic else program.workers
         if len(program.queues) != queues:
-            kind = "a dynamic program" if program.dynamic else f"{program.workers} workers"
-            raise VerificationError(f"{len(program.queues)} queues for {kind}, expected {queues}")
+            why = "a dynamic program has one for all workers"
+            if not program.dynamic:
+                why = f"a static program has one for each of its {queues} workers"
+            raise VerificationError(
+                f"the program has {len(program.queues)} queues, expected {queues}: {why}"
+            )
         names: dict[str, int] = {}
         for handle, spec in enumerate(self.tensors):
             if spec.name in names:
@@ -212,6 +224,11 @@ class _Verifier:
                     self._fail(
                         numbers[row], f"{field.name} is {reals[row]}, expected a finite number"
                     )
+                for row in np.flatnonzero(reals < field.least)[:1]:
+                    self._fail(
+                        numbers[row],
+                        f"{field.name} is {reals[row]}, expected at least {field.least:g}",
+                    )
                 continue
             if not field.optional:
                 for row in np.flatnonzero(values == NONE)[:1]:
@@ -227,16 +244,44 @@ class _Verifier:
             self._fail(
                 numbers[row], f"{field.name} is tensor {values[row]}, the program has {count}"
             )
-        if not field.dtypes:
-            return
-        fits = np.array([t.dtype in field.dtypes for t in self.tensors] + [True])
-        for row in np.flatnonzero(~fits[np.where(values == NONE, count, values)])[:1]:
-            spec = self.tensors[int(values[row])]
-            allowed = " or ".join(t.name for t in field.dtypes)
-            self._fail(
-                numbers[row],
-                f"{field.name} is {spec.name} of {spec.dtype.name}, expected {allowed}",
-            )
+        # Of operands that name tensors of one form, all are right or none is.
+        fits = np.array([*(_misfit(field, spec) == "" for spec in self._forms), True])
+        for row in np.flatnonzero(~fits[self._form_of[np.where(values == NONE, count, values)]])[
+            :1
+        ]:
+            self._fail(numbers[row], _misfit(field, self.tensors[int(values[row])]))
+
+    def _check_constants(self, accesses: Ints) -> None:
+        """No instruction writes what others read as if it were constant."""
+        written = np.zeros(len(self.tensors) + 1, bool)
+        written[accesses[accesses[:, 6] != 0, 1]] = True
+        for cls, numbers in self._by_class():
+            constant = [
+                (HEADER_WORDS + k, field)
+                for k, field in enumerate(cls.fields)
+                if field.kind is FieldKind.TENSOR and not field.produced
+            ]
+            places = np.array([word for word, _ in constant], np.int64)
+            handles = self.words[np.ix_(numbers, places)]
+            handles[handles == NONE] = len(self.tensors)
+            for row, k in np.argwhere(written[handles])[:1]:
+                tensor = int(handles[row, k])
+                writer = accesses[(accesses[:, 6] != 0) & (accesses[:, 1] == tensor), 0][0]
+                by = (
+                    "it writes itself" if writer == numbers[row] else f"{self._name(writer)} writes"
+                )
+                self._fail(
+                    numbers[row],
+                    f"{constant[k][1].name} is {self.tensors[tensor].name}, which {by}, "
+                    "but kernels read this operand before all waits",
+                )
+
+    def _by_class(self) -> Iterator[tuple[type[Instruction], Ints]]:
+        """The kinds of instructions that there are, and the numbers of each."""
+        for opcode, cls in instruction_set().items():
+            numbers = np.flatnonzero(self.words[:, 0] == opcode)
+            if len(numbers):
+                yield cls, numbers
 
     # What instructions declare. Layers repeat the same tiles on tensors of the same shapes, and a
     # declaration depends on nothing else: one of each kind is asked.
@@ -246,10 +291,8 @@ class _Verifier:
 
         Of tensors that instructions may write.
         """
-        for opcode, cls in instruction_set().items():
-            numbers = np.flatnonzero(self.words[:, 0] == opcode)
-            if len(numbers):
-                self._check_operands(cls, numbers)
+        for cls, numbers in self._by_class():
+            self._check_operands(cls, numbers)
         return accesses(self.words, self.tensors, 8, self._declaration)
 
     def _declaration(self, number: int, inst: Instruction) -> list[tuple[int, ...]]:
@@ -431,6 +474,19 @@ class _Verifier:
         others = len(blocked) - len(cycle)
         more = f" ({others} more workers wait behind them)" if others else ""
         return f"deadlock: {'; '.join(parts)}{more}"
+
+
+def _misfit(field: Field[Any], spec: TensorSpec) -> str:
+    """Why an operand cannot be such a tensor, in words; "" when it can."""
+    what = f"{field.name} is {spec.name}"
+    if field.dtypes and spec.dtype not in field.dtypes:
+        allowed = " or ".join(t.name for t in field.dtypes)
+        return f"{what} of {spec.dtype.name}, expected {allowed}"
+    if spec.tagged and not field.tagged:
+        return f"{what}, which is tagged: kernels read and write no tags of this operand"
+    if field.rank not in (None, len(spec.shape)):
+        return f"{what} of shape {spec.shape}, expected {field.shape}"
+    return ""
 
 
 def _overlap(one: Region, two: Region) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.qkv_rope import check_newest
 from megavm.instructions.tiles import ranges, shapes
@@ -22,6 +22,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, swizzled_if_possible
 
 
 class Attention(Instruction):
@@ -48,13 +49,19 @@ class Attention(Instruction):
 
     opcode = 8
 
-    q = tensor("rotated queries [rows, heads * d]", F32, BF16)
-    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
-    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
-    k_new = tensor("keys of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True)
-    v_new = tensor("values of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True)
-    out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True)
-    partial = tensor("[rows, splits, heads, d + 2], with several splits", F32, optional=True)
+    q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
+    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    k_new = tensor(
+        "keys of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True, tagged=True
+    )
+    v_new = tensor(
+        "values of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True, tagged=True
+    )
+    out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True, tagged=True)
+    partial = tensor(
+        "[rows, splits, heads, d + 2], with several splits", F32, optional=True, tagged=True
+    )
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
     block_table = tensor("KV blocks of every sequence [sequences, max blocks]", I32)
@@ -149,6 +156,12 @@ class Attention(Instruction):
             "max_scratch": 8 * group * (head_dim + 2) * 4,
         }
 
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {
+            name: (swizzled_if_possible(tensors[cache]),)
+            for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
+        }
+
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))
         if len(k_cache.shape) != 4 or k_cache.shape != v_cache.shape:
@@ -180,7 +193,7 @@ class Attention(Instruction):
             k_new=(self.k_new, None, kv_heads * head_dim),
             v_new=(self.v_new, None, kv_heads * head_dim),
         )
-        yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
+        yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for handle in present(self.partial):
             spec = tensors[handle]
             if spec.columns < self.num_splits * heads * (head_dim + 2) or spec.rows < self.row_end:

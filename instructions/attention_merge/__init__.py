@@ -28,8 +28,8 @@ class AttentionMerge(Instruction):
 
     opcode = 9
 
-    partial = tensor("[rows, splits, heads, d + 2]", F32)
-    out = tensor("result [rows, heads * d]", F32, BF16)
+    partial = tensor("[rows, splits, heads, d + 2]", F32, tagged=True)
+    out = tensor("result [rows, heads * d]", F32, BF16, tagged=True)
     row_count = tensor("number of live rows [1]", I32)
     row_begin = integer("first row")
     row_end = integer("end of the rows")

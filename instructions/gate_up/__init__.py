@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
@@ -25,6 +25,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, units
 
 
 class GateUp(Instruction):
@@ -37,19 +38,21 @@ class GateUp(Instruction):
 
     opcode = 6
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     gate = tensor("gate weight [columns, k]", F32, BF16)
     up = tensor("up weight [columns, k]", F32, BF16)
     gate_bias = tensor("gate bias [columns]", F32, BF16, optional=True)
     up_bias = tensor("up bias [columns]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
-    out = tensor("result [rows, columns]", F32, BF16)
+    x_squares = tensor(
+        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+    )
+    out = tensor("result [rows, columns]", F32, BF16, tagged=True)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")
     column_end = integer("end of the columns")
-    eps = real("added to the mean square of x_squares")
+    eps = real("added to the mean square of x_squares", least=0.0)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
@@ -89,6 +92,9 @@ class GateUp(Instruction):
             x_squares=self.x_squares,
             biases=(self.gate_bias, self.up_bias),
         )
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {"gate": (units(),), "up": (units(),)}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, gate, out = tensors[self.x], tensors[self.gate], tensors[self.out]

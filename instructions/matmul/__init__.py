@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     check_scaled,
@@ -28,6 +28,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, units
 
 PART_COLUMNS = 32  # parts of the columns of x begin at multiples of this: of tiles of weights
 
@@ -62,17 +63,25 @@ class Matmul(Instruction):
 
     opcode = 5
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("weight [columns, k]", F32, BF16)
     bias = tensor("bias [columns]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
-    residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True)
-    out = tensor("result [rows, columns]", F32, BF16)
-    addends = tensor("other parts of the product [rows, parts * columns]", F32, optional=True)
+    x_squares = tensor(
+        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+    )
+    residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True, tagged=True)
+    out = tensor("result [rows, columns]", F32, BF16, tagged=True)
+    addends = tensor(
+        "other parts of the product [rows, parts * columns]", F32, optional=True, tagged=True
+    )
     out_gain = tensor("gain of the normalisation of out [columns]", F32, BF16, optional=True)
-    out_scaled = tensor("out times its gain [rows, columns]", F32, BF16, optional=True)
-    out_squares = tensor("squares of out [rows, ceil(columns / 8)]", F32, optional=True)
-    peaks = tensor("largest result and its column [rows, 2 * tiles]", F32, optional=True)
+    out_scaled = tensor("out times its gain [rows, columns]", F32, BF16, optional=True, tagged=True)
+    out_squares = tensor(
+        "squares of out [rows, ceil(columns / 8)]", F32, optional=True, tagged=True
+    )
+    peaks = tensor(
+        "largest result and its column [rows, 2 * tiles]", F32, optional=True, tagged=True
+    )
     row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
     row_count = tensor("number of live rows of out [1]; all when absent", I32, optional=True)
     row_begin = integer("first row of out")
@@ -83,7 +92,7 @@ class Matmul(Instruction):
     part_k = integer("columns of a part; the last may have fewer")
     x_rows = integer("row_index stays below this; row_end without row_index")
     tile = integer("number of the column tile, in peaks; 0 without peaks")
-    eps = real("added to the mean square of x_squares")
+    eps = real("added to the mean square of x_squares", least=0.0)
 
     def k(self, tensors: Sequence[TensorSpec]) -> tuple[int, int]:
         """The columns of x and weight that are multiplied."""
@@ -154,6 +163,9 @@ class Matmul(Instruction):
             "max_addends": parts,
             "any_out_scaled": int(self.out_scaled != NONE),
         }
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {"weight": (units(),)}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
@@ -26,6 +26,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, swizzled_if_possible, units
 
 
 class QkvRope(Instruction):
@@ -51,19 +52,21 @@ class QkvRope(Instruction):
 
     opcode = 7
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     q_weight = tensor("query weight [heads * d, k]", F32, BF16)
     k_weight = tensor("key weight [kv heads * d, k]", F32, BF16)
     v_weight = tensor("value weight [kv heads * d, k]", F32, BF16)
     q_bias = tensor("query bias [heads * d]", F32, BF16, optional=True)
     k_bias = tensor("key bias [kv heads * d]", F32, BF16, optional=True)
     v_bias = tensor("value bias [kv heads * d]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
-    q = tensor("rotated queries [rows, heads * d]", F32, BF16)
-    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
-    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
-    k_new = tensor("the keys again [rows, kv heads * d]", F32, BF16, optional=True)
-    v_new = tensor("the values again [rows, kv heads * d]", F32, BF16, optional=True)
+    x_squares = tensor(
+        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+    )
+    q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
+    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    k_new = tensor("the keys again [rows, kv heads * d]", F32, BF16, optional=True, tagged=True)
+    v_new = tensor("the values again [rows, kv heads * d]", F32, BF16, optional=True, tagged=True)
     rope = tensor("cos and sin of the angles [positions, d]", F32)
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
@@ -73,7 +76,7 @@ class QkvRope(Instruction):
     row_end = integer("end of the rows")
     pair_begin = integer("first rotation pair")
     pair_end = integer("end of the rotation pairs")
-    eps = real("added to the mean square of x_squares")
+    eps = real("added to the mean square of x_squares", least=0.0)
 
     def parts(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
         """The contiguous column ranges covered: (part, begin, end, k) with part 0, 1, 2 for q, k, v.
@@ -162,6 +165,14 @@ class QkvRope(Instruction):
             biases=(self.q_bias, self.k_bias, self.v_bias),
         ) | {"block_size": tensors[self.k_cache].shape[2]}
 
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        caches = {
+            name: (swizzled_if_possible(tensors[cache]),)
+            for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
+        }
+        pairs = (units(tensors[self.rope].columns // 2),)
+        return dict.fromkeys(("q_weight", "k_weight", "v_weight"), pairs) | caches
+
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]
         k_cache, v_cache = tensors[self.k_cache], tensors[self.v_cache]
@@ -195,7 +206,7 @@ class QkvRope(Instruction):
             v_new=(self.v_new, None, kv_columns),
             row_count=(self.row_count, 1, 1),
         )
-        yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
+        yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):
             for spec in (tensors[h] for h in present(getattr(self, name))):
                 if spec.tagged and head_dim // 2 * spec.dtype.size % 4:
@@ -207,12 +218,18 @@ class QkvRope(Instruction):
 
 
 def check_newest(
-    tensors: Sequence[TensorSpec], k_cache: int, k_new: int, v_new: int
+    tensors: Sequence[TensorSpec], k_cache: int, v_cache: int, k_new: int, v_new: int
 ) -> Iterator[str]:
-    """A sentence when only one of k_new and v_new is there, or one has another type than the caches."""
+    """Sentences about caches, k_new and v_new of different types, and about k_new without v_new."""
     if (k_new == NONE) != (v_new == NONE):
         yield f"{'k_new' if k_new == NONE else 'v_new'} is missing: k_new and v_new go together"
-    for spec in (tensors[h] for h in present(k_new, v_new)):
+    elif k_new != NONE and tensors[k_new].tagged != tensors[v_new].tagged:
+        tagged, plain = (k_new, v_new) if tensors[k_new].tagged else (v_new, k_new)
+        yield (
+            f"{tensors[tagged].name} is tagged and {tensors[plain].name} is not: "
+            "k_new and v_new are read alike"
+        )
+    for spec in (tensors[h] for h in (v_cache, *present(k_new, v_new))):
         cache = tensors[k_cache]
         if spec.dtype is not cache.dtype:
             yield f"{spec.name} holds {spec.dtype.name}, {cache.name} holds {cache.dtype.name}"

@@ -75,10 +75,14 @@ class Sample(Instruction):
 
     opcode = 10
 
-    logits = tensor("logits [logit rows, vocabulary]", F32)
-    peaks = tensor("largest logit and its column [logit rows, 2 * tiles]", F32, optional=True)
-    adjusted = tensor("for adjusted logits [logit rows, vocabulary]", F32, workspace=True)
-    tokens = tensor("token ids of every sequence [sequences, max length]", I32)
+    logits = tensor("logits [logit rows, vocabulary]", F32, tagged=True)
+    peaks = tensor(
+        "largest logit and its column [logit rows, 2 * tiles]", F32, optional=True, tagged=True
+    )
+    adjusted = tensor(
+        "for adjusted logits [logit rows, vocabulary]", F32, workspace=True, produced=True
+    )
+    tokens = tensor("token ids of every sequence [sequences, max length]", I32, produced=True)
     sampling_real = tensor("real parameters [sequences, REAL_COLUMNS]", F32)
     sampling_integer = tensor("integer parameters [sequences, INTEGER_COLUMNS]", I32)
     logit_row = tensor("row of the step of each logit row [logit rows]", I32)

@@ -159,6 +159,75 @@ def test_a_real_operand_must_be_finite() -> None:
     assert "eps is nan, expected a finite number" in fault(
         edit(llama(1, 2), matmul, eps, 0x7FC00000)
     )
+    assert fault(edit(llama(1, 2), matmul, eps, 0xBF800000)).endswith(
+        "(matmul, layers.0.o_proj): eps is -1.0, expected at least 0"
+    )
+
+
+# A product of gathered rows: tensors x, w, y, ids, and a source for copies.
+
+GATHERED = {
+    "x": TensorSpec("x", (4, 8), F32, INPUT),
+    "w": TensorSpec("w", (8, 8), F32, STATE),
+    "y": TensorSpec("y", (4, 8), F32, STATE),
+    "ids": TensorSpec("ids", (4,), I32, INPUT),
+    "source": TensorSpec("source", (8, 8), F32, INPUT),
+}
+GATHER = Matmul(
+    x=0,
+    weight=1,
+    out=2,
+    row_index=3,
+    row_begin=0,
+    row_end=4,
+    column_begin=0,
+    column_end=8,
+    x_rows=4,
+    tile=0,
+    part=0,
+    part_k=8,
+    eps=0.0,
+)
+
+
+def gathered(*copies: Copy, **changes: dict[str, Any]) -> Program:
+    """The product, with copies behind it on the same worker, and tensors that are different."""
+    tensors = [replace(t, **changes.get(name, {})) for name, t in GATHERED.items()]
+    return Program.build(tensors, [GATHER, *copies], [range(1 + len(copies))])
+
+
+def test_a_tagged_weight_is_refused() -> None:
+    verify(gathered())
+    assert fault(gathered(w={"kind": ACTIVATION, "tagged": True})) == (
+        "instruction 0 (matmul): weight is w, which is tagged: "
+        "kernels read and write no tags of this operand"
+    )
+
+
+def test_an_index_that_is_a_matrix_is_refused() -> None:
+    assert fault(gathered(ids={"shape": (4, 2)})) == (
+        "instruction 0 (matmul): row_index is ids of shape (4, 2), expected [rows]"
+    )
+
+
+def test_a_weight_that_an_instruction_of_the_program_writes_is_refused() -> None:
+    # Even where a queue orders the two: the GPU's loader is ahead of it.
+    text = fault(gathered(copy(4, 1)))
+    assert text == (
+        "instruction 0 (matmul): weight is w, which instruction 1 (copy) writes, "
+        "but kernels read this operand before all waits"
+    )
+    verify(gathered(copy(1, 2, rows=(1, 2))))
+
+
+def test_an_instruction_must_not_write_its_own_weight() -> None:
+    tensors = [replace(t, shape=(8, 8)) if len(t.shape) == 2 else t for t in GATHERED.values()]
+    words = gathered().words.copy()
+    words[0, 8 + [f.name for f in Matmul.fields].index("out")] = 1
+    assert fault(replace(gathered(), tensors=tuple(tensors), words=words)) == (
+        "instruction 0 (matmul): weight is w, which it writes itself, "
+        "but kernels read this operand before all waits"
+    )
 
 
 @pytest.mark.parametrize(
@@ -184,8 +253,14 @@ def test_every_instruction_stands_once_in_the_queues(
     [
         ({"workers": 0}, "the program is for 0 workers, expected 1 to 4096"),
         ({"workers": 10**6}, "the program is for 1000000 workers, expected 1 to 4096"),
-        ({"workers": 3}, "2 queues for 3 workers, expected 3"),
-        ({"dynamic": True}, "2 queues for a dynamic program, expected 1"),
+        (
+            {"workers": 3},
+            "the program has 2 queues, expected 3: a static program has one for each of its 3 workers",
+        ),
+        (
+            {"dynamic": True},
+            "the program has 2 queues, expected 1: a dynamic program has one for all workers",
+        ),
         ({"labels": ("one",)}, "1 labels for 2 instructions"),
         (
             {"words": np.zeros((2, 31), np.uint32)},
