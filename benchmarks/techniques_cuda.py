@@ -53,7 +53,7 @@ class Variant:
     steps: int = 0
 
 
-def constant(name: str, value: int) -> Edits:
+def constant(name: str, value: int | str) -> Edits:
     """Give a constant of cuda/config.cuh another value."""
     pattern = rf"(?m)^constexpr uint32_t {name} = [^;]+;"
     return {CONFIG: ((pattern, f"constexpr uint32_t {name} = {value};"),)}
@@ -61,7 +61,7 @@ def constant(name: str, value: int) -> Edits:
 
 def pages(count: int) -> Edits:
     """A ring of at most so many pages."""
-    return {CONFIG: ((r"(?<=kPages = min_of\()kNumPages(?=,)", str(count)),)}
+    return constant("kPages", f"min_of({count}, program::kPages)")
 
 
 def in_flight(count: int, waiting: int) -> Edits:

@@ -52,6 +52,11 @@ def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
 
 
 def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: Declare) -> Ints:
+    """See ``accesses_of``."""
+    return accesses_of(find_alike(words, tensors), width, declare)
+
+
+def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
     """What instructions declare of tensors, by instruction.
 
     ``declare(number, instruction)`` is asked of one instruction of each kind. It gives tuples of ``width``
@@ -61,7 +66,7 @@ def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: D
     Raises ValueError when a tensor is none of the operands.
     """
     found = [np.empty((0, width + 1), np.int64)]
-    for same in find_alike(words, tensors):
+    for same in alike:
         table: list[tuple[int, ...]] = []
         lengths = []
         for row, inst in zip(same.rows, same.representatives, strict=True):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import numpy as np
 
-from megavm.vm.alike import find_alike
+from megavm.vm.alike import Alike, find_alike
 from megavm.vm.config import NONE
 from megavm.vm.isa import FieldKind
 from megavm.vm.layout import ROWS, Layout
@@ -15,17 +16,18 @@ from megavm.vm.program import Program
 Choice = tuple[Layout, ...]
 
 
-def program_layouts(program: Program) -> dict[str, Choice]:
+def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> dict[str, Choice]:
     """The layouts in which each tensor that a program names may lie, by name, the best first.
 
-    A kernel that declares no layout of an operand takes it in natural order alone.
+    A kernel that declares no layout of an operand takes it in natural order alone. ``alike``: the
+    program's, if they are known.
 
     Raises ValueError when two instructions have none in common, or a tensor cannot lie so.
     """
     tensors = program.tensors
     known: dict[Choice, int] = {}
     named = []  # (handles, choices), of all operands of instructions of one class
-    for same in find_alike(program.words, tensors):
+    for same in find_alike(program.words, tensors) if alike is None else alike:
         slots = [f.name for f in same.representatives[0].fields if f.kind is FieldKind.TENSOR]
         table = np.zeros((len(same.representatives), len(slots)), np.int64)
         for row, inst in zip(table, same.representatives, strict=True):

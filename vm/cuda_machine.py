@@ -190,7 +190,7 @@ class CudaMachine:
         if verify:
             from megavm.vm.verify import verify as verify_program
 
-            verify_program(program)
+            verify_program(program, self.name)
         self.check_alive()
         if memory.device != torch.device(self.memory_device):
             raise ValueError(

@@ -31,6 +31,7 @@ This module imports neither torch nor numpy: the C++ build runs it.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
@@ -45,7 +46,6 @@ from megavm.vm.config import (
     MAX_WAITS,
     NONE,
     OPERAND_WORDS,
-    PAGE_BYTES,
 )
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class TensorSpec:
     def rows(self) -> int:
         return self.shape[0]
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         return math.prod(self.shape[1:])
 
@@ -156,16 +156,6 @@ class Wait:
 
     barrier: int
     target: int
-
-
-@dataclass(frozen=True)
-class Resources:
-    """What an instruction holds of a worker while it runs, in the budget of vm/config.py."""
-
-    pages: int = 0
-    scratch_bytes: int = 0
-    accumulator_bytes: int = 0
-    semaphores: int = 0
 
 
 class FieldKind(Enum):
@@ -394,9 +384,17 @@ class Instruction:
         regions = (*self.reads(tensors), *self.writes(tensors))
         return sum(r.elements * tensors[r.tensor].dtype.size for r in regions)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        """What it needs of the worker's shared memory and registers."""
-        return Resources()
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        """Bytes of working memory that its kernel on the CPU takes, at most."""
+        return 0
+
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        """Bytes of scratch that its kernel on the GPU takes; products share theirs (cuda_memory.py)."""
+        return 0
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> Mapping[str, int]:
+        """Constants that its kernel on the GPU is compiled for; see codegen.specialisation."""
+        return {}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         """The layouts in which its GPU kernel takes operands, by name, the best first.
@@ -479,11 +477,6 @@ def sync_words(waits: Sequence[Wait], signal: int | None) -> tuple[int, ...]:
         *pairs,
         *(NONE, 0) * (MAX_WAITS - len(waits)),
     )
-
-
-def pages(size: int) -> int:
-    """Pages that hold ``size`` bytes."""
-    return -(-size // PAGE_BYTES)
 
 
 def whole(tensors: Sequence[TensorSpec], handle: int) -> Region:

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from megavm.vm.config import TILE_ROW_BYTES, UNIT_ROWS
 from megavm.vm.isa import BF16, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-UNIT_ROWS = 8  # rows of a weight that lie together
-TILE_BYTES = 64  # of one row, in a tile of a unit
 CHUNK = 8  # elements of bfloat16 that are swizzled together: 16 bytes
 SWIZZLE_COLUMNS = 64  # a row must be whole multiples of this to be swizzled
 
@@ -85,7 +84,7 @@ class Layout:
         if self.half:
             value = value.reshape(-1, 2, self.half, spec.columns).transpose(1, 2)
             value = value.reshape(spec.rows, spec.columns)
-        tile = TILE_BYTES // spec.dtype.size
+        tile = TILE_ROW_BYTES // spec.dtype.size
         units, tiles = -(-spec.rows // UNIT_ROWS), -(-spec.columns // tile)
         if (units * UNIT_ROWS, tiles * tile) != (spec.rows, spec.columns):
             padded = value.new_zeros(units * UNIT_ROWS, tiles * tile)

@@ -3,7 +3,9 @@
 ``verify`` checks, in this order:
 
 1. *Form.* Header and operand words, handles and their types, queues, what instructions say about their
-   operands, tiles inside tensors, writes only where writing is allowed, the budgets of vm/config.py.
+   operands, tiles inside tensors, writes only where writing is allowed; and the machine: on the CPU the
+   working memory of every instruction, on the GPU scratch, one kernel and one layout of each tensor
+   for all of the program.
 2. *Progress.* Every tagged word that is read has one writer in a step; no deadlock: static queues under
    their order, a dynamic queue with any number of workers.
 3. *Order.* Any two accesses to overlapping regions, one of them a write, are ordered in every execution,
@@ -24,17 +26,19 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm import _native
-from megavm.vm.alike import accesses
+from megavm.vm.alike import accesses_of, find_alike
+from megavm.vm.codegen import specialisation
 from megavm.vm.config import (
-    ACCUMULATOR_BYTES,
     HEADER_WORDS,
     INSTRUCTION_WORDS,
-    MAX_SEMAPHORES,
+    MACHINES,
     MAX_WAITS,
+    MIN_PAGES,
     NONE,
-    NUM_PAGES,
     SCRATCH_BYTES,
+    WORKING_BYTES,
 )
+from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.isa import Field, FieldKind, Instruction, Region, TensorKind, TensorSpec
 from megavm.vm.program import Program
 
@@ -69,17 +73,23 @@ class Access:
     step: int = 0
 
 
-def verify(program: Program) -> None:
-    """Return if the program may be launched, for any number of steps.
+def verify(program: Program, machine: str = "reference") -> None:
+    """Return if the program may be launched on a machine, for any number of steps.
 
-    Raises VerificationError, with one sentence that names instruction, field and values.
+    ``machine``: "cpu", "cuda", or "reference", which runs all that is well-formed.
+
+    Raises VerificationError, with one sentence that names instruction, field and values; ValueError when
+    the machine is unknown.
     """
-    _Verifier(program).verify()
+    if machine not in MACHINES:
+        raise ValueError(f"machine {machine!r} is unknown: expected {', '.join(MACHINES)}")
+    _Verifier(program, machine).verify()
 
 
 class _Verifier:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, machine: str) -> None:
         self.program = program
+        self.machine = machine
         self.tensors = program.tensors
         self.words = program.words
         # A tensor of each form, and the form of every tensor; behind them that of none.
@@ -293,7 +303,16 @@ class _Verifier:
         """
         for cls, numbers in self._by_class():
             self._check_operands(cls, numbers)
-        return accesses(self.words, self.tensors, 8, self._declaration)
+        alike = tuple(find_alike(self.words, self.tensors))
+        accesses = accesses_of(alike, 8, self._declaration)
+        if self.machine == "cuda":
+            try:
+                chosen = (inst for same in alike for inst in same.representatives)
+                specialisation(chosen, self.tensors)
+                program_layouts(self.program, alike)
+            except ValueError as error:
+                raise VerificationError(str(error)) from error
+        return accesses
 
     def _declaration(self, number: int, inst: Instruction) -> list[tuple[int, ...]]:
         """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
@@ -302,7 +321,7 @@ class _Verifier:
         try:
             for sentence in inst.check(self.tensors):
                 self._fail(number, sentence)
-            self._check_resources(number, inst)
+            self._check_budget(number, inst)
             return [
                 (region.tensor, *self._span(region), write, region.indexed, region.earlier)
                 for regions, write in ((inst.reads, False), (inst.writes, True))
@@ -312,16 +331,23 @@ class _Verifier:
         except (ArithmeticError, LookupError) as error:
             self._fail(number, f"its operands contradict each other ({error!r})")
 
-    def _check_resources(self, number: int, inst: Instruction) -> None:
-        needs = inst.resources(self.tensors)
-        for what, need, budget in (
-            ("pages", needs.pages, NUM_PAGES),
-            ("bytes of scratch", needs.scratch_bytes, SCRATCH_BYTES),
-            ("bytes of accumulators", needs.accumulator_bytes, ACCUMULATOR_BYTES),
-            ("semaphores", needs.semaphores, MAX_SEMAPHORES),
-        ):
-            if need > budget:
-                self._fail(number, f"needs {need} {what}, a worker has {budget}")
+    def _check_budget(self, number: int, inst: Instruction) -> None:
+        """What the machine has is enough for the instruction."""
+        if self.machine == "cpu":
+            need = inst.working_bytes(self.tensors)
+            if need > WORKING_BYTES:
+                self._fail(
+                    number,
+                    f"needs {need} bytes of working memory, a worker of the CPU has {WORKING_BYTES}",
+                )
+        elif self.machine == "cuda":
+            need = inst.scratch_bytes(self.tensors)
+            if need > SCRATCH_BYTES:
+                self._fail(
+                    number,
+                    f"needs {need} bytes of scratch, a worker of the GPU has {SCRATCH_BYTES} "
+                    f"beside {MIN_PAGES} pages",
+                )
 
     def _regions(
         self,

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.qkv_rope import check_newest
-from megavm.instructions.tiles import ranges, shapes
-from megavm.vm.config import NONE
+from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up, shapes
+from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
     I32,
     Instruction,
     Region,
-    Resources,
     TensorSpec,
     integer,
-    pages,
     present,
     real,
     tensor,
@@ -128,16 +126,18 @@ class Attention(Instruction):
         width = heads * self.group(tensors) * tensors[self.k_cache].shape[3]
         return 4 * rows * width * (self.context // self.num_splits)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         _, _, block_size, head_dim = tensors[self.k_cache].shape
-        size = tensors[self.k_cache].dtype.size
-        group = self.group(tensors)
-        return Resources(
-            pages=2 * pages(2 * block_size * head_dim * size),
-            scratch_bytes=4 * group * (block_size + head_dim),
-            accumulator_bytes=4 * group * (head_dim + 2),
-            semaphores=2,
-        )
+        group, size = self.group(tensors), tensors[self.k_cache].dtype.size
+        newest = 0 if self.k_new == NONE else 2 * aligned(block_size * head_dim * size)
+        rows = 2 * aligned(4 * group * round_up(head_dim, CPU_LANES))  # queries and sums
+        scores = aligned(4 * group * round_up(block_size, CPU_LANES))
+        return newest + rows + scores + 3 * aligned(4 * group)
+
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        # Every consumer leaves sums, highest score and total weight of every query head.
+        head_dim = tensors[self.k_cache].shape[3]
+        return 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
 
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""
@@ -152,8 +152,6 @@ class Attention(Instruction):
             "group": group,
             "block_size": cache.shape[2],
             "bf16": int(bf16),
-            # Eight warps leave sums, highest score and total weight of every query head.
-            "max_scratch": 8 * group * (head_dim + 2) * 4,
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

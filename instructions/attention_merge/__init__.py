@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import ranges, round_up
+from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up
 from megavm.vm.isa import (
     BF16,
     F32,
     I32,
     Instruction,
     Region,
-    Resources,
     TensorSpec,
     integer,
     tensor,
@@ -58,8 +57,8 @@ class AttentionMerge(Instruction):
         heads = self.head_end - self.head_begin
         return 2 * (self.row_end - self.row_begin) * heads * self.num_splits * self.head_dim
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        return Resources(scratch_bytes=4 * round_up(self.head_dim + 2, 16), semaphores=1)
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        return aligned(4 * round_up(self.head_dim, CPU_LANES))
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

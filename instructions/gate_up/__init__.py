@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
-    product_resources,
+    product_working_bytes,
     ranges,
     shapes,
     squares_of,
@@ -17,7 +17,6 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
-    Resources,
     TensorSpec,
     integer,
     present,
@@ -74,9 +73,9 @@ class GateUp(Instruction):
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
         return tile * (4 * tensors[self.gate].columns + 5)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         gate = tensors[self.gate]
-        return product_resources(
+        return product_working_bytes(
             self.row_end - self.row_begin,
             2 * (self.column_end - self.column_begin),
             gate.columns,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from megavm.instructions.tiles import (
     check_scaled,
     product_constants,
-    product_resources,
+    product_working_bytes,
     ranges,
     scaled_writes,
     shapes,
@@ -20,7 +20,6 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
-    Resources,
     TensorSpec,
     integer,
     present,
@@ -137,9 +136,9 @@ class Matmul(Instruction):
         begin, end = self.k(tensors)
         return 2 * tile * (end - begin)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         begin, end = self.k(tensors)
-        return product_resources(
+        return product_working_bytes(
             self.row_end - self.row_begin,
             self.column_end - self.column_begin,
             end - begin,

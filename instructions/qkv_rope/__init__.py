@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
-    product_resources,
+    product_working_bytes,
     ranges,
     shapes,
     squares_of,
@@ -18,7 +18,6 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
-    Resources,
     TensorSpec,
     integer,
     present,
@@ -146,9 +145,9 @@ class QkvRope(Instruction):
         tile = 2 * (self.row_end - self.row_begin) * (self.pair_end - self.pair_begin)
         return tile * (2 * tensors[self.x].columns + 3)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         weight = tensors[self.q_weight]
-        return product_resources(
+        return product_working_bytes(
             self.row_end - self.row_begin,
             2 * (self.pair_end - self.pair_begin),
             weight.columns,

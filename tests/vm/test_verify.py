@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from megavm.instructions.attention import Attention
+from megavm.instructions.attention.examples import Case, example
 from megavm.instructions.attention_merge import AttentionMerge
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
@@ -273,30 +274,88 @@ def test_the_parts_of_a_program_fit_together(change: dict[str, object], sentence
     assert fault(replace(CHAIN, **change)) == sentence  # type: ignore[arg-type]
 
 
-def test_an_instruction_beyond_the_budget_of_a_worker_is_rejected() -> None:
-    tensors = (
-        TensorSpec("x", (64, 65536), F32, STATE),
-        TensorSpec("w", (8192, 65536), F32, WEIGHT),
-        TensorSpec("y", (64, 8192), F32, ACTIVATION),
-    )
-    tile = Matmul(
+# Machines. Two rows of x times all of w leave more sums than a CPU's worker can keep.
+
+WIDE = (
+    TensorSpec("x", (64, 65536), F32, INPUT),
+    TensorSpec("w", (8192, 65536), F32, WEIGHT),
+    TensorSpec("y", (64, 8192), F32, STATE),
+    TensorSpec("u", (8, 65536), BF16, WEIGHT),
+    TensorSpec("z", (64, 8), F32, STATE),
+)
+
+
+def product(weight: int = 1, out: int = 2) -> Matmul:
+    """All of a product of x."""
+    return Matmul(
         x=0,
-        weight=1,
-        out=2,
+        weight=weight,
+        out=out,
         row_begin=0,
         row_end=64,
         column_begin=0,
-        column_end=8192,
+        column_end=WIDE[weight].rows,
         x_rows=64,
         tile=0,
         part=0,
         part_k=65536,
         eps=0.0,
     )
-    text = fault(Program.build(tensors, [tile], [[0]]))
-    assert (
-        text == "instruction 0 (matmul): needs 2097152 bytes of accumulators, a worker has 131072"
+
+
+def refusal(machine: str, broken: Program) -> str:
+    with pytest.raises(VerificationError) as error:
+        verify(broken, machine)
+    return str(error.value)
+
+
+def test_an_instruction_beyond_the_working_memory_of_a_cpu_is_refused_there() -> None:
+    large = Program.build(WIDE, [product()], [[0]])
+    assert refusal("cpu", large) == (
+        "instruction 0 (matmul): needs 2279424 bytes of working memory, "
+        "a worker of the CPU has 359424"
     )
+    verify(large, "cuda")
+    verify(large)
+
+
+def attention_of(group: int) -> Program:
+    """So many query heads of 128 elements for one KV head."""
+    case = Case("", group, 1, 128, [(0, 3)], 1, block_size=16, splits=(0, 1, 16))
+    made = example(np.random.default_rng(0), case)
+    return made.changed("q", kind=INPUT).program()
+
+
+def test_an_instruction_beyond_the_scratch_of_a_gpu_is_refused_there() -> None:
+    verify(attention_of(32), "cuda")
+    large = attention_of(64)
+    assert refusal("cuda", large) == (
+        "instruction 0 (attention): needs 266240 bytes of scratch, "
+        "a worker of the GPU has 160768 beside 4 pages"
+    )
+    verify(large, "cpu")
+
+
+def test_what_one_kernel_of_a_gpu_cannot_serve_is_refused_there() -> None:
+    mixed = Program.build(WIDE, [product(), product(3, 4)], [[0, 1]])
+    assert refusal("cuda", mixed) == (
+        "the program multiplies with weights of float32 and of bfloat16: a kernel is for one"
+    )
+    verify(mixed)
+
+
+def test_a_tensor_that_kernels_of_a_gpu_need_in_two_layouts_is_refused_there() -> None:
+    units = gathered(copy(1, 2, rows=(1, 2)))
+    assert refusal("cuda", units) == (
+        "tensor w is wanted as units by instruction 0 (matmul, weight) "
+        "and rows by instruction 1 (copy, x)"
+    )
+    verify(units, "cpu")
+
+
+def test_machines_that_are_unknown_are_named() -> None:
+    with pytest.raises(ValueError, match="machine 'tpu' is unknown: expected cpu, cuda, reference"):
+        verify(CHAIN, "tpu")
 
 
 def test_half_a_tagged_word_cannot_be_written() -> None:
