@@ -216,13 +216,20 @@ def specialisation(
 
     of_class: dict[str, dict[str, int]] = {}
     common: dict[str, int] = {"max_rows": 0}
+    known: set[tuple[object, ...]] = set()
     for inst in instructions:
         values = vars(inst)
         if "row_begin" in values and "row_end" in values:
-            join(common, {"max_rows": values["row_end"] - values["row_begin"]}, "")
+            rows = values["row_end"] - values["row_begin"]
+            common["max_rows"] = max(common["max_rows"], rows)
         found = dict(inst.specialise(tensors))
         if scratch := inst.scratch_bytes(tensors):
             found["max_scratch"] = scratch
+        # Most tiles say the same.
+        key = type(inst), *found.items()
+        if key in known:
+            continue
+        known.add(key)
         join(of_class.setdefault(inst.name(), {}), found, inst.name())
         join(common, {n: v for n, v in found.items() if n.startswith(("max_", "any_"))}, "")
     if common.get("any_f32_weights") and common.get("any_bf16_weights"):

@@ -25,27 +25,31 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
     Raises ValueError when two instructions have none in common, or a tensor cannot lie so.
     """
     tensors = program.tensors
-    known: dict[Choice, int] = {}
+    known: dict[Choice, int] = {(ROWS,): 0}
     named = []  # (handles, choices), of all operands of instructions of one class
     for same in find_alike(program.words, tensors) if alike is None else alike:
-        slots = [f.name for f in same.representatives[0].fields if f.kind is FieldKind.TENSOR]
+        fields = [f for f in same.representatives[0].fields if f.kind is FieldKind.TENSOR]
+        slots = {field.name: slot for slot, field in enumerate(fields)}
         table = np.zeros((len(same.representatives), len(slots)), np.int64)
         for row, inst in zip(table, same.representatives, strict=True):
-            declared = inst.layouts(tensors)
-            row[:] = [known.setdefault(declared.get(n, (ROWS,)), len(known)) for n in slots]
+            for name, choice in inst.layouts(tensors).items():
+                row[slots[name]] = known.setdefault(choice, len(known))
         named.append((same.handles, table[same.kind]))
     wanted = np.zeros((len(tensors) + 1, len(known)), bool)
     for handles, choice in named:
         wanted[np.where(handles == NONE, len(tensors), handles), choice] = True
-    choices = list(known)
     found: dict[str, Choice] = {}
+    common_of: dict[bytes, Choice] = {}  # tensors that are named alike have the same
     for handle in np.flatnonzero(wanted[:-1].any(axis=1)).tolist():
-        several = [choices[number] for number in np.flatnonzero(wanted[handle])]
-        common = tuple(layout for layout in several[0] if all(layout in c for c in several))
-        if not common:
-            raise ValueError(_conflict(program, handle, several))
-        common[0].check(tensors[handle])
-        found[tensors[handle].name] = common
+        pattern = wanted[handle].tobytes()
+        if pattern not in common_of:
+            several = [choice for choice, is_one in zip(known, pattern, strict=True) if is_one]
+            common = tuple(layout for layout in several[0] if all(layout in c for c in several))
+            if not common:
+                raise ValueError(_conflict(program, handle, several))
+            common_of[pattern] = common
+        found[tensors[handle].name] = common_of[pattern]
+        common_of[pattern][0].check(tensors[handle])
     return found
 
 

@@ -106,7 +106,7 @@ class TensorSpec:
                 "a row must be whole 4-byte words"
             )
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return self.shape[0]
 
@@ -119,7 +119,7 @@ class TensorSpec:
         """Bytes of the values (a tagged tensor occupies twice as much)."""
         return math.prod(self.shape) * self.dtype.size
 
-    @property
+    @functools.cached_property
     def writable(self) -> bool:
         return self.kind in (TensorKind.STATE, TensorKind.ACTIVATION)
 
