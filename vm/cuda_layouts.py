@@ -36,8 +36,8 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
                 row[slots[name]] = known.setdefault(choice, len(known))
         named.append((same.handles, table[same.kind]))
     wanted = np.zeros((len(tensors) + 1, len(known)), bool)
-    for handles, choice in named:
-        wanted[np.where(handles == NONE, len(tensors), handles), choice] = True
+    for handles, numbers in named:
+        wanted[np.where(handles == NONE, len(tensors), handles), numbers] = True
     found: dict[str, Choice] = {}
     common_of: dict[bytes, Choice] = {}  # tensors that are named alike have the same
     for handle in np.flatnonzero(wanted[:-1].any(axis=1)).tolist():
