@@ -51,6 +51,9 @@ constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so man
 // and looks, for all, with __syncwarp between. racecheck takes that for its own alone; for it
 // (scripts/sanitize) all lanes do.
 constexpr uint32_t kWarpArrivals = 1;
+// Nanoseconds by which warps hold results of products back, each warp others, before they store
+// them: for tests of what must not come too early.
+constexpr uint32_t kHoldStores = 0;
 constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
 constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page

@@ -40,9 +40,8 @@ class Queue {
     return reinterpret_cast<const uint32_t*>(launch_.instructions + begin_ + position);
   }
 
-  __device__ __forceinline__ Hint hint() const {
-    if (launch_.alone) return {kNone, kNone};
-    return launch_.hints[begin_ + position];
+  __device__ __forceinline__ const uint32_t* exchange() const {
+    return reinterpret_cast<const uint32_t*>(launch_.exchanges + begin_ + position);
   }
 
   // Rows of the trace stand in the order of workers, steps, positions.
@@ -62,6 +61,29 @@ class Queue {
 
 __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
+}
+
+// The hint of an instruction, and which of its tagged words its kernel does not see to, from a word
+// of its Exchange in each of 8 lanes.
+__device__ __forceinline__ void resolve_exchange(const Launch& launch, Stage& stage,
+                                                 uint32_t word) {
+  const auto field = [&](uint32_t number) { return __shfl_sync(~0u, word, number); };
+  const uint32_t signal = field(0), wait = field(1), begin = field(2), row_count = field(4);
+  const uint32_t row_begin = field(5), row_end = field(6);
+  uint32_t end = field(3), first_row = 0;
+  if (begin != end && row_count != kNone) {
+    const uint32_t live = static_cast<uint32_t>(constant_integer(stage.tensors[row_count], 0, 0));
+    first_row = max_of(row_begin, min_of(row_end, live));
+    if (first_row == row_end) end = begin;
+  }
+  if (lane_index() == 0) {
+    stage.hint = launch.alone ? Hint{kNone, kNone} : Hint{signal, wait};
+    stage.num_regions = end - begin;
+    stage.regions_begin = begin;
+    stage.first_row = first_row;
+    // The tag of a step far away, until the words are published.
+    stage.out_tag = begin != end && row_count == kNone ? stage.tag ^ 0x80000000u : stage.tag;
+  }
 }
 
 __device__ __forceinline__ void run_controller(const Launch& launch) {
@@ -85,12 +107,13 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
       stage.tag = launch.epoch + launch.first_step + queue.step + 1;
-      stage.hint = more ? queue.hint() : Hint{kNone, kNone};
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
       // Fetch the words and look up the tensors they name.
       const uint32_t word = __ldg(queue.words() + lane);
+      static_assert(sizeof(Exchange) == 4 * 8);
+      const uint32_t exchange = __ldg(queue.exchange() + lane % 8);
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
       const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
       const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
@@ -99,6 +122,8 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
             ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
+      __syncwarp();
+      resolve_exchange(launch, stage, exchange);
     }
     __syncwarp();
     if (lane == 0 && more) {
@@ -128,6 +153,8 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
   if (lane_index() > 1) return;
   const bool hints = lane_index() == 1;
   StageCursor cursor;
+  StageCursor before;  // of the instruction before, if there is one
+  bool is_first = true;
   Awaited awaited;
   bool waiting = false;
   uint32_t next_wait = 0;  // of the header
@@ -159,9 +186,23 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       waiting = true;
     }
     if (waiting) continue;
+    // Consumers turn to an instruction while the storer, or another of them, still stores what the
+    // one before it has computed. That is right where barriers and tagged words order all that
+    // conflicts, as in every program of the compiler. Where the queue does, an instruction is ready
+    // only when the storer has released the one before it: everything is stored then, and visible
+    // to this worker's warps (they learn of it through semaphores) and, by the storer's fence, to
+    // whoever sees a word that is stored later.
+    if (!hints && launch.in_order && !is_first && !before.released().is_over(before.phase)) {
+      if (__builtin_expect(is_stopping(), 0)) before.released().give_up(before.phase);
+      __nanosleep(20);
+      next_wait = end;
+      continue;
+    }
     if (!hints) note(launch, stage, Event::kReady);
     (hints ? cursor.hinted() : cursor.ready()).arrive();
     cursor.released().arrive();
+    before = cursor;
+    is_first = false;
     cursor.advance();
     next_wait = 0;
   }

@@ -5,6 +5,7 @@
 #include "cuda/pipelines/product_row.cuh"
 #include "cuda/pipelines/product_rows.cuh"
 #include "cuda/storer.cuh"
+#include "cuda/tagged_rows.cuh"
 
 namespace megavm {
 
@@ -48,6 +49,7 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     consumer.note(stage, Event::kBegin);
+    if (has_tagged_rows(stage)) await_tagged_rows(launch, stage, consumer);
     bool is_product = false;
     Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
       if constexpr (IsProduct<Instruction>) {
@@ -66,6 +68,7 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     } else if constexpr (program::kAnyProduct) {
       if (is_product) product_rows<Used>(stage, consumer);
     }
+    if (has_tagged_rows(stage)) publish_tagged_rows(launch, stage, consumer);
     if (!kStorerFinishes || !is_product) consumer.note(stage, Event::kEnd);
     consumer.stage.stored().arrive_together();
     consumer.stage.advance();

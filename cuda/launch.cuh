@@ -53,6 +53,29 @@ struct Hint {
   uint32_t wait;    // of the tagged tensor that the instruction reads as a whole
 };
 
+// How an instruction exchanges words with others, beside its header: hints, and the tagged regions
+// that cuda/tagged_rows.cuh sees to, of which the rows that are not live, or all.
+struct alignas(32) Exchange {
+  Hint hint;
+  uint32_t regions_begin;  // in Launch::regions
+  uint32_t regions_end;
+  uint32_t row_count;  // operand word of the number of live rows; kNone: the regions' rows are all
+  uint32_t row_begin;  // the rows of the instruction
+  uint32_t row_end;
+  uint32_t reserved;
+};
+static_assert(sizeof(Exchange) == 32);
+
+// Words of a tagged tensor that an instruction declares.
+struct alignas(32) TaggedRegion {
+  uint32_t operand;  // word of the tensor
+  uint32_t written;  // 0: it is read
+  uint32_t row_begin, row_end;
+  uint32_t word_begin, word_end;
+  uint32_t reserved[2];
+};
+static_assert(sizeof(TaggedRegion) == 32);
+
 // One launch. All pointers are device addresses.
 struct alignas(16) Launch {
   const Words* instructions;  // static: the queues one after the other; dynamic: the one queue
@@ -60,21 +83,24 @@ struct alignas(16) Launch {
       queue_begin;        // [workers + 1] first instruction of each worker's queue; dynamic: {0, n}
   const Tensor* tensors;  // by handle
   uint32_t* barriers;     // counters, kBarrierStride words apart
-  const uint32_t* signals;  // how often a step signals each barrier
-  uint32_t* ticket;         // dynamic: tickets drawn so far in this launch, 0 at its start
-  const Hint* hints;        // of the instructions, in the order of `instructions`
-  FaultRecord* faults;      // [workers][kNumWarps]
-  uint32_t* abort;          // 0, or 1 when a warp has faulted
-  uint64_t* trace;          // see cuda/trace.cuh; null unless compiled in
-  uint64_t timeout;         // ns that a wait may take
-  uint32_t epoch;           // steps run on the memory before: step s writes tag epoch + s + 1
-  uint32_t steps_before;    // steps run by this executable before
-  uint32_t steps;           // steps of this launch
-  uint32_t first_step;      // number of the launch's first step (for an instruction run alone)
-  uint32_t dynamic;         // 1: one queue for all workers
-  uint32_t alone;           // 1: an instruction run alone, without waits, signal and hints
+  const uint32_t* signals;      // how often a step signals each barrier
+  uint32_t* ticket;             // dynamic: tickets drawn so far in this launch, 0 at its start
+  const Exchange* exchanges;    // of the instructions, in the order of `instructions`
+  const TaggedRegion* regions;  // that the exchanges name
+  FaultRecord* faults;          // [workers][kNumWarps]
+  uint32_t* abort;              // 0, or 1 when a warp has faulted
+  uint64_t* trace;              // see cuda/trace.cuh; null unless compiled in
+  uint64_t timeout;             // ns that a wait may take
+  uint32_t epoch;               // steps run on the memory before: step s writes tag epoch + s + 1
+  uint32_t steps_before;        // steps run by this executable before
+  uint32_t steps;               // steps of this launch
+  uint32_t first_step;          // number of the launch's first step (for an instruction run alone)
+  uint32_t dynamic;             // 1: one queue for all workers
+  uint32_t alone;               // 1: an instruction run alone, without waits, signal and hints
+  uint32_t in_order;            // 1: an instruction is ready when the one before it is stored
+  uint32_t reserved;
 };
-static_assert(sizeof(Launch) == 112);
+static_assert(sizeof(Launch) == 128);
 
 constexpr uint32_t kBarrierStride = 32;  // a counter has a 128-byte line of its own
 

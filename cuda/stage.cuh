@@ -12,7 +12,11 @@ struct Stage {
   uint32_t position;              // see FaultRecord
   uint32_t step;                  // of the launch
   uint32_t tag;                   // of the step's tagged words
+  uint32_t out_tag;               // that the kernel stores with its words
   Hint hint;
+  uint32_t num_regions;    // tagged ones that its kernel does not see to,
+  uint32_t regions_begin;  // from this one of Launch::regions on
+  uint32_t first_row;  // of theirs
   uint32_t trace_row;  // see trace.cuh; kNone: no instruction follows, and this is none
 };
 static_assert(sizeof(Stage) == kStageBytes);
@@ -74,7 +78,9 @@ struct Operands {
                4 -
            kHeaderWords;
   }
+  // The tag of words that are read, and of those that are stored.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
+  __device__ __forceinline__ uint32_t out_tag() const { return stage.out_tag; }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };
 

@@ -16,6 +16,7 @@ class Storer {
 
   // Say that the results of an instruction are stored.
   __device__ __forceinline__ void publish(const Stage& stage) const {
+    if (launch_.in_order) ptx::fence_gpu();
     if (stage.hint.signal != kNone)
       ptx::add_relaxed(launch_.barriers + stage.hint.signal * kBarrierStride, 1);
     const uint32_t barrier = stage.words.header.signal;

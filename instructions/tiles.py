@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megavm.vm.config import NONE, TILE_ROW_BYTES, TILES_PER_PAGE
-from megavm.vm.isa import F32, Region, TensorSpec, present
+from megavm.vm.config import (
+    BLOCK_UNITS,
+    MAX_GROUP_ROWS,
+    NONE,
+    ROW_CHUNK_PAGES,
+    ROWS_CHUNK_PAGES,
+    TILE_ROW_BYTES,
+    TILES_PER_PAGE,
+)
+from megavm.vm.isa import F32, Region, TagOrder, TensorSpec, present
 
 # On the CPU.
 INPUT_BYTES = 144 * 1024  # of the input that a product holds at a time, at most
@@ -84,6 +92,40 @@ def product_constants(
         "any_squares": squares,
         "any_bias": int(any(b != NONE for b in biases)),
     }
+
+
+def product_tag_order(
+    tensors: Sequence[TensorSpec],
+    *,
+    rows: int,
+    units: int,
+    k: int,
+    itemsize: int,
+    inputs: Iterable[int],
+    added: Iterable[int] = (),
+    single_row: bool,
+) -> TagOrder:
+    """``Instruction.tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
+
+    It goes through rows in groups, through units in blocks, and through long rows in chunks, once for each
+    block. ``inputs`` are read for each group, ``added`` tensors when a block is finished.
+    """
+    groups = -(-rows // (1 if single_row else MAX_GROUP_ROWS))
+    blocks = -(-units // BLOCK_UNITS)
+    pages = ROW_CHUNK_PAGES if single_row else ROWS_CHUNK_PAGES
+    chunked = k * itemsize > pages * TILES_PER_PAGE * TILE_ROW_BYTES
+    added = list(present(*added))
+    if groups > 1 and any(tensors[h].tagged for h in (*present(*inputs), *added)):
+        return TagOrder.BY_MACHINE
+    if blocks > 1 and any(tensors[h].tagged for h in added):
+        return TagOrder.BY_MACHINE
+    late = groups > 1 or (blocks > 1 and (chunked or added))
+    return TagOrder.READS_LATE if late else TagOrder.KEPT
+
+
+def units_of(begin: int, end: int) -> int:
+    """Units of weight rows that hold the rows [begin, end) of a weight."""
+    return -(-end // SQUARES_COLUMNS) - begin // SQUARES_COLUMNS
 
 
 def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:

@@ -33,7 +33,9 @@ def trace_program(program: Program, context: float | None = None) -> TraceProgra
     cost = figures(program.words, tensors, 3, lambda inst: _cost(inst, tensors, context))
     channels = _Channels()
     _add_barriers(channels, program)
-    _add_tagged(channels, *tagged_regions(program.words, tensors))
+    regions = tagged_regions(program.words, tensors)
+    write = regions[:, 6] != 0
+    _add_tagged(channels, regions[~write, :6], regions[write, :6])
     labels = list(dict.fromkeys(program.labels))
     number = {label: i for i, label in enumerate(labels)}
     return TraceProgram(

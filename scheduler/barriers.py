@@ -7,9 +7,10 @@ share a barrier, so a reader waits for just what it needs, unless that would tak
 header holds; then barriers are merged, and as a last resort joined by Noops.
 
 Tagged tensors need no counter: reading them is the wait. But a tag speaks for its word alone. Who
-has seen the word knows that its writer had read its inputs, and what came before the writer; of the
-writer's other, untagged writes it knows nothing, and its own other reads may have been issued
-before the word came.
+has seen the word knows that its writer had read its inputs (unless that one reads late, see
+isa.TagOrder), and what came before the writer; of the writer's other, untagged writes it knows
+nothing, and its own other reads may have been issued before the word came. How many rows are live
+changes none of this: see happens_before.hpp.
 
 A program is run step after step without a join of all workers. So that no step overtakes the one
 before, the instructions that wait for nothing inside the step wait for the last ones of the step
@@ -30,9 +31,9 @@ import numpy as np
 
 from megavm.instructions.noop import Noop
 from megavm.scheduler.lower import Tiles
-from megavm.vm.alike import Ints, Words, accesses
+from megavm.vm.alike import Ints, Words, accesses, tag_orders
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS
-from megavm.vm.isa import TensorSpec, Wait, sync_words
+from megavm.vm.isa import TagOrder, TensorSpec, Wait, sync_words
 from megavm.vm.program import encode
 
 Bits = int  # a set of instructions: bit i stands for instruction i
@@ -66,7 +67,8 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     words = encode(instructions)
     regions = _Accesses(words, tensors)
     needs = _dependencies(regions, sizes)
-    waits = _reduce(needs, sizes)
+    late = _bits(np.flatnonzero(tag_orders(words, tensors) == TagOrder.READS_LATE.value))
+    waits = _reduce(needs, sizes, late)
     roots = [not (waits[i] or n.tags) for i, n in enumerate(needs)]
     plain = _bits(regions.instruction[regions.write & ~regions.tagged])
     awaited = seen = 0
@@ -74,7 +76,7 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
         awaited |= waits[i]
         seen |= needed.tags
     everybody = (1 << len(instructions)) - 1
-    sinks = everybody & ~awaited & ~(seen & ~plain)
+    sinks = everybody & ~awaited & ~(seen & ~plain & ~late)
     return _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks).result(words)
 
 
@@ -192,11 +194,12 @@ def _dependencies(regions: _Accesses, sizes: Sequence[int]) -> list[Needs]:
     return needs
 
 
-def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
+def _reduce(needs: Sequence[Needs], sizes: Sequence[int], late: Bits) -> list[Bits]:
     """The instructions that each one has to wait for, without those that others imply.
 
     ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its
-    inputs by then. They differ where a tag is the only link. Sets are taken apart by operation (of
+    inputs by then. They differ where a tag is the only link. ``late``: those that read after they
+    have tagged words. Sets are taken apart by operation (of
     ``sizes`` instructions): most instructions depend on the same parts.
     """
     done: list[Bits] = []
@@ -222,7 +225,7 @@ def _reduce(needs: Sequence[Needs], sizes: Sequence[int]) -> list[Bits]:
 
     def through_tags(tags: Bits) -> tuple[Bits, Bits]:
         tag_done, tag_read = through_waits(tags)
-        return tag_done, tag_read | tags
+        return tag_done, tag_read | tags & ~late
 
     waits: list[Bits] = []
     for needed in needs:

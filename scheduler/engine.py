@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from megavm.scheduler.step import Floats, Ints, Plan, Step
 from megavm.scheduler.step_thread import StepThread
 from megavm.scheduler.text import Decoder, TextStream
 from megavm.vm.config import MAX_STOP_TOKENS
-from megavm.vm.machine import MachineFault
+from megavm.vm.machine import MachineFault, MachineLost
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
@@ -76,7 +77,10 @@ class StepRunner(Protocol):
         ...
 
     def run(self, step: Step, steps: int = 1) -> None:
-        """Run ``step`` and return when it is done; raises MachineFault when that is impossible."""
+        """Run ``step`` and return when it is done; raises MachineFault when that is impossible.
+
+        Later steps run even so, unless it is a MachineLost.
+        """
         ...
 
 
@@ -97,6 +101,10 @@ class EngineCounters:
 
 class Engine:
     """Runs requests in continuous batches. All methods are for one thread, the one that steps.
+
+    A fault of the machine ends the requests that are running; those that wait run in the steps that
+    follow. ``last_fault`` says why the machine stopped last; ``lost``: nothing runs any more, and
+    those that waited have ended too.
 
     ``new_decoder`` makes the decoder of one sequence; without it there is no text and stop strings
     are refused. ``seed`` feeds the generator from which requests without a seed get theirs.
@@ -134,8 +142,11 @@ class Engine:
         self._requests: dict[Hashable, Request] = {}
         self._next_id = 0
         self._ready: list[Delta] = []  # deltas to hand out with the next step
-        self._outstanding = 0  # plans made and not collected
-        self._fault: Exception | None = None  # set between a failed launch and its collection
+        self.last_fault = ""
+        self.lost = False
+        self._outstanding: deque[Plan] = deque()  # made and not collected
+        # Set between a failed launch and its collection.
+        self._fault: BaseException | None = None
         # By slot: its sequence chose a stop token in the last launch. Only execute touches it.
         self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)
 
@@ -274,11 +285,7 @@ class Engine:
         With overlap the next launch is under way when this returns.
         """
         if not self._overlap:
-            plan = self.plan()
-            if plan is None:
-                return self._take_ready()
-            self.execute(plan)
-            return self.collect(plan)
+            return self._plain_step()
         if self._thread is None:
             self._thread = StepThread()
         self._launch()
@@ -288,10 +295,24 @@ class Engine:
         self._launch()
         return deltas
 
+    def _plain_step(self) -> list[Delta]:
+        try:
+            plan = self.plan()
+            if plan is None:
+                return self._take_ready()
+            self.execute(plan)
+            return self.collect(plan)
+        except KeyboardInterrupt as error:
+            # Between two of these calls: what was planned is taken for computed, and is not.
+            if self._outstanding or self.planner.running:
+                self._outstanding.clear()
+                self._clear_fault(error)
+            raise
+
     def _launch(self) -> None:
         """Keep one launch running and one behind it."""
         assert self._thread is not None
-        while self._outstanding < 2:
+        while len(self._outstanding) < 2:
             plan = self.plan()
             if plan is None:
                 return
@@ -307,7 +328,7 @@ class Engine:
         At most one earlier plan may be without its ``collect``; launches are executed and collected
         in the order of their plans. Raises RuntimeError when two are.
         """
-        if self._outstanding > 1:
+        if len(self._outstanding) > 1:
             raise RuntimeError("two plans are not collected yet: collect the first")
         begin = time.perf_counter()
         plan = self.planner.plan()
@@ -317,7 +338,7 @@ class Engine:
                 self._requests.pop(sequence.request.id, None)
         self.planner.failed.clear()
         if plan is not None:
-            self._outstanding += 1
+            self._outstanding.append(plan)
         self.counters.plan_seconds += time.perf_counter() - begin
         return plan
 
@@ -336,9 +357,9 @@ class Engine:
             if plan.step.num_rows:
                 self.runner.run(plan.step, plan.steps)
             self._read(plan)
-        except Exception as error:
-            # Kept for ``collect``, which fails the requests; what is not a fault of the machine it
-            # raises.
+        except BaseException as error:
+            # Kept for ``collect``, which fails the requests; what is not a fault of the machine,
+            # such as Ctrl-C, it raises.
             plan.error = self._fault = error
         self.counters.run_seconds += time.perf_counter() - begin
 
@@ -387,7 +408,7 @@ class Engine:
         Raises any other error that ``execute`` met, after the same cleaning up.
         """
         begin = time.perf_counter()
-        self._outstanding -= 1
+        self._outstanding.popleft()
         ready = self._take_ready()
         if plan.error is not None:
             self._ready = ready
@@ -446,18 +467,25 @@ class Engine:
                 request.prompt_logprobs[position] = entry
                 row += 1
 
-    def _clear_fault(self, error: Exception) -> None:
+    def _clear_fault(self, error: BaseException) -> None:
         """After a failed launch: end what was running, and rely on nothing that is in memory."""
-        cause = (
-            error.cause if isinstance(error, MachineFault) else f"{type(error).__name__}: {error}"
-        )
         self.counters.faults += 1
-        for request in list(dict.fromkeys(s.request for s in self.planner.running)):
+        self.last_fault = cause = _cause(error)
+        self.lost = isinstance(error, MachineLost)
+        planner = self.planner
+        # Sequences whose first plan was made behind the failed launch, which is never executed.
+        unborn = {s for plan in self._outstanding for s in plan.admitted if s in planner.running}
+        ending = dict.fromkeys(s.request for s in planner.running if s not in unborn)
+        if self.lost:
+            ending = dict.fromkeys(self._requests.values())
+        for request in ending:
             for sequence in request.sequences:
                 if sequence.state is not State.FINISHED:
                     delta = sequence.finish("error", f"the machine stopped: {cause}")
                     self._ready.append(self._end(sequence, delta))
-        self.planner.forget_contents()
+        for sequence in reversed(list(planner.running)):
+            planner.postpone(sequence)
+        planner.forget_contents()
         self._fault = None
         if not isinstance(error, MachineFault):
             raise error
@@ -512,3 +540,12 @@ class Engine:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+
+
+def _cause(error: BaseException) -> str:
+    """Why a launch failed, for those who wait for its requests."""
+    if isinstance(error, MachineFault):
+        return error.cause
+    if isinstance(error, KeyboardInterrupt):
+        return "the run was interrupted"
+    return f"{type(error).__name__}: {error}"

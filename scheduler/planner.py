@@ -114,6 +114,17 @@ class Planner:
         self.waiting.appendleft(sequence)
         self.preemptions += 1
 
+    def postpone(self, sequence: Sequence) -> None:
+        """Back to the head of the queue, as if the plan that admitted it had not been made.
+
+        Only when that plan has not been executed.
+        """
+        self._give_back(sequence)
+        sequence.state = State.WAITING
+        if not sequence.output:
+            sequence.request.times.admitted = 0.0
+        self.waiting.appendleft(sequence)
+
     def borrow(self, tokens: int) -> tuple[int, list[int]]:
         """A slot and KV blocks for ``tokens`` tokens outside all planning; it preempts others.
 
@@ -369,6 +380,7 @@ class Planner:
         table = np.array(sequence.blocks, dtype=np.int32)
         real, integer = sequence.parameters()
         plan.admissions.append(Admission(sequence.slot, sequence.token_ids(), table, real, integer))
+        plan.admitted.append(sequence)
         return sequence
 
     def publish_decoded(self, sequence: Sequence) -> None:

@@ -22,7 +22,7 @@ from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS, Layout
-from megavm.vm.machine import Executable, Machine, TracingExecutable
+from megavm.vm.machine import Executable, Machine, MachineLost, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 
@@ -244,7 +244,9 @@ class Runner:
     def run(self, step: Step, steps: int = 1) -> None:
         """Run a step, or with ``steps`` > 1 that many decode steps of the same rows.
 
-        Raises ValueError for a step beyond the limits, MachineFault when the machine fails.
+        Raises ValueError for a step beyond the limits, MachineFault when the machine fails: what is
+        in memory is unspecified then, and steps that do not depend on it run; MachineLost when none
+        will run any more.
         """
         rows, logit_rows = len(step.row_sequence), len(step.logit_row)
         limits = self.limits
@@ -263,7 +265,14 @@ class Runner:
         bucket = self.bucket(rows, logit_rows, step.context + steps - 1, decode=decode)
         with self._running:
             executable = self._executable(bucket)
-            self._step.run(executable, step, steps)
+            try:
+                self._step.run(executable, step, steps)
+            except MachineLost:
+                raise
+            except BaseException:
+                # A fault, or Ctrl-C: the counters are those of the middle of a step.
+                executable.reset()
+                raise
             if self._recorder is not None:
                 traced = cast(TracingExecutable, executable)
                 self._recorder.add(traced, step.row_position, bucket.rows)

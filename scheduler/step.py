@@ -60,6 +60,7 @@ class Plan:
     samplers: tuple[Sequence, ...]  # whose next token the first logit rows choose
     generation: int  # faults of the engine before this plan was made
     admissions: list[Admission] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)  # of each admission
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
     enabled: list[int] = field(default_factory=list)  # slots whose prompt is scored: choose now
     # Positions begin .. end - 1 of a prompt, whose logit rows follow those of the samplers.
@@ -70,7 +71,7 @@ class Plan:
     tokens: Ints | None = None
     stopped: npt.NDArray[np.bool_] | None = None
     logits: dict[int, Floats] = field(default_factory=dict)
-    error: Exception | None = None
+    error: BaseException | None = None
 
     def drop(self, ended: npt.NDArray[np.bool_]) -> None:
         """Leave out the rows of slots whose sequence has ended since the plan was made."""

@@ -8,6 +8,7 @@ brings goes back in one piece, with one wake-up of the event loop however many r
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -17,7 +18,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
 
 from megavm.server.errors import ApiError, failed
-from megavm.server.logs import logger
+from megavm.server.logs import log, logger
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
     from megavm.scheduler.sequence import Delta, Request
     from megavm.scheduler.step import Ints
 
-_MAX_FAULTS: Final = 3  # steps in a row that raise before the engine counts as broken
+# Launches in a row that fail before the engine counts as broken. One is no reason: the machine runs
+# the next request. OpenAI's client sends a request that fails three times.
+_MAX_FAULTS: Final = 5
 _JOIN_SECONDS: Final = 30.0
 
 Batch = list[tuple[int, "Delta"]]
@@ -38,6 +41,18 @@ class Observer(Protocol):
     def step(self, deltas: Sequence[Delta], seconds: float) -> None:
         """One step has ended; it took `seconds`."""
         ...
+
+
+class EngineEnded(RuntimeError):
+    """The engine does not run any more; the process should end, so that another takes its place.
+
+    Attributes:
+        lost: whether the machine is lost, so that nothing of it can be given back.
+    """
+
+    def __init__(self, cause: str, lost: bool) -> None:
+        super().__init__(cause)
+        self.lost = lost
 
 
 class Generation:
@@ -123,11 +138,13 @@ class EngineLoop:
 
     Attributes:
         broken: why the engine does not run any more, None as long as it does.
+        ended: is set, in the thread of the event loop, when it does not.
     """
 
     def __init__(self, engine: Engine, observer: Observer) -> None:
         self.engine = engine
         self.broken: str | None = None
+        self.ended = asyncio.Event()
         self._observer = observer
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -215,22 +232,31 @@ class EngineLoop:
     # The engine's thread.
 
     def _run(self) -> None:
-        faults = 0
-        while True:
+        counters, failures = self.engine.counters, 0
+        while self.broken is None:
+            launches, faults = counters.launches, counters.faults
+            failure = ""
             try:
                 if not self._carry_out():
                     return
                 self._step()
-                faults = 0
             except Exception as error:
-                # The engine has cleaned up after itself; the requests hear of it with the next
-                # step. What fails again and again will not get better.
-                faults += 1
+                # The engine has cleaned up after itself; requests hear of it with the next step.
                 logger.exception("a step of the engine failed")
-                if faults == _MAX_FAULTS:
-                    self.broken = f"the engine failed: {type(error).__name__}: {error}"
-                    self._tell(self.fail_all, failed(self.broken))
-                    break
+                failure = f"the engine failed: {type(error).__name__}: {error}"
+            else:
+                if counters.faults > faults:
+                    failure = f"the machine stopped: {self.engine.last_fault}"
+                    log(logging.ERROR, "the machine stopped", cause=self.engine.last_fault)
+            if failure:
+                failures += 1
+            elif counters.launches > launches:
+                failures = 0
+            # What fails again and again will not get better.
+            if self.engine.lost or failures == _MAX_FAULTS:
+                self.broken = failure
+        self._tell(self.fail_all, failed(self.broken))
+        self._tell(self.ended.set)
         while (command := self._commands.get()) is not None:
             command()
 

@@ -27,6 +27,8 @@ _SWITCH_SECONDS: Final = 0.0005  # after which a thread gives way to another tha
 class Server(uvicorn.Server):
     """Serves until a signal comes, then drains; a second signal ends what still runs.
 
+    It ends by itself when the model does not load or cannot run any more.
+
     `load_model(progress)` makes the LLM; `listener` is an open socket.
 
     Attributes:
@@ -66,6 +68,7 @@ class Server(uvicorn.Server):
         self._tasks = [
             asyncio.create_task(self._announce()),
             asyncio.create_task(self._drain()),
+            asyncio.create_task(self._watch()),
         ]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -113,6 +116,12 @@ class Server(uvicorn.Server):
         await self.service.drain()
         self.should_exit = True
 
+    async def _watch(self) -> None:
+        await self.service.loaded()
+        if self.service.status is Status.READY:
+            await self.service.broken()
+            self.should_exit = True
+
 
 def serve(load_model: LoadModel, settings: Settings, host: str, port: int, quiet: bool) -> int:
     """Serve until a signal comes, and return the exit code of the process.
@@ -121,6 +130,7 @@ def serve(load_model: LoadModel, settings: Settings, host: str, port: int, quiet
 
     Raises:
         OSError: the address is not to be had.
+        EngineEnded: the model cannot run any more.
         Exception: what `load_model` raises.
     """
     configure(NOTICE if quiet else logging.INFO)

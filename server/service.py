@@ -11,7 +11,7 @@ from contextlib import suppress
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from megavm.server.engine_loop import EngineLoop, Generation
+from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
 from megavm.server.errors import bad_request, queue_full, unavailable
 from megavm.server.logs import log
 from megavm.server.metrics import Metrics
@@ -57,7 +57,7 @@ class Service:
         settings: the operator's.
         metrics: of this server.
         progress: what loading is at.
-        failure: why the model could not be loaded.
+        failure: why the model could not be loaded, or cannot run any more.
         created: when the server was made, in seconds since 1970.
     """
 
@@ -167,6 +167,14 @@ class Service:
             runner.program(bucket)
         return llm
 
+    async def broken(self) -> None:
+        """Wait until the engine of the loaded model has ended and clients know; see `failure`."""
+        loop = self.engine_loop
+        await loop.ended.wait()
+        self.failure = EngineEnded(loop.broken or "", loop.engine.lost)
+        log(logging.CRITICAL, "ending", cause=loop.broken, requests=self._in_flight)
+        await self._wait_idle(_LAST_WORDS_SECONDS)
+
     def _report(self, phase: str, done: int, total: int) -> None:
         if self._status is not Status.LOADING:
             raise _Unwanted
@@ -206,7 +214,7 @@ class Service:
             await self._loading
         if self._loop is not None:
             await self._loop.stop()
-        if self._llm is not None:
+        if self._llm is not None and not self._llm.engine.lost:
             self._llm.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
 

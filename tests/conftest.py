@@ -1,9 +1,10 @@
-"""Fixtures that every test folder shares."""
+"""Fixtures that every test folder shares; makes what supports them importable."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -12,6 +13,7 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from megavm.vm.machine import Machine
 

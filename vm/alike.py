@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm.config import HEADER_WORDS, NONE
-from megavm.vm.isa import FieldKind, Instruction, TensorSpec
+from megavm.vm.isa import FieldKind, Instruction, TagOrder, TensorSpec
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]
@@ -106,12 +106,31 @@ def figures(
     return result
 
 
-def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> tuple[Ints, Ints]:
-    """What instructions read, and what they write, of tagged tensors, by instruction.
+def tag_orders(
+    words: Words, tensors: Sequence[TensorSpec], alike: Sequence[Alike] | None = None
+) -> Ints:
+    """The TagOrder of every instruction, as its number: int64 [n]. ``alike``, if they are known."""
+    result = np.full(len(words), TagOrder.KEPT.value, np.int64)
+    if not any(t.tagged for t in tensors):
+        return result
+    alike = list(find_alike(words, tensors)) if alike is None else alike
+    all_values = [vars(inst) for same in alike for inst in same.representatives]
+    rows = [values["row_end"] - values["row_begin"] for values in all_values if "row_end" in values]
+    single_row = max(rows, default=0) <= 1
+    for same in alike:
+        orders = [inst.tag_order(tensors, single_row).value for inst in same.representatives]
+        result[same.numbers] = np.array(orders, np.int64)[same.kind]
+    return result
 
-    Each [r, 6]: instruction, tensor, rows, columns.
+
+def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
+    """What instructions read and write of tagged tensors, by instruction.
+
+    Returns [r, 7]: instruction, tensor, rows, columns (two numbers each), and 1 for a write.
     """
-    found = accesses(
+    if not any(t.tagged for t in tensors):
+        return np.empty((0, 7), np.int64)
+    return accesses(
         words,
         tensors,
         6,
@@ -122,8 +141,15 @@ def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> tuple[Ints, I
             if tensors[r.tensor].tagged
         ),
     )
-    write = found[:, 6] != 0
-    return found[~write, :6], found[write, :6]
+
+
+def tagged_words(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
+    """The same regions with columns counted in words of four bytes, as machines wait for them."""
+    regions = tagged_regions(words, tensors)
+    per_word = np.array([4 // t.dtype.size for t in tensors], np.int64)[regions[:, 1]]
+    regions[:, 4] //= per_word
+    regions[:, 5] = -(-regions[:, 5] // per_word)
+    return regions
 
 
 def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: Ints) -> Alike:

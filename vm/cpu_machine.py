@@ -7,7 +7,7 @@ import threading
 import torch
 
 from megavm.vm import _native
-from megavm.vm.alike import figures
+from megavm.vm.alike import figures, tagged_words
 from megavm.vm.layout import ROWS
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
@@ -111,6 +111,7 @@ class CpuExecutable:
             dynamic=program.dynamic,
             workers=program.workers,
             signals=program.signals.astype("<u4").tobytes(),
+            tagged=tagged_words(program.words, program.tensors),
             arena_limits=self._arena_limits() if machine.check_resources else [],
         )
 
@@ -127,13 +128,11 @@ class CpuExecutable:
     def run(self, steps: int = 1) -> None:
         """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished; the executable is of no use after that, but the
-        machine is.
+        Raises MachineFault when it cannot be finished; the executable does not run again before
+        ``reset``.
         """
         if self._loaded.broken:
-            raise MachineFault(
-                "an earlier run of this executable ended in the middle: load it again"
-            )
+            raise MachineFault("an earlier run of this executable ended in the middle: reset it")
         if steps < 1:
             raise ValueError(f"steps is {steps}: a run has at least one step")
         epoch = self.memory.epoch
@@ -145,6 +144,10 @@ class CpuExecutable:
         )
         if fault is not None:
             raise self._machine_fault(fault)
+
+    def reset(self) -> None:
+        """Set the barriers to those of a fresh load, so that the program runs again after a fault."""
+        self._loaded.reset()
 
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.

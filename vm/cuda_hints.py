@@ -17,7 +17,9 @@ def make_hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np
     instructions write it and about as many read it: they would all poll. Whose results begin in
     several such regions signals the largest. Counters are numbered after the program's barriers.
     """
-    reads, writes = tagged_regions(program.words, program.tensors)
+    regions = tagged_regions(program.words, program.tensors)
+    write = regions[:, 6] != 0
+    reads, writes = regions[~write, :6], regions[write, :6]
     largest = reads[_first_largest(reads[:, 0], reads[:, 5] - reads[:, 4])]
     known: dict[tuple[int, ...], int] = {}
     numbered = [known.setdefault(tuple(region), len(known)) for region in largest[:, 1:].tolist()]

@@ -14,11 +14,11 @@ import torch
 
 from megavm.vm import codegen, cuda_compiler, cuda_faults
 from megavm.vm.config import INSTRUCTION_BYTES, NUM_WARPS, SHARED_BYTES, THREADS
+from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
 from megavm.vm.cuda_faults import FaultKind, Record
-from megavm.vm.cuda_hints import make_hints
 from megavm.vm.cuda_layouts import names, program_layouts
 from megavm.vm.layout import ROWS, Layout
-from megavm.vm.machine import MachineFault, Notes, WorkerState
+from megavm.vm.machine import MachineFault, MachineLost, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -54,7 +54,8 @@ class LaunchParameters(ctypes.Structure):
         ("barriers", ctypes.c_uint64),
         ("signals", ctypes.c_uint64),
         ("ticket", ctypes.c_uint64),
-        ("hints", ctypes.c_uint64),
+        ("exchanges", ctypes.c_uint64),
+        ("regions", ctypes.c_uint64),
         ("faults", ctypes.c_uint64),
         ("abort", ctypes.c_uint64),
         ("trace", ctypes.c_uint64),
@@ -65,10 +66,12 @@ class LaunchParameters(ctypes.Structure):
         ("first_step", ctypes.c_uint32),
         ("dynamic", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
+        ("in_order", ctypes.c_uint32),
+        ("reserved", ctypes.c_uint32),
     ]
 
 
-LAUNCH_BYTES = 112
+LAUNCH_BYTES = 128
 if ctypes.sizeof(LaunchParameters) != LAUNCH_BYTES:
     raise AssertionError(f"Launch has {LAUNCH_BYTES} bytes")
 
@@ -220,9 +223,9 @@ class CudaMachine:
         return CudaExecutable(self, program, memory, layouts, self._function(program))
 
     def check_alive(self) -> None:
-        """Raise MachineFault when an earlier error has taken the context away."""
+        """Raise MachineLost when an earlier error has taken the context away."""
         if self.lost:
-            raise MachineFault(
+            raise MachineLost(
                 f"the process's CUDA context is lost since {self.lost}: start the process again"
             )
 
@@ -246,7 +249,7 @@ class CudaMachine:
         if not sticky:
             return MachineFault(f"the GPU failed: {error}")
         self.lost = self.lost or error.name
-        return MachineFault(
+        return MachineLost(
             f"the GPU failed: {error}; the process's CUDA context is lost: start the process again"
         )
 
@@ -277,17 +280,19 @@ class CudaExecutable:
         self._begin = begin
         self._instructions = self._upload(program.words[self._order])
         self._queue_begin = self._upload(begin.astype(np.uint32))
-        hints, hint_signals = make_hints(program)
-        self._hints = self._upload(hints[self._order])
-        self._signals = self._upload(np.concatenate([program.signals, hint_signals]))
-        counters = len(program.barriers) + len(hint_signals)
+        exchanges = make_exchanges(program)
+        self._exchange_table = exchanges.table
+        self._exchanges = self._upload(exchanges.table[self._order])
+        self._regions = self._upload(exchanges.regions)
+        self._signals = self._upload(np.concatenate([program.signals, exchanges.signals]))
+        counters = len(program.barriers) + len(exchanges.signals)
         self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
         self._ticket = self._zeros(1)
         # The abort word, then the records, 32 bytes each.
         self._faults = self._zeros((1 + program.workers * NUM_WARPS) * RECORD_WORDS)
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._aborted = self._abort.numpy()
-        self._alone: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self._traces = machine.trace  # as the kernel was compiled
         self._noting: list[Notes] = []  # of launches that have not been waited for
         self._noted: list[Notes] = []
@@ -300,11 +305,13 @@ class CudaExecutable:
             barriers=self._barriers.data_ptr(),
             signals=self._signals.data_ptr(),
             ticket=self._ticket.data_ptr(),
-            hints=self._hints.data_ptr(),
+            exchanges=self._exchanges.data_ptr(),
+            regions=self._regions.data_ptr(),
             faults=self._faults.data_ptr() + 4 * RECORD_WORDS,
             abort=self._faults.data_ptr(),
             timeout=int(machine.timeout * 1e9),
             dynamic=int(program.dynamic),
+            in_order=int(program.needs_queue_order),
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
 
@@ -353,8 +360,8 @@ class CudaExecutable:
     def run(self, steps: int = 1) -> None:
         """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished; the executable is of no use after that, but the
-        machine is, unless the fault says that the CUDA context is lost.
+        Raises MachineFault when it cannot be finished: the executable does not run again before
+        ``reset``; MachineLost when the CUDA context is lost.
         """
         self.launch(steps)
         self.finish()
@@ -365,9 +372,7 @@ class CudaExecutable:
         Raises MachineFault when the launch is refused.
         """
         if self.broken:
-            raise MachineFault(
-                "an earlier run of this executable ended in the middle: load it again"
-            )
+            raise MachineFault("an earlier run of this executable ended in the middle: reset it")
         if steps < 1:
             raise ValueError(f"steps is {steps}: a run has at least one step")
         self._machine.check_alive()
@@ -406,6 +411,28 @@ class CudaExecutable:
         self._noted += self._noting
         self._noting = []
 
+    def reset(self) -> None:
+        """Set counters and fault records to those of a fresh load; the program runs again then.
+
+        Waits for launches under way: those behind a broken one find its abort word and end. Raises
+        MachineLost when the CUDA context is lost.
+        """
+        self._machine.check_alive()
+        try:
+            with self._driver.current():
+                self._driver.call("cuCtxSynchronize")
+                self._barriers.zero_()
+                self._faults.zero_()
+                # The next launch may be on another stream.
+                self._driver.call("cuCtxSynchronize")
+        except CudaError as error:
+            raise self._machine._fault(error) from error
+        self._aborted[0] = 0
+        self._parameters.steps_before = 0
+        self._noting = []
+        self._stream = None
+        self.broken = False
+
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
 
@@ -420,10 +447,12 @@ class CudaExecutable:
             self._parameters.tensors = self._tensors.data_ptr()
         if self._alone is None:
             ends = self._upload(np.array([0, 1], dtype=np.uint32))
-            self._alone = (self._upload(self.program.words), ends)
-        words, ends = self._alone
+            table = self._upload(self._exchange_table)
+            self._alone = (self._upload(self.program.words), table, ends)
+        words, table, ends = self._alone
         parameters = LaunchParameters.from_buffer_copy(self._parameters)
         parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
+        parameters.exchanges = table.data_ptr() + index * EXCHANGE.itemsize
         parameters.queue_begin = ends.data_ptr()
         events = self._zeros(NUM_EVENTS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()

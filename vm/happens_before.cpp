@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
 #include <limits>
 #include <map>
 #include <memory>
@@ -18,6 +19,12 @@ namespace {
 
 constexpr std::int64_t kForever = std::numeric_limits<std::int64_t>::max() / 2;
 constexpr int kAnalysedSteps = 2;
+
+// The analysis is bounded. Programs of the compiler stay below a hundredth of each.
+constexpr double kMaxCells = 1 << 22;       // of all tensors together
+constexpr double kMaxVisits = 1e9;          // of cells, by all accesses
+constexpr double kMaxExecuted = 4e9;        // instructions, for the exact rule
+constexpr std::size_t kMaxKept = 1u << 29;  // bytes of its results
 
 using Instructions = std::vector<std::int32_t>;
 
@@ -55,6 +62,10 @@ class Grid {
     }
   }
 
+  double num_cells() const {
+    if (rows_.empty()) return 0;
+    return static_cast<double>(rows_.size() - 1) * static_cast<double>(width());
+  }
   std::size_t size() const { return rows_.empty() ? 0 : (rows_.size() - 1) * width(); }
   std::size_t width() const { return columns_.size() - 1; }
 
@@ -81,6 +92,34 @@ class Grid {
 
   std::vector<std::int64_t> rows_, columns_;
 };
+
+// The grids of those accesses that `wanted` takes, by `place(access)`. Throws where they would have
+// too many cells, or accesses too many of them.
+template <typename Key, typename Place>
+std::map<Key, Grid> make_grids(const ProgramView& program, Place place) {
+  std::map<Key, Grid> grids;
+  for (const auto& access : program.accesses)
+    if (const auto key = place(access)) grids[*key].cut(access);
+  double cells = 0, visits = 0;
+  for (auto& [key, grid] : grids) {
+    grid.finish();
+    cells += grid.num_cells();
+  }
+  for (const auto& access : program.accesses)
+    if (const auto key = place(access)) {
+      const auto range = grids.at(*key).range(access);
+      visits += static_cast<double>(range.row_end - range.row_begin) *
+                static_cast<double>(range.column_end - range.column_begin);
+    }
+  if (cells <= kMaxCells && visits <= kMaxVisits) return grids;
+  char text[256];
+  std::snprintf(text, sizeof(text),
+                "the program's %zu accesses cut its tensors into %.0f cells, which they touch %.0f "
+                "times; the analysis is limited to %.0f cells and %.0f times: use larger tiles, or "
+                "tiles that share their borders",
+                program.accesses.size(), cells, visits, kMaxCells, kMaxVisits);
+  throw std::length_error(text);
+}
 
 // ---- The program, indexed the ways the analysis needs it.
 
@@ -127,16 +166,13 @@ class TagGroups {
  public:
   TagGroups(const ProgramView& program, std::optional<Finding>& fault)
       : needs(program.instructions.size()), memberships(program.instructions.size()) {
-    std::map<std::int32_t, Grid> grids;
-    for (const auto& access : program.accesses)
-      if (program.tensors[access.tensor].tagged) grids[access.tensor].cut(access);
+    const auto grids = make_grids<std::int32_t>(program, [&](const Access& access) {
+      return program.tensors[access.tensor].tagged ? std::optional(access.tensor) : std::nullopt;
+    });
     if (grids.empty()) return;
     std::map<std::int32_t, std::vector<std::int64_t>>
         writers;  // by cell: number of the writing access
-    for (auto& [tensor, grid] : grids) {
-      grid.finish();
-      writers[tensor].assign(grid.size(), -1);
-    }
+    for (const auto& [tensor, grid] : grids) writers[tensor].assign(grid.size(), -1);
     fault = find_writers(program, grids, writers);
     if (!fault) fault = find_readers(program, grids, writers);
   }
@@ -358,7 +394,7 @@ class Execution {
     reached_writes[number(instruction, step)] = 1;
     const bool is_withheld =
         withhold_ != Withhold::kNothing && withheld_ == Node{instruction, step};
-    if (is_withheld && withhold_ == Withhold::kReads) return false;
+    if (is_withheld && withhold_ == Withhold::kReads && !synchronisation.reads_late) return false;
     for (const auto group : tags_.memberships[instruction]) {
       ++group_counts_[group_number(group, step)];
       if (complete(group, step)) {
@@ -581,7 +617,7 @@ class QueueOrder final : public Order {
       const Node node{writer, step};
       merge(joined.over.data(), clock(over_, node));
       merge(joined.read.data(), clock(read_, node));
-      raise(joined.read, node);
+      if (!index_.program.instructions[writer].reads_late) raise(joined.read, node);
     }
     return entry->second = std::move(joined);
   }
@@ -649,6 +685,7 @@ class EventOrder final : public Order {
   bool read_before_writes(Node node) const override {
     const auto& known = knowledge_[knowledge_of_[number(current_)]].read;
     if (has_signal(known, node)) return true;
+    if (index_.program.instructions[node.instruction].reads_late) return false;
     const auto& groups = tags_.memberships[node.instruction];
     return std::any_of(groups.begin(), groups.end(), [&](std::int32_t group) {
       return has(known, group_event(group, node.step));
@@ -751,6 +788,12 @@ class ExactOrder {
     const auto [entry, is_new] = reached_.try_emplace(key);
     if (is_new) {
       const auto steps = std::clamp<std::size_t>(kNodes / (count + 1), 4, 64);
+      executed_ += static_cast<double>(steps) * static_cast<double>(count);
+      if (executed_ > kMaxExecuted) throw_unbounded(first, second);
+      if (reached_.size() * 3 * kAnalysedSteps * count > kMaxKept) {
+        reached_.clear();
+        return ordered(first, first_writes, second, point);
+      }
       Execution execution(index_, tags_, static_cast<int>(steps));
       execution.run({first.instruction, 0},
                     first_writes ? Execution::Withhold::kWrites : Execution::Withhold::kReads);
@@ -773,8 +816,19 @@ class ExactOrder {
  private:
   static constexpr std::size_t kNodes = 400'000;
 
+  [[noreturn]] void throw_unbounded(Node first, Node second) const {
+    char text[256];
+    std::snprintf(text, sizeof(text),
+                  "the order of instructions %d and %d, and of others before them, follows from no "
+                  "barrier or tagged word directly: to decide it takes the execution of more than "
+                  "%.0f instructions; let readers wait for what they read",
+                  first.instruction, second.instruction, kMaxExecuted);
+    throw std::length_error(text);
+  }
+
   const Index& index_;
   const TagGroups& tags_;
+  double executed_ = 0;                                                        // instructions
   std::unordered_map<std::size_t, std::array<std::vector<char>, 3>> reached_;  // by point
 };
 
@@ -803,8 +857,9 @@ class RaceSearch {
   RaceSearch(const Index& index, ExactOrder& exact) : index_(index), exact_(exact) {
     const auto& program = index.program;
     surfaces_.resize(2 * program.tensors.size());
-    for (const auto& access : program.accesses) surface(access).grid.cut(access);
-    for (auto& surface : surfaces_) surface.grid.finish();
+    auto grids = make_grids<std::size_t>(
+        program, [](const Access& access) { return std::optional(surface_of(access)); });
+    for (auto& [number, grid] : grids) surfaces_[number].grid = std::move(grid);
     for (std::size_t tensor = 0; tensor < program.tensors.size(); ++tensor) {
       auto& plain = surfaces_[2 * tensor];
       auto& indexed = surfaces_[2 * tensor + 1];
@@ -838,9 +893,10 @@ class RaceSearch {
   };
 
   const Access& access(const Visit& visit) const { return index_.program.accesses[visit.access]; }
-  Surface& surface(const Access& access) {
-    return surfaces_[2 * static_cast<std::size_t>(access.tensor) + (access.indexed ? 1 : 0)];
+  static std::size_t surface_of(const Access& access) {
+    return 2 * static_cast<std::size_t>(access.tensor) + (access.indexed ? 1 : 0);
   }
+  Surface& surface(const Access& access) { return surfaces_[surface_of(access)]; }
 
   std::optional<Finding> visit_access(const Visit& now, Order& order) {
     const auto& access = index_.program.accesses[now.access];
@@ -900,6 +956,7 @@ class RaceSearch {
           writers.push_back(cell.writer);
       } else if (traits.activation && !traits.tagged && !unwritten_) {
         unwritten_ = Finding{FindingKind::kUnwritten, {}};
+        unwritten_->first_access = writer_of(surface, place, this->access(now));
         unwritten_->second_access = now.access;
       }
       return true;
@@ -910,6 +967,20 @@ class RaceSearch {
     writers.erase(std::unique(writers.begin(), writers.end(),
                               [](const Visit& a, const Visit& b) { return a.node == b.node; }),
                   writers.end());
+  }
+
+  // The first write of a cell, wherever it stands in the step; -1 if there is none. `like`: an
+  // access of the same surface.
+  std::int64_t writer_of(const Surface& surface, std::size_t place, const Access& like) const {
+    const auto& accesses = index_.program.accesses;
+    for (std::size_t number = 0; number < accesses.size(); ++number) {
+      const auto& access = accesses[number];
+      if (!access.write || surface_of(access) != surface_of(like)) continue;
+      const bool elsewhere = surface.grid.for_each(
+          surface.grid.range(access), [place](std::size_t cell) { return cell != place; });
+      if (!elsewhere) return static_cast<std::int64_t>(number);
+    }
+    return -1;
   }
 
   std::optional<Finding> write(Surface& surface, const CellRange& range, const Visit& now,
@@ -1008,16 +1079,10 @@ std::unique_ptr<Order> make_order(const Index& index, const TagGroups& tags,
   return std::make_unique<QueueOrder>(index, tags, trusted);
 }
 
-}  // namespace
-
-std::optional<Finding> find_fault(const ProgramView& program) {
-  std::optional<Finding> fault;
-  const Index index(program);
-  const TagGroups tags(program, fault);
-  if (fault) return fault;
-  Instructions sequence;
-  if ((fault = run_one_step(index, tags, sequence))) return fault;
-
+// A race, or what is read before it is written. `sequence` is an order in which a step runs.
+std::optional<Finding> find_race(const Index& index, const TagGroups& tags,
+                                 const Instructions& sequence) {
+  const auto& program = index.program;
   std::vector<char> trusted(index.signallers.size(), 0);  // barriers that are waited for
   for (const auto& instruction : program.instructions)
     for (const auto& wait : instruction.waits)
@@ -1033,13 +1098,35 @@ std::optional<Finding> find_fault(const ProgramView& program) {
     for (std::int32_t step = 0; step < kAnalysedSteps; ++step)
       for (const auto instruction : sequence) {
         order->enter({instruction, step});
-        if ((fault = races.visit({instruction, step}, *order))) return fault;
+        if (auto fault = races.visit({instruction, step}, *order)) return fault;
       }
     bool stable = true;
     for (std::int32_t barrier = 0; barrier < program.barriers; ++barrier)
       if (trusted[barrier] && !order->steps_are_apart(barrier)) trusted[barrier] = stable = false;
     if (stable) return races.unwritten();
   }
+}
+
+}  // namespace
+
+Analysis analyse(const ProgramView& program) {
+  Analysis result;
+  const Index index(program);
+  const TagGroups tags(program, result.fault);
+  if (result.fault) return result;
+  Instructions sequence;
+  if ((result.fault = run_one_step(index, tags, sequence))) return result;
+  if (!program.dynamic) {
+    // First without the order of the queues: programs of the compiler need none.
+    ProgramView unordered = program;
+    unordered.dynamic = true;
+    unordered.queues = {sequence};
+    result.fault = find_race(Index(unordered), tags, sequence);
+    if (!result.fault || result.fault->kind == FindingKind::kUnwritten) return result;
+    result.needs_queue_order = true;
+  }
+  result.fault = find_race(index, tags, sequence);
+  return result;
 }
 
 }  // namespace megavm
@@ -1055,19 +1142,63 @@ using namespace megavm;
 template <typename T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
+// Throws where a number names nothing: everything that the analysis takes for granted.
+void check_numbers(std::int32_t barriers, const Array<std::int32_t>& queues,
+                   const Array<std::int64_t>& lengths, const Array<std::int64_t>& waits,
+                   const Array<std::int64_t>& signals, const Array<std::int64_t>& accesses,
+                   const Array<bool>& traits) {
+  const auto count = static_cast<std::int64_t>(signals.size());
+  const auto require = [](bool good, const char* what) {
+    if (!good) throw std::invalid_argument(what);
+  };
+  require(barriers >= 0, "a negative number of barriers");
+  std::int64_t entries = 0;
+  for (py::ssize_t i = 0; i < lengths.size(); ++i) {
+    require(lengths.data()[i] >= 0, "a queue of negative length");
+    entries += lengths.data()[i];
+  }
+  require(entries == queues.size() && entries == count, "queues hold each instruction once");
+  std::vector<char> seen(static_cast<std::size_t>(count), 0);
+  for (py::ssize_t i = 0; i < queues.size(); ++i) {
+    const std::int64_t entry = queues.data()[i];
+    require(entry >= 0 && entry < count && !seen[static_cast<std::size_t>(entry)],
+            "queues hold each instruction once");
+    seen[static_cast<std::size_t>(entry)] = 1;
+  }
+  std::vector<std::int64_t> signalled(static_cast<std::size_t>(barriers), 0);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto barrier = signals.data()[i];
+    require(barrier >= -1 && barrier < barriers, "a signal names no barrier");
+    if (barrier >= 0) ++signalled[static_cast<std::size_t>(barrier)];
+  }
+  for (std::int64_t i = 0; i < count * kMaxWaits; ++i) {
+    const auto barrier = waits.data()[2 * i], target = waits.data()[2 * i + 1];
+    require(barrier >= -1 && barrier < barriers, "a wait names no barrier");
+    require(barrier < 0 || (target >= 0 && target <= signalled[static_cast<std::size_t>(barrier)]),
+            "a wait for more than a step signals");
+  }
+  std::int64_t before = 0;
+  for (py::ssize_t i = 0; i < accesses.shape(0); ++i) {
+    const std::int64_t* a = accesses.data() + 9 * i;
+    require(a[0] >= before && a[0] < count, "accesses are sorted by instruction");
+    before = a[0];
+    require(a[1] >= 0 && a[1] < traits.shape(0), "an access names no tensor");
+    require(a[2] >= 0 && a[2] < a[3] && a[4] >= 0 && a[4] < a[5], "an access of nothing");
+  }
+}
+
 // ``queues`` holds instruction numbers one queue after the other, ``lengths`` how many belong to
 // each.
 // ``waits`` is [n, 3, 2], ``accesses`` [m, 9]: the members of Access in order; ``traits`` [t, 3].
-py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
-                                const Array<std::int32_t>& queues,
-                                const Array<std::int64_t>& lengths,
-                                const Array<std::int64_t>& waits,
-                                const Array<std::int64_t>& signals,
-                                const Array<std::int64_t>& accesses, const Array<bool>& traits) {
+py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::int32_t>& queues,
+                         const Array<std::int64_t>& lengths, const Array<std::int64_t>& waits,
+                         const Array<std::int64_t>& signals, const Array<bool>& reads_late,
+                         const Array<std::int64_t>& accesses, const Array<bool>& traits) {
   if (waits.ndim() != 3 || waits.shape(1) != kMaxWaits || waits.shape(2) != 2 ||
-      waits.shape(0) != signals.size() || accesses.ndim() != 2 || accesses.shape(1) != 9 ||
-      traits.ndim() != 2 || traits.shape(1) != 3)
+      waits.shape(0) != signals.size() || reads_late.size() != signals.size() ||
+      accesses.ndim() != 2 || accesses.shape(1) != 9 || traits.ndim() != 2 || traits.shape(1) != 3)
     throw std::invalid_argument("arrays of the wrong shape");
+  check_numbers(barriers, queues, lengths, waits, signals, accesses, traits);
   ProgramView program;
   program.barriers = barriers;
   program.dynamic = dynamic;
@@ -1084,6 +1215,7 @@ py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
       wait += 2;
     }
     program.instructions[i].signal = static_cast<std::int32_t>(signals.data()[i]);
+    program.instructions[i].reads_late = reads_late.data()[i];
   }
   program.accesses.resize(static_cast<std::size_t>(accesses.shape(0)));
   for (std::size_t i = 0; i < program.accesses.size(); ++i) {
@@ -1103,25 +1235,28 @@ py::object find_fault_of_arrays(std::int32_t barriers, bool dynamic,
     const bool* t = traits.data() + 3 * i;
     program.tensors[i] = {t[0], t[1], t[2]};
   }
-  std::optional<Finding> finding;
+  Analysis analysis;
   {
     py::gil_scoped_release released;
-    finding = find_fault(program);
+    analysis = analyse(program);
   }
-  if (!finding) return py::none();
+  const auto& finding = analysis.fault;
+  if (!finding) return py::make_tuple(py::none(), analysis.needs_queue_order);
   constexpr const char* kNames[] = {"deadlock", "unordered", "unwritten", "tag_unreachable",
                                     "tag_ambiguous"};
   py::list blocked;
   for (const auto& b : finding->blocked)
     blocked.append(py::make_tuple(b.instruction, b.barrier, b.value, b.target, b.missing));
-  return py::make_tuple(kNames[static_cast<int>(finding->kind)], finding->first_access,
-                        finding->first_step, finding->second_access, finding->second_step, blocked);
+  return py::make_tuple(
+      py::make_tuple(kNames[static_cast<int>(finding->kind)], finding->first_access,
+                     finding->first_step, finding->second_access, finding->second_step, blocked),
+      analysis.needs_queue_order);
 }
 
 }  // namespace
 
 void bind_happens_before(py::module_& module) {
-  module.def("find_fault", &find_fault_of_arrays, py::arg("barriers"), py::arg("dynamic"),
-             py::arg("queues"), py::arg("lengths"), py::arg("waits"), py::arg("signals"),
+  module.def("analyse", &analyse_arrays, py::arg("barriers"), py::arg("dynamic"), py::arg("queues"),
+             py::arg("lengths"), py::arg("waits"), py::arg("signals"), py::arg("reads_late"),
              py::arg("accesses"), py::arg("traits"));
 }

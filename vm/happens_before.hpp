@@ -12,12 +12,21 @@
 // where the next step counts from. A program that finishes one step from there therefore finishes
 // any number.
 //
+// Dead rows. Which rows are live decides which of the declared accesses are made, and nothing else:
+// an instruction waits for every tagged word that it declares as read and tags every word that it
+// declares as written, whatever the number of live rows. All machines keep this: the CPU's
+// interpreter for every instruction (cpu/interpreter.cpp), the GPU's consumers for what the kernels
+// do not see to (cuda/tagged_rows.cuh), the reference as well. So what is proved with all rows live
+// holds for any number of them.
+//
 // Races. Two conflicting accesses must be ordered in every execution. A barrier orders all of the
 // signaller before the waiter. A tagged word orders, before the *writes* of its reader, the reads
 // of its writer and all that is ordered before the writer; it says nothing about the writer's other
 // writes, and it does not hold back other reads of the reader, which a machine may issue while it
-// waits for the word. Two steps suffice: each element that is written at all is written in every
-// step, so a conflict over a longer distance is a chain of conflicts over shorter ones.
+// waits for the word. A writer that reads late (vm/isa.py, TagOrder) tags words while it still
+// reads: of its own reads its words say nothing, of what was ordered before it the same. Two steps
+// suffice: each element that is written at all is written in every step, so a conflict over a
+// longer distance is a chain of conflicts over shorter ones.
 //
 // An *earlier* read (vm/isa.py) sees what the steps before wrote into an indexed tensor. The writes
 // of its own and of later steps go to other places, so it conflicts with none of them; only the
@@ -51,6 +60,7 @@ inline constexpr int kMaxWaits = 3;
 struct Synchronisation {
   WaitFor waits[kMaxWaits];
   std::int32_t signal;  // -1: none
+  bool reads_late;      // its tagged words say nothing of its reads
 };
 
 // A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see vm/isa.py.
@@ -94,13 +104,20 @@ enum class FindingKind { kDeadlock, kUnordered, kUnwritten, kTagUnreachable, kTa
 // The first fault found. Accesses are numbers in ProgramView::accesses, -1 where there is none.
 struct Finding {
   FindingKind kind;
-  std::vector<Blocked> blocked;     // kDeadlock
-  std::int64_t first_access = -1;   // kUnordered, kTagAmbiguous: the access that came first
+  std::vector<Blocked> blocked;  // kDeadlock
+  // kUnordered, kTagAmbiguous: the access that came first; kUnwritten: one that writes it later
+  std::int64_t first_access = -1;
   std::int64_t second_access = -1;  // the access at fault
   int first_step = 0, second_step = 0;
 };
 
-// The first fault of the program, if it has one.
-std::optional<Finding> find_fault(const ProgramView& program);
+struct Analysis {
+  std::optional<Finding> fault;  // the first one, if there is one
+  // Whether the proof rests on the order of static queues, beside barriers and tagged words.
+  bool needs_queue_order = false;
+};
+
+// Throws std::length_error when the program is beyond the limits of the analysis.
+Analysis analyse(const ProgramView& program);
 
 }  // namespace megavm

@@ -158,6 +158,18 @@ class Wait:
     target: int
 
 
+class TagOrder(Enum):
+    """Whether the GPU kernel of an instruction orders its tagged words by itself, for live rows.
+
+    The verifier assumes that an instruction waits for every tagged word that it declares as read before it
+    stores anything that others see, and that it has read everything before it tags a word.
+    """
+
+    KEPT = 0  # it does
+    READS_LATE = 1  # the first is true; its tags say nothing of its reads, which the verifier knows
+    BY_MACHINE = 2  # the machine waits before the kernel and tags after it, in two more round trips
+
+
 class FieldKind(Enum):
     TENSOR = "tensor"
     INTEGER = "integer"
@@ -402,6 +414,13 @@ class Instruction:
         Operands that are not there are taken in natural order alone.
         """
         return {}
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        """How its GPU kernel orders tagged words; see TagOrder.
+
+        ``single_row``: no instruction of the program has more than one row.
+        """
+        return TagOrder.BY_MACHINE
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         """Sentences about operands that contradict each other or the tensors they name."""

@@ -37,13 +37,18 @@ class WorkerState:
 class MachineFault(RuntimeError):
     """A launch ended before its time. ``cause`` is one sentence; ``workers`` the state of each worker.
 
-    The memory's activations and state are unspecified afterwards.
+    The memory's activations and state are unspecified afterwards. The executable runs again after
+    ``reset``.
     """
 
     def __init__(self, cause: str, workers: tuple[WorkerState, ...] = ()) -> None:
         super().__init__("\n  ".join([cause, *map(str, workers)]))
         self.cause = cause
         self.workers = workers
+
+
+class MachineLost(MachineFault):
+    """The machine cannot run anything in this process any more; a new process can."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +120,16 @@ class Executable(Protocol):
     def run(self, steps: int = 1) -> None:
         """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished.
+        Raises MachineFault when it cannot be finished; nothing runs then before ``reset``.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Set all counters to those of a fresh load, so that the program runs again after a fault.
+
+        Waits for launches under way and drops what they noted. ``memory.epoch`` stays: a run
+        advances it before it begins, so no word can carry the tag of a later step. Raises
+        MachineLost when the machine cannot run anything any more.
         """
         ...
 

@@ -102,6 +102,22 @@ class Program:
         counts = np.bincount(signalled, minlength=len(self.barriers))
         return counts.astype(np.uint32)
 
+    @functools.cached_property
+    def needs_queue_order(self) -> bool:
+        """Whether the values that a run gives depend on the order of the static queues.
+
+        False if barriers and tagged words alone order all accesses that conflict, as in every program
+        that the compiler makes: a worker may then begin an instruction while the one before it is still
+        being stored. True of a program that does not verify.
+        """
+        from megavm.vm.verify import VerificationError, verify
+
+        try:
+            verify(self)  # which leaves the answer
+        except VerificationError:
+            return True
+        return bool(self.__dict__["needs_queue_order"])
+
     def worker_of(self) -> npt.NDArray[np.int32]:
         """The queue that each instruction stands in: int32 [n], -1 if in none."""
         owner = np.full(len(self), -1, dtype=np.int32)

@@ -14,7 +14,7 @@ import torch
 
 from megavm.instructions.tiles import SQUARES_COLUMNS
 from megavm.vm.config import NONE
-from megavm.vm.isa import TensorSpec
+from megavm.vm.isa import Region, TensorSpec
 from megavm.vm.layout import ROWS
 from megavm.vm.machine import Executable, MachineFault, WorkerState
 from megavm.vm.memory import TORCH_DTYPE, Memory
@@ -55,13 +55,7 @@ class View:
         storage = self.memory.storage(spec.name)
         if not spec.tagged:
             return storage.reshape(spec.rows, -1)[rows[0] : rows[1], begin:end].float()
-        per_word = 4 // spec.dtype.size
-        tags = storage[rows[0] : rows[1], begin // per_word : -(-end // per_word), 1]
-        if bool((tags != self.epoch).any()):
-            raise MachineFault(
-                f"rows {rows} columns {(begin, end)} of tagged tensor {spec.name} are read before "
-                f"they are written in epoch {self.epoch}"
-            )
+        self.check_tags(Region(handle, rows, (begin, end)))
         values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
         return values[rows[0] : rows[1], begin:end].float()
 
@@ -81,6 +75,26 @@ class View:
             rows[0] : rows[1], first:last
         ]
         words[rows[0] : rows[1], first:last, 1] = self.epoch
+
+    def check_tags(self, region: Region) -> None:
+        """Raise MachineFault when a word of a tagged tensor was not written in this step."""
+        if bool((self._tags(region) != self.epoch).any()):
+            raise MachineFault(
+                f"rows {region.rows} columns {region.columns} of tagged tensor "
+                f"{self.tensors[region.tensor].name} are read before they are written in epoch "
+                f"{self.epoch}"
+            )
+
+    def tag(self, region: Region) -> None:
+        """Give every word of a region of a tagged tensor the step's tag."""
+        self._tags(region)[:] = self.epoch
+
+    def _tags(self, region: Region) -> torch.Tensor:
+        spec = self.tensors[region.tensor]
+        per_word = 4 // spec.dtype.size
+        begin, end = region.columns
+        rows = self.memory.storage(spec.name)[slice(*region.rows)]
+        return rows[:, begin // per_word : -(-end // per_word), 1]
 
     def scalar(self, handle: int) -> int:
         """The one element of an integer tensor."""
@@ -235,7 +249,14 @@ class ReferenceExecutable:
         inst = self.program.instructions[index]
         view = View(self.memory, self.program.tensors, step, self.memory.epoch + step + 1)
         try:
+            # Dead rows are neither read nor written, but their words are waited for and tagged.
+            for region in inst.reads(self.program.tensors):
+                if self.program.tensors[region.tensor].tagged:
+                    view.check_tags(region)
             meaning(inst.name())(inst, view)
+            for region in inst.writes(self.program.tensors):
+                if self.program.tensors[region.tensor].tagged:
+                    view.tag(region)
         except (IndexError, MachineFault) as error:
             text = inst.disassemble(self.program.tensors)
             state = WorkerState(0, "consumer", index, text, "")
@@ -244,7 +265,13 @@ class ReferenceExecutable:
     def run(self, steps: int = 1) -> None:
         if self._order is None:
             self._order = list(sequential_order(self.program))
-        for step in range(steps):
-            for index in self._order:
-                self.execute_one(index, step)
-        self.memory.epoch += steps
+        try:
+            for step in range(steps):
+                for index in self._order:
+                    self.execute_one(index, step)
+        finally:
+            # Even after a fault: words may carry the tags of these steps.
+            self.memory.epoch += steps
+
+    def reset(self) -> None:
+        """Nothing to do: every run begins anew."""

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm import _native
-from megavm.vm.alike import accesses_of, find_alike
+from megavm.vm.alike import accesses_of, find_alike, tag_orders
 from megavm.vm.codegen import specialisation
 from megavm.vm.config import (
     HEADER_WORDS,
@@ -39,7 +39,15 @@ from megavm.vm.config import (
     WORKING_BYTES,
 )
 from megavm.vm.cuda_layouts import program_layouts
-from megavm.vm.isa import Field, FieldKind, Instruction, Region, TensorKind, TensorSpec
+from megavm.vm.isa import (
+    Field,
+    FieldKind,
+    Instruction,
+    Region,
+    TagOrder,
+    TensorKind,
+    TensorSpec,
+)
 from megavm.vm.program import Program
 
 MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake
@@ -51,7 +59,8 @@ Ints = npt.NDArray[np.int64]
 class VerificationError(ValueError):
     """A program that must not be launched, and why, in one sentence.
 
-    ``rule`` is "form", "deadlock", "unordered", "unwritten", "tag_unreachable" or "tag_ambiguous".
+    ``rule`` is "form", "deadlock", "unordered", "unwritten", "tag_unreachable", "tag_ambiguous", or "limit":
+    the program is too large to be analysed.
     ``accesses`` are the ones at fault, in the order in which they came in the execution that was looked at.
     """
 
@@ -303,7 +312,7 @@ class _Verifier:
         """
         for cls, numbers in self._by_class():
             self._check_operands(cls, numbers)
-        alike = tuple(find_alike(self.words, self.tensors))
+        alike = self._alike = tuple(find_alike(self.words, self.tensors))
         accesses = accesses_of(alike, 8, self._declaration)
         if self.machine == "cuda":
             try:
@@ -415,17 +424,24 @@ class _Verifier:
         traits = [
             (t.tagged, t.kind is TensorKind.ACTIVATION, len(t.shape) != 4) for t in self.tensors
         ]
-        fault = _native.find_fault(
-            barriers=len(program.barriers),
-            dynamic=program.dynamic,
-            queues=self._entries(),
-            lengths=np.array([len(q) for q in program.queues], np.int64),
-            waits=header[:, 1:].reshape(-1, MAX_WAITS, 2),
-            signals=header[:, 0],
-            accesses=accesses,
-            traits=np.array(traits, bool).reshape(-1, 3),
-        )
+        try:
+            fault, needs_queue_order = _native.analyse(
+                barriers=len(program.barriers),
+                dynamic=program.dynamic,
+                queues=self._entries(),
+                lengths=np.array([len(q) for q in program.queues], np.int64),
+                waits=header[:, 1:].reshape(-1, MAX_WAITS, 2),
+                signals=header[:, 0],
+                reads_late=tag_orders(self.words, self.tensors, self._alike)
+                == TagOrder.READS_LATE.value,
+                accesses=accesses,
+                traits=np.array(traits, bool).reshape(-1, 3),
+            )
+        except ValueError as error:
+            raise VerificationError(str(error), "limit") from error
         if fault is None:
+            # Known from now on: Program.needs_queue_order.
+            program.__dict__["needs_queue_order"] = needs_queue_order
             return
         rule, first, first_step, second, second_step, blocked = fault
         if rule == "deadlock":
@@ -459,8 +475,12 @@ class _Verifier:
             "without an order between them"
         )
 
-    def _unwritten(self, access: Access) -> str:
-        return f"{self._does(access)}, some of which no instruction has written before in the step"
+    def _unwritten(self, *accesses: Access) -> str:
+        """``accesses``: a write of a part that is read too early, if there is one, and the read."""
+        text = f"{self._does(accesses[-1])}, some of which no instruction has written before in the step"
+        if len(accesses) == 1:
+            return f"{text}, and none does later"
+        return f"{text}: {self._does(accesses[0])}, but not before"
 
     def _tag_unreachable(self, access: Access) -> str:
         return (

@@ -37,6 +37,10 @@ struct ProductPlan {
   // Nothing is to be fetched that is there only when the waits are over.
   __device__ __forceinline__ void prefetch_ready(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
 
+  // Nothing is to be waited for that others produce, beside the input.
+  __device__ __forceinline__ void await_residual(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
+  __device__ __forceinline__ void prefetch_parts(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
+
   // Nothing is to be done with results beside storing them.
   __device__ __forceinline__ void end_item(bool, uint32_t, uint32_t, uint32_t, uint32_t) const {}
   __device__ __forceinline__ void consider(float&, uint32_t&) const {}

@@ -94,8 +94,9 @@ struct Prefetched {
   __device__ __forceinline__ Prefetched() {
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i)
-      value[i] = i < 4 || program::kAnyBias || program::kAnyOutScaled ? __uint_as_float(ptx::zero())
-                                                                      : 0.0f;
+      value[i] = i < 4 || program::kAnyBias || program::kAnyOutScaled || program::kMaxAddends > 0
+                     ? __uint_as_float(ptx::zero())
+                     : 0.0f;
     number[0] = number[1] = ptx::zero();
 #pragma unroll
     for (uint64_t& address : to) address = ptx::zero();
@@ -199,6 +200,12 @@ __device__ __forceinline__ ProductInput no_input() {
           ptx::zero(),
           __uint_as_float(ptx::zero()),
           ptx::zero()};
+}
+
+// For tests, see kHoldStores.
+__device__ __forceinline__ void hold_stores(uint32_t times) {
+  if constexpr (kHoldStores > 0)
+    for (uint32_t i = 0; i < times; ++i) __nanosleep(kHoldStores);
 }
 
 // ---- Sums.

@@ -199,7 +199,13 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       const uint32_t items = min_of(kBlockUnits, units - first_unit) * Plan::kHalfItems / 2;
       const bool active = live && item < items;
       Prefetched early;
-      if (active) plan.prefetch(item, first_unit, row, early);
+      // Words that the block adds are there before any of its results is stored: the lanes meet
+      // below.
+      if (active) {
+        plan.prefetch(item, first_unit, row, early);
+        plan.await_residual(item, first_unit, row, early);
+        plan.prefetch_parts(item, first_unit, row, early);
+      }
       if (live && input.x_squares != kNone && first_unit == 0) {
         storer.stage.ready().wait(storer.stage.phase);
         storer.stage.hinted().wait(storer.stage.phase);
@@ -227,6 +233,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       for (uint32_t offset = 1; offset < kShare; offset *= 2)
 #pragma unroll
         for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
+      hold_stores(1);
       if (active && part == 0) {
 #pragma unroll
         for (float& value : values) value *= scale;

@@ -94,6 +94,7 @@ __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consume
 #pragma unroll
     for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
   active = active && share.part == 0;
+  hold_stores(consumer.warp());
   if (active) {
 #pragma unroll
     for (float& value : values) value *= scale;
@@ -228,6 +229,12 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
                               __float_as_uint(found));
         }
       }
+      // Words that the block adds are there before any of its results is stored.
+      if constexpr (program::kMaxAddends > 0)
+        if (const ItemShare mine = share(); is_active(mine) && mine.part == 0)
+          dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
+            Plan(stage).prefetch_parts(mine.item, first_unit, first_row + mine.row, prefetched);
+          });
       consumer.sync();
       if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
       dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {

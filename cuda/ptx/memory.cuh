@@ -270,6 +270,10 @@ __device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t b
       : "memory");
 }
 
+// Orders what this thread has done, and seen others do, before what it does later, for the whole
+// GPU.
+__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
 // Orders what ordinary accesses wrote before later copies of the copy engine.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");

@@ -13,6 +13,7 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -143,15 +144,11 @@ class Attention(Instruction):
         """What device code must know at compile time."""
         cache, group = tensors[self.k_cache], self.group(tensors)
         head_dim = cache.shape[3]
-        bf16 = all(
-            tensors[h].dtype is BF16
-            for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))
-        )
         return {
             "head_dim": head_dim,
             "group": group,
             "block_size": cache.shape[2],
-            "bf16": int(bf16),
+            "fast": int(self.is_fast(tensors)),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
@@ -159,6 +156,22 @@ class Attention(Instruction):
             name: (swizzled_if_possible(tensors[cache]),)
             for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
         }
+
+    def is_fast(self, tensors: Sequence[TensorSpec]) -> bool:
+        """Whether the GPU's kernel for common shapes does it (fast.cuh); others take a plain one."""
+        _, _, block_size, head_dim = tensors[self.k_cache].shape
+        types = {tensors[h].dtype for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))}
+        whole_blocks = block_size % 8 == 0 and block_size & (block_size - 1) == 0
+        return (
+            types == {BF16} and head_dim in (64, 128) and self.group(tensors) <= 8 and whole_blocks
+        )
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
+        if rows == heads == 1 and self.is_fast(tensors):
+            return TagOrder.KEPT
+        tagged = any(tensors[h].tagged for h in (self.q, *self.newest()))
+        return TagOrder.BY_MACHINE if tagged else TagOrder.READS_LATE
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))

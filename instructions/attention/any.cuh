@@ -102,13 +102,13 @@ struct AnyAttention {
       const float next = __shfl_down_sync(~0u, value, 1);
       if (e >= d) continue;
       if (is_f32(to) || !is_tagged(to))
-        write_element(to, row, base + e, value, in.tag());
+        write_element(to, row, base + e, value, in.out_tag());
       else if (e % 2 == 0)
-        write_pair(to, row, base + e, value, next, true, in.tag());
+        write_pair(to, row, base + e, value, next, true, in.out_tag());
     }
     if (!whole && lane == 0) {
-      write_element(to, row, base + d, highest, in.tag());
-      write_element(to, row, base + d + 1, total, in.tag());
+      write_element(to, row, base + d, highest, in.out_tag());
+      write_element(to, row, base + d + 1, total, in.out_tag());
     }
   }
 

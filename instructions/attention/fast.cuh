@@ -352,13 +352,13 @@ struct FastAttention {
       const uint32_t number = head * kGroup + h;
       if (in.inst.num_splits == 1) {
         write_pair(in[&Attention::out], row, number * kD + e, __fdividef(x, total),
-                   __fdividef(y, total), true, in.tag());
+                   __fdividef(y, total), true, in.out_tag());
       } else {
         const uint32_t heads = in[&Attention::q].columns / kD;
         const Tensor& partial = in[&Attention::partial];
         const uint32_t base = (in.inst.split * heads + number) * (kD + 2);
-        write_pair(partial, row, base + e, x, y, true, in.tag());
-        if (e == 0) write_pair(partial, row, base + kD, highest * kLn2, total, true, in.tag());
+        write_pair(partial, row, base + e, x, y, true, in.out_tag());
+        if (e == 0) write_pair(partial, row, base + kD, highest * kLn2, total, true, in.out_tag());
       }
     }
     consumer.sync();

@@ -11,11 +11,15 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     tensor,
     whole,
 )
+
+ITEM_ELEMENTS = 32  # of a head, that a warp of the GPU merges at a time
+MAX_ITEMS = 32  # of an instruction, whose results may wait until all warps have read
 
 
 class AttentionMerge(Instruction):
@@ -59,6 +63,16 @@ class AttentionMerge(Instruction):
 
     def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         return aligned(4 * round_up(self.head_dim, CPU_LANES))
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        items = (self.row_end - self.row_begin) * (self.head_end - self.head_begin)
+        items *= -(-self.head_dim // ITEM_ELEMENTS)
+        if self.head_dim % 2 == 0 and items <= MAX_ITEMS:
+            return TagOrder.KEPT
+        return TagOrder.BY_MACHINE if tensors[self.partial].tagged else TagOrder.READS_LATE
+
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        return 4 * ITEM_ELEMENTS * MAX_ITEMS
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

@@ -26,7 +26,7 @@ struct Kernel<AttentionMerge> : NoPages {
   // comes in one round trip; lane i has the score of split i of the batch.
   template <bool kTagged>
   static __device__ __forceinline__ void merge_heads(const Operands<AttentionMerge>& in,
-                                                     const Consumer& consumer, uint32_t rows) {
+                                                     Consumer& consumer, uint32_t rows) {
     const uint32_t warp = consumer.warp();
     const AttentionMerge& inst = in.inst;
     const Tensor& partial = in[&AttentionMerge::partial];
@@ -35,6 +35,24 @@ struct Kernel<AttentionMerge> : NoPages {
     const uint32_t parts = ceil_div(d, kLanes), lane = lane_index(), tag = in.tag();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
     constexpr uint32_t kBytes = kTagged ? 8 : 4;  // of an element
+    const auto store = [&](uint32_t item, float value) {
+      const uint32_t row = inst.row_begin + item / per_row;
+      const uint32_t head = inst.head_begin + item % per_row / parts;
+      const uint32_t e = item % parts * kLanes + lane;
+      const float next = __shfl_down_sync(~0u, value, 1);
+      if (e >= d) return;
+      // A lane stores its own float32, or a pair of bf16.
+      if (is_f32(out))
+        write_element(out, row, head * d + e, value, in.out_tag());
+      else if (e % 2 == 0)
+        write_pair(out, row, head * d + e, value, next, true, in.out_tag());
+    };
+    // Results wait in the scratch until all warps have read, where words are exchanged.
+    static_assert(kScratch >= 4 * kLanes * attention_merge::kMaxItems);
+    const bool waits = (kTagged || is_tagged(out)) && rows * per_row <= attention_merge::kMaxItems;
+    const auto scratch = [&](uint32_t item) {
+      return consumer.scratch(4 * (item * kLanes + lane));
+    };
 #pragma unroll 1
     for (uint32_t item = warp; item < rows * per_row; item += kNumConsumers) {
       const uint32_t row = inst.row_begin + item / per_row;
@@ -105,14 +123,16 @@ struct Kernel<AttentionMerge> : NoPages {
 #pragma unroll
       for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
         total += __shfl_xor_sync(~0u, total, offset);
-      const float value = sum / total, next = __shfl_down_sync(~0u, value, 1);
-      if (e >= d) continue;
-      // A lane stores its own float32, or a pair of bf16.
-      if (is_f32(out))
-        write_element(out, row, head * d + e, value, tag);
-      else if (e % 2 == 0)
-        write_pair(out, row, head * d + e, value, next, true, tag);
+      if (waits)
+        ptx::store_shared(scratch(item), __float_as_uint(sum / total));
+      else
+        store(item, sum / total);
     }
+    if (!waits) return;
+    consumer.sync();
+#pragma unroll 1
+    for (uint32_t item = warp; item < rows * per_row; item += kNumConsumers)
+      store(item, __uint_as_float(ptx::load_shared(scratch(item))));
   }
 
   // One element of the result.
@@ -162,9 +182,9 @@ struct Kernel<AttentionMerge> : NoPages {
         (j == 0 ? x : y) = value;
       }
       if (whole_words || column >= begin)
-        write_pair(out, row, column, x, y, whole_words || column + 1 < end, in.tag());
+        write_pair(out, row, column, x, y, whole_words || column + 1 < end, in.out_tag());
       else
-        write_element(out, row, column + 1, y, in.tag());
+        write_element(out, row, column + 1, y, in.out_tag());
     }
   }
 

@@ -39,7 +39,8 @@ struct Kernel<Copy> : NoPages {
       for (uint32_t j = 0; j < 2; ++j)
         if (column + j >= begin && column + j < end)
           value[j] = read_element(x, inst.x_row + i, from + j, in.tag(), in.word(&Copy::x));
-      write(in[&Copy::out], inst.row_begin + i, column, begin, end, value[0], value[1], in.tag());
+      write(in[&Copy::out], inst.row_begin + i, column, begin, end, value[0], value[1],
+            in.out_tag());
     }
   }
 };

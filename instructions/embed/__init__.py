@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
-from megavm.vm.config import NONE
+from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -71,6 +72,11 @@ class Embed(Instruction):
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"table": (ROWS, units())}
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        # Where each warp has one row, all of them read before any stores.
+        once = self.row_end - self.row_begin <= NUM_CONSUMER_WARPS
+        return TagOrder.KEPT if once else TagOrder.READS_LATE
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         table, out = tensors[self.table], tensors[self.out]

@@ -72,9 +72,9 @@ struct Kernel<Embed> : NoPages {
         // NOTE: a tagged word of two bf16 is stored whole even when one of them belongs to another
         // instruction, which stores the same.
         if (column >= begin || (is_tagged(out) && !is_f32(out)))
-          write_pair(out, row, column, x, y, column + 1 < end, in.tag());
+          write_pair(out, row, column, x, y, column + 1 < end, in.out_tag());
         else
-          write_element(out, row, column + 1, y, in.tag());
+          write_element(out, row, column + 1, y, in.out_tag());
       }
     }
   }
@@ -101,13 +101,14 @@ struct Kernel<Embed> : NoPages {
       const float y = f32 ? __uint_as_float(raw[i].y) : ptx::high_bf16(raw[i].x);
       if (column < end)
         write_pair(in[&Embed::out_scaled], row, column, x * factor[i][0], y * factor[i][1],
-                   column + 1 < end, in.tag());
+                   column + 1 < end, in.out_tag());
       float squares = column < end ? x * x : 0.0f;
       if (column + 1 < end) squares = fmaf(y, y, squares);
       for (uint32_t apart = 1; apart < kPairs; apart *= 2)
         squares += __shfl_xor_sync(~0u, squares, apart);
       if (column < end && lane_index() % kPairs == 0)
-        write_element(in[&Embed::out_squares], row, column / kSquaresColumns, squares, in.tag());
+        write_element(in[&Embed::out_squares], row, column / kSquaresColumns, squares,
+                      in.out_tag());
     }
   }
 
@@ -121,6 +122,8 @@ struct Kernel<Embed> : NoPages {
     const uint32_t threads = parts * kLanes, step = kNumConsumers / parts;
     const uint32_t thread = consumer.warp() % parts * kLanes + lane_index();
     bool ready = false;
+    // Where no warp has several rows, all of them have read their token before any stores a word.
+    bool together = writes_words(in) && inst.row_end - inst.row_begin <= kNumConsumers;
     // Warps without a part of their own have no row either.
 #pragma unroll 1
     for (uint32_t row = inst.row_begin + consumer.warp() / parts; row < live; row += step) {
@@ -132,9 +135,21 @@ struct Kernel<Embed> : NoPages {
       const uint32_t token = ptx::load_relaxed1(element_at(tokens, sequence, position));
       if (token >= vocabulary)
         stop_instruction(Fault::kToken, sequence, position, token, vocabulary);
+      if (together) consumer.sync();
+      together = false;
       copy_row(in, row, token, thread, threads);
     }
     if (!ready) consumer.wait_ready();
+    if (together) consumer.sync();
+  }
+
+  // Whether a result is tagged.
+  static __device__ __forceinline__ bool writes_words(const Operands<Embed>& in) {
+    bool tagged = is_tagged(in[&Embed::out]);
+    if constexpr (embed::kAnyScaled)
+      tagged |= in.has(&Embed::out_scaled) &&
+                (is_tagged(in[&Embed::out_scaled]) || is_tagged(in[&Embed::out_squares]));
+    return tagged;
   }
 };
 

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
+    product_tag_order,
     product_working_bytes,
     ranges,
     shapes,
     squares_of,
+    units_of,
 )
 from megavm.vm.isa import (
     BF16,
@@ -17,6 +19,7 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -94,6 +97,18 @@ class GateUp(Instruction):
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"gate": (units(),), "up": (units(),)}
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        gate = tensors[self.gate]
+        return product_tag_order(
+            tensors,
+            rows=self.row_end - self.row_begin,
+            units=2 * units_of(self.column_begin, self.column_end),
+            k=gate.columns,
+            itemsize=gate.dtype.size,
+            inputs=(self.x, self.x_squares),
+            single_row=single_row,
+        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, gate, out = tensors[self.x], tensors[self.gate], tensors[self.out]

@@ -54,9 +54,9 @@ struct GateUpPlan : ProductPlan<GateUp> {
       const float gate = values[j] + early.value[j], up = values[2 + j] + early.value[2 + j];
       result[j] = __fdividef(gate, 1.0f + __expf(-gate)) * up;
     }
-    if (early.kind != kNone) return early.place().store(result[0], result[1], in.tag());
+    if (early.kind != kNone) return early.place().store(result[0], result[1], in.out_tag());
     write_columns(in[&GateUp::out], row, column_of(item, unit), in.inst.column_begin,
-                  in.inst.column_end, result[0], result[1], in.tag());
+                  in.inst.column_end, result[0], result[1], in.out_tag());
   }
 };
 

@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from megavm.instructions.tiles import (
     check_scaled,
     product_constants,
+    product_tag_order,
     product_working_bytes,
     ranges,
     scaled_writes,
     shapes,
     squares_of,
+    units_of,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -20,6 +22,7 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -165,6 +168,27 @@ class Matmul(Instruction):
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"weight": (units(),)}
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        gathers = self.row_index != NONE and (self.x_rows > 1 or self.row_begin > 0)
+        if gathers and any(tensors[h].tagged for h in present(self.x, self.x_squares)):
+            return TagOrder.BY_MACHINE  # only chosen rows of x are looked at
+        for handle in present(self.residual):
+            spec = tensors[handle]
+            paired = spec.dtype is F32 and spec.columns % 2 == 0
+            if spec.tagged and not (single_row and paired):
+                return TagOrder.BY_MACHINE  # awaited when its sums are finished
+        begin, end = self.k(tensors)
+        return product_tag_order(
+            tensors,
+            rows=self.row_end - self.row_begin,
+            units=units_of(self.column_begin, self.column_end),
+            k=end - begin,
+            itemsize=tensors[self.weight].dtype.size,
+            inputs=(self.x, self.x_squares),
+            added=(self.residual, self.addends),
+            single_row=single_row,
+        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]

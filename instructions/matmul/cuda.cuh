@@ -61,12 +61,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     load_bias(in, &Matmul::bias, column, out.value[0], out.value[1]);
     out.number[0] = out.number[1] = in.tag() + 1;
     if (has_paired_residual() && is_tagged(in[&Matmul::residual]) && column < in.inst.column_end) {
-      const ptx::Words4 words =
-          ptx::load_relaxed_tagged2(word_at(in[&Matmul::residual], row, column));
-      out.value[2] = __uint_as_float(words.x);
-      out.number[0] = words.y;
-      out.value[3] = __uint_as_float(words.z);
-      out.number[1] = words.w;
+      load_residual(row, column, out);
     }
     const uint32_t to = out_begin(), begin = in.inst.column_begin, end = in.inst.column_end;
     out.set_place(place_of(in[&Matmul::out], row, to + column, to + begin, to + end));
@@ -89,7 +84,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
 
   __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
                                          float (&values)[2], const Prefetched& early) {
-    const uint32_t column = column_of(item, unit), tag = in.tag();
+    const uint32_t column = column_of(item, unit), tag = in.tag(), out_tag = in.out_tag();
     const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     values[0] += early.value[0], values[1] += early.value[1];
     if (in.has(&Matmul::residual)) {
@@ -106,23 +101,23 @@ struct MatmulPlan : ProductPlan<Matmul> {
       }
     }
     if constexpr (program::kMaxAddends > 0)
-      if (in.has(&Matmul::addends)) add_parts(row, column, values);
+      values[0] += early.value[6], values[1] += early.value[7];
     if (is_scaled()) {
       // Those who wait for this row wait for these.
       const float first = values[0] * early.value[4], second = values[1] * early.value[5];
       if (early.scaled_kind != kNone)
-        early.scaled_place().store(first, second, tag);
+        early.scaled_place().store(first, second, out_tag);
       else
-        write_columns(in[&Matmul::out_scaled], row, column, begin, end, first, second, tag);
+        write_columns(in[&Matmul::out_scaled], row, column, begin, end, first, second, out_tag);
       squares = column < end ? values[0] * values[0] : 0.0f;
       if (column + 1 < end) squares = fmaf(values[1], values[1], squares);
     }
     if (early.kind != kNone) {
-      early.place().store(values[0], values[1], tag);
+      early.place().store(values[0], values[1], out_tag);
     } else {
       const uint32_t to = out_begin();
       write_columns(in[&Matmul::out], row, to + column, to + begin, to + end, values[0], values[1],
-                    tag);
+                    out_tag);
     }
     result[0] = values[0], result[1] = values[1];
     result_column = column;
@@ -142,10 +137,46 @@ struct MatmulPlan : ProductPlan<Matmul> {
     sum += __shfl_xor_sync(~0u, sum, 2 * apart);
     if (active && item % kItemsPerUnit == 0)
       write_element(in[&Matmul::out_squares], row, first_unit + unit + item / kItemsPerUnit, sum,
-                    in.tag());
+                    in.out_tag());
   }
 
-  // Add the other parts of the product. They are ready at about the same time as this one.
+  // Wait for the residual, if it is tagged and was not there yet.
+  __device__ __forceinline__ void await_residual(uint32_t item, uint32_t unit, uint32_t row,
+                                                 Prefetched& out) const {
+    const uint32_t column = column_of(item, unit), tag = in.tag();
+    if (!has_paired_residual() || column >= in.inst.column_end) return;
+    const Tensor& residual = in[&Matmul::residual];
+    while (is_tagged(residual) && (out.number[0] != tag || out.number[1] != tag)) {
+      if (__builtin_expect(is_stopping(), 0)) {
+        const bool first = out.number[0] != tag;
+        stop_at_tag(in.word(&Matmul::residual), row, column + !first,
+                    first ? out.number[0] : out.number[1], tag);
+      }
+      load_residual(row, column, out);
+    }
+  }
+
+  __device__ __forceinline__ void load_residual(uint32_t row, uint32_t column,
+                                                Prefetched& out) const {
+    const ptx::Words4 words =
+        ptx::load_relaxed_tagged2(word_at(in[&Matmul::residual], row, column));
+    out.value[2] = __uint_as_float(words.x);
+    out.number[0] = words.y;
+    out.value[3] = __uint_as_float(words.z);
+    out.number[1] = words.w;
+  }
+
+  // Fetch the sums of the other parts of the product. They are ready at about the same time as this
+  // one.
+  __device__ __forceinline__ void prefetch_parts(uint32_t item, uint32_t unit, uint32_t row,
+                                                 Prefetched& out) const {
+    if constexpr (program::kMaxAddends > 0) {
+      if (!in.has(&Matmul::addends)) return;
+      float values[2] = {0.0f, 0.0f};
+      add_parts(row, column_of(item, unit), values);
+      out.value[6] = values[0], out.value[7] = values[1];
+    }
+  }
   __device__ __forceinline__ void add_parts(uint32_t row, uint32_t column,
                                             float (&values)[2]) const {
     const Tensor& addends = in[&Matmul::addends];
@@ -216,7 +247,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     }
     if (lane_index() == 0)
       write_pair(in[&Matmul::peaks], row, 2 * in.inst.tile, best, static_cast<float>(best_column),
-                 true, in.tag());
+                 true, in.out_tag());
   }
 
   // The same for all rows of a group, of what the consumers have seen.

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
+    product_tag_order,
     product_working_bytes,
     ranges,
     shapes,
     squares_of,
+    units_of,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -18,6 +20,7 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
+    TagOrder,
     TensorSpec,
     integer,
     present,
@@ -171,6 +174,24 @@ class QkvRope(Instruction):
         }
         pairs = (units(tensors[self.rope].columns // 2),)
         return dict.fromkeys(("q_weight", "k_weight", "v_weight"), pairs) | caches
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        weight = tensors[self.q_weight]
+        units = first = 0
+        for handle in (self.q_weight, self.k_weight, self.v_weight):
+            pairs = tensors[handle].rows // 2
+            begin, end = max(self.pair_begin - first, 0), min(self.pair_end - first, pairs)
+            first += pairs
+            units += units_of(2 * begin, 2 * end) if begin < end else 0
+        return product_tag_order(
+            tensors,
+            rows=self.row_end - self.row_begin,
+            units=units,
+            k=weight.columns,
+            itemsize=weight.dtype.size,
+            inputs=(self.x, self.x_squares),
+            single_row=single_row,
+        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]

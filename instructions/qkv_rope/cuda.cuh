@@ -138,11 +138,11 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
                                       const Prefetched& early) const {
     const uint32_t d = 2 * half();
     if (part == 0)
-      return write_pair(in[&QkvRope::q], row, head * d + e, first, second, both, in.tag());
+      return write_pair(in[&QkvRope::q], row, head * d + e, first, second, both, in.out_tag());
     const uint32_t block = early.number[0], slot = early.number[1];
     if ((&in.inst.k_new)[part - 1] != kNone)
       write_pair(in.stage.tensors[in.word(&QkvRope::k_new) + part - 1], row, head * d + e, first,
-                 second, both, in.tag());
+                 second, both, in.out_tag());
     const Tensor& cache = in.stage.tensors[in.word(&QkvRope::k_cache) + part - 1];
     const uint32_t at = swizzled_element(layout_of(cache) == Layout::kSwizzled, slot, e);
     write_pair(cache, block, (head * qkv_rope::kBlockSize + slot) * d + at, first, second, both, 0);
@@ -160,8 +160,8 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
     }
     if (early.kind != kNone) {
       const PairPlace place = early.place();
-      place.store(low[0], low[1], in.tag());
-      place.after(half()).store(high[0], high[1], in.tag());
+      place.store(low[0], low[1], in.out_tag());
+      place.after(half()).store(high[0], high[1], in.out_tag());
     }
     if (early.to[1] != 0) {
       ptx::store(early.to[1], ptx::pack_bf16(low[0], low[1]));

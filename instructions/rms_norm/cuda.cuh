@@ -104,7 +104,7 @@ struct Kernel<RmsNorm> : NoPages {
                              [&](uint32_t column, float x, float y) {
                                write_pair(in[&RmsNorm::out], row, column,
                                           x * scale * gain(in, column),
-                                          y * scale * gain(in, column + 1), true, in.tag());
+                                          y * scale * gain(in, column + 1), true, in.out_tag());
                              });
   }
 
@@ -123,7 +123,7 @@ struct Kernel<RmsNorm> : NoPages {
 #pragma unroll 1
     for (uint32_t c = part * kLanes + lane_index(); c < k; c += parts * kLanes) {
       const float value = read_element(x, row, c, in.tag(), in.word(&RmsNorm::x));
-      write_element(in[&RmsNorm::out], row, c, value * scale * gain(in, c), in.tag());
+      write_element(in[&RmsNorm::out], row, c, value * scale * gain(in, c), in.out_tag());
     }
   }
 

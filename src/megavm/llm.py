@@ -211,7 +211,8 @@ class LLM:
 
         A prompt is a text or a list of token ids. `params` is for all prompts or a list with one
         for each; without it `default_params` counts. A request that fails while it runs has
-        `error` set in its output, the others are not affected.
+        `error` set in its output, the others are not affected. A fault of the machine fails all
+        that are running; those that wait, and later calls, run.
 
         Raises:
             ValueError: a prompt or its parameters cannot be used; nothing was run.

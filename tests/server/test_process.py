@@ -25,6 +25,25 @@ from megavm.server.run import serve
 from megavm.server.settings import Settings
 serve(lambda progress: time.sleep(600), Settings(("stuck",)), "127.0.0.1", 0, False)
 """
+# `megavm serve` whose machine fails for good in its 20th run.
+FAILING = """
+import itertools, os, sys, torch
+from megavm.cli import main
+from megavm.scheduler.runner import Runner
+from megavm.vm.machine import MachineFault, MachineLost
+run, numbers = Runner.run, itertools.count()
+how = os.environ["HOW"]
+def fail(*arguments):
+    if next(numbers) >= 20:
+        if how == "lost":
+            raise MachineLost("the context is lost")
+        if how == "fault":
+            raise MachineFault("worker 0 gave up")
+        torch.zeros(1, device="cuda")[torch.tensor([7], device="cuda")]  # an assertion on the GPU
+    run(*arguments)
+Runner.run = fail
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 class Process:
@@ -179,6 +198,68 @@ def test_a_second_signal_ends_a_server_whose_model_does_not_come() -> None:
         server.process.send_signal(signal.SIGINT)
         server.wait_for(" draining ")
         assert server.end(signal.SIGINT) == -signal.SIGINT
+        assert "Traceback" not in server.said
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.parametrize("how", ["lost", "assertion"])
+def test_a_lost_machine_ends_the_process_after_everybody_was_told(
+    request: pytest.FixtureRequest, how: str
+) -> None:
+    machine, said = "cpu", "the context is lost"
+    if how == "assertion":
+        request.getfixturevalue("cuda_machine")
+        machine, said = "cuda", "the process's CUDA context is lost"
+    arguments = ("serve", "stories", "--port", "0", "--machine", machine, "--max-num-seqs", "1")
+    server = Process(*arguments, program=("-c", FAILING), HOW=how)
+    try:
+        server.wait_for(" ready ")
+        connections = [server.connect() for _ in range(2)]
+        fields = {"max_tokens": 900, "ignore_eos": True}
+        stream = post(connections[0], prompt="Once upon", stream=True, **fields)
+        assert stream.readline().startswith(b"data: {")
+        # This one waits until the first is over.
+        body = json.dumps({"prompt": "The fox", **fields})
+        connections[1].request(
+            "POST", "/v1/completions", body, {"content-type": "application/json"}
+        )
+        *_, error, done, nothing = stream.read().split(b"\n\n")
+        assert said in json.loads(error[len(b"data: ") :])["error"]["message"]
+        assert (done, nothing) == (b"data: [DONE]", b"")
+        whole = connections[1].getresponse()
+        assert (whole.status, said in json.loads(whole.read())["error"]["message"]) == (500, True)
+        begin = time.monotonic()
+        for connection in connections:
+            connection.close()
+        assert server.end() == 2
+        assert time.monotonic() - begin < 15
+        assert "CRITICAL ending " in server.said
+        error_line = server.said.splitlines()[-1]
+        assert error_line.startswith("megavm: error: the machine stopped: ")
+        assert said in error_line
+        assert "Traceback" not in server.said
+    finally:
+        server.process.kill()
+
+
+def test_a_machine_that_fails_again_and_again_ends_the_process() -> None:
+    arguments = ("serve", "stories", "--port", "0", "--machine", "cpu")
+    server = Process(*arguments, program=("-c", FAILING), HOW="fault")
+    try:
+        server.wait_for(" ready ")
+        for _ in range(5):
+            connection = server.connect()
+            answer = post(connection, prompt="Once upon", max_tokens=40, ignore_eos=True)
+            # 503: the server knows it before the handler of the last one has begun to wait.
+            assert answer.status in (500, 503)
+            assert "worker 0 gave up" in json.loads(answer.read())["error"]["message"]
+            connection.close()
+        assert server.end() == 2
+        assert server.said.count("ERROR the machine stopped ") == 5
+        assert server.said.splitlines()[-1] == (
+            "megavm: error: the machine stopped: worker 0 gave up"
+        )
         assert "Traceback" not in server.said
     finally:
         server.process.kill()

@@ -319,11 +319,11 @@ def test_a_fault_stops_the_others_and_leaves_the_machine_usable(workers: int) ->
     )
     assert "table=table" in caught.value.workers[0].disassembly
     assert memory.epoch == 1, "tags of the broken step are not to be used again"
-    with pytest.raises(MachineFault, match="load it again"):
+    with pytest.raises(MachineFault, match="reset it"):
         executable.run()
     memory.storage("tokens")[0, 0] = 9
-    again = machine.load(program, memory, verify=False)
-    again.run(1)
+    executable.reset()
+    executable.run(1)
     other, ring_memory = load(ring(3, 2, True), machine, RING_VALUES)
     other.run(3)
     assert ring_memory["start"][0, 0] == 18

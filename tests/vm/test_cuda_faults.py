@@ -180,7 +180,7 @@ def test_a_wait_for_nothing_names_worker_instruction_barrier_value_and_target(
         (0, 1, "noop wait(b0 >= 2) signal(b1)")
     }
     assert memory.epoch == 1
-    with pytest.raises(MachineFault, match="load it again"):
+    with pytest.raises(MachineFault, match="reset it"):
         executable.run()
     check_that_it_works(impatient)
 

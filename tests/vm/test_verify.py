@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from megavm.instructions.attention import Attention
@@ -20,6 +21,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Sample
+from megavm.vm import _native
 from megavm.vm.config import NONE
 from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program
@@ -463,7 +465,12 @@ def test_reading_an_activation_before_it_is_written_is_rejected() -> None:
     text = fault(program([copy(A, B, (0, 4)), copy(B, C)], [[0, 1]]))
     assert text == (
         "instruction 1 (copy, op1) on worker 0 reads rows [0, 1) columns [0, 8) of b, "
-        "some of which no instruction has written before in the step"
+        "some of which no instruction has written before in the step, and none does later"
+    )
+    text = fault(program([copy(B, C), copy(A, B)], [[0, 1]]))
+    assert text.endswith(
+        "some of which no instruction has written before in the step: instruction 1 (copy, op1) on "
+        "worker 0 writes rows [0, 1) columns [0, 8) of b, but not before"
     )
     assert "no instruction has written before" in fault(program([copy(B, C), copy(A, B)], [[0, 1]]))
 
@@ -896,3 +903,77 @@ def test_a_wait_missing_deep_in_a_large_program_is_found(tagged: bool, dynamic: 
     text = fault(edit(edit(large, culprit, 2, NONE), culprit, 3, 0))
     assert text.startswith(f"instruction {culprit} (attention, layers.4.attention)")
     assert "without an order between them" in text
+
+
+# Limits.
+
+
+def test_a_program_that_cuts_a_tensor_too_finely_is_refused_in_bounded_memory() -> None:
+    size = 3000
+    tensors = [
+        TensorSpec("a", (size, size), F32, TensorKind.STATE),
+        TensorSpec("b", (size, size), F32, TensorKind.STATE),
+    ]
+    copies = [
+        Copy(
+            x=0,
+            out=1,
+            x_row=i,
+            x_column=i,
+            row_begin=i,
+            row_end=i + 1,
+            column_begin=i,
+            column_end=i + 1,
+        )
+        for i in range(size)
+    ]
+    diagonal = Program.build(tensors, copies, [range(size)])
+    with pytest.raises(VerificationError, match=r"cut its tensors into 1\d{7} cells") as raised:
+        verify(diagonal)
+    assert raised.value.rule == "limit"
+
+
+GOOD: dict[str, Any] = {
+    "barriers": 2,
+    "dynamic": False,
+    "queues": np.array([0, 1], np.int32),
+    "lengths": np.array([1, 1], np.int64),
+    "waits": np.array([[[1, 0], [-1, 0], [-1, 0]], [[0, 1], [-1, 0], [-1, 0]]], np.int64),
+    "signals": np.array([0, 1], np.int64),
+    "reads_late": np.array([False, False]),
+    "accesses": np.array([[0, 0, 0, 1, 0, 8, 1, 0, 0], [1, 0, 0, 1, 0, 8, 0, 0, 0]], np.int64),
+    "traits": np.array([[False, True, True]]),
+}
+
+
+def changed(name: str, place: tuple[int, ...], value: int) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = GOOD[name].copy()
+    array[place] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("queues", (0,), 2),
+        ("queues", (0,), -1),
+        ("queues", (0,), 1),
+        ("lengths", (0,), 2),
+        ("lengths", (0,), -1),
+        ("waits", (1, 0, 0), 2),
+        ("waits", (1, 0, 1), 2),
+        ("waits", (1, 0, 1), -1),
+        ("signals", (0,), 2),
+        ("signals", (0,), -2),
+        ("accesses", (0, 0), 2),
+        ("accesses", (1, 0), -1),
+        ("accesses", (0, 1), 1),
+        ("accesses", (0, 1), -1),
+        ("accesses", (0, 2), 1),
+        ("accesses", (0, 4), -1),
+    ],
+)
+def test_the_analysis_checks_its_arrays(name: str, place: tuple[int, ...], value: int) -> None:
+    assert _native.analyse(**GOOD) == (None, False)
+    with pytest.raises(ValueError, match="queue|signal|wait|access"):
+        _native.analyse(**GOOD | {name: changed(name, place, value)})

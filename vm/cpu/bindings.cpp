@@ -74,10 +74,35 @@ void check(const Executable& e, const Level& level) {
     throw py::value_error("one limit per instruction");
 }
 
+// Rows of (instruction, tensor, row begin, row end, first word, end of the words, write).
+using TaggedRegions = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+
+// The regions by instruction, checked against the tensors.
+std::vector<std::vector<TaggedRegion>> read_tagged(const TaggedRegions& from, const Executable& e) {
+  if (from.ndim() != 2 || from.shape(1) != 7)
+    throw py::value_error("tagged regions are rows of seven numbers");
+  if (from.shape(0) == 0) return {};
+  std::vector<std::vector<TaggedRegion>> regions(e.instructions.size());
+  for (py::ssize_t i = 0; i < from.shape(0); ++i) {
+    const int64_t* r = from.data(i, 0);
+    if (r[0] < 0 || static_cast<size_t>(r[0]) >= regions.size() || r[1] < 0 ||
+        static_cast<size_t>(r[1]) >= e.tensors.size())
+      throw py::value_error("a tagged region names no instruction or no tensor");
+    const Tensor& t = e.tensors[static_cast<size_t>(r[1])];
+    const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
+    if (!t.tagged || r[2] < 0 || r[3] > t.rows || r[4] < 0 || r[5] > words)
+      throw py::value_error("a tagged region is outside of its tensor");
+    regions[static_cast<size_t>(r[0])].push_back(
+        {static_cast<uint32_t>(r[1]), r[6] != 0, r[2], r[3], r[4], r[5]});
+  }
+  return regions;
+}
+
 std::unique_ptr<Executable> load(const Interpreter& interpreter, const py::bytes& words,
                                  const std::vector<TensorTuple>& tensors,
                                  const std::vector<py::bytes>& queues, bool dynamic,
                                  uint32_t workers, const py::bytes& signals,
+                                 const TaggedRegions& tagged,
                                  const std::vector<uint32_t>& arena_limits) {
   auto e = std::make_unique<Executable>();
   e->instructions = copy_bytes<Words>(words);
@@ -86,6 +111,7 @@ std::unique_ptr<Executable> load(const Interpreter& interpreter, const py::bytes
   e->dynamic = dynamic;
   e->workers = workers;
   e->signals = copy_bytes<uint32_t>(signals);
+  e->tagged = read_tagged(tagged, *e);
   e->arena_limits = arena_limits;
   e->barriers = std::make_unique<Counter[]>(e->signals.size());
   check(*e, interpreter.level());
@@ -169,6 +195,16 @@ void set_barriers(Executable& executable, uint32_t steps_run) {
     executable.barriers[i].value = steps_run * executable.signals[i];
 }
 
+void reset(Executable& executable) {
+  set_barriers(executable, 0);
+  executable.broken = false;
+}
+
+void lose_signal(Executable& executable, uint32_t barrier) {
+  if (barrier >= executable.signals.size()) throw py::value_error("no such barrier");
+  executable.barriers[barrier].value.fetch_sub(1);
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_native, m) {
@@ -178,9 +214,12 @@ PYBIND11_MODULE(_native, m) {
       .def_property_readonly("barriers", barrier_values)
       .def("take_notes", take_notes,
            "What each traced run since the last call noted: int64 [rows, 6].")
+      .def("reset", reset, "Set all counters to those of a fresh load.")
       .def("set_steps_run", set_barriers, py::arg("steps"),
            "Pretend that the program has run `steps` steps (for tests of counters that wrap "
-           "around).");
+           "around).")
+      .def("lose_signal", lose_signal, py::arg("barrier"),
+           "Take one signal of a barrier back (for tests of runs that cannot go on).");
   py::class_<Interpreter>(m, "Interpreter")
       .def(py::init([](const std::optional<std::string>& level, double timeout) {
              return std::make_unique<Interpreter>(level_of(level), timeout);
@@ -188,7 +227,8 @@ PYBIND11_MODULE(_native, m) {
            py::arg("level"), py::arg("timeout"))
       .def_property_readonly("level", [](const Interpreter& i) { return i.level().name; })
       .def("load", load, py::arg("words"), py::arg("tensors"), py::arg("queues"),
-           py::arg("dynamic"), py::arg("workers"), py::arg("signals"), py::arg("arena_limits"))
+           py::arg("dynamic"), py::arg("workers"), py::arg("signals"), py::arg("tagged"),
+           py::arg("arena_limits"))
       .def("run", run, py::arg("executable"), py::arg("steps"), py::arg("epoch"),
            py::arg("main_thread"), py::arg("trace"))
       .def("execute_one", execute_one, py::arg("executable"), py::arg("index"), py::arg("step"),

@@ -46,18 +46,9 @@ void Worker::arena_exhausted(size_t bytes) const {
         arena_limit);
 }
 
-void Worker::await_word(uint32_t handle, int64_t row, int64_t word) const {
-  const Tensor& t = tensor(handle);
-  const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
-  const Word* at = static_cast<const Word*>(t.data) + row * words + word;
-  Condition condition;
-  condition.kind = Condition::kTag;
-  condition.address = &at->epoch;
-  condition.target = epoch;
-  condition.object = handle;
-  condition.row = row;
-  condition.word = word;
-  interpreter->wait(*interpreter->seats_[number], condition);
+void Worker::undeclared_word(uint32_t handle, int64_t row, int64_t word) const {
+  fault("word %lld of row %lld of tensor %u is read, but not declared",
+        static_cast<long long>(word), static_cast<long long>(row), handle);
 }
 
 Interpreter::Interpreter(const Level& level, double timeout_seconds)
@@ -137,8 +128,7 @@ std::optional<Fault> Interpreter::execute_one(Executable& executable, uint32_t i
   s.waiting = {};
   try {
     prepare(s, executable, index, step, epoch);
-    const Words& words = executable.instructions[index];
-    level_.kernels[words.header.opcode](words, s.worker);
+    execute(s, executable, index);
   } catch (const InstructionFault& fault) {
     stop({Fault::kInstruction, fault.cause, 0, {}});
   } catch (const Stopped&) {
@@ -239,7 +229,7 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
   }
   if constexpr (kTrace) note->ready = note->fetched + seat.waited;
   // Execute, and say so.
-  level_.kernels[words.header.opcode](words, seat.worker);
+  execute(seat, executable, static_cast<uint32_t>(index));
   if constexpr (kTrace) {
     note->inputs = note->fetched + seat.waited;
     note->end = nanoseconds();
@@ -249,6 +239,50 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
     if constexpr (kTrace) note->signalled = nanoseconds();
   }
   seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+}
+
+// Which rows are live decides what a kernel computes; what an instruction waits for and announces
+// is what it declares, so that the order that the verifier proved holds for any number of live
+// rows. And no kernel need care about order: all tagged inputs are there before it begins, and no
+// tag of its results appears before it has read everything.
+void Interpreter::execute(Seat& seat, const Executable& executable, uint32_t index) {
+  const Words& words = executable.instructions[index];
+  const Kernel kernel = level_.kernels[words.header.opcode];
+  if (executable.tagged.empty()) return kernel(words, seat.worker);
+  const std::vector<TaggedRegion>& regions = executable.tagged[index];
+  for (const TaggedRegion& region : regions)
+    if (!region.write) await_tagged(seat, region);
+  kernel(words, seat.worker);
+  for (const TaggedRegion& region : regions)
+    if (region.write) publish_tagged(seat, region);
+}
+
+// Wait until every word of the region carries the epoch of the step.
+void Interpreter::await_tagged(Seat& seat, const TaggedRegion& region) {
+  const Tensor& t = seat.worker.tensor(region.tensor);
+  const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
+  Condition condition;
+  condition.kind = Condition::kTag;
+  condition.target = seat.worker.epoch;
+  condition.object = region.tensor;
+  for (int64_t row = region.row_begin; row < region.row_end; ++row)
+    for (int64_t word = region.word_begin; word < region.word_end; ++word) {
+      condition.address = &(static_cast<const Word*>(t.data) + row * words + word)->epoch;
+      condition.row = row;
+      condition.word = word;
+      wait(seat, condition);
+    }
+}
+
+// Give every word of the region the tag of the step; those of dead rows keep what they hold.
+void Interpreter::publish_tagged(const Seat& seat, const TaggedRegion& region) {
+  const Tensor& t = seat.worker.tensor(region.tensor);
+  const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
+  for (int64_t row = region.row_begin; row < region.row_end; ++row)
+    for (int64_t word = region.word_begin; word < region.word_end; ++word) {
+      Word* const at = static_cast<Word*>(t.data) + row * words + word;
+      __atomic_store_n(&at->epoch, seat.worker.epoch, __ATOMIC_RELEASE);
+    }
 }
 
 void Interpreter::wait(Seat& seat, const Condition& condition) {

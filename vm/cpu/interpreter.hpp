@@ -32,6 +32,14 @@ struct Note {
   int64_t worker;
 };
 
+// Words of a tagged tensor that an instruction reads or writes: a rectangle, columns in words.
+struct TaggedRegion {
+  uint32_t tensor;
+  bool write;
+  int64_t row_begin, row_end;
+  int64_t word_begin, word_end;
+};
+
 // A program with its tensors resolved, and its barriers.
 struct Executable {
   std::vector<Words> instructions;
@@ -39,11 +47,12 @@ struct Executable {
   std::vector<std::vector<int32_t>> queues;
   bool dynamic = false;
   uint32_t workers = 1;
-  std::vector<uint32_t> signals;       // per barrier and step
-  std::vector<uint32_t> arena_limits;  // bytes per instruction; empty: all of the arena
+  std::vector<std::vector<TaggedRegion>> tagged;  // per instruction; empty: no tagged tensors
+  std::vector<uint32_t> signals;                  // per barrier and step
+  std::vector<uint32_t> arena_limits;             // bytes per instruction; empty: all of the arena
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
-  bool broken = false;  // a run ended in the middle: the barriers mean nothing any more
+  bool broken = false;  // a run ended in the middle: the barriers mean nothing before a reset
   // Of every run that was traced, worker by worker, step by step (dynamic: in order of tickets).
   std::vector<std::vector<Note>> notes;
   std::mutex notes_mutex;
@@ -82,8 +91,6 @@ class Interpreter {
                                    uint32_t epoch, size_t* arena_used);
 
  private:
-  friend struct Worker;
-
   // Thrown through a kernel when the run has ended elsewhere.
   struct Stopped {};
 
@@ -117,6 +124,10 @@ class Interpreter {
   void run_instruction(Seat& seat, int32_t index, uint32_t step, Note* note);
   void prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
                uint32_t epoch);
+  // One instruction, from its tagged inputs to the tags of its results.
+  void execute(Seat& seat, const Executable& executable, uint32_t index);
+  void await_tagged(Seat& seat, const TaggedRegion& region);
+  void publish_tagged(const Seat& seat, const TaggedRegion& region);
   void wait(Seat& seat, const Condition& condition);
   void wait_short(Seat& seat, const Condition& condition);
   void wait_long(Seat& seat, const Condition& condition);

@@ -34,7 +34,8 @@ MEGAVM_INLINE void store_word(Word* to, Word word) {
   __atomic_store_n(reinterpret_cast<uint64_t*>(to), bits, __ATOMIC_RELEASE);
 }
 
-// Reading a tagged tensor waits until each word carries the epoch of the step.
+// The interpreter has waited for the tagged words that an instruction declares before its kernel
+// runs, so that each one carries the epoch of the step.
 template <typename Element>
 struct TaggedRows {
   const Worker* worker;
@@ -43,15 +44,13 @@ struct TaggedRows {
   int64_t words;  // per row
   static constexpr int kPerWord = 4 / sizeof(Element);
 
-  // `count` words from `word` on, as soon as they are there.
+  // `count` words from `word` on.
   MEGAVM_INLINE void read(uint32_t* values, int64_t row, int64_t word, int count) const {
     const Word* from = data + row * words + word;
     for (int i = 0; i < count; ++i) {
-      Word got = load_word(from + i);
-      if (got.epoch != worker->epoch) {
-        worker->await_word(handle, row, word + i);
-        got = load_word(from + i);
-      }
+      const Word got = load_word(from + i);
+      if (__builtin_expect(got.epoch != worker->epoch, 0))
+        worker->undeclared_word(handle, row, word + i);
       values[i] = got.value;
     }
   }
@@ -111,11 +110,11 @@ MEGAVM_INLINE Vec load_row(const Worker& worker, uint32_t handle, int64_t row, i
 }
 
 MEGAVM_INLINE void store_words(Word* to, const uint32_t* values, int count, uint32_t epoch) {
-  for (int i = 0; i < count; ++i) store_word(to + i, {values[i], epoch});
+  for (int i = 0; i < count; ++i) store_word(to + i, {values[i], unpublished(epoch)});
 }
 
-// Round up to 16 elements to the tensor's type and store them in a row, with the step's tag if it
-// has tags.
+// Round up to 16 elements to the tensor's type and store them in a row. Those of a tagged tensor
+// get their tags when the kernel has returned.
 MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row, int64_t column,
                              const Vec& value, int count) {
   const Tensor& t = worker.tensor(handle);

@@ -31,6 +31,10 @@ struct alignas(8) Word {
   uint32_t epoch;
 };
 
+// The tag that a kernel of step `epoch` stores with a word: that of a step far away, for which
+// nobody waits. The interpreter puts the step's tag on all words when the kernel has returned.
+MEGAVM_INLINE uint32_t unpublished(uint32_t epoch) { return epoch ^ 0x80000000u; }
+
 // What a worker waits for: a counter to reach `target`, or a tagged word to carry epoch `target`.
 struct Condition {
   enum Kind : uint32_t { kNothing, kBarrier, kTag };
@@ -75,8 +79,8 @@ struct Worker {
     return result;
   }
 
-  // Return once the word carries the epoch of the step. Throws when the launch ends before that.
-  void await_word(uint32_t handle, int64_t row, int64_t word) const;
+  // End the launch: the running instruction reads a tagged word that it does not declare.
+  [[noreturn]] void undeclared_word(uint32_t handle, int64_t row, int64_t word) const;
 
   // End the launch: `format` is a printf format of one sentence about the running instruction.
   [[noreturn]] __attribute__((format(printf, 2, 3))) void fault(const char* format, ...) const;

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from megavm.commands.options import UsageError
+from megavm.commands.terminal import EXIT_ERROR, print_error
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
@@ -14,7 +16,14 @@ if TYPE_CHECKING:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes, and return the exit code."""
+    """Serve until a signal comes, and return the exit code.
+
+    Ends the process at once when the machine is lost.
+
+    Raises:
+        EngineEnded: the machine fails again and again.
+    """
+    from megavm.server.engine_loop import EngineEnded
     from megavm.server.run import serve
     from megavm.server.settings import Settings
 
@@ -43,7 +52,15 @@ def run(arguments: argparse.Namespace) -> int:
             **{name: given[name] for name in engine if given[name] is not None},
         )
 
-    return serve(load_model, settings, arguments.host, arguments.port, bool(arguments.quiet))
+    try:
+        return serve(load_model, settings, arguments.host, arguments.port, bool(arguments.quiet))
+    except EngineEnded as error:
+        if not error.lost:
+            raise
+        # To give back what a lost context holds may fail, or wait forever.
+        print_error(error)
+        sys.stderr.flush()
+        os._exit(EXIT_ERROR)
 
 
 def _name(model: str) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.scheduler.step import Step
-from megavm.vm.machine import MachineFault
+from megavm.vm.machine import MachineFault, MachineLost
 
 _WORD = (1 << 64) - 1
 
@@ -50,7 +50,11 @@ def toy_token(tokens: list[int], logits: np.ndarray, real: np.ndarray, integer: 
 
 @dataclass
 class ToyRunner:
-    """See the module. ``faults`` lists the numbers of the runs that end in a MachineFault."""
+    """See the module.
+
+    ``faults``, ``bugs`` and ``interrupts`` list the numbers of the runs that end in a MachineFault,
+    a KeyError and a KeyboardInterrupt; from run ``lost`` on all end in a MachineLost.
+    """
 
     max_num_seqs: int = 4
     max_model_len: int = 64
@@ -61,6 +65,8 @@ class ToyRunner:
     max_logit_rows: int = 0
     faults: tuple[int, ...] = ()
     bugs: tuple[int, ...] = ()
+    interrupts: tuple[int, ...] = ()
+    lost: int | None = None
     steps_seen: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -84,6 +90,11 @@ class ToyRunner:
         assert steps >= 1
         if self.runs - 1 in self.bugs:
             raise KeyError("a bug in the runner")
+        if self.lost is not None and self.runs > self.lost:
+            raise MachineLost("the context is lost")
+        if self.runs - 1 in self.interrupts:
+            self.kv[...] = -1
+            raise KeyboardInterrupt
         if self.runs - 1 in self.faults:
             self.kv[...] = -1  # what was in memory is lost
             raise MachineFault("worker 0 gave up")

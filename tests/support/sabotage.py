@@ -1,0 +1,81 @@
+"""Makes runs fail for real: a counter is set back, and a wait for it is given up in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from megavm.scheduler import runner
+from megavm.scheduler.step import Step
+from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cuda_machine import BARRIER_WORDS, CudaExecutable, CudaMachine
+from megavm.vm.machine import Executable
+
+TIMEOUT = 0.3  # seconds after which an impatient machine gives up
+
+
+class ImpatientCpuMachine(CpuMachine):
+    """A CpuMachine that gives up soon."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=TIMEOUT)
+
+
+class ImpatientCudaMachine(CudaMachine):
+    """A CudaMachine that gives up soon."""
+
+    def __init__(self) -> None:
+        super().__init__(timeout=TIMEOUT)
+
+
+@contextlib.contextmanager
+def impatient_machines() -> Iterator[None]:
+    """Runners that are made meanwhile have machines that give up soon."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "CpuMachine", ImpatientCpuMachine)
+        patch.setattr(runner, "CudaMachine", ImpatientCudaMachine)
+        yield
+
+
+def lose_signals(executable: Any) -> None:
+    """Set a counter back that is waited for in the middle of the program."""
+    program = executable.program
+    waited = [wait.barrier for inst in program.instructions for wait in inst.waits]
+    barrier = waited[len(waited) // 2]
+    # One more than a step signals: a wait for earlier steps is not over at the end of this one.
+    count = int(program.signals[barrier]) + 1
+    if isinstance(executable, CudaExecutable):
+        executable._barriers[barrier * BARRIER_WORDS] -= count
+        torch.cuda.synchronize()
+        return
+    for _ in range(count):
+        executable._loaded.lose_signal(barrier)
+
+
+class Sabotage:
+    """Counts the runs of a runner, and makes some of them fail.
+
+    Attributes:
+        runs: how many there were.
+        at: the numbers of those that fail.
+    """
+
+    def __init__(self, sabotaged: runner.Runner) -> None:
+        self.runs = 0
+        self.at: set[int] = set()
+        self._run = sabotaged._step.run
+        sabotaged._step.run = self.run  # type: ignore[method-assign]
+
+    def run(self, executable: Executable, step: Step, steps: int) -> None:
+        number, self.runs = self.runs, self.runs + 1
+        if number in self.at:
+            lose_signals(executable)
+        self._run(executable, step, steps)
+
+    def fail(self, *after: int) -> None:
+        """Let runs fail; 0 is the next."""
+        self.at |= {self.runs + number for number in after}

@@ -1,0 +1,131 @@
+"""The verifier's verdicts on many programs beside those of the simulator."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from meaning import Finding
+from mutations import mutate
+from program_makers import random_program, toy_programs
+from withholding import judge, live_counts
+
+from megavm.vm.program import Program
+from megavm.vm.verify import VerificationError, verify
+
+WALK = 16  # mutants of a base program, one after the other
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the verifier says of a program (``rule`` None: accepted) and what the simulator finds.
+
+    Programs of wrong form have no meaning and are not simulated.
+    """
+
+    program: Program
+    rule: str | None
+    sentence: str
+    finding: Finding | None
+    order_in_vain: bool = (
+        False  # said to need the order of its queues, which the simulator does not see
+    )
+
+    @property
+    def false_accept(self) -> bool:
+        return self.rule is None and self.finding is not None
+
+    @property
+    def over_rejection(self) -> bool:
+        return self.rule not in (None, "form") and self.finding is None
+
+
+def check(program: Program, rng: random.Random) -> Verdict:
+    """Ask both. An accepted program is also run with some of its rows live, and seldom for more steps.
+
+    One that does not need the order of its static queues is run without it.
+    """
+    try:
+        verify(program)
+    except VerificationError as error:
+        finding = None if error.rule == "form" else judge(program, seed=rng.getrandbits(32))
+        return Verdict(program, error.rule, str(error), finding)
+    seed = rng.getrandbits(32)
+    finding = judge(program, seed=seed, steps=7 if rng.random() < 0.05 else 4)
+    counts = live_counts(program)
+    if finding is None and counts:
+        finding = judge(program, live=rng.choice(counts), seed=seed)
+    if finding is not None or program.dynamic:
+        return Verdict(program, None, "", finding)
+    overlapping = judge(program, queue_order=False, seed=seed)
+    if program.needs_queue_order:
+        return Verdict(program, None, "", None, order_in_vain=overlapping is None)
+    sentence = "accepted, whatever the order of its queues"
+    return Verdict(program, None, sentence, overlapping)
+
+
+def mutants(walk: int, seed: int) -> Iterator[Verdict]:
+    """Changes of one toy program: those that are accepted are changed further."""
+    rng = random.Random(f"{seed} mutants {walk}")
+    program = rng.choice(toy_programs()) if rng.random() < 0.7 else random_program(rng)
+    for _ in range(WALK):
+        changed = mutate(program, rng)
+        if changed is None:
+            continue
+        verdict = check(changed, rng)
+        yield verdict
+        if verdict.rule is None:
+            program = changed
+
+
+def random_verdict(number: int, seed: int) -> Verdict:
+    """A random program, seldom with a change."""
+    rng = random.Random(f"{seed} program {number}")
+    program = random_program(rng)
+    if rng.random() < 0.3:
+        program = mutate(program, rng) or program
+    return check(program, rng)
+
+
+@dataclass
+class Tally:
+    """Counts of verdicts."""
+
+    rules: Counter[str] = field(default_factory=Counter)
+    over_rejections: Counter[str] = field(default_factory=Counter)
+    false_accepts: int = 0
+    without_order: int = 0
+    orders_in_vain: int = 0
+
+    def add(self, verdict: Verdict) -> None:
+        rule = verdict.rule or "accepted"
+        self.rules[rule] += 1
+        self.over_rejections[rule] += verdict.over_rejection
+        self.false_accepts += verdict.false_accept
+        self.without_order += bool(verdict.rule is None and verdict.sentence)
+        self.orders_in_vain += verdict.order_in_vain
+
+    @property
+    def checked(self) -> int:
+        return self.rules.total()
+
+    @property
+    def accepted(self) -> int:
+        return self.rules["accepted"]
+
+    def __str__(self) -> str:
+        judged = self.checked - self.accepted - self.rules["form"]
+        over = self.over_rejections.total()
+        by_rule = ", ".join(
+            f"{rule} {n} of {self.rules[rule]}" for rule, n in self.over_rejections.items() if n
+        )
+        return (
+            f"checked {self.checked}, accepted {self.accepted} "
+            f"({self.without_order} without the order of their queues; "
+            f"{self.orders_in_vain} with it in vain), "
+            f"rejected {self.checked - self.accepted} (form {self.rules['form']}), "
+            f"false accepts {self.false_accepts}, over-rejections {over} of {judged} "
+            f"({100 * over / max(judged, 1):.2f} %{': ' if by_rule else ''}{by_rule})"
+        )

@@ -1,0 +1,290 @@
+"""Judges programs by running them while single actions are withheld as long as possible.
+
+The verifier promises of a program that it accepts: no order of execution hangs, races, or gives other values
+than the sequential meaning. This simulator knows nothing of its proof. It knows what machines may do:
+
+1. A worker runs its queue once per step, in order; an instruction begins when the one before has signalled.
+   Entries of a dynamic queue are drawn in order, by any number of workers.
+2. An instruction first waits for its header. Its plain reads may be made at any time from then on. It waits
+   until all tagged words that it declares to read carry the tag of the step. Then its plain writes may become
+   visible, at any time. Its tagged words may as soon as all that it reads has been read, plain writes or not.
+   It signals when all is visible.
+3. *Earlier* reads may be made as soon as the header is satisfied, whatever the worker still runs.
+4. An instruction that writes plainly where it also reads, as Sample does, is taken to read all of that first.
+   Whether kernels do so for two operands that overlap is not judged.
+5. Rows at or past the count of ``row_count`` are dead: neither read nor written, but tagged words of dead rows
+   are awaited, and get their tags, as all others do.
+
+What an instruction does falls into *actions* (``Action``). No other instruction waits for one of its plain
+reads, or for one of its plain writes, but only for tagged words and the signal. So to withhold all of its plain
+reads delays no more than to withhold one of them, and they are one action; its tagged words are one each.
+
+A *schedule* withholds some actions, lets everything else go on until nothing can, releases them, and so on.
+One schedule for every action of the first steps finds every conflict of two accesses: if any execution makes
+the second of them before the first, then so does the one that withholds the first alone, as whatever can happen
+without it does. More schedules withhold random sets. All of them run side by side: arrays have a column for each.
+
+Memory holds *versions*, not values: the number of the execution that wrote a place last. Every read and every
+write must find the version that it finds when instructions run one after the other.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+from meaning import UNWRITTEN, Action, Execution, Finding, Mask, Meaning
+from places import Ints
+
+from megavm.vm.config import NONE
+from megavm.vm.program import Program
+
+STEPS = 4
+HELD_STEPS = 2  # actions of the first steps are withheld; the others show what goes by
+ANY_NUMBER = 1 << 30  # of workers: every entry of a dynamic queue is drawn at once
+
+Held = Mapping[tuple[int, int], Mask]  # by number of the execution and action: in which columns
+
+
+class Found(Exception):
+    """A read or write found another version than it should have."""
+
+    def __init__(
+        self, column: int, execution: Execution, action: int, place: int, got: int
+    ) -> None:
+        super().__init__()
+        self.column, self.execution, self.action = column, execution, action
+        self.place, self.got = place, got
+
+
+class Schedules:
+    """Runs a program under many schedules, one in every column of the arrays."""
+
+    def __init__(self, meaning: Meaning, workers: Ints, log: list[str] | None = None) -> None:
+        self.meaning = meaning
+        self.workers = workers
+        self.log = log
+        self.columns = columns = len(workers)
+        self.counters = np.zeros((len(meaning.program.barriers), columns), np.int32)
+        self.versions = np.full((meaning.places.count, columns), UNWRITTEN, np.int32)
+        self.tags = np.zeros((meaning.places.count, columns), np.int32)
+        self.num_ended = np.zeros(columns, np.int32)
+        self.everywhere, self.nowhere = np.ones(columns, np.bool_), np.zeros(columns, np.bool_)
+        self.done = [self._not_begun(e) for e in meaning.order]
+        self.ready = [self.nowhere if e.needs else self.everywhere for e in meaning.order]
+
+    def _not_begun(self, execution: Execution) -> dict[int, Mask]:
+        """Which actions are done, by column; of actions that an instruction does not have, all."""
+        done = {
+            a: np.zeros(self.columns, np.bool_) if execution.accesses[a].size else self.everywhere
+            for a in (Action.EARLY, Action.READ, Action.WRITE)
+        }
+        done[Action.POLL] = self.nowhere if execution.polls.size else self.everywhere
+        done[Action.SIGNAL] = self.nowhere
+        return done | {Action.WORD + k: self.nowhere for k in range(execution.accesses[5].size)}
+
+    def run(self, phases: Sequence[Held]) -> Mask:
+        """Run until nothing can happen, with one set of actions withheld after the other.
+
+        Returns the columns that come to their end. Raises Found.
+        """
+        rest = list(range(len(self.done)))
+        for number, held in enumerate((*phases, {})):
+            if self.log is not None and number:
+                self.log.append("(released)")
+            moved = True
+            while moved:
+                moved = False
+                for n in rest:
+                    moved |= self._advance(self.meaning.order[n], held)
+                rest = [n for n in rest if not self.done[n][Action.SIGNAL].all()]
+        ended: Mask = self.num_ended == len(self.done)
+        return ended
+
+    def _advance(self, execution: Execution, held: Held) -> bool:
+        """Do what an execution can do, in every column. Whether anything was done."""
+        number, done = execution.number, self.done[execution.number]
+        if not (ready := self.ready[number]).all():
+            for barrier, count in execution.needs:
+                reached = self.counters[barrier] >= count
+                ready = reached if ready is self.ready[number] else ready & reached
+            self.ready[number] = ready
+        moved = self._act(execution, Action.EARLY, ready, held)
+        if execution.behind is not None:
+            begun = ready & self.done[execution.behind.number][Action.SIGNAL]
+        elif self.meaning.dynamic:
+            begun = ready & (execution.ticket < self.workers + self.num_ended)
+        else:
+            begun = ready
+        begun = begun & ~done[Action.SIGNAL]
+        if not begun.any():
+            return moved
+        moved |= self._act(execution, Action.READ, begun, held)
+        if not done[Action.POLL].all():
+            there = (self.tags[execution.polls] == execution.step + 1).all(axis=0)
+            moved |= self._act(execution, Action.POLL, begun & there, held)
+        begun = begun & done[Action.POLL]
+        complete = begun & done[Action.READ] & done[Action.EARLY]
+        moved |= self._act(execution, Action.WRITE, complete if execution.in_place else begun, held)
+        ending = complete & done[Action.WRITE]
+        for k in range(execution.accesses[Action.WORD].size):
+            moved |= self._act(execution, Action.WORD + k, complete, held)
+            ending = ending & done[Action.WORD + k]
+        return moved | self._act(execution, Action.SIGNAL, ending, held)
+
+    def _act(self, execution: Execution, action: int, can: Mask, held: Held) -> bool:
+        """Do one action in the columns where it can be done and is neither done nor withheld."""
+        done = self.done[execution.number]
+        can = can > done[action]
+        if (mask := held.get((execution.number, action))) is not None:
+            can &= ~mask
+        columns = can.nonzero()[0]
+        if not columns.size:
+            return False
+        done[action] = done[action] | can
+        if action == Action.SIGNAL:
+            self.num_ended[columns] += 1
+            if execution.signal is not None:
+                self.counters[execution.signal, columns] += 1
+        else:
+            self._access(execution, action, columns)
+        if self.log is not None:
+            self.log.append(self._event(execution, action))
+        return True
+
+    def _access(self, execution: Execution, action: int, columns: npt.NDArray[np.intp]) -> None:
+        word = action >= Action.WORD
+        places, expected = (
+            by_action[min(action, Action.WORD)]
+            for by_action in (execution.accesses, execution.expected)
+        )
+        if word:
+            k = action - Action.WORD
+            places, expected = places[k : k + 1], expected[k : k + 1]
+        at = places[:, None], columns
+        found = self.versions[at]
+        wrong = found != expected[:, None]
+        if wrong.any():
+            place, column = (int(i) for i in np.argwhere(wrong)[0])
+            got = int(found[place, column])
+            raise Found(int(columns[column]), execution, action, int(places[place]), got)
+        if word or action == Action.WRITE:
+            self.versions[at] = execution.number
+        if word:
+            self.tags[at] = execution.step + 1
+
+    def _event(self, execution: Execution, action: int) -> str:
+        text = self.meaning.describe(execution)
+        if action == Action.SIGNAL:
+            return f"{text} signals" if execution.signal is not None else f"{text} ends"
+        verbs = {0: "reads earlier", 1: "reads", 2: "has its tagged words:", 3: "writes"}
+        places = execution.accesses[min(action, Action.WORD)]
+        if action >= Action.WORD:
+            places = places[action - Action.WORD :][:1]
+        where = ", ".join(self.meaning.places.describe(int(p)) for p in places)
+        return f"{text} {verbs.get(action, 'writes tagged')} {where}"
+
+
+def each_action(order: Sequence[Execution], steps: int) -> Iterator[tuple[int, int]]:
+    """The actions, but for signals, of the first steps."""
+    for execution in order:
+        if execution.step < steps:
+            for action in (Action.EARLY, Action.READ, Action.WRITE):
+                if execution.accesses[action].size:
+                    yield execution.number, action
+            if execution.polls.size:
+                yield execution.number, Action.POLL
+            for k in range(execution.accesses[Action.WORD].size):
+                yield execution.number, Action.WORD + k
+
+
+def judge(
+    program: Program,
+    *,
+    live: int | None = None,
+    queue_order: bool = True,
+    steps: int = STEPS,
+    seed: int = 0,
+    random_schedules: int = 32,
+) -> Finding | None:
+    """What is wrong with a program of valid form, of whose rows ``live`` are live (None: all).
+
+    Without ``queue_order`` static queues are no order either: workers begin instructions before others end.
+    """
+    meaning = Meaning(program, steps, live, queue_order)
+    if meaning.fault is not None:
+        return meaning.fault
+    rng = random.Random(seed)
+    actions = list(each_action(meaning.order, HELD_STEPS))
+    columns = len(actions) + random_schedules
+    phases: list[dict[tuple[int, int], Mask]] = [
+        defaultdict(lambda: np.zeros(columns, np.bool_)) for _ in range(2)
+    ]
+    for column, action in enumerate(actions):
+        phases[0][action][column] = True
+    every = [
+        *each_action(meaning.order, steps),
+        *((e.number, Action.SIGNAL) for e in meaning.order),
+    ]
+    workers = np.full(columns, ANY_NUMBER, np.int32)
+    for column in range(len(actions), columns):
+        for held in phases:
+            share = rng.choice((0.01, 0.05, 0.2, 0.5))
+            for action in rng.sample(every, round(share * len(every))):
+                held[action][column] = True
+        if rng.random() < 0.5:
+            workers[column] = rng.randint(1, 1 + len(program))
+    schedules = Schedules(meaning, workers)
+    try:
+        hangs = ~schedules.run(phases)
+    except Found as found:
+        return replay(meaning, phases, workers, found.column)
+    if hangs.any():
+        return replay(meaning, phases, workers, int(np.flatnonzero(hangs)[0]))
+    return None
+
+
+def replay(meaning: Meaning, phases: Sequence[Held], workers: Ints, column: int) -> Finding:
+    """Run the schedule of one column again and tell what happens."""
+    alone = [
+        {action: mask[[column]] for action, mask in held.items() if mask[column]} for held in phases
+    ]
+    log: list[str] = []
+    schedules = Schedules(meaning, workers[[column]], log)
+    try:
+        schedules.run(alone)
+    except Found as found:
+        wanted = found.execution.expected[min(found.action, Action.WORD)]
+        places = found.execution.accesses[min(found.action, Action.WORD)]
+        expected = int(wanted[places == found.place][0])
+        verb = "writes" if found.action >= Action.WRITE else "reads"
+        sentence = (
+            f"{meaning.describe(found.execution)} {verb} {meaning.places.describe(found.place)} "
+            f"after {meaning.version(found.got)}, expected {meaning.version(expected)}"
+        )
+        return Finding("race", sentence, tuple(log))
+    blocked = [
+        meaning.describe(e)
+        for e in meaning.order
+        if not schedules.done[e.number][Action.SIGNAL].all()
+    ]
+    return Finding("hang", f"these never end: {', '.join(blocked[:8])}", tuple(log))
+
+
+def live_counts(program: Program) -> list[int]:
+    """Numbers of live rows to try if instructions count them: none, one, some."""
+    counting = [i for i in program.instructions if vars(i).get("row_count", NONE) != NONE]
+    most = max((int(vars(i).get("row_end", 1)) for i in counting), default=0)
+    return sorted({n for n in (0, 1, most // 2, most - 1) if n < most})
+
+
+def judge_all(program: Program, *, steps: int = STEPS, seed: int = 0) -> Finding | None:
+    """``judge`` with all rows live and, if instructions count them, with some, one and none."""
+    for live in (None, *live_counts(program)):
+        finding = judge(program, live=live, steps=steps, seed=seed)
+        if finding is not None:
+            return finding
+    return None

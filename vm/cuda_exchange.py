@@ -1,0 +1,108 @@
+"""What the GPU is told of an instruction's exchange of words: its hints, and the tagged regions that
+its kernel does not see to (cuda/tagged_rows.cuh has the rule)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megavm.instructions import instruction_set
+from megavm.vm.alike import tag_orders, tagged_words
+from megavm.vm.config import HEADER_WORDS, NONE
+from megavm.vm.cuda_hints import make_hints
+from megavm.vm.isa import FieldKind, TagOrder
+from megavm.vm.program import Program
+
+# ``Exchange`` and ``TaggedRegion`` of cuda/launch.cuh.
+EXCHANGE = np.dtype(
+    [
+        (name, "<u4")
+        for name in (
+            "hint_signal",
+            "hint_wait",
+            "regions_begin",
+            "regions_end",
+            "row_count",
+            "row_begin",
+            "row_end",
+            "reserved",
+        )
+    ]
+)
+REGION = np.dtype(
+    [
+        ("operand", "<u4"),
+        ("written", "<u4"),
+        ("rows", "<u4", 2),
+        ("words", "<u4", 2),
+        ("reserved", "<u4", 2),
+    ]
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchanges:
+    """``table`` EXCHANGE [instructions], ``regions`` REGION [r], ``signals`` uint32 [hint counters]."""
+
+    table: npt.NDArray[np.void]
+    regions: npt.NDArray[np.void]
+    signals: npt.NDArray[np.uint32]
+
+
+def make_exchanges(program: Program) -> Exchanges:
+    """The exchanges of a program's instructions; hint counters are numbered after its barriers."""
+    hints, signals = make_hints(program)
+    table = np.zeros(len(program), EXCHANGE)
+    table["hint_signal"], table["hint_wait"] = hints.T
+    table["row_count"] = NONE
+    found = tagged_words(program.words, program.tensors)
+    if not len(found):
+        return Exchanges(table, np.zeros(1, REGION), signals)
+    number, tensor, *box, written = found.T
+    ways = _ways(program)
+    found_here = ways[number, 0] != 0
+    number, tensor, written = number[found_here], tensor[found_here], written[found_here]
+    regions = np.zeros(max(len(number), 1), REGION)
+    operands = program.words[number, HEADER_WORDS:].astype(np.int64)
+    is_tensor = _tensor_words(program)[number]
+    regions["operand"][: len(number)] = ((operands == tensor[:, None]) & is_tensor).argmax(axis=1)
+    regions["written"][: len(number)] = written
+    for name, columns in (("rows", box[:2]), ("words", box[2:])):
+        regions[name][: len(number)] = np.column_stack(columns)[found_here]
+    ends = np.searchsorted(number, np.arange(len(program)), side="right")
+    table["regions_begin"], table["regions_end"] = np.concatenate([[0], ends[:-1]]), ends
+    table["row_count"], table["row_begin"], table["row_end"] = ways[:, 1], ways[:, 2], ways[:, 3]
+    return Exchanges(table, regions, signals)
+
+
+def _ways(program: Program) -> npt.NDArray[np.int64]:
+    """By instruction: 1 if some of its words may be left to the machine, the operand word of its number
+    of live rows (NONE: all words are left to the machine), and its rows."""
+    ways = np.zeros((len(program), 4), np.int64)
+    ways[:, 1] = NONE
+    by_machine = tag_orders(program.words, program.tensors) == TagOrder.BY_MACHINE.value
+    ways[by_machine, 0] = 1
+    for opcode, cls in instruction_set().items():
+        names = [field.name for field in cls.fields]
+        if "row_count" not in names:
+            continue
+        words = [names.index(name) for name in ("row_count", "row_begin", "row_end")]
+        numbers = np.flatnonzero((program.words[:, 0] == opcode) & ~by_machine)
+        operands = program.words[numbers][:, [HEADER_WORDS + word for word in words]]
+        counted = operands[:, 0] != NONE
+        ways[numbers[counted], 0] = 1
+        ways[numbers[counted], 1] = words[0]
+        ways[numbers, 2:] = operands[:, 1:]
+    return ways
+
+
+def _tensor_words(program: Program) -> npt.NDArray[np.bool_]:
+    """Which operand words of each instruction are handles: bool [n, OPERAND_WORDS]."""
+    words = np.zeros((len(program), program.words.shape[1] - HEADER_WORDS), bool)
+    for opcode, cls in instruction_set().items():
+        for k, field in enumerate(cls.fields):
+            if field.kind is FieldKind.TENSOR:
+                words[program.words[:, 0] == opcode, k] = True
+    return words
