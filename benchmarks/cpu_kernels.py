@@ -20,7 +20,7 @@ import torch
 
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
-from megavm.vm.config import ACCUMULATOR_BYTES
+from megavm.instructions.tiles import SUMS_BYTES
 from megavm.vm.cpu_machine import CpuMachine
 from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.memory import TORCH_DTYPE, Memory
@@ -146,7 +146,7 @@ def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
     if rows < 16:
         return rows, shape.columns
     row_tile = min(rows, 128)
-    sums = ACCUMULATOR_BYTES // 4 // row_tile
+    sums = SUMS_BYTES // 4 // row_tile
     return row_tile, sums // 2 if shape.gated else sums
 
 

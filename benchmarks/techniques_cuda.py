@@ -27,6 +27,7 @@ from environment import save
 from llama_cuda import MODELS, make_runner, measure, prepare
 from megavm.scheduler.runner import Runner
 from megavm.vm.cuda_compiler import ROOT, CompileError
+from megavm.vm.cuda_exchange import EXCHANGE
 from megavm.vm.cuda_machine import CudaExecutable, CudaMachine
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
@@ -53,7 +54,7 @@ class Variant:
     steps: int = 0
 
 
-def constant(name: str, value: int) -> Edits:
+def constant(name: str, value: int | str) -> Edits:
     """Give a constant of cuda/config.cuh another value."""
     pattern = rf"(?m)^constexpr uint32_t {name} = [^;]+;"
     return {CONFIG: ((pattern, f"constexpr uint32_t {name} = {value};"),)}
@@ -61,7 +62,7 @@ def constant(name: str, value: int) -> Edits:
 
 def pages(count: int) -> Edits:
     """A ring of at most so many pages."""
-    return {CONFIG: ((r"(?<=kPages = min_of\()kNumPages(?=,)", str(count)),)}
+    return constant("kPages", f"min_of({count}, program::kPages)")
 
 
 def in_flight(count: int, waiting: int) -> Edits:
@@ -140,7 +141,8 @@ class VariantMachine(CudaMachine):
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
         executable = super().load(program, memory, verify=verify)
         if not self.hints:
-            executable._hints.fill_(0xFF)  # the bytes of NONE
+            words = executable._exchanges.view(torch.int32).view(-1, EXCHANGE.itemsize // 4)
+            words[:, :2] = -1  # NONE: hint_signal, hint_wait
         return executable
 
 

@@ -1,4 +1,5 @@
-// Every size of the machine on the device, derived from what the program uses.
+// Sizes of the machine on the device. Those of memory come from vm/config.py and vm/cuda_memory.py,
+// by way of isa.hpp and of the program's header.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -7,14 +8,12 @@ namespace megavm {
 
 // What a program does not say. A name in `program` itself hides the one from here.
 namespace program_defaults {
-constexpr uint32_t kMaxK = 0;             // longest rows of a weight, or parts of rows
 constexpr uint32_t kAnyPartOfK = 0;       // whether some products are of parts
 constexpr uint32_t kMaxAddends = 0;       // other parts that a product adds to its own
 constexpr uint32_t kAnyPartialPages = 0;  // whether some do not fill pages
 constexpr uint32_t kAnyRaggedK = 0;       // whether some do not fill tiles
 constexpr uint32_t kAnyOddPages = 0;      // whether some have an odd number of pages
 constexpr uint32_t kAnyF32Weights = 0;
-constexpr uint32_t kMaxScratch = 0;  // bytes of shared memory that instructions want beside
 constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
 constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
@@ -47,7 +46,7 @@ static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegis
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
-constexpr uint32_t kStages = 8;     // instructions in flight in a worker
+constexpr uint32_t kStages = kNumStages;  // instructions in flight in a worker
 constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so many need not be done
 // How often a warp arrives at a semaphore when its lanes are done with something: one lane arrives,
 // and looks, for all, with __syncwarp between. racecheck takes that for its own alone; for it
@@ -56,7 +55,6 @@ constexpr uint32_t kWarpArrivals = 1;
 // Nanoseconds by which warps hold results of products back, each warp others, before they store
 // them: for tests of what must not come too early.
 constexpr uint32_t kHoldStores = 0;
-constexpr uint32_t kUnitRows = 8;
 constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
 constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
@@ -69,38 +67,32 @@ constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
 constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
 constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
 constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
-constexpr uint32_t kGroupRows = kSingleRow ? 1 : kMaxGroupRows;
+constexpr uint32_t kGroupRows = program::kGroupRows;
 constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPages;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
-constexpr uint32_t kUnitPages = max_of(1, ceil_div(program::kMaxK, kPageColumns));  // at most
-constexpr uint32_t kChunkPages = min_of(kMaxChunkPages, kUnitPages);  // of a unit in a chunk
-constexpr bool kOneChunk = kChunkPages == kUnitPages;                 // holds all of any input
+constexpr uint32_t kChunkPages = program::kChunkPages;          // of a unit in a chunk
+constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // holds all of any input
 // One row lies in shared memory, several in registers.
-constexpr uint32_t kPanelBytes = kSingleRow ? kChunkPages * kPageColumns * kElementBytes : 0;
-constexpr uint32_t kPartialFloats = kBlockUnits * kNumConsumers * kGroupRows * kUnitRows;
-
-constexpr uint32_t kScales = kSingleRow ? 0 : kGroupRows;
+constexpr uint32_t kPanelBytes = program::kPanelBytes;
+static_assert(kPanelBytes >= (kSingleRow ? kChunkPages * kPageColumns * kElementBytes : 0));
+constexpr uint32_t kPartialFloats = program::kPartialFloats;
+static_assert(kPartialFloats >= kBlockUnits * kNumConsumers * kGroupRows * kUnitRows);
+constexpr uint32_t kScales = program::kScales;
+static_assert(kSingleRow || kScales >= kGroupRows);
 
 // ---- Shared memory, in bytes from its start.
-constexpr uint32_t kStageBytes = 640;  // words, operands and place of an instruction
-constexpr uint32_t kCurrentBytes = 32;
-constexpr uint32_t kMbarrierBytes = (8 * (2 * kNumPages + 5 * kStages + 5) + 15) / 16 * 16;
-constexpr uint32_t kProductScratch = kPanelBytes + 2 * 4 * (kPartialFloats + kScales);
-constexpr uint32_t kScratch =
-    (max_of(program::kAnyProduct ? kProductScratch : 0, program::kMaxScratch) + 127) / 128 * 128;
-constexpr uint32_t kFixedBytes =
-    kStages * kStageBytes + kMbarrierBytes + kNumWarps * kCurrentBytes + 64 + kScratch;
-constexpr uint32_t kPages = min_of(kNumPages, (kSharedBytes - kFixedBytes) / kPageBytes);
-static_assert(kFixedBytes < kSharedBytes && kPages >= 4, "no room for pages beside scratch");
+constexpr uint32_t kScratch = program::kScratchBytes;
+constexpr uint32_t kPages = program::kPages;
+static_assert(kPages >= kMinPages && kPages <= kNumPages, "no room for pages beside scratch");
 constexpr uint32_t kScratchAt = kPages * kPageBytes;
 constexpr uint32_t kStagesAt = kScratchAt + kScratch;
 static_assert(kStagesAt % 128 == 0, "instructions are aligned to their size");
 constexpr uint32_t kSemaphoresAt = kStagesAt + kStages * kStageBytes;
-constexpr uint32_t kCurrentAt = kSemaphoresAt + kMbarrierBytes;
+constexpr uint32_t kCurrentAt = kSemaphoresAt + kSemaphoreBytes;
 constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
-static_assert(kControlAt % 16 == 0 && kControlAt + 64 <= kSharedBytes);
+static_assert(kControlAt % 16 == 0 && kControlAt + kControlBytes <= kSharedBytes);
 
 // Pages issued, not yet landed; and while consumers wait for what other workers produce. In a ring
 // of fewer, the loader would look for a page in the phase of a later one.

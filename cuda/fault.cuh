@@ -20,6 +20,7 @@ struct alignas(16) Control {
   uint32_t aborted;   // 1: because another worker did
   uint32_t waiting;   // 1: the consumers wait for what others produce, see Loader
 };
+static_assert(sizeof(Control) <= kControlBytes);
 
 // What a warp is at; and, when it stops, why: the fields of FaultRecord after `step`, and its kind.
 struct alignas(16) Current {

@@ -25,6 +25,7 @@ __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t stages = 2 * kPages + (min_of(number, 7) - 2) * kStages;
   return number < 8 ? stages : stages + 1 + (number - 8) * 2;
 }
+static_assert(8 * (first_semaphore(SemaphoreKind::kSumsFinished) + 2) <= kSemaphoreBytes);
 
 struct Semaphore {
   SemaphoreKind kind;

@@ -5,23 +5,29 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from megavm.vm.config import NONE, PAGE_BYTES
-from megavm.vm.isa import F32, Region, Resources, TagOrder, TensorSpec, pages, present
+from megavm.vm.config import (
+    BLOCK_UNITS,
+    MAX_GROUP_ROWS,
+    NONE,
+    ROW_CHUNK_PAGES,
+    ROWS_CHUNK_PAGES,
+    TILE_ROW_BYTES,
+    TILES_PER_PAGE,
+)
+from megavm.vm.isa import F32, Region, TagOrder, TensorSpec, present
 
-PANEL_PAGES = 9  # pages that may hold input rows; the rest of the ring streams weights
-STREAM_PAGES = 3  # the least that keeps a weight stream going
+# On the CPU.
+INPUT_BYTES = 144 * 1024  # of the input that a product holds at a time, at most
+SUMS_BYTES = 128 * 1024  # of the sums that it keeps when slices of the input pass by
+SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and what a way to multiply needs
 SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
 COLUMN_BLOCK = 32  # output columns whose sums are alive at the same time
 ROW_BLOCK = 16  # rows whose sums are kept together
 VECTOR = 32  # input columns are padded to a multiple of this
+CPU_LANES = 16  # elements of a vector
+ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
+
 SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
-TILE_ROW_BYTES = 64  # on the GPU weights are tiles of 8 rows of 64 bytes,
-TILES_PER_PAGE = 32  # and so many tiles a page
-MAX_GROUP_ROWS = 8  # rows of a step of several that a GPU's worker multiplies at a time
-BLOCK_UNITS = 8  # units of weight rows whose sums it finishes at a time
-ROWS_CHUNK_PAGES = 2  # pages of a unit that it multiplies with its input at a time,
-ROW_CHUNK_PAGES = 4  # in a program of one row
-SCRATCH_PER_ROW = 16  # bytes: number, scale, position and KV block of an input row
 SQUARES_COLUMNS = 8  # of a row of x whose squares are one sum: a unit of weights on the GPU
 
 
@@ -30,29 +36,25 @@ def round_up(size: int, unit: int) -> int:
     return -(-size // unit) * unit
 
 
-def product_resources(rows: int, columns: int, k: int, itemsize: int) -> Resources:
-    """Resources of ``out[rows, columns] = x[rows, k] . w[columns, k]^T``, ``itemsize`` bytes an element.
+def aligned(size: int) -> int:
+    """What an allocation of ``size`` bytes takes of the CPU's working memory."""
+    return round_up(size, 64)
 
-    If the input rows fit into ``PANEL_PAGES`` they stay there while weights stream by, and only one block
-    of columns has live sums (*input-stationary*: decode). Otherwise the sums of the whole tile stay in
-    registers and slices of the input stream by as well (*output-stationary*: prefill).
+
+def product_working_bytes(rows: int, columns: int, k: int, itemsize: int) -> int:
+    """Working memory of ``out[rows, columns] = x[rows, k] . w[columns, k]^T`` on the CPU.
+
+    ``itemsize``: bytes of an element of w. Input rows of up to ``INPUT_BYTES`` stay there while weights
+    stream by, and only one block of columns has live sums (*input-stationary*: decode). Otherwise the
+    sums of the whole tile stay and slices of the input stream by as well (*output-stationary*: prefill).
     """
-    panel = rows * round_up(k, VECTOR) * itemsize
-    scratch = SCRATCH_PER_ROW * round_up(rows, ROW_BLOCK)
-    if panel <= PANEL_PAGES * PAGE_BYTES:
-        return Resources(
-            pages=pages(panel) + STREAM_PAGES,
-            scratch_bytes=scratch,
-            accumulator_bytes=4 * round_up(rows, ROW_BLOCK) * COLUMN_BLOCK,
-            semaphores=2,
-        )
-    fitting = PANEL_PAGES * PAGE_BYTES // (rows * itemsize * SPLIT_COLUMNS)
-    return Resources(
-        pages=pages(rows * itemsize * SPLIT_COLUMNS * max(fitting, 1)) + STREAM_PAGES,
-        scratch_bytes=scratch,
-        accumulator_bytes=4 * rows * columns,
-        semaphores=2,
-    )
+    held = rows * round_up(k, VECTOR) * itemsize
+    sums = round_up(rows, ROW_BLOCK) * COLUMN_BLOCK
+    if held > INPUT_BYTES:
+        least = rows * itemsize * SPLIT_COLUMNS
+        held = least * max(INPUT_BYTES // least, 1)
+        sums = rows * columns
+    return held + 4 * sums + ROW_BYTES * round_up(rows, ROW_BLOCK) + SPARE_BYTES
 
 
 def product_constants(

@@ -16,7 +16,7 @@ from megavm.profiler.trace import BARRIER, TAGGED, Ints, Longs, TraceProgram
 from megavm.vm.alike import figures, tagged_regions
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
 from megavm.vm.isa import FieldKind, Instruction, TensorKind, TensorSpec
-from megavm.vm.layout import layouts_of
+from megavm.vm.layout import ROWS
 from megavm.vm.program import Program
 
 CONTEXT: Final = "context"  # the operand that says how many tokens a row may see, for the cost only
@@ -98,7 +98,10 @@ def _cost(
         cached = (moved - fixed) * share
         moved = fixed + cached
         flops = fixed_flops + (flops - fixed_flops) * share
-    streamed = layouts_of(inst, tensors)
+    # What a kernel takes in no other than its own order, the loader streams.
+    streamed = {
+        getattr(inst, n) for n, choice in inst.layouts(tensors).items() if ROWS not in choice
+    }
     weights = sum(
         region.elements * tensors[region.tensor].dtype.size
         for region in inst.reads(tensors)

@@ -46,7 +46,7 @@ def compile_graph(
         labels=tuple(synchronised.labels),
         metadata=dict(metadata or {}),
     )
-    verify(program)
+    verify(program, options.machine)
     return program
 
 

@@ -13,8 +13,11 @@ from megavm.scheduler.hub import resolve
 from megavm.scheduler.llama import BLOCK_SIZE, GPU_BLOCK_SIZE, Bucket, Limits, llama_graph
 from megavm.scheduler.options import Assignment, Exchange
 from megavm.scheduler.runner import choose_dtype, choose_machine, default_options, make_machine
-from megavm.vm.config import ACCUMULATOR_BYTES, NUM_PAGES, SCRATCH_BYTES
+from megavm.vm.alike import find_alike
+from megavm.vm.codegen import specialisation
+from megavm.vm.config import PAGE_BYTES, WORKING_BYTES
 from megavm.vm.cuda_machine import NUM_SMS, reason_unavailable
+from megavm.vm.cuda_memory import kernel_memory
 from megavm.vm.program import Program
 from megavm.vm.verify import verify as verify_program
 
@@ -73,12 +76,15 @@ def describe_program(
     program = compile_graph(graph, options, {"model": model})
     seconds = time.perf_counter() - begin
     lines = [f"{model}: {program}", f"compiled and verified in {seconds * 1e3:.0f} ms", ""]
-    lines += _statistics(program)
+    lines += _statistics(program, name)
     if verify:
         begin = time.perf_counter()
-        verify_program(program)
+        verify_program(program, name)
         spent = time.perf_counter() - begin
-        lines += ["", f"verified in {spent * 1e3:.0f} ms: no deadlock, no race, all within budget"]
+        lines += [
+            "",
+            f"verified in {spent * 1e3:.0f} ms: no deadlock, no race, fits machine {name}",
+        ]
     if disassemble:
         lines += ["", *program.disassemble()]
     if save is not None:
@@ -87,8 +93,8 @@ def describe_program(
     return "\n".join(lines)
 
 
-def _statistics(program: Program) -> Iterator[str]:
-    """Tables: instructions by kind, work by worker, and what the largest instruction holds."""
+def _statistics(program: Program, machine: str) -> Iterator[str]:
+    """Tables: instructions by kind, work by worker, and the memory of a worker of the machine."""
     tensors = program.tensors
     counts: Counter[str] = Counter()
     moved: Counter[str] = Counter()
@@ -118,9 +124,14 @@ def _statistics(program: Program) -> Iterator[str]:
     yield (
         f"dependencies: {waits} waits on {len(program.barriers)} barriers, {tagged} tagged tensors"
     )
-    held = [i.resources(tensors) for i in program.instructions]
-    yield (
-        f"the largest instruction holds {max(r.pages for r in held)} of {NUM_PAGES} pages, "
-        f"{max(r.scratch_bytes for r in held)} of {SCRATCH_BYTES} bytes of scratch, "
-        f"{max(r.accumulator_bytes for r in held)} of {ACCUMULATOR_BYTES} bytes of sums"
-    )
+    if machine == "cpu":
+        most = max((i.working_bytes(tensors) for i in program.instructions), default=0)
+        yield f"the largest instruction takes {most} of {WORKING_BYTES} bytes of working memory"
+    elif machine == "cuda":
+        alike = find_alike(program.words, tensors)
+        chosen = (inst for same in alike for inst in same.representatives)
+        memory = kernel_memory(specialisation(chosen, tensors).common)
+        yield (
+            f"a worker has {memory.pages} pages of {PAGE_BYTES // 1024} KiB and "
+            f"{memory.scratch_bytes} bytes of scratch"
+        )

@@ -19,15 +19,21 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import Sample
-from megavm.instructions.tiles import PANEL_PAGES, SCALED, SPLIT_COLUMNS, SQUARES_COLUMNS
+from megavm.instructions.tiles import (
+    INPUT_BYTES,
+    SCALED,
+    SPLIT_COLUMNS,
+    SQUARES_COLUMNS,
+    SUMS_BYTES,
+)
 from megavm.scheduler.graph import Operation, Value
 from megavm.scheduler.options import CompileOptions
 from megavm.scheduler.storage import Storage, may_be_tagged
-from megavm.vm.config import ACCUMULATOR_BYTES, NONE, PAGE_BYTES
+from megavm.vm.config import BLOCK_UNITS, NONE, UNIT_ROWS
 from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
 
 MOST_PARTS = 8  # of a product: who adds them up has a pair of each in registers
-SUMMED_COLUMNS = 64  # of which a GPU's worker finishes the sums at a time (cuda/config.cuh)
+SUMMED_COLUMNS = BLOCK_UNITS * UNIT_ROWS  # of which a GPU's worker finishes the sums at a time
 MANY_SPLITS = 8  # of which one less costs less than merges that begin late
 
 
@@ -119,15 +125,15 @@ class Lowering:
         """(columns, rows) of the tiles of a matrix product, tiles of the same weights side by side.
 
         ``width`` is how many sums an element of ``columns`` has; ``workers``: see ``_columns``.
-        When all input rows fit into shared memory they stay there while weights stream; otherwise
+        When all input rows fit into ``INPUT_BYTES`` they stay there while weights stream; otherwise
         the sums stay, and input and weights stream.
         """
-        if rows * k * itemsize <= PANEL_PAGES * PAGE_BYTES:
+        if rows * k * itemsize <= INPUT_BYTES:
             row_tile, column_tile = rows, columns
         else:
-            fitting = PANEL_PAGES * PAGE_BYTES // (min(k, SPLIT_COLUMNS) * itemsize)
+            fitting = INPUT_BYTES // (min(k, SPLIT_COLUMNS) * itemsize)
             row_tile = min(rows, 1 << (fitting.bit_length() - 1))
-            column_tile = ACCUMULATOR_BYTES // (4 * row_tile * width) // unit * unit
+            column_tile = SUMS_BYTES // (4 * row_tile * width) // unit * unit
         for begin, end in self._columns(columns, unit, workers):
             pieces = -(-(end - begin) // column_tile)
             step = -(-(end - begin) // (pieces * unit)) * unit

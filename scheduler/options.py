@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megavm.instructions.matmul import PART_COLUMNS
+from megavm.vm.config import MACHINES
 
 Assignment = Literal["balanced", "round_robin", "dynamic"]
 Exchange = Literal["barrier", "heads", "tagged"]
@@ -16,7 +17,8 @@ Exchange = Literal["barrier", "heads", "tagged"]
 class CompileOptions:
     """How a graph becomes a program.
 
-    ``workers``: SMs or threads. ``assignment``: which queue an instruction goes to (assign.py).
+    ``workers``: SMs or threads. ``machine``: "cpu", "cuda" or "reference"; the program must fit it
+    (vm/verify.py). ``assignment``: which queue an instruction goes to (assign.py).
     ``exchange``: how activations pass from worker to worker: ``barrier`` counters; ``tagged`` words
     for those of at most ``tagged_bytes`` (storage.py); ``heads``: words for what attention reads in
     decode steps, which few workers want, and barriers for the rest. ``fuse_norm``: whether RMSNorm
@@ -31,6 +33,7 @@ class CompileOptions:
     """
 
     workers: int
+    machine: str = "cpu"
     assignment: Assignment = "balanced"
     exchange: Exchange = "barrier"
     tagged_bytes: int = 128 * 1024
@@ -48,6 +51,8 @@ class CompileOptions:
             raise ValueError(
                 f"part_of_k is {self.part_of_k}, expected a multiple of {PART_COLUMNS}"
             )
+        if self.machine not in MACHINES:
+            raise ValueError(f"machine {self.machine!r} is not {', '.join(MACHINES)}")
         if self.column_unit % 2:
             raise ValueError(f"column_unit is {self.column_unit}, expected an even number")
         if self.assignment not in ("balanced", "round_robin", "dynamic"):

@@ -16,10 +16,12 @@ from megavm.scheduler.lower import attention_tiling
 from megavm.scheduler.options import CompileOptions, Exchange
 from megavm.scheduler.step import Floats, Ints, Step
 from megavm.scheduler.step_memory import DeviceStepMemory, Rows, StepMemory
+from megavm.vm.config import MAX_GROUP_ROWS, PAGE_BYTES, ROWS_CHUNK_PAGES, UNIT_ROWS
 from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
-from megavm.vm.layout import ROWS, UNIT_ROWS, Layout, program_layouts
+from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import Executable, Machine, MachineLost, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
@@ -79,13 +81,13 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
 
 # A step of several rows reads so much input that workers share products of long rows: each reads
 # but a part. The kernel takes parts of so many columns, and so many rows, at once.
-PART_OF_K = 2048
-MOST_PARTED_ROWS = 8
+PART_OF_K = ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size
+MOST_PARTED_ROWS = MAX_GROUP_ROWS
 
 
 def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     """How steps of up to ``rows`` rows are compiled for a machine."""
-    options = CompileOptions(workers)
+    options = CompileOptions(workers, machine=machine)
     if machine != "cuda":
         return options
     exchange: Exchange = "tagged" if rows == 1 else "heads"
@@ -162,12 +164,12 @@ class Runner:
         device, count = make_machine(machine, workers)
         config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
         memory = Memory(device.memory_device)
-        layouts: dict[str, Layout] = {}
+        layouts: dict[str, tuple[Layout, ...]] = {}
         known: dict[Bucket, Program] = {}
 
         def options_for(rows: int) -> CompileOptions:
             chosen = options or default_options(device.name, count, rows)
-            return replace(chosen, workers=count)
+            return replace(chosen, workers=count, machine=device.name)
 
         if isinstance(device, CudaMachine):
             if progress is not None:
@@ -184,7 +186,7 @@ class Runner:
                 value = checkpoint.tensor(spec.name, TORCH_DTYPE[element])
             # One after the other: on a GPU no more than one tensor is there twice.
             memory.bind(spec, value.to(memory.device))
-            memory.relayout(spec.name, layouts.get(spec.name, ROWS))
+            memory.relayout(spec.name, layouts.get(spec.name, (ROWS,))[0])
             if memory.device.type != "cpu" and spec.name != "rope":
                 checkpoint.release(spec.name)
             if progress is not None:

@@ -52,6 +52,11 @@ def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
 
 
 def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: Declare) -> Ints:
+    """See ``accesses_of``."""
+    return accesses_of(find_alike(words, tensors), width, declare)
+
+
+def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
     """What instructions declare of tensors, by instruction.
 
     ``declare(number, instruction)`` is asked of one instruction of each kind. It gives tuples of ``width``
@@ -61,7 +66,7 @@ def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: D
     Raises ValueError when a tensor is none of the operands.
     """
     found = [np.empty((0, width + 1), np.int64)]
-    for same in find_alike(words, tensors):
+    for same in alike:
         table: list[tuple[int, ...]] = []
         lengths = []
         for row, inst in zip(same.rows, same.representatives, strict=True):
@@ -101,12 +106,14 @@ def figures(
     return result
 
 
-def tag_orders(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
-    """The TagOrder of every instruction, as its number: int64 [n]."""
+def tag_orders(
+    words: Words, tensors: Sequence[TensorSpec], alike: Sequence[Alike] | None = None
+) -> Ints:
+    """The TagOrder of every instruction, as its number: int64 [n]. ``alike``, if they are known."""
     result = np.full(len(words), TagOrder.KEPT.value, np.int64)
     if not any(t.tagged for t in tensors):
         return result
-    alike = list(find_alike(words, tensors))
+    alike = list(find_alike(words, tensors)) if alike is None else alike
     all_values = [vars(inst) for same in alike for inst in same.representatives]
     rows = [values["row_end"] - values["row_begin"] for values in all_values if "row_end" in values]
     single_row = max(rows, default=0) <= 1

@@ -13,13 +13,14 @@ from __future__ import annotations
 import importlib
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megavm.vm.isa import Instruction
+    from megavm.vm.isa import Instruction, TensorSpec
     from megavm.vm.program import Program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -189,72 +190,106 @@ COMPANIONS = {"attention": "attention_merge"}
 MANY_ROWS = 1 << 16  # what a kernel for several rows is told, so that it serves steps of all sizes
 
 
-def program_header(program: Program, *, trace: bool = False, in_order: bool = False) -> str:
-    """The text of ``program.hpp``: what the GPU's kernel must know of ``program``, and nothing else.
+@dataclass(frozen=True)
+class Specialisation:
+    """What the GPU's kernel must know of a program: ``used`` instructions, and constants.
 
-    Programs that differ in other things have the same text, and share the kernel. An instruction adds
-    constants by a method ``specialise(tensors) -> dict[str, int]``: names in snake_case; those that begin
-    with ``max_`` or ``any_`` are joined by maximum or bitwise or, over the instructions of a kind in the
-    namespace of the kind and over all in ``program``; others must be the same in all instructions of
-    a kind. ``in_order``: a worker begins an instruction only when the one before it is stored, which a
-    program needs whose proof rests on the order of its queues.
+    ``common`` are those of the program, ``of_class`` those of the instructions of a class, by its name.
+    """
+
+    used: tuple[type[Instruction], ...]
+    common: Mapping[str, int]
+    of_class: Mapping[str, Mapping[str, int]]
+
+
+def specialisation(
+    instructions: Iterable[Instruction], tensors: Sequence[TensorSpec]
+) -> Specialisation:
+    """Join what instructions are specialised for; of those that are alike one is enough.
+
+    Names of constants are in snake_case. Those that begin with ``max_`` or ``any_`` are joined by maximum or
+    bitwise or, over the instructions of a class and over all; others must be the same in all of a class.
 
     Raises ValueError when they are not.
     """
     from megavm.instructions import instruction_set
-    from megavm.vm.alike import find_alike, tag_orders
     from megavm.vm.isa import TagOrder
 
-    classes = list(instruction_set().values())
-    chosen = [
-        inst for same in find_alike(program.words, program.tensors) for inst in same.representatives
-    ]
-    names = {inst.name() for inst in chosen}
-    names |= {COMPANIONS[name] for name in names & COMPANIONS.keys()}
-    used = {cls for cls in classes if cls.name() in names}
-    by_class: dict[type[Instruction], dict[str, int]] = {cls: {} for cls in classes if cls in used}
+    instructions = list(instructions)
+    of_class: dict[str, dict[str, int]] = {}
     common: dict[str, int] = {"max_rows": 0}
-    for inst in chosen:
+    known: set[tuple[object, ...]] = set()
+    for inst in instructions:
         values = vars(inst)
         if "row_begin" in values and "row_end" in values:
-            join(common, {"max_rows": values["row_end"] - values["row_begin"]}, "")
-        specialise = getattr(inst, "specialise", None)
-        if specialise is not None:
-            found = specialise(program.tensors)
-            join(by_class[type(inst)], found, inst.name())
-            join(common, {n: v for n, v in found.items() if n.startswith(("max_", "any_"))}, "")
+            rows = values["row_end"] - values["row_begin"]
+            common["max_rows"] = max(common["max_rows"], rows)
+        found = dict(inst.specialise(tensors))
+        # Most tiles say the same.
+        scratch = inst.scratch_bytes(tensors)
+        key = type(inst), scratch, *found.items()
+        if key in known:
+            continue
+        known.add(key)
+        if scratch:
+            join(common, {"max_scratch": scratch}, "")
+        join(of_class.setdefault(inst.name(), {}), found, inst.name())
+        join(common, {n: v for n, v in found.items() if n.startswith(("max_", "any_"))}, "")
     if common.get("any_f32_weights") and common.get("any_bf16_weights"):
         raise ValueError(
             "the program multiplies with weights of float32 and of bfloat16: a kernel is for one"
         )
-    orders = tag_orders(program.words, program.tensors)
-    common["any_by_machine"] = int((orders == TagOrder.BY_MACHINE.value).any())
     if common["max_rows"] > 1:
         common["max_rows"] = max(MANY_ROWS, common["max_rows"])
         common["any_by_machine"] = 1
+    else:
+        orders = {inst.tag_order(tensors, True) for inst in instructions}
+        common["any_by_machine"] = int(TagOrder.BY_MACHINE in orders)
+    names = of_class.keys() | {COMPANIONS[name] for name in of_class.keys() & COMPANIONS.keys()}
+    used = tuple(cls for cls in instruction_set().values() if cls.name() in names)
+    return Specialisation(used, common, of_class)
+
+
+def program_header(program: Program, *, trace: bool = False, in_order: bool = False) -> str:
+    """The text of ``program.hpp``: what the GPU's kernel must know of ``program``, and nothing else.
+
+    Programs that differ in other things have the same text, and share the kernel. ``in_order``: a worker
+    begins an instruction only when the one before it is stored, which a program needs whose proof rests on
+    the order of its queues.
+
+    Raises ValueError when no kernel can be specialised for all of the program.
+    """
+    from megavm.instructions import instruction_set
+    from megavm.vm.alike import find_alike
+    from megavm.vm.cuda_memory import kernel_memory
+
+    alike = find_alike(program.words, program.tensors)
+    found = specialisation((i for same in alike for i in same.representatives), program.tensors)
+    constants = {**found.common, **vars(kernel_memory(found.common))}
     lines = ["// Generated by vm/codegen.py from a program. Do not edit.", "#pragma once", ""]
     lines += ['#include "isa.hpp"', '#include "faults.hpp"', "", "namespace megavm::program {", ""]
     lines += [
-        f"constexpr bool kUses{cls.__name__} = {'true' if cls in used else 'false'};"
-        for cls in classes
+        f"constexpr bool kUses{cls.__name__} = {'true' if cls in found.used else 'false'};"
+        for cls in instruction_set().values()
     ]
     lines += [f"constexpr bool kTrace = {'true' if trace else 'false'};"]
     lines += [f"constexpr bool kInOrder = {'true' if in_order else 'false'};"]
-    lines += [*named_constants(common), "", "}  // namespace megavm::program", ""]
-    for cls, values in by_class.items():
-        if values:
-            space = f"namespace megavm::{cls.name()}"
-            lines += [f"{space} {{", *named_constants(values), f"}}  // {space}", ""]
+    lines += [*named_constants(constants), "", "}  // namespace megavm::program", ""]
+    for name, values in found.of_class.items():
+        if not values:
+            continue
+        space = f"namespace megavm::{name}"
+        lines += [f"{space} {{", *named_constants(values), f"}}  // {space}", ""]
     lines += ['#include "cuda/interpreter.cuh"', ""]
-    lines += [f'#include "instructions/{cls.name()}/cuda.cuh"' for cls in by_class]
-    listed = ", ".join(cls.__name__ for cls in by_class)
+    lines += [f'#include "instructions/{cls.name()}/cuda.cuh"' for cls in found.used]
+    listed = ", ".join(cls.__name__ for cls in found.used)
     lines += ["", "namespace megavm {", "", f"using Used = List<{listed}>;", ""]
     lines += ["}  // namespace megavm", ""]
     return "\n".join(lines)
 
 
 def join(known: dict[str, int], found: Mapping[str, int], owner: str) -> None:
-    """Merge constants into ``known`` as ``program_header`` says."""
+    """Merge constants into ``known`` as ``specialisation`` says."""
     for name, value in found.items():
         if name not in known:
             known[name] = int(value)

@@ -1,10 +1,11 @@
-"""Sizes of the machine, each said once; the C++ header of the same constants is generated from here.
+"""Sizes of the machines. The C++ header of the same constants is generated from this file.
 
-The shared-memory figures are those of one Hopper SM (227 KiB per block). The CPU machine keeps the same
-budget, so that a program that runs there also fits on the GPU.
+Sizes that depend on the program, of its kernel on the GPU, are worked out in cuda_memory.py.
 """
 
 from __future__ import annotations
+
+MACHINES = ("cpu", "cuda", "reference")
 
 # Instruction encoding.
 INSTRUCTION_WORDS = 32
@@ -14,26 +15,39 @@ OPERAND_WORDS = INSTRUCTION_WORDS - HEADER_WORDS
 INSTRUCTION_BYTES = 4 * INSTRUCTION_WORDS
 NONE = 0xFFFFFFFF  # "no barrier" in the header, "no tensor" in an optional tensor field
 
-# Shared memory of one worker.
-SHARED_BYTES = 227 * 1024
-PAGE_BYTES = 16 * 1024
-NUM_PAGES = 13
-NUM_STAGES = 16  # slots of the instruction ring
-MAX_SEMAPHORES = 8  # what one instruction may use beside the two of each page
-SEMAPHORE_BYTES = 8 * (2 * NUM_PAGES + (2 + MAX_SEMAPHORES) * NUM_STAGES)
-_FIXED_BYTES = NUM_PAGES * PAGE_BYTES + NUM_STAGES * INSTRUCTION_BYTES + SEMAPHORE_BYTES
-SCRATCH_BYTES = (SHARED_BYTES - _FIXED_BYTES) // 1024 * 1024
+# Working memory of a worker of the CPU machine.
+WORKING_BYTES = 351 * 1024
 
-# Warps of one worker on the GPU: the consumers, then loader, controller, storer and a spare one.
+# Warps of a worker on the GPU: the consumers, then loader, controller, storer and waiter.
 NUM_CONSUMER_WARPS = 8
 NUM_WARPS = 12
 THREADS = 32 * NUM_WARPS
 
-# Registers of the consumer warps that may hold sums: 128 of 4 bytes in each of 32 lanes.
-ACCUMULATOR_BYTES = NUM_CONSUMER_WARPS * 32 * 128 * 4
+# Shared memory of a worker on the GPU, an SM of a Hopper GPU: pages, scratch, then the rest.
+SHARED_BYTES = 227 * 1024
+PAGE_BYTES = 16 * 1024
+NUM_PAGES = 13  # at most: large scratch takes room of pages
+MIN_PAGES = 4  # attention takes so many at a time
+NUM_STAGES = 8  # instructions in flight
+STAGE_BYTES = 640  # words, operands and place of one of them
+CURRENT_BYTES = 32  # what a warp is at
+CONTROL_BYTES = 64
+SEMAPHORE_BYTES = -(-8 * (2 * NUM_PAGES + 5 * NUM_STAGES + 5) // 16) * 16
+FIXED_BYTES = NUM_STAGES * STAGE_BYTES + SEMAPHORE_BYTES + NUM_WARPS * CURRENT_BYTES + CONTROL_BYTES
+SCRATCH_UNIT = 128  # scratch is a multiple of it
+SCRATCH_BYTES = (SHARED_BYTES - FIXED_BYTES - MIN_PAGES * PAGE_BYTES) // SCRATCH_UNIT * SCRATCH_UNIT
+
+# Products on the GPU. Weights are units of rows, made of tiles: so many bytes of each row.
+UNIT_ROWS = 8
+TILE_ROW_BYTES = 64
+TILES_PER_PAGE = 32
+BLOCK_UNITS = 8  # whose sums are finished together
+MAX_GROUP_ROWS = 8  # rows of the input that are multiplied together, in steps of several
+ROW_CHUNK_PAGES = 4  # of a unit that are multiplied at a time, in steps of one row
+ROWS_CHUNK_PAGES = 2  # and of several
 
 # Sampling state of a sequence, see instructions/sample.
 MAX_STOP_TOKENS = 32
 
-assert SCRATCH_BYTES >= 8 * 1024, "no room for scratch beside the pages"
+assert UNIT_ROWS * TILE_ROW_BYTES * TILES_PER_PAGE == PAGE_BYTES, "a page is full of tiles"
 assert NUM_PAGES <= 32, "one lane per page"

@@ -7,8 +7,7 @@ import threading
 import torch
 
 from megavm.vm import _native
-from megavm.vm.alike import tagged_words
-from megavm.vm.config import PAGE_BYTES
+from megavm.vm.alike import figures, tagged_words
 from megavm.vm.layout import ROWS
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
@@ -73,7 +72,7 @@ class CpuMachine:
         if verify:
             from megavm.vm.verify import verify as verify_program
 
-            verify_program(program)
+            verify_program(program, self.name)
         return CpuExecutable(self, program, memory)
 
 
@@ -117,8 +116,9 @@ class CpuExecutable:
         )
 
     def _arena_limits(self) -> list[int]:
-        needs = (i.resources(self.program.tensors) for i in self.program.instructions)
-        return [r.pages * PAGE_BYTES + r.scratch_bytes + r.accumulator_bytes for r in needs]
+        tensors = self.program.tensors
+        needs = figures(self.program.words, tensors, 1, lambda i: (i.working_bytes(tensors),))
+        return [int(need) for need in needs[:, 0]]
 
     @property
     def barriers(self) -> list[int]:

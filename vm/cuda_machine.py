@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from megavm.vm import codegen, cuda_compiler, cuda_faults
 from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
 from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
 from megavm.vm.cuda_faults import FaultKind, Record
-from megavm.vm.layout import ROWS, program_layouts
+from megavm.vm.cuda_layouts import names, program_layouts
+from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -191,7 +192,7 @@ class CudaMachine:
         if verify:
             from megavm.vm.verify import verify as verify_program
 
-            verify_program(program)
+            verify_program(program, self.name)
         self.check_alive()
         if memory.device != torch.device(self.memory_device):
             raise ValueError(
@@ -208,12 +209,17 @@ class CudaMachine:
                 raise ValueError(
                     f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
                 )
-        for name, layout in program_layouts(program).items():
+        layouts = program_layouts(program)
+        for name, choice in layouts.items():
             present = memory.layout(name)
-            if present not in (layout, ROWS):
-                raise ValueError(f"tensor {name} has the layout {present}, needed is {layout}")
-            memory.relayout(name, layout)
-        return CudaExecutable(self, program, memory, self._function(program))
+            if present not in choice and present != ROWS:
+                raise ValueError(
+                    f"tensor {name} has the layout {present}, needed is {names(choice)}"
+                )
+        for name, choice in layouts.items():
+            if memory.layout(name) not in choice:
+                memory.relayout(name, choice[0])
+        return CudaExecutable(self, program, memory, layouts, self._function(program))
 
     def check_alive(self) -> None:
         """Raise MachineLost when an earlier error has taken the context away."""
@@ -253,10 +259,16 @@ class CudaExecutable:
     """A program on the CudaMachine."""
 
     def __init__(
-        self, machine: CudaMachine, program: Program, memory: Memory, function: Any
+        self,
+        machine: CudaMachine,
+        program: Program,
+        memory: Memory,
+        layouts: Mapping[str, tuple[Layout, ...]],
+        function: Any,
     ) -> None:
         self.program = program
         self.memory = memory
+        self._layouts = layouts
         self.broken = False
         self._machine = machine
         self._driver = machine._driver
@@ -313,7 +325,16 @@ class CudaExecutable:
         return torch.zeros(words, dtype=torch.int32, device=self._machine.memory_device)
 
     def _resolve(self) -> None:
-        """Make the table of tensors; their storage is kept as long as it is in use."""
+        """Make the table of tensors; their storage is kept as long as it is in use.
+
+        Raises MachineFault when a tensor has since been given a layout that the program cannot read.
+        """
+        for name, choice in self._layouts.items():
+            if self.memory.layout(name) not in choice:
+                raise MachineFault(
+                    f"tensor {name} has been given the layout {self.memory.layout(name)} for another "
+                    f"program, this one needs {names(choice)}"
+                )
         specs = self.program.tensors
         table = np.zeros(max(len(specs), 1), dtype=TENSOR)
         self._storage = []

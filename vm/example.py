@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,6 +42,49 @@ class Example:
     def program(self) -> Program:
         """The instruction alone."""
         return Program.build(self.tensors, [self.instruction], [[0]])
+
+    def changed(self, *operands: str, **changes: Any) -> Example:
+        """The same with other tensors for these operands: ``changes`` is what is different in their specs."""
+        tensors = list(self.tensors)
+        for name in operands:
+            handle = getattr(self.instruction, name)
+            tensors[handle] = replace(tensors[handle], **changes)
+        return replace(self, tensors=tensors)
+
+    def tagged_variants(self) -> Iterator[tuple[str, Example]]:
+        """(operand, the example with its tensor tagged) for all that may be tagged and is not.
+
+        Where the instruction does not take the operand tagged alone, all are tagged that may be.
+        """
+        plain = [
+            f.name
+            for f in self.instruction.fields
+            if f.tagged and (handle := getattr(self.instruction, f.name)) != NONE
+            if not self.tensors[handle].tagged and self._is_whole_words(handle)
+        ]
+        for name in plain:
+            for operands in ((name,), plain):
+                found = self._tagged(operands)
+                if not any(self.instruction.check(found.tensors)):
+                    yield name, found
+                    break
+
+    def _is_whole_words(self, handle: int) -> bool:
+        """Whether a tensor, and what the instruction writes of it, is made of words of four bytes."""
+        size = self.tensors[handle].dtype.size
+        written = [r for r in self.instruction.writes(self.tensors) if r.tensor == handle]
+        ends = [self.tensors[handle].columns, *(c for r in written for c in r.columns)]
+        return all(end * size % 4 == 0 for end in ends)
+
+    def _tagged(self, operands: Sequence[str]) -> Example:
+        made = self.changed(*operands, kind=TensorKind.ACTIVATION, tagged=True)
+        values = dict(self.values)
+        for region in self.instruction.reads(made.tensors):
+            spec = made.tensors[region.tensor]
+            if spec.tagged and not self.tensors[region.tensor].tagged:  # written, if only zeros
+                values.setdefault(spec.name, torch.zeros(spec.shape))
+        names = ", ".join(operands)
+        return replace(made, name=f"{self.name}, with {names} tagged", values=values)
 
 
 @dataclass

@@ -31,13 +31,14 @@ This module imports neither torch nor numpy: the C++ build runs it.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
 
 from megavm.vm.config import (
     HEADER_WORDS,
@@ -45,8 +46,10 @@ from megavm.vm.config import (
     MAX_WAITS,
     NONE,
     OPERAND_WORDS,
-    PAGE_BYTES,
 )
+
+if TYPE_CHECKING:
+    from megavm.vm.layout import Layout
 
 T = TypeVar("T", int, float)
 Encoding = bytes  # of an instruction, in whose class ``bytes`` is a method
@@ -103,11 +106,11 @@ class TensorSpec:
                 "a row must be whole 4-byte words"
             )
 
-    @property
+    @functools.cached_property
     def rows(self) -> int:
         return self.shape[0]
 
-    @property
+    @functools.cached_property
     def columns(self) -> int:
         return math.prod(self.shape[1:])
 
@@ -116,7 +119,7 @@ class TensorSpec:
         """Bytes of the values (a tagged tensor occupies twice as much)."""
         return math.prod(self.shape) * self.dtype.size
 
-    @property
+    @functools.cached_property
     def writable(self) -> bool:
         return self.kind in (TensorKind.STATE, TensorKind.ACTIVATION)
 
@@ -155,16 +158,6 @@ class Wait:
     target: int
 
 
-@dataclass(frozen=True)
-class Resources:
-    """What an instruction holds of a worker while it runs, in the budget of vm/config.py."""
-
-    pages: int = 0
-    scratch_bytes: int = 0
-    accumulator_bytes: int = 0
-    semaphores: int = 0
-
-
 class TagOrder(Enum):
     """Whether the GPU kernel of an instruction orders its tagged words by itself, for live rows.
 
@@ -188,8 +181,15 @@ class FieldKind(Enum):
     REAL = "real"
 
 
+_SHAPE = re.compile(r"\[[^\[\]]+\]")  # of a tensor operand, in its description
+
+
 class Field(Generic[T]):
-    """One operand word. Values live in the instance; the class attribute describes them."""
+    """One operand word. Values live in the instance; the class attribute describes them.
+
+    ``shape`` is the tensor's, in words, and ``rank`` the number of its dimensions: "" and None when
+    the operand may be of any.
+    """
 
     name: str
 
@@ -198,14 +198,24 @@ class Field(Generic[T]):
         kind: FieldKind,
         doc: str,
         dtypes: tuple[DType, ...] = (),
+        *,
         optional: bool = False,
         workspace: bool = False,
+        produced: bool = False,
+        tagged: bool = False,
+        least: float = -math.inf,
     ) -> None:
         self.kind = kind
         self.doc = doc
         self.dtypes = dtypes
         self.optional = optional
         self.workspace = workspace
+        self.produced = produced or tagged
+        self.tagged = tagged
+        self.least = least
+        found = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
+        self.shape = found[0] if found else ""
+        self.rank = self.shape.count(",") + 1 if found else None
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -238,6 +248,10 @@ class Field(Generic[T]):
                 rounded = math.inf
             if not math.isfinite(rounded):
                 raise ValueError(f"{owner}.{self.name} is {value!r}: not a finite float32")
+            if rounded < self.least:
+                raise ValueError(
+                    f"{owner}.{self.name} is {value!r}: expected at least {self.least:g}"
+                )
             return rounded
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f"{owner}.{self.name} is {value!r}: expected an integer")
@@ -248,12 +262,32 @@ class Field(Generic[T]):
         return value
 
 
-def tensor(doc: str, *dtypes: DType, optional: bool = False, workspace: bool = False) -> Field[int]:
+def tensor(
+    doc: str,
+    *dtypes: DType,
+    optional: bool = False,
+    workspace: bool = False,
+    produced: bool = False,
+    tagged: bool = False,
+) -> Field[int]:
     """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
 
-    What a ``workspace`` holds after the instruction is nobody's business, and machines may differ in it.
+    A shape in brackets in ``doc`` is part of the declaration: the tensor has as many dimensions.
+
+    Unless an operand is ``produced``, no instruction of the program may write it: kernels read it before
+    the instruction's waits are over, and through caches that do not see other workers' writes.
+    ``tagged``: instructions may exchange it as tagged words too; then it is ``produced`` as well. The
+    contents of a ``workspace`` are unspecified after the instruction, and machines may differ in them.
     """
-    return Field(FieldKind.TENSOR, doc, dtypes, optional, workspace)
+    return Field(
+        FieldKind.TENSOR,
+        doc,
+        dtypes,
+        optional=optional,
+        workspace=workspace,
+        produced=produced,
+        tagged=tagged,
+    )
 
 
 def integer(doc: str) -> Field[int]:
@@ -261,9 +295,9 @@ def integer(doc: str) -> Field[int]:
     return Field(FieldKind.INTEGER, doc)
 
 
-def real(doc: str) -> Field[float]:
-    """Declare a float32 operand."""
-    return Field(FieldKind.REAL, doc)
+def real(doc: str, *, least: float = -math.inf) -> Field[float]:
+    """Declare a float32 operand of at least ``least``."""
+    return Field(FieldKind.REAL, doc, least=least)
 
 
 class Instruction:
@@ -367,9 +401,24 @@ class Instruction:
         regions = (*self.reads(tensors), *self.writes(tensors))
         return sum(r.elements * tensors[r.tensor].dtype.size for r in regions)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        """What it needs of the worker's shared memory and registers."""
-        return Resources()
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        """Bytes of working memory that its kernel on the CPU takes, at most."""
+        return 0
+
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        """Bytes of scratch that its kernel on the GPU takes; products share theirs (cuda_memory.py)."""
+        return 0
+
+    def specialise(self, tensors: Sequence[TensorSpec]) -> Mapping[str, int]:
+        """Constants that its kernel on the GPU is compiled for; see codegen.specialisation."""
+        return {}
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        """The layouts in which its GPU kernel takes operands, by name, the best first.
+
+        Operands that are not there are taken in natural order alone.
+        """
+        return {}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         """How its GPU kernel orders tagged words; see TagOrder.
@@ -452,11 +501,6 @@ def sync_words(waits: Sequence[Wait], signal: int | None) -> tuple[int, ...]:
         *pairs,
         *(NONE, 0) * (MAX_WAITS - len(waits)),
     )
-
-
-def pages(size: int) -> int:
-    """Pages that hold ``size`` bytes."""
-    return -(-size // PAGE_BYTES)
 
 
 def whole(tensors: Sequence[TensorSpec], handle: int) -> Region:

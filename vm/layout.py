@@ -1,28 +1,24 @@
 """How the elements of a tensor lie in memory: in their natural order, or as the GPU's kernels want them.
 
-Machines choose layouts when they load a program (``program_layouts``); ``Memory`` converts and hands out
-values in natural order whatever the layout. The codes of ``Order`` are those of cuda/launch.cuh.
+Instructions declare the layouts that their kernels take (``Instruction.layouts``), a machine gives them to
+tensors when it loads a program (cuda_layouts.py), and ``Memory`` converts and hands out values in natural
+order whatever the layout. The codes of ``Order`` are those of cuda/launch.cuh.
+
+This module imports neither torch nor numpy: the C++ build runs it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from megavm.vm.alike import accesses
-from megavm.vm.isa import BF16, Instruction, TensorSpec
+from megavm.vm.config import TILE_ROW_BYTES, UNIT_ROWS
+from megavm.vm.isa import BF16, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from megavm.vm.program import Program
-
-UNIT_ROWS = 8  # rows of a weight that lie together
-TILE_BYTES = 64  # of one row, in a tile of a unit
 CHUNK = 8  # elements of bfloat16 that are swizzled together: 16 bytes
 SWIZZLE_COLUMNS = 64  # a row must be whole multiples of this to be swizzled
 
@@ -88,7 +84,7 @@ class Layout:
         if self.half:
             value = value.reshape(-1, 2, self.half, spec.columns).transpose(1, 2)
             value = value.reshape(spec.rows, spec.columns)
-        tile = TILE_BYTES // spec.dtype.size
+        tile = TILE_ROW_BYTES // spec.dtype.size
         units, tiles = -(-spec.rows // UNIT_ROWS), -(-spec.columns // tile)
         if (units * UNIT_ROWS, tiles * tile) != (spec.rows, spec.columns):
             padded = value.new_zeros(units * UNIT_ROWS, tiles * tile)
@@ -126,79 +122,7 @@ def _swizzle(value: torch.Tensor) -> torch.Tensor:
     return split[:, :, slot, chunk].reshape(value.shape)
 
 
-# What instructions want until they say it themselves.
-
-
-def _matmul(inst: Any, tensors: Sequence[TensorSpec]) -> Mapping[int, Layout]:
-    return {inst.weight: units()}
-
-
-def _gate_up(inst: Any, tensors: Sequence[TensorSpec]) -> Mapping[int, Layout]:
-    return {inst.gate: units(), inst.up: units()}
-
-
-def _attention(inst: Any, tensors: Sequence[TensorSpec]) -> Mapping[int, Layout]:
-    def wanted(spec: TensorSpec) -> Layout:
-        fits = spec.dtype is BF16 and spec.shape[-1] % SWIZZLE_COLUMNS == 0
-        return SWIZZLED if fits else ROWS
-
-    return {cache: wanted(tensors[cache]) for cache in (inst.k_cache, inst.v_cache)}
-
-
-def _qkv_rope(inst: Any, tensors: Sequence[TensorSpec]) -> Mapping[int, Layout]:
-    paired = units(tensors[inst.rope].columns // 2)
-    weights = dict.fromkeys((inst.q_weight, inst.k_weight, inst.v_weight), paired)
-    return {**weights, **_attention(inst, tensors)}
-
-
-_WISHES = {
-    "matmul": _matmul,
-    "gate_up": _gate_up,
-    "qkv_rope": _qkv_rope,
-    "attention": _attention,
-}
-
-
-def layouts_of(inst: Instruction, tensors: Sequence[TensorSpec]) -> Mapping[int, Layout]:
-    """The layouts that an instruction's GPU kernel wants, by handle; what is not there may be anything.
-
-    An instruction class says so in a method ``layouts(tensors)``.
-    """
-    declared = getattr(type(inst), "layouts", None)
-    if declared is not None:
-        said: Mapping[int, Layout] = declared(inst, tensors)
-        return said
-    wish = _WISHES.get(inst.name())
-    return {} if wish is None else wish(inst, tensors)
-
-
-def program_layouts(program: Program) -> dict[str, Layout]:
-    """The layout of every tensor of a program about which its instructions care, by name.
-
-    Raises ValueError when two instructions want different ones, or a tensor cannot lie so.
-    """
-    tensors = program.tensors
-    known: dict[Layout, int] = {}
-    wishes = accesses(
-        program.words,
-        tensors,
-        2,
-        lambda _, inst: (
-            (handle, known.setdefault(layout, len(known)))
-            for handle, layout in layouts_of(inst, tensors).items()
-        ),
-    )
-    different = np.unique(wishes[:, 1:], axis=0, return_index=True)[1]
-    layouts = list(known)
-    wanted: dict[int, tuple[Layout, int]] = {}
-    for index, handle, number in wishes[np.sort(different)].tolist():
-        layout, first = wanted.setdefault(handle, (layouts[number], index))
-        if layout != layouts[number]:
-            raise ValueError(
-                f"tensor {tensors[handle].name} is wanted as {layout} by instruction {first} "
-                f"({program.instructions[first].name()}) and as {layouts[number]} by instruction {index} "
-                f"({program.instructions[index].name()})"
-            )
-    for handle, (layout, _) in wanted.items():
-        layout.check(tensors[handle])
-    return {tensors[handle].name: layout for handle, (layout, _) in wanted.items()}
+def swizzled_if_possible(cache: TensorSpec) -> Layout:
+    """The layout in which the GPU's attention wants a KV cache."""
+    fits = cache.dtype is BF16 and cache.shape[-1] % SWIZZLE_COLUMNS == 0
+    return SWIZZLED if fits else ROWS

@@ -221,7 +221,7 @@ class ReferenceMachine:
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         if verify:
-            verify_program(program)
+            verify_program(program, self.name)
         for spec in program.tensors:
             if spec.name not in memory:
                 raise ValueError(f"tensor {spec.name} of the program is not in memory")

@@ -3,7 +3,9 @@
 ``verify`` checks, in this order:
 
 1. *Form.* Header and operand words, handles and their types, queues, what instructions say about their
-   operands, tiles inside tensors, writes only where writing is allowed, the budgets of vm/config.py.
+   operands, tiles inside tensors, writes only where writing is allowed; and the machine: on the CPU the
+   working memory of every instruction, on the GPU scratch, one kernel and one layout of each tensor
+   for all of the program.
 2. *Progress.* Every tagged word that is read has one writer in a step; no deadlock: static queues under
    their order, a dynamic queue with any number of workers.
 3. *Order.* Any two accesses to overlapping regions, one of them a write, are ordered in every execution,
@@ -24,17 +26,19 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm import _native
-from megavm.vm.alike import accesses, tag_orders
+from megavm.vm.alike import accesses_of, find_alike, tag_orders
+from megavm.vm.codegen import specialisation
 from megavm.vm.config import (
-    ACCUMULATOR_BYTES,
     HEADER_WORDS,
     INSTRUCTION_WORDS,
-    MAX_SEMAPHORES,
+    MACHINES,
     MAX_WAITS,
+    MIN_PAGES,
     NONE,
-    NUM_PAGES,
     SCRATCH_BYTES,
+    WORKING_BYTES,
 )
+from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.isa import (
     Field,
     FieldKind,
@@ -80,25 +84,39 @@ class Access:
     step: int = 0
 
 
-def verify(program: Program) -> None:
-    """Return if the program may be launched, for any number of steps.
+def verify(program: Program, machine: str = "reference") -> None:
+    """Return if the program may be launched on a machine, for any number of steps.
 
-    Raises VerificationError, with one sentence that names instruction, field and values.
+    ``machine``: "cpu", "cuda", or "reference", which runs all that is well-formed.
+
+    Raises VerificationError, with one sentence that names instruction, field and values; ValueError when
+    the machine is unknown.
     """
-    _Verifier(program).verify()
+    if machine not in MACHINES:
+        raise ValueError(f"machine {machine!r} is unknown: expected {', '.join(MACHINES)}")
+    _Verifier(program, machine).verify()
 
 
 class _Verifier:
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, machine: str) -> None:
         self.program = program
+        self.machine = machine
         self.tensors = program.tensors
         self.words = program.words
+        # A tensor of each form, and the form of every tensor; behind them that of none.
+        forms = {(t.dtype, t.tagged, len(t.shape)): t for t in self.tensors}
+        self._forms = list(forms.values())
+        numbers = {form: number for number, form in enumerate(forms)}
+        self._form_of = np.array(
+            [*(numbers[t.dtype, t.tagged, len(t.shape)] for t in self.tensors), len(forms)]
+        )
 
     def verify(self) -> None:
         self._check_shape()
         self._check_queues()
         self._check_headers()
         accesses = self._declared_accesses()
+        self._check_constants(accesses)
         self._check_order(accesses)
 
     # Sentences.
@@ -139,8 +157,12 @@ class _Verifier:
             )
         queues = 1 if program.dynamic else program.workers
         if len(program.queues) != queues:
-            kind = "a dynamic program" if program.dynamic else f"{program.workers} workers"
-            raise VerificationError(f"{len(program.queues)} queues for {kind}, expected {queues}")
+            why = "a dynamic program has one for all workers"
+            if not program.dynamic:
+                why = f"a static program has one for each of its {queues} workers"
+            raise VerificationError(
+                f"the program has {len(program.queues)} queues, expected {queues}: {why}"
+            )
         names: dict[str, int] = {}
         for handle, spec in enumerate(self.tensors):
             if spec.name in names:
@@ -223,6 +245,11 @@ class _Verifier:
                     self._fail(
                         numbers[row], f"{field.name} is {reals[row]}, expected a finite number"
                     )
+                for row in np.flatnonzero(reals < field.least)[:1]:
+                    self._fail(
+                        numbers[row],
+                        f"{field.name} is {reals[row]}, expected at least {field.least:g}",
+                    )
                 continue
             if not field.optional:
                 for row in np.flatnonzero(values == NONE)[:1]:
@@ -238,16 +265,44 @@ class _Verifier:
             self._fail(
                 numbers[row], f"{field.name} is tensor {values[row]}, the program has {count}"
             )
-        if not field.dtypes:
-            return
-        fits = np.array([t.dtype in field.dtypes for t in self.tensors] + [True])
-        for row in np.flatnonzero(~fits[np.where(values == NONE, count, values)])[:1]:
-            spec = self.tensors[int(values[row])]
-            allowed = " or ".join(t.name for t in field.dtypes)
-            self._fail(
-                numbers[row],
-                f"{field.name} is {spec.name} of {spec.dtype.name}, expected {allowed}",
-            )
+        # Of operands that name tensors of one form, all are right or none is.
+        fits = np.array([*(_misfit(field, spec) == "" for spec in self._forms), True])
+        for row in np.flatnonzero(~fits[self._form_of[np.where(values == NONE, count, values)]])[
+            :1
+        ]:
+            self._fail(numbers[row], _misfit(field, self.tensors[int(values[row])]))
+
+    def _check_constants(self, accesses: Ints) -> None:
+        """No instruction writes what others read as if it were constant."""
+        written = np.zeros(len(self.tensors) + 1, bool)
+        written[accesses[accesses[:, 6] != 0, 1]] = True
+        for cls, numbers in self._by_class():
+            constant = [
+                (HEADER_WORDS + k, field)
+                for k, field in enumerate(cls.fields)
+                if field.kind is FieldKind.TENSOR and not field.produced
+            ]
+            places = np.array([word for word, _ in constant], np.int64)
+            handles = self.words[np.ix_(numbers, places)]
+            handles[handles == NONE] = len(self.tensors)
+            for row, k in np.argwhere(written[handles])[:1]:
+                tensor = int(handles[row, k])
+                writer = accesses[(accesses[:, 6] != 0) & (accesses[:, 1] == tensor), 0][0]
+                by = (
+                    "it writes itself" if writer == numbers[row] else f"{self._name(writer)} writes"
+                )
+                self._fail(
+                    numbers[row],
+                    f"{constant[k][1].name} is {self.tensors[tensor].name}, which {by}, "
+                    "but kernels read this operand before all waits",
+                )
+
+    def _by_class(self) -> Iterator[tuple[type[Instruction], Ints]]:
+        """The kinds of instructions that there are, and the numbers of each."""
+        for opcode, cls in instruction_set().items():
+            numbers = np.flatnonzero(self.words[:, 0] == opcode)
+            if len(numbers):
+                yield cls, numbers
 
     # What instructions declare. Layers repeat the same tiles on tensors of the same shapes, and a
     # declaration depends on nothing else: one of each kind is asked.
@@ -257,11 +312,18 @@ class _Verifier:
 
         Of tensors that instructions may write.
         """
-        for opcode, cls in instruction_set().items():
-            numbers = np.flatnonzero(self.words[:, 0] == opcode)
-            if len(numbers):
-                self._check_operands(cls, numbers)
-        return accesses(self.words, self.tensors, 8, self._declaration)
+        for cls, numbers in self._by_class():
+            self._check_operands(cls, numbers)
+        alike = self._alike = tuple(find_alike(self.words, self.tensors))
+        accesses = accesses_of(alike, 8, self._declaration)
+        if self.machine == "cuda":
+            try:
+                chosen = (inst for same in alike for inst in same.representatives)
+                specialisation(chosen, self.tensors)
+                program_layouts(self.program, alike)
+            except ValueError as error:
+                raise VerificationError(str(error)) from error
+        return accesses
 
     def _declaration(self, number: int, inst: Instruction) -> list[tuple[int, ...]]:
         """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
@@ -270,7 +332,7 @@ class _Verifier:
         try:
             for sentence in inst.check(self.tensors):
                 self._fail(number, sentence)
-            self._check_resources(number, inst)
+            self._check_budget(number, inst)
             return [
                 (region.tensor, *self._span(region), write, region.indexed, region.earlier)
                 for regions, write in ((inst.reads, False), (inst.writes, True))
@@ -280,16 +342,23 @@ class _Verifier:
         except (ArithmeticError, LookupError) as error:
             self._fail(number, f"its operands contradict each other ({error!r})")
 
-    def _check_resources(self, number: int, inst: Instruction) -> None:
-        needs = inst.resources(self.tensors)
-        for what, need, budget in (
-            ("pages", needs.pages, NUM_PAGES),
-            ("bytes of scratch", needs.scratch_bytes, SCRATCH_BYTES),
-            ("bytes of accumulators", needs.accumulator_bytes, ACCUMULATOR_BYTES),
-            ("semaphores", needs.semaphores, MAX_SEMAPHORES),
-        ):
-            if need > budget:
-                self._fail(number, f"needs {need} {what}, a worker has {budget}")
+    def _check_budget(self, number: int, inst: Instruction) -> None:
+        """What the machine has is enough for the instruction."""
+        if self.machine == "cpu":
+            need = inst.working_bytes(self.tensors)
+            if need > WORKING_BYTES:
+                self._fail(
+                    number,
+                    f"needs {need} bytes of working memory, a worker of the CPU has {WORKING_BYTES}",
+                )
+        elif self.machine == "cuda":
+            need = inst.scratch_bytes(self.tensors)
+            if need > SCRATCH_BYTES:
+                self._fail(
+                    number,
+                    f"needs {need} bytes of scratch, a worker of the GPU has {SCRATCH_BYTES} "
+                    f"beside {MIN_PAGES} pages",
+                )
 
     def _regions(
         self,
@@ -357,7 +426,7 @@ class _Verifier:
         traits = [
             (t.tagged, t.kind is TensorKind.ACTIVATION, len(t.shape) != 4) for t in self.tensors
         ]
-        orders = tag_orders(self.words, self.tensors)
+        orders = tag_orders(self.words, self.tensors, self._alike)
         try:
             fault, needs_queue_order = _native.analyse(
                 barriers=len(program.barriers),
@@ -453,6 +522,19 @@ class _Verifier:
         others = len(blocked) - len(cycle)
         more = f" ({others} more workers wait behind them)" if others else ""
         return f"deadlock: {'; '.join(parts)}{more}"
+
+
+def _misfit(field: Field[Any], spec: TensorSpec) -> str:
+    """Why an operand cannot be such a tensor, in words; "" when it can."""
+    what = f"{field.name} is {spec.name}"
+    if field.dtypes and spec.dtype not in field.dtypes:
+        allowed = " or ".join(t.name for t in field.dtypes)
+        return f"{what} of {spec.dtype.name}, expected {allowed}"
+    if spec.tagged and not field.tagged:
+        return f"{what}, which is tagged: kernels read and write no tags of this operand"
+    if field.rank not in (None, len(spec.shape)):
+        return f"{what} of shape {spec.shape}, expected {field.shape}"
+    return ""
 
 
 def _overlap(one: Region, two: Region) -> bool:

@@ -26,6 +26,7 @@ namespace megavm {
 static_assert(kPreload % 2 == 0);
 constexpr uint32_t kScalesAt = kPanelBytes;
 constexpr uint32_t kPartialsAt = kScalesAt + 2 * 4 * kScales;
+static_assert(!program::kAnyProduct || kPartialsAt + 2 * 4 * kPartialFloats <= kScratch);
 
 // The weight rows of a product, as a rectangle of tiles.
 struct Tiling {

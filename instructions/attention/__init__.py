@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from megavm.instructions.attention_merge import SCRATCH_BYTES as MERGE_SCRATCH_BYTES
 from megavm.instructions.qkv_rope import check_newest
-from megavm.instructions.tiles import ranges, shapes
-from megavm.vm.config import NONE
+from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up, shapes
+from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
     I32,
     Instruction,
     Region,
-    Resources,
     TagOrder,
     TensorSpec,
     integer,
-    pages,
     present,
     real,
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, swizzled_if_possible
 
 
 class Attention(Instruction):
@@ -49,13 +49,19 @@ class Attention(Instruction):
 
     opcode = 8
 
-    q = tensor("rotated queries [rows, heads * d]", F32, BF16)
-    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
-    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
-    k_new = tensor("keys of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True)
-    v_new = tensor("values of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True)
-    out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True)
-    partial = tensor("[rows, splits, heads, d + 2], with several splits", F32, optional=True)
+    q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
+    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    k_new = tensor(
+        "keys of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True, tagged=True
+    )
+    v_new = tensor(
+        "values of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True, tagged=True
+    )
+    out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True, tagged=True)
+    partial = tensor(
+        "[rows, splits, heads, d + 2], with several splits", F32, optional=True, tagged=True
+    )
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
     block_table = tensor("KV blocks of every sequence [sequences, max blocks]", I32)
@@ -122,16 +128,20 @@ class Attention(Instruction):
         width = heads * self.group(tensors) * tensors[self.k_cache].shape[3]
         return 4 * rows * width * (self.context // self.num_splits)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         _, _, block_size, head_dim = tensors[self.k_cache].shape
-        size = tensors[self.k_cache].dtype.size
-        group = self.group(tensors)
-        return Resources(
-            pages=2 * pages(2 * block_size * head_dim * size),
-            scratch_bytes=4 * group * (block_size + head_dim),
-            accumulator_bytes=4 * group * (head_dim + 2),
-            semaphores=2,
-        )
+        group, size = self.group(tensors), tensors[self.k_cache].dtype.size
+        newest = 0 if self.k_new == NONE else 2 * aligned(block_size * head_dim * size)
+        rows = 2 * aligned(4 * group * round_up(head_dim, CPU_LANES))  # queries and sums
+        scores = aligned(4 * group * round_up(block_size, CPU_LANES))
+        return newest + rows + scores + 3 * aligned(4 * group)
+
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        # Every consumer leaves sums, highest score and total weight of every query head. A kernel for
+        # attention merges too, whether or not the program does.
+        head_dim = tensors[self.k_cache].shape[3]
+        states = 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
+        return max(states, MERGE_SCRATCH_BYTES)
 
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""
@@ -142,8 +152,12 @@ class Attention(Instruction):
             "group": group,
             "block_size": cache.shape[2],
             "fast": int(self.is_fast(tensors)),
-            # Eight warps leave sums, highest score and total weight of every query head.
-            "max_scratch": 8 * group * (head_dim + 2) * 4,
+        }
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {
+            name: (swizzled_if_possible(tensors[cache]),)
+            for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
         }
 
     def is_fast(self, tensors: Sequence[TensorSpec]) -> bool:
@@ -193,7 +207,7 @@ class Attention(Instruction):
             k_new=(self.k_new, None, kv_heads * head_dim),
             v_new=(self.v_new, None, kv_heads * head_dim),
         )
-        yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
+        yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for handle in present(self.partial):
             spec = tensors[handle]
             if spec.columns < self.num_splits * heads * (head_dim + 2) or spec.rows < self.row_end:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import ranges, round_up
+from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up
 from megavm.vm.isa import (
     BF16,
     F32,
     I32,
     Instruction,
     Region,
-    Resources,
     TagOrder,
     TensorSpec,
     integer,
@@ -21,6 +20,7 @@ from megavm.vm.isa import (
 
 ITEM_ELEMENTS = 32  # of a head, that a warp of the GPU merges at a time
 MAX_ITEMS = 32  # of an instruction, whose results may wait until all warps have read
+SCRATCH_BYTES = 4 * ITEM_ELEMENTS * MAX_ITEMS
 
 
 class AttentionMerge(Instruction):
@@ -32,8 +32,8 @@ class AttentionMerge(Instruction):
 
     opcode = 9
 
-    partial = tensor("[rows, splits, heads, d + 2]", F32)
-    out = tensor("result [rows, heads * d]", F32, BF16)
+    partial = tensor("[rows, splits, heads, d + 2]", F32, tagged=True)
+    out = tensor("result [rows, heads * d]", F32, BF16, tagged=True)
     row_count = tensor("number of live rows [1]", I32)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
@@ -62,8 +62,8 @@ class AttentionMerge(Instruction):
         heads = self.head_end - self.head_begin
         return 2 * (self.row_end - self.row_begin) * heads * self.num_splits * self.head_dim
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        return Resources(scratch_bytes=4 * round_up(self.head_dim + 2, 16), semaphores=1)
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        return aligned(4 * round_up(self.head_dim, CPU_LANES))
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         items = (self.row_end - self.row_begin) * (self.head_end - self.head_begin)
@@ -72,9 +72,8 @@ class AttentionMerge(Instruction):
             return TagOrder.KEPT
         return TagOrder.BY_MACHINE if tensors[self.partial].tagged else TagOrder.READS_LATE
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
-        return {"max_scratch": 4 * ITEM_ELEMENTS * MAX_ITEMS}
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        return SCRATCH_BYTES
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

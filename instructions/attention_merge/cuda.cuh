@@ -48,7 +48,8 @@ struct Kernel<AttentionMerge> : NoPages {
         write_pair(out, row, head * d + e, value, next, true, in.out_tag());
     };
     // Results wait in the scratch until all warps have read, where words are exchanged.
-    static_assert(kScratch >= 4 * kLanes * attention_merge::kMaxItems);
+    static_assert(kLanes == attention_merge::kItemElements);
+    static_assert(kScratch >= attention_merge::kScratchBytes);
     const bool waits = (kTagged || is_tagged(out)) && rows * per_row <= attention_merge::kMaxItems;
     const auto scratch = [&](uint32_t item) {
       return consumer.scratch(4 * (item * kLanes + lane));

@@ -16,8 +16,8 @@ class Copy(Instruction):
 
     opcode = 2
 
-    x = tensor("source", F32, BF16)
-    out = tensor("destination", F32, BF16)
+    x = tensor("source", F32, BF16, tagged=True)
+    out = tensor("destination", F32, BF16, tagged=True)
     x_row = integer("first source row")
     x_column = integer("first source column")
     row_begin = integer("first destination row")

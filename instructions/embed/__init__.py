@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
 from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
@@ -19,6 +19,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import ROWS, Layout, units
 
 
 class Embed(Instruction):
@@ -32,14 +33,14 @@ class Embed(Instruction):
     opcode = 3
 
     table = tensor("embeddings [vocabulary, hidden]", F32, BF16)
-    tokens = tensor("token ids of every sequence [sequences, max length]", I32)
+    tokens = tensor("token ids of every sequence [sequences, max length]", I32, produced=True)
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
     row_count = tensor("number of live rows [1]", I32)
-    out = tensor("hidden state [rows, hidden]", F32, BF16)
+    out = tensor("hidden state [rows, hidden]", F32, BF16, tagged=True)
     out_gain = tensor("gain of the normalisation of out [hidden]", F32, BF16, optional=True)
-    out_scaled = tensor("out times its gain [rows, hidden]", F32, BF16, optional=True)
-    out_squares = tensor("squares of out [rows, ceil(hidden / 8)]", F32, optional=True)
+    out_scaled = tensor("out times its gain [rows, hidden]", F32, BF16, optional=True, tagged=True)
+    out_squares = tensor("squares of out [rows, ceil(hidden / 8)]", F32, optional=True, tagged=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")
@@ -68,6 +69,9 @@ class Embed(Instruction):
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""
         return {"any_scaled": int(self.out_scaled != NONE)}
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {"table": (ROWS, units())}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         # Where each warp has one row, all of them read before any stores.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
-    product_resources,
     product_tag_order,
+    product_working_bytes,
     ranges,
     shapes,
     squares_of,
@@ -19,7 +19,6 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
-    Resources,
     TagOrder,
     TensorSpec,
     integer,
@@ -28,6 +27,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, units
 
 
 class GateUp(Instruction):
@@ -40,19 +40,21 @@ class GateUp(Instruction):
 
     opcode = 6
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     gate = tensor("gate weight [columns, k]", F32, BF16)
     up = tensor("up weight [columns, k]", F32, BF16)
     gate_bias = tensor("gate bias [columns]", F32, BF16, optional=True)
     up_bias = tensor("up bias [columns]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
-    out = tensor("result [rows, columns]", F32, BF16)
+    x_squares = tensor(
+        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+    )
+    out = tensor("result [rows, columns]", F32, BF16, tagged=True)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")
     column_end = integer("end of the columns")
-    eps = real("added to the mean square of x_squares")
+    eps = real("added to the mean square of x_squares", least=0.0)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
@@ -74,9 +76,9 @@ class GateUp(Instruction):
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
         return tile * (4 * tensors[self.gate].columns + 5)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         gate = tensors[self.gate]
-        return product_resources(
+        return product_working_bytes(
             self.row_end - self.row_begin,
             2 * (self.column_end - self.column_begin),
             gate.columns,
@@ -92,6 +94,9 @@ class GateUp(Instruction):
             x_squares=self.x_squares,
             biases=(self.gate_bias, self.up_bias),
         )
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {"gate": (units(),), "up": (units(),)}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         gate = tensors[self.gate]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     check_scaled,
     product_constants,
-    product_resources,
     product_tag_order,
+    product_working_bytes,
     ranges,
     scaled_writes,
     shapes,
@@ -22,7 +22,6 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
-    Resources,
     TagOrder,
     TensorSpec,
     integer,
@@ -31,6 +30,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, units
 
 PART_COLUMNS = 32  # parts of the columns of x begin at multiples of this: of tiles of weights
 
@@ -65,17 +65,25 @@ class Matmul(Instruction):
 
     opcode = 5
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("weight [columns, k]", F32, BF16)
     bias = tensor("bias [columns]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
-    residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True)
-    out = tensor("result [rows, columns]", F32, BF16)
-    addends = tensor("other parts of the product [rows, parts * columns]", F32, optional=True)
+    x_squares = tensor(
+        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+    )
+    residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True, tagged=True)
+    out = tensor("result [rows, columns]", F32, BF16, tagged=True)
+    addends = tensor(
+        "other parts of the product [rows, parts * columns]", F32, optional=True, tagged=True
+    )
     out_gain = tensor("gain of the normalisation of out [columns]", F32, BF16, optional=True)
-    out_scaled = tensor("out times its gain [rows, columns]", F32, BF16, optional=True)
-    out_squares = tensor("squares of out [rows, ceil(columns / 8)]", F32, optional=True)
-    peaks = tensor("largest result and its column [rows, 2 * tiles]", F32, optional=True)
+    out_scaled = tensor("out times its gain [rows, columns]", F32, BF16, optional=True, tagged=True)
+    out_squares = tensor(
+        "squares of out [rows, ceil(columns / 8)]", F32, optional=True, tagged=True
+    )
+    peaks = tensor(
+        "largest result and its column [rows, 2 * tiles]", F32, optional=True, tagged=True
+    )
     row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
     row_count = tensor("number of live rows of out [1]; all when absent", I32, optional=True)
     row_begin = integer("first row of out")
@@ -86,7 +94,7 @@ class Matmul(Instruction):
     part_k = integer("columns of a part; the last may have fewer")
     x_rows = integer("row_index stays below this; row_end without row_index")
     tile = integer("number of the column tile, in peaks; 0 without peaks")
-    eps = real("added to the mean square of x_squares")
+    eps = real("added to the mean square of x_squares", least=0.0)
 
     def k(self, tensors: Sequence[TensorSpec]) -> tuple[int, int]:
         """The columns of x and weight that are multiplied."""
@@ -131,9 +139,9 @@ class Matmul(Instruction):
         begin, end = self.k(tensors)
         return 2 * tile * (end - begin)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         begin, end = self.k(tensors)
-        return product_resources(
+        return product_working_bytes(
             self.row_end - self.row_begin,
             self.column_end - self.column_begin,
             end - begin,
@@ -157,6 +165,9 @@ class Matmul(Instruction):
             "max_addends": parts,
             "any_out_scaled": int(self.out_scaled != NONE),
         }
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        return {"weight": (units(),)}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         gathers = self.row_index != NONE and (self.x_rows > 1 or self.row_begin > 0)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
     product_constants,
-    product_resources,
     product_tag_order,
+    product_working_bytes,
     ranges,
     shapes,
     squares_of,
@@ -20,7 +20,6 @@ from megavm.vm.isa import (
     I32,
     Instruction,
     Region,
-    Resources,
     TagOrder,
     TensorSpec,
     integer,
@@ -29,6 +28,7 @@ from megavm.vm.isa import (
     tensor,
     whole,
 )
+from megavm.vm.layout import Layout, swizzled_if_possible, units
 
 
 class QkvRope(Instruction):
@@ -54,19 +54,21 @@ class QkvRope(Instruction):
 
     opcode = 7
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     q_weight = tensor("query weight [heads * d, k]", F32, BF16)
     k_weight = tensor("key weight [kv heads * d, k]", F32, BF16)
     v_weight = tensor("value weight [kv heads * d, k]", F32, BF16)
     q_bias = tensor("query bias [heads * d]", F32, BF16, optional=True)
     k_bias = tensor("key bias [kv heads * d]", F32, BF16, optional=True)
     v_bias = tensor("value bias [kv heads * d]", F32, BF16, optional=True)
-    x_squares = tensor("squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True)
-    q = tensor("rotated queries [rows, heads * d]", F32, BF16)
-    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16)
-    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16)
-    k_new = tensor("the keys again [rows, kv heads * d]", F32, BF16, optional=True)
-    v_new = tensor("the values again [rows, kv heads * d]", F32, BF16, optional=True)
+    x_squares = tensor(
+        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+    )
+    q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
+    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    k_new = tensor("the keys again [rows, kv heads * d]", F32, BF16, optional=True, tagged=True)
+    v_new = tensor("the values again [rows, kv heads * d]", F32, BF16, optional=True, tagged=True)
     rope = tensor("cos and sin of the angles [positions, d]", F32)
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
@@ -76,7 +78,7 @@ class QkvRope(Instruction):
     row_end = integer("end of the rows")
     pair_begin = integer("first rotation pair")
     pair_end = integer("end of the rotation pairs")
-    eps = real("added to the mean square of x_squares")
+    eps = real("added to the mean square of x_squares", least=0.0)
 
     def parts(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
         """The contiguous column ranges covered: (part, begin, end, k) with part 0, 1, 2 for q, k, v.
@@ -146,9 +148,9 @@ class QkvRope(Instruction):
         tile = 2 * (self.row_end - self.row_begin) * (self.pair_end - self.pair_begin)
         return tile * (2 * tensors[self.x].columns + 3)
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         weight = tensors[self.q_weight]
-        return product_resources(
+        return product_working_bytes(
             self.row_end - self.row_begin,
             2 * (self.pair_end - self.pair_begin),
             weight.columns,
@@ -164,6 +166,14 @@ class QkvRope(Instruction):
             x_squares=self.x_squares,
             biases=(self.q_bias, self.k_bias, self.v_bias),
         ) | {"block_size": tensors[self.k_cache].shape[2]}
+
+    def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
+        caches = {
+            name: (swizzled_if_possible(tensors[cache]),)
+            for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
+        }
+        pairs = (units(tensors[self.rope].columns // 2),)
+        return dict.fromkeys(("q_weight", "k_weight", "v_weight"), pairs) | caches
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         weight = tensors[self.q_weight]
@@ -216,7 +226,7 @@ class QkvRope(Instruction):
             v_new=(self.v_new, None, kv_columns),
             row_count=(self.row_count, 1, 1),
         )
-        yield from check_newest(tensors, self.k_cache, self.k_new, self.v_new)
+        yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):
             for spec in (tensors[h] for h in present(getattr(self, name))):
                 if spec.tagged and head_dim // 2 * spec.dtype.size % 4:
@@ -228,12 +238,18 @@ class QkvRope(Instruction):
 
 
 def check_newest(
-    tensors: Sequence[TensorSpec], k_cache: int, k_new: int, v_new: int
+    tensors: Sequence[TensorSpec], k_cache: int, v_cache: int, k_new: int, v_new: int
 ) -> Iterator[str]:
-    """A sentence when only one of k_new and v_new is there, or one has another type than the caches."""
+    """Sentences about caches, k_new and v_new of different types, and about k_new without v_new."""
     if (k_new == NONE) != (v_new == NONE):
         yield f"{'k_new' if k_new == NONE else 'v_new'} is missing: k_new and v_new go together"
-    for spec in (tensors[h] for h in present(k_new, v_new)):
+    elif k_new != NONE and tensors[k_new].tagged != tensors[v_new].tagged:
+        tagged, plain = (k_new, v_new) if tensors[k_new].tagged else (v_new, k_new)
+        yield (
+            f"{tensors[tagged].name} is tagged and {tensors[plain].name} is not: "
+            "k_new and v_new are read alike"
+        )
+    for spec in (tensors[h] for h in (v_cache, *present(k_new, v_new))):
         cache = tensors[k_cache]
         if spec.dtype is not cache.dtype:
             yield f"{spec.name} holds {spec.dtype.name}, {cache.name} holds {cache.dtype.name}"

@@ -30,13 +30,13 @@ class RmsNorm(Instruction):
 
     opcode = 4
 
-    x = tensor("input [rows, k]", F32, BF16)
+    x = tensor("input [rows, k]", F32, BF16, tagged=True)
     gain = tensor("gain [k]", F32, BF16)
-    out = tensor("normalised rows [rows, k]", F32, BF16)
+    out = tensor("normalised rows [rows, k]", F32, BF16, tagged=True)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
-    eps = real("added to the mean square")
+    eps = real("added to the mean square", least=0.0)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         k = tensors[self.x].columns

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
 
-from megavm.instructions.tiles import ranges, shapes
+from megavm.instructions.tiles import aligned, ranges, shapes
 from megavm.vm.config import MAX_STOP_TOKENS
 from megavm.vm.isa import (
     F32,
     I32,
     Instruction,
     Region,
-    Resources,
     TensorSpec,
     integer,
     present,
@@ -47,6 +46,7 @@ class Integer(IntEnum):
 
 REAL_COLUMNS = len(Real)
 INTEGER_COLUMNS = Integer.STOP + MAX_STOP_TOKENS
+CPU_BINS = 2048  # of the histogram with which the CPU finds a value by its rank
 
 
 class Sample(Instruction):
@@ -75,10 +75,14 @@ class Sample(Instruction):
 
     opcode = 10
 
-    logits = tensor("logits [logit rows, vocabulary]", F32)
-    peaks = tensor("largest logit and its column [logit rows, 2 * tiles]", F32, optional=True)
-    adjusted = tensor("for adjusted logits [logit rows, vocabulary]", F32, workspace=True)
-    tokens = tensor("token ids of every sequence [sequences, max length]", I32)
+    logits = tensor("logits [logit rows, vocabulary]", F32, tagged=True)
+    peaks = tensor(
+        "largest logit and its column [logit rows, 2 * tiles]", F32, optional=True, tagged=True
+    )
+    adjusted = tensor(
+        "for adjusted logits [logit rows, vocabulary]", F32, workspace=True, produced=True
+    )
+    tokens = tensor("token ids of every sequence [sequences, max length]", I32, produced=True)
     sampling_real = tensor("real parameters [sequences, REAL_COLUMNS]", F32)
     sampling_integer = tensor("integer parameters [sequences, INTEGER_COLUMNS]", I32)
     logit_row = tensor("row of the step of each logit row [logit rows]", I32)
@@ -115,12 +119,13 @@ class Sample(Instruction):
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         return (self.row_end - self.row_begin) * tensors[self.logits].columns
 
-    def resources(self, tensors: Sequence[TensorSpec]) -> Resources:
-        return Resources(pages=6, scratch_bytes=1024, semaphores=2)
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        # A bit for each token of the vocabulary, and a histogram.
+        words = -(-tensors[self.logits].columns // 64)
+        return aligned(8 * words) + aligned(8 * CPU_BINS)
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
-        return {"max_scratch": 8448}  # a histogram of 1024 bins of 8 bytes, and sums of the warps
+    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        return 8 * 1024 + 256  # a histogram of 1024 bins, and what the warps tell each other
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         logits = tensors[self.logits]

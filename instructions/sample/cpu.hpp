@@ -23,9 +23,9 @@ MEGAVM_INLINE float from_sort_key(uint32_t key) {
 // Weights of values by the next bits of their keys, most significant first: three passes find a
 // value by its rank.
 struct Selection {
-  static constexpr int kBins = 2048;
   static constexpr int kShifts[3] = {21, 10, 0};
   static constexpr int kWidths[3] = {11, 11, 10};
+  static_assert(sample::kCpuBins == 1 << kWidths[0]);
 
   double* bins;
 
@@ -259,7 +259,7 @@ class Sampler {
     const double min_p =
         reals_[sample::kMinP] < 1e-30f ? 1e-30 : static_cast<double>(reals_[sample::kMinP]);
     drop_below(peak_ + static_cast<float>(std::log(min_p)));
-    const Selection selection{worker_.allocate<double>(Selection::kBins)};
+    const Selection selection{worker_.allocate<double>(sample::kCpuBins)};
     const int64_t top_k = integers_[sample::kTopK];
     if (top_k > 0 && top_k < vocabulary_)
       drop_below(from_sort_key(selection.threshold(a_, vocabulary_, static_cast<double>(top_k),

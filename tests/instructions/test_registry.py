@@ -15,12 +15,15 @@ import torch
 
 import megavm.instructions
 from megavm.instructions import decode, instruction_set
+from megavm.instructions.copy import Copy
 from megavm.vm import config
 from megavm.vm.cpu_machine import CpuMachine, levels
 from megavm.vm.example import Example
-from megavm.vm.isa import DType, Field, FieldKind, Instruction, TensorSpec, Wait
+from megavm.vm.isa import I32, DType, Field, FieldKind, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.verify import VerificationError, verify
 
 INSTRUCTIONS = list(instruction_set().values())
 every_instruction = pytest.mark.parametrize(
@@ -158,11 +161,135 @@ def test_declared_regions_lie_inside_their_tensors(cls: type[Instruction]) -> No
 @every_instruction
 def test_resources_are_within_the_budget(cls: type[Instruction]) -> None:
     for example in examples_of(cls):
-        needs = example.instruction.resources(example.tensors)
-        assert needs.pages <= config.NUM_PAGES, example.name
-        assert needs.scratch_bytes <= config.SCRATCH_BYTES, example.name
-        assert needs.accumulator_bytes <= config.ACCUMULATOR_BYTES, example.name
-        assert needs.semaphores <= config.MAX_SEMAPHORES, example.name
+        inst, tensors = example.instruction, example.tensors
+        assert inst.working_bytes(tensors) <= config.WORKING_BYTES, example.name
+        assert inst.scratch_bytes(tensors) <= config.SCRATCH_BYTES, example.name
+
+
+# What operands may be.
+
+
+def operands_of(example: Example) -> Iterator[tuple[Field[int], TensorSpec]]:
+    """The tensor operands that are there, and their tensors."""
+    for field in example.instruction.fields:
+        handle = getattr(example.instruction, field.name)
+        if field.kind is FieldKind.TENSOR and handle != config.NONE:
+            yield field, example.tensors[handle]
+
+
+def refusal(program: Program) -> str:
+    with pytest.raises(VerificationError) as error:
+        verify(program)
+    return str(error.value)
+
+
+@every_instruction
+def test_tensor_operands_declare_how_many_dimensions_they_have(cls: type[Instruction]) -> None:
+    # A copy takes everything for the matrix that all instructions see.
+    without = [f.name for f in cls.fields if f.kind is FieldKind.TENSOR and f.rank is None]
+    assert without == (["x", "out"] if cls is Copy else [])
+    for example in examples_of(cls):
+        for field, spec in operands_of(example):
+            assert field.rank in (None, len(spec.shape)), (example.name, field.name)
+            assert field.tagged or not spec.tagged, (example.name, field.name)
+
+
+@every_instruction
+def test_what_an_instruction_writes_is_declared_as_produced(cls: type[Instruction]) -> None:
+    for example in examples_of(cls):
+        written = {example.tensors[r.tensor] for r in example.instruction.writes(example.tensors)}
+        for field, spec in operands_of(example):
+            assert field.produced or spec not in written, (example.name, field.name)
+
+
+@every_instruction
+def test_an_operand_that_must_not_be_tagged_is_refused_tagged(cls: type[Instruction]) -> None:
+    wanted = {f.name for f in cls.fields if f.kind is FieldKind.TENSOR and not f.tagged}
+    for example in examples_of(cls):
+        for field, spec in operands_of(example):
+            if field.tagged or spec.columns * spec.dtype.size % 4:
+                continue
+            tagged = example.changed(field.name, kind=TensorKind.ACTIVATION, tagged=True)
+            text = refusal(tagged.program())
+            assert f": {field.name} is {spec.name}, which is tagged" in text, example.name
+            wanted.discard(field.name)
+    assert not wanted, "no example has them"
+
+
+@every_instruction
+def test_an_operand_of_another_number_of_dimensions_is_refused(cls: type[Instruction]) -> None:
+    for example in examples_of(cls):
+        for field, spec in operands_of(example):
+            if field.rank is None:
+                continue
+            shape = (*spec.shape, 1)  # the same as a matrix
+            text = refusal(example.changed(field.name, shape=shape).program())
+            what = f": {field.name} is {spec.name} of shape {shape}, expected {field.shape}"
+            assert what in text, example.name
+
+
+@every_instruction
+def test_an_operand_that_must_not_be_produced_is_refused_when_a_copy_writes_it(
+    cls: type[Instruction], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # No instruction writes vectors of integers.
+    for operand in (Copy.x, Copy.out):
+        monkeypatch.setattr(operand, "dtypes", (*operand.dtypes, I32))
+    wanted = {f.name for f in cls.fields if f.kind is FieldKind.TENSOR and not f.produced}
+    for example in examples_of(cls):
+        for field, spec in operands_of(example):
+            if field.produced:
+                continue
+            made = example.changed(field.name, kind=TensorKind.STATE)
+            source = TensorSpec("source of the copy", spec.shape, spec.dtype, TensorKind.INPUT)
+            copy = Copy(
+                x=len(made.tensors),
+                out=getattr(example.instruction, field.name),
+                x_row=0,
+                x_column=0,
+                row_begin=0,
+                row_end=spec.rows,
+                column_begin=0,
+                column_end=spec.columns,
+            )
+            tensors = [*made.tensors, source]
+            text = refusal(Program.build(tensors, [example.instruction, copy], [[0, 1]]))
+            if "words of 2 BF16 are written as a whole" in text:
+                continue  # a part of a tagged result, which only tests write alone
+            what = f": {field.name} is {spec.name}, which instruction 1 (copy) writes, but"
+            assert what in text, example.name
+            wanted.discard(field.name)
+    assert not wanted, "no example has them"
+
+
+@every_instruction
+def test_reals_below_their_least_are_refused(cls: type[Instruction]) -> None:
+    for field in cls.fields:
+        if field.least > -np.inf:
+            values: dict[str, Any] = {f.name: 1 for f in cls.fields}
+            with pytest.raises(ValueError, match=f"{field.name} is .*: expected at least"):
+                cls(**values | {field.name: np.nextafter(np.float32(field.least), -np.inf).item()})
+
+
+@every_instruction
+def test_operands_that_may_be_tagged_are_read_and_written_so(cls: type[Instruction]) -> None:
+    wanted = {f.name for f in cls.fields if f.tagged}
+    found: list[str] = []
+    seen: set[tuple[str, tuple[tuple[str, DType], ...]]] = set()
+    for example in examples_of(cls):
+        wanted -= {field.name for field, spec in operands_of(example) if spec.tagged}
+        for name, tagged in example.tagged_variants():
+            types = tuple((field.name, spec.dtype) for field, spec in operands_of(example))
+            if (name, types) in seen:
+                continue
+            seen.add((name, types))
+            wanted.discard(name)
+            found += differences(tagged, run_reference(tagged), run_cpu(tagged))
+    assert not found, "\n".join(found)
+    assert not wanted, "no example can have them tagged"
+
+
+# Running.
 
 
 def run_reference(example: Example) -> Memory:

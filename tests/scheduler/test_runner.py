@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -144,7 +145,21 @@ def test_a_program_for_a_gpu_is_described_without_one(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert "132 workers" in describe_program(str(directory), machine="cuda")
+    text = describe_program(str(directory), machine="cuda", verify=True)
+    assert "132 workers" in text
+    assert "a worker has 13 pages of 16 KiB and 8448 bytes of scratch" in text
+    assert "no deadlock, no race, fits machine cuda" in text
+
+
+def test_a_program_for_the_cpu_is_described_with_its_working_memory(directory: Path) -> None:
+    text = describe_program(str(directory), machine="cpu", workers=2, verify=True)
+    assert re.search(r"the largest instruction takes \d+ of 359424 bytes of working memory", text)
+    assert "no deadlock, no race, fits machine cpu" in text
+
+
+def test_programs_are_compiled_for_the_machine_that_runs_them() -> None:
+    for machine in ("cpu", "cuda", "reference"):
+        assert default_options(machine, 4, 2).machine == machine
 
 
 def test_a_described_program_can_be_saved_loaded_and_read(directory: Path, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +17,11 @@ from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.graph import Graph
 from megavm.scheduler.options import CompileOptions
 from megavm.vm.config import NONE
+from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.cuda_machine import NUM_EVENTS, CudaMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
-from megavm.vm.layout import program_layouts, units
+from megavm.vm.layout import units
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
@@ -91,6 +93,24 @@ def test_instructions_mean_what_the_reference_says(
     assert not found, "\n".join(found)
 
 
+def tagged_examples() -> Iterator[Any]:
+    """For every operand that may be tagged one example in which it is."""
+    for cls in INSTRUCTIONS:
+        seen = set()
+        for example in examples_of(cls):
+            for operand, tagged in example.tagged_variants():
+                if operand not in seen:
+                    yield pytest.param(tagged, id=f"{cls.name()}-{operand}")
+                seen.add(operand)
+
+
+@pytest.mark.parametrize("example", list(tagged_examples()))
+def test_operands_that_may_be_tagged_are_read_and_written_so(
+    cuda_machine: CudaMachine, example: Example
+) -> None:
+    test_instructions_mean_what_the_reference_says(cuda_machine, example, True)
+
+
 def product(columns: int = 64) -> Program:
     graph = Graph(1)
     x = graph.tensor("x", (1, columns), BF16, TensorKind.INPUT)
@@ -113,7 +133,8 @@ def test_weights_are_given_their_layout_and_keep_their_values(cuda_machine: Cuda
     memory = filled(program, cuda_machine.memory_device)
     before = memory["w"].clone()
     executable = cuda_machine.load(program, memory)
-    assert memory.layout("w") == program_layouts(program)["w"] == units()
+    assert program_layouts(program)["w"] == (units(),)
+    assert memory.layout("w") == units()
     assert torch.equal(memory["w"], before)
     executable.run(2)
     values = memory.copy("cpu")

@@ -40,10 +40,13 @@ from megavm.vm.isa import (
 
 CLASSES = list(instruction_set().values())
 words = st.integers(0, NONE - 1)
+MAX_REAL = 3.4028234663852886e38  # of float32
 operand: dict[FieldKind, Callable[[Field[int]], st.SearchStrategy[int | float]]] = {
     FieldKind.TENSOR: lambda field: st.integers(0, NONE if field.optional else NONE - 1),
     FieldKind.INTEGER: lambda _: words,
-    FieldKind.REAL: lambda _: st.floats(width=32, allow_nan=False, allow_infinity=False),
+    FieldKind.REAL: lambda field: st.floats(
+        min_value=max(field.least, -MAX_REAL), max_value=MAX_REAL, width=32
+    ),
 }
 
 

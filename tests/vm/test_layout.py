@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
+from megavm.instructions.matmul import Matmul
 from megavm.scheduler.compile import compile_graph
 from megavm.scheduler.llama import Bucket, Limits, llama_graph
 from megavm.scheduler.llama_config import LlamaConfig
 from megavm.scheduler.options import CompileOptions
-from megavm.vm import layout
 from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cuda_layouts import program_layouts
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
-from megavm.vm.layout import ROWS, SWIZZLED, Layout, layouts_of, program_layouts, units
+from megavm.vm.layout import ROWS, SWIZZLED, Layout, units
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 
@@ -168,42 +172,76 @@ def llama(dtype: DType, head_dim: int, tied: bool = True) -> Program:
 
 def test_a_llamas_weights_are_units_its_caches_swizzled_and_the_rest_rows() -> None:
     wanted = program_layouts(llama(BF16, 64))
-    assert wanted["model.embed_tokens.weight"] == units()  # the LM head reads it too
-    assert wanted["model.layers.1.self_attn.k_proj.weight"] == units(32)
-    assert wanted["model.layers.0.mlp.up_proj.weight"] == units()
-    assert wanted["layers.0.k_cache"] == SWIZZLED
-    assert not {"model.norm.weight", "rope", "step.tokens", "logits"} & wanted.keys()
+    assert wanted["model.embed_tokens.weight"] == (units(),)  # the LM head reads it too
+    assert wanted["model.layers.1.self_attn.k_proj.weight"] == (units(32),)
+    assert wanted["model.layers.0.mlp.up_proj.weight"] == (units(),)
+    assert wanted["layers.0.k_cache"] == (SWIZZLED,)
+    for name in ("model.norm.weight", "rope", "step.tokens", "logits"):
+        assert wanted[name] == (ROWS,)
 
 
-def test_embeddings_of_their_own_and_caches_that_cannot_be_swizzled_are_rows() -> None:
+def test_embeddings_of_their_own_may_be_units_and_other_caches_are_rows() -> None:
     wanted = program_layouts(llama(F32, 64, tied=False))
-    assert "model.embed_tokens.weight" not in wanted
-    assert wanted["layers.0.k_cache"] == ROWS
-    assert program_layouts(llama(BF16, 16))["layers.1.v_cache"] == ROWS
+    assert wanted["model.embed_tokens.weight"] == (ROWS, units())
+    assert wanted["layers.0.k_cache"] == (ROWS,)
+    assert program_layouts(llama(BF16, 16))["layers.1.v_cache"] == (ROWS,)
 
 
-def test_two_wishes_for_one_tensor_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    program = llama(BF16, 64)
-    wish = {"embed": lambda inst, tensors: {inst.table: ROWS}}
-    monkeypatch.setattr(layout, "_WISHES", layout._WISHES | wish)
-    message = (
-        "tensor model.embed_tokens.weight is wanted as rows by instruction 0 "
-        r"\(embed\) and as units by"
+def product(**operands: int) -> Matmul:
+    """x times a square weight: tensors 0 (x), 1 (w) and 2 (y)."""
+    handles: dict[str, Any] = {"x": 0, "weight": 1, "out": 2, **operands}
+    tile: dict[str, Any] = {
+        "row_begin": 0,
+        "row_end": 8,
+        "column_begin": 0,
+        "column_end": 8,
+        "x_rows": 8,
+    }
+    return Matmul(**handles, **tile, tile=0, part=0, part_k=8, eps=0.0)
+
+
+def copied(x: int, out: int) -> Copy:
+    rows: dict[str, Any] = {"x_row": 0, "row_begin": 0, "row_end": 8}
+    return Copy(x=x, out=out, **rows, x_column=0, column_begin=0, column_end=8)
+
+
+SQUARES = [
+    TensorSpec("x", (8, 8), F32, STATE),
+    TensorSpec("w", (8, 8), F32, STATE),
+    TensorSpec("y", (8, 8), F32, STATE),
+]
+
+
+@pytest.mark.parametrize("other", [copied(1, 2), copied(0, 1)], ids=["read", "written"])
+def test_a_weight_in_units_that_another_kernel_takes_in_rows_is_refused(other: Copy) -> None:
+    program = Program.build(SQUARES, [product(), other], [[0, 1]])
+    operand = "x" if other.x == 1 else "out"
+    with pytest.raises(ValueError, match="tensor w is wanted as") as error:
+        program_layouts(program)
+    assert str(error.value) == (
+        "tensor w is wanted as units by instruction 0 (matmul, weight) "
+        f"and rows by instruction 1 (copy, {operand})"
     )
-    if hasattr(Embed, "layouts"):
-        pytest.skip("instructions say what they want")
-    with pytest.raises(ValueError, match=message):
+
+
+def test_an_instruction_may_not_want_a_tensor_in_two_layouts_itself() -> None:
+    program = Program.build(SQUARES, [product(x=1)], [[0]])
+    with pytest.raises(ValueError, match=r"w is wanted as units by .*weight\) and rows by .*x\)"):
         program_layouts(program)
 
 
-def test_an_instruction_may_say_itself_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_kernels_that_have_no_layout_in_common_are_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     program = llama(BF16, 64)
-    inst = program.instructions[0]
-    assert isinstance(inst, Embed)
-    monkeypatch.setattr(
-        Embed, "layouts", lambda self, tensors: {self.table: units()}, raising=False
-    )
-    assert layouts_of(inst, program.tensors) == {inst.table: units()}
+    assert isinstance(program.instructions[0], Embed)
+    monkeypatch.setattr(Embed, "layouts", lambda self, tensors: {"table": (ROWS, units(4))})
+    with pytest.raises(
+        ValueError,
+        match=r"embed_tokens.weight is wanted as rows or units\(4\) by instruction 0 "
+        r"\(embed, table\) and units by instruction \d+ \(matmul, weight\)",
+    ):
+        program_layouts(program)
 
 
 def test_other_machines_refuse_layouts_that_they_cannot_read() -> None:

@@ -12,6 +12,7 @@ import numpy.typing as npt
 import pytest
 
 from megavm.instructions.attention import Attention
+from megavm.instructions.attention.examples import Case, example
 from megavm.instructions.attention_merge import AttentionMerge
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
@@ -161,6 +162,75 @@ def test_a_real_operand_must_be_finite() -> None:
     assert "eps is nan, expected a finite number" in fault(
         edit(llama(1, 2), matmul, eps, 0x7FC00000)
     )
+    assert fault(edit(llama(1, 2), matmul, eps, 0xBF800000)).endswith(
+        "(matmul, layers.0.o_proj): eps is -1.0, expected at least 0"
+    )
+
+
+# A product of gathered rows: tensors x, w, y, ids, and a source for copies.
+
+GATHERED = {
+    "x": TensorSpec("x", (4, 8), F32, INPUT),
+    "w": TensorSpec("w", (8, 8), F32, STATE),
+    "y": TensorSpec("y", (4, 8), F32, STATE),
+    "ids": TensorSpec("ids", (4,), I32, INPUT),
+    "source": TensorSpec("source", (8, 8), F32, INPUT),
+}
+GATHER = Matmul(
+    x=0,
+    weight=1,
+    out=2,
+    row_index=3,
+    row_begin=0,
+    row_end=4,
+    column_begin=0,
+    column_end=8,
+    x_rows=4,
+    tile=0,
+    part=0,
+    part_k=8,
+    eps=0.0,
+)
+
+
+def gathered(*copies: Copy, **changes: dict[str, Any]) -> Program:
+    """The product, with copies behind it on the same worker, and tensors that are different."""
+    tensors = [replace(t, **changes.get(name, {})) for name, t in GATHERED.items()]
+    return Program.build(tensors, [GATHER, *copies], [range(1 + len(copies))])
+
+
+def test_a_tagged_weight_is_refused() -> None:
+    verify(gathered())
+    assert fault(gathered(w={"kind": ACTIVATION, "tagged": True})) == (
+        "instruction 0 (matmul): weight is w, which is tagged: "
+        "kernels read and write no tags of this operand"
+    )
+
+
+def test_an_index_that_is_a_matrix_is_refused() -> None:
+    assert fault(gathered(ids={"shape": (4, 2)})) == (
+        "instruction 0 (matmul): row_index is ids of shape (4, 2), expected [rows]"
+    )
+
+
+def test_a_weight_that_an_instruction_of_the_program_writes_is_refused() -> None:
+    # Even where a queue orders the two: the GPU's loader is ahead of it.
+    text = fault(gathered(copy(4, 1)))
+    assert text == (
+        "instruction 0 (matmul): weight is w, which instruction 1 (copy) writes, "
+        "but kernels read this operand before all waits"
+    )
+    verify(gathered(copy(1, 2, rows=(1, 2))))
+
+
+def test_an_instruction_must_not_write_its_own_weight() -> None:
+    tensors = [replace(t, shape=(8, 8)) if len(t.shape) == 2 else t for t in GATHERED.values()]
+    words = gathered().words.copy()
+    words[0, 8 + [f.name for f in Matmul.fields].index("out")] = 1
+    assert fault(replace(gathered(), tensors=tuple(tensors), words=words)) == (
+        "instruction 0 (matmul): weight is w, which it writes itself, "
+        "but kernels read this operand before all waits"
+    )
 
 
 @pytest.mark.parametrize(
@@ -186,8 +256,14 @@ def test_every_instruction_stands_once_in_the_queues(
     [
         ({"workers": 0}, "the program is for 0 workers, expected 1 to 4096"),
         ({"workers": 10**6}, "the program is for 1000000 workers, expected 1 to 4096"),
-        ({"workers": 3}, "2 queues for 3 workers, expected 3"),
-        ({"dynamic": True}, "2 queues for a dynamic program, expected 1"),
+        (
+            {"workers": 3},
+            "the program has 2 queues, expected 3: a static program has one for each of its 3 workers",
+        ),
+        (
+            {"dynamic": True},
+            "the program has 2 queues, expected 1: a dynamic program has one for all workers",
+        ),
         ({"labels": ("one",)}, "1 labels for 2 instructions"),
         (
             {"words": np.zeros((2, 31), np.uint32)},
@@ -200,30 +276,88 @@ def test_the_parts_of_a_program_fit_together(change: dict[str, object], sentence
     assert fault(replace(CHAIN, **change)) == sentence  # type: ignore[arg-type]
 
 
-def test_an_instruction_beyond_the_budget_of_a_worker_is_rejected() -> None:
-    tensors = (
-        TensorSpec("x", (64, 65536), F32, STATE),
-        TensorSpec("w", (8192, 65536), F32, WEIGHT),
-        TensorSpec("y", (64, 8192), F32, ACTIVATION),
-    )
-    tile = Matmul(
+# Machines. Two rows of x times all of w leave more sums than a CPU's worker can keep.
+
+WIDE = (
+    TensorSpec("x", (64, 65536), F32, INPUT),
+    TensorSpec("w", (8192, 65536), F32, WEIGHT),
+    TensorSpec("y", (64, 8192), F32, STATE),
+    TensorSpec("u", (8, 65536), BF16, WEIGHT),
+    TensorSpec("z", (64, 8), F32, STATE),
+)
+
+
+def product(weight: int = 1, out: int = 2) -> Matmul:
+    """All of a product of x."""
+    return Matmul(
         x=0,
-        weight=1,
-        out=2,
+        weight=weight,
+        out=out,
         row_begin=0,
         row_end=64,
         column_begin=0,
-        column_end=8192,
+        column_end=WIDE[weight].rows,
         x_rows=64,
         tile=0,
         part=0,
         part_k=65536,
         eps=0.0,
     )
-    text = fault(Program.build(tensors, [tile], [[0]]))
-    assert (
-        text == "instruction 0 (matmul): needs 2097152 bytes of accumulators, a worker has 131072"
+
+
+def refusal(machine: str, broken: Program) -> str:
+    with pytest.raises(VerificationError) as error:
+        verify(broken, machine)
+    return str(error.value)
+
+
+def test_an_instruction_beyond_the_working_memory_of_a_cpu_is_refused_there() -> None:
+    large = Program.build(WIDE, [product()], [[0]])
+    assert refusal("cpu", large) == (
+        "instruction 0 (matmul): needs 2279424 bytes of working memory, "
+        "a worker of the CPU has 359424"
     )
+    verify(large, "cuda")
+    verify(large)
+
+
+def attention_of(group: int) -> Program:
+    """So many query heads of 128 elements for one KV head."""
+    case = Case("", group, 1, 128, [(0, 3)], 1, block_size=16, splits=(0, 1, 16))
+    made = example(np.random.default_rng(0), case)
+    return made.changed("q", kind=INPUT).program()
+
+
+def test_an_instruction_beyond_the_scratch_of_a_gpu_is_refused_there() -> None:
+    verify(attention_of(32), "cuda")
+    large = attention_of(64)
+    assert refusal("cuda", large) == (
+        "instruction 0 (attention): needs 266240 bytes of scratch, "
+        "a worker of the GPU has 160768 beside 4 pages"
+    )
+    verify(large, "cpu")
+
+
+def test_what_one_kernel_of_a_gpu_cannot_serve_is_refused_there() -> None:
+    mixed = Program.build(WIDE, [product(), product(3, 4)], [[0, 1]])
+    assert refusal("cuda", mixed) == (
+        "the program multiplies with weights of float32 and of bfloat16: a kernel is for one"
+    )
+    verify(mixed)
+
+
+def test_a_tensor_that_kernels_of_a_gpu_need_in_two_layouts_is_refused_there() -> None:
+    units = gathered(copy(1, 2, rows=(1, 2)))
+    assert refusal("cuda", units) == (
+        "tensor w is wanted as units by instruction 0 (matmul, weight) "
+        "and rows by instruction 1 (copy, x)"
+    )
+    verify(units, "cpu")
+
+
+def test_machines_that_are_unknown_are_named() -> None:
+    with pytest.raises(ValueError, match="machine 'tpu' is unknown: expected cpu, cuda, reference"):
+        verify(CHAIN, "tpu")
 
 
 def test_half_a_tagged_word_cannot_be_written() -> None:
@@ -841,5 +975,5 @@ def changed(name: str, place: tuple[int, ...], value: int) -> npt.NDArray[Any]:
 )
 def test_the_analysis_checks_its_arrays(name: str, place: tuple[int, ...], value: int) -> None:
     assert _native.analyse(**GOOD) == (None, False)
-    with pytest.raises(ValueError, match="queue|signal|wait|access"):
+    with pytest.raises(ValueError, match=r"queue|signal|wait|access"):
         _native.analyse(**GOOD | {name: changed(name, place, value)})

@@ -1145,7 +1145,7 @@ def assert_guilty(program: Program, error: VerificationError) -> None:
     if error.rule in ("deadlock", "tag_unreachable"):
         assert hangs(program), str(error)
     elif error.rule == "unwritten":
-        (access,) = error.accesses
+        access = error.accesses[-1]
         unwritten = interpreter.run(1, None, workers=1).read_unwritten
         assert unwritten & {interpreter.cells[c] for c in elements(access.region)}, str(error)
     elif error.rule == "tag_ambiguous":

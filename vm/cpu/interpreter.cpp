@@ -7,7 +7,7 @@
 namespace megavm {
 namespace {
 
-constexpr size_t kArenaBytes = size_t{kNumPages} * kPageBytes + kScratchBytes + kAccumulatorBytes;
+constexpr size_t kArenaBytes = kWorkingBytes;
 constexpr int kSpins = 2000;  // about 50 to 100 us of pause
 constexpr int kCrowdedSpins = 20;
 constexpr std::chrono::milliseconds kLong{1};              // a wait that others should know about

@@ -18,7 +18,7 @@ namespace megavm::MEGAVM_LEVEL {
 
 // Input columns that are held at a time when whole rows do not fit.
 MEGAVM_INLINE int64_t slice_columns(int64_t rows, int64_t itemsize) {
-  const int64_t fitting = int64_t{kPanelPages} * kPageBytes / (rows * itemsize) / kSplitColumns;
+  const int64_t fitting = int64_t{kInputBytes} / (rows * itemsize) / kSplitColumns;
   return (fitting > 1 ? fitting : 1) * kSplitColumns;
 }
 
@@ -37,7 +37,7 @@ inline void product_on(Worker& worker, const Input& in, int num_blocks, BlockAt 
     }
   };
   const int64_t panel_bytes = in.declared_rows * ceil_to(in.width(), 32) * int64_t{sizeof(Weight)};
-  if (panel_bytes <= int64_t{kPanelPages} * kPageBytes) {
+  if (panel_bytes <= int64_t{kInputBytes}) {
     // The input stays, weights pass by.
     Path path(worker, in, in.width());
     float* sums = worker.allocate<float>(block_sums);

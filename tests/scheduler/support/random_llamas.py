@@ -50,7 +50,8 @@ class Case:
             f"seed {self.seed}: vocabulary {c.vocab_size}, hidden {c.hidden_size}, "
             f"{c.num_layers} layers, {c.num_heads}/{c.num_kv_heads} heads of {c.head_dim}; "
             f"{self.rows} of {self.bucket.rows} rows, {self.logit_rows} of "
-            f"{self.bucket.logit_rows} logit rows, decode {self.bucket.decode}, context {self.bucket.context}; "
+            f"{self.bucket.logit_rows} logit rows, decode {self.bucket.decode}, "
+            f"context {self.bucket.context}; "
             f"{o.workers} workers, {o.assignment}, {o.exchange}, part_of_k {o.part_of_k}, "
             f"waves {o.waves}, column_unit {o.column_unit}, min_chunk {o.min_chunk}"
         )

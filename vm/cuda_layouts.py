@@ -1,0 +1,74 @@
+"""The layouts that the GPU's kernels need the tensors of a program to have."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+
+import numpy as np
+
+from megavm.vm.alike import Alike, find_alike
+from megavm.vm.config import NONE
+from megavm.vm.isa import FieldKind
+from megavm.vm.layout import ROWS, Layout
+from megavm.vm.program import Program
+
+Choice = tuple[Layout, ...]
+
+
+def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> dict[str, Choice]:
+    """The layouts in which each tensor that a program names may lie, by name, the best first.
+
+    A kernel that declares no layout of an operand takes it in natural order alone. ``alike``: the
+    program's, if they are known.
+
+    Raises ValueError when two instructions have none in common, or a tensor cannot lie so.
+    """
+    tensors = program.tensors
+    known: dict[Choice, int] = {(ROWS,): 0}
+    named = []  # (handles, choices), of all operands of instructions of one class
+    for same in find_alike(program.words, tensors) if alike is None else alike:
+        fields = [f for f in same.representatives[0].fields if f.kind is FieldKind.TENSOR]
+        slots = {field.name: slot for slot, field in enumerate(fields)}
+        table = np.zeros((len(same.representatives), len(slots)), np.int64)
+        for row, inst in zip(table, same.representatives, strict=True):
+            for name, choice in inst.layouts(tensors).items():
+                row[slots[name]] = known.setdefault(choice, len(known))
+        named.append((same.handles, table[same.kind]))
+    wanted = np.zeros((len(tensors) + 1, len(known)), bool)
+    for handles, numbers in named:
+        wanted[np.where(handles == NONE, len(tensors), handles), numbers] = True
+    found: dict[str, Choice] = {}
+    common_of: dict[bytes, Choice] = {}  # tensors that are named alike have the same
+    for handle in np.flatnonzero(wanted[:-1].any(axis=1)).tolist():
+        pattern = wanted[handle].tobytes()
+        if pattern not in common_of:
+            several = [choice for choice, is_one in zip(known, pattern, strict=True) if is_one]
+            common = tuple(layout for layout in several[0] if all(layout in c for c in several))
+            if not common:
+                raise ValueError(_conflict(program, handle, several))
+            common_of[pattern] = common
+        found[tensors[handle].name] = common_of[pattern]
+        common_of[pattern][0].check(tensors[handle])
+    return found
+
+
+def _conflict(program: Program, handle: int, several: list[Choice]) -> str:
+    """Who wants a tensor in which of several layouts that have nothing in common."""
+    pairs = [(a, b) for a, b in itertools.combinations(several, 2) if not set(a) & set(b)]
+    chosen = pairs[0] if pairs else several
+    wanted: dict[Choice, str] = {}
+    for number, inst in enumerate(program.instructions):
+        declared = inst.layouts(program.tensors)
+        for field in inst.fields:
+            if field.kind is FieldKind.TENSOR and getattr(inst, field.name) == handle:
+                place = f"instruction {number} ({inst.name()}, {field.name})"
+                wanted.setdefault(declared.get(field.name, (ROWS,)), place)
+    wishes = sorted((wanted[choice], names(choice)) for choice in chosen)
+    text = " and ".join(f"{layout} by {place}" for place, layout in wishes)
+    return f"tensor {program.tensors[handle].name} is wanted as {text}"
+
+
+def names(choice: Choice) -> str:
+    """Layouts in words."""
+    return " or ".join(map(str, choice))

@@ -1,0 +1,81 @@
+"""How the kernel of a program shares out the shared memory of a worker.
+
+codegen.py writes these sizes into the header of the kernel, whose layout in cuda/config.cuh is made of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from megavm.vm.config import (
+    BLOCK_UNITS,
+    FIXED_BYTES,
+    MAX_GROUP_ROWS,
+    MIN_PAGES,
+    NUM_CONSUMER_WARPS,
+    NUM_PAGES,
+    PAGE_BYTES,
+    ROW_CHUNK_PAGES,
+    ROWS_CHUNK_PAGES,
+    SCRATCH_BYTES,
+    SCRATCH_UNIT,
+    SHARED_BYTES,
+    TILE_ROW_BYTES,
+    TILES_PER_PAGE,
+    UNIT_ROWS,
+)
+
+
+@dataclass(frozen=True)
+class KernelMemory:
+    """Sizes of one kernel.
+
+    Its products take *groups* of ``group_rows`` rows, and of the ``unit_pages`` that a unit of weights has
+    at most ``chunk_pages`` at a time. They share the scratch: for a row of the input its *panel*, then
+    two halves, each of partial sums and of a scale for every row. Other instructions use all of it.
+    """
+
+    group_rows: int
+    unit_pages: int
+    chunk_pages: int
+    panel_bytes: int
+    partial_floats: int  # of a half
+    scales: int  # of a half
+    scratch_bytes: int
+    pages: int
+
+
+def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
+    """The sizes of a kernel that is specialised by these constants (codegen.specialisation).
+
+    Raises ValueError when its scratch leaves too few pages.
+    """
+    one_row = constants["max_rows"] <= 1
+    element_bytes = 4 if constants.get("any_f32_weights") else 2
+    page_columns = TILES_PER_PAGE * TILE_ROW_BYTES // element_bytes  # of one row
+    unit_pages = max(1, -(-constants.get("max_k", 0) // page_columns))
+    chunk_pages = min(ROW_CHUNK_PAGES if one_row else ROWS_CHUNK_PAGES, unit_pages)
+    group_rows = 1 if one_row else MAX_GROUP_ROWS
+    panel_bytes = chunk_pages * PAGE_BYTES // UNIT_ROWS if one_row else 0
+    partial_floats = BLOCK_UNITS * NUM_CONSUMER_WARPS * group_rows * UNIT_ROWS
+    scales = 0 if one_row else group_rows
+    scratch = constants.get("max_scratch", 0)
+    if constants.get("any_product"):
+        scratch = max(scratch, panel_bytes + 2 * 4 * (partial_floats + scales))
+    scratch = -(-scratch // SCRATCH_UNIT) * SCRATCH_UNIT
+    if scratch > SCRATCH_BYTES:
+        raise ValueError(
+            f"the kernel needs {scratch} bytes of scratch, a worker of the GPU has {SCRATCH_BYTES} "
+            f"beside {MIN_PAGES} pages"
+        )
+    return KernelMemory(
+        group_rows=group_rows,
+        unit_pages=unit_pages,
+        chunk_pages=chunk_pages,
+        panel_bytes=panel_bytes,
+        partial_floats=partial_floats,
+        scales=scales,
+        scratch_bytes=scratch,
+        pages=min(NUM_PAGES, (SHARED_BYTES - FIXED_BYTES - scratch) // PAGE_BYTES),
+    )
