@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from megavm.sampling_params import SamplingParams
 from megavm.vm.cuda_machine import reason_unavailable
 
 Make = Callable[..., tuple[Path, Any]]
+MachineName = Literal["cpu", "cuda"]
 TIE = 1e-3  # logits that are closer than this may be chosen either way
 
 REPORTED = {
@@ -34,7 +35,7 @@ REPORTED = {
 MACHINES = pytest.mark.parametrize("machine", ["cpu", "cuda"])
 
 
-def skip_without(machine: str) -> None:
+def skip_without(machine: MachineName) -> None:
     reason = reason_unavailable() if machine == "cuda" else None
     if reason is not None:
         pytest.skip(f"machine cuda is not available: {reason}")
@@ -84,7 +85,7 @@ def wrong_answers(model: Any, llm: LLM, seed: int) -> list[str]:
 
 
 @MACHINES
-def test_the_reported_model_is_right_each_time(machine: str, make_llama: Make) -> None:
+def test_the_reported_model_is_right_each_time(machine: MachineName, make_llama: Make) -> None:
     """Once 12 of 16 answers were wrong on a GPU, and the machine stopped."""
     skip_without(machine)
     directory, model = make_llama(seed=3, **REPORTED)
@@ -96,7 +97,7 @@ def test_the_reported_model_is_right_each_time(machine: str, make_llama: Make) -
 @MACHINES
 @pytest.mark.parametrize("seed", range(30))
 def test_small_llamas_are_right_while_requests_end(
-    seed: int, machine: str, make_llama: Make
+    seed: int, machine: MachineName, make_llama: Make
 ) -> None:
     skip_without(machine)
     if machine == "cpu" and seed >= 6:
