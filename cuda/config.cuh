@@ -59,6 +59,10 @@ constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 1
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
 constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
 
+// Whether the storer sees to tagged words, see tagged_rows.cuh. In a program of one row all rows
+// are live.
+constexpr bool kStorerTags = !kSingleRow || program::kAnyByMachine != 0;
+
 // ---- Products. A *group* of rows is multiplied at a time, with all of its columns or a *chunk* of
 // them; the sums of a *block* of units are finished together.
 constexpr bool kF32Weights = program::kAnyF32Weights != 0;

@@ -40,8 +40,8 @@ class Queue {
     return reinterpret_cast<const uint32_t*>(launch_.instructions + begin_ + position);
   }
 
-  __device__ __forceinline__ const uint32_t* exchange() const {
-    return reinterpret_cast<const uint32_t*>(launch_.exchanges + begin_ + position);
+  __device__ __forceinline__ const Exchange& exchange() const {
+    return launch_.exchanges[begin_ + position];
   }
 
   // Rows of the trace stand in the order of workers, steps, positions.
@@ -84,14 +84,18 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
       stage.tag = launch.epoch + launch.first_step + queue.step + 1;
-      stage.is_held = 1;
+      if (kStorerTags)
+        stage.is_held = 1;
+      else
+        stage.exchange.hint = more ? queue.exchange().hint : Hint{kNone, kNone};
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
       // Fetch the words and look up the tensors they name.
       const uint32_t word = __ldg(queue.words() + lane);
       static_assert(sizeof(Exchange) == 4 * 8);
-      const uint32_t exchange = __ldg(queue.exchange() + lane % 8);
+      const uint32_t exchange =
+          kStorerTags ? __ldg(reinterpret_cast<const uint32_t*>(&queue.exchange()) + lane % 8) : 0;
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
       const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
       const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
@@ -100,7 +104,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
             ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
-      if (lane < 8) reinterpret_cast<uint32_t*>(&stage.exchange)[lane] = exchange;
+      if (kStorerTags && lane < 8) reinterpret_cast<uint32_t*>(&stage.exchange)[lane] = exchange;
     }
     __syncwarp();
     if (lane == 0 && more) {

@@ -62,7 +62,7 @@ struct alignas(32) Exchange {
   uint32_t row_count;  // operand word of the number of live rows; kNone: the regions' rows are all
   uint32_t row_begin;  // the rows of the instruction
   uint32_t row_end;
-  uint32_t reserved;
+  uint32_t tag_mask;  // what the kernel's stores change in the tag of the step
 };
 static_assert(sizeof(Exchange) == 32);
 
@@ -97,7 +97,7 @@ struct alignas(16) Launch {
   uint32_t first_step;          // number of the launch's first step (for an instruction run alone)
   uint32_t dynamic;             // 1: one queue for all workers
   uint32_t alone;               // 1: an instruction run alone, without waits, signal and hints
-  uint64_t reserved;
+  const uint32_t* counts;       // numbers of live rows, as {how many, handles}; see tagged_rows.cuh
 };
 static_assert(sizeof(Launch) == 128);
 

@@ -20,8 +20,7 @@ static_assert(sizeof(Stage) == kStageBytes);
 
 // Whether the storer sees to all tagged words of an instruction, see tagged_rows.cuh.
 __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
-  return program::kAnyByMachine && stage.exchange.num_regions != 0 &&
-         stage.exchange.row_count == kNone;
+  return program::kAnyByMachine && stage.exchange.tag_mask != 0;
 }
 
 // The scratch, shared memory that instructions share, `offset` bytes from its beginning.
@@ -81,11 +80,11 @@ struct Operands {
                4 -
            kHeaderWords;
   }
-  // The tag of words that are read, and of those that are stored: of a step far away where the
+  // The tag of words that are read, and of those that are stored: that of a step far away where the
   // storer publishes them.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
   __device__ __forceinline__ uint32_t out_tag() const {
-    return is_by_machine(stage) ? stage.tag ^ 0x80000000u : stage.tag;
+    return program::kAnyByMachine ? stage.tag ^ stage.exchange.tag_mask : stage.tag;
   }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };

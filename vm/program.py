@@ -104,7 +104,7 @@ class Program:
 
     @functools.cached_property
     def needs_queue_order(self) -> bool:
-        """Whether the values that a run gives depend on the order of the static queues.
+        """Whether the values that a run on a GPU gives depend on the order of the static queues.
 
         False if barriers and tagged words alone order all accesses that conflict, as in every program
         that the compiler makes: a worker may then begin an instruction while the one before it is still
@@ -113,7 +113,7 @@ class Program:
         from megavm.vm.verify import VerificationError, verify
 
         try:
-            verify(self)  # which leaves the answer
+            verify(self, "cuda")  # which leaves the answer
         except VerificationError:
             return True
         return bool(self.__dict__["needs_queue_order"])

@@ -426,7 +426,10 @@ class _Verifier:
         traits = [
             (t.tagged, t.kind is TensorKind.ACTIVATION, len(t.shape) != 4) for t in self.tensors
         ]
-        orders = tag_orders(self.words, self.tensors, self._alike)
+        # All machines but the GPU keep the order of tagged words for every instruction.
+        orders = np.full(len(self.words), TagOrder.KEPT.value)
+        if self.machine == "cuda":
+            orders = tag_orders(self.words, self.tensors, self._alike)
         try:
             fault, needs_queue_order = _native.analyse(
                 barriers=len(program.barriers),
@@ -442,8 +445,8 @@ class _Verifier:
         except ValueError as error:
             raise VerificationError(str(error), "limit") from error
         if fault is None:
-            # Known from now on: Program.needs_queue_order.
-            program.__dict__["needs_queue_order"] = needs_queue_order
+            if self.machine == "cuda":  # known from now on: Program.needs_queue_order
+                program.__dict__["needs_queue_order"] = needs_queue_order
             return
         rule, first, first_step, second, second_step, blocked = fault
         if rule == "deadlock":
