@@ -1,8 +1,8 @@
 """Two versions of megavm on one GPU, turn by turn: what a change costs or brings.
 
-    python benchmarks/before_after.py --before SOURCES SITE --after SOURCES SITE --model 1b 8b --save
+    python benchmarks/before_after.py --before SOURCES SITE --after SOURCES SITE --model 1b --save
 
-SOURCES is a checkout, SITE a folder into which it was installed (pip install --target SITE SOURCES).
+SOURCES is a checkout, SITE a folder into which it was installed (pip install --target SITE ...).
 Each turn runs benchmarks/llama_cuda.py of a checkout in a process of its own; the first, in which
 kernels are compiled, does not count.
 """
@@ -45,6 +45,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    sys.path.insert(0, args.after[1])  # whose version and commit the result names
     results = []
     for model in args.model:
         found: dict[str, list[Times]] = defaultdict(list)

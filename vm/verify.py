@@ -333,14 +333,39 @@ class _Verifier:
             for sentence in inst.check(self.tensors):
                 self._fail(number, sentence)
             self._check_budget(number, inst)
+            regions = [
+                (region, write)
+                for declared, write in ((inst.reads, False), (inst.writes, True))
+                for region in self._regions(number, declared, write, handles)
+                if self.tensors[region.tensor].writable
+            ]
+            if all(field.produced for field in fields if handles.count(vars(inst)[field.name]) > 1):
+                self._check_in_place(number, regions, handles)
             return [
                 (region.tensor, *self._span(region), write, region.indexed, region.earlier)
-                for regions, write in ((inst.reads, False), (inst.writes, True))
-                for region in self._regions(number, regions, write, handles)
-                if self.tensors[region.tensor].writable
+                for region, write in regions
             ]
         except (ArithmeticError, LookupError) as error:
             self._fail(number, f"its operands contradict each other ({error!r})")
+
+    def _check_in_place(
+        self, number: int, regions: Sequence[tuple[Region, bool]], handles: Sequence[int]
+    ) -> None:
+        """An operand is written where another one of the instruction is read only if it is the same tile.
+
+        Kernels go over a tile in any order.
+        """
+        for written in (region for region, write in regions if write):
+            if handles.count(written.tensor) == 1:
+                continue
+            for read in (region for region, write in regions if not write):
+                if read != written and _overlap(read, written):
+                    self._fail(
+                        number,
+                        f"reads rows [{read.rows[0]}, {read.rows[1]}) columns [{read.columns[0]}, "
+                        f"{read.columns[1]}) of {self.tensors[read.tensor].name} by one operand and writes "
+                        "some of them by another, in no particular order",
+                    )
 
     def _check_budget(self, number: int, inst: Instruction) -> None:
         """What the machine has is enough for the instruction."""

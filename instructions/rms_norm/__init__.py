@@ -59,5 +59,7 @@ class RmsNorm(Instruction):
             out=(self.out, None, x.columns),
             row_count=(self.row_count, 1, 1),
         )
+        if self.x == self.out:
+            yield "x and out are the same tensor, but a row is read twice while it is written"
         if self.gain == NONE:
             yield "gain is absent"

@@ -20,6 +20,7 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Sample
 from megavm.vm import _native
 from megavm.vm.config import NONE
@@ -903,6 +904,31 @@ def test_a_wait_missing_deep_in_a_large_program_is_found(tagged: bool, dynamic: 
     text = fault(edit(edit(large, culprit, 2, NONE), culprit, 3, 0))
     assert text.startswith(f"instruction {culprit} (attention, layers.4.attention)")
     assert "without an order between them" in text
+
+
+# In place.
+
+
+def test_a_tile_may_be_computed_in_place_and_nothing_else_of_its_tensor() -> None:
+    state = TensorSpec("x", (4, 1), F32, STATE)
+
+    def shifted(rows: int) -> Program:
+        whole = {"row_begin": rows, "row_end": 4, "column_begin": 0, "column_end": 1}
+        return Program.build([state], [Copy(x=0, out=0, x_row=0, x_column=0, **whole)], [[0]])
+
+    verify(shifted(0))
+    # The sequential meaning is [0, 0, 1, 2], but a machine that copies row by row leaves zeros.
+    text = fault(shifted(1))
+    assert text == (
+        "instruction 0 (copy): reads rows [0, 3) columns [0, 1) of x by one operand and writes some of "
+        "them by another, in no particular order"
+    )
+
+
+def test_rows_are_not_normalised_in_place() -> None:
+    tensors = [TensorSpec("x", (1, 8), F32, STATE), TensorSpec("gain", (8,), F32, WEIGHT)]
+    norm = RmsNorm(x=0, gain=1, out=0, row_begin=0, row_end=1, eps=0.0)
+    assert "x and out are the same tensor" in fault(Program.build(tensors, [norm], [[0]]))
 
 
 # Limits.
