@@ -51,7 +51,8 @@ def main() -> None:
         found: dict[str, list[Times]] = defaultdict(list)
         for number in range(args.turns + 1):
             for name in ("before", "after"):
-                times = turn(*getattr(args, name), model, args.context, args.batch)
+                sources, site = getattr(args, name)
+                times = turn(sources, site, model, args.context, args.batch)
                 if number > 0:
                     found[name].append(times)
         for batch, context in found["before"][0]:

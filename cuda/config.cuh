@@ -19,7 +19,6 @@ constexpr uint32_t kAnyBias = 0;
 constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
 constexpr uint32_t kAnySquares =
     0;  // bit (tagged) for squares of inputs; bit 2: some are not fours
-constexpr uint32_t kAnyByMachine = 0;  // whether some words are published by the storer
 constexpr uint32_t kAnyOutScaled = 0;  // whether some results are normalised by those who read them
 }  // namespace program_defaults
 namespace program {
@@ -58,10 +57,6 @@ constexpr uint32_t kHoldStores = 0;
 constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
 constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
-
-// Whether the storer sees to tagged words, see tagged_rows.cuh. In a program of one row all rows
-// are live.
-constexpr bool kStorerTags = !kSingleRow || program::kAnyByMachine != 0;
 
 // ---- Products. A *group* of rows is multiplied at a time, with all of its columns or a *chunk* of
 // them; the sums of a *block* of units are finished together.

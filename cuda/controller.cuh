@@ -84,10 +84,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
       stage.tag = launch.epoch + launch.first_step + queue.step + 1;
-      if (kStorerTags)
-        stage.is_held = 1;
-      else
-        stage.exchange.hint = more ? queue.exchange().hint : Hint{kNone, kNone};
+      stage.is_held = 1;
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
@@ -95,7 +92,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       const uint32_t word = __ldg(queue.words() + lane);
       static_assert(sizeof(Exchange) == 4 * 8);
       const uint32_t exchange =
-          kStorerTags ? __ldg(reinterpret_cast<const uint32_t*>(&queue.exchange()) + lane % 8) : 0;
+          __ldg(reinterpret_cast<const uint32_t*>(&queue.exchange()) + lane % 8);
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
       const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
       const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
@@ -104,7 +101,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
             ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
-      if (kStorerTags && lane < 8) reinterpret_cast<uint32_t*>(&stage.exchange)[lane] = exchange;
+      if (lane < 8) reinterpret_cast<uint32_t*>(&stage.exchange)[lane] = exchange;
     }
     __syncwarp();
     if (lane == 0 && more) {

@@ -76,7 +76,6 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
 template <class Used>
 __device__ __forceinline__ void run_storer(const Launch& launch) {
   Storer storer(launch);
-  if constexpr (!kStorerTags) check_live_rows(launch);
   while (true) {
     storer.stage.resolved().wait(storer.stage.phase);
     Stage& stage = stage_at(storer.stage.slot);

@@ -97,7 +97,7 @@ struct alignas(16) Launch {
   uint32_t first_step;          // number of the launch's first step (for an instruction run alone)
   uint32_t dynamic;             // 1: one queue for all workers
   uint32_t alone;               // 1: an instruction run alone, without waits, signal and hints
-  const uint32_t* counts;       // numbers of live rows, as {how many, handles}; see tagged_rows.cuh
+  uint64_t reserved;
 };
 static_assert(sizeof(Launch) == 128);
 

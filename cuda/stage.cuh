@@ -20,7 +20,7 @@ static_assert(sizeof(Stage) == kStageBytes);
 
 // Whether the storer sees to all tagged words of an instruction, see tagged_rows.cuh.
 __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
-  return program::kAnyByMachine && stage.exchange.tag_mask != 0;
+  return stage.exchange.tag_mask != 0;
 }
 
 // The scratch, shared memory that instructions share, `offset` bytes from its beginning.
@@ -84,7 +84,7 @@ struct Operands {
   // storer publishes them.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
   __device__ __forceinline__ uint32_t out_tag() const {
-    return program::kAnyByMachine ? stage.tag ^ stage.exchange.tag_mask : stage.tag;
+    return stage.tag ^ stage.exchange.tag_mask;
   }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };

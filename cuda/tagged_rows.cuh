@@ -12,11 +12,6 @@
 // of the others. Those begin when the storer has found all their words, and store their own with a
 // tag that nobody waits for; in the end the storer tags them.
 //
-// A program of one row whose kernels keep the rule needs none of it. Its row must be live where an
-// instruction has tagged results, which the storer looks at when a launch begins
-// (Launch::counts); instructions without (an LM head without a live logit row) wait for their input
-// all the same (product_row.cuh).
-//
 // Where some rows are live, the words of dead rows need not be looked at: the host lets only
 // instructions be which read words of the same writers in all their rows (vm/cuda_exchange.py), so
 // that those of a live row speak for all.
@@ -25,14 +20,6 @@
 #include "cuda/storer.cuh"
 
 namespace megavm {
-
-// Programs of one row: refuse a step without a live row.
-__device__ __forceinline__ void check_live_rows(const Launch& launch) {
-  for (uint32_t i = 1; i <= __ldg(launch.counts); ++i) {
-    const int32_t live = constant_integer(launch.tensors[__ldg(launch.counts + i)], 0, 0);
-    if (live < 1) stop_instruction(Fault::kNoLiveRow, 0, 0, live, 1);
-  }
-}
 
 // Call use(operand, address, row, word) for this lane's share of the words of the regions that the
 // instruction reads, or writes, from `first_row` on.
@@ -68,7 +55,7 @@ __device__ __forceinline__ void await_tagged_rows(const Launch& launch, const St
 
 // When an instruction begins whose words the storer sees to: wait for them, and let it go on.
 __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& stage) {
-  if (!kStorerTags || !is_by_machine(stage)) return;
+  if (!is_by_machine(stage)) return;
   await_tagged_rows(launch, stage, 0);
   if (lane_index() == 0) ptx::store_shared_release(ptx::shared_address(&stage.is_held), 0);
   __syncwarp();
@@ -77,7 +64,7 @@ __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& s
 // The first row that the storer has to see to; kNone if there is none, as in nearly every case.
 __device__ __forceinline__ uint32_t first_tagged_row(const Stage& stage) {
   const Exchange& exchange = stage.exchange;
-  if (!kStorerTags || exchange.num_regions == 0) return kNone;
+  if (exchange.num_regions == 0) return kNone;
   if (exchange.row_count == kNone) return 0;
   const uint32_t live =
       static_cast<uint32_t>(constant_integer(stage.tensors[exchange.row_count], 0, 0));
@@ -88,7 +75,7 @@ __device__ __forceinline__ uint32_t first_tagged_row(const Stage& stage) {
 // Where no row is live, nobody has looked at the words that the instruction reads.
 __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
                                                 uint32_t first_row) {
-  if (!kStorerTags || __builtin_expect(first_row == kNone, 1)) return;
+  if (__builtin_expect(first_row == kNone, 1)) return;
   if (!is_by_machine(stage) && first_row == stage.exchange.row_begin)
     await_tagged_rows(launch, stage, first_row);
   each_tagged_word(

@@ -213,9 +213,7 @@ def specialisation(
     Raises ValueError when they are not.
     """
     from megavm.instructions import instruction_set
-    from megavm.vm.isa import TagOrder
 
-    instructions = list(instructions)
     of_class: dict[str, dict[str, int]] = {}
     common: dict[str, int] = {"max_rows": 0}
     known: set[tuple[object, ...]] = set()
@@ -241,10 +239,6 @@ def specialisation(
         )
     if common["max_rows"] > 1:
         common["max_rows"] = max(MANY_ROWS, common["max_rows"])
-        common["any_by_machine"] = 1
-    else:
-        orders = {inst.tag_order(tensors, True) for inst in instructions}
-        common["any_by_machine"] = int(TagOrder.BY_MACHINE in orders)
     names = of_class.keys() | {COMPANIONS[name] for name in of_class.keys() & COMPANIONS.keys()}
     used = tuple(cls for cls in instruction_set().values() if cls.name() in names)
     return Specialisation(used, common, of_class)

@@ -45,16 +45,11 @@ REGION = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """``table`` EXCHANGE [instructions], ``regions`` REGION [r], ``signals`` uint32 [hint counters].
-
-    ``counts`` uint32 [1 + n]: n, and handles of the tensors that say how many rows are live of instructions
-    with tagged results.
-    """
+    """``table`` EXCHANGE [instructions], ``regions`` REGION [r], ``signals`` uint32 [hint counters]."""
 
     table: npt.NDArray[np.void]
     regions: npt.NDArray[np.void]
     signals: npt.NDArray[np.uint32]
-    counts: npt.NDArray[np.uint32]
 
 
 def make_exchanges(program: Program) -> Exchanges:
@@ -65,7 +60,7 @@ def make_exchanges(program: Program) -> Exchanges:
     table["row_count"] = NONE
     found = tagged_words(program.words, program.tensors)
     if not len(found):
-        return Exchanges(table, np.zeros(1, REGION), signals, np.zeros(1, np.uint32))
+        return Exchanges(table, np.zeros(1, REGION), signals)
     number, tensor, *box, written = found.T
     ways = _ways(program)
     ways[_mixed(found), 1] = NONE  # left to the machine
@@ -83,9 +78,7 @@ def make_exchanges(program: Program) -> Exchanges:
     table["num_regions"], table["regions_begin"] = ends - begins, begins
     table["row_count"], table["row_begin"], table["row_end"] = ways[:, 1], ways[:, 2], ways[:, 3]
     table["tag_mask"] = np.where((table["num_regions"] > 0) & (ways[:, 1] == NONE), FAR_TAG, 0)
-    counted = np.unique(number[(written != 0) & (ways[number, 1] != NONE)])
-    counts = np.unique(program.words[counted, HEADER_WORDS + ways[counted, 1]])
-    return Exchanges(table, regions, signals, np.append(len(counts), counts).astype(np.uint32))
+    return Exchanges(table, regions, signals)
 
 
 def _ways(program: Program) -> npt.NDArray[np.int64]:

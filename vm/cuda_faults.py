@@ -52,7 +52,6 @@ class Fault(IntEnum):
     NUM_STOP = 6
     ROW_INDEX = 7
     UNSUPPORTED = 8
-    NO_LIVE_ROW = 9
 
 
 # {holder}: the tensor that the value indexes. The sentences are those of the CPU's kernels.
@@ -66,7 +65,6 @@ SENTENCES = {
     Fault.NUM_STOP: "NUM_STOP of sequence {row} is {value}",
     Fault.ROW_INDEX: "row_index of row {row} is {value}, expected below {target}",
     Fault.UNSUPPORTED: "the kernel was not compiled for operands like these ({value}, {target})",
-    Fault.NO_LIVE_ROW: "{value} rows are live: a program of one row is for steps of one",
 }
 
 SEMAPHORES = {

@@ -66,7 +66,7 @@ class LaunchParameters(ctypes.Structure):
         ("first_step", ctypes.c_uint32),
         ("dynamic", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
-        ("counts", ctypes.c_uint64),
+        ("reserved", ctypes.c_uint64),
     ]
 
 
@@ -285,7 +285,6 @@ class CudaExecutable:
         self._exchange_table = exchanges.table
         self._exchanges = self._upload(exchanges.table[self._order])
         self._regions = self._upload(exchanges.regions)
-        self._counts = self._upload(exchanges.counts)
         self._signals = self._upload(np.concatenate([program.signals, exchanges.signals]))
         counters = len(program.barriers) + len(exchanges.signals)
         self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
@@ -309,7 +308,6 @@ class CudaExecutable:
             ticket=self._ticket.data_ptr(),
             exchanges=self._exchanges.data_ptr(),
             regions=self._regions.data_ptr(),
-            counts=self._counts.data_ptr(),
             faults=self._faults.data_ptr() + 4 * RECORD_WORDS,
             abort=self._faults.data_ptr(),
             timeout=int(machine.timeout * 1e9),

@@ -101,7 +101,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   consumer.wait_ready();
   consumer.wait_hinted();
   consumer.wait_sums();
-  x.fill(0);  // also of a dead row: its words are waited for
+  if (live) x.fill(0);
   consumer.end_waiting();
   consumer.note(stage, Event::kInputs);
 
@@ -151,7 +151,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
 #pragma unroll 1
     for (chunk = 0; chunk < chunks; ++chunk) {
       if (!kOneChunk && (first_unit > 0 || chunk > 0) && chunks > 1) {
-        x.fill(chunk);
+        if (live) x.fill(chunk);
         pages = input.tiling.pages_of(chunk);
       }
       if (is_paired(pages)) {
@@ -205,11 +205,11 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
         plan.prefetch(item, first_unit, row, early);
         plan.await_residual(item, first_unit, row, early);
       }
-      if (input.x_squares != kNone && first_unit == 0) {
+      if (live && input.x_squares != kNone && first_unit == 0) {
         storer.stage.ready().wait(storer.stage.phase);
         storer.stage.hinted().wait(storer.stage.phase);
         RowSquares squares(stage, input);
-        squares.ask(live || input.row_index == kNone ? x_row(stage, input, row) : 0);
+        squares.ask(x_row(stage, input, row));
         scale = squares.scale();
       }
       storer.sums.arrived().wait(storer.sums.phase());

@@ -913,8 +913,17 @@ def test_a_tile_may_be_computed_in_place_and_nothing_else_of_its_tensor() -> Non
     state = TensorSpec("x", (4, 1), F32, STATE)
 
     def shifted(rows: int) -> Program:
-        whole = {"row_begin": rows, "row_end": 4, "column_begin": 0, "column_end": 1}
-        return Program.build([state], [Copy(x=0, out=0, x_row=0, x_column=0, **whole)], [[0]])
+        inst = Copy(
+            x=0,
+            out=0,
+            x_row=0,
+            x_column=0,
+            row_begin=rows,
+            row_end=4,
+            column_begin=0,
+            column_end=1,
+        )
+        return Program.build([state], [inst], [[0]])
 
     verify(shifted(0))
     # The sequential meaning is [0, 0, 1, 2], but a machine that copies row by row leaves zeros.

@@ -17,7 +17,6 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.vm.config import NONE
 from megavm.vm.isa import F32, I32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program
 from megavm.vm.verify import VerificationError, verify
