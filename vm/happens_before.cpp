@@ -637,8 +637,8 @@ class QueueOrder final : public Order {
   const std::vector<char>& trusted_;
   const std::size_t queues_;
   Node current_;
-  std::vector<std::int32_t> header_,
-      header_read_;                        // the current node's clocks without tagged words
+  // The current node's clocks without tagged words.
+  std::vector<std::int32_t> header_, header_read_;
   std::vector<std::int32_t> over_, read_;  // by node and queue; read_ is empty without tags
   std::unordered_map<std::uint64_t, Joined> by_wait_;
   std::unordered_map<std::int32_t, Joined> by_group_;

@@ -76,7 +76,7 @@ struct TaggedRows {
   }
 
   MEGAVM_INLINE Vec load(int64_t row, int64_t column, int count) const {
-    if (count == 0) return zero();
+    if (count <= 0) return zero();
     // Room for a first element in the middle of a word.
     uint32_t values[kLanes + 1] = {};
     const int64_t first = column / kPerWord;
