@@ -62,7 +62,7 @@ struct alignas(32) Exchange {
   uint32_t row_count;  // operand word of the number of live rows; kNone: the regions' rows are all
   uint32_t row_begin;  // the rows of the instruction
   uint32_t row_end;
-  uint32_t tag_mask;  // what the kernel's stores change in the tag of the step
+  uint32_t tag_mask;  // the kernel stores the step's tag, exclusive-or'ed with this
 };
 static_assert(sizeof(Exchange) == 32);
 

@@ -12,9 +12,9 @@
 // of the others. Those begin when the storer has found all their words, and store their own with a
 // tag that nobody waits for; in the end the storer tags them.
 //
-// Where some rows are live, the words of dead rows need not be looked at: the host lets only
-// instructions be which read words of the same writers in all their rows (vm/cuda_exchange.py), so
-// that those of a live row speak for all.
+// Where some rows are live, nobody looks at the words of the dead ones. The words of a live row
+// speak for them, because all rows that the instruction reads have the same writers; where they
+// have not, vm/cuda_exchange.py leaves all words to the storer.
 #pragma once
 
 #include "cuda/storer.cuh"

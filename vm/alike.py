@@ -144,8 +144,13 @@ def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
 
 
 def tagged_words(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
-    """The same regions with columns counted in words of four bytes, as machines wait for them."""
-    regions = tagged_regions(words, tensors)
+    """``tagged_regions`` with columns counted in words of four bytes, as machines wait for them."""
+    return in_words(tagged_regions(words, tensors), tensors)
+
+
+def in_words(regions: Ints, tensors: Sequence[TensorSpec]) -> Ints:
+    """Regions of ``tagged_regions`` with columns counted in words of four bytes."""
+    regions = regions.copy()
     per_word = np.array([4 // t.dtype.size for t in tensors], np.int64)[regions[:, 1]]
     regions[:, 4] //= per_word
     regions[:, 5] = -(-regions[:, 5] // per_word)

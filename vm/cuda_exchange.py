@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.instructions import instruction_set
-from megavm.vm.alike import tag_orders, tagged_words
+from megavm.vm.alike import in_words, tag_orders, tagged_regions
 from megavm.vm.config import HEADER_WORDS, NONE
 from megavm.vm.cuda_hints import make_hints
 from megavm.vm.isa import FieldKind, TagOrder
@@ -54,11 +54,12 @@ class Exchanges:
 
 def make_exchanges(program: Program) -> Exchanges:
     """The exchanges of a program's instructions; hint counters are numbered after its barriers."""
-    hints, signals = make_hints(program)
+    declared = tagged_regions(program.words, program.tensors)
+    hints, signals = make_hints(program, declared)
     table = np.zeros(len(program), EXCHANGE)
     table["hint_signal"], table["hint_wait"] = hints.T
     table["row_count"] = NONE
-    found = tagged_words(program.words, program.tensors)
+    found = in_words(declared, program.tensors)
     if not len(found):
         return Exchanges(table, np.zeros(1, REGION), signals)
     number, tensor, *box, written = found.T
@@ -105,7 +106,7 @@ def _ways(program: Program) -> npt.NDArray[np.int64]:
 def _mixed(regions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Instructions that read a region of several rows of which not every writer has all rows.
 
-    ``regions`` are those of ``tagged_words``. Of others a live row's words speak for the dead rows' words.
+    ``regions``: columns in words. Of others a live row's words speak for the dead rows' words.
     """
     several = regions[(regions[:, 6] == 0) & (regions[:, 3] - regions[:, 2] > 1)]
     written = np.unique(regions[regions[:, 6] != 0][:, [1, 2, 3]], axis=0)

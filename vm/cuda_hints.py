@@ -5,19 +5,23 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from megavm.vm.alike import tagged_regions
+from megavm.vm.alike import Ints, tagged_regions
 from megavm.vm.config import NONE
 from megavm.vm.program import Program
 
 
-def make_hints(program: Program) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
+def make_hints(
+    program: Program, regions: Ints | None = None
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """The hints of every instruction, uint32 [n, 2] (signal, wait), and the signals of their counters.
 
     Of the tagged regions that an instruction reads, the largest has a counter, if several
     instructions write it and about as many read it: they would all poll. Whose results begin in
     several such regions signals the largest. Counters are numbered after the program's barriers.
+    ``regions``: the program's tagged regions, if they are known.
     """
-    regions = tagged_regions(program.words, program.tensors)
+    if regions is None:
+        regions = tagged_regions(program.words, program.tensors)
     write = regions[:, 6] != 0
     reads, writes = regions[~write, :6], regions[write, :6]
     largest = reads[_first_largest(reads[:, 0], reads[:, 5] - reads[:, 4])]
