@@ -19,6 +19,7 @@ constexpr uint32_t kAnyBias = 0;
 constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
 constexpr uint32_t kAnySquares =
     0;  // bit (tagged) for squares of inputs; bit 2: some are not fours
+constexpr uint32_t kAnyByMachine = 0;  // whether the storer sees to all words of some instructions
 constexpr uint32_t kAnyOutScaled = 0;  // whether some results are normalised by those who read them
 }  // namespace program_defaults
 namespace program {

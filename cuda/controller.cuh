@@ -40,8 +40,10 @@ class Queue {
     return reinterpret_cast<const uint32_t*>(launch_.instructions + begin_ + position);
   }
 
-  __device__ __forceinline__ const Exchange& exchange() const {
-    return launch_.exchanges[begin_ + position];
+  __device__ __forceinline__ Exchange exchange() const {
+    const uint64_t from = reinterpret_cast<uint64_t>(launch_.exchanges + begin_ + position);
+    const ptx::Words4 low = ptx::load_constant4(from), high = ptx::load_constant4(from + 16);
+    return {{low.x, low.y}, low.z, low.w, high.x, high.y, high.z, high.w};
   }
 
   // Rows of the trace stand in the order of workers, steps, positions.
@@ -63,8 +65,20 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
 }
 
+// The first row of an instruction whose words the storer sees to; kNone if there is none, as in
+// nearly every case. `live`: of Launch::counts, each in its lane.
+__device__ __forceinline__ uint32_t first_tagged_row(const Exchange& exchange, uint32_t live) {
+  live = __shfl_sync(~0u, live, exchange.row_count % kLanes);
+  if (exchange.num_regions == 0) return kNone;
+  if (exchange.row_count == kNone) return 0;
+  return live >= exchange.row_end ? kNone : max_of(exchange.row_begin, live);
+}
+
 __device__ __forceinline__ void run_controller(const Launch& launch) {
   const uint32_t lane = lane_index();
+  // A launch changes none of these numbers.
+  const uint32_t counted = __ldg(launch.counts + lane);
+  const uint32_t live = counted == kNone ? 0 : constant_integer(launch.tensors[counted], 0, 0);
   Queue queue(launch);
   StageCursor cursor;
   StageCursor drawn;  // the stage that must be released before another ticket is drawn
@@ -84,15 +98,13 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
       stage.tag = launch.epoch + launch.first_step + queue.step + 1;
-      stage.is_held = 1;
+      if (program::kAnyByMachine) stage.is_held = 1;
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
       // Fetch the words and look up the tensors they name.
       const uint32_t word = __ldg(queue.words() + lane);
-      static_assert(sizeof(Exchange) == 4 * 8);
-      const uint32_t exchange =
-          __ldg(reinterpret_cast<const uint32_t*>(&queue.exchange()) + lane % 8);
+      const Exchange exchange = queue.exchange();
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
       const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
       const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
@@ -101,7 +113,8 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
             ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
         ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       }
-      if (lane < 8) reinterpret_cast<uint32_t*>(&stage.exchange)[lane] = exchange;
+      const uint32_t tagged_row = first_tagged_row(exchange, live);
+      if (lane == 0) stage.exchange = exchange, stage.tagged_row = tagged_row;
     }
     __syncwarp();
     if (lane == 0 && more) {

@@ -59,8 +59,8 @@ struct alignas(32) Exchange {
   Hint hint;
   uint32_t num_regions;    // 0 of most instructions
   uint32_t regions_begin;  // in Launch::regions
-  uint32_t row_count;  // operand word of the number of live rows; kNone: the regions' rows are all
-  uint32_t row_begin;  // the rows of the instruction
+  uint32_t row_count;      // which of Launch::counts; kNone: all rows, whatever is live
+  uint32_t row_begin;      // the rows of the instruction
   uint32_t row_end;
   uint32_t tag_mask;  // the kernel stores the step's tag, exclusive-or'ed with this
 };
@@ -97,7 +97,7 @@ struct alignas(16) Launch {
   uint32_t first_step;          // number of the launch's first step (for an instruction run alone)
   uint32_t dynamic;             // 1: one queue for all workers
   uint32_t alone;               // 1: an instruction run alone, without waits, signal and hints
-  uint64_t reserved;
+  const uint32_t* counts;       // [32] tensors of numbers of live rows that exchanges name, or kNone
 };
 static_assert(sizeof(Launch) == 128);
 

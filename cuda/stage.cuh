@@ -14,13 +14,14 @@ struct Stage {
   uint32_t tag;                   // of the step's tagged words
   Exchange exchange;
   uint32_t is_held;  // 1: nothing may be stored before the storer has found the words it looks for
-  uint32_t trace_row;  // see trace.cuh; kNone: no instruction follows, and this is none
+  uint32_t trace_row;   // see trace.cuh; kNone: no instruction follows, and this is none
+  uint32_t tagged_row;  // the first row whose words the storer sees to; kNone: there is none
 };
 static_assert(sizeof(Stage) == kStageBytes);
 
 // Whether the storer sees to all tagged words of an instruction, see tagged_rows.cuh.
 __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
-  return stage.exchange.tag_mask != 0;
+  return program::kAnyByMachine && stage.exchange.tag_mask != 0;
 }
 
 // The scratch, shared memory that instructions share, `offset` bytes from its beginning.
@@ -84,7 +85,7 @@ struct Operands {
   // storer publishes them.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
   __device__ __forceinline__ uint32_t out_tag() const {
-    return stage.tag ^ stage.exchange.tag_mask;
+    return program::kAnyByMachine ? stage.tag ^ stage.exchange.tag_mask : stage.tag;
   }
   __device__ __forceinline__ uint32_t step() const { return stage.step; }
 };

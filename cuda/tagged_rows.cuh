@@ -61,17 +61,7 @@ __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& s
   __syncwarp();
 }
 
-// The first row that the storer has to see to; kNone if there is none, as in nearly every case.
-__device__ __forceinline__ uint32_t first_tagged_row(const Stage& stage) {
-  const Exchange& exchange = stage.exchange;
-  if (exchange.num_regions == 0) return kNone;
-  if (exchange.row_count == kNone) return 0;
-  const uint32_t live =
-      static_cast<uint32_t>(constant_integer(stage.tensors[exchange.row_count], 0, 0));
-  return live >= exchange.row_end ? kNone : max_of(exchange.row_begin, live);
-}
-
-// When its results are stored: tag the words from this row on, with the values that they have.
+// When its results are stored: tag the words from `first_row` on, with the values that they have.
 // Where no row is live, nobody has looked at the words that the instruction reads.
 __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
                                                 uint32_t first_row) {

@@ -31,6 +31,7 @@ EXCHANGE = np.dtype(
         )
     ]
 )
+NUM_COUNTS = 32  # a lane of the storer keeps each of them
 FAR_TAG = 0x80000000  # the difference to a tag that nobody waits for
 REGION = np.dtype(
     [
@@ -45,11 +46,18 @@ REGION = np.dtype(
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """``table`` EXCHANGE [instructions], ``regions`` REGION [r], ``signals`` uint32 [hint counters]."""
+    """``table`` EXCHANGE [instructions], ``regions`` REGION [r], ``signals`` uint32 [hint counters],
+    ``counts`` uint32 [NUM_COUNTS]: the tensors that hold numbers of live rows, or NONE."""
 
     table: npt.NDArray[np.void]
     regions: npt.NDArray[np.void]
     signals: npt.NDArray[np.uint32]
+    counts: npt.NDArray[np.uint32]
+
+    @property
+    def any_by_machine(self) -> bool:
+        """Whether all words of some instructions are left to the machine."""
+        return bool(self.table["tag_mask"].any())
 
 
 def make_exchanges(program: Program) -> Exchanges:
@@ -59,12 +67,19 @@ def make_exchanges(program: Program) -> Exchanges:
     table = np.zeros(len(program), EXCHANGE)
     table["hint_signal"], table["hint_wait"] = hints.T
     table["row_count"] = NONE
+    counts = np.full(NUM_COUNTS, NONE, np.uint32)
     found = in_words(declared, program.tensors)
     if not len(found):
-        return Exchanges(table, np.zeros(1, REGION), signals)
+        return Exchanges(table, np.zeros(1, REGION), signals, counts)
     number, tensor, *box, written = found.T
     ways = _ways(program)
     ways[_mixed(found), 1] = NONE  # left to the machine
+    handles = np.unique(ways[ways[:, 1] != NONE, 1])[:NUM_COUNTS]
+    counts[: len(handles)] = handles
+    ways[~np.isin(ways[:, 1], handles), 1] = NONE
+    if len(handles):
+        counted = ways[:, 1] != NONE
+        ways[counted, 1] = np.searchsorted(handles, ways[counted, 1])
     found_here = ways[number, 0] != 0
     number, tensor, written = number[found_here], tensor[found_here], written[found_here]
     regions = np.zeros(max(len(number), 1), REGION)
@@ -79,11 +94,11 @@ def make_exchanges(program: Program) -> Exchanges:
     table["num_regions"], table["regions_begin"] = ends - begins, begins
     table["row_count"], table["row_begin"], table["row_end"] = ways[:, 1], ways[:, 2], ways[:, 3]
     table["tag_mask"] = np.where((table["num_regions"] > 0) & (ways[:, 1] == NONE), FAR_TAG, 0)
-    return Exchanges(table, regions, signals)
+    return Exchanges(table, regions, signals, counts)
 
 
 def _ways(program: Program) -> npt.NDArray[np.int64]:
-    """By instruction: 1 if some of its words may be left to the machine, the operand word of its number
+    """By instruction: 1 if some of its words may be left to the machine, the tensor that holds its number
     of live rows (NONE: all words are left to the machine), and its rows."""
     ways = np.zeros((len(program), 4), np.int64)
     ways[:, 1] = NONE
@@ -98,7 +113,7 @@ def _ways(program: Program) -> npt.NDArray[np.int64]:
         operands = program.words[numbers][:, [HEADER_WORDS + word for word in words]]
         counted = operands[:, 0] != NONE
         ways[numbers[counted], 0] = 1
-        ways[numbers[counted], 1] = words[0]
+        ways[numbers[counted], 1] = operands[counted, 0]
         ways[numbers, 2:] = operands[:, 1:]
     return ways
 

@@ -14,7 +14,7 @@ import torch
 
 from megavm.vm import codegen, cuda_compiler, cuda_faults
 from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
-from megavm.vm.cuda_exchange import EXCHANGE, make_exchanges
+from megavm.vm.cuda_exchange import EXCHANGE
 from megavm.vm.cuda_faults import FaultKind, Record
 from megavm.vm.cuda_layouts import names, program_layouts
 from megavm.vm.layout import ROWS, Layout
@@ -66,7 +66,7 @@ class LaunchParameters(ctypes.Structure):
         ("first_step", ctypes.c_uint32),
         ("dynamic", ctypes.c_uint32),
         ("alone", ctypes.c_uint32),
-        ("reserved", ctypes.c_uint64),
+        ("counts", ctypes.c_uint64),
     ]
 
 
@@ -281,10 +281,11 @@ class CudaExecutable:
         self._begin = begin
         self._instructions = self._upload(program.words[self._order])
         self._queue_begin = self._upload(begin.astype(np.uint32))
-        exchanges = make_exchanges(program)
+        exchanges = program.exchanges
         self._exchange_table = exchanges.table
         self._exchanges = self._upload(exchanges.table[self._order])
         self._regions = self._upload(exchanges.regions)
+        self._counts = self._upload(exchanges.counts)
         self._signals = self._upload(np.concatenate([program.signals, exchanges.signals]))
         counters = len(program.barriers) + len(exchanges.signals)
         self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
@@ -308,6 +309,7 @@ class CudaExecutable:
             ticket=self._ticket.data_ptr(),
             exchanges=self._exchanges.data_ptr(),
             regions=self._regions.data_ptr(),
+            counts=self._counts.data_ptr(),
             faults=self._faults.data_ptr() + 4 * RECORD_WORDS,
             abort=self._faults.data_ptr(),
             timeout=int(machine.timeout * 1e9),

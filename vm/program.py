@@ -12,7 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,9 @@ import numpy.typing as npt
 from megavm.instructions import decode
 from megavm.vm.config import HEADER_WORDS, INSTRUCTION_WORDS, NONE
 from megavm.vm.isa import DType, Instruction, TensorKind, TensorSpec
+
+if TYPE_CHECKING:
+    from megavm.vm.cuda_exchange import Exchanges
 
 FORMAT_VERSION = 1
 
@@ -117,6 +120,13 @@ class Program:
         except VerificationError:
             return True
         return bool(self.__dict__["needs_queue_order"])
+
+    @functools.cached_property
+    def exchanges(self) -> Exchanges:
+        """What a GPU is told of the tagged words that instructions exchange."""
+        from megavm.vm.cuda_exchange import make_exchanges
+
+        return make_exchanges(self)
 
     def worker_of(self) -> npt.NDArray[np.int32]:
         """The queue that each instruction stands in: int32 [n], -1 if in none."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megavm.instructions.attention_merge import SCRATCH_BYTES as MERGE_SCRATCH_BYTES
 from megavm.instructions.qkv_rope import check_newest
 from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up, shapes
 from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
@@ -137,11 +136,9 @@ class Attention(Instruction):
         return newest + rows + scores + 3 * aligned(4 * group)
 
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        # Every consumer leaves sums, highest score and total weight of every query head. A kernel for
-        # attention merges too, whether or not the program does.
+        # Every consumer leaves sums, highest score and total weight of every query head.
         head_dim = tensors[self.k_cache].shape[3]
-        states = 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
-        return max(states, MERGE_SCRATCH_BYTES)
+        return 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
 
     def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
         """What device code must know at compile time."""

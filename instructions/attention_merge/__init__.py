@@ -20,7 +20,6 @@ from megavm.vm.isa import (
 
 ITEM_ELEMENTS = 32  # of a head, that a warp of the GPU merges at a time
 MAX_ITEMS = 32  # of an instruction, whose results may wait until all warps have read
-SCRATCH_BYTES = 4 * ITEM_ELEMENTS * MAX_ITEMS
 
 
 class AttentionMerge(Instruction):
@@ -71,9 +70,6 @@ class AttentionMerge(Instruction):
         if self.head_dim % 2 == 0 and items <= MAX_ITEMS:
             return TagOrder.KEPT
         return TagOrder.BY_MACHINE if tensors[self.partial].tagged else TagOrder.READS_LATE
-
-    def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        return SCRATCH_BYTES
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]

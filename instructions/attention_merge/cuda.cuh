@@ -47,15 +47,14 @@ struct Kernel<AttentionMerge> : NoPages {
       else if (e % 2 == 0)
         write_pair(out, row, head * d + e, value, next, true, in.out_tag());
     };
-    // Results wait in the scratch until all warps have read, where words are exchanged.
+    // Where words are exchanged, results wait in registers until all warps have read.
     static_assert(kLanes == attention_merge::kItemElements);
-    static_assert(kScratch >= attention_merge::kScratchBytes);
-    const bool waits = (kTagged || is_tagged(out)) && rows * per_row <= attention_merge::kMaxItems;
-    const auto scratch = [&](uint32_t item) {
-      return consumer.scratch(4 * (item * kLanes + lane));
-    };
+    constexpr uint32_t kHeld = attention_merge::kMaxItems / kNumConsumers;
+    const uint32_t items = rows * per_row;
+    const bool waits = (kTagged || is_tagged(out)) && items <= attention_merge::kMaxItems;
+    float held[kHeld] = {};  // the last ones of this warp, the latest first
 #pragma unroll 1
-    for (uint32_t item = warp; item < rows * per_row; item += kNumConsumers) {
+    for (uint32_t item = warp; item < items; item += kNumConsumers) {
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t head = inst.head_begin + item % per_row / parts;
       const uint32_t e = item % parts * kLanes + lane;
@@ -124,16 +123,22 @@ struct Kernel<AttentionMerge> : NoPages {
 #pragma unroll
       for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
         total += __shfl_xor_sync(~0u, total, offset);
-      if (waits)
-        ptx::store_shared(scratch(item), __float_as_uint(sum / total));
-      else
-        store(item, sum / total);
+      if (!waits) store(item, sum / total);
+#pragma unroll
+      for (uint32_t i = kHeld - 1; i > 0; --i) held[i] = held[i - 1];
+      held[0] = sum / total;
     }
     if (!waits) return;
     consumer.sync();
+    if (items <= warp) return;
 #pragma unroll 1
-    for (uint32_t item = warp; item < rows * per_row; item += kNumConsumers)
-      store(item, __uint_as_float(ptx::load_shared(scratch(item))));
+    for (uint32_t item = warp + (items - 1 - warp) / kNumConsumers * kNumConsumers;;
+         item -= kNumConsumers) {
+      store(item, held[0]);
+      if (item == warp) break;
+#pragma unroll
+      for (uint32_t i = 0; i + 1 < kHeld; ++i) held[i] = held[i + 1];
+    }
   }
 
   // One element of the result.

@@ -46,7 +46,7 @@ def test_of_instructions_with_a_row_count_the_storer_knows_rows_and_words() -> N
         values = vars(inst)
         assert (entry["row_begin"], entry["row_end"]) == (values["row_begin"], values["row_end"])
         operands = program.words[i, HEADER_WORDS:]
-        assert operands[entry["row_count"]] == values["row_count"]
+        assert exchanges.counts[entry["row_count"]] == values["row_count"]
         begin = int(entry["regions_begin"])
         found = exchanges.regions[begin : begin + int(entry["num_regions"])]
         told = {
