@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 NATIVE := pyproject.toml CMakeLists.txt vm/codegen.py vm/config.py vm/isa.py vm/program.py \
-          $(wildcard vm/*.cpp vm/*.hpp vm/cpu/* instructions/*/__init__.py instructions/*/*.hpp)
+          $(wildcard vm/cpu/* vm/verify/*pp instructions/*/__init__.py instructions/*/*.hpp)
 
 .PHONY: demo test check clean
 

@@ -18,12 +18,12 @@ from typing import Any
 
 from environment import save
 from llama_cuda import MODELS
-from megavm.scheduler.kernels import compile_kernels, default_limits, kernel_headers
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.run.kernels import compile_kernels, default_limits, kernel_headers
+from megavm.scheduler.run.runner import choose_bucket, compile_bucket, default_options
 from megavm.vm.codegen import program_header
-from megavm.vm.cuda_compiler import compile_kernel
-from megavm.vm.cuda_machine import ARCHITECTURE, NUM_SMS
+from megavm.vm.cuda.compiler import compile_kernel
+from megavm.vm.cuda.machine import ARCHITECTURE, NUM_SMS
 from megavm.vm.isa import BF16
 
 LONGEST = 131072  # the context that the shapes without a config.json are taken to have

@@ -20,13 +20,13 @@ from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.profiler.environment import describe_machine
 from megavm.profiler.recorder import Recorder
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.llama import Limits, rope_table
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.runner import Runner, default_options, weight_specs
-from megavm.scheduler.step import Step
-from megavm.vm.cuda_machine import CudaMachine
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Limits, rope_table
+from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.runner import Runner, default_options, weight_specs
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16
 from megavm.vm.memory import Memory
 from read_floor import ReadFloor, time_gpu
@@ -146,7 +146,7 @@ def main() -> None:
         action="append",
         default=[],
         metavar="NAME=NUMBER",
-        help="another value of a compile option (scheduler/options.py)",
+        help="another value of a compile option (scheduler/compiler/options.py)",
     )
     parser.add_argument("--trace", help="file for a trace of the last batch and context")
     args = parser.parse_args()

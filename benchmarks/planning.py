@@ -25,10 +25,10 @@ import numpy.typing as npt
 from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.engine import Engine
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.sequence import Request
-from megavm.scheduler.step import Step
+from megavm.scheduler.engine.engine import Engine
+from megavm.scheduler.engine.sequence import Request
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.hub import resolve
 from megavm.tokenizer import StreamDecoder, Tokenizer
 
 BATCHES = (1, 8, 64, 256)

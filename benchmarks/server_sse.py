@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 from environment import save
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.sequence import Delta, Request
+from megavm.scheduler.engine.sequence import Delta, Request
 from megavm.server.chat import ChatAnswer
 from megavm.server.engine_loop import Generation
 from megavm.server.protocol import ChatRequest

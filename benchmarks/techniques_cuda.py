@@ -25,10 +25,10 @@ import torch
 
 from environment import save
 from llama_cuda import MODELS, make_runner, measure, prepare
-from megavm.scheduler.runner import Runner
-from megavm.vm.cuda_compiler import ROOT, CompileError
-from megavm.vm.cuda_exchange import EXCHANGE
-from megavm.vm.cuda_machine import CudaExecutable, CudaMachine
+from megavm.scheduler.run.runner import Runner
+from megavm.vm.cuda.compiler import ROOT, CompileError
+from megavm.vm.cuda.exchange import EXCHANGE
+from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program

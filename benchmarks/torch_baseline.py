@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from environment import save
-from megavm.scheduler.llama import rope_table
-from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import rope_table
 
 STEPS = 16  # of a round
 WARM_UP = 3  # rounds: torch compiles in the first step and records its graph in the next two

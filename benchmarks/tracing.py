@@ -17,7 +17,7 @@ from environment import save
 from megavm import LLM, SamplingParams
 from megavm.instructions.noop import Noop
 from megavm.profiler.recorder import Recorder
-from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 

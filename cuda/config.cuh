@@ -1,4 +1,4 @@
-// Sizes of the machine on the device. Those of memory come from vm/config.py and vm/cuda_memory.py,
+// Sizes of the machine on the device. Those of memory come from vm/config.py and vm/cuda/memory.py,
 // by way of isa.hpp and of the program's header.
 #pragma once
 

@@ -1,5 +1,5 @@
 // What the host hands to a launch, and what a launch leaves behind when it fails.
-// vm/cuda_machine.py packs these structs; their sizes are asserted on both sides.
+// vm/cuda/machine.py packs these structs; their sizes are asserted on both sides.
 #pragma once
 
 #include "isa.hpp"
@@ -29,7 +29,7 @@ enum class FaultKind : uint32_t {
   kBarrier = 1,  // thing: barrier; value, target: of its counter
   kTag = 2,      // thing: operand word of the tensor; row, word; value: epoch found, target: wanted
   kSemaphore = 3,    // thing: SemaphoreKind; row: its number; target: phase
-  kInstruction = 4,  // thing: a code of vm/cuda_faults.py; row, word, value, target: its arguments
+  kInstruction = 4,  // thing: a code of vm/cuda/faults.py; row, word, value, target: its arguments
   kAborted = 5,      // another warp stopped first; the other fields as if this wait had timed out
 };
 

@@ -14,7 +14,7 @@
 //
 // Where some rows are live, nobody looks at the words of the dead ones. The words of a live row
 // speak for them, because all rows that the instruction reads have the same writers; where they
-// have not, vm/cuda_exchange.py leaves all words to the storer.
+// have not, vm/cuda/exchange.py leaves all words to the storer.
 #pragma once
 
 #include "cuda/storer.cuh"

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from megavm.vm.cuda_machine import CudaMachine
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import Machine
 
 GPU_READ_BYTES: Final = 1 << 30  # of a measurement of the memory; far more than any cache holds

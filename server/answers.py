@@ -13,8 +13,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.logprobs import TokenLogprobs
-from megavm.scheduler.sequence import Delta
+from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.sequence import Delta
 from megavm.server.engine_loop import Batch, Generation
 from megavm.server.errors import timed_out, to_json
 from megavm.server.logs import note

@@ -22,9 +22,9 @@ from megavm.server.logs import log, logger
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
-    from megavm.scheduler.engine import Engine
-    from megavm.scheduler.sequence import Delta, Request
-    from megavm.scheduler.step import Ints
+    from megavm.scheduler.engine.engine import Engine
+    from megavm.scheduler.engine.sequence import Delta, Request
+    from megavm.scheduler.engine.step import Ints
 
 # Launches in a row that fail before the engine counts as broken. One is no reason: the machine runs
 # the next request. OpenAI's client sends a request that fails three times.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, Final
 
-from megavm.scheduler.logprobs import TokenLogprobs
+from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.tokenizer import Tokenizer
 
 LEAST: Final = -9999.0  # in the place of -inf, which JSON lacks

@@ -18,8 +18,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from megavm.scheduler.engine import Engine
-    from megavm.scheduler.sequence import Delta, Request
+    from megavm.scheduler.engine.engine import Engine
+    from megavm.scheduler.engine.sequence import Delta, Request
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX: Final = "megavm:"

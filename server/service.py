@@ -21,8 +21,8 @@ from megavm.tokenizer import LONG_TEXT
 if TYPE_CHECKING:
     from megavm.llm import LLM
     from megavm.sampling_params import SamplingParams
-    from megavm.scheduler.runner import Progress
-    from megavm.scheduler.step import Ints
+    from megavm.scheduler.engine.step import Ints
+    from megavm.scheduler.run.runner import Progress
     from megavm.tokenizer import Message, Tokenizer
 
 Result = TypeVar("Result")

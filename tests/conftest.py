@@ -20,7 +20,7 @@ from megavm.vm.machine import Machine
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-    from megavm.vm.cuda_machine import CudaMachine
+    from megavm.vm.cuda.machine import CudaMachine
 
 MACHINES = ("reference", "cpu", "cuda")
 
@@ -30,7 +30,7 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     """Every machine there is, one after the other; its memory must be on its ``memory_device``."""
     if request.param == "cuda":
         return cast(Machine, request.getfixturevalue("cuda_machine"))
-    from megavm.scheduler.runner import make_machine
+    from megavm.scheduler.run.runner import make_machine
 
     return make_machine(request.param)[0]
 
@@ -44,8 +44,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
     """The GPU; tests that need it are skipped where there is none."""
-    from megavm.vm import cuda_compiler
-    from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
+    from megavm.vm.cuda import compiler as cuda_compiler
+    from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 
     reason = reason_unavailable()
     if reason is not None:
@@ -57,7 +57,7 @@ def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
 @pytest.fixture
 def compiler() -> None:
     """Tests that compile kernels are skipped where there is no compiler for them."""
-    from megavm.vm.cuda_compiler import reason_unavailable
+    from megavm.vm.cuda.compiler import reason_unavailable
 
     reason = reason_unavailable()
     if reason is not None:

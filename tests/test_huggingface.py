@@ -15,11 +15,11 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.llama import Limits
-from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.runner import Runner
-from megavm.scheduler.step import Step
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.graph import Limits
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.machine import Machine
 
 Make = Callable[..., tuple[Path, Any]]

@@ -175,10 +175,10 @@ def kernel_table(instructions: Iterable[type[Instruction]]) -> str:
 
 
 def faults_header() -> str:
-    """The text of ``faults.hpp``: what instructions may find wrong, see vm/cuda_faults.py."""
-    from megavm.vm.cuda_faults import SENTENCES, Fault
+    """The text of ``faults.hpp``: what instructions may find wrong, see vm/cuda/faults.py."""
+    from megavm.vm.cuda.faults import SENTENCES, Fault
 
-    lines = [WARNING.replace("the declarations in instructions/", "vm/cuda_faults.py")]
+    lines = [WARNING.replace("the declarations in instructions/", "vm/cuda/faults.py")]
     lines += ["#pragma once", "", "namespace megavm {", "", "enum class Fault : unsigned int {"]
     lines += [f"  k{camel(f.name)} = {f.value},  // {SENTENCES[f]}" for f in Fault]
     lines += ["};", "", "}  // namespace megavm", ""]
@@ -255,7 +255,7 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
     """
     from megavm.instructions import instruction_set
     from megavm.vm.alike import find_alike
-    from megavm.vm.cuda_memory import kernel_memory
+    from megavm.vm.cuda.memory import kernel_memory
 
     alike = find_alike(program.words, program.tensors)
     found = specialisation((i for same in alike for i in same.representatives), program.tensors)

@@ -1,6 +1,6 @@
 """Sizes of the machines. The C++ header of the same constants is generated from this file.
 
-Sizes that depend on the program, of its kernel on the GPU, are worked out in cuda_memory.py.
+Sizes that depend on the program, of its kernel on the GPU, are worked out in cuda/memory.py.
 """
 
 from __future__ import annotations

@@ -406,7 +406,7 @@ class Instruction:
         return 0
 
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        """Bytes of scratch that its kernel on the GPU takes; products share theirs (cuda_memory.py)."""
+        """Bytes of scratch that its kernel on the GPU takes; products share theirs (cuda/memory.py)."""
         return 0
 
     def specialise(self, tensors: Sequence[TensorSpec]) -> Mapping[str, int]:

@@ -1,7 +1,7 @@
 """How the elements of a tensor lie in memory: in their natural order, or as the GPU's kernels want them.
 
 Instructions declare the layouts that their kernels take (``Instruction.layouts``), a machine gives them to
-tensors when it loads a program (cuda_layouts.py), and ``Memory`` converts and hands out values in natural
+tensors when it loads a program (cuda/layouts.py), and ``Memory`` converts and hands out values in natural
 order whatever the layout. The codes of ``Order`` are those of cuda/launch.cuh.
 
 This module imports neither torch nor numpy: the C++ build runs it.

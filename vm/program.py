@@ -22,7 +22,7 @@ from megavm.vm.config import HEADER_WORDS, INSTRUCTION_WORDS, NONE
 from megavm.vm.isa import DType, Instruction, TensorKind, TensorSpec
 
 if TYPE_CHECKING:
-    from megavm.vm.cuda_exchange import Exchanges
+    from megavm.vm.cuda.exchange import Exchanges
 
 FORMAT_VERSION = 1
 
@@ -124,7 +124,7 @@ class Program:
     @functools.cached_property
     def exchanges(self) -> Exchanges:
         """What a GPU is told of the tagged words that instructions exchange."""
-        from megavm.vm.cuda_exchange import make_exchanges
+        from megavm.vm.cuda.exchange import make_exchanges
 
         return make_exchanges(self)
 

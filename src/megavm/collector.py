@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavm.outputs import CompletionOutput, Logprob, RequestOutput
-from megavm.scheduler.logprobs import TokenLogprobs
-from megavm.scheduler.sequence import Delta, Request
+from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.sequence import Delta, Request
 
 
 class Collector:

@@ -321,7 +321,7 @@ def _missing_for_cuda(torch: dict[str, Any], gpu: dict[str, Any]) -> list[str]:
     if gpu["cuda_core"] is None:
         missing.append('cuda-core is not installed; pip install "megavm[cuda]" brings it')
     elif torch["available"] and not missing:
-        from megavm.vm.cuda_machine import reason_unavailable
+        from megavm.vm.cuda.machine import reason_unavailable
 
         missing += [reason for reason in (reason_unavailable(),) if reason is not None]
     return missing

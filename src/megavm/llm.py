@@ -27,10 +27,12 @@ from megavm.prompts import (
     read_prompts,
 )
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.engine import Engine
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.llama import (
+from megavm.scheduler.engine.engine import Engine
+from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.sequence import Delta, Request
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import (
     BLOCK_SIZE,
     GPU_BLOCK_SIZE,
     MAX_LOGIT_ROWS,
@@ -38,12 +40,10 @@ from megavm.scheduler.llama import (
     MAX_NUM_SEQS,
     Limits,
 )
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.logprobs import TokenLogprobs
-from megavm.scheduler.runner import Progress, Runner, choose_dtype, choose_machine
-from megavm.scheduler.sequence import Delta, Request
+from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.runner import Progress, Runner, choose_dtype, choose_machine
 from megavm.tokenizer import Message, StreamDecoder, Tokenizer
-from megavm.vm import cuda_machine
+from megavm.vm.cuda import machine as cuda_machine
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megavm.scheduler.json_files import read_json
+from megavm.scheduler.llama.json_files import read_json
 
 if TYPE_CHECKING:
     import jinja2

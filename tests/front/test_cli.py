@@ -555,9 +555,9 @@ def test_program_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch
         asked.update(keywords, model=model)
         return "a program"
 
-    module = types.ModuleType("megavm.scheduler.inspect")
+    module = types.ModuleType("megavm.scheduler.run.inspect")
     module.describe_program = describe_program  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "megavm.scheduler.inspect", module)
+    monkeypatch.setitem(sys.modules, "megavm.scheduler.run.inspect", module)
     options = "--rows 4 --sequences 2 --context 1K --workers 3 --verify --disassemble --save x"
     assert run("program", "m", *options.split()).out == "a program\n"
     assert asked == {

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from megavm import cli
-from megavm.scheduler import kernels
-from megavm.vm import cuda_compiler, cuda_machine
-from megavm.vm.cuda_compiler import Kernel
+from megavm.scheduler.run import kernels
+from megavm.vm.cuda import compiler as cuda_compiler
+from megavm.vm.cuda import machine as cuda_machine
+from megavm.vm.cuda.compiler import Kernel
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,9 +14,9 @@ import torch
 
 from megavm import LLM, SamplingParams
 from megavm.outputs import Chunk, GenerationError, RequestOutput
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.logprobs import log_softmax
+from megavm.scheduler.engine.logprobs import log_softmax
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.hub import resolve
 
 TEXTS = [
     "Once upon a time",

@@ -15,7 +15,7 @@ import torch
 
 from megavm.llm import LLM
 from megavm.sampling_params import SamplingParams
-from megavm.vm.cuda_machine import reason_unavailable
+from megavm.vm.cuda.machine import reason_unavailable
 
 Make = Callable[..., tuple[Path, Any]]
 MachineName = Literal["cpu", "cuda"]

@@ -17,7 +17,7 @@ import megavm.instructions
 from megavm.instructions import decode, instruction_set
 from megavm.instructions.copy import Copy
 from megavm.vm import config
-from megavm.vm.cpu_machine import CpuMachine, levels
+from megavm.vm.cpu.machine import CpuMachine, levels
 from megavm.vm.example import Example
 from megavm.vm.isa import I32, DType, Field, FieldKind, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.memory import TORCH_DTYPE, Memory

@@ -8,7 +8,7 @@ import torch
 from megavm.instructions.copy import Copy
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.trace import Trace
-from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program

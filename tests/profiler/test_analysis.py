@@ -30,7 +30,7 @@ from megavm.profiler.diff import diff, format_diff
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import format_report, report
 from megavm.profiler.trace import Trace, TraceError
-from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program

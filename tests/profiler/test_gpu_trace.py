@@ -16,10 +16,10 @@ from megavm.profiler.critical_path import critical_path
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.slices import lanes
 from megavm.profiler.trace import Trace
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.graph import Graph
-from megavm.scheduler.runner import default_options
-from megavm.vm.cuda_machine import CudaMachine
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.run.runner import default_options
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16, F32, TensorKind
 from megavm.vm.memory import Memory
 

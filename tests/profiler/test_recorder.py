@@ -15,8 +15,8 @@ from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import report
 from megavm.profiler.trace import Trace, TraceError
-from megavm.vm import cuda_machine
-from megavm.vm.cpu_machine import CpuMachine
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda import machine as cuda_machine
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program

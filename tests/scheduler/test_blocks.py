@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavm.scheduler.blocks import NO_PREFIX, BlockManager, block_digest
+from megavm.scheduler.engine.blocks import NO_PREFIX, BlockManager, block_digest
 
 
 def digest(*tokens: int, previous: bytes = NO_PREFIX) -> bytes:

@@ -19,16 +19,16 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from megavm.scheduler import checkpoint as checkpoint_module
-from megavm.scheduler import hub as hub_module
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.llama_config import (
+from megavm.scheduler.llama import checkpoint as checkpoint_module
+from megavm.scheduler.llama import hub as hub_module
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import (
     LlamaConfig,
     RopeScaling,
     expected_tensors,
     rope_inverse_frequencies,
 )
+from megavm.scheduler.llama.hub import resolve
 
 PLAIN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -588,8 +588,8 @@ def test_a_generation_config_of_wrong_type_is_refused_by_key(tmp_path: Path, key
 
 _MEASURE = """
 import re, sys, torch
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.llama_config import expected_tensors
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import expected_tensors
 
 def resident(field):
     return int(re.search(field + r":\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
@@ -688,7 +688,7 @@ def test_an_existing_directory_never_touches_the_hub(
 
 def test_a_local_directory_is_resolved_without_importing_the_hub(tmp_path: Path) -> None:
     code = (
-        "import sys; from megavm.scheduler.hub import resolve; resolve(sys.argv[1]);"
+        "import sys; from megavm.scheduler.llama.hub import resolve; resolve(sys.argv[1]);"
         "sys.exit('huggingface_hub' in sys.modules or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True)
@@ -789,7 +789,7 @@ def test_a_file_is_not_a_model(tmp_path: Path) -> None:
 
 def test_offline_mode_is_respected(tmp_path: Path) -> None:
     code = (
-        "from megavm.scheduler.hub import resolve\n"
+        "from megavm.scheduler.llama.hub import resolve\n"
         "try: resolve('org/name-that-is-not-cached')\n"
         "except ValueError as error: print(error)"
     )

@@ -16,12 +16,12 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import Sample
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.fuse import fuse
-from megavm.scheduler.graph import Graph, Value
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.fuse import fuse
+from megavm.scheduler.compiler.graph import Graph, Value
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
 from megavm.vm.differential import first_divergence
 from megavm.vm.isa import BF16, F32, DType, TensorKind

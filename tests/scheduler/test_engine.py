@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.engine import Engine
-from megavm.scheduler.logprobs import log_softmax, token_logprobs
-from megavm.scheduler.sequence import Delta, Request, derived_seed
-from megavm.scheduler.text import TextStream
+from megavm.scheduler.engine.engine import Engine
+from megavm.scheduler.engine.logprobs import log_softmax, token_logprobs
+from megavm.scheduler.engine.sequence import Delta, Request, derived_seed
+from megavm.scheduler.engine.text import TextStream
 from megavm.vm.machine import MachineFault
 
 EOS = (5, 11)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import pytest
 from random_llamas import Case, check, random_case, with_rows
 
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.isa import F32
 from megavm.vm.machine import Machine
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from megavm.scheduler.llama import Limits, step_tensors
-from megavm.scheduler.step import Step
-from megavm.scheduler.step_memory import DeviceStepMemory, StepMemory
-from megavm.vm.cuda_machine import CudaMachine
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.engine.step_memory import DeviceStepMemory, StepMemory
+from megavm.scheduler.llama.graph import Limits, step_tensors
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import F32, TensorKind, TensorSpec
 from megavm.vm.machine import Executable
 from megavm.vm.memory import Memory

@@ -9,7 +9,7 @@ import pytest
 from serving import RunningServer, serving
 
 from megavm import LLM, SamplingParams
-from megavm.scheduler.logprobs import TokenLogprobs, log_softmax
+from megavm.scheduler.engine.logprobs import TokenLogprobs, log_softmax
 from megavm.server.logprobs import LEAST, CompletionLogprobs, chat_logprobs
 from megavm.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ import pytest
 import toy_runner as toy
 
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.engine import Engine
-from megavm.scheduler.sequence import Delta
+from megavm.scheduler.engine.engine import Engine
+from megavm.scheduler.engine.sequence import Delta
 from megavm.server.engine_loop import EngineLoop, Generation
 from megavm.server.errors import ApiError, unavailable
 

@@ -19,7 +19,7 @@ import pytest
 from serving import RunningServer, assert_idle, running, serving, wait_until
 
 from megavm import LLM
-from megavm.scheduler.hub import resolve
+from megavm.scheduler.llama.hub import resolve
 from megavm.server.auth import ApiKeys
 from megavm.server.logs import LineFormatter
 from megavm.server.settings import Settings

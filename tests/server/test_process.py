@@ -29,7 +29,7 @@ serve(lambda progress: time.sleep(600), Settings(("stuck",)), "127.0.0.1", 0, Fa
 FAILING = """
 import itertools, os, sys, torch
 from megavm.cli import main
-from megavm.scheduler.runner import Runner
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.machine import MachineFault, MachineLost
 run, numbers = Runner.run, itertools.count()
 how = os.environ["HOW"]

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.sequence import Delta
+from megavm.scheduler.engine.sequence import Delta
 from megavm.server.chat import ChatAnswer
 from megavm.server.engine_loop import Generation
 from megavm.server.errors import failed

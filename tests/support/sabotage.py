@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from megavm.scheduler import runner
-from megavm.scheduler.step import Step
-from megavm.vm.cpu_machine import CpuMachine
-from megavm.vm.cuda_machine import BARRIER_WORDS, CudaExecutable, CudaMachine
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.run import runner
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda.machine import BARRIER_WORDS, CudaExecutable, CudaMachine
 from megavm.vm.machine import Executable
 
 TIMEOUT = 0.3  # seconds after which an impatient machine gives up

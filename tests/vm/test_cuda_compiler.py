@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megavm.vm import cuda_compiler
-from megavm.vm.cuda_compiler import (
+from megavm.vm.cuda import compiler as cuda_compiler
+from megavm.vm.cuda.compiler import (
     CompilerOptions,
     Kernel,
     cache_directory,

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 
 from megavm.instructions.copy import Copy
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.runner import default_options
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.scheduler.run.runner import default_options
 from megavm.vm.alike import tag_orders
 from megavm.vm.config import HEADER_WORDS, NONE
-from megavm.vm.cuda_exchange import FAR_TAG, make_exchanges
+from megavm.vm.cuda.exchange import FAR_TAG, make_exchanges
 from megavm.vm.isa import BF16, F32, TagOrder, TensorKind, TensorSpec
 from megavm.vm.program import Program
 

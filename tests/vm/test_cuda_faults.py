@@ -13,9 +13,10 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
-from megavm.vm import codegen, cuda_faults
-from megavm.vm.cuda_faults import Fault, FaultKind, Record, SemaphoreKind, sentence, waiting_for
-from megavm.vm.cuda_machine import LAUNCH_BYTES, TENSOR, CudaMachine, LaunchParameters
+from megavm.vm import codegen
+from megavm.vm.cuda import faults as cuda_faults
+from megavm.vm.cuda.faults import Fault, FaultKind, Record, SemaphoreKind, sentence, waiting_for
+from megavm.vm.cuda.machine import LAUNCH_BYTES, TENSOR, CudaMachine, LaunchParameters
 from megavm.vm.isa import BF16, F32, I32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from megavm.instructions.matmul import Matmul
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
-from megavm.vm.cuda_hints import make_hints
+from megavm.vm.cuda.hints import make_hints
 from megavm.vm.isa import BF16, Region
 from megavm.vm.program import Program
 

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from megavm.instructions import instruction_set
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.kernels import default_limits, kernel_headers
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.kernels import default_limits, kernel_headers
+from megavm.scheduler.run.runner import choose_bucket, compile_bucket, default_options
 from megavm.vm.codegen import program_header
 from megavm.vm.config import THREADS
-from megavm.vm.cuda_compiler import ROOT, Kernel, compile_kernel
-from megavm.vm.cuda_machine import NUM_SMS
+from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
+from megavm.vm.cuda.machine import NUM_SMS
 from megavm.vm.isa import BF16, F32
 from megavm.vm.program import Program
 

@@ -13,12 +13,12 @@ import torch
 from megavm.instructions import instruction_set
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.graph import Graph
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.config import NONE
-from megavm.vm.cuda_layouts import program_layouts
-from megavm.vm.cuda_machine import NUM_EVENTS, CudaMachine, reason_unavailable
+from megavm.vm.cuda.layouts import program_layouts
+from megavm.vm.cuda.machine import NUM_EVENTS, CudaMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.layout import units

@@ -12,14 +12,14 @@ from megavm.instructions.attention.examples import FAST, Case
 from megavm.instructions.attention.examples import example as attention_example
 from megavm.instructions.matmul.examples import Case as Product
 from megavm.instructions.matmul.examples import example as product_example
-from megavm.scheduler.kernels import default_limits
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.run.kernels import default_limits
+from megavm.scheduler.run.runner import choose_bucket, compile_bucket, default_options
 from megavm.vm.codegen import program_header, specialisation
 from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SCRATCH_BYTES, SHARED_BYTES
-from megavm.vm.cuda_compiler import CompileError, compile_kernel
-from megavm.vm.cuda_machine import NUM_SMS
-from megavm.vm.cuda_memory import KernelMemory, kernel_memory
+from megavm.vm.cuda.compiler import CompileError, compile_kernel
+from megavm.vm.cuda.machine import NUM_SMS
+from megavm.vm.cuda.memory import KernelMemory, kernel_memory
 from megavm.vm.isa import BF16
 
 LLAMA_8B = LlamaConfig(

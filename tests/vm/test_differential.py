@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.graph import Graph
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.differential import first_divergence
 from megavm.vm.isa import F32, TensorKind
 from megavm.vm.machine import Executable

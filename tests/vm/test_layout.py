@@ -10,12 +10,12 @@ import torch
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
 from megavm.instructions.matmul import Matmul
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
-from megavm.vm.cpu_machine import CpuMachine
-from megavm.vm.cuda_layouts import program_layouts
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS, SWIZZLED, Layout, units
 from megavm.vm.memory import TORCH_DTYPE, Memory

@@ -10,8 +10,8 @@ import torch
 from sabotage import lose_signals
 
 from megavm.instructions.copy import Copy
-from megavm.vm.cpu_machine import CpuMachine
-from megavm.vm.cuda_machine import CudaExecutable, CudaMachine
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
 from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import MachineFault, MachineLost
 from megavm.vm.memory import Memory

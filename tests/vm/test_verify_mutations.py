@@ -42,10 +42,10 @@ from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Sample
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import Assignment, CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import Assignment, CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
 from megavm.vm.isa import F32, I32, DType, Instruction, Region, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program

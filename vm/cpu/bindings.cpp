@@ -11,7 +11,7 @@
 
 namespace py = pybind11;
 
-// The analysis of vm/verify.py, in vm/happens_before.cpp.
+// The analysis of the verifier, in vm/verify/.
 void bind_happens_before(py::module_& module);
 
 namespace megavm {

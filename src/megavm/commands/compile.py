@@ -10,11 +10,11 @@ from megavm.commands.terminal import Progress, print_json
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile, print what the compiler said and return the exit code."""
-    from megavm.scheduler.checkpoint import Checkpoint
-    from megavm.scheduler.hub import resolve
-    from megavm.scheduler.kernels import compile_kernels
-    from megavm.scheduler.runner import choose_dtype
-    from megavm.vm import cuda_compiler
+    from megavm.scheduler.llama.checkpoint import Checkpoint
+    from megavm.scheduler.llama.hub import resolve
+    from megavm.scheduler.run.kernels import compile_kernels
+    from megavm.scheduler.run.runner import choose_dtype
+    from megavm.vm.cuda import compiler as cuda_compiler
 
     architecture, workers = _target(arguments.arch, arguments.workers)
     missing = cuda_compiler.reason_unavailable()
@@ -54,7 +54,7 @@ def _target(architecture: str | None, workers: int | None) -> tuple[str, int]:
 
     Raises ValueError when none is there and none was given.
     """
-    from megavm.vm import cuda_machine
+    from megavm.vm.cuda import machine as cuda_machine
 
     reason = cuda_machine.reason_unavailable()
     if reason is None:

@@ -44,8 +44,8 @@ def _model_facts(model: str, dtype: str) -> dict[str, Any]:
     """What a model directory says about itself, its file headers checked; reads no weights."""
     import dataclasses
 
-    from megavm.scheduler.checkpoint import Checkpoint
-    from megavm.scheduler.hub import resolve
+    from megavm.scheduler.llama.checkpoint import Checkpoint
+    from megavm.scheduler.llama.hub import resolve
     from megavm.tokenizer import Tokenizer
 
     checkpoint = Checkpoint.open(resolve(model))

@@ -9,7 +9,7 @@ from megavm.commands.terminal import Progress
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile, print what was asked for and return the exit code."""
-    from megavm.scheduler.inspect import describe_program
+    from megavm.scheduler.run.inspect import describe_program
 
     progress = Progress(arguments.quiet)
     progress(f"compiling {arguments.model}")

@@ -12,7 +12,7 @@ from megavm.commands.terminal import EXIT_ERROR, print_error
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
-    from megavm.scheduler.runner import Progress
+    from megavm.scheduler.run.runner import Progress
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph, rope_table, step_tensors
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, rope_table, step_tensors
 from megavm.vm.isa import F32, TensorKind, TensorSpec
 from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
-from megavm.scheduler.step import Step
+from megavm.scheduler.engine.step import Step
 from megavm.vm.machine import MachineFault, MachineLost
 
 _WORD = (1 << 64) - 1

@@ -18,7 +18,7 @@ import pytest
 import uvicorn
 
 from megavm import LLM
-from megavm.scheduler.engine import Engine
+from megavm.scheduler.engine.engine import Engine
 from megavm.server.app import create_app
 from megavm.server.service import Service
 from megavm.server.settings import Settings

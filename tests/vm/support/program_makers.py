@@ -15,11 +15,11 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.graph import Graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import MAX_WAITS, NONE
 from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program

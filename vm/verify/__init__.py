@@ -38,7 +38,7 @@ from megavm.vm.config import (
     SCRATCH_BYTES,
     WORKING_BYTES,
 )
-from megavm.vm.cuda_layouts import program_layouts
+from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.isa import (
     Field,
     FieldKind,

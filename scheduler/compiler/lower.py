@@ -26,9 +26,9 @@ from megavm.instructions.tiles import (
     SQUARES_COLUMNS,
     SUMS_BYTES,
 )
-from megavm.scheduler.graph import Operation, Value
-from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.storage import Storage, may_be_tagged
+from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.storage import Storage, may_be_tagged
 from megavm.vm.config import BLOCK_UNITS, NONE, UNIT_ROWS
 from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
 

@@ -17,9 +17,9 @@ from collections import deque
 
 import numpy as np
 
-from megavm.scheduler.blocks import BlockManager
-from megavm.scheduler.sequence import Sequence, State
-from megavm.scheduler.step import Admission, Ints, Plan, Step
+from megavm.scheduler.engine.blocks import BlockManager
+from megavm.scheduler.engine.sequence import Sequence, State
+from megavm.scheduler.engine.step import Admission, Ints, Plan, Step
 
 
 class Planner:

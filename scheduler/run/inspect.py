@@ -7,17 +7,17 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.hub import resolve
-from megavm.scheduler.llama import BLOCK_SIZE, GPU_BLOCK_SIZE, Bucket, Limits, llama_graph
-from megavm.scheduler.options import Assignment, Exchange
-from megavm.scheduler.runner import choose_dtype, choose_machine, default_options, make_machine
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import Assignment, Exchange
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.graph import BLOCK_SIZE, GPU_BLOCK_SIZE, Bucket, Limits, llama_graph
+from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.runner import choose_dtype, choose_machine, default_options, make_machine
 from megavm.vm.alike import find_alike
 from megavm.vm.codegen import specialisation
 from megavm.vm.config import PAGE_BYTES, WORKING_BYTES
-from megavm.vm.cuda_machine import NUM_SMS, reason_unavailable
-from megavm.vm.cuda_memory import kernel_memory
+from megavm.vm.cuda.machine import NUM_SMS, reason_unavailable
+from megavm.vm.cuda.memory import kernel_memory
 from megavm.vm.program import Program
 from megavm.vm.verify import verify as verify_program
 

@@ -6,8 +6,9 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from megavm.scheduler.compile import unordered
-from megavm.scheduler.llama import (
+from megavm.scheduler.compiler.compile import unordered
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import (
     GPU_BLOCK_SIZE,
     MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
@@ -15,11 +16,10 @@ from megavm.scheduler.llama import (
     Limits,
     llama_graph,
 )
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.runner import choose_bucket, default_options
+from megavm.scheduler.run.runner import choose_bucket, default_options
 from megavm.vm.codegen import program_header
-from megavm.vm.cuda_compiler import Kernel, compile_kernel
-from megavm.vm.cuda_machine import ARCHITECTURE, NUM_SMS
+from megavm.vm.cuda.compiler import Kernel, compile_kernel
+from megavm.vm.cuda.machine import ARCHITECTURE, NUM_SMS
 from megavm.vm.isa import DType
 
 

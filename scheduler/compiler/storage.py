@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megavm.scheduler.graph import Operation, Value
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.isa import DType, TensorKind, TensorSpec
 
 

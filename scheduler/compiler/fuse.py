@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from megavm.instructions.tiles import squares_of
-from megavm.scheduler.graph import Graph, Operation, Value
+from megavm.scheduler.compiler.graph import Graph, Operation, Value
 from megavm.vm.isa import F32, DType
 
 

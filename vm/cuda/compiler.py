@@ -20,7 +20,7 @@ from pathlib import Path
 from megavm.vm import codegen
 
 ROOT = (
-    Path(__file__).resolve().parents[1]
+    Path(__file__).resolve().parents[2]
 )  # of the sources: "cuda/..." and "instructions/..." are below
 ENTRY = "cuda/megakernel.cu"
 KERNEL_NAME = "megavm_kernel"

@@ -8,18 +8,18 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
-from megavm.scheduler.checkpoint import Checkpoint
-from megavm.scheduler.compile import compile_graph
-from megavm.scheduler.llama import Bucket, Limits, llama_graph, rope_table, step_tensors
-from megavm.scheduler.llama_config import LlamaConfig
-from megavm.scheduler.lower import attention_tiling
-from megavm.scheduler.options import CompileOptions, Exchange
-from megavm.scheduler.step import Floats, Ints, Step
-from megavm.scheduler.step_memory import DeviceStepMemory, Rows, StepMemory
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.lower import attention_tiling
+from megavm.scheduler.compiler.options import CompileOptions, Exchange
+from megavm.scheduler.engine.step import Floats, Ints, Step
+from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, rope_table, step_tensors
 from megavm.vm.config import MAX_GROUP_ROWS, PAGE_BYTES, ROWS_CHUNK_PAGES, UNIT_ROWS
-from megavm.vm.cpu_machine import CpuMachine
-from megavm.vm.cuda_layouts import program_layouts
-from megavm.vm.cuda_machine import CudaMachine, reason_unavailable
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda.layouts import program_layouts
+from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import Executable, Machine, MachineLost, TracingExecutable

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megavm.instructions.noop import Noop
-from megavm.scheduler.lower import Tiles
+from megavm.scheduler.compiler.lower import Tiles
 from megavm.vm.alike import Ints, Words, accesses, tag_orders
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS
 from megavm.vm.isa import TagOrder, TensorSpec, Wait, sync_words

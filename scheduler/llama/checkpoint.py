@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megavm.scheduler.json_files import Keys, read_json, short
-from megavm.scheduler.llama_config import (
+from megavm.scheduler.llama.config import (
     EMBEDDING,
     LM_HEAD,
     LlamaConfig,
     expected_tensors,
     read_dtype,
 )
-from megavm.scheduler.safetensors_file import WEIGHT_DTYPES, SafetensorsFile
+from megavm.scheduler.llama.json_files import Keys, read_json, short
+from megavm.scheduler.llama.safetensors_file import WEIGHT_DTYPES, SafetensorsFile
 
 if TYPE_CHECKING:
     import torch

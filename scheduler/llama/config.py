@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, cast, get_args
 
-from megavm.scheduler.json_files import Keys, short
-from megavm.scheduler.safetensors_file import StoredDtype
+from megavm.scheduler.llama.json_files import Keys, short
+from megavm.scheduler.llama.safetensors_file import StoredDtype
 
 if TYPE_CHECKING:
     import torch

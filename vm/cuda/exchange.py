@@ -11,7 +11,7 @@ import numpy.typing as npt
 from megavm.instructions import instruction_set
 from megavm.vm.alike import in_words, tag_orders, tagged_regions
 from megavm.vm.config import HEADER_WORDS, NONE
-from megavm.vm.cuda_hints import make_hints
+from megavm.vm.cuda.hints import make_hints
 from megavm.vm.isa import FieldKind, TagOrder
 from megavm.vm.program import Program
 

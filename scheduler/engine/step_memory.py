@@ -13,7 +13,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from megavm.scheduler.step import Floats, Ints, Step
+from megavm.scheduler.engine.step import Floats, Ints, Step
 from megavm.vm.isa import TensorKind, TensorSpec
 from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE, Memory

@@ -7,7 +7,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from megavm.scheduler.step import Plan
+from megavm.scheduler.engine.step import Plan
 
 Execute = Callable[[Plan], None]
 Plans = queue.SimpleQueue[tuple[Execute, Plan] | None]

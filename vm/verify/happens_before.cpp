@@ -1,4 +1,4 @@
-#include "vm/happens_before.hpp"
+#include "vm/verify/happens_before.hpp"
 
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>

@@ -6,8 +6,8 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
-from megavm.scheduler.barriers import Synchronised
-from megavm.scheduler.options import CompileOptions
+from megavm.scheduler.compiler.barriers import Synchronised
+from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.alike import figures
 from megavm.vm.isa import Instruction, TensorSpec
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from megavm.scheduler.json_files import one_line
+from megavm.scheduler.llama.json_files import one_line
 
 if TYPE_CHECKING:
     import torch

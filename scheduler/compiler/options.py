@@ -18,7 +18,7 @@ class CompileOptions:
     """How a graph becomes a program.
 
     ``workers``: SMs or threads. ``machine``: "cpu", "cuda" or "reference"; the program must fit it
-    (vm/verify.py). ``assignment``: which queue an instruction goes to (assign.py).
+    (megavm.vm.verify). ``assignment``: which queue an instruction goes to (assign.py).
     ``exchange``: how activations pass from worker to worker: ``barrier`` counters; ``tagged`` words
     for those of at most ``tagged_bytes`` (storage.py); ``heads``: words for what attention reads in
     decode steps, which few workers want, and barriers for the rest. ``fuse_norm``: whether RMSNorm

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
-from megavm.scheduler.blocks import NO_PREFIX, block_digest
-from megavm.scheduler.logprobs import TokenLogprobs
-from megavm.scheduler.step import Floats, Ints
-from megavm.scheduler.text import TextStream
+from megavm.scheduler.engine.blocks import NO_PREFIX, block_digest
+from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.step import Floats, Ints
+from megavm.scheduler.engine.text import TextStream
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams

@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from megavm.scheduler.assign import assign
-from megavm.scheduler.barriers import add_barriers
-from megavm.scheduler.fuse import fuse
-from megavm.scheduler.graph import Graph
-from megavm.scheduler.lower import Tiles, lower
-from megavm.scheduler.options import CompileOptions
-from megavm.scheduler.storage import Storage, allocate
+from megavm.scheduler.compiler.assign import assign
+from megavm.scheduler.compiler.barriers import add_barriers
+from megavm.scheduler.compiler.fuse import fuse
+from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.compiler.lower import Tiles, lower
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.storage import Storage, allocate
 from megavm.vm.program import Program
 from megavm.vm.verify import verify
 

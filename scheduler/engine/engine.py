@@ -26,19 +26,19 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.instructions.sample import Integer
-from megavm.scheduler.blocks import BlockManager
-from megavm.scheduler.logprobs import token_logprobs
-from megavm.scheduler.planner import Planner
-from megavm.scheduler.sequence import Delta, Request, Sequence, State, stop_token_ids
-from megavm.scheduler.step import Floats, Ints, Plan, Step
-from megavm.scheduler.step_thread import StepThread
-from megavm.scheduler.text import Decoder, TextStream
+from megavm.scheduler.engine.blocks import BlockManager
+from megavm.scheduler.engine.logprobs import token_logprobs
+from megavm.scheduler.engine.planner import Planner
+from megavm.scheduler.engine.sequence import Delta, Request, Sequence, State, stop_token_ids
+from megavm.scheduler.engine.step import Floats, Ints, Plan, Step
+from megavm.scheduler.engine.step_thread import StepThread
+from megavm.scheduler.engine.text import Decoder, TextStream
 from megavm.vm.config import MAX_STOP_TOKENS
 from megavm.vm.machine import MachineFault, MachineLost
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
-    from megavm.scheduler.step_memory import Rows
+    from megavm.scheduler.engine.step_memory import Rows
 
 
 TokenIds = Many[int] | npt.NDArray[np.integer[Any]]

@@ -12,11 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megavm.vm import codegen, cuda_compiler, cuda_faults
+from megavm.vm import codegen
 from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
-from megavm.vm.cuda_exchange import EXCHANGE
-from megavm.vm.cuda_faults import FaultKind, Record
-from megavm.vm.cuda_layouts import names, program_layouts
+from megavm.vm.cuda import compiler as cuda_compiler
+from megavm.vm.cuda import faults as cuda_faults
+from megavm.vm.cuda.exchange import EXCHANGE
+from megavm.vm.cuda.faults import FaultKind, Record
+from megavm.vm.cuda.layouts import names, program_layouts
 from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, Notes, WorkerState
 from megavm.vm.memory import Memory

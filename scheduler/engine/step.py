@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from megavm.scheduler.sequence import Sequence
+    from megavm.scheduler.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]

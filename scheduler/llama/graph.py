@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
-from megavm.scheduler.graph import Batch, Graph, Value
-from megavm.scheduler.llama_config import LlamaConfig, rope_inverse_frequencies
+from megavm.scheduler.compiler.graph import Batch, Graph, Value
+from megavm.scheduler.llama.config import LlamaConfig, rope_inverse_frequencies
 from megavm.vm.isa import F32, I32, DType, TensorKind, TensorSpec
 
 # The sizes of steps and KV blocks where nothing else is asked for.

@@ -6,17 +6,17 @@ import re
 from pathlib import Path
 from typing import Final
 
-from megavm.scheduler.checkpoint import (
+from megavm.scheduler.llama.checkpoint import (
     CONFIG_FILE,
     GENERATION_FILE,
     INDEX_FILE,
     SINGLE_FILE,
     read_index,
 )
-from megavm.scheduler.json_files import one_line, read_json
-from megavm.scheduler.llama_config import LlamaConfig
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.json_files import one_line, read_json
 
-SHIPPED_MODELS: Final = Path(__file__).resolve().parent.parent / "models"
+SHIPPED_MODELS: Final = Path(__file__).resolve().parents[2] / "models"
 
 # What is fetched first: small, and enough to refuse a model before its weights are downloaded.
 _DESCRIPTION_FILES: Final = [

@@ -1,0 +1,1 @@
+"""Serving many sequences: which rows the next step has, their KV blocks, and their results."""

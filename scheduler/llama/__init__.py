@@ -1,0 +1,1 @@
+"""Llama models: configuration, checkpoints, and the graph of a step."""

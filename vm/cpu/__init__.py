@@ -1,0 +1,1 @@
+"""The CPU machine: the interpreter of programs in C++, and its binding."""

@@ -1,0 +1,1 @@
+"""The GPU machine, on the host: compiling kernels, launching programs, saying what went wrong."""
