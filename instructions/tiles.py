@@ -14,7 +14,7 @@ from megavm.vm.config import (
     TILE_ROW_BYTES,
     TILES_PER_PAGE,
 )
-from megavm.vm.isa import F32, Region, TagOrder, TensorSpec, present
+from megavm.vm.isa import F32, Constant, Region, TagOrder, TensorSpec, largest, present, union
 
 # On the CPU.
 INPUT_BYTES = 144 * 1024  # of the input that a product holds at a time, at most
@@ -65,7 +65,7 @@ def product_constants(
     x_squares: int,
     biases: Sequence[int] = (),
     width: int | None = None,
-) -> dict[str, int]:
+) -> dict[str, Constant]:
     """What device code for ``x . weight^T`` is compiled for (cuda/config.cuh says what each means).
 
     ``width``: the columns that are multiplied, if not all.
@@ -80,17 +80,17 @@ def product_constants(
         squares |= 4 if tensors[x_squares].columns % 4 else 0
     pages_of_row = -(-width // (tile * TILES_PER_PAGE))
     return {
-        "any_product": 1,
-        "max_k": width,
-        "any_part_of_k": int(width < spec.columns),
-        "any_ragged_k": int(spec.columns % tile != 0),
-        "any_partial_pages": int(width % (tile * TILES_PER_PAGE) != 0),
-        "any_odd_pages": pages_of_row % 2,
-        "any_f32_weights": int(spec.dtype is F32),
-        "any_bf16_weights": int(spec.dtype is not F32),
-        "any_inputs": 1 << (2 * (source.dtype is F32) + source.tagged),
-        "any_squares": squares,
-        "any_bias": int(any(b != NONE for b in biases)),
+        "any_product": union(1),
+        "max_k": largest(width),
+        "any_part_of_k": union(width < spec.columns),
+        "any_ragged_k": union(spec.columns % tile != 0),
+        "any_partial_pages": union(width % (tile * TILES_PER_PAGE) != 0),
+        "any_odd_pages": union(pages_of_row % 2),
+        "any_f32_weights": union(spec.dtype is F32),
+        "any_bf16_weights": union(spec.dtype is not F32),
+        "any_inputs": union(1 << (2 * (source.dtype is F32) + source.tagged)),
+        "any_squares": union(squares),
+        "any_bias": union(any(b != NONE for b in biases)),
     }
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megavm.vm.isa import Instruction, TensorSpec
+    from megavm.vm.isa import Constant, Instruction, TensorSpec
     from megavm.vm.program import Program
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -185,8 +185,6 @@ def faults_header() -> str:
     return "\n".join(lines)
 
 
-# Whether attention is split, and its parts merged, depends on the context; the kernel need not.
-COMPANIONS = {"attention": "attention_merge"}
 MANY_ROWS = 1 << 16  # what a kernel for several rows is told, so that it serves steps of all sizes
 
 
@@ -205,24 +203,23 @@ class Specialisation:
 def specialisation(
     instructions: Iterable[Instruction], tensors: Sequence[TensorSpec]
 ) -> Specialisation:
-    """Join what instructions are specialised for; of those that are alike one is enough.
+    """Join the constants of instructions (isa.Join says how); of those that are alike one is enough.
 
-    Names of constants are in snake_case. Those that begin with ``max_`` or ``any_`` are joined by maximum or
-    bitwise or, over the instructions of a class and over all; others must be the same in all of a class.
-
-    Raises ValueError when they are not.
+    Raises ValueError when some must agree and do not.
     """
     from megavm.instructions import instruction_set
+    from megavm.vm.isa import Join, largest
 
     of_class: dict[str, dict[str, int]] = {}
     common: dict[str, int] = {"max_rows": 0}
+    names: set[str] = set()
     known: set[tuple[object, ...]] = set()
     for inst in instructions:
         values = vars(inst)
         if "row_begin" in values and "row_end" in values:
             rows = values["row_end"] - values["row_begin"]
             common["max_rows"] = max(common["max_rows"], rows)
-        found = dict(inst.specialise(tensors))
+        found = inst.constants(tensors)
         # Most tiles say the same.
         scratch = inst.scratch_bytes(tensors)
         key = type(inst), scratch, *found.items()
@@ -230,16 +227,16 @@ def specialisation(
             continue
         known.add(key)
         if scratch:
-            join(common, {"max_scratch": scratch}, "")
+            join(common, {"max_scratch": largest(scratch)}, "")
         join(of_class.setdefault(inst.name(), {}), found, inst.name())
-        join(common, {n: v for n, v in found.items() if n.startswith(("max_", "any_"))}, "")
+        join(common, {n: c for n, c in found.items() if c.join is not Join.SAME}, "")
+        names.update((inst.name(), *inst.companions))
     if common.get("any_f32_weights") and common.get("any_bf16_weights"):
         raise ValueError(
             "the program multiplies with weights of float32 and of bfloat16: a kernel is for one"
         )
     if common["max_rows"] > 1:
         common["max_rows"] = max(MANY_ROWS, common["max_rows"])
-    names = of_class.keys() | {COMPANIONS[name] for name in of_class.keys() & COMPANIONS.keys()}
     used = tuple(cls for cls in instruction_set().values() if cls.name() in names)
     return Specialisation(used, common, of_class)
 
@@ -283,15 +280,21 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
     return "\n".join(lines)
 
 
-def join(known: dict[str, int], found: Mapping[str, int], owner: str) -> None:
-    """Merge constants into ``known`` as ``specialisation`` says."""
-    for name, value in found.items():
+def join(known: dict[str, int], found: Mapping[str, Constant], owner: str) -> None:
+    """Merge constants into ``known``.
+
+    Raises ValueError when two must agree and do not.
+    """
+    from megavm.vm.isa import Join
+
+    for name, constant in found.items():
+        value = constant.value
         if name not in known:
-            known[name] = int(value)
-        elif name.startswith("max_"):
-            known[name] = max(known[name], int(value))
-        elif name.startswith("any_"):
-            known[name] |= int(value)
+            known[name] = value
+        elif constant.join is Join.LARGEST:
+            known[name] = max(known[name], value)
+        elif constant.join is Join.UNION:
+            known[name] |= value
         elif known[name] != value:
             raise ValueError(
                 f"a kernel of {owner} is for one {name}, the program has {known[name]} and {value}"

@@ -120,6 +120,15 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.size
 
     @functools.cached_property
+    def entry_columns(self) -> int:
+        """Columns of a row of an indexed region (see Region).
+
+        In a paged tensor [pages, groups, slots, d] such a row is one slot of all groups: groups * d columns.
+        In others it is a row.
+        """
+        return self.shape[1] * self.shape[3] if len(self.shape) == 4 else self.columns
+
+    @functools.cached_property
     def writable(self) -> bool:
         return self.kind in (TensorKind.STATE, TensorKind.ACTIVATION)
 
@@ -131,8 +140,8 @@ class Region:
     In an *indexed* region the rows are entries of an index that the host writes, not rows of the tensor:
     row r of a KV cache stands for the slot that the block table gives to step row r, row i of the token
     table for the sequence of logit row i. The host sees to it that distinct entries name distinct places,
-    and all indexed regions of one tensor use the same index. Columns of an indexed region of a
-    four-dimensional KV cache are ``kv head * head_dim + element``.
+    and all indexed regions of one tensor use the same index. An indexed row has TensorSpec.entry_columns
+    columns: in a KV cache column ``kv head * head_dim + element``.
 
     An *earlier* region is an indexed one that is read: of its places only those that earlier steps wrote,
     and none that this step or a later one writes. So it must come after the writes of the step before,
@@ -173,6 +182,37 @@ class TagOrder(Enum):
         2  # the second is true, trivially: it has no tagged results; as the verifier knows
     )
     BY_MACHINE = 3  # the machine waits before the kernel and tags after it, in two more round trips
+
+
+class Join(Enum):
+    """How a constant of a kernel is made from what the instructions of a program say."""
+
+    SAME = "same"  # they must agree, within a class
+    LARGEST = "largest"  # within a class, and over the whole program
+    UNION = "union"  # of bits; likewise
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A number that a GPU kernel is compiled for; see codegen.specialisation."""
+
+    value: int
+    join: Join
+
+
+def same(value: int) -> Constant:
+    """A constant on which all instructions of a class must agree."""
+    return Constant(int(value), Join.SAME)
+
+
+def largest(value: int) -> Constant:
+    """A constant of which the largest counts."""
+    return Constant(value, Join.LARGEST)
+
+
+def union(bits: int) -> Constant:
+    """A set of bits, or a truth value, to which every instruction adds."""
+    return Constant(int(bits), Join.UNION)
 
 
 class FieldKind(Enum):
@@ -308,6 +348,8 @@ class Instruction:
 
     opcode: ClassVar[int]
     fields: ClassVar[tuple[Field[Any], ...]]
+    # Other instructions that its GPU kernel serves too, by name, whether or not a program uses them.
+    companions: ClassVar[tuple[str, ...]] = ()
 
     waits: tuple[Wait, ...]
     signal: int | None
@@ -409,8 +451,8 @@ class Instruction:
         """Bytes of scratch that its kernel on the GPU takes; products share theirs (cuda/memory.py)."""
         return 0
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> Mapping[str, int]:
-        """Constants that its kernel on the GPU is compiled for; see codegen.specialisation."""
+    def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
+        """What its kernel on the GPU is compiled for, by snake_case name; see codegen.specialisation."""
         return {}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
@@ -426,6 +468,14 @@ class Instruction:
         ``single_row``: no instruction of the program has more than one row.
         """
         return TagOrder.BY_MACHINE
+
+    def sequence_holder(self) -> str:
+        """The operand that has too few sequences when a row's is out of range, for a fault's sentence."""
+        return "tokens" if "tokens" in self.__dict__ else "block_table"
+
+    def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
+        """The operand that holds only ``limit`` positions when a row's is beyond, for a fault's sentence."""
+        return self.sequence_holder()
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         """Sentences about operands that contradict each other or the tensors they name."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megavm.instructions.tiles import SQUARES_COLUMNS
 from megavm.vm.config import NONE
 from megavm.vm.isa import Region, TensorSpec
 from megavm.vm.layout import ROWS
@@ -109,60 +108,6 @@ class View:
     def position(self, row_position: int, row: int) -> int:
         """Position of a row in its sequence in this step."""
         return int(self.raw(row_position)[row]) + self.step
-
-    def scale(self, inst: Any, rows: Rows) -> torch.Tensor:
-        """What products of rows of x are multiplied with, [rows, 1]; see Matmul."""
-        if inst.x_squares == NONE:
-            return torch.ones(rows[1] - rows[0], 1)
-        squares = self.read(inst.x_squares, rows).sum(-1, keepdim=True)
-        return torch.rsqrt(squares / self.tensors[inst.x].columns + inst.eps)
-
-    def write_scaled(self, inst: Any, rows: Rows, columns: Rows, out: torch.Tensor) -> None:
-        """Write ``out_scaled`` and ``out_squares`` of ``out`` [rows, columns], if there are any."""
-        if inst.out_scaled == NONE:
-            return
-        gain = self.raw(inst.out_gain)[columns[0] : columns[1]].float()
-        self.write(inst.out_scaled, rows, columns, out * gain)
-        squares = sums_of_squares(out)
-        first = columns[0] // SQUARES_COLUMNS
-        self.write(inst.out_squares, rows, (first, first + squares.shape[1]), squares)
-
-    def product(
-        self,
-        x: torch.Tensor,
-        weight: int,
-        columns: Rows,
-        scale: torch.Tensor,
-        bias: int = NONE,
-        k: Rows | None = None,
-    ) -> torch.Tensor:
-        """scale * (x . weight[columns]^T) + bias[columns], summed in float32.
-
-        The input is rounded to the weight's type.
-
-        With ``k`` only those columns of the weight, which x is of.
-        """
-        w = self.raw(weight)[columns[0] : columns[1]]
-        if k is not None:
-            w = w[:, k[0] : k[1]]
-        out = scale * (x.to(w.dtype).float() @ w.float().T)
-        if bias != NONE:
-            out += self.raw(bias)[columns[0] : columns[1]].float()
-        return out
-
-    def slots(self, inst: Any, row: int) -> tuple[int, int]:
-        """(KV block, slot in it) of a step row, for an instruction with the usual step tensors."""
-        block_size = self.tensors[inst.k_cache].shape[2]
-        position = self.position(inst.row_position, row)
-        sequence = int(self.raw(inst.row_sequence)[row])
-        block = int(self.raw(inst.block_table)[sequence, position // block_size])
-        return block, position % block_size
-
-
-def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Of every SQUARES_COLUMNS columns of x [rows, columns] the sum of their squares, in float32."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % SQUARES_COLUMNS))
-    return padded.pow(2).view(len(x), -1, SQUARES_COLUMNS).sum(-1)
 
 
 @functools.cache

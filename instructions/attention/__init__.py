@@ -11,6 +11,7 @@ from megavm.vm.isa import (
     BF16,
     F32,
     I32,
+    Constant,
     Instruction,
     Region,
     TagOrder,
@@ -18,6 +19,7 @@ from megavm.vm.isa import (
     integer,
     present,
     real,
+    same,
     tensor,
     whole,
 )
@@ -47,6 +49,8 @@ class Attention(Instruction):
     """
 
     opcode = 8
+    # Whether attention is split depends on the context; the kernel need not.
+    companions = ("attention_merge",)
 
     q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
     k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
@@ -140,15 +144,14 @@ class Attention(Instruction):
         head_dim = tensors[self.k_cache].shape[3]
         return 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
+    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         cache, group = tensors[self.k_cache], self.group(tensors)
         head_dim = cache.shape[3]
         return {
-            "head_dim": head_dim,
-            "group": group,
-            "block_size": cache.shape[2],
-            "fast": int(self.is_fast(tensors)),
+            "head_dim": same(head_dim),
+            "group": same(group),
+            "block_size": same(cache.shape[2]),
+            "fast": same(self.is_fast(tensors)),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

@@ -10,6 +10,7 @@ from megavm.vm.isa import (
     BF16,
     F32,
     I32,
+    Constant,
     Instruction,
     Region,
     TagOrder,
@@ -17,6 +18,7 @@ from megavm.vm.isa import (
     integer,
     present,
     tensor,
+    union,
     whole,
 )
 from megavm.vm.layout import ROWS, Layout, units
@@ -66,9 +68,8 @@ class Embed(Instruction):
         written = sum(tensors[h].dtype.size for h in (self.out, *present(self.out_scaled)))
         return elements * (tensors[self.table].dtype.size + written)
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
-        return {"any_scaled": int(self.out_scaled != NONE)}
+    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
+        return {"any_scaled": union(self.out_scaled != NONE)}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"table": (ROWS, units())}

@@ -1,6 +1,7 @@
 """Embed in torch."""
 
 from megavm.instructions.embed import Embed
+from megavm.instructions.products import write_scaled
 from megavm.vm.reference import View
 
 
@@ -13,4 +14,4 @@ def execute(inst: Embed, m: View) -> None:
             raise IndexError(f"token {token} is outside the vocabulary")
         out = m.read(inst.table, (token, token + 1), columns)
         m.write(inst.out, (row, row + 1), columns, out)
-        m.write_scaled(inst, (row, row + 1), columns, out)
+        write_scaled(m, inst, (row, row + 1), columns, out)

@@ -17,6 +17,7 @@ from megavm.vm.isa import (
     BF16,
     F32,
     I32,
+    Constant,
     Instruction,
     Region,
     TagOrder,
@@ -85,8 +86,7 @@ class GateUp(Instruction):
             gate.dtype.size,
         )
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
+    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         return product_constants(
             tensors,
             x=self.x,

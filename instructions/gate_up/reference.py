@@ -3,13 +3,14 @@
 from torch.nn.functional import silu
 
 from megavm.instructions.gate_up import GateUp
+from megavm.instructions.products import norm_scale, product
 from megavm.vm.reference import View
 
 
 def execute(inst: GateUp, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
     columns = (inst.column_begin, inst.column_end)
-    x, scale = m.read(inst.x, rows), m.scale(inst, rows)
-    gate = m.product(x, inst.gate, columns, scale, inst.gate_bias)
-    up = m.product(x, inst.up, columns, scale, inst.up_bias)
+    x, scale = m.read(inst.x, rows), norm_scale(m, inst, rows)
+    gate = product(m, x, inst.gate, columns, scale, inst.gate_bias)
+    up = product(m, x, inst.up, columns, scale, inst.up_bias)
     m.write(inst.out, rows, columns, silu(gate) * up)

@@ -20,14 +20,17 @@ from megavm.vm.isa import (
     BF16,
     F32,
     I32,
+    Constant,
     Instruction,
     Region,
     TagOrder,
     TensorSpec,
     integer,
+    largest,
     present,
     real,
     tensor,
+    union,
     whole,
 )
 from megavm.vm.layout import Layout, units
@@ -148,8 +151,7 @@ class Matmul(Instruction):
             tensors[self.weight].dtype.size,
         )
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
+    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         weight = tensors[self.weight]
         parts = 0 if self.addends == NONE else tensors[self.addends].columns // weight.rows
         begin, end = self.k(tensors)
@@ -162,8 +164,8 @@ class Matmul(Instruction):
                 biases=(self.bias,),
                 width=end - begin,
             ),
-            "max_addends": parts,
-            "any_out_scaled": int(self.out_scaled != NONE),
+            "max_addends": largest(parts),
+            "any_out_scaled": union(self.out_scaled != NONE),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

@@ -3,6 +3,7 @@
 import torch
 
 from megavm.instructions.matmul import Matmul
+from megavm.instructions.products import norm_scale, product, write_scaled
 from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
@@ -19,8 +20,8 @@ def execute(inst: Matmul, m: View) -> None:
         if any(not 0 <= r < inst.x_rows for r in chosen):
             raise IndexError(f"row_index holds {chosen}, x_rows is {inst.x_rows}")
     x = torch.cat([m.read(inst.x, (r, r + 1), k) for r in chosen])
-    scale = torch.cat([m.scale(inst, (r, r + 1)) for r in chosen])
-    out = m.product(x, inst.weight, columns, scale, inst.bias, k)
+    scale = torch.cat([norm_scale(m, inst, (r, r + 1)) for r in chosen])
+    out = product(m, x, inst.weight, columns, scale, inst.bias, k)
     if inst.residual != NONE:
         out += m.read(inst.residual, rows, columns)
     if inst.addends != NONE:
@@ -29,7 +30,7 @@ def execute(inst: Matmul, m: View) -> None:
             out += m.read(inst.addends, rows, (begin + columns[0], begin + columns[1]))
     begin = inst.out_begin(m.tensors)
     m.write(inst.out, rows, (begin + columns[0], begin + columns[1]), out)
-    m.write_scaled(inst, rows, columns, out)
+    write_scaled(m, inst, rows, columns, out)
     if inst.peaks != NONE:
         largest = out.amax(-1, keepdim=True)
         column = inst.column_begin + (out == largest).float().argmax(-1, keepdim=True)

@@ -18,6 +18,7 @@ from megavm.vm.isa import (
     BF16,
     F32,
     I32,
+    Constant,
     Instruction,
     Region,
     TagOrder,
@@ -25,6 +26,7 @@ from megavm.vm.isa import (
     integer,
     present,
     real,
+    same,
     tensor,
     whole,
 )
@@ -157,15 +159,14 @@ class QkvRope(Instruction):
             weight.dtype.size,
         )
 
-    def specialise(self, tensors: Sequence[TensorSpec]) -> dict[str, int]:
-        """What device code must know at compile time."""
+    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         return product_constants(
             tensors,
             x=self.x,
             weight=self.q_weight,
             x_squares=self.x_squares,
             biases=(self.q_bias, self.k_bias, self.v_bias),
-        ) | {"block_size": tensors[self.k_cache].shape[2]}
+        ) | {"block_size": same(tensors[self.k_cache].shape[2])}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         caches = {
@@ -192,6 +193,9 @@ class QkvRope(Instruction):
             inputs=(self.x, self.x_squares),
             single_row=single_row,
         )
+
+    def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
+        return "rope" if tensors[self.rope].rows == limit else self.sequence_holder()
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]

@@ -2,6 +2,7 @@
 
 import torch
 
+from megavm.instructions.products import norm_scale, product
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.vm.config import NONE
 from megavm.vm.reference import View
@@ -9,7 +10,7 @@ from megavm.vm.reference import View
 
 def execute(inst: QkvRope, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
-    x, scale = m.read(inst.x, rows), m.scale(inst, rows)
+    x, scale = m.read(inst.x, rows), norm_scale(m, inst, rows)
     half = m.tensors[inst.rope].columns // 2
     query_pairs, key_pairs = (m.tensors[w].rows // 2 for w in (inst.q_weight, inst.k_weight))
     for pair in range(inst.pair_begin, inst.pair_end):
@@ -24,8 +25,8 @@ def execute(inst: QkvRope, m: View) -> None:
         bias = (inst.q_bias, inst.k_bias, inst.v_bias)[part]
         low = 2 * half * head + j
         high = low + half
-        a = m.product(x, weight, (low, low + 1), scale, bias)[:, 0]
-        b = m.product(x, weight, (high, high + 1), scale, bias)[:, 0]
+        a = product(m, x, weight, (low, low + 1), scale, bias)[:, 0]
+        b = product(m, x, weight, (high, high + 1), scale, bias)[:, 0]
         if part < 2:
             angles = m.raw(inst.rope)[[m.position(inst.row_position, r) for r in range(*rows)]]
             cos, sin = angles[:, j], angles[:, half + j]
@@ -41,5 +42,14 @@ def execute(inst: QkvRope, m: View) -> None:
             m.write(copy, rows, (low, low + 1), a[:, None])
             m.write(copy, rows, (high, high + 1), b[:, None])
         for i, row in enumerate(range(*rows)):
-            block, slot = m.slots(inst, row)
+            block, slot = place(inst, m, row)
             cache[block, head, slot, [j, half + j]] = torch.stack([a[i], b[i]]).to(cache.dtype)
+
+
+def place(inst: QkvRope, m: View, row: int) -> tuple[int, int]:
+    """(KV block, slot in it) of a step row."""
+    block_size = m.tensors[inst.k_cache].shape[2]
+    position = m.position(inst.row_position, row)
+    sequence = int(m.raw(inst.row_sequence)[row])
+    block = int(m.raw(inst.block_table)[sequence, position // block_size])
+    return block, position % block_size

@@ -92,6 +92,9 @@ class Sample(Instruction):
     row_begin = integer("first logit row")
     row_end = integer("end of the logit rows")
 
+    def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
+        return "tokens, but for its last column,"
+
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
         yield Region(self.logits, rows, (0, tensors[self.logits].columns))

@@ -14,7 +14,7 @@ import pytest
 from megavm.instructions import instruction_set
 from megavm.instructions.copy import Copy
 from megavm.vm import codegen, config
-from megavm.vm.isa import F32, FieldKind, TensorKind, TensorSpec
+from megavm.vm.isa import F32, Constant, FieldKind, TensorKind, TensorSpec, largest, same, union
 from megavm.vm.program import Program
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
@@ -82,10 +82,14 @@ def test_attention_brings_its_merge_whether_it_is_split_or_not() -> None:
 def test_specialisations_are_joined_and_contradictions_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def specialise(self: Copy, tensors: object) -> dict[str, int]:
-        return {"max_end": self.row_end, "any_even": 1 << self.row_begin % 2, "width": self.x_row}
+    def constants(self: Copy, tensors: object) -> dict[str, Constant]:
+        return {
+            "max_end": largest(self.row_end),
+            "any_even": union(1 << self.row_begin % 2),
+            "width": same(self.x_row),
+        }
 
-    monkeypatch.setattr(Copy, "specialise", specialise, raising=False)
+    monkeypatch.setattr(Copy, "constants", constants)
     header = codegen.program_header(program_of(copy_rows(0, 5), copy_rows(1, 3)))
     inner = header[header.index("namespace megavm::copy {") :]
     for line in ("kMaxEnd = 5u;", "kAnyEven = 3u;", "kWidth = 0u;"):
@@ -98,11 +102,11 @@ def test_specialisations_are_joined_and_contradictions_refused(
 
 
 def test_weights_of_two_types_in_one_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def specialise(self: Copy, tensors: object) -> dict[str, int]:
+    def constants(self: Copy, tensors: object) -> dict[str, Constant]:
         f32 = self.row_begin % 2
-        return {"any_f32_weights": f32, "any_bf16_weights": 1 - f32}
+        return {"any_f32_weights": union(f32), "any_bf16_weights": union(1 - f32)}
 
-    monkeypatch.setattr(Copy, "specialise", specialise, raising=False)
+    monkeypatch.setattr(Copy, "constants", constants)
     codegen.program_header(program_of(copy_rows(0, 5), copy_rows(2, 5)))
     with pytest.raises(ValueError, match="weights of float32 and of bfloat16"):
         codegen.program_header(program_of(copy_rows(0, 5), copy_rows(1, 5)))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from megavm.vm.config import HEADER_WORDS, NONE, NUM_CONSUMER_WARPS, NUM_WARPS
+from megavm.vm.config import HEADER_WORDS, NUM_CONSUMER_WARPS, NUM_WARPS
 from megavm.vm.isa import FieldKind, Instruction, TensorSpec
 
 
@@ -144,14 +144,11 @@ def sentence(record: Record, inst: Instruction | None, tensors: Sequence[TensorS
 
 def _holder(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
     """Which tensor a position or a sequence was too large for."""
-    operands = {} if inst is None else vars(inst)
+    if inst is None:
+        return "block_table"
     if record.thing == Fault.POSITION:
-        if inst is not None and inst.name() == "sample":
-            return "tokens, but for its last column,"
-        rope = operands.get("rope", NONE)
-        if rope < len(tensors) and tensors[rope].rows == record.target:
-            return "rope"
-    return "tokens" if "tokens" in operands else "block_table"
+        return inst.position_holder(record.target, tensors)
+    return inst.sequence_holder()
 
 
 def _signed(word: int) -> int:

@@ -402,7 +402,7 @@ class _Verifier:
             rows = NONE if region.indexed else spec.rows
             for what, (begin, end), size in (
                 ("rows", region.rows, rows),
-                ("columns", region.columns, _columns(spec, region.indexed)),
+                ("columns", region.columns, spec.entry_columns if region.indexed else spec.columns),
             ):
                 if begin >= end:
                     self._fail(number, f"{verb} the empty {what} [{begin}, {end}) of {spec.name}")
@@ -449,7 +449,8 @@ class _Verifier:
         header = self.words[:, 1:HEADER_WORDS].astype(np.int64)
         header[header == NONE] = -1
         traits = [
-            (t.tagged, t.kind is TensorKind.ACTIVATION, len(t.shape) != 4) for t in self.tensors
+            (t.tagged, t.kind is TensorKind.ACTIVATION, t.entry_columns == t.columns)
+            for t in self.tensors
         ]
         # All machines but the GPU keep the order of tagged words for every instruction.
         orders = np.full(len(self.words), TagOrder.KEPT.value)
@@ -572,13 +573,6 @@ def _overlap(one: Region, two: Region) -> bool:
     return one.indexed != two.indexed or all(
         a[0] < b[1] and b[0] < a[1] for a, b in ((one.rows, two.rows), (one.columns, two.columns))
     )
-
-
-def _columns(spec: TensorSpec, indexed: bool) -> int:
-    """Width of the tensor as a region sees it: in a KV cache an indexed row spans all heads."""
-    if indexed and len(spec.shape) == 4:
-        return spec.shape[1] * spec.shape[3]
-    return spec.columns
 
 
 def _article(kind: TensorKind) -> str:
