@@ -21,6 +21,7 @@ from megavm.vm.isa import (
     F32,
     I32,
     Constant,
+    DType,
     Instruction,
     Region,
     TagOrder,
@@ -240,13 +241,13 @@ class Matmul(Instruction):
             yield f"x_rows is {self.x_rows}, expected row_end {self.row_end} without row_index"
         if self.peaks == NONE and self.tile:
             yield f"tile is {self.tile}, expected 0 without peaks"
-        if self.peaks != NONE and not self.may_have_peaks(out):
+        if self.peaks != NONE and not self.may_have_peaks(out.dtype, out.columns):
             yield (
                 f"peaks are of {out.name}, {out.columns} columns of {out.dtype.name}: "
                 "expected fewer than 2^24 of F32"
             )
 
     @staticmethod
-    def may_have_peaks(out: TensorSpec) -> bool:
+    def may_have_peaks(dtype: DType, columns: int) -> bool:
         """Whether float32 holds the results and the numbers of their columns exactly."""
-        return out.dtype is F32 and out.columns < 1 << 24
+        return dtype is F32 and columns < 1 << 24

@@ -2,10 +2,11 @@
 
 ::
 
-    graph ── fuse ── allocate ── lower ── add_barriers ── assign ──> Program ── verify
+    graph ── rewrite ── allocate ── lower ── add_barriers ── assign ──> Program ── verify
 
-fuse.py joins operations that one instruction does, storage.py gives values their tensors, lower.py
-cuts operations into tiles, barriers.py adds the waits and signals, assign.py fills the queues.
+rewrites/ turn operations into those that instructions do, storage.py gives values their tensors,
+lower.py cuts operations into tiles, barriers.py adds the waits and signals, assign.py fills the
+queues.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ import numpy as np
 
 from megavm.scheduler.compiler.assign import assign
 from megavm.scheduler.compiler.barriers import add_barriers
-from megavm.scheduler.compiler.fuse import fuse
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.lower import Tiles, lower
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.compiler.storage import Storage, allocate
 from megavm.vm.program import Program
 from megavm.vm.verify import verify
@@ -61,6 +62,6 @@ def unordered(graph: Graph, options: CompileOptions) -> Program:
 
 
 def _tiles(graph: Graph, options: CompileOptions) -> tuple[list[Tiles], Storage]:
-    operations = fuse(graph, options.fuse_norm)
+    operations = rewrite(graph, options)
     storage = allocate(operations, options)
     return lower(operations, storage, graph.row_count, options), storage

@@ -7,7 +7,8 @@ methods, each of which appends one operation, so the list of operations is in to
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
@@ -27,6 +28,20 @@ class Value:
     dtype: DType
     capacity: int
     spec: TensorSpec | None = None
+
+    @classmethod
+    def of(cls, spec: TensorSpec) -> Value:
+        """The tensor that ``spec`` describes."""
+        return cls(spec.name, spec.rows, spec.columns, spec.dtype, spec.rows, spec)
+
+    @property
+    def memory(self) -> TensorSpec:
+        """Its tensor of memory. Raises ValueError for the result of an operation."""
+        if self.spec is None:
+            raise ValueError(
+                f"{self.name} must be a tensor of memory, not the result of an operation"
+            )
+        return self.spec
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +97,7 @@ class Graph:
 
     def memory(self, spec: TensorSpec) -> Value:
         """The tensor that ``spec`` describes."""
-        return Value(spec.name, spec.rows, spec.columns, spec.dtype, spec.rows, spec)
+        return Value.of(spec)
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: DType) -> Value:
         """A read-only tensor, bound by the host."""
@@ -98,12 +113,12 @@ class Graph:
             "row_sequence": batch.row_sequence,
             "row_position": batch.row_position,
         }
-        return self._append("embed", label, inputs, table.columns, F32)
+        return self.append("embed", label, inputs, table.columns, F32)
 
     def rms_norm(self, label: str, x: Value, gain: Value, eps: float) -> Value:
         """x / rms(x) * gain, in float32: [rows of x, columns of x]."""
         self._fits(label, x, gain.rows, "gain", gain)
-        return self._append(
+        return self.append(
             "rms_norm", label, {"x": x, "gain": gain}, x.columns, F32, {"eps": eps}, like=x
         )
 
@@ -111,7 +126,7 @@ class Graph:
         """The rows of x that the first ``count`` (at most ``rows``) entries of ``index`` name."""
         inputs = {"x": x, "index": index, "count": count}
         like = self._value(f"{label}.rows", rows, x.columns, x.dtype, index.rows)
-        return self._append("gather", label, inputs, x.columns, x.dtype, like=like)
+        return self.append("gather", label, inputs, x.columns, x.dtype, like=like)
 
     def linear(
         self, label: str, x: Value, weight: Value, bias: Value | None = None, dtype: DType = BF16
@@ -119,7 +134,7 @@ class Graph:
         """x . weight^T + bias as ``dtype``: [rows of x, rows of weight]."""
         self._fits(label, x, weight.columns, "weight", weight)
         inputs = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
-        return self._append("linear", label, inputs, weight.rows, dtype, like=x)
+        return self.append("matmul", label, inputs, weight.rows, dtype, like=x)
 
     def add(self, label: str, x: Value, residual: Value) -> Value:
         """x + residual, as the residual's type."""
@@ -129,7 +144,7 @@ class Graph:
                 " cannot be added"
             )
         inputs = {"x": x, "residual": residual}
-        return self._append("add", label, inputs, x.columns, residual.dtype, like=x)
+        return self.append("add", label, inputs, x.columns, residual.dtype, like=x)
 
     def silu_mul(self, label: str, gate: Value, up: Value) -> Value:
         """silu(gate) * up."""
@@ -138,7 +153,7 @@ class Graph:
                 f"{label}: gate is {gate.rows} x {gate.columns}, up {up.rows} x {up.columns}"
             )
         inputs = {"gate": gate, "up": up}
-        return self._append("silu_mul", label, inputs, gate.columns, up.dtype, like=gate)
+        return self.append("silu_mul", label, inputs, gate.columns, up.dtype, like=gate)
 
     def qkv_rope(
         self,
@@ -192,7 +207,7 @@ class Graph:
             "block_table": batch.block_table,
         }
         attributes = {"scale": scale, "context": context}
-        return self._append("attention", label, inputs, q.columns, q.dtype, attributes, like=q)
+        return self.append("attention", label, inputs, q.columns, q.dtype, attributes, like=q)
 
     def sample(self, label: str, logits: Value, batch: Batch) -> None:
         """Choose the next token of every logit row, append it to ``batch.tokens``. See Sample."""
@@ -242,7 +257,7 @@ class Graph:
         self._names.add(name)
         return Value(name, rows, columns, dtype, capacity)
 
-    def _append(
+    def append(
         self,
         kind: str,
         label: str,
@@ -252,11 +267,30 @@ class Graph:
         attributes: Mapping[str, float] | None = None,
         like: Value | None = None,
     ) -> Value:
+        """Append an operation with one result: [rows of ``like``, ``columns``] of type ``dtype``.
+
+        ``kind`` names an instruction whose folder has a lower.py, or an operation that a rewrite
+        joins with others. Without ``like`` the result has the rows of the step.
+        """
         rows, capacity = (like.rows, like.capacity) if like else (self.rows, self.capacity)
         out = self._value(label, rows, columns, dtype, capacity)
         operation = Operation(kind, label, inputs, {"out": out}, dict(attributes or {}))
         self.operations.append(operation)
         return out
+
+
+def readers_of(operations: Iterable[Operation]) -> dict[Value, list[Operation]]:
+    """The operations that read each value."""
+    readers: dict[Value, list[Operation]] = defaultdict(list)
+    for operation in operations:
+        for value in operation.inputs.values():
+            readers[value].append(operation)
+    return readers
+
+
+def producers_of(operations: Iterable[Operation]) -> dict[Value, Operation]:
+    """The operation that makes each value."""
+    return {value: o for o in operations for value in o.outputs.values()}
 
 
 def _replace(

@@ -22,7 +22,7 @@ class CompileOptions:
     ``exchange``: how activations pass from worker to worker: ``barrier`` counters; ``tagged`` words
     for those of at most ``tagged_bytes`` (storage.py); ``heads``: words for what attention reads in
     decode steps, which few workers want, and barriers for the rest. ``fuse_norm``: whether RMSNorm
-    is done by the instructions around it (fuse.py). ``waves``: column tiles per worker and
+    is done by the instructions around it (rewrites/norm.py). ``waves``: column tiles per worker and
     operation; one fat tile each is best for static queues, several let a dynamic queue level out.
     ``column_unit``: column tiles of products begin at multiples of it. ``min_chunk``: least tokens
     of a split of attention. ``part_of_k``: products of longer rows are split into parts of at least

@@ -39,14 +39,15 @@ class Storage:
         self.tensors.append(spec)
         return len(self.tensors) - 1
 
-    def add_tagged(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
-        """The handle of a tagged activation; those of steps of other sizes have other names."""
-        name = f"{name}.tagged{shape[0]}"
-        return self.add(TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True))
-
     def place(self, value: Value, handle: int) -> None:
         """Let ``value`` live in a tensor."""
         self._handles[value] = handle
+
+
+def tagged_spec(name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
+    """A tagged activation; those of steps of other sizes have other names."""
+    name = f"{name}.tagged{shape[0]}"
+    return TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True)
 
 
 def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storage:
@@ -75,7 +76,8 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
                 continue
             if last_use[value] > i and may_be_tagged(operation, value, options):
                 shape = (value.rows, value.columns)
-                storage.place(value, storage.add_tagged(value.name, shape, value.dtype))
+                spec = tagged_spec(value.name, shape, value.dtype)
+                storage.place(value, storage.add(spec))
                 continue
             shape = (value.capacity, value.columns)
             key = (*shape, value.dtype)

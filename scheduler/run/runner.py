@@ -8,8 +8,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
+from megavm.instructions.attention.lower import attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.lower import attention_tiling
 from megavm.scheduler.compiler.options import CompileOptions, Exchange
 from megavm.scheduler.engine.step import Floats, Ints, Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
@@ -322,7 +322,7 @@ def choose_bucket(
     chosen = options(rows)
 
     def splits(tokens: int) -> int:
-        return attention_tiling(rows, config.num_kv_heads, limits.block_size, tokens, chosen)[2]
+        return attention_tiling(rows, config.num_kv_heads, limits.block_size, tokens, chosen).splits
 
     longest = limits.max_model_len
     wanted = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)

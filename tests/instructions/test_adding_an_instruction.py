@@ -56,7 +56,7 @@ def test_the_page_on_adding_an_instruction_works_as_written(tmp_path: Path) -> N
     page = (ROOT / "docs/adding-an-instruction.md").read_text()
     blocks = FILE.findall(page)
     assert [Path(name).name for name, _ in blocks] == [
-        "__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py",
+        "__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py", "lower.py",
     ]  # fmt: skip
     for name, text in blocks:
         (tree / name).parent.mkdir(exist_ok=True)
@@ -71,10 +71,12 @@ def test_the_page_on_adding_an_instruction_works_as_written(tmp_path: Path) -> N
     passed = re.search(r"(\d+) passed", run.stdout)
     assert passed is not None, run.stdout
     assert int(passed[1]) >= 10, run.stdout
-    using = re.search(r"^## Using it$.*?^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert using is not None
-    run = run_installed(using[1], site)
-    assert run.returncode == 0, run.stdout + run.stderr
+    used = FILE.sub("", page[page.index("## Using it") :])
+    uses = re.findall(r"^```python\n(.*?)^```$", used, re.MULTILINE | re.DOTALL)
+    assert len(uses) == 2
+    for code in uses:
+        run = run_installed(code, site)
+        assert run.returncode == 0, run.stdout + run.stderr
 
     # Taken away again, as by a change of branches: the build that is there notices.
     shutil.rmtree(tree / "instructions/scale")

@@ -17,9 +17,9 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import Sample
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.fuse import fuse
 from megavm.scheduler.compiler.graph import Graph, Value
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
@@ -171,18 +171,19 @@ def norm_graph(output: str = "", gains: int = 1, dtype: DType = BF16) -> Graph:
 @pytest.mark.parametrize(
     ("graph", "kinds"),
     [
-        (norm_graph(), ["linear"] * 3),
-        (norm_graph(output="h"), ["linear"] * 3),
-        (norm_graph(output="norm0"), ["linear", "rms_norm", "linear", "linear"]),
-        (norm_graph(gains=2), ["linear", "linear", "linear", "rms_norm", "linear", "linear"]),
-        (norm_graph(dtype=F32), ["linear", "rms_norm", "linear", "linear"]),
-        (mlp_graph(F32, 4), ["rms_norm", "gate_up", "linear"]),
+        (norm_graph(), ["matmul"] * 3),
+        (norm_graph(output="h"), ["matmul"] * 3),
+        (norm_graph(output="norm0"), ["matmul", "rms_norm", "matmul", "matmul"]),
+        (norm_graph(gains=2), ["matmul", "matmul", "matmul", "rms_norm", "matmul", "matmul"]),
+        (norm_graph(dtype=F32), ["matmul", "rms_norm", "matmul", "matmul"]),
+        (mlp_graph(F32, 4), ["rms_norm", "gate_up", "matmul"]),
     ],
     ids=["made", "made and kept", "kept", "twice", "two types", "of memory"],
 )
 def test_a_norm_is_done_by_those_around_it_where_they_can(graph: Graph, kinds: list[str]) -> None:
-    assert [o.kind for o in fuse(graph)] == kinds
-    assert "rms_norm" in [o.kind for o in fuse(graph, False)]
+    assert [o.kind for o in rewrite(graph, CompileOptions(1))] == kinds
+    plain = rewrite(graph, CompileOptions(1, fuse_norm=False))
+    assert "rms_norm" in [o.kind for o in plain]
 
 
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=name_of)

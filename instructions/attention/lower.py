@@ -1,0 +1,81 @@
+"""Attention from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from megavm.instructions.attention import Attention
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.tiling import Lowering, cut
+
+MANY_SPLITS = 8  # from so many on, one split fewer costs less than merges that begin late
+OPERANDS = (
+    *("q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"),
+    *("k_new", "v_new", "out", "partial"),
+)
+
+
+class Tiling(NamedTuple):
+    """How an attention is cut: ``heads`` tiles of KV heads, ``rows`` per tile, ``splits`` of the
+    context, ``chunk`` tokens at a time."""
+
+    heads: int
+    rows: int
+    splits: int
+    chunk: int
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[Attention]:
+    """A tile per range of rows, range of KV heads and split of the context."""
+    q = operation.inputs["q"]
+    kv_heads = operation.inputs["k_cache"].memory.shape[1]
+    tiles = tiling(operation, context.options)
+    handles = context.handles(operation, *OPERANDS)
+    for top in range(0, q.rows, tiles.rows):
+        for begin, end in cut(kv_heads, tiles.heads):
+            for split in range(tiles.splits):
+                yield Attention(
+                    **handles,
+                    row_count=context.row_count,
+                    row_begin=top,
+                    row_end=min(top + tiles.rows, q.rows),
+                    head_begin=begin,
+                    head_end=end,
+                    split=split,
+                    num_splits=tiles.splits,
+                    chunk=tiles.chunk,
+                    context=int(operation.attributes["context"]),
+                    step_rows=q.rows,
+                    scale=operation.attributes["scale"],
+                )
+
+
+def tiling(operation: Operation, options: CompileOptions) -> Tiling:
+    """How an operation is cut."""
+    _, kv_heads, block_size, _ = operation.inputs["k_cache"].memory.shape
+    context = int(operation.attributes["context"])
+    return attention_tiling(operation.inputs["q"].rows, kv_heads, block_size, context, options)
+
+
+def attention_tiling(
+    rows: int, kv_heads: int, block_size: int, context: int, options: CompileOptions
+) -> Tiling:
+    """How an attention of ``rows`` rows over up to ``context`` tokens is cut.
+
+    Heads are cut first: they cost the same, while the rows of a prompt do not. The context is split
+    only when that gives work to workers that would have none, in three pieces or more of at least
+    ``min_chunk`` tokens: two are not worth a merge. Where it costs few of many splits, workers are
+    left free for the merges: those wait there already when the last split ends.
+    """
+    wanted = options.workers * options.waves
+    head_tiles = min(kv_heads, wanted)
+    row_tile = -(-rows // -(-wanted // head_tiles))
+    items = -(-rows // row_tile) * head_tiles
+    most = options.workers // items
+    if most >= MANY_SPLITS:
+        most = (options.workers - items) // items
+    pieces = -(-context // options.min_chunk)
+    splits = max(1, min(most, pieces)) if pieces > 2 else 1
+    return Tiling(head_tiles, row_tile, splits, block_size)

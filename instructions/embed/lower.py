@@ -1,0 +1,33 @@
+"""Embed from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavm.instructions.embed import Embed
+from megavm.instructions.tiles import SCALED
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut
+
+COLUMN_UNIT = 64  # tiles begin at multiples of so many columns
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[Embed]:
+    """A tile per worker: of rows where they are enough, otherwise of columns."""
+    out, workers = operation.outputs["out"], context.options.workers
+    names = ("table", "tokens", "row_sequence", "row_position", "out", *SCALED)
+    handles = context.handles(operation, *names)
+    if out.rows >= workers:
+        tiles = [((0, out.columns), rows) for rows in cut(out.rows, workers)]
+    else:
+        columns = column_tiles(out.columns, COLUMN_UNIT, context.options)
+        tiles = [(part, (0, out.rows)) for part in columns]
+    for columns_of_tile, rows in tiles:
+        yield Embed(
+            **handles,
+            row_count=context.row_count,
+            row_begin=rows[0],
+            row_end=rows[1],
+            column_begin=columns_of_tile[0],
+            column_end=columns_of_tile[1],
+        )

@@ -1,0 +1,77 @@
+"""Matmul from a graph: products of all columns of x, or in parts of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from megavm.instructions.matmul import Matmul
+from megavm.instructions.tiles import SCALED, SQUARES_COLUMNS
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.tiling import Lowering, Range, product_tiles
+
+OPERANDS = ("x", "weight", "bias", "x_squares", "residual", "row_index", "row_count", "out")
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[Matmul]:
+    """A tile per worker; of a product in parts (rewrites/split_k.py), each part has its workers."""
+    handles: dict[str, Any] = {"row_count": context.row_count}
+    handles |= context.handles(operation, *OPERANDS, *SCALED, "addends", "peaks")
+    part: dict[str, Any] = {name: handles[name] for name in ("x", "weight", "row_count")}
+    if "addends" in handles:
+        part["out"] = handles["addends"]
+    gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
+    parts = parts_of(operation)
+    # The first part adds up the others, and comes last, as it waits for them.
+    for number in reversed(range(len(parts))):
+        tiles = tiles_of_part(operation, context.options, number)
+        peaks: dict[Range, int] = {}
+        if number == 0 and "peaks" in handles:
+            peaks = {columns: n for n, columns in enumerate(sorted({c for c, _ in tiles}))}
+        for columns, rows in tiles:
+            yield Matmul(
+                **(part if number else handles),
+                row_begin=rows[0],
+                row_end=rows[1],
+                column_begin=columns[0],
+                column_end=columns[1],
+                part=number,
+                part_k=parts[0][1],
+                x_rows=rows[1] if gathered is None else gathered,
+                tile=peaks.get(columns, 0),
+                eps=operation.attributes.get("eps", 0.0),
+            )
+
+
+def parts_of(operation: Operation) -> list[Range]:
+    """The columns of x that each part multiplies; one part unless the product is split."""
+    k = operation.inputs["weight"].columns
+    step = int(operation.attributes.get("part_k", k))
+    return [(begin, min(begin + step, k)) for begin in range(0, k, step)]
+
+
+def tiles_of_part(
+    operation: Operation, options: CompileOptions, number: int
+) -> list[tuple[Range, Range]]:
+    """(columns, rows) of the tiles of a part of a product."""
+    weight, out = operation.inputs["weight"], operation.outputs["out"]
+    unit = options.column_unit
+    if "out_squares" in operation.outputs:
+        unit = math.lcm(unit, SQUARES_COLUMNS)
+    begin, end = parts_of(operation)[number]
+    # Parts have workers by their share of the columns.
+    first = options.workers * begin // weight.columns
+    last = options.workers * end // weight.columns
+    tiles = product_tiles(
+        out.rows,
+        out.columns,
+        end - begin,
+        weight.dtype.size,
+        unit,
+        1,
+        options,
+        max(1, last - first),
+    )
+    return list(tiles)

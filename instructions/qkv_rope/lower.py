@@ -1,0 +1,35 @@
+"""QkvRope from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavm.instructions.qkv_rope import QkvRope
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.tiling import Lowering, product_tiles
+
+OPERANDS = (
+    *("x", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias", "x_squares"),
+    *("q", "k_new", "v_new", "k_cache", "v_cache"),
+    *("rope", "row_sequence", "row_position", "block_table"),
+)
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[QkvRope]:
+    """A tile of rotation pairs per worker, of queries, keys and values alike."""
+    x, weight = operation.inputs["x"], operation.inputs["q_weight"]
+    pairs = operation.outputs["q"].columns // 2 + operation.inputs["k_weight"].rows
+    handles = context.handles(operation, *OPERANDS)
+    unit = context.options.pair_unit(operation.inputs["rope"].columns)
+    for tile, rows in product_tiles(
+        x.rows, pairs, weight.columns, weight.dtype.size, unit, 2, context.options
+    ):
+        yield QkvRope(
+            **handles,
+            row_count=context.row_count,
+            row_begin=rows[0],
+            row_end=rows[1],
+            pair_begin=tile[0],
+            pair_end=tile[1],
+            eps=operation.attributes.get("eps", 0.0),
+        )

@@ -1,0 +1,22 @@
+"""RmsNorm from a graph, where no other instruction does it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavm.instructions.rms_norm import RmsNorm
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.tiling import Lowering, cut
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[RmsNorm]:
+    """A range of rows per worker."""
+    handles = context.handles(operation, "x", "gain", "out")
+    for begin, end in cut(operation.outputs["out"].rows, context.options.workers):
+        yield RmsNorm(
+            **handles,
+            row_count=context.row_count,
+            row_begin=begin,
+            row_end=end,
+            eps=operation.attributes["eps"],
+        )

@@ -1,0 +1,21 @@
+"""Sample from a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megavm.instructions.sample import Sample
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.tiling import Lowering, cut
+
+OPERANDS = (
+    *("logits", "peaks", "adjusted", "tokens", "sampling_real", "sampling_integer"),
+    *("logit_row", "logit_count", "row_sequence", "row_position"),
+)
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[Sample]:
+    """A range of logit rows per worker."""
+    handles = context.handles(operation, *OPERANDS)
+    for begin, end in cut(operation.inputs["logits"].rows, context.options.workers):
+        yield Sample(**handles, row_begin=begin, row_end=end)

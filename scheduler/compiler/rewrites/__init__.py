@@ -1,0 +1,51 @@
+"""Rewrites: turn the operations of a graph into those that instructions do, one module each.
+
+Every rewrite is a function of operations and compile options, and returns operations in topological
+order. What one decides stands in the operations: new values, inputs, outputs and attributes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megavm.scheduler.compiler.graph import Graph, Operation
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.rewrites.gate_up import join_gate_and_up
+from megavm.scheduler.compiler.rewrites.gather import gather_in_product
+from megavm.scheduler.compiler.rewrites.newest import pass_newest
+from megavm.scheduler.compiler.rewrites.norm import norm_in_neighbours
+from megavm.scheduler.compiler.rewrites.peaks import keep_peaks
+from megavm.scheduler.compiler.rewrites.residual import add_in_product
+from megavm.scheduler.compiler.rewrites.split_context import split_context
+from megavm.scheduler.compiler.rewrites.split_k import split_k
+
+Rewrite = Callable[[list[Operation], CompileOptions], list[Operation]]
+
+REWRITES: tuple[Rewrite, ...] = (
+    join_gate_and_up,
+    add_in_product,
+    gather_in_product,
+    norm_in_neighbours,
+    split_k,
+    keep_peaks,
+    pass_newest,
+    split_context,
+)
+
+
+def rewrite(graph: Graph, options: CompileOptions) -> list[Operation]:
+    """The operations of ``graph`` after all rewrites, in topological order.
+
+    Raises ValueError when an operation that only exists joined with others (add, silu_mul, gather)
+    could not be joined.
+    """
+    operations = list(graph.operations)
+    for step in REWRITES:
+        operations = step(operations, options)
+    for operation in operations:
+        if operation.kind in ("add", "silu_mul", "gather"):
+            raise ValueError(
+                f"{operation.label}: no instruction does {operation.kind} by itself, and the"
+                " operations around it cannot be fused with it"
+            )
+    return operations

@@ -1,0 +1,32 @@
+"""A gather of rows and the products that read them: products that read rows through an index."""
+
+from __future__ import annotations
+
+from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
+from megavm.scheduler.compiler.options import CompileOptions
+
+
+def gather_in_product(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    producers, readers = producers_of(operations), readers_of(operations)
+    fused = {
+        o
+        for o in operations
+        if o.kind == "gather" and all(r.kind == "matmul" for r in readers[o.outputs["out"]])
+    }
+    result: list[Operation] = []
+    for operation in operations:
+        if operation in fused:
+            continue
+        gather = producers.get(operation.inputs["x"]) if operation.kind == "matmul" else None
+        if gather is not None and gather in fused:
+            inputs = {
+                **operation.inputs,
+                "x": gather.inputs["x"],
+                "row_index": gather.inputs["index"],
+                "row_count": gather.inputs["count"],
+            }
+            operation = Operation(
+                "matmul", operation.label, inputs, operation.outputs, operation.attributes
+            )
+        result.append(operation)
+    return result

@@ -1,0 +1,43 @@
+"""A decode step passes its newest keys and values to attention as tagged words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.storage import may_be_tagged, tagged_spec
+from megavm.vm.isa import TensorSpec
+
+
+def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Give qkv_rope of decode steps, and the attention after it, ``k_new`` and ``v_new``.
+
+    Attention then needs nothing of the caches that the step itself writes. Rows of one sequence do
+    need each other's keys and values: those of other steps go through the caches.
+    """
+    newest: dict[TensorSpec | None, dict[str, Value]] = {}  # by the cache of keys
+    result = []
+    for operation in operations:
+        if operation.kind == "qkv_rope" and operation.attributes["decode"]:
+            made = _newest(operation)
+            if all(may_be_tagged(operation, value, options) for value in made.values()):
+                newest[operation.outputs["k_cache"].spec] = made
+                operation = replace(operation, outputs={**operation.outputs, **made})
+        elif operation.kind == "attention":
+            made = newest.get(operation.inputs["k_cache"].spec, {})
+            operation = replace(operation, inputs={**operation.inputs, **made})
+        result.append(operation)
+    return result
+
+
+def _newest(operation: Operation) -> dict[str, Value]:
+    shape = (operation.inputs["x"].rows, operation.inputs["k_weight"].rows)
+    return {
+        f"{part}_new": Value.of(
+            tagged_spec(
+                f"{operation.label}.{part}_new", shape, operation.outputs[f"{part}_cache"].dtype
+            )
+        )
+        for part in "kv"
+    }

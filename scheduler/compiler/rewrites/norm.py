@@ -1,0 +1,65 @@
+"""RMSNorm in the operations around it.
+
+The product or embed that makes the rows also leaves them scaled by the gain, and their squares; the
+products that read them divide by the root of the mean square.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megavm.instructions.tiles import squares_of
+from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.vm.isa import F32, DType
+
+
+def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    if not options.fuse_norm:
+        return operations
+    producers, readers = producers_of(operations), readers_of(operations)
+    norms: dict[Operation, Operation] = {}  # by the operation that makes what is normalised
+    scaled: dict[Value, tuple[Operation, Value, Value]] = {}  # by what the norms would have made
+    for norm in operations:
+        maker = producers.get(norm.inputs["x"]) if norm.kind == "rms_norm" else None
+        if maker is None or maker.kind not in ("matmul", "embed") or maker in norms:
+            continue
+        x, out = norm.inputs["x"], norm.outputs["out"]
+        dtype = _multiplied_with(out, readers[out])
+        if dtype is None or out.spec is not None:
+            continue
+        norms[maker] = norm
+        squares = Value(f"{out.name}.squares", x.rows, squares_of(x.columns), F32, x.capacity)
+        scaled[out] = norm, replace(out, dtype=dtype), squares
+    result: list[Operation] = []
+    for operation in operations:
+        if operation.kind == "rms_norm" and operation.outputs["out"] in scaled:
+            continue
+        if operation in norms:
+            norm = norms[operation]
+            _, out, squares = scaled[norm.outputs["out"]]
+            operation = replace(
+                operation,
+                inputs={**operation.inputs, "out_gain": norm.inputs["gain"]},
+                outputs={**operation.outputs, "out_scaled": out, "out_squares": squares},
+            )
+        if operation.inputs.get("x") in scaled:
+            norm, out, squares = scaled[operation.inputs["x"]]
+            operation = replace(
+                operation,
+                inputs={**operation.inputs, "x": out, "x_squares": squares},
+                attributes={**operation.attributes, **norm.attributes},
+            )
+        result.append(operation)
+    return result
+
+
+def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
+    """The type of all weights that ``readers`` multiply x with; None if one does something else."""
+    weights = {"matmul": "weight", "gate_up": "gate", "qkv_rope": "q_weight"}
+    types = set()
+    for reader in readers:
+        if reader.kind not in weights or reader.inputs["x"] is not x:
+            return None
+        types.add(reader.inputs[weights[reader.kind]].dtype)
+    return types.pop() if len(types) == 1 else None

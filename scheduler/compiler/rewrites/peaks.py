@@ -1,0 +1,38 @@
+"""Products of logits keep the largest of each tile: a greedy choice then reads few words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megavm.instructions.matmul import Matmul
+from megavm.instructions.matmul.lower import tiles_of_part
+from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.vm.isa import F32, TensorKind, TensorSpec
+
+
+def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Give products whose results are sampled, and their samples, ``peaks``.
+
+    ``peaks`` is float32 [rows, 2 * column tiles]: the largest result of a tile and its column.
+    """
+    sampled = {o.inputs["logits"] for o in operations if o.kind == "sample"}
+    peaks: dict[Value, Value] = {}
+    result = []
+    for operation in operations:
+        if operation.kind == "matmul" and _may_have_peaks(operation.outputs["out"], sampled):
+            out = operation.outputs["out"]
+            tiles = {columns for columns, _ in tiles_of_part(operation, options, 0)}
+            shape = (out.rows, 2 * len(tiles))
+            spec = TensorSpec(f"peaks.{shape[0]}x{shape[1]}", shape, F32, TensorKind.ACTIVATION)
+            peaks[out] = Value.of(spec)
+            operation = replace(operation, outputs={**operation.outputs, "peaks": peaks[out]})
+        elif operation.kind == "sample" and operation.inputs["logits"] in peaks:
+            found = peaks[operation.inputs["logits"]]
+            operation = replace(operation, inputs={**operation.inputs, "peaks": found})
+        result.append(operation)
+    return result
+
+
+def _may_have_peaks(out: Value, sampled: set[Value]) -> bool:
+    return out in sampled and Matmul.may_have_peaks(out.dtype, out.columns)

@@ -1,0 +1,43 @@
+"""Attention in splits of the context, which different workers take, and a merge of the splits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megavm.instructions.attention.lower import tiling
+from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.storage import tagged_spec
+from megavm.vm.isa import F32, TensorKind, TensorSpec
+
+
+def split_context(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Turn an attention whose context is split into one with ``partial`` and an attention_merge.
+
+    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. Beside tagged keys and values it is
+    tagged whatever its size: one worker reads each of its words.
+    """
+    result = []
+    for operation in operations:
+        if operation.kind != "attention" or tiling(operation, options).splits == 1:
+            result.append(operation)
+            continue
+        q, tiles = operation.inputs["q"], tiling(operation, options)
+        _, kv_heads, _, head_dim = operation.inputs["k_cache"].memory.shape
+        shape = (q.rows, tiles.splits, q.columns // head_dim, head_dim + 2)
+        name = f"partial.{'x'.join(map(str, shape))}"
+        spec = TensorSpec(name, shape, F32, TensorKind.ACTIVATION)
+        if "k_new" in operation.inputs:
+            spec = tagged_spec(f"{operation.label}.{name}", shape, F32)
+        partial = Value.of(spec)
+        result.append(replace(operation, outputs={"partial": partial}))
+        result.append(
+            Operation(
+                "attention_merge",
+                f"{operation.label}.merge",
+                {"partial": partial},
+                operation.outputs,
+                {"kv_heads": kv_heads, "rows_per_tile": tiles.rows},
+            )
+        )
+    return result

@@ -1,0 +1,44 @@
+"""Products of long rows in parts: different workers multiply different columns of x."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.storage import tagged_spec
+from megavm.vm.config import BLOCK_UNITS, UNIT_ROWS
+from megavm.vm.isa import F32
+
+MOST_PARTS = 8  # the worker that adds parts up holds a pair of each in registers
+SUMMED_COLUMNS = BLOCK_UNITS * UNIT_ROWS  # whose sums a worker of the GPU finishes at a time
+
+
+def split_k(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Give products that are worth splitting ``part_k``, the columns of a part, and ``addends``.
+
+    ``addends`` float32 [rows, (parts - 1) * columns] passes the sums of all parts but the first,
+    which adds them up. It is tagged whatever its size: one worker reads each of its words.
+    """
+    return [_split(o, options) if o.kind == "matmul" else o for o in operations]
+
+
+def _split(operation: Operation, options: CompileOptions) -> Operation:
+    weight, out = operation.inputs["weight"], operation.outputs["out"]
+    width = options.part_of_k
+    if not width or operation.inputs.keys() & {"x_squares", "row_index"}:
+        return operation
+    # No worker gets more than SUMMED_COLUMNS columns of the result: whoever adds up the parts waits
+    # for the others each time that it finishes as many.
+    most = SUMMED_COLUMNS * options.workers // out.columns
+    count = max(1, min(-(-weight.columns // width), most, MOST_PARTS))
+    step = -(-weight.columns // (count * width)) * width
+    others = -(-weight.columns // step) - 1
+    if others == 0:
+        return operation
+    spec = tagged_spec(f"{operation.label}.parts", (out.rows, others * out.columns), F32)
+    return replace(
+        operation,
+        inputs={**operation.inputs, "addends": Value.of(spec)},
+        attributes={**operation.attributes, "part_k": step},
+    )
