@@ -28,13 +28,13 @@ import transformers
 from environment import save
 from llama_cuda import MODELS
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
-from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, rope_table
 from megavm.scheduler.llama.hub import resolve
-from megavm.scheduler.run.runner import Runner, default_options, make_machine, weight_specs
+from megavm.scheduler.run.runner import Runner, make_machine, weight_specs
 from megavm.vm.isa import BF16
 from megavm.vm.memory import Memory
 

@@ -18,13 +18,14 @@ from typing import Any
 
 from environment import save
 from llama_cuda import MODELS
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.run.kernels import compile_kernels, default_limits, kernel_headers
-from megavm.scheduler.run.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import compile_kernel
-from megavm.vm.cuda.machine import ARCHITECTURE, NUM_SMS
 from megavm.vm.isa import BF16
+from megavm.vm.target import TARGETS
 
 LONGEST = 131072  # the context that the shapes without a config.json are taken to have
 
@@ -88,10 +89,10 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
 
 def _start(config: LlamaConfig) -> None:
     limits = default_limits(config)
-    options_for = functools.partial(default_options, "cuda", NUM_SMS)
+    options_for = functools.partial(default_options, "cuda", TARGETS["cuda"].workers)
     bucket = choose_bucket(config, limits, options_for, 1, 1, 1)
     program = compile_bucket(config, limits, BF16, bucket, options_for)
-    if not compile_kernel(program_header(program), ARCHITECTURE).cached:
+    if not compile_kernel(program_header(program), TARGETS["cuda"].architecture).cached:
         raise RuntimeError("the kernel of one token is none of the model's kernels")
 
 

@@ -20,12 +20,13 @@ from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.profiler.environment import describe_machine
 from megavm.profiler.recorder import Recorder
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.llama.hub import resolve
-from megavm.scheduler.run.runner import Runner, default_options, weight_specs
+from megavm.scheduler.run.runner import Runner, weight_specs
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16
 from megavm.vm.memory import Memory

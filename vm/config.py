@@ -5,8 +5,6 @@ Sizes that depend on the program, of its kernel on the GPU, are worked out in cu
 
 from __future__ import annotations
 
-MACHINES = ("cpu", "cuda", "reference")
-
 # Instruction encoding.
 INSTRUCTION_WORDS = 32
 MAX_WAITS = 3

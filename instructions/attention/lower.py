@@ -10,7 +10,6 @@ from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.tiling import Lowering, cut
 
-MANY_SPLITS = 8  # from so many on, one split fewer costs less than merges that begin late
 OPERANDS = (
     *("q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"),
     *("k_new", "v_new", "out", "partial"),
@@ -74,7 +73,7 @@ def attention_tiling(
     row_tile = -(-rows // -(-wanted // head_tiles))
     items = -(-rows // row_tile) * head_tiles
     most = options.workers // items
-    if most >= MANY_SPLITS:
+    if most >= options.target.many_splits:
         most = (options.workers - items) // items
     pieces = -(-context // options.min_chunk)
     splits = max(1, min(most, pieces)) if pieces > 2 else 1

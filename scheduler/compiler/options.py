@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 from megavm.instructions.matmul import PART_COLUMNS
-from megavm.vm.config import MACHINES
+from megavm.vm.target import TARGETS, Target
 
 Assignment = Literal["balanced", "round_robin", "dynamic"]
 Exchange = Literal["barrier", "heads", "tagged"]
@@ -51,8 +51,8 @@ class CompileOptions:
             raise ValueError(
                 f"part_of_k is {self.part_of_k}, expected a multiple of {PART_COLUMNS}"
             )
-        if self.machine not in MACHINES:
-            raise ValueError(f"machine {self.machine!r} is not {', '.join(MACHINES)}")
+        if self.machine not in TARGETS:
+            raise ValueError(f"machine {self.machine!r} is not {', '.join(TARGETS)}")
         if self.column_unit % 2:
             raise ValueError(f"column_unit is {self.column_unit}, expected an even number")
         if self.assignment not in ("balanced", "round_robin", "dynamic"):
@@ -62,6 +62,25 @@ class CompileOptions:
         if self.exchange not in ("barrier", "heads", "tagged"):
             raise ValueError(f"exchange {self.exchange!r} is not barrier, heads or tagged")
 
+    @property
+    def target(self) -> Target:
+        """The machine that the program is for."""
+        return TARGETS[self.machine]
+
     def pair_unit(self, head_dim: int) -> int:
         """Rotation pairs that tiles of QkvRope begin at multiples of: they divide half a head."""
         return math.gcd(head_dim // 2, self.column_unit // 2)
+
+
+def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
+    """How steps of up to ``rows`` rows are compiled for a machine."""
+    target = TARGETS[machine]
+    exchange = target.row_exchange if rows == 1 else target.rows_exchange
+    return CompileOptions(
+        workers,
+        machine=machine,
+        exchange=cast(Exchange, exchange),
+        column_unit=target.column_unit,
+        min_chunk=target.min_chunk,
+        part_of_k=target.part_of_k if 1 < rows <= target.parted_rows else 0,
+    )

@@ -15,12 +15,10 @@ from megavm.scheduler.compiler.graph import Batch, Graph, Value
 from megavm.scheduler.llama.config import LlamaConfig, rope_inverse_frequencies
 from megavm.vm.isa import F32, I32, DType, TensorKind, TensorSpec
 
-# The sizes of steps and KV blocks where nothing else is asked for.
+# The sizes of steps where nothing else is asked for.
 MAX_NUM_SEQS = 16
 MAX_NUM_BATCHED_TOKENS = 512
 MAX_LOGIT_ROWS = 64
-BLOCK_SIZE = 16
-GPU_BLOCK_SIZE = 64
 
 
 @dataclass(frozen=True)

@@ -8,17 +8,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.options import Assignment, Exchange
+from megavm.scheduler.compiler.options import Assignment, Exchange, default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
-from megavm.scheduler.llama.graph import BLOCK_SIZE, GPU_BLOCK_SIZE, Bucket, Limits, llama_graph
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.hub import resolve
-from megavm.scheduler.run.runner import choose_dtype, choose_machine, default_options, make_machine
+from megavm.scheduler.run.runner import choose_dtype, choose_machine, make_machine
 from megavm.vm.alike import find_alike
 from megavm.vm.codegen import specialisation
 from megavm.vm.config import PAGE_BYTES, WORKING_BYTES
-from megavm.vm.cuda.machine import NUM_SMS, reason_unavailable
+from megavm.vm.cuda.machine import reason_unavailable
 from megavm.vm.cuda.memory import kernel_memory
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 from megavm.vm.verify import verify as verify_program
 
 DEFAULT_CONTEXT = 1024
@@ -63,11 +64,11 @@ def describe_program(
     name = choose_machine(machine)
     if workers is None:
         absent = name == "cuda" and reason_unavailable() is not None
-        workers = NUM_SMS if absent else make_machine(name)[1]
+        workers = TARGETS["cuda"].workers if absent else make_machine(name)[1]
     options = replace(default_options(name, workers, rows), assignment=assignment)
     if exchange is not None:
         options = replace(options, exchange=exchange)
-    block_size = GPU_BLOCK_SIZE if name == "cuda" else BLOCK_SIZE
+    block_size = options.target.block_size
     blocks = sequences * -(-context // block_size)
     limits = Limits(sequences, context, rows, sequences, blocks, block_size)
     bucket = Bucket(rows, sequences, context, decode=rows == sequences)

@@ -7,20 +7,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from megavm.scheduler.compiler.compile import unordered
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
-    GPU_BLOCK_SIZE,
     MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
     Limits,
     llama_graph,
 )
-from megavm.scheduler.run.runner import choose_bucket, default_options
+from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import Kernel, compile_kernel
-from megavm.vm.cuda.machine import ARCHITECTURE, NUM_SMS
 from megavm.vm.isa import DType
+from megavm.vm.target import TARGETS
 
 
 @dataclass(frozen=True)
@@ -34,18 +34,19 @@ class ModelKernel:
 def default_limits(config: LlamaConfig) -> Limits:
     """The sizes of LLM on a GPU, with room for one sequence of the longest context."""
     length = config.max_position_embeddings
+    block_size = TARGETS["cuda"].block_size
     return Limits(
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=length,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_logit_rows=MAX_LOGIT_ROWS,
-        num_blocks=-(-length // GPU_BLOCK_SIZE),
-        block_size=GPU_BLOCK_SIZE,
+        num_blocks=-(-length // block_size),
+        block_size=block_size,
     )
 
 
 def kernel_headers(
-    config: LlamaConfig, dtype: DType, workers: int = NUM_SMS, trace: bool = False
+    config: LlamaConfig, dtype: DType, workers: int = TARGETS["cuda"].workers, trace: bool = False
 ) -> dict[str, tuple[int, ...]]:
     """What the kernels of a model are compiled for, each with the rows of the steps it runs."""
     # All layers are alike, and the kernels know nothing of their number.
@@ -74,8 +75,8 @@ def compile_kernels(
     config: LlamaConfig,
     dtype: DType,
     *,
-    architecture: str = ARCHITECTURE,
-    workers: int = NUM_SMS,
+    architecture: str = TARGETS["cuda"].architecture,
+    workers: int = TARGETS["cuda"].workers,
     report: Callable[[str], None] | None = None,
 ) -> list[ModelKernel]:
     """Compile the kernels of a model, or find them in the cache.

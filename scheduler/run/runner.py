@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING, cast
 
 from megavm.instructions.attention.lower import attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.options import CompileOptions, Exchange
+from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Floats, Ints, Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, rope_table, step_tensors
-from megavm.vm.config import MAX_GROUP_ROWS, PAGE_BYTES, ROWS_CHUNK_PAGES, UNIT_ROWS
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
@@ -77,22 +76,6 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
     from megavm.vm.cores import physical_cores
 
     return CpuMachine(), workers or physical_cores()
-
-
-# A step of several rows reads so much input that workers share products of long rows: each reads
-# but a part. The kernel takes parts of so many columns, and so many rows, at once.
-PART_OF_K = ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size
-MOST_PARTED_ROWS = MAX_GROUP_ROWS
-
-
-def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
-    """How steps of up to ``rows`` rows are compiled for a machine."""
-    options = CompileOptions(workers, machine=machine)
-    if machine != "cuda":
-        return options
-    exchange: Exchange = "tagged" if rows == 1 else "heads"
-    part_of_k = PART_OF_K if 1 < rows <= MOST_PARTED_ROWS else 0
-    return replace(options, exchange=exchange, column_unit=UNIT_ROWS, part_of_k=part_of_k)
 
 
 class Runner:

@@ -19,9 +19,9 @@ from typing import Any, Final
 
 import megavm
 from megavm.vm.cores import physical_cores
+from megavm.vm.target import TARGETS
 
 EXTENSION: Final = "megavm.vm._native"
-COMPUTE_CAPABILITY: Final = (9, 0)
 
 # The extensions of the instruction set that the CPU machine can use, as /proc/cpuinfo spells them.
 _ISA_FLAGS: Final = (
@@ -313,7 +313,9 @@ def _missing_for_cuda(torch: dict[str, Any], gpu: dict[str, Any]) -> list[str]:
         missing.append(f"{sys.platform} is not supported, Linux is")
     if not gpu["devices"]:
         missing.append(gpu["error"] or "no NVIDIA GPU")
-    elif not any(_capability(device) == COMPUTE_CAPABILITY for device in gpu["devices"]):
+    elif not any(
+        _capability(device) == TARGETS["cuda"].compute_capability for device in gpu["devices"]
+    ):
         names = ", ".join(device["name"] for device in gpu["devices"])
         missing.append(f"{names} is not of compute capability 9.0 (Hopper)")
     if torch["available"] and torch["cuda"] is None:

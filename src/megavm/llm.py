@@ -33,8 +33,6 @@ from megavm.scheduler.engine.sequence import Delta, Request
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
-    BLOCK_SIZE,
-    GPU_BLOCK_SIZE,
     MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
     MAX_NUM_SEQS,
@@ -44,13 +42,13 @@ from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.runner import Progress, Runner, choose_dtype, choose_machine
 from megavm.tokenizer import Message, StreamDecoder, Tokenizer
 from megavm.vm.cuda import machine as cuda_machine
+from megavm.vm.target import TARGETS
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 DECODER_CONTEXT: Final = 16  # tokens of the prompt that its decoders are shown
 MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
 GPU_KV_FRACTION: Final = 0.85  # of what the weights leave of a GPU's memory
-GPU_STEPS_PER_LAUNCH: Final = 8
 
 
 class LLM:
@@ -126,11 +124,11 @@ class LLM:
         self.checkpoint.check()
         config = self.checkpoint.config
         machine_name = choose_machine(machine)
-        on_gpu = machine_name == "cuda"
+        on_gpu, target = machine_name == "cuda", TARGETS[machine_name]
         if block_size is None:
-            block_size = GPU_BLOCK_SIZE if on_gpu else BLOCK_SIZE
+            block_size = target.block_size
         if steps_per_launch is None:
-            steps_per_launch = GPU_STEPS_PER_LAUNCH if on_gpu else 1
+            steps_per_launch = target.steps_per_launch
         itemsize = choose_dtype(config, dtype).size
         self.max_model_len, blocks = _kv_sizes(
             config,

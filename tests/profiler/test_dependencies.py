@@ -12,9 +12,10 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.noop import Noop
 from megavm.profiler.dependencies import trace_program
 from megavm.profiler.trace import BARRIER, TAGGED, TraceProgram
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
-from megavm.scheduler.run.runner import compile_bucket, default_options
+from megavm.scheduler.run.runner import compile_bucket
 from megavm.vm.isa import BF16, F32, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program
 

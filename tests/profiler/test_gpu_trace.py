@@ -18,7 +18,7 @@ from megavm.profiler.slices import lanes
 from megavm.profiler.trace import Trace
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
-from megavm.scheduler.run.runner import default_options
+from megavm.scheduler.compiler.options import default_options
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16, F32, TensorKind
 from megavm.vm.memory import Memory

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run.inspect import describe_program
-from megavm.scheduler.run.runner import Runner, choose_machine, default_options, make_machine
+from megavm.scheduler.run.runner import Runner, choose_machine, make_machine
 from megavm.vm.program import Program
 
 LIMITS = Limits(

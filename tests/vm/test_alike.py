@@ -6,11 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.kernels import default_limits
-from megavm.scheduler.run.runner import compile_bucket, default_options
+from megavm.scheduler.run.runner import compile_bucket
 from megavm.vm.alike import accesses, figures
 from megavm.vm.isa import BF16, Instruction
 from megavm.vm.program import Program

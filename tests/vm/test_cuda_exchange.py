@@ -7,9 +7,9 @@ import pytest
 
 from megavm.instructions.copy import Copy
 from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
-from megavm.scheduler.run.runner import default_options
 from megavm.vm.alike import tag_orders
 from megavm.vm.config import HEADER_WORDS, NONE
 from megavm.vm.cuda.exchange import FAR_TAG, make_exchanges

@@ -11,17 +11,18 @@ import numpy as np
 import pytest
 
 from megavm.instructions import instruction_set
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
-from megavm.scheduler.run.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.config import THREADS
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
-from megavm.vm.cuda.machine import NUM_SMS
 from megavm.vm.isa import BF16, F32
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 
 MAX_REGISTERS = 65536 // THREADS // 8 * 8  # what a thread may have before roles share them out anew
 MAX_CUBIN = 1 << 20
@@ -84,7 +85,7 @@ def test_the_steps_of_a_model_have_its_kernels(model: str) -> None:
     headers = kernel_headers(config, dtype)
     two = replace(config, num_layers=2)
     limits = default_limits(two)
-    options_for = functools.partial(default_options, "cuda", NUM_SMS)
+    options_for = functools.partial(default_options, "cuda", TARGETS["cuda"].workers)
     for rows, logit_rows, context, decode in (
         (1, 1, 200, False),
         (1, 1, config.max_position_embeddings, False),

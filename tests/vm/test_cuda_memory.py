@@ -12,15 +12,16 @@ from megavm.instructions.attention.examples import FAST, Case
 from megavm.instructions.attention.examples import example as attention_example
 from megavm.instructions.matmul.examples import Case as Product
 from megavm.instructions.matmul.examples import example as product_example
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.run.kernels import default_limits
-from megavm.scheduler.run.runner import choose_bucket, compile_bucket, default_options
+from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header, specialisation
 from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SCRATCH_BYTES, SHARED_BYTES
 from megavm.vm.cuda.compiler import CompileError, compile_kernel
-from megavm.vm.cuda.machine import NUM_SMS
 from megavm.vm.cuda.memory import KernelMemory, kernel_memory
 from megavm.vm.isa import BF16
+from megavm.vm.target import TARGETS
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,
@@ -36,7 +37,7 @@ LLAMA_8B = LlamaConfig(
 
 def memory_of(config: LlamaConfig, rows: int) -> KernelMemory:
     limits = default_limits(config)
-    options_for = functools.partial(default_options, "cuda", NUM_SMS)
+    options_for = functools.partial(default_options, "cuda", TARGETS["cuda"].workers)
     bucket = choose_bucket(config, limits, options_for, rows, rows, 1000, decode=True)
     program = compile_bucket(config, limits, BF16, bucket, options_for)
     return kernel_memory(specialisation(program.instructions, program.tensors).common)

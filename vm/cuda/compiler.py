@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megavm.vm import codegen
+from megavm.vm.target import TARGETS
 
 ROOT = (
     Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ def reason_unavailable() -> str | None:
 
 def compile_kernel(
     program_header: str,
-    architecture: str = "sm_90a",
+    architecture: str = TARGETS["cuda"].architecture,
     options: CompilerOptions | None = None,
     *,
     report: Report | None = None,

@@ -23,10 +23,9 @@ from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 
-CAPABILITY = (9, 0)
-ARCHITECTURE = "sm_90a"
-NUM_SMS = 132  # of an H100 or H200, for programs that are compiled where there is none
+TARGET = TARGETS["cuda"]
 BARRIER_WORDS = 32  # kBarrierStride of cuda/launch.cuh
 RECORD_WORDS = 8  # of a FaultRecord
 # The events of an instruction by the profiler's names, in the order of cuda/trace.cuh.
@@ -89,7 +88,7 @@ def reason_unavailable(device: int = 0) -> str | None:
     if device >= torch.cuda.device_count():
         return f"there is no GPU {device}, torch sees {torch.cuda.device_count()}"
     capability = torch.cuda.get_device_capability(device)
-    if capability != CAPABILITY:
+    if capability != TARGET.compute_capability:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {capability[0]}.{capability[1]}, the kernels are for 9.0"
     return cuda_compiler.reason_unavailable()
@@ -236,7 +235,7 @@ class CudaMachine:
         )
         if header not in self._functions:
             kernel = cuda_compiler.compile_kernel(
-                header, ARCHITECTURE, report=self.report, root=self.root
+                header, TARGET.architecture, report=self.report, root=self.root
             )
             self._functions[header] = self._driver.function(kernel.cubin)
         return self._functions[header]

@@ -31,7 +31,6 @@ from megavm.vm.codegen import specialisation
 from megavm.vm.config import (
     HEADER_WORDS,
     INSTRUCTION_WORDS,
-    MACHINES,
     MAX_WAITS,
     MIN_PAGES,
     NONE,
@@ -49,6 +48,7 @@ from megavm.vm.isa import (
     TensorSpec,
 )
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 
 MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake
 MAX_ELEMENTS = 1 << 48  # of a tensor, likewise
@@ -92,8 +92,8 @@ def verify(program: Program, machine: str = "reference") -> None:
     Raises VerificationError, with one sentence that names instruction, field and values; ValueError when
     the machine is unknown.
     """
-    if machine not in MACHINES:
-        raise ValueError(f"machine {machine!r} is unknown: expected {', '.join(MACHINES)}")
+    if machine not in TARGETS:
+        raise ValueError(f"machine {machine!r} is unknown: expected {', '.join(TARGETS)}")
     _Verifier(program, machine).verify()
 
 

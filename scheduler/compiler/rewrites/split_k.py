@@ -7,11 +7,7 @@ from dataclasses import replace
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
-from megavm.vm.config import BLOCK_UNITS, UNIT_ROWS
 from megavm.vm.isa import F32
-
-MOST_PARTS = 8  # the worker that adds parts up holds a pair of each in registers
-SUMMED_COLUMNS = BLOCK_UNITS * UNIT_ROWS  # whose sums a worker of the GPU finishes at a time
 
 
 def split_k(operations: list[Operation], options: CompileOptions) -> list[Operation]:
@@ -28,10 +24,9 @@ def _split(operation: Operation, options: CompileOptions) -> Operation:
     width = options.part_of_k
     if not width or operation.inputs.keys() & {"x_squares", "row_index"}:
         return operation
-    # No worker gets more than SUMMED_COLUMNS columns of the result: whoever adds up the parts waits
-    # for the others each time that it finishes as many.
-    most = SUMMED_COLUMNS * options.workers // out.columns
-    count = max(1, min(-(-weight.columns // width), most, MOST_PARTS))
+    target = options.target
+    most = target.summed_columns * options.workers // out.columns
+    count = max(1, min(-(-weight.columns // width), most, target.most_parts))
     step = -(-weight.columns // (count * width)) * width
     others = -(-weight.columns // step) - 1
     if others == 0:

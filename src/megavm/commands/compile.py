@@ -55,6 +55,7 @@ def _target(architecture: str | None, workers: int | None) -> tuple[str, int]:
     Raises ValueError when none is there and none was given.
     """
     from megavm.vm.cuda import machine as cuda_machine
+    from megavm.vm.target import TARGETS
 
     reason = cuda_machine.reason_unavailable()
     if reason is None:
@@ -63,7 +64,7 @@ def _target(architecture: str | None, workers: int | None) -> tuple[str, int]:
         workers = workers or torch.cuda.get_device_properties(0).multi_processor_count
     elif architecture is None:
         raise ValueError(f"there is no GPU to compile for ({reason}): give --arch sm_90a")
-    return architecture or cuda_machine.ARCHITECTURE, workers or cuda_machine.NUM_SMS
+    return architecture or TARGETS["cuda"].architecture, workers or TARGETS["cuda"].workers
 
 
 def _facts(rows: tuple[int, ...], kernel: Any) -> dict[str, Any]:
