@@ -1,4 +1,4 @@
-"""The compiled module: vm/cpu/bindings.cpp and vm/verify/happens_before.cpp."""
+"""The compiled module: vm/cpu/bindings.cpp and vm/verify/bindings.cpp."""
 
 from collections.abc import Sequence
 

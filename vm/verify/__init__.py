@@ -12,7 +12,7 @@
    within a step and from step to step; activations are written before they are read. (What a step reads
    of the rows that earlier steps wrote is ordered after those, and conflicts with nothing else.)
 
-The second and third are happens_before.cpp; its header states the model, and why two steps are enough.
+C++ checks the second and third; happens_before.hpp states the model, and why two steps are enough.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@
 #include <optional>
 #include <vector>
 
-namespace megavm {
+namespace megavm::verify {
 
 struct WaitFor {
   std::int32_t barrier;  // -1: unused
@@ -123,4 +123,4 @@ struct Analysis {
 // Throws std::length_error when the program is beyond the limits of the analysis.
 Analysis analyse(const ProgramView& program);
 
-}  // namespace megavm
+}  // namespace megavm::verify
