@@ -1,0 +1,100 @@
+"""The verifier is fast on large programs, bounded on any, and checks the arrays that C++ receives."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from llama_decode import llama
+
+from megavm.instructions.copy import Copy
+from megavm.vm import _native
+from megavm.vm.isa import F32, TensorKind, TensorSpec
+from megavm.vm.program import Program
+from megavm.vm.verify import VerificationError, verify
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("tagged", [False, True], ids=["barriers", "tagged"])
+def test_a_program_of_32_layers_for_132_workers_verifies_in_two_seconds(
+    tagged: bool, dynamic: bool
+) -> None:
+    large = llama(32, 132, tagged, dynamic)
+    assert len(large) > 22_000
+    begin = time.process_time()
+    verify(large)
+    assert time.process_time() - begin < 2
+
+
+def test_a_program_that_cuts_a_tensor_too_finely_is_refused_in_bounded_memory() -> None:
+    size = 3000
+    tensors = [
+        TensorSpec("a", (size, size), F32, TensorKind.STATE),
+        TensorSpec("b", (size, size), F32, TensorKind.STATE),
+    ]
+    copies = [
+        Copy(
+            x=0,
+            out=1,
+            x_row=i,
+            x_column=i,
+            row_begin=i,
+            row_end=i + 1,
+            column_begin=i,
+            column_end=i + 1,
+        )
+        for i in range(size)
+    ]
+    diagonal = Program.build(tensors, copies, [range(size)])
+    with pytest.raises(VerificationError, match=r"cut its tensors into 1\d{7} cells") as raised:
+        verify(diagonal)
+    assert raised.value.rule == "limit"
+
+
+GOOD: dict[str, Any] = {
+    "barriers": 2,
+    "dynamic": False,
+    "queues": np.array([0, 1], np.int32),
+    "lengths": np.array([1, 1], np.int64),
+    "waits": np.array([[[1, 0], [-1, 0], [-1, 0]], [[0, 1], [-1, 0], [-1, 0]]], np.int64),
+    "signals": np.array([0, 1], np.int64),
+    "orders": np.zeros((2, 2), bool),
+    "accesses": np.array([[0, 0, 0, 1, 0, 8, 1, 0, 0], [1, 0, 0, 1, 0, 8, 0, 0, 0]], np.int64),
+    "traits": np.array([[False, True, True]]),
+}
+
+
+def changed(name: str, place: tuple[int, ...], value: int) -> npt.NDArray[Any]:
+    array: npt.NDArray[Any] = GOOD[name].copy()
+    array[place] = value
+    return array
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("queues", (0,), 2),
+        ("queues", (0,), -1),
+        ("queues", (0,), 1),
+        ("lengths", (0,), 2),
+        ("lengths", (0,), -1),
+        ("waits", (1, 0, 0), 2),
+        ("waits", (1, 0, 1), 2),
+        ("waits", (1, 0, 1), -1),
+        ("signals", (0,), 2),
+        ("signals", (0,), -2),
+        ("accesses", (0, 0), 2),
+        ("accesses", (1, 0), -1),
+        ("accesses", (0, 1), 1),
+        ("accesses", (0, 1), -1),
+        ("accesses", (0, 2), 1),
+        ("accesses", (0, 4), -1),
+    ],
+)
+def test_the_analysis_checks_its_arrays(name: str, place: tuple[int, ...], value: int) -> None:
+    assert _native.analyse(**GOOD) == (None, False)
+    with pytest.raises(ValueError, match=r"queue|signal|wait|access"):
+        _native.analyse(**GOOD | {name: changed(name, place, value)})

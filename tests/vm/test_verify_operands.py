@@ -1,0 +1,95 @@
+"""The verifier refuses operands that kernels cannot read or write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from copy_programs import ACTIVATION, STATE, WEIGHT, copy, edit, fault
+from gathered_product import GATHERED, gathered
+from llama_decode import llama
+
+from megavm.instructions.copy import Copy
+from megavm.instructions.matmul import Matmul
+from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.rms_norm import RmsNorm
+from megavm.vm.isa import F32, TensorSpec
+from megavm.vm.program import Program
+from megavm.vm.verify import verify
+
+
+def test_a_tagged_weight_is_refused() -> None:
+    verify(gathered())
+    assert fault(gathered(w={"kind": ACTIVATION, "tagged": True})) == (
+        "instruction 0 (matmul): weight is w, which is tagged: "
+        "kernels read and write no tags of this operand"
+    )
+
+
+def test_an_index_that_is_a_matrix_is_refused() -> None:
+    assert fault(gathered(ids={"shape": (4, 2)})) == (
+        "instruction 0 (matmul): row_index is ids of shape (4, 2), expected [rows]"
+    )
+
+
+def test_a_weight_that_an_instruction_of_the_program_writes_is_refused() -> None:
+    # The order of a queue does not help: the GPU's loader runs ahead of it.
+    text = fault(gathered(copy(4, 1)))
+    assert text == (
+        "instruction 0 (matmul): weight is w, which instruction 1 (copy) writes, "
+        "but kernels read this operand before all waits"
+    )
+    verify(gathered(copy(1, 2, rows=(1, 2))))
+
+
+def test_an_instruction_must_not_write_its_own_weight() -> None:
+    tensors = [replace(t, shape=(8, 8)) if len(t.shape) == 2 else t for t in GATHERED.values()]
+    words = gathered().words.copy()
+    words[0, 8 + [f.name for f in Matmul.fields].index("out")] = 1
+    assert fault(replace(gathered(), tensors=tuple(tensors), words=words)) == (
+        "instruction 0 (matmul): weight is w, which it writes itself, "
+        "but kernels read this operand before all waits"
+    )
+
+
+def test_an_instruction_must_not_write_a_place_twice() -> None:
+    whole = llama(1, 2)
+    qkv = int(np.flatnonzero(whole.words[:, 0] == QkvRope.opcode)[-1])
+    names = [f.name for f in QkvRope.fields]
+    keys = int(whole.words[qkv, 8 + names.index("k_cache")])
+    text = fault(edit(whole, qkv, 8 + names.index("v_cache"), keys))
+    assert text == (
+        f"instruction {qkv} (qkv_rope, layers.0.qkv): writes parts of layers.0.k_cache twice, "
+        "in no particular order"
+    )
+
+
+def test_a_tile_may_be_computed_in_place_and_nothing_else_of_its_tensor() -> None:
+    state = TensorSpec("x", (4, 1), F32, STATE)
+
+    def shifted(rows: int) -> Program:
+        inst = Copy(
+            x=0,
+            out=0,
+            x_row=0,
+            x_column=0,
+            row_begin=rows,
+            row_end=4,
+            column_begin=0,
+            column_end=1,
+        )
+        return Program.build([state], [inst], [[0]])
+
+    verify(shifted(0))
+    # All rows read before any is written give [0, 0, 1, 2]; copying row by row leaves zeros.
+    text = fault(shifted(1))
+    assert text == (
+        "instruction 0 (copy): reads rows [0, 3) columns [0, 1) of x by one operand and writes some of "
+        "them by another, in no particular order"
+    )
+
+
+def test_rows_are_not_normalised_in_place() -> None:
+    tensors = [TensorSpec("x", (1, 8), F32, STATE), TensorSpec("gain", (8,), F32, WEIGHT)]
+    norm = RmsNorm(x=0, gain=1, out=0, row_begin=0, row_end=1, eps=0.0)
+    assert "x and out are the same tensor" in fault(Program.build(tensors, [norm], [[0]]))
