@@ -2,15 +2,15 @@
 
 ``verify`` checks, in this order:
 
-1. *Form.* Header and operand words, handles and their types, queues, what instructions say about their
-   operands, tiles inside tensors, writes only where writing is allowed; and the machine: on the CPU the
-   working memory of every instruction, on the GPU scratch, one kernel and one layout of each tensor
-   for all of the program.
-2. *Progress.* Every tagged word that is read has one writer in a step; no deadlock: static queues under
-   their order, a dynamic queue with any number of workers.
-3. *Order.* Any two accesses to overlapping regions, one of them a write, are ordered in every execution,
-   within a step and from step to step; activations are written before they are read. (What a step reads
-   of the rows that earlier steps wrote is ordered after those, and conflicts with nothing else.)
+1. *Form.* Header and operand words, tensor handles and types, queues, and each instruction's own checks
+   of its operands; every tile lies inside its tensor; no instruction writes a weight or an input. On
+   the CPU, every instruction fits into the working memory. On the GPU, it fits into scratch, and the
+   program needs one kernel and one layout of each tensor.
+2. *Progress.* Every tagged word that is read has one writer in a step. The program does not deadlock: with
+   static queues in their order, with a dynamic queue for any number of workers.
+3. *Order.* Every execution orders any two accesses to overlapping regions if one is a write, within a
+   step and from step to step. Activations are written before they are read. (A read of rows that
+   earlier steps wrote is ordered after those writes, and conflicts with no other.)
 
 C++ checks the second and third; happens_before.hpp states the model, and why two steps are enough.
 """
@@ -51,19 +51,19 @@ from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
 
 MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake
-MAX_ELEMENTS = 1 << 48  # of a tensor, likewise
+MAX_ELEMENTS = 1 << 48  # elements of a tensor, likewise
 
 Ints = npt.NDArray[np.int64]
 
-_WEAKER = (TagOrder.READS_LATE, TagOrder.WRITES_EARLY)  # of which less is known
+_WEAKER = (TagOrder.READS_LATE, TagOrder.WRITES_EARLY)  # orders with fewer guarantees than KEPT
 
 
 class VerificationError(ValueError):
-    """A program that must not be launched, and why, in one sentence.
+    """A program must not be launched; the message is one sentence that says why.
 
     ``rule`` is "form", "deadlock", "unordered", "unwritten", "tag_unreachable", "tag_ambiguous", or "limit":
     the program is too large to be analysed.
-    ``accesses`` are the ones at fault, in the order in which they came in the execution that was looked at.
+    ``accesses`` are the accesses at fault, in the order of the execution that was analysed.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Access:
 def verify(program: Program, machine: str = "reference") -> None:
     """Return if the program may be launched on a machine, for any number of steps.
 
-    ``machine``: "cpu", "cuda", or "reference", which runs all that is well-formed.
+    ``machine``: "cpu", "cuda", or "reference", which runs every well-formed program.
 
     Raises VerificationError, with one sentence that names instruction, field and values; ValueError when
     the machine is unknown.
@@ -103,7 +103,7 @@ class _Verifier:
         self.machine = machine
         self.tensors = program.tensors
         self.words = program.words
-        # A tensor of each form, and the form of every tensor; behind them that of none.
+        # One tensor of each form, and the form of every tensor; the last entry stands for no tensor.
         forms = {(t.dtype, t.tagged, len(t.shape)): t for t in self.tensors}
         self._forms = list(forms.values())
         numbers = {form: number for number, form in enumerate(forms)}
@@ -128,7 +128,7 @@ class _Verifier:
         return f"instruction {instruction} ({cls.name()}{f', {label}' if label else ''})"
 
     def _place(self, instruction: int) -> str:
-        """The same, with the worker that runs it."""
+        """``_name``, with the worker of a static queue."""
         if self.program.dynamic:
             return self._name(instruction)
         return f"{self._name(instruction)} on worker {self.program.worker_of()[instruction]}"
@@ -265,7 +265,7 @@ class _Verifier:
             self._fail(
                 numbers[row], f"{field.name} is tensor {values[row]}, the program has {count}"
             )
-        # Of operands that name tensors of one form, all are right or none is.
+        # A field accepts either all tensors of one form or none.
         fits = np.array([*(_misfit(field, spec) == "" for spec in self._forms), True])
         for row in np.flatnonzero(~fits[self._form_of[np.where(values == NONE, count, values)]])[
             :1
@@ -273,7 +273,7 @@ class _Verifier:
             self._fail(numbers[row], _misfit(field, self.tensors[int(values[row])]))
 
     def _check_constants(self, accesses: Ints) -> None:
-        """No instruction writes what others read as if it were constant."""
+        """No instruction writes a tensor that kernels read before all waits."""
         written = np.zeros(len(self.tensors) + 1, bool)
         written[accesses[accesses[:, 6] != 0, 1]] = True
         for cls, numbers in self._by_class():
@@ -298,19 +298,19 @@ class _Verifier:
                 )
 
     def _by_class(self) -> Iterator[tuple[type[Instruction], Ints]]:
-        """The kinds of instructions that there are, and the numbers of each."""
+        """The instruction classes that occur in the program, and the numbers of their instructions."""
         for opcode, cls in instruction_set().items():
             numbers = np.flatnonzero(self.words[:, 0] == opcode)
             if len(numbers):
                 yield cls, numbers
 
-    # What instructions declare. Layers repeat the same tiles on tensors of the same shapes, and a
-    # declaration depends on nothing else: one of each kind is asked.
+    # Declared accesses. Layers repeat the same tiles on tensors of the same shapes, and a declaration
+    # depends on nothing else, so one instruction of each kind is asked.
 
     def _declared_accesses(self) -> Ints:
         """Rows (instruction, tensor, rows, columns, write, indexed, earlier), sorted by instruction.
 
-        Of tensors that instructions may write.
+        They include only accesses to tensors that instructions may write.
         """
         for cls, numbers in self._by_class():
             self._check_operands(cls, numbers)
@@ -351,9 +351,9 @@ class _Verifier:
     def _check_in_place(
         self, number: int, regions: Sequence[tuple[Region, bool]], handles: Sequence[int]
     ) -> None:
-        """An operand is written where another one of the instruction is read only if it is the same tile.
+        """A tile that one operand reads and a tile that another writes are equal or do not overlap.
 
-        Kernels go over a tile in any order.
+        Kernels process a tile in any order.
         """
         for written in (region for region, write in regions if write):
             if handles.count(written.tensor) == 1:
@@ -368,7 +368,7 @@ class _Verifier:
                     )
 
     def _check_budget(self, number: int, inst: Instruction) -> None:
-        """What the machine has is enough for the instruction."""
+        """The instruction fits into the memory of a worker."""
         if self.machine == "cpu":
             need = inst.working_bytes(self.tensors)
             if need > WORKING_BYTES:
@@ -392,7 +392,7 @@ class _Verifier:
         write: bool,
         handles: list[int],
     ) -> Iterator[Region]:
-        """The declared regions, checked against the tensors, and that no two of the writes overlap."""
+        """The declared regions, after checks that they fit their tensors and that no two writes overlap."""
         verb = "writes" if write else "reads"
         seen: list[Region] = []
         for region in declared(self.tensors):
@@ -434,7 +434,7 @@ class _Verifier:
             yield region
 
     def _span(self, region: Region) -> tuple[int, int, int, int]:
-        """Rows and columns; of a tagged tensor whole words."""
+        """Rows and columns; the columns of a tagged tensor are rounded to whole words."""
         begin, end = region.columns
         spec = self.tensors[region.tensor]
         if spec.tagged:
@@ -471,7 +471,7 @@ class _Verifier:
         except ValueError as error:
             raise VerificationError(str(error), "limit") from error
         if fault is None:
-            if self.machine == "cuda":  # known from now on: Program.needs_queue_order
+            if self.machine == "cuda":  # cached: Program.needs_queue_order
                 program.__dict__["needs_queue_order"] = needs_queue_order
             return
         rule, first, first_step, second, second_step, blocked = fault
@@ -507,7 +507,7 @@ class _Verifier:
         )
 
     def _unwritten(self, *accesses: Access) -> str:
-        """``accesses``: a write of a part that is read too early, if there is one, and the read."""
+        """``accesses``: a write that comes after the read, if any, and the read."""
         text = f"{self._does(accesses[-1])}, some of which no instruction has written before in the step"
         if len(accesses) == 1:
             return f"{text}, and none does later"
@@ -525,7 +525,7 @@ class _Verifier:
         )
 
     def _deadlock(self, blocked: Sequence[tuple[int, int, int, int, int]]) -> str:
-        """What keeps the blocked instructions, following who waits for whom into the cycle."""
+        """Describes the cycle of waits that blocks the program."""
         worker_of = self.program.worker_of()
         heads = {int(worker_of[b[0]]): b for b in blocked}
         chain: list[int] = []
@@ -554,7 +554,7 @@ class _Verifier:
 
 
 def _misfit(field: Field[Any], spec: TensorSpec) -> str:
-    """Why an operand cannot be such a tensor, in words; "" when it can."""
+    """Why the field does not accept the tensor; "" if it does."""
     what = f"{field.name} is {spec.name}"
     if field.dtypes and spec.dtype not in field.dtypes:
         allowed = " or ".join(t.name for t in field.dtypes)
@@ -567,7 +567,7 @@ def _misfit(field: Field[Any], spec: TensorSpec) -> str:
 
 
 def _overlap(one: Region, two: Region) -> bool:
-    """Whether two regions of an instruction share an element, or may."""
+    """Whether two regions of an instruction may share an element."""
     if one.tensor != two.tensor:
         return False
     return one.indexed != two.indexed or all(
