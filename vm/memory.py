@@ -84,6 +84,21 @@ class Memory:
         """What the tensor was bound or allocated as. Raises KeyError when it is not there."""
         return self._specs[name]
 
+    def require(self, specs: Iterable[TensorSpec], *, rows: bool = False) -> None:
+        """Check that a program's tensors are there; with ``rows`` in natural order.
+
+        Raises ValueError when one is missing, is another kind, shape or dtype, or has another layout.
+        """
+        for spec in specs:
+            present = self._specs.get(spec.name)
+            if present is None:
+                raise ValueError(f"tensor {spec.name} of the program is not in memory")
+            if present != spec:
+                raise ValueError(f"tensor {spec.name} is in memory as {present}, needed as {spec}")
+            layout = self._layouts[spec.name]
+            if rows and layout != ROWS:
+                raise ValueError(f"tensor {spec.name} has the layout {layout}, not rows")
+
     def storage(self, name: str) -> torch.Tensor:
         """The bytes that machines work on (see the class for tagged tensors and layouts)."""
         return self._storage[name]

@@ -14,7 +14,6 @@ import torch
 
 from megavm.vm.config import NONE
 from megavm.vm.isa import Region, TensorSpec
-from megavm.vm.layout import ROWS
 from megavm.vm.machine import Executable, MachineFault, WorkerState
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
@@ -167,17 +166,7 @@ class ReferenceMachine:
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         if verify:
             verify_program(program, self.name)
-        for spec in program.tensors:
-            if spec.name not in memory:
-                raise ValueError(f"tensor {spec.name} of the program is not in memory")
-            if memory.spec(spec.name) != spec:
-                raise ValueError(
-                    f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
-                )
-            if memory.layout(spec.name) != ROWS:
-                raise ValueError(
-                    f"tensor {spec.name} has the layout {memory.layout(spec.name)}, not rows"
-                )
+        memory.require(program.tensors, rows=True)
         return ReferenceExecutable(program, memory)
 
 

@@ -28,9 +28,15 @@ from megavm.vm.verify import verify
 
 
 def compile_graph(
-    graph: Graph, options: CompileOptions, metadata: Mapping[str, Any] | None = None
+    graph: Graph,
+    options: CompileOptions,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    verified: bool = True,
 ) -> Program:
     """Compile ``graph`` for ``options.workers`` workers and verify the result.
+
+    ``verified``: false when the caller verifies it.
 
     Raises ValueError when the graph cannot be fused into instructions or does not fit the machine.
     """
@@ -47,7 +53,8 @@ def compile_graph(
         labels=tuple(synchronised.labels),
         metadata=dict(metadata or {}),
     )
-    verify(program, options.machine)
+    if verified:
+        verify(program, options.machine)
     return program
 
 

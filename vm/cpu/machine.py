@@ -8,7 +8,6 @@ import torch
 
 from megavm.vm import _native
 from megavm.vm.alike import figures, tagged_words
-from megavm.vm.layout import ROWS
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -92,7 +91,8 @@ class CpuExecutable:
         self.arena_used = 0
         self._trace = machine.trace
         # The pointers stay good as long as the tensors do.
-        self._storage = [_resolve(program, memory, i) for i in range(len(program.tensors))]
+        memory.require(program.tensors, rows=True)
+        self._storage = [_resolve(spec.name, memory) for spec in program.tensors]
         self._loaded = self._interpreter.load(
             words=program.words.astype("<u4").tobytes(),
             tensors=[
@@ -205,21 +205,9 @@ class CpuExecutable:
         return WorkerState(number, "worker", index, text, waiting)
 
 
-def _resolve(program: Program, memory: Memory, index: int) -> torch.Tensor:
-    """Storage of a tensor of the program.
-
-    Raises ValueError when memory does not have it, or as something else.
-    """
-    spec = program.tensors[index]
-    if spec.name not in memory:
-        raise ValueError(f"tensor {spec.name} of the program is not in memory")
-    if memory.spec(spec.name) != spec:
-        raise ValueError(
-            f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
-        )
-    storage = memory.storage(spec.name)
+def _resolve(name: str, memory: Memory) -> torch.Tensor:
+    """Storage of a tensor, which memory has. Raises ValueError when the interpreter cannot read it."""
+    storage = memory.storage(name)
     if storage.device.type != "cpu" or not storage.is_contiguous():
-        raise ValueError(f"tensor {spec.name} must be contiguous and on the CPU")
-    if memory.layout(spec.name) != ROWS:
-        raise ValueError(f"tensor {spec.name} has the layout {memory.layout(spec.name)}, not rows")
+        raise ValueError(f"tensor {name} must be contiguous and on the CPU")
     return storage

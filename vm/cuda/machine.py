@@ -203,13 +203,7 @@ class CudaMachine:
             raise ValueError(
                 f"the program is for {program.workers} workers, GPU {self.device} has {self.workers} SMs"
             )
-        for spec in program.tensors:
-            if spec.name not in memory:
-                raise ValueError(f"tensor {spec.name} of the program is not in memory")
-            if memory.spec(spec.name) != spec:
-                raise ValueError(
-                    f"tensor {spec.name} is in memory as {memory.spec(spec.name)}, needed as {spec}"
-                )
+        memory.require(program.tensors)
         layouts = program_layouts(program)
         for name, choice in layouts.items():
             present = memory.layout(name)
