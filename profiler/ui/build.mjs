@@ -1,5 +1,5 @@
 // Builds the page: source/ becomes one file that needs nothing else, dist/index.html.
-// The page carries a hash of what it was built from (tests/profiler/ui/test_page.py computes the same).
+// The page carries a hash of what it was built from (tests/profiler/ui/test_build.py computes the same).
 
 import { createHash } from "node:crypto";
 import { mkdirSync, readFileSync, readdirSync, writeFileSync } from "node:fs";

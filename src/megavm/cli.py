@@ -1,33 +1,34 @@
-"""The command `megavm`: its commands and their options, its exit codes, and how it ends.
+"""The command `megavm`: parses the command line, runs a command, returns its exit code.
 
-`megavm.commands` holds a module for each command. Only argparse is imported at module level, so
-that `megavm --help` answers at once. Results go to stdout, everything else to stderr. Exit codes: 0
-done, 2 bad input or a known fault (one sentence on stderr), 130 interrupted, 141 the reader of our
-output went away.
+Each command is a module of `megavm.commands`: `declare` adds it and its options to the parser, and
+the parser calls its `run`. These modules import nothing heavy at module level, so that
+`megavm --help` answers at once. Results go to stdout, everything else to stderr. Exit codes: 0
+success, 2 bad input or a known fault (one sentence on stderr), 130 interrupted, 141 the reader of
+stdout closed it.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NoReturn
 
-from megavm.commands.bench_options import declare_bench
-from megavm.commands.options import (
-    ENGINE_OPTIONS,
-    Parser,
-    add_machine,
-    add_model,
-    add_sampling,
-    integer,
-    length,
-    token_ids,
+from megavm.commands import (
+    bench,
+    chat,
+    compile,
+    doctor,
+    generate,
+    info,
+    profile,
+    program,
+    serve,
+    trace,
 )
-from megavm.commands.serve_options import SERVE_EXAMPLES, declare_serve
+from megavm.commands.options import Parser
 from megavm.commands.terminal import (
     EXIT_BROKEN_PIPE,
     EXIT_ERROR,
@@ -35,7 +36,9 @@ from megavm.commands.terminal import (
     print_error,
     sentence,
 )
-from megavm.commands.trace_options import PROFILE_EXAMPLES, declare_profile, declare_trace
+
+# In the order of `megavm --help`.
+_COMMANDS: Final = (generate, chat, serve, program, compile, profile, trace, bench, info, doctor)
 
 _DESCRIPTION: Final = (
     "Run Llama models as one program on a virtual machine, on a GPU or on the CPU."
@@ -56,46 +59,6 @@ MEGAVM_MAX_TOKENS=200 for --max-tokens 200; the option on the command line wins.
 Options of a command: megavm COMMAND --help
 """
 
-_GENERATE_EXAMPLES: Final = """\
-examples:
-  megavm generate stories "Once upon a time" --echo
-  megavm generate stories "The little fox" --temperature 0.7 --seed 1 --stream
-  echo "One day" | megavm generate stories - --json
-  megavm generate path/to/model --prompt-ids 1,15043,29892 --temperature 0 --json
-"""
-
-_CHAT_EXAMPLES: Final = """\
-examples:
-  megavm chat
-  megavm chat path/to/model --system "Answer in one sentence." --temperature 0.7
-  echo "Tell me a story." | megavm chat
-
-In the conversation: /help lists the commands, \"\"\" begins and ends a text of several lines.
-"""
-
-_PROGRAM_EXAMPLES: Final = """\
-examples:
-  megavm program stories --verify
-  megavm program stories --rows 1 --context 2K --disassemble | head
-  megavm program path/to/model --machine cuda --sequences 8 --context 4K
-  megavm program path/to/model --rows 128 --sequences 4 --save prefill.program
-"""
-
-_COMPILE_EXAMPLES: Final = """\
-examples:
-  megavm compile path/to/model              for the GPU of this machine
-  megavm compile path/to/model --arch sm_90a
-
-Needs the model's config.json and no weights. Kernels are kept in $MEGAVM_CACHE_DIR, else in
-$XDG_CACHE_HOME/megavm, else in ~/.cache/megavm.
-"""
-
-_INFO_EXAMPLES: Final = """\
-examples:
-  megavm info stories
-  megavm info path/to/model --json
-"""
-
 
 class _ShowVersion(argparse.Action):
     """--version, which reads the installed package's metadata only when it is asked for."""
@@ -107,142 +70,13 @@ class _ShowVersion(argparse.Action):
         parser.exit(0)
 
 
-def build_parser() -> tuple[Parser, dict[str, Parser]]:
-    """The parser of the whole command line, and the parser of each command by its name.
-
-    A command of a command has both names: "trace report".
-    """
+def build_parser() -> Parser:
+    """The parser of the whole command line."""
     parser = Parser(prog="megavm", description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action=_ShowVersion, nargs=0, help="print the version")
-    commands = parser.add_subparsers(
-        dest="command", metavar="COMMAND", title="commands", parser_class=Parser
-    )
-    parsers: dict[str, Parser] = {}
-
-    def command(name: str, operands: str, summary: str, examples: str | None = None) -> Parser:
-        parsers[name] = commands.add_parser(
-            name,
-            usage=f"megavm {name} {operands} [OPTION ...]".replace("  ", " "),
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            epilog=examples,
-        )
-        return parsers[name]
-
-    _declare_generate(command("generate", "MODEL [PROMPT]", "continue a text", _GENERATE_EXAMPLES))
-    _declare_chat(command("chat", "[MODEL]", "talk to a model", _CHAT_EXAMPLES))
-    summary = "answer OpenAI's clients over HTTP"
-    declare_serve(command("serve", "[MODEL]", summary, SERVE_EXAMPLES))
-    summary = "show the program that a model is compiled to"
-    _declare_program(command("program", "[MODEL]", summary, _PROGRAM_EXAMPLES))
-    summary = "compile a model's GPU kernels ahead of their first use"
-    _declare_compile(command("compile", "[MODEL]", summary, _COMPILE_EXAMPLES))
-    summary = "record what every instruction does when, while a model runs"
-    declare_profile(command("profile", "MODEL [PROMPT]", summary, PROFILE_EXAMPLES))
-    trace = command("trace", "COMMAND", "look at a recorded trace")
-    parsers.update(declare_trace(trace))
-    parsers.update(declare_bench(command("bench", "COMMAND", "measure a server under load")))
-    _declare_info(command("info", "[MODEL]", "show the sizes of a model", _INFO_EXAMPLES))
-    _declare_doctor(command("doctor", "", "show what this machine has and what would run where"))
-    return parser, parsers
-
-
-def _declare_generate(generate: Parser) -> None:
-    generate.add_argument("model", metavar="MODEL", help="directory, shipped name or hub id")
-    generate.add_argument(
-        "prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads it from stdin"
-    )
-    output = generate.add_argument_group("input and output")
-    generate.option(
-        output,
-        "--prompt-ids",
-        metavar="IDS",
-        type=token_ids,
-        help="the prompt as token ids, such as 1,2,3",
-    )
-    generate.option(output, "-n", metavar="N", type=integer, default=1, help="completions (1)")
-    generate.option(
-        output, "--echo", action="store_true", help="print the prompt before its continuation"
-    )
-    generate.option(output, "--stream", action="store_true", help="print tokens as they come")
-    generate.option(
-        output,
-        "--json",
-        action="store_true",
-        help="print one JSON object with text, token_ids, finish_reason and timings",
-    )
-    generate.option(
-        output,
-        "--logprobs",
-        metavar="K",
-        type=integer,
-        help="with --json: log probabilities of each token and its K likeliest alternatives",
-    )
-    add_sampling(generate, max_tokens=128)
-    add_machine(generate, *ENGINE_OPTIONS)
-
-
-def _declare_chat(chat: Parser) -> None:
-    add_model(chat)
-    chat.option(chat, "--system", metavar="TEXT", help="what the model is told before you speak")
-    add_sampling(chat, max_tokens=None)
-    add_machine(chat, *ENGINE_OPTIONS)
-
-
-def _declare_program(program: Parser) -> None:
-    add_model(program)
-    shape = program.add_argument_group("the step to compile")
-    program.option(
-        shape, "--rows", metavar="N", type=length, help="tokens in the step (one per sequence)"
-    )
-    program.option(shape, "--sequences", metavar="N", type=length, help="sequences in the step (1)")
-    program.option(
-        shape, "--context", metavar="N", type=length, help="longest context of a sequence (1024)"
-    )
-    how = program.add_argument_group("how it is compiled")
-    program.option(
-        how,
-        "--assignment",
-        choices=("balanced", "round_robin", "dynamic"),
-        default="balanced",
-        help="how instructions get to workers: by bytes, in turn, or from one shared queue",
-    )
-    program.option(
-        how,
-        "--exchange",
-        choices=("barrier", "heads", "tagged"),
-        help="how workers wait for each other's small results: by counters, by the data, or by the "
-        "data for what attention reads in decode steps (as the machine runs it)",
-    )
-    result = program.add_argument_group("output")
-    program.option(
-        result, "--disassemble", action="store_true", help="print every instruction of every queue"
-    )
-    program.option(
-        result, "--verify", action="store_true", help="prove that it has no race and no deadlock"
-    )
-    program.option(result, "--save", metavar="FILE", help="write the program to FILE")
-    add_machine(program, "machine", "dtype", "workers", "quiet")
-
-
-def _declare_compile(parser: Parser) -> None:
-    add_model(parser)
-    target = parser.add_argument_group("target and output")
-    parser.option(
-        target, "--arch", choices=("sm_90a",), help="compile for this GPU, which need not be there"
-    )
-    parser.option(target, "--json", action="store_true", help="print one JSON object")
-    add_machine(parser, "dtype", "workers", "quiet")
-
-
-def _declare_info(info: Parser) -> None:
-    add_model(info)
-    info.option(info, "--json", action="store_true", help="print one JSON object")
-    add_machine(info, "dtype")
-
-
-def _declare_doctor(doctor: Parser) -> None:
-    doctor.option(doctor, "--json", action="store_true", help="print one JSON object")
+    for command in _COMMANDS:
+        command.declare(parser)
+    return parser
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -275,14 +109,13 @@ def _run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal may lack characters of the text
-    parser, parsers = build_parser()
-    parsed, unknown = parser.parse_known_args(arguments)
-    name = " ".join(filter(None, (parsed.command, getattr(parsed, "action", None))))
-    if unknown := parsers.get(name, parser).place(parsed, unknown):
-        parsers.get(name, parser).error(f"unrecognized arguments: {' '.join(unknown)}")
-    if name in ("", "bench", "trace"):
-        parsers.get(name, parser).print_help()
+    parsed, unknown = build_parser().parse_known_args(arguments)
+    parser: Parser = parsed.parser
+    if unknown := parser.place(parsed, unknown):
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if parsed.run is None:
+        parser.print_help()
         return 0
-    parsers[name].settle(parsed, os.environ)
-    code: int = importlib.import_module(f"megavm.commands.{parsed.command}").run(parsed)
+    parser.settle(parsed, os.environ)
+    code: int = parsed.run(parsed)
     return code

@@ -1,1 +1,5 @@
-"""What the commands of `megavm` do, and the options and the output that they share."""
+"""The commands of `megavm`, one module each.
+
+They share their options (`options`), what they print (`terminal`) and how they load a model
+(`model`).
+"""

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
+import functools
 import itertools
-import json
 import math
 import re
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from megavm.commands.options import UsageError
+from megavm.commands.options import Parser, UsageError, integer, length, number
 from megavm.commands.terminal import EXIT_ERROR, EXIT_INTERRUPTED, Progress, print_error
 
 if TYPE_CHECKING:
@@ -22,9 +20,153 @@ if TYPE_CHECKING:
     from megavm.loadgen.run import Load, Result
     from megavm.loadgen.workload import Prompt
 
+_EXAMPLES: Final = """\
+examples:
+  megavm bench serve --max-concurrency 8 --num-prompts 200
+  megavm bench serve --request-rate 20 --duration 60 --goodput ttft:200 tpot:20 --json run.json
+  megavm bench serve --endpoint chat --sharegpt conversations.json --warmup 16
+  megavm bench serve --base-url http://other:8000 --input-len 64:512 --output-len normal:128:32
+
+Lengths are tokens: 128, 64:256 (uniform) or normal:MEAN:STD. Ctrl-C prints the results so far.
+"""
+
 _NUM_PROMPTS: Final = 100
 _MAX_CONCURRENCY: Final = 16
 _WARMUP_CONCURRENCY: Final = 8
+
+
+def declare(megavm: Parser) -> None:
+    """Declare the commands of `megavm bench`."""
+    bench = megavm.command("bench", "COMMAND", "measure a server under load")
+    summary = "put load on an OpenAI-compatible server and report latency and throughput"
+    serve = bench.command("serve", "", summary, run, _EXAMPLES)
+    _declare_target(serve)
+    _declare_prompts(serve)
+    _declare_schedule(serve)
+    _declare_report(serve)
+
+
+def _declare_target(serve: Parser) -> None:
+    add = functools.partial(
+        serve.option, serve.add_argument_group("the server and what it is sent")
+    )
+    address = "http://127.0.0.1:8000"
+    add("--base-url", metavar="URL", default=address, help=f"where the server is ({address})")
+    add("--model", metavar="NAME", help="the model's name (the first that the server lists)")
+    add("--api-key", metavar="KEY", help="sent as Authorization: Bearer KEY")
+    add(
+        "--endpoint",
+        choices=("completions", "chat"),
+        default="completions",
+        help="what is asked for (completions)",
+    )
+    add("--ignore-eos", action="store_true", help="ask for answers of the full length")
+    add(
+        "--extra-body",
+        metavar="JSON",
+        help="more fields of every request, such as '{\"temperature\": 0}'",
+    )
+    add(
+        "--timeout",
+        metavar="S",
+        type=_positive,
+        default=600.0,
+        help="limit of one request, seconds (600)",
+    )
+    add(
+        "--ready-timeout",
+        metavar="S",
+        type=_positive,
+        default=60.0,
+        help="wait so long for the server to answer, seconds (60)",
+    )
+
+
+def _declare_prompts(serve: Parser) -> None:
+    add = functools.partial(serve.option, serve.add_argument_group("prompts"))
+    add("--input-len", metavar="LENGTH", type=_lengths, help="tokens of a prompt (128)")
+    add(
+        "--output-len",
+        metavar="LENGTH",
+        type=_lengths,
+        help="tokens of an answer (128, or as in the file)",
+    )
+    add(
+        "--prompts",
+        choices=("tokens", "text"),
+        help="random token ids or random words (tokens for completions, text for chat)",
+    )
+    add(
+        "--vocab-size",
+        metavar="N",
+        type=length,
+        default=1000,
+        help="random token ids are below N (1000)",
+    )
+    add("--sharegpt", metavar="FILE", help="take prompts from a JSON file of conversations")
+    add(
+        "--max-total-len",
+        metavar="N",
+        type=length,
+        default=2048,
+        help="leave out longer conversations of the file, tokens (2048)",
+    )
+    add(
+        "--seed",
+        metavar="N",
+        type=integer,
+        default=0,
+        help="the same seed gives the same prompts and times (0)",
+    )
+
+
+def _declare_schedule(serve: Parser) -> None:
+    add = functools.partial(serve.option, serve.add_argument_group("how much and when"))
+    add(
+        "--num-prompts",
+        metavar="N",
+        type=length,
+        help="requests (100, or without limit for --duration)",
+    )
+    add("--duration", metavar="S", type=_positive, help="begin no request after S seconds")
+    add(
+        "--warmup",
+        metavar="N",
+        type=integer,
+        default=0,
+        help="send N requests before, which do not count (0)",
+    )
+    add(
+        "--request-rate",
+        metavar="R",
+        type=_rate,
+        help="requests per second at random times; inf: at once",
+    )
+    add(
+        "--burstiness",
+        metavar="B",
+        type=_positive,
+        default=1.0,
+        help="shape of the intervals: 1 is Poisson, less is burstier (1)",
+    )
+    add(
+        "--max-concurrency",
+        metavar="N",
+        type=length,
+        help="most requests at once (16, or without limit for --request-rate)",
+    )
+
+
+def _declare_report(serve: Parser) -> None:
+    add = functools.partial(serve.option, serve.add_argument_group("output"))
+    add(
+        "--goodput",
+        metavar="LIMIT",
+        nargs="+",
+        help="count requests within limits of ttft, tpot, e2el in ms, such as ttft:50 tpot:5",
+    )
+    add("--json", metavar="FILE", help="write the report as JSON too")
+    add("--quiet", action="store_true", help="no progress")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -35,6 +177,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(
             "megavm bench needs the package aiohttp: pip install 'megavm[bench]'"
         ) from error
+    import asyncio
+    import json
+    from pathlib import Path
+
     from megavm.loadgen.report import format_table, parse_goodput, summarise, warnings
 
     limits = arguments.goodput or []
@@ -112,6 +258,8 @@ def _target(arguments: argparse.Namespace) -> Target:
 
 def _object(text: str | None) -> dict[str, Any]:
     """The fields of --extra-body."""
+    import json
+
     value = None
     with suppress(ValueError):
         value = {} if text is None else json.loads(text)
@@ -172,3 +320,26 @@ def _allow_many_connections() -> None:
 
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _positive(text: str) -> float:
+    """An option's number above 0."""
+    value = number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
+
+
+def _rate(text: str) -> float:
+    """An option's rate: a number above 0, or inf."""
+    return math.inf if text == "inf" else _positive(text)
+
+
+def _lengths(text: str) -> Any:
+    """An option's `megavm.loadgen.workload.Lengths`."""
+    from megavm.loadgen.workload import Lengths
+
+    try:
+        return Lengths.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -9,11 +9,31 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from megavm.commands.model import load, with_model_defaults
-from megavm.commands.options import UsageError, given_sampling, integer, number, token_ids
+from megavm.commands.options import (
+    ENGINE_OPTIONS,
+    Parser,
+    UsageError,
+    add_machine,
+    add_model,
+    add_sampling,
+    given_sampling,
+    integer,
+    number,
+    token_ids,
+)
 from megavm.commands.terminal import STREAM_FAILED, Statistics, print_error, write
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
+
+_EXAMPLES: Final = """\
+examples:
+  megavm chat
+  megavm chat path/to/model --system "Answer in one sentence." --temperature 0.7
+  echo "Tell me a story." | megavm chat
+
+In the conversation: /help lists the commands, \"\"\" begins and ends a text of several lines.
+"""
 
 _HELP: Final = """\
 /bye                         end the conversation
@@ -38,6 +58,23 @@ _PARAMETERS: Final[dict[str, Callable[[str], Any]]] = {
     "max_tokens": integer,
     "min_tokens": integer,
 }
+
+
+def declare(megavm: Parser) -> None:
+    """Declare `megavm chat`."""
+    chat = megavm.command("chat", "[MODEL]", "talk to a model", run, _EXAMPLES)
+    add_model(chat)
+    chat.option(chat, "--system", metavar="TEXT", help="what the model is told before you speak")
+    add_sampling(chat, max_tokens=None)
+    add_machine(chat, *ENGINE_OPTIONS)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Talk until /bye or the end of the input, and return the exit code."""
+    given = given_sampling(arguments)
+    llm = load(arguments)
+    llm.tokenizer.require_chat()
+    return Chat(llm, given, arguments.system, arguments.quiet).run()
 
 
 class Chat:
@@ -158,11 +195,3 @@ class Chat:
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         if not self._quiet:
             print(statistics, file=sys.stderr)
-
-
-def run(arguments: argparse.Namespace) -> int:
-    """Talk until /bye or the end of the input, and return the exit code."""
-    given = given_sampling(arguments)
-    llm = load(arguments)
-    llm.tokenizer.require_chat()
-    return Chat(llm, given, arguments.system, arguments.quiet).run()

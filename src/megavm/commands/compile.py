@@ -3,9 +3,32 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
+from megavm.commands.options import Parser, add_machine, add_model
 from megavm.commands.terminal import Progress, print_json
+
+_EXAMPLES: Final = """\
+examples:
+  megavm compile path/to/model              for the GPU of this machine
+  megavm compile path/to/model --arch sm_90a
+
+Needs the model's config.json and no weights. Kernels are kept in $MEGAVM_CACHE_DIR, else in
+$XDG_CACHE_HOME/megavm, else in ~/.cache/megavm.
+"""
+
+
+def declare(megavm: Parser) -> None:
+    """Declare `megavm compile`."""
+    summary = "compile a model's GPU kernels ahead of their first use"
+    compile_ = megavm.command("compile", "[MODEL]", summary, run, _EXAMPLES)
+    add_model(compile_)
+    target = compile_.add_argument_group("target and output")
+    compile_.option(
+        target, "--arch", choices=("sm_90a",), help="compile for this GPU, which need not be there"
+    )
+    compile_.option(target, "--json", action="store_true", help="print one JSON object")
+    add_machine(compile_, "dtype", "workers", "quiet")
 
 
 def run(arguments: argparse.Namespace) -> int:

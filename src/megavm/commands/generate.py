@@ -5,10 +5,19 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from megavm.commands.model import load, with_model_defaults
-from megavm.commands.options import UsageError, given_sampling
+from megavm.commands.options import (
+    ENGINE_OPTIONS,
+    Parser,
+    UsageError,
+    add_machine,
+    add_sampling,
+    given_sampling,
+    integer,
+    token_ids,
+)
 from megavm.commands.terminal import (
     EXIT_ERROR,
     STREAM_FAILED,
@@ -24,6 +33,51 @@ if TYPE_CHECKING:
     from megavm.llm import LLM
     from megavm.outputs import CompletionOutput, RequestOutput
     from megavm.sampling_params import SamplingParams
+
+_EXAMPLES: Final = """\
+examples:
+  megavm generate stories "Once upon a time" --echo
+  megavm generate stories "The little fox" --temperature 0.7 --seed 1 --stream
+  echo "One day" | megavm generate stories - --json
+  megavm generate path/to/model --prompt-ids 1,15043,29892 --temperature 0 --json
+"""
+
+
+def declare(megavm: Parser) -> None:
+    """Declare `megavm generate`."""
+    generate = megavm.command("generate", "MODEL [PROMPT]", "continue a text", run, _EXAMPLES)
+    generate.add_argument("model", metavar="MODEL", help="directory, shipped name or hub id")
+    generate.add_argument(
+        "prompt", metavar="PROMPT", nargs="?", help="the text to continue; - reads it from stdin"
+    )
+    output = generate.add_argument_group("input and output")
+    generate.option(
+        output,
+        "--prompt-ids",
+        metavar="IDS",
+        type=token_ids,
+        help="the prompt as token ids, such as 1,2,3",
+    )
+    generate.option(output, "-n", metavar="N", type=integer, default=1, help="completions (1)")
+    generate.option(
+        output, "--echo", action="store_true", help="print the prompt before its continuation"
+    )
+    generate.option(output, "--stream", action="store_true", help="print tokens as they come")
+    generate.option(
+        output,
+        "--json",
+        action="store_true",
+        help="print one JSON object with text, token_ids, finish_reason and timings",
+    )
+    generate.option(
+        output,
+        "--logprobs",
+        metavar="K",
+        type=integer,
+        help="with --json: log probabilities of each token and its K likeliest alternatives",
+    )
+    add_sampling(generate, max_tokens=128)
+    add_machine(generate, *ENGINE_OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

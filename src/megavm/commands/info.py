@@ -3,9 +3,24 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
+from megavm.commands.options import Parser, add_machine, add_model
 from megavm.commands.terminal import join_ids, print_json
+
+_EXAMPLES: Final = """\
+examples:
+  megavm info stories
+  megavm info path/to/model --json
+"""
+
+
+def declare(megavm: Parser) -> None:
+    """Declare `megavm info`."""
+    info = megavm.command("info", "[MODEL]", "show the sizes of a model", run, _EXAMPLES)
+    add_model(info)
+    info.option(info, "--json", action="store_true", help="print one JSON object")
+    add_machine(info, "dtype")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Options of the command line: their kinds, their environment variables, those of many commands.
+"""The parser of the command line, the kinds of options, and the options of several commands.
 
 Imports nothing heavy, because `megavm --help` needs it.
 """
@@ -22,6 +22,10 @@ ENGINE_OPTIONS: Final = (
 )
 
 
+# Executes a command and returns its exit code.
+Run = Callable[[argparse.Namespace], int]
+
+
 class UsageError(ValueError):
     """The command line or an environment variable does not make sense."""
 
@@ -32,17 +36,46 @@ class _Option(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose options can also be set by environment variables.
+    """A parser of the command line or of one command, whose options the environment can set too.
 
     Options parse to None when they are not given; `settle` then fills in the environment's values
     and the defaults, and is the one place where `MEGAVM_*` variables are read.
+
+    The parsed arguments hold the parser of their command as `parser`, and as `run` the function
+    that executes the command: None for a parser that only groups commands.
     """
 
-    def __init__(self, **keywords: Any) -> None:
+    def __init__(self, *, run: Run | None = None, **keywords: Any) -> None:
         super().__init__(
             formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **keywords
         )
+        self.set_defaults(parser=self, run=run)
+        self.commands: dict[str, Parser] = {}
+        self._add_command: Callable[..., Parser] | None = None
         self._declared: list[_Option] = []
+
+    def command(
+        self,
+        name: str,
+        operands: str,
+        summary: str,
+        run: Run | None = None,
+        examples: str | None = None,
+    ) -> Parser:
+        """Declare the command `name`; without `run` it groups commands of its own."""
+        if self._add_command is None:
+            self._add_command = self.add_subparsers(
+                metavar="COMMAND", title="commands", parser_class=Parser, prog=self.prog
+            ).add_parser
+        self.commands[name] = self._add_command(
+            name,
+            usage=" ".join(filter(None, (self.prog, name, operands, "[OPTION ...]"))),
+            help=summary,
+            description=summary[0].upper() + summary[1:] + ".",
+            epilog=examples,
+            run=run,
+        )
+        return self.commands[name]
 
     def option(
         self,

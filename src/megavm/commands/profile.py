@@ -7,14 +7,60 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from megavm.commands.model import load, with_model_defaults
-from megavm.commands.options import UsageError, given_sampling
+from megavm.commands.options import (
+    ENGINE_OPTIONS,
+    Parser,
+    UsageError,
+    add_machine,
+    add_sampling,
+    given_sampling,
+    length,
+    token_ids,
+)
 from megavm.commands.terminal import Progress, print_json
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
     from megavm.sampling_params import SamplingParams
 
+_EXAMPLES: Final = """\
+examples:
+  megavm profile stories -o run.megatrace
+  megavm profile path/to/model "Once upon a time" --max-tokens 200 --keep 50 -o run.megatrace
+  megavm profile path/to/model --context 1000 --max-tokens 64 --temperature 0 -o run.megatrace
+
+Then: megavm trace report run.megatrace, megavm trace view run.megatrace
+"""
+
 PROMPT: Final = "Once upon a time"
+
+
+def declare(megavm: Parser) -> None:
+    """Declare `megavm profile`."""
+    summary = "record what every instruction does when, while a model runs"
+    profile = megavm.command("profile", "MODEL [PROMPT]", summary, run, _EXAMPLES)
+    profile.add_argument("model", metavar="MODEL", help="directory, shipped name or hub id")
+    profile.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue")
+    what = profile.add_argument_group("what is run and kept")
+    profile.option(
+        what,
+        "--prompt-ids",
+        metavar="IDS",
+        type=token_ids,
+        help="the prompt as token ids, such as 1,2,3",
+    )
+    profile.option(
+        what, "--context", metavar="N", type=length, help="a prompt of N tokens, whatever they say"
+    )
+    profile.option(
+        what, "--keep", metavar="N", type=length, help="keep the last N steps only (all of them)"
+    )
+    profile.option(
+        what, "-o", "--output", metavar="FILE", help="where the trace goes (MODEL.megatrace)"
+    )
+    profile.option(what, "--json", action="store_true", help="print one JSON object")
+    add_sampling(profile, max_tokens=64)
+    add_machine(profile, *ENGINE_OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:

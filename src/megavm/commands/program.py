@@ -3,8 +3,57 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
 
+from megavm.commands.options import Parser, add_machine, add_model, length
 from megavm.commands.terminal import Progress
+
+_EXAMPLES: Final = """\
+examples:
+  megavm program stories --verify
+  megavm program stories --rows 1 --context 2K --disassemble | head
+  megavm program path/to/model --machine cuda --sequences 8 --context 4K
+  megavm program path/to/model --rows 128 --sequences 4 --save prefill.program
+"""
+
+
+def declare(megavm: Parser) -> None:
+    """Declare `megavm program`."""
+    summary = "show the program that a model is compiled to"
+    program = megavm.command("program", "[MODEL]", summary, run, _EXAMPLES)
+    add_model(program)
+    shape = program.add_argument_group("the step to compile")
+    program.option(
+        shape, "--rows", metavar="N", type=length, help="tokens in the step (one per sequence)"
+    )
+    program.option(shape, "--sequences", metavar="N", type=length, help="sequences in the step (1)")
+    program.option(
+        shape, "--context", metavar="N", type=length, help="longest context of a sequence (1024)"
+    )
+    how = program.add_argument_group("how it is compiled")
+    program.option(
+        how,
+        "--assignment",
+        choices=("balanced", "round_robin", "dynamic"),
+        default="balanced",
+        help="how instructions get to workers: by bytes, in turn, or from one shared queue",
+    )
+    program.option(
+        how,
+        "--exchange",
+        choices=("barrier", "heads", "tagged"),
+        help="how workers wait for each other's small results: by counters, by the data, or by the "
+        "data for what attention reads in decode steps (as the machine runs it)",
+    )
+    result = program.add_argument_group("output")
+    program.option(
+        result, "--disassemble", action="store_true", help="print every instruction of every queue"
+    )
+    program.option(
+        result, "--verify", action="store_true", help="prove that it has no race and no deadlock"
+    )
+    program.option(result, "--save", metavar="FILE", help="write the program to FILE")
+    add_machine(program, "machine", "dtype", "workers", "quiet")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,41 +4,90 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import Final
 
-from megavm.commands.options import UsageError
+from megavm.commands.options import Parser, UsageError, integer
 from megavm.commands.terminal import print_json
 
+_EXAMPLES: Final = """\
+examples:
+  megavm trace report run.megatrace         where the time went
+  megavm trace report run.megatrace --step 12 --json
+  megavm trace diff before.megatrace after.megatrace
+  megavm trace view run.megatrace           the timeline, in a browser
+  megavm trace view before.megatrace after.megatrace
+  megavm trace html run.megatrace -o run.html
+  megavm trace export run.megatrace --format perfetto -o run.pftrace
 
-def run(arguments: argparse.Namespace) -> int:
-    """Do what the command says and return the exit code."""
-    commands = {
-        "report": _report,
-        "diff": _diff,
-        "export": _export,
-        "view": _view,
-        "html": _html,
-    }
-    commands[arguments.action](arguments)
-    return 0
+Options of a command: megavm trace COMMAND --help
+"""
 
 
-def _report(arguments: argparse.Namespace) -> None:
+def declare(megavm: Parser) -> None:
+    """Declare the commands of `megavm trace`."""
+    trace = megavm.command("trace", "COMMAND", "look at a recorded trace", examples=_EXAMPLES)
+
+    report = trace.command("report", "FILE", "tables of where the time went", _report)
+    report.add_argument("file", metavar="FILE", help="a trace")
+    report.option(report, "--step", metavar="N", type=integer, help="one step only, by its number")
+    report.option(report, "--json", action="store_true", help="print one JSON object")
+
+    diff = trace.command(
+        "diff", "A B", "compare two traces, by label and by kind of instruction", _diff
+    )
+    diff.add_argument("file", metavar="A", help="a trace")
+    diff.add_argument("other", metavar="B", help="another trace")
+    diff.option(diff, "--json", action="store_true", help="print one JSON object")
+
+    export = trace.command(
+        "export", "FILE --format FORMAT -o OUT", "write a trace for another viewer", _export
+    )
+    export.add_argument("file", metavar="FILE", help="a trace")
+    export.option(
+        export,
+        "--format",
+        choices=("perfetto", "chrome"),
+        default="perfetto",
+        help="perfetto: its protobuf format; chrome: trace events as JSON (perfetto)",
+    )
+    export.option(export, "-o", "--output", metavar="OUT", help="the file to write")
+
+    view = trace.command(
+        "view", "A [B]", "show a trace in a browser, or two below each other", _view
+    )
+    view.add_argument("file", metavar="A", help="a trace")
+    view.add_argument("other", metavar="B", nargs="?", help="another trace to compare with")
+    view.option(view, "--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")
+    view.option(view, "--port", metavar="N", type=integer, default=0, help="port (a free one)")
+    view.option(view, "--no-open", action="store_true", help="open no browser")
+
+    html = trace.command(
+        "html", "A [B] -o PAGE", "save a trace, or two, as a page that needs nothing else", _html
+    )
+    html.add_argument("file", metavar="A", help="a trace")
+    html.add_argument("other", metavar="B", nargs="?", help="another trace to compare with")
+    html.option(html, "-o", "--output", metavar="PAGE", help="the file to write")
+
+
+def _report(arguments: argparse.Namespace) -> int:
     from megavm.profiler.report import format_report, report
     from megavm.profiler.trace import Trace
 
     facts = report(Trace.load(arguments.file), arguments.step)
     print_json(facts) if arguments.json else print(format_report(facts))
+    return 0
 
 
-def _diff(arguments: argparse.Namespace) -> None:
+def _diff(arguments: argparse.Namespace) -> int:
     from megavm.profiler.diff import diff, format_diff
     from megavm.profiler.trace import Trace
 
     facts = diff(Trace.load(arguments.file), Trace.load(arguments.other))
     print_json(facts) if arguments.json else print(format_diff(facts))
+    return 0
 
 
-def _export(arguments: argparse.Namespace) -> None:
+def _export(arguments: argparse.Namespace) -> int:
     from megavm.profiler.trace import Trace
 
     output = _output(arguments, arguments.file)
@@ -51,9 +100,10 @@ def _export(arguments: argparse.Namespace) -> None:
         from megavm.profiler.chrome import save_chrome
 
         save_chrome(trace, output)
+    return 0
 
 
-def _view(arguments: argparse.Namespace) -> None:
+def _view(arguments: argparse.Namespace) -> int:
     from megavm.profiler.trace_file import check_format
     from megavm.profiler.viewer import serve
 
@@ -66,9 +116,10 @@ def _view(arguments: argparse.Namespace) -> None:
         not arguments.no_open,
         compare=arguments.other,
     )
+    return 0
 
 
-def _html(arguments: argparse.Namespace) -> None:
+def _html(arguments: argparse.Namespace) -> int:
     inputs = _inputs(arguments)
     output = _output(arguments, *inputs)
     from megavm.profiler.trace_file import check_format
@@ -77,6 +128,7 @@ def _html(arguments: argparse.Namespace) -> None:
     for path in inputs:
         check_format(path)
     save_html(arguments.file, output, compare=arguments.other)
+    return 0
 
 
 def _inputs(arguments: argparse.Namespace) -> list[str]:

@@ -12,7 +12,10 @@ from typing import TYPE_CHECKING, Any
 from megavm.profiler.viewer import PAGE, make_server
 
 if TYPE_CHECKING:
-    from playwright.sync_api import Page
+    from playwright.sync_api import Locator, Page
+
+# The step of median duration in the traces of conftest.py, which the page shows first.
+STEP = 1
 
 
 @contextmanager
@@ -140,3 +143,22 @@ class Viewer:
 
     def screenshot(self, name: str) -> None:
         self.page.screenshot(path=self._screenshots / f"{name}.png")
+
+
+def table_rows(body: Locator) -> dict[str, list[str]]:
+    """The cells of a table's rows, by the first cell."""
+    rows = body.locator("tr")
+    texts = [rows.nth(i).locator("td").all_inner_texts() for i in range(rows.count())]
+    return {cells[0]: cells for cells in texts}
+
+
+def nanoseconds(text: str) -> float:
+    """A time as the page writes it, such as "3.2 µs"."""
+    value, unit = text.split()
+    return float(value) * {"ns": 1, "µs": 1e3, "ms": 1e6}[unit]
+
+
+def bytes_per_second(text: str) -> float:
+    """A rate as the page writes it, such as "3.2 TB/s"."""
+    value, unit = text.split()
+    return float(value) * {"GB/s": 1e9, "TB/s": 1e12}[unit]

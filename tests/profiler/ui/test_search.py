@@ -1,0 +1,74 @@
+"""The search and the legend's filters."""
+
+from __future__ import annotations
+
+import pytest
+from ui.page import Viewer
+
+
+@pytest.mark.parametrize(
+    ("query", "test"),
+    [
+        ("kind:attention", "kind === 'attention'"),
+        ("kind:attention layer:2 worker:7", "kind === 'attention' && layer === 2 && worker === 7"),
+        ("layer:1-2,none worker:0-3", "[1, 2, -1].includes(layer) && worker <= 3"),
+        ("wait>3us phase:o_proj", "wait > 3000 && label.endsWith('o_proj')"),
+        ("!kind:matmul step:2", "kind !== 'matmul' && step === 2"),
+        ("label:layers.3.down_proj time<=10us", "label === 'layers.3.down_proj' && time <= 10000"),
+        ("down worker:5", "label.includes('down') && worker === 5"),
+        ("bytes>=200KB", "bytes >= 200000"),
+    ],
+)
+def test_search_finds_what_it_says(opened: Viewer, query: str, test: str) -> None:
+    opened.page.keyboard.press("/")
+    opened.page.keyboard.type(query)
+    opened.settle()
+    wanted = opened.run(
+        "Array.from(pane.trace.worker, (worker, r) => { const t = pane.trace,"
+        " kind = t.kindOf(r), label = t.labelOf(r), layer = t.layer[r], step = t.step[r],"
+        " bytes = t.bytes[r], wait = t.waitOf(r), time = t.span(r)[1] - t.span(r)[0];"
+        f" return {test}; }}).filter(Boolean).length"
+    )
+    assert wanted > 0
+    assert opened.run("app.matches.records.length") == wanted
+    assert f"{wanted:,} found" in opened.page.locator(".count").inner_text()
+    opened.page.keyboard.press("Enter")
+    opened.settle()
+    assert opened.run("app.matches.mask[app.selected.record]") == 1
+    assert opened.page.locator(".count").inner_text().startswith("1 of") or (
+        " of " in opened.page.locator(".count").inner_text()
+    )
+
+
+def test_next_and_previous_match_go_around(opened: Viewer) -> None:
+    opened.run("app.search('kind:sample')")
+    opened.page.locator(".overlay").focus()
+    seen = []
+    for key in ("n", "n", "n", "n", "Shift+N"):
+        opened.page.keyboard.press(key)
+        opened.settle()
+        seen.append(opened.run("pane.trace.step[app.selected.record]"))
+    assert sorted(seen[:3]) == [0, 1, 2]
+    assert seen[3] == seen[0]
+    assert seen[4] == seen[2]
+    opened.screenshot("search")
+
+
+def test_search_says_what_it_does_not_understand(opened: Viewer) -> None:
+    opened.page.keyboard.press("/")
+    opened.page.keyboard.type("wait>soon")
+    opened.settle()
+    assert '"soon" is not a time such as 3us' in opened.page.locator(".count").inner_text()
+    opened.page.keyboard.press("Escape")
+    opened.settle()
+    assert opened.run("app.query") == ""
+
+
+def test_legend_filters(opened: Viewer) -> None:
+    opened.page.locator(".legend .entry", has_text="o_proj").click()
+    opened.settle()
+    assert opened.run("app.query") == "phase:o_proj"
+    assert opened.run("app.matches.records.length") == 132 * 4 * 3
+    opened.page.locator(".legend .entry", has_text="o_proj").click()
+    opened.settle()
+    assert opened.run("app.query") == ""

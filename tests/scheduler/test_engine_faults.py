@@ -1,0 +1,132 @@
+"""Faults, interrupts and bugs: which requests end, and that nothing stays held."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import toy_runner as toy
+from engine_runs import Results, alone, assert_idle, gather, greedy, make_engine, run_all
+
+from megavm.vm.machine import MachineFault
+
+
+@pytest.mark.parametrize("fault", range(6))
+@pytest.mark.parametrize("steps", [1, 3])
+def test_a_fault_ends_what_runs_and_nothing_else(fault: int, steps: int, overlap: bool) -> None:
+    runner = toy.ToyRunner(max_num_seqs=2, faults=(fault,), max_num_batched_tokens=8)
+    engine = make_engine(runner, overlap=overlap, steps_per_launch=steps)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 6, 7]]
+    for prompt in prompts:
+        engine.add(prompt, greedy(max_tokens=12))
+    results = run_all(engine)
+    failed = [i for i in range(4) if results[i, 0].finish_reason == "error"]
+    assert failed == [0, 1]
+    for i in range(4):
+        if i in failed:
+            assert results[i, 0].error == "the machine stopped: worker 0 gave up"
+        else:
+            assert results[i, 0].outcome() == alone(prompts[i], greedy(max_tokens=12), 0, runner)
+    assert engine.counters.faults == 1
+    engine.add([1, 2, 3], greedy(max_tokens=12))
+    assert run_all(engine)[4, 0].outcome() == alone([1, 2, 3], greedy(max_tokens=12), 0, runner)
+    assert_idle(engine)
+
+
+def test_a_request_that_has_not_run_when_a_fault_comes_waits_again() -> None:
+    runner = toy.ToyRunner(max_num_batched_tokens=8, faults=(0,))
+    engine = make_engine(runner)
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9], [7, 7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
+    requests = [engine.add(prompt, greedy(max_tokens=8), i) for i, prompt in enumerate(prompts)]
+    first = engine.plan()
+    second = engine.plan()  # before the first has run
+    assert first is not None
+    assert second is not None
+    assert [s.request.id for s in second.admitted] == [1, 2, 3]
+    engine.execute(first)
+    engine.execute(second)
+    results: Results = {}
+    gather(results, engine.collect(first))
+    assert list(results) == [(0, 0)]
+    assert results[0, 0].error == "the machine stopped: worker 0 gave up"
+    assert [s.request.id for s in engine.planner.waiting] == [1, 2, 3]
+    assert requests[1].times.admitted == 0
+    gather(results, engine.collect(second))
+    run_all(engine, results)
+    for i in (1, 2, 3):
+        assert results[i, 0].outcome() == alone(prompts[i], greedy(max_tokens=8), 0, runner)
+    assert_idle(engine)
+
+
+def test_a_lost_machine_ends_what_runs_and_what_waits(overlap: bool) -> None:
+    engine = make_engine(toy.ToyRunner(max_num_seqs=2, lost=3), overlap=overlap)
+    for i in range(5):
+        engine.add([1, 2, i], greedy(max_tokens=12, n=2))
+    results = run_all(engine)
+    assert len(results) == 10
+    assert {r.error for r in results.values()} == {"the machine stopped: the context is lost"}
+    assert engine.lost
+    assert engine.counters.faults == 1
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("run", range(4))
+def test_an_interrupt_ends_what_runs_and_is_raised(run: int) -> None:
+    runner = toy.ToyRunner(max_num_seqs=2, interrupts=(run,))
+    engine = make_engine(runner, overlap=False)
+    prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    for prompt in prompts:
+        engine.add(prompt, greedy(max_tokens=12))
+    results: Results = {}
+    with pytest.raises(KeyboardInterrupt):
+        run_all(engine, results)
+    run_all(engine, results)
+    for i in range(2):
+        assert results[i, 0].error == "the machine stopped: the run was interrupted"
+    assert results[2, 0].outcome() == alone(prompts[2], greedy(max_tokens=12), 0, runner)
+    assert_idle(engine)
+
+
+@pytest.mark.parametrize("method", ["execute", "collect"])
+def test_an_interrupt_between_planning_and_running_leaves_nothing_that_was_not_computed(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    runner = toy.ToyRunner()
+    engine = make_engine(runner, overlap=False)
+    prompt = list(range(1, 14))
+
+    def interrupt(plan: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, method, interrupt)
+        engine.add(prompt, greedy())
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    results = run_all(engine)
+    assert results[0, 0].error == "the machine stopped: the run was interrupted"
+    engine.add(prompt, greedy())
+    assert run_all(engine)[1, 0].outcome() == alone(prompt, greedy(), 0, runner)
+    assert_idle(engine)
+
+
+def test_a_bug_in_the_runner_is_raised_after_cleaning_up(overlap: bool) -> None:
+    engine = make_engine(toy.ToyRunner(bugs=(2,)), overlap=overlap)
+    engine.add([1, 2, 3], greedy())
+    results: Results = {}
+    with pytest.raises(KeyError, match="a bug in the runner"):
+        run_all(engine, results=results)
+    run_all(engine, results=results)
+    assert results[0, 0].finish_reason == "error"
+    assert results[0, 0].error == "the machine stopped: KeyError: 'a bug in the runner'"
+    assert_idle(engine)
+
+
+def test_a_fault_during_logits_is_raised_and_leaves_a_working_engine() -> None:
+    runner = toy.ToyRunner(faults=(0,))
+    engine = make_engine(runner)
+    with pytest.raises(MachineFault, match="worker 0 gave up"):
+        engine.logits([1, 2, 3])
+    assert_idle(engine)
+    np.testing.assert_array_equal(engine.logits([1])[0], toy.toy_logits([1], 40))
