@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from exhaustive import Explorer, TooLarge
-from fuzzing import Tally, Verdict, mutants, random_verdict
+from fuzzing import Tally, Verdict, check_tag_orders, mutants, random_verdict
 from mutations import mutate
 from program_makers import random_program, toy_programs
 from withholding import judge, judge_all
@@ -349,6 +350,23 @@ def test_random_programs_that_hang_or_race_are_rejected() -> None:
         tally.add(verdict)
     assert tally.accepted > PROGRAMS // 4, str(tally)
     assert tally.rules["unordered"] > PROGRAMS // 10, str(tally)
+
+
+def test_words_of_kernels_that_read_late_or_write_early_are_judged_as_such() -> None:
+    tally = Tally()
+    needed = 0  # programs of the compiler that are right only where all kernels keep the order
+    for number, program in enumerate(toy_programs()):
+        verdict = check_tag_orders(program, random.Random(number))
+        assert not verdict.false_accept, show(verdict)
+        needed += verdict.rule is not None and verdict.finding is not None
+    assert needed > 0
+    changed = (v for walk in range(WALKS // 2) for v in mutants(walk, 2, check_tag_orders))
+    made = (random_verdict(number, 2, check_tag_orders) for number in range(PROGRAMS // 4))
+    for verdict in itertools.chain(changed, made):
+        assert not verdict.false_accept, show(verdict)
+        tally.add(verdict)
+    assert tally.accepted > tally.checked // 10, str(tally)
+    assert tally.rules["unordered"] > tally.checked // 10, str(tally)
 
 
 @pytest.mark.parametrize("order", [True, False])

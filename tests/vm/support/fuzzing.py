@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 from meaning import Finding
 from mutations import mutate
 from program_makers import random_program, toy_programs
 from withholding import judge, live_counts
 
+from megavm.instructions import instruction_set
+from megavm.vm.alike import tag_orders
+from megavm.vm.isa import Instruction, TagOrder, TensorSpec
 from megavm.vm.program import Program
 from megavm.vm.verify import VerificationError, verify
 
+ORDER_RULES = ("deadlock", "unordered", "unwritten", "tag_unreachable", "tag_ambiguous")
 WALK = 16  # mutants of a base program, one after the other
 
 
@@ -66,7 +72,48 @@ def check(program: Program, rng: random.Random) -> Verdict:
     return Verdict(program, None, sentence, overlapping)
 
 
-def mutants(walk: int, seed: int) -> Iterator[Verdict]:
+Ask = Callable[[Program, random.Random], Verdict]
+
+
+@contextmanager
+def varied_tag_orders(rng: random.Random) -> Iterator[None]:
+    """Let the instructions of each class order tagged words in another way than their GPU kernels do."""
+    late = {cls: rng.random() < 0.6 for cls in instruction_set().values()}
+    early = {cls: rng.random() < 0.6 for cls in instruction_set().values()}
+
+    def tag_order(inst: Instruction, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        if any(tensors[region.tensor].tagged for region in inst.writes(tensors)):
+            return TagOrder.READS_LATE if late[type(inst)] else TagOrder.KEPT
+        return TagOrder.WRITES_EARLY if early[type(inst)] else TagOrder.KEPT
+
+    with ExitStack() as stack:
+        for cls in late:
+            stack.enter_context(patch.object(cls, "tag_order", tag_order))
+        yield
+
+
+def check_tag_orders(program: Program, rng: random.Random) -> Verdict:
+    """Ask both about machine "cuda", with varied tag orders."""
+    with varied_tag_orders(rng):
+        orders = tag_orders(program.words, program.tensors)
+        try:
+            verify(program, "cuda")
+        except VerificationError as error:
+            if error.rule not in ORDER_RULES:
+                return Verdict(program, "form", str(error), None)
+            finding = judge(program, tag_orders=orders, seed=rng.getrandbits(32))
+            return Verdict(program, error.rule, str(error), finding)
+    keeps = program.dynamic or bool(program.__dict__["needs_queue_order"])
+    seed = rng.getrandbits(32)
+    finding = judge(program, tag_orders=orders, queue_order=keeps, seed=seed)
+    counts = live_counts(program)
+    if finding is None and counts:
+        live = rng.choice(counts)
+        finding = judge(program, live=live, tag_orders=orders, queue_order=keeps, seed=seed)
+    return Verdict(program, None, "", finding)
+
+
+def mutants(walk: int, seed: int, ask: Ask = check) -> Iterator[Verdict]:
     """Changes of one toy program: those that are accepted are changed further."""
     rng = random.Random(f"{seed} mutants {walk}")
     program = rng.choice(toy_programs()) if rng.random() < 0.7 else random_program(rng)
@@ -74,19 +121,19 @@ def mutants(walk: int, seed: int) -> Iterator[Verdict]:
         changed = mutate(program, rng)
         if changed is None:
             continue
-        verdict = check(changed, rng)
+        verdict = ask(changed, rng)
         yield verdict
         if verdict.rule is None:
             program = changed
 
 
-def random_verdict(number: int, seed: int) -> Verdict:
+def random_verdict(number: int, seed: int, ask: Ask = check) -> Verdict:
     """A random program, seldom with a change."""
     rng = random.Random(f"{seed} program {number}")
     program = random_program(rng)
     if rng.random() < 0.3:
         program = mutate(program, rng) or program
-    return check(program, rng)
+    return ask(program, rng)
 
 
 @dataclass

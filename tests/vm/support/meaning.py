@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from places import Ints, Places, live_part, numbers, whole_words
 
-from megavm.vm.isa import TensorKind
+from megavm.vm.isa import TagOrder, TensorKind
 from megavm.vm.program import Program
 
 Mask = npt.NDArray[np.bool_]
@@ -23,8 +23,9 @@ class Action(IntEnum):
     READ = 1  # plain reads
     POLL = 2  # waiting for tagged words, and reading them
     WRITE = 3  # plain writes
-    SIGNAL = 4
-    WORD = 5
+    AGAIN = 4  # reading tagged words once more, of instructions that read late
+    SIGNAL = 5
+    WORD = 6
 
 
 @dataclass(frozen=True)
@@ -54,19 +55,29 @@ class Execution:
     number: int = -1  # in the sequential order
     expected: dict[int, Ints] = field(default_factory=dict)
     in_place: bool = False  # it writes plainly what it reads
+    tag_order: TagOrder = TagOrder.KEPT
 
 
 class Meaning:
     """What a program does when instructions run one after the other, step by step.
 
     ``fault`` is what goes wrong even then. Without ``queue_order`` the executions of a worker do not wait for
-    one another when schedules are tried.
+    one another when schedules are tried. ``tag_orders`` are the TagOrders of the instructions, as numbers; by
+    default all keep the order.
     """
 
     def __init__(
-        self, program: Program, steps: int, live: int | None = None, queue_order: bool = True
+        self,
+        program: Program,
+        steps: int,
+        live: int | None = None,
+        queue_order: bool = True,
+        tag_orders: npt.NDArray[np.int64] | None = None,
     ) -> None:
         self.program = program
+        self.tag_orders = [TagOrder.KEPT] * len(program)
+        if tag_orders is not None:
+            self.tag_orders = [TagOrder(number) for number in tag_orders.tolist()]
         self.steps = steps
         self.live = live
         self.dynamic = program.dynamic
@@ -125,6 +136,9 @@ class Meaning:
             part = live_part(inst, region, self.live)
             if part is not None:
                 found[action] += self.places.of(part, step, write)
+        tag_order = self.tag_orders[index]
+        if tag_order is TagOrder.READS_LATE:
+            found[Action.AGAIN] = found[Action.POLL]
         accesses = {a: numbers(p) for a, p in found.items()}
         return Execution(
             index,
@@ -139,6 +153,7 @@ class Meaning:
             accesses,
             numbers(polls),
             in_place=bool({*found[Action.WRITE]} & {*found[Action.READ], *found[Action.EARLY]}),
+            tag_order=tag_order,
         )
 
     def _drop_reads_of_constants(self, pending: list[list[Execution]]) -> None:

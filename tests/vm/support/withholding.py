@@ -10,6 +10,9 @@ than the sequential meaning. This simulator knows nothing of its proof. It knows
    visible, at any time. Its tagged words may as soon as all that it reads has been read, plain writes or not.
    It signals when all is visible.
 3. *Earlier* reads may be made as soon as the header is satisfied, whatever the worker still runs.
+   Instructions whose ``tag_order`` is READS_LATE make their tagged words visible before all is read, and read
+   tagged words once more until they signal. Those whose order is WRITES_EARLY, which have no tagged results,
+   make plain writes visible before their tagged words are there.
 4. An instruction that writes plainly where it also reads, as Sample does, is taken to read all of that first.
    Whether kernels do so for two operands that overlap is not judged.
 5. Rows at or past the count of ``row_count`` are dead: neither read nor written, but tagged words of dead rows
@@ -40,6 +43,7 @@ from meaning import UNWRITTEN, Action, Execution, Finding, Mask, Meaning
 from places import Ints
 
 from megavm.vm.config import NONE
+from megavm.vm.isa import TagOrder
 from megavm.vm.program import Program
 
 STEPS = 4
@@ -80,11 +84,13 @@ class Schedules:
         """Which actions are done, by column; of actions that an instruction does not have, all."""
         done = {
             a: np.zeros(self.columns, np.bool_) if execution.accesses[a].size else self.everywhere
-            for a in (Action.EARLY, Action.READ, Action.WRITE)
+            for a in (Action.EARLY, Action.READ, Action.WRITE, Action.AGAIN)
         }
         done[Action.POLL] = self.nowhere if execution.polls.size else self.everywhere
         done[Action.SIGNAL] = self.nowhere
-        return done | {Action.WORD + k: self.nowhere for k in range(execution.accesses[5].size)}
+        return done | {
+            Action.WORD + k: self.nowhere for k in range(execution.accesses[Action.WORD].size)
+        }
 
     def run(self, phases: Sequence[Held]) -> Mask:
         """Run until nothing can happen, with one set of actions withheld after the other.
@@ -126,12 +132,17 @@ class Schedules:
         if not done[Action.POLL].all():
             there = (self.tags[execution.polls] == execution.step + 1).all(axis=0)
             moved |= self._act(execution, Action.POLL, begun & there, held)
-        begun = begun & done[Action.POLL]
-        complete = begun & done[Action.READ] & done[Action.EARLY]
-        moved |= self._act(execution, Action.WRITE, complete if execution.in_place else begun, held)
-        ending = complete & done[Action.WRITE]
+        polled = begun & done[Action.POLL]
+        moved |= self._act(execution, Action.AGAIN, polled, held)
+        may_write = begun if execution.tag_order is TagOrder.WRITES_EARLY else polled
+        if execution.in_place:
+            may_write = may_write & done[Action.READ] & done[Action.EARLY]
+        moved |= self._act(execution, Action.WRITE, may_write, held)
+        complete = polled & done[Action.READ] & done[Action.EARLY]
+        may_tag = polled if execution.tag_order is TagOrder.READS_LATE else complete
+        ending = complete & done[Action.AGAIN] & done[Action.WRITE]
         for k in range(execution.accesses[Action.WORD].size):
-            moved |= self._act(execution, Action.WORD + k, complete, held)
+            moved |= self._act(execution, Action.WORD + k, may_tag, held)
             ending = ending & done[Action.WORD + k]
         return moved | self._act(execution, Action.SIGNAL, ending, held)
 
@@ -181,6 +192,7 @@ class Schedules:
         if action == Action.SIGNAL:
             return f"{text} signals" if execution.signal is not None else f"{text} ends"
         verbs = {0: "reads earlier", 1: "reads", 2: "has its tagged words:", 3: "writes"}
+        verbs[4] = "reads again"
         places = execution.accesses[min(action, Action.WORD)]
         if action >= Action.WORD:
             places = places[action - Action.WORD :][:1]
@@ -192,7 +204,7 @@ def each_action(order: Sequence[Execution], steps: int) -> Iterator[tuple[int, i
     """The actions, but for signals, of the first steps."""
     for execution in order:
         if execution.step < steps:
-            for action in (Action.EARLY, Action.READ, Action.WRITE):
+            for action in (Action.EARLY, Action.READ, Action.WRITE, Action.AGAIN):
                 if execution.accesses[action].size:
                     yield execution.number, action
             if execution.polls.size:
@@ -206,6 +218,7 @@ def judge(
     *,
     live: int | None = None,
     queue_order: bool = True,
+    tag_orders: npt.NDArray[np.int64] | None = None,
     steps: int = STEPS,
     seed: int = 0,
     random_schedules: int = 32,
@@ -213,8 +226,9 @@ def judge(
     """What is wrong with a program of valid form, of whose rows ``live`` are live (None: all).
 
     Without ``queue_order`` static queues are no order either: workers begin instructions before others end.
+    ``tag_orders``: how instructions order their tagged words; see ``Meaning``.
     """
-    meaning = Meaning(program, steps, live, queue_order)
+    meaning = Meaning(program, steps, live, queue_order, tag_orders)
     if meaning.fault is not None:
         return meaning.fault
     rng = random.Random(seed)
@@ -260,7 +274,8 @@ def replay(meaning: Meaning, phases: Sequence[Held], workers: Ints, column: int)
         wanted = found.execution.expected[min(found.action, Action.WORD)]
         places = found.execution.accesses[min(found.action, Action.WORD)]
         expected = int(wanted[places == found.place][0])
-        verb = "writes" if found.action >= Action.WRITE else "reads"
+        writes = found.action == Action.WRITE or found.action >= Action.WORD
+        verb = "writes" if writes else "reads"
         sentence = (
             f"{meaning.describe(found.execution)} {verb} {meaning.places.describe(found.place)} "
             f"after {meaning.version(found.got)}, expected {meaning.version(expected)}"
