@@ -2,7 +2,7 @@
 
 ``isa.hpp`` holds plain structs and constants, for the CPU interpreter and for device code alike;
 ``kernel_table.hpp`` includes every ``instructions/<name>/cpu.hpp`` and lists the kernels by opcode;
-``launch.hpp`` and ``faults.hpp`` are for
+``note.hpp`` holds what the CPU's interpreter notes when it traces. ``launch.hpp`` and ``faults.hpp`` are for
 device code: what host and kernel hand to each other. ``program_header`` makes the header that specialises
 the GPU's kernel for what one program uses.
 The build runs this file as a script (``codegen.py <folder>``) with a Python that need not have torch,
@@ -243,6 +243,15 @@ def launch_header() -> str:
     return "\n".join(lines)
 
 
+def note_header() -> str:
+    """The text of ``note.hpp``: a row of what the CPU's interpreter notes when it traces."""
+    from megavm.vm.cpu.notes import NOTE
+
+    lines = [warning("vm/cpu/notes.py"), "#pragma once", "", "#include <cstdint>", ""]
+    lines += ["namespace megavm {", "", *shared_struct(NOTE), "}  // namespace megavm", ""]
+    return "\n".join(lines)
+
+
 # Whether attention is split, and its parts merged, depends on the context; the kernel need not.
 COMPANIONS = {"attention": "attention_merge"}
 MANY_ROWS = 1 << 16  # what a kernel for several rows is told, so that it serves steps of all sizes
@@ -380,6 +389,7 @@ def main(folder: str) -> None:
     classes = list(registry.instruction_set().values())
     write_if_changed(Path(folder) / "isa.hpp", isa_header(classes))
     write_if_changed(Path(folder) / "kernel_table.hpp", kernel_table(classes))
+    write_if_changed(Path(folder) / "note.hpp", note_header())
 
 
 if __name__ == "__main__":

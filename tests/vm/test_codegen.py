@@ -17,6 +17,7 @@ from megavm.instructions import instruction_set
 from megavm.instructions.copy import Copy
 from megavm.vm import codegen, config
 from megavm.vm.abi import U32, U64, Code, Member, Struct
+from megavm.vm.cpu.notes import NOTE
 from megavm.vm.cuda import launch
 from megavm.vm.cuda.faults import FAULT_RECORD, Fault, FaultKind, SemaphoreKind
 from megavm.vm.events import Event
@@ -29,7 +30,7 @@ CLASSES = list(instruction_set().values())
 HEADER = codegen.isa_header(CLASSES)
 LAUNCH_HEADER = codegen.launch_header()
 FAULTS_HEADER = codegen.faults_header()
-STRUCTS = (*launch.STRUCTS, FAULT_RECORD)
+STRUCTS = (*launch.STRUCTS, FAULT_RECORD, NOTE)
 
 
 def test_every_instruction_and_field_is_there() -> None:
@@ -147,6 +148,7 @@ def test_the_script_needs_nothing_but_python(tmp_path: Path) -> None:
     script = [sys.executable, "-I", "-S", str(ROOT / "vm" / "codegen.py"), str(tmp_path)]
     subprocess.run(script, check=True)
     assert (tmp_path / "isa.hpp").read_text() == HEADER
+    assert (tmp_path / "note.hpp").read_text() == codegen.note_header()
     time = (tmp_path / "isa.hpp").stat().st_mtime_ns
     subprocess.run(script, check=True)
     assert (tmp_path / "isa.hpp").stat().st_mtime_ns == time, "unchanged files are left alone"
@@ -194,6 +196,7 @@ def test_structs_lie_in_cpp_as_in_numpy_and_ctypes(tmp_path: Path) -> None:
         "isa.hpp": HEADER,
         "faults.hpp": FAULTS_HEADER,
         "launch.hpp": LAUNCH_HEADER,
+        "note.hpp": codegen.note_header(),
     }
     check_cpp(tmp_path, headers, facts)
 
@@ -224,7 +227,7 @@ def test_events_have_the_first_columns_of_a_trace() -> None:
 
 
 def test_every_member_and_its_description_is_in_the_struct() -> None:
-    text = LAUNCH_HEADER + FAULTS_HEADER
+    text = LAUNCH_HEADER + FAULTS_HEADER + codegen.note_header()
     for struct in STRUCTS:
         begin = text.index(f" {struct.name} {{")
         lines = text[begin : text.index("};", begin)].splitlines()[1:]

@@ -49,14 +49,14 @@
 #include <optional>
 #include <vector>
 
+#include "megavm/isa.hpp"
+
 namespace megavm {
 
 struct WaitFor {
   std::int32_t barrier;  // -1: unused
   std::int64_t target;
 };
-
-inline constexpr int kMaxWaits = 3;
 
 // What the analysis knows of an instruction, beside its accesses.
 struct Synchronisation {
