@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from megavm.instructions.tiles import SQUARES_COLUMNS
-from megavm.vm.config import NONE
+from megavm.vm.config import NONE, UNIT_ROWS
 from megavm.vm.isa import Region, TensorSpec
 from megavm.vm.layout import ROWS
 from megavm.vm.machine import Executable, MachineFault, WorkerState
@@ -124,7 +123,7 @@ class View:
         gain = self.raw(inst.out_gain)[columns[0] : columns[1]].float()
         self.write(inst.out_scaled, rows, columns, out * gain)
         squares = sums_of_squares(out)
-        first = columns[0] // SQUARES_COLUMNS
+        first = columns[0] // UNIT_ROWS
         self.write(inst.out_squares, rows, (first, first + squares.shape[1]), squares)
 
     def product(
@@ -160,9 +159,9 @@ class View:
 
 
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """Of every SQUARES_COLUMNS columns of x [rows, columns] the sum of their squares, in float32."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % SQUARES_COLUMNS))
-    return padded.pow(2).view(len(x), -1, SQUARES_COLUMNS).sum(-1)
+    """Of every UNIT_ROWS columns of x [rows, columns] the sum of their squares, in float32."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % UNIT_ROWS))
+    return padded.pow(2).view(len(x), -1, UNIT_ROWS).sum(-1)
 
 
 @functools.cache

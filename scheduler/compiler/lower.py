@@ -19,13 +19,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import Sample
-from megavm.instructions.tiles import (
-    INPUT_BYTES,
-    SCALED,
-    SPLIT_COLUMNS,
-    SQUARES_COLUMNS,
-    SUMS_BYTES,
-)
+from megavm.instructions.tiles import INPUT_BYTES, SCALED, SPLIT_COLUMNS
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage, may_be_tagged
@@ -33,6 +27,7 @@ from megavm.vm.config import BLOCK_UNITS, NONE, UNIT_ROWS
 from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
 
 MOST_PARTS = 8  # of a product: who adds them up has a pair of each in registers
+SUMS_BYTES = 128 * 1024  # of the sums that a CPU's product keeps when slices of the input pass by
 SUMMED_COLUMNS = BLOCK_UNITS * UNIT_ROWS  # of which a GPU's worker finishes the sums at a time
 MANY_SPLITS = 8  # of which one less costs less than merges that begin late
 
@@ -180,7 +175,7 @@ class Lowering:
         gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
         size, unit = weight.dtype.size, self.options.column_unit
         if "out_squares" in handles:
-            unit = math.lcm(unit, SQUARES_COLUMNS)
+            unit = math.lcm(unit, UNIT_ROWS)
         parts = self._parts_of_k(operation)
         # Parts have workers by their share of the columns.
         workers = [self.options.workers * begin // weight.columns for begin, _ in parts]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import shutil
 import subprocess
 import sys
@@ -26,6 +27,7 @@ from megavm.vm.layout import Order
 from megavm.vm.program import Program
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
+CPP = {".cpp", ".hpp", ".cu", ".cuh"}
 CLASSES = list(instruction_set().values())
 HEADER = codegen.isa_header(CLASSES)
 LAUNCH_HEADER = codegen.launch_header()
@@ -235,6 +237,19 @@ def test_every_member_and_its_description_is_in_the_struct() -> None:
         for line, member in zip(lines, struct.members, strict=True):
             assert f" {member.name};" in line
             assert line.endswith(f"// {member.doc}" if member.doc else ";")
+
+
+def test_every_generated_constant_is_read() -> None:
+    """By C++ that people write; a constant of the same name that is defined there does not count."""
+    folders = ("cuda", "instructions", "vm")
+    paths = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in CPP]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    text = re.sub(r"//.*", "", text)
+    defined = set(re.findall(r"constexpr [\w ]*?\b(k\w+) =", text))
+    generated = [line for line in (HEADER + LAUNCH_HEADER).splitlines() if not line.startswith(" ")]
+    names = set(re.findall(r"constexpr unsigned int (k\w+)\b", "\n".join(generated)))
+    read = {name for name in names - defined if re.search(rf"(?<!program::)\b{name}\b", text)}
+    assert names - read == set()
 
 
 def test_a_struct_with_a_hole_is_refused() -> None:
