@@ -20,7 +20,7 @@ import torch
 
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
-from megavm.instructions.tiles import SUMS_BYTES
+from megavm.scheduler.compiler.tiling import SUMS_BYTES
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.memory import TORCH_DTYPE, Memory

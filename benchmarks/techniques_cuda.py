@@ -27,7 +27,7 @@ from environment import save
 from llama_cuda import MODELS, make_runner, measure, prepare
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.compiler import ROOT, CompileError
-from megavm.vm.cuda.exchange import EXCHANGE
+from megavm.vm.cuda.launch import EXCHANGE, HINT
 from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
@@ -141,8 +141,8 @@ class VariantMachine(CudaMachine):
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
         executable = super().load(program, memory, verify=verify)
         if not self.hints:
-            words = executable._exchanges.view(torch.int32).view(-1, EXCHANGE.itemsize // 4)
-            words[:, :2] = -1  # NONE: hint_signal, hint_wait
+            words = executable._exchanges.view(torch.int32).view(-1, EXCHANGE.size // 4)
+            words[:, : HINT.size // 4] = -1  # NONE; the hint comes first
         return executable
 
 

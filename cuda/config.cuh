@@ -1,8 +1,10 @@
 // Sizes of the machine on the device. Those of memory come from vm/config.py and vm/cuda/memory.py,
-// by way of isa.hpp and of the program's header.
+// by way of isa.hpp and of the program's header; what the host hands over is in launch.hpp.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/integers.cuh"
+#include "isa.hpp"
+#include "launch.hpp"
 
 namespace megavm {
 
@@ -32,12 +34,8 @@ constexpr float kLn2 = 0.6931471805599453f;
 
 constexpr uint32_t kLanes = 32;
 constexpr uint32_t kNumConsumers = kNumConsumerWarps;
-constexpr uint32_t kLoaderWarp = kNumConsumers;
-constexpr uint32_t kControllerWarp = kNumConsumers + 1;
-constexpr uint32_t kStorerWarp = kNumConsumers + 2;
-constexpr uint32_t kWaiterWarp = kNumConsumers + 3;
 static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the consumers");
-constexpr uint32_t kNumThreads = kNumWarps * kLanes;
+static_assert(kNumThreads == kNumWarps * kLanes);
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
 constexpr bool kSingleRow = program::kMaxRows <= 1;
 constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;  // one row: the storer finishes products
@@ -68,6 +66,7 @@ constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
 constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
 constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
 constexpr uint32_t kGroupRows = program::kGroupRows;
+static_assert(kGroupRows == (kSingleRow ? 1 : kMaxGroupRows));
 constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPages;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
@@ -88,11 +87,12 @@ constexpr uint32_t kPages = program::kPages;
 static_assert(kPages >= kMinPages && kPages <= kNumPages, "no room for pages beside scratch");
 constexpr uint32_t kScratchAt = kPages * kPageBytes;
 constexpr uint32_t kStagesAt = kScratchAt + kScratch;
-static_assert(kStagesAt % 128 == 0, "instructions are aligned to their size");
+static_assert(kStagesAt % kInstructionBytes == 0, "instructions are aligned to their size");
 constexpr uint32_t kSemaphoresAt = kStagesAt + kStages * kStageBytes;
 constexpr uint32_t kCurrentAt = kSemaphoresAt + kSemaphoreBytes;
 constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
 static_assert(kControlAt % 16 == 0 && kControlAt + kControlBytes <= kSharedBytes);
+static_assert(kControlAt + kControlBytes == kStagesAt + kFixedBytes, "as the host counts");
 
 // Pages issued, not yet landed; and while consumers wait for what other workers produce. In a ring
 // of fewer, the loader would look for a page in the phase of a later one.

@@ -76,6 +76,7 @@ __device__ __forceinline__ uint32_t first_tagged_row(const Exchange& exchange, u
 
 __device__ __forceinline__ void run_controller(const Launch& launch) {
   const uint32_t lane = lane_index();
+  static_assert(kNumCounts == kLanes && kInstructionWords == kLanes, "one lane for each");
   // A launch changes none of these numbers.
   const uint32_t counted = __ldg(launch.counts + lane);
   const uint32_t live = counted == kNone ? 0 : constant_integer(launch.tensors[counted], 0, 0);
@@ -118,8 +119,8 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
     }
     __syncwarp();
     if (lane == 0 && more) {
-      note(launch, stage, Event::kWorker);
-      note(launch, stage, Event::kResolved);
+      note_worker(launch, stage);
+      note(launch, stage, Event::kFetched);
     }
     cursor.resolved().arrive_together();
     if (!more) break;

@@ -6,6 +6,7 @@
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/memory.cuh"
 #include "cuda/ptx/mma.cuh"
+#include "faults.hpp"
 
 namespace megavm {
 

@@ -34,7 +34,7 @@ __device__ __forceinline__ void run_loader(const Launch& launch) {
     if constexpr (program::kAnyProduct)
       if (product.tiling.units > 0) load_product(stage, product, weights, loader);
     __syncwarp();
-    if (lane_index() == 0) note(launch, stage, Event::kLoadEnd);
+    if (lane_index() == 0) note(launch, stage, Event::kLoadIssued);
     loader.stage.released().arrive_together();
     loader.stage.advance();
   }

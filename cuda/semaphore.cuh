@@ -5,20 +5,6 @@
 
 namespace megavm {
 
-// What a semaphore stands for, as fault records say it.
-enum class SemaphoreKind : uint32_t {
-  kPageArrived = 0,
-  kPageFinished = 1,
-  kStageResolved = 2,  // the instruction and its operands may be read
-  kStageReady = 3,     // the waits of its header are over
-  kStageStored = 4,    // its results are stored
-  kStageReleased = 5,  // the stage may be overwritten
-  kStageHinted = 6,    // the tagged words that it reads are likely there
-  kConsumers = 7,      // all consumers have come to the same place
-  kSumsArrived = 8,    // a block of sums may be read
-  kSumsFinished = 9,   // its half of the scratch may be overwritten
-};
-
 __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t number = static_cast<uint32_t>(kind);
   if (number < 2) return number * kPages;

@@ -6,15 +6,15 @@
 namespace megavm {
 
 __device__ __forceinline__ DType dtype_of(const Tensor& t) {
-  return static_cast<DType>(t.address >> 48 & 0xf);
+  return static_cast<DType>(t.address >> kDtypeShift & 0xf);
 }
-__device__ __forceinline__ bool is_tagged(const Tensor& t) { return t.address >> 52 & 1; }
+__device__ __forceinline__ bool is_tagged(const Tensor& t) { return t.address >> kTaggedShift & 1; }
 __device__ __forceinline__ bool is_f32(const Tensor& t) { return dtype_of(t) == DType::kF32; }
 __device__ __forceinline__ Layout layout_of(const Tensor& t) {
-  return static_cast<Layout>(t.address >> 56 & 0xf);
+  return static_cast<Layout>(t.address >> kLayoutShift & 0xf);
 }
 __device__ __forceinline__ uint64_t base_of(const Tensor& t) {
-  return t.address & 0xffffffffffffull;
+  return t.address & ((uint64_t{1} << kDtypeShift) - 1);
 }
 __device__ __forceinline__ uint32_t element_bytes(const Tensor& t) {
   return dtype_of(t) == DType::kBf16 ? 2 : 4;

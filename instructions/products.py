@@ -6,8 +6,7 @@ from typing import Protocol
 
 import torch
 
-from megavm.instructions.tiles import SQUARES_COLUMNS
-from megavm.vm.config import NONE
+from megavm.vm.config import NONE, UNIT_ROWS
 from megavm.vm.reference import Rows, View
 
 
@@ -65,11 +64,11 @@ def write_scaled(m: View, inst: Scaled, rows: Rows, columns: Rows, out: torch.Te
     gain = m.raw(inst.out_gain)[columns[0] : columns[1]].float()
     m.write(inst.out_scaled, rows, columns, out * gain)
     squares = sums_of_squares(out)
-    first = columns[0] // SQUARES_COLUMNS
+    first = columns[0] // UNIT_ROWS
     m.write(inst.out_squares, rows, (first, first + squares.shape[1]), squares)
 
 
 def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of every SQUARES_COLUMNS columns of x [rows, columns], in float32."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % SQUARES_COLUMNS))
-    return padded.pow(2).view(len(x), -1, SQUARES_COLUMNS).sum(-1)
+    """The sum of squares of every UNIT_ROWS columns of x [rows, columns], in float32."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % UNIT_ROWS))
+    return padded.pow(2).view(len(x), -1, UNIT_ROWS).sum(-1)

@@ -13,22 +13,21 @@ from megavm.vm.config import (
     ROWS_CHUNK_PAGES,
     TILE_ROW_BYTES,
     TILES_PER_PAGE,
+    UNIT_ROWS,
 )
 from megavm.vm.isa import F32, Constant, Region, TagOrder, TensorSpec, largest, present, union
 
 # On the CPU.
 INPUT_BYTES = 144 * 1024  # of the input that a product holds at a time, at most
-SUMS_BYTES = 128 * 1024  # of the sums that it keeps when slices of the input pass by
-SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and what a way to multiply needs
 SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
-COLUMN_BLOCK = 32  # output columns whose sums are alive at the same time
-ROW_BLOCK = 16  # rows whose sums are kept together
-VECTOR = 32  # input columns are padded to a multiple of this
+PANEL_COLUMNS = 32  # input columns are padded to a multiple of this
 CPU_LANES = 16  # elements of a vector
-ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
+_ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
+_COLUMN_BLOCK = 2 * CPU_LANES  # output columns whose sums are alive at the same time
+_SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and what a way to multiply needs
+_ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
 
 SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
-SQUARES_COLUMNS = 8  # of a row of x whose squares are one sum: a unit of weights on the GPU
 
 
 def round_up(size: int, unit: int) -> int:
@@ -48,13 +47,13 @@ def product_working_bytes(rows: int, columns: int, k: int, itemsize: int) -> int
     stream by, and only one block of columns has live sums (*input-stationary*: decode). Otherwise the
     sums of the whole tile stay and slices of the input stream by as well (*output-stationary*: prefill).
     """
-    held = rows * round_up(k, VECTOR) * itemsize
-    sums = round_up(rows, ROW_BLOCK) * COLUMN_BLOCK
+    held = rows * round_up(k, PANEL_COLUMNS) * itemsize
+    sums = round_up(rows, _ROW_BLOCK) * _COLUMN_BLOCK
     if held > INPUT_BYTES:
         least = rows * itemsize * SPLIT_COLUMNS
         held = least * max(INPUT_BYTES // least, 1)
         sums = rows * columns
-    return held + 4 * sums + ROW_BYTES * round_up(rows, ROW_BLOCK) + SPARE_BYTES
+    return held + 4 * sums + _ROW_BYTES * round_up(rows, _ROW_BLOCK) + _SPARE_BYTES
 
 
 def product_constants(
@@ -125,7 +124,7 @@ def product_tag_order(
 
 def units_of(begin: int, end: int) -> int:
     """Units of weight rows that hold the rows [begin, end) of a weight."""
-    return -(-end // SQUARES_COLUMNS) - begin // SQUARES_COLUMNS
+    return -(-end // UNIT_ROWS) - begin // UNIT_ROWS
 
 
 def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:
@@ -151,7 +150,7 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
 
 def squares_of(columns: int) -> int:
     """Sums of squares that a row of so many columns has."""
-    return -(-columns // SQUARES_COLUMNS)
+    return -(-columns // UNIT_ROWS)
 
 
 def scaled_writes(inst: Any) -> Iterator[Region]:
@@ -160,7 +159,7 @@ def scaled_writes(inst: Any) -> Iterator[Region]:
     for handle in present(inst.out_scaled):
         yield Region(handle, rows, columns)
     for handle in present(inst.out_squares):
-        yield Region(handle, rows, (columns[0] // SQUARES_COLUMNS, squares_of(columns[1])))
+        yield Region(handle, rows, (columns[0] // UNIT_ROWS, squares_of(columns[1])))
 
 
 def check_scaled(tensors: Sequence[TensorSpec], inst: Any, size: int) -> Iterator[str]:
@@ -178,8 +177,8 @@ def check_scaled(tensors: Sequence[TensorSpec], inst: Any, size: int) -> Iterato
         out_squares=(inst.out_squares, None, squares_of(size)),
     )
     begin, end = inst.column_begin, inst.column_end
-    if begin % SQUARES_COLUMNS or (end % SQUARES_COLUMNS and end < size):
+    if begin % UNIT_ROWS or (end % UNIT_ROWS and end < size):
         yield (
             f"columns [{begin}, {end}) of {size} do not begin and end at multiples of "
-            f"{SQUARES_COLUMNS}, which out_squares needs"
+            f"{UNIT_ROWS}, which out_squares needs"
         )

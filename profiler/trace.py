@@ -11,6 +11,8 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megavm.vm import events
+
 MAX_TIME: Final = 1 << 60  # nanoseconds
 SUFFIX: Final = ".megatrace"  # of the names of files
 
@@ -21,25 +23,14 @@ Words = npt.NDArray[np.uint32]
 
 
 class Event(NamedTuple):
-    """A point in the life of an instruction, and the role that notes it."""
+    """A point in the life of an instruction, as a file of a trace describes it."""
 
     name: str
     role: str
     help: str
 
 
-EVENTS: Final = (
-    Event("fetched", "controller", "the instruction is decoded"),
-    Event("ready", "controller", "the waits of its header are over"),
-    Event("load_begin", "loader", "before its first load is issued"),
-    Event("load_issued", "loader", "after its last load was issued"),
-    Event("load_arrived", "loader", "its last load is there"),
-    Event("begin", "consumer", "the consumers turn to it"),
-    Event("inputs", "consumer", "its inputs are there, tagged words too"),
-    Event("computed", "consumer", "its sums are complete"),
-    Event("end", "consumer", "its results are stored"),
-    Event("signalled", "storer", "its barrier is signalled"),
-)
+EVENTS: Final = tuple(Event(event.label, event.role, event.doc) for event in events.Event)
 
 BARRIER, TAGGED = 0, 1  # kinds of a channel
 

@@ -12,14 +12,19 @@ HEADER_WORDS = 2 + 2 * MAX_WAITS  # opcode, signal, (barrier, target) per wait
 OPERAND_WORDS = INSTRUCTION_WORDS - HEADER_WORDS
 INSTRUCTION_BYTES = 4 * INSTRUCTION_WORDS
 NONE = 0xFFFFFFFF  # "no barrier" in the header, "no tensor" in an optional tensor field
+FAR_TAG = 0x80000000  # how a tag that nobody waits for differs from that of the step
 
 # Working memory of a worker of the CPU machine.
 WORKING_BYTES = 351 * 1024
 
-# Warps of a worker on the GPU: the consumers, then loader, controller, storer and waiter.
+# Warps of a worker on the GPU: the consumers, then one of each other role.
 NUM_CONSUMER_WARPS = 8
-NUM_WARPS = 12
-THREADS = 32 * NUM_WARPS
+LOADER_WARP = NUM_CONSUMER_WARPS
+CONTROLLER_WARP = NUM_CONSUMER_WARPS + 1
+STORER_WARP = NUM_CONSUMER_WARPS + 2
+WAITER_WARP = NUM_CONSUMER_WARPS + 3
+NUM_WARPS = NUM_CONSUMER_WARPS + 4
+NUM_THREADS = 32 * NUM_WARPS
 
 # Shared memory of a worker on the GPU, an SM of a Hopper GPU: pages, scratch, then the rest.
 SHARED_BYTES = 227 * 1024
@@ -32,11 +37,9 @@ CURRENT_BYTES = 32  # what a warp is at
 CONTROL_BYTES = 64
 SEMAPHORE_BYTES = -(-8 * (2 * NUM_PAGES + 5 * NUM_STAGES + 5) // 16) * 16
 FIXED_BYTES = NUM_STAGES * STAGE_BYTES + SEMAPHORE_BYTES + NUM_WARPS * CURRENT_BYTES + CONTROL_BYTES
-SCRATCH_UNIT = 128  # scratch is a multiple of it
-SCRATCH_BYTES = (SHARED_BYTES - FIXED_BYTES - MIN_PAGES * PAGE_BYTES) // SCRATCH_UNIT * SCRATCH_UNIT
 
 # Products on the GPU. Weights are units of rows, made of tiles: so many bytes of each row.
-UNIT_ROWS = 8
+UNIT_ROWS = 8  # which are as many columns of the product, whose squares are one sum
 TILE_ROW_BYTES = 64
 TILES_PER_PAGE = 32
 BLOCK_UNITS = 8  # whose sums are finished together

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from megavm.instructions.tiles import SQUARES_COLUMNS, squares_of
-from megavm.vm.config import NONE
+from megavm.instructions.tiles import squares_of
+from megavm.vm.config import NONE, UNIT_ROWS
 from megavm.vm.isa import F32, I32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -134,7 +134,7 @@ class Table:
     def squares(self, name: str, rows: int, columns: int, *, tagged: bool = False) -> int:
         """Squares of rows of so many normal elements, as ``out_squares`` of Matmul."""
         shape = (rows, squares_of(columns))
-        value = SQUARES_COLUMNS * (1 + self.normal(*shape, scale=0.2).abs())
+        value = UNIT_ROWS * (1 + self.normal(*shape, scale=0.2).abs())
         return self.add(name, shape, F32, TensorKind.ACTIVATION, value, tagged=tagged)
 
     def scaled(

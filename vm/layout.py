@@ -2,7 +2,7 @@
 
 Instructions declare the layouts that their kernels take (``Instruction.layouts``), a machine gives them to
 tensors when it loads a program (cuda/layouts.py), and ``Memory`` converts and hands out values in natural
-order whatever the layout. The codes of ``Order`` are those of cuda/launch.cuh.
+order whatever the layout. Device code has ``Order`` as ``Layout``, in ``launch.hpp``.
 
 This module imports neither torch nor numpy: the C++ build runs it.
 """
@@ -10,9 +10,9 @@ This module imports neither torch nor numpy: the C++ build runs it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from megavm.vm.abi import Code
 from megavm.vm.config import TILE_ROW_BYTES, UNIT_ROWS
 from megavm.vm.isa import BF16, TensorSpec
 
@@ -23,8 +23,8 @@ CHUNK = 8  # elements of bfloat16 that are swizzled together: 16 bytes
 SWIZZLE_COLUMNS = 64  # a row must be whole multiples of this to be swizzled
 
 
-class Order(IntEnum):
-    """The kinds of layout."""
+class Order(Code):
+    """How the elements of a tensor lie in memory."""
 
     ROWS = 0
     UNITS = 1

@@ -94,7 +94,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
       }
     }
     consumer.finish_pages(num_early);
-    if (num_early > 0) consumer.note(stage, Event::kArrived);
+    if (num_early > 0) consumer.note(stage, Event::kLoadArrived);
   }
 
   consumer.begin_waiting();
@@ -130,7 +130,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   };
   const auto take = [&](PageTiles& tiles) {
     page_arrived(consumer.page.slot).wait(consumer.page.phase);
-    consumer.note(stage, Event::kArrived);
+    consumer.note(stage, Event::kLoadArrived);
     tiles.load(consumer.page.address(), warp);
     consumer.finish(consumer.page);
     consumer.page.advance();

@@ -202,7 +202,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
             next.advance();
             page_arrived(consumer.page.slot).wait(consumer.page.phase);
             page_arrived(next.slot).wait(next.phase);
-            consumer.note(stage, Event::kArrived);
+            consumer.note(stage, Event::kLoadArrived);
             first.load(consumer.page.address(), consumer.warp());
             second.load(next.address(), consumer.warp());
             consumer.finish_pages(2);
@@ -216,7 +216,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           while (unit < units) {
             PageTiles tiles;
             page_arrived(consumer.page.slot).wait(consumer.page.phase);
-            consumer.note(stage, Event::kArrived);
+            consumer.note(stage, Event::kLoadArrived);
             tiles.load(consumer.page.address(), consumer.warp());
             consumer.finish_pages(1);
             add(tiles);

@@ -1,7 +1,7 @@
 // mbarrier: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/integers.cuh"
 
 namespace megavm::ptx {
 

@@ -1,7 +1,7 @@
 // Loads, stores and copies with the cache and ordering behaviour that the machine needs.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/integers.cuh"
 
 namespace megavm::ptx {
 

@@ -386,7 +386,7 @@ struct FastAttention {
         for (uint32_t begin = 0; begin < pages; begin += kRounds * kPagesPerRound) {
           const uint32_t count = min_of(kRounds * kPagesPerRound, pages - begin);
           consumer.wait_pages(count);
-          consumer.note(in.stage, Event::kArrived);
+          consumer.note(in.stage, Event::kLoadArrived);
           const uint32_t first = warp % kWarpsPerPage * kWarpTokens;
           PageCursor cursor = consumer.page;
           cursor.advance(warp / kWarpsPerPage);

@@ -83,7 +83,7 @@ struct Kernel<Embed> : NoPages {
   static __device__ __forceinline__ void scale(const Operands<Embed>& in, uint32_t row,
                                                uint32_t first, uint32_t step,
                                                const ptx::Words2 (&raw)[kBatch]) {
-    constexpr uint32_t kPairs = kSquaresColumns / 2;  // of 8 columns, which neighbouring lanes have
+    constexpr uint32_t kPairs = kUnitRows / 2;  // of 8 columns, which neighbouring lanes have
     const Tensor& gain = in[&Embed::out_gain];
     const bool f32 = is_f32(in[&Embed::table]);
     const uint32_t end = in.inst.column_end;
@@ -107,8 +107,7 @@ struct Kernel<Embed> : NoPages {
       for (uint32_t apart = 1; apart < kPairs; apart *= 2)
         squares += __shfl_xor_sync(~0u, squares, apart);
       if (column < end && lane_index() % kPairs == 0)
-        write_element(in[&Embed::out_squares], row, column / kSquaresColumns, squares,
-                      in.out_tag());
+        write_element(in[&Embed::out_squares], row, column / kUnitRows, squares, in.out_tag());
     }
   }
 

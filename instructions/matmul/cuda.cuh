@@ -7,6 +7,7 @@ namespace megavm {
 struct MatmulPlan : ProductPlan<Matmul> {
   static constexpr uint32_t kPairs = 1;  // an item is two columns
   static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;
+  static_assert(matmul::kPartColumns % kTileColumns == 0, "parts begin with tiles");
   static constexpr uint32_t kHalfItems = 2 * kItemsPerUnit;
 
   uint32_t first_unit;
@@ -130,7 +131,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
   // Write the squares of a unit, which four items have that are `apart` lanes apart.
   __device__ __forceinline__ void end_item(bool active, uint32_t item, uint32_t unit, uint32_t row,
                                            uint32_t apart) const {
-    static_assert(kSquaresColumns == kUnitRows && kItemsPerUnit == 4);
+    static_assert(kItemsPerUnit == 4);
     if (!is_scaled()) return;
     float sum = active ? squares : 0.0f;
     sum += __shfl_xor_sync(~0u, sum, apart);

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from megavm.instructions.matmul import Matmul
-from megavm.instructions.tiles import SCALED, SQUARES_COLUMNS
+from megavm.instructions.tiles import SCALED
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.tiling import Lowering, Range, product_tiles
+from megavm.vm.config import UNIT_ROWS
 
 OPERANDS = ("x", "weight", "bias", "x_squares", "residual", "row_index", "row_count", "out")
 
@@ -59,7 +60,7 @@ def tiles_of_part(
     weight, out = operation.inputs["weight"], operation.outputs["out"]
     unit = options.column_unit
     if "out_squares" in operation.outputs:
-        unit = math.lcm(unit, SQUARES_COLUMNS)
+        unit = math.lcm(unit, UNIT_ROWS)
     begin, end = parts_of(operation)[number]
     # Parts have workers by their share of the columns.
     first = options.workers * begin // weight.columns

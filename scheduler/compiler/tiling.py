@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megavm.instructions.tiles import INPUT_BYTES, SPLIT_COLUMNS, SUMS_BYTES
+from megavm.instructions.tiles import INPUT_BYTES, SPLIT_COLUMNS
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 
 Range = tuple[int, int]  # half-open
+SUMS_BYTES = 128 * 1024  # of sums that a product on the CPU keeps while slices of x pass by
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megavm.instructions import decode, instruction_set
 from megavm.instructions.copy import Copy
 from megavm.vm import config
 from megavm.vm.cpu.machine import CpuMachine, levels
+from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.example import Example
 from megavm.vm.isa import I32, DType, Field, FieldKind, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.memory import TORCH_DTYPE, Memory
@@ -163,7 +164,7 @@ def test_resources_are_within_the_budget(cls: type[Instruction]) -> None:
     for example in examples_of(cls):
         inst, tensors = example.instruction, example.tensors
         assert inst.working_bytes(tensors) <= config.WORKING_BYTES, example.name
-        assert inst.scratch_bytes(tensors) <= config.SCRATCH_BYTES, example.name
+        assert inst.scratch_bytes(tensors) <= SCRATCH_BYTES, example.name
 
 
 # What operands may be.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +17,22 @@ import pytest
 from megavm.instructions import instruction_set
 from megavm.instructions.copy import Copy
 from megavm.vm import codegen, config
+from megavm.vm.abi import U32, U64, Code, Member, Struct
+from megavm.vm.cpu.notes import NOTE
+from megavm.vm.cuda import launch
+from megavm.vm.cuda.faults import FAULT_RECORD, Fault, FaultKind, SemaphoreKind
+from megavm.vm.events import Event
 from megavm.vm.isa import F32, Constant, FieldKind, TensorKind, TensorSpec, largest, same, union
+from megavm.vm.layout import Order
 from megavm.vm.program import Program
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
+CPP = {".cpp", ".hpp", ".cu", ".cuh"}
 CLASSES = list(instruction_set().values())
 HEADER = codegen.isa_header(CLASSES)
+LAUNCH_HEADER = codegen.launch_header()
+FAULTS_HEADER = codegen.faults_header()
+STRUCTS = (*launch.STRUCTS, FAULT_RECORD, NOTE)
 
 
 def test_every_instruction_and_field_is_there() -> None:
@@ -55,8 +68,6 @@ def test_a_program_header_names_what_the_program_uses() -> None:
     assert "constexpr bool kTrace = false;" in header
     assert "constexpr unsigned int kMaxRows = 1u;" in header
     assert [line for line in header.splitlines() if line.startswith("#include")] == [
-        '#include "isa.hpp"',
-        '#include "faults.hpp"',
         '#include "cuda/interpreter.cuh"',
         '#include "instructions/copy/cuda.cuh"',
     ]
@@ -143,29 +154,113 @@ def test_the_script_needs_nothing_but_python(tmp_path: Path) -> None:
     script = [sys.executable, "-I", "-S", str(ROOT / "vm" / "codegen.py"), str(tmp_path)]
     subprocess.run(script, check=True)
     assert (tmp_path / "isa.hpp").read_text() == HEADER
+    assert (tmp_path / "note.hpp").read_text() == codegen.note_header()
     time = (tmp_path / "isa.hpp").stat().st_mtime_ns
     subprocess.run(script, check=True)
     assert (tmp_path / "isa.hpp").stat().st_mtime_ns == time, "unchanged files are left alone"
 
 
-def test_the_header_is_plain_cpp_with_the_layout_of_the_encoding(tmp_path: Path) -> None:
+def check_cpp(folder: Path, headers: dict[str, str], facts: Iterable[str]) -> None:
+    """Compile the headers, and assertions in C++ about them."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    (tmp_path / "isa.hpp").write_text(HEADER)
+    for name, text in headers.items():
+        (folder / name).write_text(text)
+    includes = [f'#include "{name}"' for name in headers]
+    asserted = [f"static_assert({fact});" for fact in facts]
+    source = folder / "check.cpp"
+    source.write_text("\n".join([*includes, "namespace megavm {", *asserted, "}", ""]))
+    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-invalid-offsetof"]
+    options = ["-std=c++17", *warnings, "-fsyntax-only"]
+    subprocess.run([compiler, *options, str(source)], check=True)
+
+
+def test_the_header_is_plain_cpp_with_the_layout_of_the_encoding(tmp_path: Path) -> None:
     assert "#include" not in HEADER, "device code includes it too"
-    (tmp_path / "check.cpp").write_text(
-        "\n".join(
-            ['#include "isa.hpp"']
-            + [f"static_assert(megavm::{c.__name__}::kOpcode == {c.opcode});" for c in CLASSES]
-        )
-    )
-    options = [
-        "-std=c++17",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-fsyntax-only",
-        "-Wno-invalid-offsetof",
+    opcodes = [f"{c.__name__}::kOpcode == {c.opcode}" for c in CLASSES]
+    check_cpp(tmp_path, {"isa.hpp": HEADER}, opcodes)
+
+
+def test_structs_lie_in_cpp_as_in_numpy_and_ctypes(tmp_path: Path) -> None:
+    facts = []
+    for struct in STRUCTS:
+        dtype = struct.dtype()
+        facts.append(f"sizeof({struct.name}) == {dtype.itemsize}")
+        facts.append(f"alignof({struct.name}) == {struct.alignment}")
+        for name in dtype.names or ():
+            offset = dtype.fields[name][1] if dtype.fields else None
+            facts.append(f"__builtin_offsetof({struct.name}, {name}) == {offset}")
+    made = launch.LAUNCH.ctypes_class()
+    fields = launch.LAUNCH.dtype().fields
+    assert fields is not None
+    assert ctypes.sizeof(made) == launch.LAUNCH.size == 128
+    assert {name: getattr(made, name).offset for name in fields} == {
+        name: field[1] for name, field in fields.items()
+    }
+    headers = {
+        "isa.hpp": HEADER,
+        "faults.hpp": FAULTS_HEADER,
+        "launch.hpp": LAUNCH_HEADER,
+        "note.hpp": codegen.note_header(),
+    }
+    check_cpp(tmp_path, headers, facts)
+
+
+@pytest.mark.parametrize(
+    ("enum", "name", "header"),
+    [
+        (FaultKind, "FaultKind", FAULTS_HEADER),
+        (SemaphoreKind, "SemaphoreKind", FAULTS_HEADER),
+        (Fault, "Fault", FAULTS_HEADER),
+        (Order, "Layout", LAUNCH_HEADER),
+        (Event, "Event", LAUNCH_HEADER),
+    ],
+)
+def test_every_code_is_in_the_enumeration(enum: type[Code], name: str, header: str) -> None:
+    begin = header.index(f"enum class {name} : unsigned int {{")
+    lines = header[begin : header.index("};", begin)].splitlines()[1:]
+    assert [line.split(",")[0].strip() for line in lines] == [
+        f"k{codegen.camel(code.name)} = {code.value}" for code in sorted(enum)
     ]
-    subprocess.run([compiler, *options, str(tmp_path / "check.cpp")], check=True)
+    for code in enum:
+        assert code.doc in header
+
+
+def test_events_have_the_first_columns_of_a_trace() -> None:
+    assert sorted(Event) == list(range(launch.WORKER_COLUMN))
+    assert f"kTraceColumns = {len(Event) + 1}u;" in LAUNCH_HEADER
+
+
+def test_every_member_and_its_description_is_in_the_struct() -> None:
+    text = LAUNCH_HEADER + FAULTS_HEADER + codegen.note_header()
+    for struct in STRUCTS:
+        begin = text.index(f" {struct.name} {{")
+        lines = text[begin : text.index("};", begin)].splitlines()[1:]
+        assert len(lines) == len(struct.members)
+        for line, member in zip(lines, struct.members, strict=True):
+            assert f" {member.name};" in line
+            assert line.endswith(f"// {member.doc}" if member.doc else ";")
+
+
+def test_every_generated_constant_is_read() -> None:
+    """By C++ that people write; a constant of the same name that is defined there does not count."""
+    folders = ("cuda", "instructions", "vm")
+    paths = [p for f in folders for p in (ROOT / f).rglob("*") if p.suffix in CPP]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    text = re.sub(r"//.*", "", text)
+    defined = set(re.findall(r"constexpr [\w ]*?\b(k\w+) =", text))
+    generated = [line for line in (HEADER + LAUNCH_HEADER).splitlines() if not line.startswith(" ")]
+    names = set(re.findall(r"constexpr unsigned int (k\w+)\b", "\n".join(generated)))
+    read = {name for name in names - defined if re.search(rf"(?<!program::)\b{name}\b", text)}
+    assert names - read == set()
+
+
+def test_a_struct_with_a_hole_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Pair\.second is at 4: C\+\+ leaves a hole"):
+        Struct("Pair", "", (Member("first", U32), Member("second", U64)))
+
+
+def test_an_unknown_parameter_of_a_launch_is_refused() -> None:
+    with pytest.raises(AttributeError):
+        launch.LAUNCH.ctypes_class()(steps=1, stpes=2)

@@ -11,8 +11,8 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.alike import tag_orders
-from megavm.vm.config import HEADER_WORDS, NONE
-from megavm.vm.cuda.exchange import FAR_TAG, make_exchanges
+from megavm.vm.config import FAR_TAG, HEADER_WORDS, NONE
+from megavm.vm.cuda.exchange import make_exchanges
 from megavm.vm.isa import BF16, F32, TagOrder, TensorKind, TensorSpec
 from megavm.vm.program import Program
 
@@ -50,7 +50,12 @@ def test_of_instructions_with_a_row_count_the_storer_knows_rows_and_words() -> N
         begin = int(entry["regions_begin"])
         found = exchanges.regions[begin : begin + int(entry["num_regions"])]
         told = {
-            (int(operands[r["operand"]]), int(r["written"]), tuple(r["rows"]), tuple(r["words"]))
+            (
+                int(operands[r["operand"]]),
+                int(r["written"]),
+                (r["row_begin"], r["row_end"]),
+                (r["word_begin"], r["word_end"]),
+            )
             for r in found
         }
         declared = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +11,13 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
-from megavm.vm import codegen
-from megavm.vm.cuda import faults as cuda_faults
 from megavm.vm.cuda.faults import Fault, FaultKind, Record, SemaphoreKind, sentence, waiting_for
-from megavm.vm.cuda.machine import LAUNCH_BYTES, TENSOR, CudaMachine, LaunchParameters
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16, F32, I32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
-ROOT = Path(codegen.__file__).resolve().parents[1]
 STATE, ACTIVATION, INPUT, WEIGHT = (
     TensorKind.STATE,
     TensorKind.ACTIVATION,
@@ -50,39 +45,6 @@ def embed() -> Embed:
 
 def record(kind: int, *rest: int, warp: int = 0) -> Record:
     return Record.read(3, warp, (kind, *rest))
-
-
-@pytest.mark.parametrize(
-    ("file", "name", "enum"),
-    [
-        ("cuda/launch.cuh", "FaultKind", FaultKind),
-        ("cuda/semaphore.cuh", "SemaphoreKind", SemaphoreKind),
-    ],
-)
-def test_the_codes_are_those_of_the_device(file: str, name: str, enum: Any) -> None:
-    text = (ROOT / file).read_text()
-    found = re.search(rf"enum class {name}[^{{]*{{(.*?)}};", text, re.DOTALL)
-    assert found is not None
-    members = dict(re.findall(r"k(\w+) = (\d+)", found[1]))
-    assert members == {codegen.camel(m.name): str(m.value) for m in enum}
-
-
-def test_structures_have_the_sizes_of_the_device() -> None:
-    text = (ROOT / "cuda/launch.cuh").read_text()
-    assert f"static_assert(sizeof(Launch) == {LAUNCH_BYTES});" in text
-    assert f"static_assert(sizeof(Tensor) == {TENSOR.itemsize});" in text
-    struct = text[text.index("Launch {") :]
-    struct = re.sub(r"//.*", "", struct[: struct.index("};")])
-    names = re.findall(r"(\w+);", struct)
-    fields = [str(field[0]) for field in LaunchParameters._fields_]
-    assert names == [name for name in fields if name != "padding"]
-
-
-def test_every_fault_has_a_sentence_and_is_exported() -> None:
-    assert set(cuda_faults.SENTENCES) == set(Fault)
-    header = codegen.faults_header()
-    for fault in Fault:
-        assert f"  k{codegen.camel(fault.name)} = {fault.value}," in header
 
 
 @pytest.mark.parametrize(

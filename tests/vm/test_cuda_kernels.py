@@ -18,13 +18,15 @@ from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
 from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header
-from megavm.vm.config import THREADS
+from megavm.vm.config import NUM_THREADS
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
 from megavm.vm.isa import BF16, F32
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
 
-MAX_REGISTERS = 65536 // THREADS // 8 * 8  # what a thread may have before roles share them out anew
+MAX_REGISTERS = (
+    65536 // NUM_THREADS // 8 * 8
+)  # what a thread may have before roles share them out anew
 MAX_CUBIN = 1 << 20
 
 LLAMA_1B = LlamaConfig(

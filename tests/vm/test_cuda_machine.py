@@ -17,8 +17,9 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.config import NONE
+from megavm.vm.cuda.launch import TRACE_COLUMNS
 from megavm.vm.cuda.layouts import program_layouts
-from megavm.vm.cuda.machine import NUM_EVENTS, CudaMachine, reason_unavailable
+from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
 from megavm.vm.layout import units
@@ -175,7 +176,7 @@ def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMach
     assert notes.steps == 2
     *_, instruction = notes.places(program)
     assert sorted(instruction.tolist()) == sorted([*range(len(program))] * 2)
-    assert notes.times.shape == (2 * len(program), NUM_EVENTS)
+    assert notes.times.shape == (2 * len(program), TRACE_COLUMNS)
     times = notes.times.cpu().numpy()
     begin, end = (times[:, notes.events[name]] for name in ("begin", "end"))
     assert bool((end >= begin).all())

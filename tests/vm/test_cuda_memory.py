@@ -17,9 +17,9 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.run.kernels import default_limits
 from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header, specialisation
-from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SCRATCH_BYTES, SHARED_BYTES
+from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SHARED_BYTES
 from megavm.vm.cuda.compiler import CompileError, compile_kernel
-from megavm.vm.cuda.memory import KernelMemory, kernel_memory
+from megavm.vm.cuda.memory import SCRATCH_BYTES, KernelMemory, kernel_memory
 from megavm.vm.isa import BF16
 from megavm.vm.target import TARGETS
 

@@ -49,7 +49,7 @@ struct alignas(64) TileConfig {
 // The panel is [tile of 16 input rows][32 columns][16 pairs of columns][input row]: each [16][rows]
 // of words is a B operand. The last tile holds only the rows that are left.
 struct AmxPath {
-  static constexpr int kDepth = 32;  // columns of one multiplication
+  static constexpr int kDepth = kPanelColumns;  // columns of one multiplication
 
   AmxPath(Worker& worker, const Input& in, int64_t widest)
       : panel(worker.allocate<Bf16>(in.num_rows * ceil_to(widest, kDepth))),

@@ -213,7 +213,7 @@ PYBIND11_MODULE(_native, m) {
       .def_property_readonly("broken", [](const Executable& e) { return e.broken; })
       .def_property_readonly("barriers", barrier_values)
       .def("take_notes", take_notes,
-           "What each traced run since the last call noted: int64 [rows, 6].")
+           "What each traced run since the last call noted: int64 [rows, members of Note].")
       .def("reset", reset, "Set all counters to those of a fresh load.")
       .def("set_steps_run", set_barriers, py::arg("steps"),
            "Pretend that the program has run `steps` steps (for tests of counters that wrap "

@@ -141,10 +141,10 @@ struct DotPath {
   Panel<Weight> panel;
 
   DotPath(Worker& worker, const Input& in, int64_t widest)
-      : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, 32)), 0} {}
+      : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, kPanelColumns)), 0} {}
 
   MEGAVM_INLINE void pack(const Worker& worker, const Input& in, int64_t begin, int64_t width) {
-    panel.stride = ceil_to(width, 32);
+    panel.stride = ceil_to(width, kPanelColumns);
     pack_rows(worker, in, begin, width, panel);
   }
 

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "megavm/note.hpp"
 #include "vm/cpu/pool.hpp"
 #include "vm/cpu/worker.hpp"
 
@@ -21,16 +22,6 @@ struct alignas(64) Counter {
   std::atomic<uint32_t> value{0};
 };
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
-
-// When a worker did what with one instruction, in nanoseconds of the steady clock; 0: it did not.
-struct Note {
-  int64_t fetched;
-  int64_t ready;      // the waits of the header are over
-  int64_t inputs;     // `ready` and all the time that the kernel waited for tagged words
-  int64_t end;        // the kernel has returned
-  int64_t signalled;  // after the signal
-  int64_t worker;
-};
 
 // Words of a tagged tensor that an instruction reads or writes: a rectangle, columns in words.
 struct TaggedRegion {

@@ -8,6 +8,7 @@ import torch
 
 from megavm.vm import _native
 from megavm.vm.alike import figures, tagged_words
+from megavm.vm.cpu.notes import EVENTS, WORKER_COLUMN
 from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -16,18 +17,6 @@ from megavm.vm.program import Program
 # target, value) of each worker, in (kind, cause, worker, reports).
 Report = tuple[int, str, int, int, int, int, int]
 Fault = tuple[str, str, int, list[Report]]
-
-# Columns of a Note of cpu/interpreter.hpp. A worker turns to an instruction when it fetches it.
-EVENTS = {
-    "fetched": 0,
-    "begin": 0,
-    "ready": 1,
-    "inputs": 2,
-    "computed": 3,
-    "end": 3,
-    "signalled": 4,
-}
-WORKER_COLUMN = 5
 
 
 class CpuMachine:

@@ -36,7 +36,8 @@ inline void product_on(Worker& worker, const Input& in, int num_blocks, BlockAt 
       store(b, i, scale * load(sums_of(sums, i, 0)), scale * load(sums_of(sums, i, 1)));
     }
   };
-  const int64_t panel_bytes = in.declared_rows * ceil_to(in.width(), 32) * int64_t{sizeof(Weight)};
+  const int64_t panel_bytes =
+      in.declared_rows * ceil_to(in.width(), kPanelColumns) * int64_t{sizeof(Weight)};
   if (panel_bytes <= int64_t{kInputBytes}) {
     // The input stays, weights pass by.
     Path path(worker, in, in.width());

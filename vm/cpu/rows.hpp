@@ -214,9 +214,9 @@ MEGAVM_INLINE void store_scaled(const Instruction& inst, const Worker& worker, i
   store_row(worker, inst.out_scaled, row, column, value * gain, count);
   float values[kLanes], squares[kLanes] = {};
   store(values, value);
-  for (int i = 0; i < count; ++i) squares[i / kSquaresColumns] += values[i] * values[i];
-  store_row(worker, inst.out_squares, row, column / kSquaresColumns, load(squares),
-            (count + kSquaresColumns - 1) / kSquaresColumns);
+  for (int i = 0; i < count; ++i) squares[i / kUnitRows] += values[i] * values[i];
+  store_row(worker, inst.out_squares, row, column / kUnitRows, load(squares),
+            (count + kUnitRows - 1) / kUnitRows);
 }
 
 // 1 / sqrt(mean(x^2) + eps) of a row of x with k columns, from the sums of their squares.

@@ -17,7 +17,7 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
-constexpr int kLanes = 16;
+constexpr int kLanes = kCpuLanes;  // of a vector
 #if defined(__AVX512F__)
 constexpr int kNative = 16;
 #elif defined(__AVX2__)

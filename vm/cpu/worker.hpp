@@ -33,7 +33,7 @@ struct alignas(8) Word {
 
 // The tag that a kernel of step `epoch` stores with a word: that of a step far away, for which
 // nobody waits. The interpreter puts the step's tag on all words when the kernel has returned.
-MEGAVM_INLINE uint32_t unpublished(uint32_t epoch) { return epoch ^ 0x80000000u; }
+MEGAVM_INLINE uint32_t unpublished(uint32_t epoch) { return epoch ^ kFarTag; }
 
 // What a worker waits for: a counter to reach `target`, or a tagged word to carry epoch `target`.
 struct Condition {

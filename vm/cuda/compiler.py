@@ -146,6 +146,7 @@ def generated_headers(program_header: str) -> dict[str, str]:
 
     return {
         "isa.hpp": codegen.isa_header(instruction_set().values()),
+        "launch.hpp": codegen.launch_header(),
         "faults.hpp": codegen.faults_header(),
         "program.hpp": program_header,
     }

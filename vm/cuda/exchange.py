@@ -10,43 +10,16 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm.alike import in_words, tag_orders, tagged_regions
-from megavm.vm.config import HEADER_WORDS, NONE
+from megavm.vm.config import FAR_TAG, HEADER_WORDS, NONE
 from megavm.vm.cuda.hints import make_hints
+from megavm.vm.cuda.launch import EXCHANGE, NUM_COUNTS, TAGGED_REGION
 from megavm.vm.isa import FieldKind, TagOrder
 from megavm.vm.program import Program
-
-# ``Exchange`` and ``TaggedRegion`` of cuda/launch.cuh.
-EXCHANGE = np.dtype(
-    [
-        (name, "<u4")
-        for name in (
-            "hint_signal",
-            "hint_wait",
-            "num_regions",
-            "regions_begin",
-            "row_count",
-            "row_begin",
-            "row_end",
-            "tag_mask",
-        )
-    ]
-)
-NUM_COUNTS = 32  # a lane of the storer keeps each of them
-FAR_TAG = 0x80000000  # the difference to a tag that nobody waits for
-REGION = np.dtype(
-    [
-        ("operand", "<u4"),
-        ("written", "<u4"),
-        ("rows", "<u4", 2),
-        ("words", "<u4", 2),
-        ("reserved", "<u4", 2),
-    ]
-)
 
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """``table`` EXCHANGE [instructions], ``regions`` REGION [r], ``signals`` uint32 [hint counters],
+    """``table`` EXCHANGE [instructions], ``regions`` TAGGED_REGION [r], ``signals`` uint32 [hint counters],
     ``counts`` uint32 [NUM_COUNTS]: the tensors that hold numbers of live rows, or NONE."""
 
     table: npt.NDArray[np.void]
@@ -64,13 +37,13 @@ def make_exchanges(program: Program) -> Exchanges:
     """The exchanges of a program's instructions; hint counters are numbered after its barriers."""
     declared = tagged_regions(program.words, program.tensors)
     hints, signals = make_hints(program, declared)
-    table = np.zeros(len(program), EXCHANGE)
-    table["hint_signal"], table["hint_wait"] = hints.T
+    table = np.zeros(len(program), EXCHANGE.dtype())
+    table["hint"]["signal"], table["hint"]["wait"] = hints.T
     table["row_count"] = NONE
     counts = np.full(NUM_COUNTS, NONE, np.uint32)
     found = in_words(declared, program.tensors)
     if not len(found):
-        return Exchanges(table, np.zeros(1, REGION), signals, counts)
+        return Exchanges(table, np.zeros(1, TAGGED_REGION.dtype()), signals, counts)
     number, tensor, *box, written = found.T
     ways = _ways(program)
     ways[_mixed(found), 1] = NONE  # left to the machine
@@ -82,13 +55,13 @@ def make_exchanges(program: Program) -> Exchanges:
         ways[counted, 1] = np.searchsorted(handles, ways[counted, 1])
     found_here = ways[number, 0] != 0
     number, tensor, written = number[found_here], tensor[found_here], written[found_here]
-    regions = np.zeros(max(len(number), 1), REGION)
+    regions = np.zeros(max(len(number), 1), TAGGED_REGION.dtype())
     operands = program.words[number, HEADER_WORDS:].astype(np.int64)
     is_tensor = _tensor_words(program)[number]
     regions["operand"][: len(number)] = ((operands == tensor[:, None]) & is_tensor).argmax(axis=1)
     regions["written"][: len(number)] = written
-    for name, columns in (("rows", box[:2]), ("words", box[2:])):
-        regions[name][: len(number)] = np.column_stack(columns)[found_here]
+    for name, edge in zip(("row_begin", "row_end", "word_begin", "word_end"), box, strict=True):
+        regions[name][: len(number)] = edge[found_here]
     ends = np.searchsorted(number, np.arange(len(program)), side="right")
     begins = np.concatenate([[0], ends[:-1]])
     table["num_regions"], table["regions_begin"] = ends - begins, begins

@@ -1,108 +1,123 @@
 """What a launch on the GPU leaves behind when it fails, and the sentences that this becomes.
 
-Device code includes the enumerations as ``faults.hpp``, which codegen makes from here. Needs nothing but
-Python: the C++ build runs it.
+Device code includes the enumerations and the record as ``faults.hpp``, which codegen makes from here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from megavm.vm.config import HEADER_WORDS, NUM_CONSUMER_WARPS, NUM_WARPS
+from megavm.vm.abi import U32, Code, Member, Struct
+from megavm.vm.config import (
+    CONTROLLER_WARP,
+    HEADER_WORDS,
+    LOADER_WARP,
+    NUM_CONSUMER_WARPS,
+    STORER_WARP,
+    WAITER_WARP,
+)
 from megavm.vm.isa import FieldKind, Instruction, TensorSpec
 
 
-class FaultKind(IntEnum):
-    """Why a warp stopped: the codes of cuda/launch.cuh."""
+class FaultKind(Code):
+    """Why a warp stopped, and what the words of its record are then."""
 
     NONE = 0
-    BARRIER = 1
-    TAG = 2
-    SEMAPHORE = 3
-    INSTRUCTION = 4
-    ABORTED = 5
+    BARRIER = 1, "thing: barrier; value, target: of its counter"
+    TAG = (
+        2,
+        "thing: operand word of the tensor; row, word; value: epoch found, target: wanted",
+    )
+    SEMAPHORE = 3, "thing: SemaphoreKind; row: its number; target: phase"
+    INSTRUCTION = 4, "thing: Fault; row, word, value, target: its arguments"
+    ABORTED = (
+        5,
+        "another warp stopped first; the other words are those of the wait that it was in",
+    )
 
 
-class SemaphoreKind(IntEnum):
-    """What a semaphore stands for: the codes of cuda/semaphore.cuh."""
+class SemaphoreKind(Code):
+    """What a semaphore stands for, and what a warp that waits for it waits for."""
 
-    PAGE_ARRIVED = 0
-    PAGE_FINISHED = 1
-    STAGE_RESOLVED = 2
-    STAGE_READY = 3
-    STAGE_STORED = 4
-    STAGE_RELEASED = 5
-    STAGE_HINTED = 6
-    CONSUMERS = 7
-    SUMS_ARRIVED = 8
-    SUMS_FINISHED = 9
-
-
-class Fault(IntEnum):
-    """What an instruction can find wrong with its data."""
-
-    ROW_SEQUENCE = 0
-    POSITION = 1
-    KV_BLOCK = 2
-    TOKEN = 3
-    LOGIT_ROW = 4
-    NAN_LOGITS = 5
-    NUM_STOP = 6
-    ROW_INDEX = 7
-    UNSUPPORTED = 8
+    PAGE_ARRIVED = 0, "page {number} to arrive"
+    PAGE_FINISHED = 1, "page {number} to be free"
+    STAGE_RESOLVED = (
+        2,
+        "the instruction of stage {number}",
+    )  # which may be read then, with its operands
+    STAGE_READY = 3, "the waits of stage {number} to end"
+    STAGE_STORED = 4, "the results of stage {number} to be stored"
+    STAGE_RELEASED = 5, "stage {number} to be free"
+    STAGE_HINTED = (
+        6,
+        "the hint of stage {number}",
+    )  # that the tagged words that it reads are likely there
+    CONSUMERS = 7, "the other consumers"
+    SUMS_ARRIVED = 8, "block {number} of sums to arrive"
+    SUMS_FINISHED = (
+        9,
+        "block {number} of sums to be stored",
+    )  # its half of the scratch may be overwritten then
 
 
-# {holder}: the tensor that the value indexes. The sentences are those of the CPU's kernels.
-SENTENCES = {
-    Fault.ROW_SEQUENCE: "row_sequence of row {row} is {value}, {holder} has {target} sequences",
-    Fault.POSITION: "row {row} is at position {value}, {holder} holds [0, {target})",
-    Fault.KV_BLOCK: "block table entry [{row}, {word}] is {value}, the KV cache has {target} blocks",
-    Fault.TOKEN: "token {value} at position {word} of sequence {row} is outside the vocabulary of {target}",
-    Fault.LOGIT_ROW: "logit_row of row {row} is {value}, the step has {target} rows",
-    Fault.NAN_LOGITS: "logits of row {row} hold NaN",
-    Fault.NUM_STOP: "NUM_STOP of sequence {row} is {value}",
-    Fault.ROW_INDEX: "row_index of row {row} is {value}, expected below {target}",
-    Fault.UNSUPPORTED: "the kernel was not compiled for operands like these ({value}, {target})",
+class Fault(Code):
+    """What an instruction can find wrong with its data, in the sentences of the CPU's kernels.
+
+    {holder}: the tensor that the value indexes.
+    """
+
+    ROW_SEQUENCE = 0, "row_sequence of row {row} is {value}, {holder} has {target} sequences"
+    POSITION = 1, "row {row} is at position {value}, {holder} holds [0, {target})"
+    KV_BLOCK = (
+        2,
+        "block table entry [{row}, {word}] is {value}, the KV cache has {target} blocks",
+    )
+    TOKEN = (
+        3,
+        "token {value} at position {word} of sequence {row} is outside the vocabulary of {target}",
+    )
+    LOGIT_ROW = 4, "logit_row of row {row} is {value}, the step has {target} rows"
+    NAN_LOGITS = 5, "logits of row {row} hold NaN"
+    NUM_STOP = 6, "NUM_STOP of sequence {row} is {value}"
+    ROW_INDEX = 7, "row_index of row {row} is {value}, expected below {target}"
+    UNSUPPORTED = 8, "the kernel was not compiled for operands like these ({value}, {target})"
+
+
+ROLES = {
+    **dict.fromkeys(range(NUM_CONSUMER_WARPS), "consumer"),
+    LOADER_WARP: "loader",
+    CONTROLLER_WARP: "controller",
+    STORER_WARP: "storer",
+    WAITER_WARP: "waiter",
 }
 
-SEMAPHORES = {
-    SemaphoreKind.PAGE_ARRIVED: "page {number} to arrive",
-    SemaphoreKind.PAGE_FINISHED: "page {number} to be free",
-    SemaphoreKind.STAGE_RESOLVED: "the instruction of stage {number}",
-    SemaphoreKind.STAGE_READY: "the waits of stage {number} to end",
-    SemaphoreKind.STAGE_STORED: "the results of stage {number} to be stored",
-    SemaphoreKind.STAGE_RELEASED: "stage {number} to be free",
-    SemaphoreKind.STAGE_HINTED: "the hint of stage {number}",
-    SemaphoreKind.CONSUMERS: "the other consumers",
-    SemaphoreKind.SUMS_ARRIVED: "block {number} of sums to arrive",
-    SemaphoreKind.SUMS_FINISHED: "block {number} of sums to be stored",
-}
 
-ROLES = ("consumer",) * NUM_CONSUMER_WARPS + ("loader", "controller", "storer", "waiter")
-assert len(ROLES) == NUM_WARPS
+def recorded(doc: str = "") -> Any:
+    """A field of Record that the device writes, as a word of its FaultRecord."""
+    return field(metadata={"doc": doc})
 
 
 @dataclass(frozen=True)
 class Record:
-    """One warp's FaultRecord of cuda/launch.cuh."""
+    """What one warp left behind: its FaultRecord, whose words but for the kind are declared here."""
 
     worker: int
     warp: int
     kind: FaultKind
     waited: FaultKind  # of an aborted warp: the kind of wait that it was in, or NONE
-    position: int
-    step: int
-    thing: int
-    row: int
-    word: int
-    value: int
-    target: int
+    position: int = recorded("static: place in the worker's queue; dynamic: instruction number")
+    step: int = recorded("of the launch")
+    thing: int = recorded()
+    row: int = recorded()
+    word: int = recorded()
+    value: int = recorded()
+    target: int = recorded()
 
     @classmethod
     def read(cls, worker: int, warp: int, words: Sequence[int]) -> Record:
-        """A record from its eight words."""
+        """A record from the words of a FaultRecord."""
         kind, waited = words[0], 0
         if kind >> 8:
             kind, waited = kind >> 8, kind & 0xFF
@@ -125,10 +140,21 @@ class Record:
         return (self.kind is FaultKind.ABORTED, telling, self.worker, self.warp)
 
 
+FAULT_RECORD = Struct(
+    "FaultRecord",
+    "What a warp that stops leaves behind.",
+    (
+        Member("kind", U32, "FaultKind; of an aborted warp kAborted << 8 | kind of wait"),
+        *(Member(f.name, U32, f.metadata["doc"]) for f in fields(Record) if "doc" in f.metadata),
+    ),
+    aligned=32,
+)
+
+
 def sentence(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
     """What an instruction found wrong."""
     try:
-        template = SENTENCES[Fault(record.thing)]
+        template = Fault(record.thing).doc
     except ValueError:
         template = (
             f"fault {record.thing} (row {{row}}, word {{word}}, value {{value}}, target {{target}})"
@@ -173,7 +199,7 @@ def waiting_for(
         )
     if record.condition is FaultKind.SEMAPHORE:
         try:
-            text = SEMAPHORES[SemaphoreKind(record.thing)]
+            text = SemaphoreKind(record.thing).doc
         except ValueError:
             text = f"semaphore {record.thing}, {{number}}"
         return f"{text.format(number=record.row)} (phase {record.target})"

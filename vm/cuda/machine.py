@@ -13,12 +13,23 @@ import numpy.typing as npt
 import torch
 
 from megavm.vm import codegen
-from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_WARPS, SHARED_BYTES, THREADS
+from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_THREADS, NUM_WARPS, SHARED_BYTES
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda import faults as cuda_faults
-from megavm.vm.cuda.exchange import EXCHANGE
-from megavm.vm.cuda.faults import FaultKind, Record
+from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, Record
+from megavm.vm.cuda.launch import (
+    BARRIER_STRIDE,
+    DTYPE_SHIFT,
+    EXCHANGE,
+    LAUNCH,
+    LAYOUT_SHIFT,
+    TAGGED_SHIFT,
+    TENSOR,
+    TRACE_COLUMNS,
+    WORKER_COLUMN,
+)
 from megavm.vm.cuda.layouts import names, program_layouts
+from megavm.vm.events import Event
 from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, Notes, WorkerState
 from megavm.vm.memory import Memory
@@ -26,58 +37,11 @@ from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
 
 TARGET = TARGETS["cuda"]
-BARRIER_WORDS = 32  # kBarrierStride of cuda/launch.cuh
-RECORD_WORDS = 8  # of a FaultRecord
-# The events of an instruction by the profiler's names, in the order of cuda/trace.cuh.
-EVENTS = {
-    "fetched": 0,
-    "ready": 1,
-    "load_begin": 2,
-    "load_issued": 3,
-    "begin": 4,
-    "inputs": 5,
-    "computed": 6,
-    "end": 7,
-    "load_arrived": 8,
-    "signalled": 9,
-}
-WORKER_COLUMN = 10
-NUM_EVENTS = 11
+RECORD_WORDS = FAULT_RECORD.size // 4
+EVENTS = {event.label: event.value for event in Event}  # columns of a trace
 
-
-class LaunchParameters(ctypes.Structure):
-    """``Launch`` of cuda/launch.cuh."""
-
-    _fields_ = [
-        ("instructions", ctypes.c_uint64),
-        ("queue_begin", ctypes.c_uint64),
-        ("tensors", ctypes.c_uint64),
-        ("barriers", ctypes.c_uint64),
-        ("signals", ctypes.c_uint64),
-        ("ticket", ctypes.c_uint64),
-        ("exchanges", ctypes.c_uint64),
-        ("regions", ctypes.c_uint64),
-        ("faults", ctypes.c_uint64),
-        ("abort", ctypes.c_uint64),
-        ("trace", ctypes.c_uint64),
-        ("timeout", ctypes.c_uint64),
-        ("epoch", ctypes.c_uint32),
-        ("steps_before", ctypes.c_uint32),
-        ("steps", ctypes.c_uint32),
-        ("first_step", ctypes.c_uint32),
-        ("dynamic", ctypes.c_uint32),
-        ("alone", ctypes.c_uint32),
-        ("counts", ctypes.c_uint64),
-    ]
-
-
-LAUNCH_BYTES = 128
-if ctypes.sizeof(LaunchParameters) != LAUNCH_BYTES:
-    raise AssertionError(f"Launch has {LAUNCH_BYTES} bytes")
-
+LaunchParameters = LAUNCH.ctypes_class()
 IndexOf = Callable[[Record], int | None]  # the instruction that a warp was at
-
-TENSOR = np.dtype([("address", "<u8"), ("rows", "<u4"), ("columns", "<u4")])
 
 
 def reason_unavailable(device: int = 0) -> str | None:
@@ -283,9 +247,9 @@ class CudaExecutable:
         self._counts = self._upload(exchanges.counts)
         self._signals = self._upload(np.concatenate([program.signals, exchanges.signals]))
         counters = len(program.barriers) + len(exchanges.signals)
-        self._barriers = self._zeros(max(counters, 1) * BARRIER_WORDS)
+        self._barriers = self._zeros(max(counters, 1) * BARRIER_STRIDE)
         self._ticket = self._zeros(1)
-        # The abort word, then the records, 32 bytes each.
+        # The abort word, in the room of a record, then the records.
         self._faults = self._zeros((1 + program.workers * NUM_WARPS) * RECORD_WORDS)
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._aborted = self._abort.numpy()
@@ -333,13 +297,16 @@ class CudaExecutable:
                     f"program, this one needs {names(choice)}"
                 )
         specs = self.program.tensors
-        table = np.zeros(max(len(specs), 1), dtype=TENSOR)
+        table = np.zeros(max(len(specs), 1), dtype=TENSOR.dtype())
         self._storage = []
         for entry, spec in zip(table, specs, strict=False):
             storage = self.memory.storage(spec.name)
             order = int(self.memory.layout(spec.name).order)
             entry["address"] = (
-                storage.data_ptr() | spec.dtype.code << 48 | spec.tagged << 52 | order << 56
+                storage.data_ptr()
+                | spec.dtype.code << DTYPE_SHIFT
+                | spec.tagged << TAGGED_SHIFT
+                | order << LAYOUT_SHIFT
             )
             entry["rows"], entry["columns"] = spec.rows, spec.columns
             self._storage.append(storage)
@@ -349,7 +316,7 @@ class CudaExecutable:
     @property
     def barriers(self) -> list[int]:
         """The barriers' counters."""
-        counters = self._barriers.cpu().numpy().view(np.uint32)[::BARRIER_WORDS]
+        counters = self._barriers.cpu().numpy().view(np.uint32)[::BARRIER_STRIDE]
         return [int(value) for value in counters[: len(self.program.barriers)]]
 
     # Running.
@@ -379,10 +346,10 @@ class CudaExecutable:
             parameters.tensors = self._tensors.data_ptr()
         if self._traces:
             rows = len(self._order) * steps
-            times = self._zeros(max(rows, 1) * NUM_EVENTS * 2).view(torch.int64)
+            times = self._zeros(max(rows, 1) * TRACE_COLUMNS * 2).view(torch.int64)
             parameters.trace = times.data_ptr()
             self._noting.append(
-                Notes(steps, times.view(-1, NUM_EVENTS)[:rows], EVENTS, WORKER_COLUMN)
+                Notes(steps, times.view(-1, TRACE_COLUMNS)[:rows], EVENTS, WORKER_COLUMN)
             )
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps = steps
@@ -445,15 +412,15 @@ class CudaExecutable:
         if self._alone is None:
             ends = self._upload(np.array([0, 1], dtype=np.uint32))
             exchanges = self._exchange_table.copy()
-            exchanges["hint_signal"] = exchanges["hint_wait"] = NONE
+            exchanges["hint"]["signal"] = exchanges["hint"]["wait"] = NONE
             table = self._upload(exchanges)
             self._alone = (self._upload(self.program.words), table, ends)
         words, table, ends = self._alone
         parameters = LaunchParameters.from_buffer_copy(self._parameters)
         parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
-        parameters.exchanges = table.data_ptr() + index * EXCHANGE.itemsize
+        parameters.exchanges = table.data_ptr() + index * EXCHANGE.size
         parameters.queue_begin = ends.data_ptr()
-        events = self._zeros(NUM_EVENTS * 2) if self._traces else None
+        events = self._zeros(TRACE_COLUMNS * 2) if self._traces else None
         parameters.trace = 0 if events is None else events.data_ptr()
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps, parameters.first_step = 1, step
@@ -480,7 +447,7 @@ class CudaExecutable:
                 driver.call("cuMemsetD32Async", self._ticket.data_ptr(), 0, 1, stream)
             driver.call(
                 "cuLaunchKernel",
-                *(self._function, workers, 1, 1, THREADS, 1, 1, SHARED_BYTES, stream),
+                *(self._function, workers, 1, 1, NUM_THREADS, 1, 1, SHARED_BYTES, stream),
                 *(ctypes.addressof(pointers), 0),
             )
             driver.call(

@@ -18,13 +18,14 @@ from megavm.vm.config import (
     PAGE_BYTES,
     ROW_CHUNK_PAGES,
     ROWS_CHUNK_PAGES,
-    SCRATCH_BYTES,
-    SCRATCH_UNIT,
     SHARED_BYTES,
     TILE_ROW_BYTES,
     TILES_PER_PAGE,
     UNIT_ROWS,
 )
+
+SCRATCH_UNIT = 128  # scratch is a multiple of it
+SCRATCH_BYTES = (SHARED_BYTES - FIXED_BYTES - MIN_PAGES * PAGE_BYTES) // SCRATCH_UNIT * SCRATCH_UNIT
 
 
 @dataclass(frozen=True)

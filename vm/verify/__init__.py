@@ -34,10 +34,10 @@ from megavm.vm.config import (
     MAX_WAITS,
     MIN_PAGES,
     NONE,
-    SCRATCH_BYTES,
     WORKING_BYTES,
 )
 from megavm.vm.cuda.layouts import program_layouts
+from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.isa import (
     Field,
     FieldKind,

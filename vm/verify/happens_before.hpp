@@ -48,14 +48,14 @@
 #include <optional>
 #include <vector>
 
+#include "megavm/isa.hpp"
+
 namespace megavm::verify {
 
 struct WaitFor {
   std::int32_t barrier;  // -1: unused
   std::int64_t target;
 };
-
-inline constexpr int kMaxWaits = 3;
 
 // The synchronisation of an instruction.
 struct Synchronisation {

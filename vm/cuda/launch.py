@@ -1,0 +1,127 @@
+"""What the host hands to a launch on the GPU, and what it finds when the launch is over.
+
+Device code includes it as ``launch.hpp``, which codegen makes from here.
+"""
+
+from __future__ import annotations
+
+from megavm.vm.abi import U32, U64, Member, Struct
+from megavm.vm.events import Event
+
+BARRIER_STRIDE = 32  # words from counter to counter: each has a 128-byte line of its own
+NUM_COUNTS = 32  # tensors of numbers of live rows: a lane of the controller looks at each
+
+# What a Tensor's address holds above its 48 bits.
+DTYPE_SHIFT = 48  # four bits
+TAGGED_SHIFT = 52  # one bit
+LAYOUT_SHIFT = 56  # four bits: vm.layout.Order
+
+# The trace of a launch is uint64 [instructions of all queues x steps, TRACE_COLUMNS]: worker by worker,
+# step by step. An event has the column of its number, in nanoseconds of the global timer.
+WORKER_COLUMN = len(Event)  # who executes the instruction
+TRACE_COLUMNS = WORKER_COLUMN + 1
+
+TENSOR = Struct(
+    "Tensor",
+    "A tensor as instructions see it: a matrix.",
+    (
+        Member("address", U64, "and, above its 48 bits, dtype, whether it is tagged, and layout"),
+        Member("rows", U32),
+        Member("columns", U32),
+    ),
+    aligned=16,
+)
+
+HINT = Struct(
+    "Hint",
+    "Counters that tell, without any ordering, that tagged words are likely there: so that one warp polls one "
+    "word where all would poll their data. They stand behind the barriers and are counted alike; kNone: no hint.",
+    (
+        Member(
+            "signal", U32, "counts the instructions that have stored their part of a tagged tensor"
+        ),
+        Member("wait", U32, "of the tagged tensor that the instruction reads as a whole"),
+    ),
+)
+
+EXCHANGE = Struct(
+    "Exchange",
+    "How an instruction exchanges words with others, beside its header: hints, and the tagged regions that "
+    "cuda/tagged_rows.cuh sees to, of which the rows that are not live, or all.",
+    (
+        Member("hint", HINT),
+        Member("num_regions", U32, "0 of most instructions"),
+        Member("regions_begin", U32, "in Launch::regions"),
+        Member("row_count", U32, "which of Launch::counts; kNone: all rows, whatever is live"),
+        Member("row_begin", U32, "the rows of the instruction"),
+        Member("row_end", U32),
+        Member("tag_mask", U32, "the kernel stores the step's tag, exclusive-or'ed with this"),
+    ),
+    aligned=32,
+)
+
+TAGGED_REGION = Struct(
+    "TaggedRegion",
+    "Words of a tagged tensor that an instruction declares.",
+    (
+        Member("operand", U32, "word of the tensor"),
+        Member("written", U32, "0: it is read"),
+        Member("row_begin", U32),
+        Member("row_end", U32),
+        Member("word_begin", U32),
+        Member("word_end", U32),
+    ),
+    aligned=32,
+)
+
+LAUNCH = Struct(
+    "Launch",
+    "One launch. All pointers are device addresses.",
+    (
+        Member(
+            "instructions",
+            "const Words*",
+            "static: the queues one after the other; dynamic: the one queue",
+        ),
+        Member(
+            "queue_begin",
+            f"const {U32}*",
+            "[workers + 1] first instruction of each worker's queue; dynamic: {0, n}",
+        ),
+        Member("tensors", "const Tensor*", "by handle"),
+        Member("barriers", f"{U32}*", "counters, kBarrierStride words apart"),
+        Member("signals", f"const {U32}*", "how often a step signals each barrier"),
+        Member("ticket", f"{U32}*", "dynamic: tickets drawn so far in this launch, 0 at its start"),
+        Member(
+            "exchanges",
+            "const Exchange*",
+            "of the instructions, in the order of `instructions`",
+        ),
+        Member("regions", "const TaggedRegion*", "that the exchanges name"),
+        Member("faults", "FaultRecord*", "[workers][kNumWarps]"),
+        Member("abort", f"{U32}*", "0, or 1 when a warp has faulted"),
+        Member(
+            "trace",
+            f"{U64}*",
+            "[rows][kTraceColumns]: times of events, and the worker; null unless compiled in",
+        ),
+        Member("timeout", U64, "ns that a wait may take"),
+        Member("epoch", U32, "steps run on the memory before: step s writes tag epoch + s + 1"),
+        Member("steps_before", U32, "steps run by this executable before"),
+        Member("steps", U32, "steps of this launch"),
+        Member(
+            "first_step", U32, "number of the launch's first step (for an instruction run alone)"
+        ),
+        Member("dynamic", U32, "1: one queue for all workers"),
+        Member("alone", U32, "1: an instruction run alone, without waits, signal and hints"),
+        Member(
+            "counts",
+            f"const {U32}*",
+            "[kNumCounts] tensors of numbers of live rows that exchanges name, or kNone",
+        ),
+    ),
+    aligned=16,
+)
+
+# In the order in which they name each other.
+STRUCTS = (TENSOR, HINT, EXCHANGE, TAGGED_REGION, LAUNCH)

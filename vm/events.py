@@ -1,0 +1,38 @@
+"""What machines note of an instruction when they trace: one vocabulary for machines, device code and profiler."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from megavm.vm.abi import Code
+
+
+class Event(Code):
+    """A point in the life of an instruction, and the role that it is about.
+
+    The members stand in the order of a trace; the value is the event's column in what the GPU notes.
+    """
+
+    role: str
+
+    def __new__(cls, column: int, role: str, doc: str) -> Self:
+        member = int.__new__(cls, column)
+        member._value_ = column
+        member.role, member.doc = role, doc
+        return member
+
+    FETCHED = 0, "controller", "the instruction is decoded"
+    READY = 1, "controller", "the waits of its header are over"
+    LOAD_BEGIN = 2, "loader", "before its first load is issued"
+    LOAD_ISSUED = 3, "loader", "after its last load was issued"
+    LOAD_ARRIVED = 8, "loader", "its last load is there"
+    BEGIN = 4, "consumer", "the consumers turn to it"
+    INPUTS = 5, "consumer", "its inputs are there, tagged words too"
+    COMPUTED = 6, "consumer", "its sums are complete"
+    END = 7, "consumer", "its results are stored"
+    SIGNALLED = 9, "storer", "its barrier is signalled"
+
+    @property
+    def label(self) -> str:
+        """Its name in traces."""
+        return self.name.lower()
