@@ -15,8 +15,8 @@
 // Dead rows. The live rows decide which of the declared accesses an instruction makes, and nothing
 // else: it waits for every tagged word that it declares as read and tags every word that it
 // declares as written, however many rows are live. Every machine keeps this rule: the CPU's
-// interpreter for all instructions (cpu/interpreter.cpp), the GPU's consumers for the words that
-// kernels leave to them (cuda/tagged_rows.cuh), and the reference. A proof for all rows live
+// interpreter for all instructions (cpu/interpreter.cpp), the GPU's storer for the words that
+// kernels leave to it (cuda/tagged_rows.cuh), and the reference. A proof for all rows live
 // therefore holds for any number of live rows.
 //
 // Races. Every execution must order two conflicting accesses. A barrier orders all of the signaller
