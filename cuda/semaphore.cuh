@@ -68,6 +68,27 @@ struct SumsCursor {
   }
 };
 
+// ---- Rings.
+
+// A place in an endless sequence that goes round a ring: its slot, and the parity of the round.
+template <uint32_t kSlots>
+struct RingCursor {
+  uint32_t slot = 0;
+  uint32_t phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) {
+      slot = 0;
+      phase ^= 1;
+    }
+  }
+  __device__ __forceinline__ void advance(uint32_t slots) {
+    slot += slots;
+    phase ^= slot / kSlots & 1;
+    slot %= kSlots;
+  }
+};
+
 // ---- The ring of pages.
 
 __device__ __forceinline__ Semaphore page_arrived(uint32_t slot) {
@@ -77,22 +98,7 @@ __device__ __forceinline__ Semaphore page_finished(uint32_t slot) {
   return {SemaphoreKind::kPageFinished, slot};
 }
 
-// A place in an endless sequence of pages: its slot in the ring, and the parity of its round.
-struct PageCursor {
-  uint32_t slot = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++slot == kPages) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ void advance(uint32_t pages) {
-    slot += pages;
-    phase ^= slot / kPages & 1;
-    slot %= kPages;
-  }
+struct PageCursor : RingCursor<kPages> {
   __device__ __forceinline__ uint32_t address() const {
     return ptx::shared_address(shared_memory) + slot * kPageBytes;
   }

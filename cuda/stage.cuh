@@ -34,16 +34,7 @@ __device__ __forceinline__ Stage& stage_at(uint32_t slot) {
 }
 
 // A place in the worker's sequence of instructions.
-struct StageCursor {
-  uint32_t slot = 0;
-  uint32_t phase = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++slot == kStages) {
-      slot = 0;
-      phase ^= 1;
-    }
-  }
+struct StageCursor : RingCursor<kStages> {
   __device__ __forceinline__ Semaphore resolved() const {
     return {SemaphoreKind::kStageResolved, slot};
   }
