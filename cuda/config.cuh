@@ -44,7 +44,8 @@ static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the c
 static_assert(kNumThreads == kNumWarps * kLanes);
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
 constexpr bool kSingleRow = program::kMaxRows <= 1;
-constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;  // one row: the storer finishes products
+// Registers per thread. With one row the storer finishes products, and needs more.
+constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;
 constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 216;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
@@ -59,9 +60,9 @@ constexpr uint32_t kWarpArrivals = 1;
 // Nanoseconds by which warps delay the stores of product results, multiplied by a number that
 // differs between warps. Tests set it to expose readers that do not wait.
 constexpr uint32_t kHoldStores = 0;
-constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
+constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment: 16 bytes per lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
-constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
+constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // a warp's tiles of a page
 
 // ---- Products. Rows are multiplied one *group* at a time. A *chunk* is the columns of the input
 // that are held at a time; a *block* is the units whose sums are finished together.
@@ -77,7 +78,7 @@ constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPage
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
-constexpr uint32_t kChunkPages = program::kChunkPages;          // of a unit in a chunk
+constexpr uint32_t kChunkPages = program::kChunkPages;          // a unit's pages in a chunk
 constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // a chunk holds any whole input
 // The input of one row lies in shared memory (the panel), that of several rows in registers.
 constexpr uint32_t kPanelBytes = program::kPanelBytes;
@@ -106,7 +107,7 @@ constexpr uint32_t kWindow = min_of(kPages, kSingleRow ? 5 : 3);
 constexpr uint32_t kWaitWindow = 2;
 static_assert(kWindow <= kPages && kWaitWindow <= kPages);
 
-// Pages that consumers hold in registers while their input is on its way.
+// Weight pages that consumers take into registers while their input is in flight.
 constexpr uint32_t kPreload = 4;
 static_assert(kPreload <= kPages);
 

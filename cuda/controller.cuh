@@ -145,11 +145,11 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
   if (lane_index() > 1) return;
   const bool hints = lane_index() == 1;
   StageCursor cursor;
-  StageCursor before;  // of the instruction before, if there is one
+  StageCursor before;  // stage of the previous instruction, unless is_first
   bool is_first = true;
   Awaited awaited;
   bool waiting = false;
-  uint32_t next_wait = 0;  // of the header
+  uint32_t next_wait = 0;  // index of the next wait in the header
   while (true) {
     if (waiting) {
       waiting = hints ? !awaited.is_likely() : !awaited.is_over();

@@ -8,10 +8,10 @@ namespace megavm {
 
 struct Stage {
   Words words;
-  Tensor tensors[kOperandWords];  // by operand word, for those that are tensors
+  Tensor tensors[kOperandWords];  // by operand word; unset for words that name no tensor
   uint32_t position;              // see FaultRecord
-  uint32_t step;                  // of the launch
-  uint32_t tag;                   // of the step's tagged words
+  uint32_t step;                  // number of the step within its launch
+  uint32_t tag;                   // the tag of this step
   Exchange exchange;
   uint32_t is_held;     // 1: the storer has yet to find the words that the instruction reads
   uint32_t trace_row;   // see trace.cuh; kNone: no instruction, the queue has ended

@@ -32,7 +32,7 @@ static_assert(!program::kAnyProduct || kPartialsAt + 2 * 4 * kPartialFloats <= k
 // The weight rows of a product, as a rectangle of tiles.
 struct Tiling {
   uint32_t k;      // columns
-  uint32_t units;  // of the instruction
+  uint32_t units;  // units of the instruction, over all weights
 
   __device__ __forceinline__ uint32_t tiles() const { return ceil_div(k, kTileColumns); }
   __device__ __forceinline__ uint32_t pages() const { return ceil_div(k, kPageColumns); }
@@ -42,7 +42,7 @@ struct Tiling {
   __device__ __forceinline__ uint32_t pages_of(uint32_t chunk) const {
     return kOneChunk ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
   }
-  // Tiles of a page of a unit.
+  // Number of tiles in a page of a unit.
   __device__ __forceinline__ uint32_t tiles_of(uint32_t page) const {
     return min_of(kTilesPerPage, tiles() - page * kTilesPerPage);
   }
@@ -73,7 +73,7 @@ struct ProductInput {
   OperandWord x_squares;  // kNone: no normalisation
   OperandWord row_index;  // kNone: row r of x for row r
   OperandWord row_count;  // kNone: all rows are live
-  uint32_t x_rows;        // row_index stays below this
+  uint32_t x_rows;        // values of row_index must be below this
   uint32_t row_begin;
   uint32_t row_end;
   float eps;

@@ -109,8 +109,8 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   RowSums sums;
   sums.clear();
   const uint32_t units = input.tiling.units, chunks = input.tiling.chunks();
-  uint32_t chunk = 0, pages = first_pages;  // of a unit in the chunk
-  uint32_t page = 0, unit = 0;              // in the chunk, in the block
+  uint32_t chunk = 0, pages = first_pages;  // pages: of a unit in the chunk
+  uint32_t page = 0, unit = 0;              // page of the chunk, unit of the block
   const auto panel_page = [&] { return scratch_at(page * kTilesPerPage * kTileRowBytes); };
   const auto flush = [&] {
     if (page < pages) return;

@@ -7,7 +7,7 @@ namespace megavm {
 
 constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
 
-// kLaneColumns neighbouring elements of x as they come from memory.
+// kLaneColumns neighbouring elements of x as loaded from memory.
 template <bool kF32, bool kTagged>
 struct RawInput {
   static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
@@ -155,7 +155,7 @@ class RowInput {
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
   template <bool kF32, bool kTagged>
-  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages, one or two chunks
+  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages of 1 or 2 chunks
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kPageStride = kPageColumns * (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
 
@@ -169,7 +169,7 @@ class RowInput {
     if (program::kAnyInputs & kind & 1) visitor.template operator()<false, false>();
   }
 
-  // Pages in which this lane's columns exist.
+  // Number of pages in which this lane's columns exist.
   __device__ __forceinline__ uint32_t pages() const {
     const uint32_t pages = input_.tiling.pages();
     if constexpr (!program::kAnyPartialPages) return pages;
@@ -246,7 +246,7 @@ class RowInput {
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fill(uint32_t chunk) {
     static_assert(kBatch<kF32, kTagged> % kMaxChunkPages == 0);
-    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // of a batch
+    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // chunks in a batch
     const uint32_t begin = chunk * kMaxChunkPages;
     if (chunk % kChunks == 0) {
       if (!kOneChunk && asked_) forget();

@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t sequence_of(const Tensor& row_sequence, uint
   return sequence;
 }
 
-// Position of a row in this step; it stays below `limit`.
+// Position of a row in its sequence in this step; it must be below `limit`.
 __device__ __forceinline__ uint32_t position_of(const Tensor& row_position, uint32_t row,
                                                 uint32_t step, uint32_t limit) {
   const uint32_t position = static_cast<uint32_t>(constant_integer(row_position, row, 0)) + step;

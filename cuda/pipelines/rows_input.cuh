@@ -130,7 +130,7 @@ class RowsInput {
     constexpr uint32_t kBatch =
         min_of(kChunkTiles, 64 / (Raw::kWords + (kTagged ? Raw::kTags : 0)));
     static_assert(kChunkTiles % kBatch == 0);
-    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // of a column
+    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // per column
     const Tensor& x = this->x();
     const uint64_t row =
         base_of(x) + (uint64_t{x_row_} * x.columns + input_.first_column()) * kBytes;
@@ -202,7 +202,7 @@ class RowsInput {
   const Stage& stage_;
   const ProductInput& input_;
   const Consumer& consumer_;
-  uint32_t x_row_ = 0;  // of this lane
+  uint32_t x_row_ = 0;  // the row of x that this lane holds
   ptx::Words4 words_[kChunkTiles];
 };
 

@@ -7,7 +7,7 @@
 namespace megavm {
 
 struct AnyAttention {
-  static constexpr uint32_t kElements = ceil_div(attention::kHeadDim, kLanes);  // of a lane
+  static constexpr uint32_t kElements = ceil_div(attention::kHeadDim, kLanes);  // per lane
 
   static __device__ __forceinline__ void load(const Operands<Attention>&, Loader&) {}
 

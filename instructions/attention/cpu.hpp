@@ -9,14 +9,14 @@ namespace megavm::MEGAVM_LEVEL {
 struct AttentionState {
   int heads;       // query heads per KV head
   int64_t d;       // elements of a head
-  int64_t stride;  // of q and sums: d in whole vectors
-  int64_t slots;   // of scores: tokens of a KV block in whole vectors
+  int64_t stride;  // stride of q and sums: d, rounded up to whole vectors
+  int64_t slots;   // stride of scores: tokens of a KV block, rounded up to whole vectors
   float* q;        // [heads][stride], zeros after d
   float* scores;   // [heads][slots]: scores of a KV block, then their exponentials
   float* sums;     // [heads][stride]: weighted values
   float* highest;  // [heads]
   float* total;    // [heads]: sum of the weights
-  float* rescale;  // [heads]: factor of the sums when the highest score grows
+  float* rescale;  // [heads]: factor that adapts sums to a new highest score
 
   AttentionState(Worker& worker, int heads, int64_t d, int64_t block_size)
       : heads(heads), d(d), stride(ceil_to(d, kLanes)), slots(ceil_to(block_size, kLanes)) {

@@ -23,7 +23,7 @@ struct FastAttention {
   static constexpr uint32_t kPagesPerRound = kNumConsumers / kWarpsPerPage;
   static constexpr uint32_t kRounds = 2 * kPagesPerRound <= kPages ? 2 : 1;  // waited for together
   static_assert(kPagesPerRound <= kPages);
-  static constexpr uint32_t kKeyChunks = kD / 32;  // 16-byte loads of a lane in a row of keys
+  static constexpr uint32_t kKeyChunks = kD / 32;  // 16-byte loads of a lane per key
   static constexpr uint32_t kValueTiles = kD / 8;
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens in one copy
   static constexpr uint32_t kStateFloats = kGroup * (kD + 2);
@@ -33,7 +33,7 @@ struct FastAttention {
     return span.cached > span.begin ? ceil_div(span.cached - span.begin, kPageTokens) : 0;
   }
 
-  // Tokens of the span in one of its pages.
+  // Number of tokens in a page of the span.
   static __device__ __forceinline__ uint32_t tokens_of(const AttentionSpan& span, uint32_t page) {
     return min_of(kPageTokens, span.cached - span.begin - page * kPageTokens);
   }
@@ -113,8 +113,8 @@ struct FastAttention {
     }
   };
 
-  // Start from the queries, and in one warp from the newest token. All loads are issued before any
-  // is looked at, and again until all words are there.
+  // Load the queries and initialise the state; with `newest` (one warp), with the newest token. All
+  // loads are issued before any tag is checked, and repeated until all words have arrived.
   static __device__ __forceinline__ void start(const Operands<Attention>& in, uint32_t row,
                                                uint32_t head, bool newest, State& state) {
     const uint32_t lane = lane_index(), chunk = lane % 4 * 8, tag = in.tag();

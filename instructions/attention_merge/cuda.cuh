@@ -6,7 +6,7 @@ namespace megavm {
 
 template <>
 struct Kernel<AttentionMerge> : NoPages {
-  static constexpr uint32_t kBatch = 8;  // splits
+  static constexpr uint32_t kBatch = 8;  // splits in flight
   static constexpr float kLog2E = 1.4426950408889634f;
 
   // Factor of a split whose largest score is `m`; -inf marks a split without tokens.
@@ -34,7 +34,7 @@ struct Kernel<AttentionMerge> : NoPages {
     const uint32_t d = inst.head_dim, heads = out.columns / d, splits = inst.num_splits;
     const uint32_t parts = ceil_div(d, kLanes), lane = lane_index(), tag = in.tag();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
-    constexpr uint32_t kBytes = kTagged ? 8 : 4;  // of an element
+    constexpr uint32_t kBytes = kTagged ? 8 : 4;  // per element
     const auto store = [&](uint32_t item, float value) {
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t head = inst.head_begin + item % per_row / parts;

@@ -22,7 +22,7 @@ struct QkvRopeTile {
   const QkvRope& inst;
   Worker& worker;
   int64_t half;             // d / 2
-  int64_t blocks_per_head;  // blocks begin at multiples of 16 pairs in their head
+  int64_t blocks_per_head;  // blocks begin at multiples of 16 rotation pairs of a head
   int64_t heads;            // query heads
   int64_t kv_heads;
 

@@ -35,7 +35,7 @@ __device__ __forceinline__ uint64_t largest_of_warp(uint64_t value) {
 struct Choice {
   uint32_t row;
   uint32_t sequence;
-  uint32_t position = 0;  // of its last token
+  uint32_t position = 0;  // position of the sequence's last token
   uint32_t masked = 0;    // stop tokens that may not be chosen
   bool enabled;
   bool greedy = false;
@@ -288,7 +288,7 @@ struct Sampler {
     for (uint32_t i = begin; i < end; i += kNumConsumerThreads) {
       const uint32_t token = choice.history(i);
       const uint32_t count = ptx::load_relaxed1(adjusted.at(token));
-      if (count < kCount) continue;  // another thread was first
+      if (count < kCount) continue;  // another thread has replaced the count
       const float times = static_cast<float>(count - kCount);
       ptx::store(adjusted.at(token),
                  __float_as_uint(repeated(token) - (frequency * times + presence)));

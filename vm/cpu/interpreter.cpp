@@ -191,7 +191,7 @@ void Interpreter::run_queue(Seat& seat) {
       run_instruction<kTrace>(seat, index, step, kTrace ? note++ : nullptr);
 }
 
-// Point the worker at one instruction of one step.
+// Prepare the worker's state for one instruction of one step.
 void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
                           uint32_t epoch) {
   Worker& worker = seat.worker;

@@ -38,7 +38,7 @@ struct Executable {
   bool dynamic = false;
   uint32_t workers = 1;
   std::vector<std::vector<TaggedRegion>> tagged;  // per instruction; empty: no tagged tensors
-  std::vector<uint32_t> signals;                  // per barrier and step
+  std::vector<uint32_t> signals;                  // per barrier: signals in one step
   std::vector<uint32_t> arena_limits;             // bytes per instruction; empty: all of the arena
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
@@ -137,7 +137,7 @@ class Interpreter {
   std::vector<std::unique_ptr<Seat>> seats_;
   Run run_;
   bool single_ = false;   // execute_one: no other worker runs, so a wait cannot succeed later
-  bool crowded_ = false;  // more workers than processors: do not spin
+  bool crowded_ = false;  // more workers than processors: spin only briefly
   Clock::time_point next_interrupt_check_;
   std::atomic<bool> stopped_{false};
   mutable std::mutex mutex_;

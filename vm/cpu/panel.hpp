@@ -47,7 +47,7 @@ MEGAVM_INLINE float* sums_of(float* sums, int row, int half) {
 // How far ahead in a row weights are prefetched.
 constexpr int kPrefetchBytes = 512;
 
-// Read up to 16 values of a row.
+// Load up to 16 values of live row i.
 template <typename Rows>
 MEGAVM_INLINE Vec load_input(const Input& in, const Rows& rows, int i, int64_t column, int count) {
   return count == kLanes ? rows.load(in.row[i], column) : rows.load(in.row[i], column, count);
