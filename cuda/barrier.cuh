@@ -1,11 +1,12 @@
-// Barriers: counters in memory that instructions signal, step after step, and that never go back.
+// Barriers: counters in global memory, between workers. Instructions signal them in every step;
+// they are never reset.
 #pragma once
 
 #include "cuda/stage.cuh"
 
 namespace megavm {
 
-// A counter and what it is awaited to reach.
+// A counter and the target that it must reach.
 struct Awaited {
   const uint32_t* counter = nullptr;
   uint32_t barrier = 0;
@@ -13,15 +14,15 @@ struct Awaited {
 
   Awaited() = default;
 
-  // `more` signals in a step of the launch, and all of the steps before.
+  // The target: all signals of earlier steps, and `more` signals of this one.
   __device__ __forceinline__ Awaited(const Launch& launch, uint32_t number, uint32_t step,
                                      uint32_t more)
       : counter(launch.barriers + number * kBarrierStride),
         barrier(number),
         target((launch.steps_before + step) * launch.signals[number] + more) {}
 
-  // Whether the counter is there; what its signallers stored can be read then. It stops the warp
-  // when the worker is to stop.
+  // Whether the counter has reached the target. The load acquires, so the signallers' stores are
+  // visible then. Stops this warp when the worker is stopping.
   __device__ __forceinline__ bool is_over() const {
     const uint32_t value = ptx::load_acquire(counter);
     if (has_reached(value)) return true;
@@ -29,13 +30,13 @@ struct Awaited {
     return false;
   }
 
-  // The same without any ordering, and without a word when the worker is to stop.
+  // The same for hints: relaxed, so it orders nothing, and it never stops the warp.
   __device__ __forceinline__ bool is_likely() const {
     return has_reached(ptx::load_relaxed(counter));
   }
 
  private:
-  // Counters wrap around: compare differences.
+  // Counters wrap around, so compare by difference.
   __device__ __forceinline__ bool has_reached(uint32_t value) const {
     return static_cast<int32_t>(value - target) >= 0;
   }

@@ -1,5 +1,6 @@
-// Sizes of the machine on the device. Those of memory come from vm/config.py and vm/cuda/memory.py,
-// by way of isa.hpp and of the program's header; what the host hands over is in launch.hpp.
+// Sizes of the machine on the device. Memory sizes are declared in vm/config.py and
+// vm/cuda/memory.py, and reach this file through isa.hpp and program.hpp. launch.hpp has the
+// structs that the host passes to a launch.
 #pragma once
 
 #include "cuda/integers.cuh"
@@ -8,21 +9,26 @@
 
 namespace megavm {
 
-// What a program does not say. A name in `program` itself hides the one from here.
+// Defaults of the constants in program.hpp. A constant that program.hpp declares in `program` hides
+// the default.
 namespace program_defaults {
-constexpr uint32_t kAnyPartOfK = 0;       // whether some products are of parts
-constexpr uint32_t kMaxAddends = 0;       // other parts that a product adds to its own
-constexpr uint32_t kAnyPartialPages = 0;  // whether some do not fill pages
-constexpr uint32_t kAnyRaggedK = 0;       // whether some do not fill tiles
-constexpr uint32_t kAnyOddPages = 0;      // whether some have an odd number of pages
+constexpr uint32_t kAnyPartOfK = 0;       // whether some products multiply a part of K (split-K)
+constexpr uint32_t kMaxAddends = 0;       // most other parts that a product adds to its own
+constexpr uint32_t kAnyPartialPages = 0;  // whether rows of some weights do not fill whole pages
+constexpr uint32_t kAnyRaggedK = 0;       // whether rows of some weights do not fill whole tiles
+constexpr uint32_t kAnyOddPages = 0;      // whether some units have an odd number of pages
 constexpr uint32_t kAnyF32Weights = 0;
 constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
-constexpr uint32_t kAnyInputs = 0;  // bit 2 * (float32) + (tagged) for the inputs of products
-constexpr uint32_t kAnySquares =
-    0;  // bit (tagged) for squares of inputs; bit 2: some are not fours
-constexpr uint32_t kAnyByMachine = 0;  // whether the storer sees to all words of some instructions
-constexpr uint32_t kAnyOutScaled = 0;  // whether some results are normalised by those who read them
+// Kinds of product inputs that occur: bit 2 * (is float32) + (is tagged).
+constexpr uint32_t kAnyInputs = 0;
+// Kinds of squares of product inputs that occur: bit (is tagged); bit 2: the number of squares of
+// some rows is not a multiple of four.
+constexpr uint32_t kAnySquares = 0;
+// Whether the storer handles all tagged words of some instructions (tagged_rows.cuh).
+constexpr uint32_t kAnyByMachine = 0;
+// Whether some instructions also store results scaled by a gain, for readers that normalise them.
+constexpr uint32_t kAnyOutScaled = 0;
 }  // namespace program_defaults
 namespace program {
 using namespace program_defaults;
@@ -38,29 +44,30 @@ static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the c
 static_assert(kNumThreads == kNumWarps * kLanes);
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
 constexpr bool kSingleRow = program::kMaxRows <= 1;
-constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;  // one row: the storer finishes products
+// Registers per thread. With one row the storer finishes products, and needs more.
+constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;
 constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 216;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
 
 constexpr uint32_t kStages = kNumStages;  // instructions in flight in a worker
-constexpr uint32_t kHintSlack = 2;  // of the writers of a tensor, one in so many need not be done
-// How often a warp arrives at a semaphore when its lanes are done with something: one lane arrives,
-// and looks, for all, with __syncwarp between. racecheck takes that for its own alone; for it
-// (scripts/sanitize) all lanes do.
+constexpr uint32_t kHintSlack = 2;  // a hint does not wait for the last 1 / kHintSlack writers
+// Arrivals of a warp at a semaphore. One lane arrives, and polls, for the whole warp; __syncwarp
+// orders the other lanes. racecheck would attribute the arrival to that lane alone, so
+// scripts/sanitize sets kLanes here: every lane arrives and polls.
 constexpr uint32_t kWarpArrivals = 1;
-// Nanoseconds by which warps hold results of products back, each warp others, before they store
-// them: for tests of what must not come too early.
+// Nanoseconds by which warps delay the stores of product results, multiplied by a number that
+// differs between warps. Tests set it to expose readers that do not wait.
 constexpr uint32_t kHoldStores = 0;
-constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment of 16 bytes a lane
+constexpr uint32_t kTileBytes = kUnitRows * kTileRowBytes;  // one fragment: 16 bytes per lane
 static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBytes);
-constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // of a page
+constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // a warp's tiles of a page
 
-// ---- Products. A *group* of rows is multiplied at a time, with all of its columns or a *chunk* of
-// them; the sums of a *block* of units are finished together.
+// ---- Products. Rows are multiplied one *group* at a time. A *chunk* is the columns of the input
+// that are held at a time; a *block* is the units whose sums are finished together.
 constexpr bool kF32Weights = program::kAnyF32Weights != 0;
-// Whether the storer finishes products, while the consumers turn to the next instruction.
+// Whether the storer finishes products while the consumers begin the next instruction.
 constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
 constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
 constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
@@ -71,9 +78,9 @@ constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPage
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
-constexpr uint32_t kChunkPages = program::kChunkPages;          // of a unit in a chunk
-constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // holds all of any input
-// One row lies in shared memory, several in registers.
+constexpr uint32_t kChunkPages = program::kChunkPages;          // a unit's pages in a chunk
+constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // a chunk holds any whole input
+// The input of one row lies in shared memory (the panel), that of several rows in registers.
 constexpr uint32_t kPanelBytes = program::kPanelBytes;
 static_assert(kPanelBytes >= (kSingleRow ? kChunkPages * kPageColumns * kElementBytes : 0));
 constexpr uint32_t kPartialFloats = program::kPartialFloats;
@@ -94,13 +101,13 @@ constexpr uint32_t kControlAt = kCurrentAt + kNumWarps * kCurrentBytes;
 static_assert(kControlAt % 16 == 0 && kControlAt + kControlBytes <= kSharedBytes);
 static_assert(kControlAt + kControlBytes == kStagesAt + kFixedBytes, "as the host counts");
 
-// Pages issued, not yet landed; and while consumers wait for what other workers produce. In a ring
-// of fewer, the loader would look for a page in the phase of a later one.
+// Most page copies in flight, and most while the consumers wait for results of other workers. A
+// window larger than the ring would let the loader wait for a page whose slot is already reused.
 constexpr uint32_t kWindow = min_of(kPages, kSingleRow ? 5 : 3);
 constexpr uint32_t kWaitWindow = 2;
 static_assert(kWindow <= kPages && kWaitWindow <= kPages);
 
-// Pages that consumers hold in registers while their input is on its way.
+// Weight pages that consumers take into registers while their input is in flight.
 constexpr uint32_t kPreload = 4;
 static_assert(kPreload <= kPages);
 

@@ -1,11 +1,12 @@
-// The consumers: eight warps that compute. What they share while an instruction runs.
+// The consumers: eight warps that compute an instruction together. Each has a Consumer: its place
+// in the rings, and its semaphores.
 #pragma once
 
 #include "cuda/trace.cuh"
 
 namespace megavm {
 
-// Whether a page, and with `next_too` the one after it, is there.
+// Whether a page, and with `next_too` the one after it, has arrived. All lanes get lane 0's answer.
 __device__ __forceinline__ bool has_arrived(PageCursor page, bool next_too = false) {
   PageCursor next = page;
   next.advance();
@@ -31,13 +32,14 @@ class Consumer {
   // Wait for the barriers in the header of the instruction.
   __device__ __forceinline__ void wait_ready() { stage.ready().wait(stage.phase); }
 
-  // Wait until the tagged words that the instruction reads are likely there.
+  // Wait until the tagged words that the instruction reads have likely been stored. Orders nothing.
   __device__ __forceinline__ void wait_hinted() { stage.hinted().wait(stage.phase); }
   __device__ __forceinline__ bool is_hinted() const {
     return __shfl_sync(~0u, stage.hinted().is_over(stage.phase), 0);
   }
 
-  // Wait until the storer is done with what was in the half of the scratch that is next; in all.
+  // Wait until the storer has finished the sums in the half of the scratch that is next; in both
+  // halves.
   __device__ __forceinline__ void wait_sums() const { sums.finished().wait(sums.phase() ^ 1); }
   __device__ __forceinline__ void wait_all_sums() const {
     SumsCursor other = sums;
@@ -46,11 +48,12 @@ class Consumer {
     other.finished().wait(other.phase() ^ 1);
   }
 
-  // Between these two the consumers wait for what other workers produce: the loader makes way.
+  // Between these two calls the consumers wait for results of other workers, and the loader keeps
+  // fewer copies in flight.
   __device__ __forceinline__ void begin_waiting() const { set_waiting(1); }
   __device__ __forceinline__ void end_waiting() const { set_waiting(0); }
 
-  // Wait until all consumers are here.
+  // Wait until all consumers have called this.
   __device__ __forceinline__ void sync() {
     const Semaphore all{SemaphoreKind::kConsumers, 0};
     all.arrive_together();
@@ -58,12 +61,12 @@ class Consumer {
     sync_phase_ ^= 1;
   }
 
-  // This warp will not read the page any more.
+  // This warp has finished reading the page.
   __device__ __forceinline__ void finish(const PageCursor& page) {
     page_finished(page.slot).arrive_together();
   }
 
-  // The same for the next `count` <= 32 pages at once: wait until they are there; be done with
+  // The next `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish
   // them.
   __device__ __forceinline__ void wait_pages(uint32_t count) const {
     PageCursor mine = page;
@@ -87,7 +90,7 @@ class Consumer {
     page.advance(count);
   }
 
-  // Shared memory that instructions share, `offset` bytes from its beginning.
+  // Address of the scratch, `offset` bytes from its start.
   __device__ __forceinline__ uint32_t scratch(uint32_t offset = 0) const {
     return scratch_at(offset);
   }

@@ -1,5 +1,5 @@
 // The controller fetches instructions ahead, resolves their operands, and hands them to the other
-// roles; its second warp, the waiter, sits out the waits of their headers.
+// roles through stages. Its second warp, the waiter, waits for their barriers and hints.
 #pragma once
 
 #include "cuda/barrier.cuh"
@@ -7,9 +7,9 @@
 
 namespace megavm {
 
-constexpr uint32_t kDynamicAhead = 2;  // instructions that a worker draws before it needs them
+constexpr uint32_t kDynamicAhead = 2;  // most instructions that a worker has drawn, not finished
 
-// Draws instructions: the worker's own queue again and again, or tickets of the common one.
+// Draws instructions: the worker's own queue once per step, or tickets of the common queue.
 class Queue {
  public:
   __device__ __forceinline__ explicit Queue(const Launch& launch) : launch_(launch) {
@@ -18,7 +18,7 @@ class Queue {
     size_ = launch.queue_begin[worker + 1] - begin_;
   }
 
-  // The next instruction; false when the queue says stop.
+  // Advance to the next instruction; false when there is none left. All lanes call it together.
   __device__ __forceinline__ bool next() {
     if (launch_.dynamic) {
       uint32_t ticket = 0;
@@ -46,7 +46,7 @@ class Queue {
     return {{low.x, low.y}, low.z, low.w, high.x, high.y, high.z, high.w};
   }
 
-  // Rows of the trace stand in the order of workers, steps, positions.
+  // Rows of the trace are ordered by worker, then step, then position.
   __device__ __forceinline__ uint32_t trace_row() const {
     return begin_ * launch_.steps + step * size_ + position;
   }
@@ -65,8 +65,8 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
 }
 
-// The first row of an instruction whose words the storer sees to; kNone if there is none, as in
-// nearly every case. `live`: of Launch::counts, each in its lane.
+// The first row of an instruction whose words the storer handles; kNone, the usual case, if it
+// handles none. `live`: lane i has the number of live rows that Launch::counts[i] names.
 __device__ __forceinline__ uint32_t first_tagged_row(const Exchange& exchange, uint32_t live) {
   live = __shfl_sync(~0u, live, exchange.row_count % kLanes);
   if (exchange.num_regions == 0) return kNone;
@@ -77,7 +77,7 @@ __device__ __forceinline__ uint32_t first_tagged_row(const Exchange& exchange, u
 __device__ __forceinline__ void run_controller(const Launch& launch) {
   const uint32_t lane = lane_index();
   static_assert(kNumCounts == kLanes && kInstructionWords == kLanes, "one lane for each");
-  // A launch changes none of these numbers.
+  // The numbers of live rows are constant within a launch, so they are read once.
   const uint32_t counted = __ldg(launch.counts + lane);
   const uint32_t live = counted == kNone ? 0 : constant_integer(launch.tensors[counted], 0, 0);
   Queue queue(launch);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
-      // Fetch the words and look up the tensors they name.
+      // Fetch the words, one per lane, and look up the tensors that they name.
       const uint32_t word = __ldg(queue.words() + lane);
       const Exchange exchange = queue.exchange();
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
@@ -126,35 +126,35 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
     if (!more) break;
     cursor.advance();
   }
-  // Keep the watch until all is done.
+  // Keep watching until every stage is released.
   for (uint32_t i = 1; i < kStages; ++i) {
     cursor.advance();
     if (!cursor.released().wait_watching(cursor.phase ^ 1)) return report_faults();
   }
 }
 
-// How many of a tensor's writers are enough to begin to poll its words: the last ones store theirs
-// while the first polls are on their way.
+// Number of a tensor's writers that must be done before its words are polled. The others store
+// theirs while the first polls are in flight.
 __device__ __forceinline__ uint32_t hinted_at(uint32_t writers) {
   return writers - writers / kHintSlack;
 }
 
-// The waiter. Lane 0 sits out the waits of the headers, instruction by instruction; lane 1 does the
-// same for hints, which must not hold up the waits of later instructions.
+// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. Lane 1 does
+// the same for hints, so that a late hint does not delay the barriers of later instructions.
 __device__ __forceinline__ void run_waiter(const Launch& launch) {
   if (lane_index() > 1) return;
   const bool hints = lane_index() == 1;
   StageCursor cursor;
-  StageCursor before;  // of the instruction before, if there is one
+  StageCursor before;  // stage of the previous instruction, unless is_first
   bool is_first = true;
   Awaited awaited;
   bool waiting = false;
-  uint32_t next_wait = 0;  // of the header
+  uint32_t next_wait = 0;  // index of the next wait in the header
   while (true) {
     if (waiting) {
       waiting = hints ? !awaited.is_likely() : !awaited.is_over();
       if (waiting) {
-        // Which word a hint spoke of the consumers find out.
+        // A stop is not reported here: the consumers report the word that is missing.
         if (hints && __builtin_expect(is_stopping(), 0)) return;
         __nanosleep(20);
         continue;
@@ -166,7 +166,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       if (stage.trace_row == kNone) return;
       if (!hints) set_current(stage.position, stage.step - launch.first_step);
     }
-    // The next thing to wait for; there is none when the instruction is run alone.
+    // Find the next barrier or hint to wait for; an instruction that is run alone has none.
     const uint32_t step = stage.step - launch.first_step;
     const uint32_t end = launch.alone ? 0 : hints ? 1 : kMaxWaits;
     while (next_wait < end && !waiting) {
@@ -178,12 +178,12 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       waiting = true;
     }
     if (waiting) continue;
-    // Consumers turn to an instruction while the storer, or another of them, still stores what the
-    // one before it has computed. That is right where barriers and tagged words order all that
-    // conflicts, as in every program of the compiler. Where the queue does, an instruction is ready
-    // only when the storer has released the one before it: everything is stored then, and visible
-    // to this worker's warps (they learn of it through semaphores) and, by the storer's fence, to
-    // whoever sees a word that is stored later.
+    // Consumers may begin an instruction while the storer or another consumer still stores results
+    // of the one before. That is correct where barriers and tagged words order all conflicting
+    // accesses, as in every program of the compiler. Where a program relies on the order of its
+    // queue (kInOrder), an instruction becomes ready only when the storer has released the one
+    // before. All its results are stored then. Semaphores make them visible to this worker's
+    // warps; the storer's fence orders them before any later word that another worker reads.
     if constexpr (program::kInOrder)
       if (!hints && !is_first && !before.released().is_over(before.phase)) {
         if (__builtin_expect(is_stopping(), 0)) before.released().give_up(before.phase);
@@ -191,7 +191,8 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
         next_wait = end;
         continue;
       }
-    // The storer looks for the words of some instructions first; it says so when it has to stop.
+    // The storer first waits for all words of some instructions (tagged_rows.cuh), and clears
+    // is_held with a release; this acquire pairs with it. It also reports the fault on a stop.
     if (!hints && is_by_machine(stage) &&
         ptx::load_shared_acquire(ptx::shared_address(&stage.is_held)) != 0) {
       if (__builtin_expect(is_stopping(), 0)) return;

@@ -1,5 +1,5 @@
-// How a launch ends early: the warp that cannot go on writes down why, tells the others, and exits;
-// they do the same at their next wait.
+// How a launch ends early: a warp that cannot go on records the cause, sets `stopping`, and exits.
+// The other warps do the same at their next wait.
 #pragma once
 
 #include "cuda/config.cuh"
@@ -12,18 +12,19 @@ namespace megavm {
 
 extern __shared__ __align__(1024) unsigned char shared_memory[];
 
-// What every wait needs, kept in shared memory to spare registers.
+// State that every wait needs. It is kept in shared memory to save registers.
 struct alignas(16) Control {
   uint64_t timeout;
   FaultRecord* faults;
   uint32_t* abort;
   uint32_t stopping;  // 1: all warps of this worker stop at their next wait
-  uint32_t aborted;   // 1: because another worker did
-  uint32_t waiting;   // 1: the consumers wait for what others produce, see Loader
+  uint32_t aborted;   // 1: they stop because another worker has faulted
+  uint32_t waiting;   // 1: the consumers wait for results of other workers, see Loader
 };
 static_assert(sizeof(Control) <= kControlBytes);
 
-// What a warp is at; and, when it stops, why: the fields of FaultRecord after `step`, and its kind.
+// The instruction that a warp executes and, when it stops, the cause. The fields have the meaning
+// of those in FaultRecord.
 struct alignas(16) Current {
   uint32_t position;
   uint32_t step;
@@ -37,7 +38,8 @@ __device__ __forceinline__ Control& control() {
   return *reinterpret_cast<Control*>(shared_memory + kControlAt);
 }
 
-// NOTE: read anew whenever it is asked for: it would take a register of the whole kernel.
+// NOTE: read from the special register at every use. A cached value would occupy a register in the
+// whole kernel.
 __device__ __forceinline__ uint32_t warp_index() { return ptx::thread_index() / kLanes; }
 __device__ __forceinline__ uint32_t lane_index() { return ptx::lane_index(); }
 
@@ -49,8 +51,8 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   ptx::store_shared2(ptx::shared_address(&current()), position, step);
 }
 
-// Leave word why this warp stops, and exit. The controller hands it to the host (report_faults). It
-// must not be a function call: that would cost every wait registers.
+// Record why this warp stops, and exit. The controller passes the record to the host
+// (report_faults). This must be inlined: a call would cost every wait registers.
 [[noreturn]] __device__ __forceinline__ void stop(FaultKind kind, uint32_t thing, uint32_t row,
                                                   uint32_t word, uint32_t value, uint32_t target) {
   const uint32_t address = ptx::shared_address(&current());
@@ -61,17 +63,17 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   __builtin_unreachable();
 }
 
-// The same for semaphores, of which there are many: packed as 1, kind, number, phase
-// (1, 15, 8, 8 bits).
+// The same for semaphores, packed into one word to keep the many waits small: 1, kind, number,
+// phase (1, 15, 8, 8 bits).
 [[noreturn]] __device__ __forceinline__ void stop_waiting(uint32_t semaphore) {
-  // What another lane of the warp has left says more.
+  // Keep the record of another lane of this warp: it is more specific.
   const uint32_t address = ptx::shared_address(&current());
   if (ptx::load_shared(address + 8) == 0) ptx::store_shared(address + 12, 1u << 31 | semaphore);
   asm volatile("exit;");
   __builtin_unreachable();
 }
 
-// An instruction cannot be executed; the arguments are those of the fault's sentence.
+// Stop because the instruction cannot be executed. The arguments appear in the fault's message.
 [[noreturn]] __device__ __forceinline__ void stop_instruction(Fault fault, uint32_t row,
                                                               uint32_t word, uint32_t value,
                                                               uint32_t target) {
@@ -79,20 +81,21 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   __builtin_unreachable();
 }
 
-// Whether this worker is to stop: what every waiting loop asks. The controller watches the time,
-// see Watch; the others only look at what it found.
+// Whether this worker is stopping. Every waiting loop asks this. Only the controller watches the
+// time (see Watch).
 __device__ __forceinline__ bool is_stopping() {
   return ptx::load_shared_volatile(ptx::shared_address(&control().stopping)) != 0;
 }
 
-// A hint, read and written in no order: any answer is right. It is left out for racecheck.
+// Unordered, and any answer is correct: it only tunes the loader. racecheck would report it, so it
+// is disabled there.
 __device__ __forceinline__ bool are_consumers_waiting() {
   if constexpr (kWarpArrivals > 1) return false;
   return ptx::load_shared_volatile(ptx::shared_address(&control().waiting)) != 0;
 }
 
-// The controller's last act: when the other warps have stopped, or have had time to, tell the host
-// and the other workers. (Those that were done before leave no word.)
+// The controller's last act: wait until the other warps have stopped, or 10 ms have passed (a warp
+// that finished its work before records no cause), then tell the host and the other workers.
 __device__ __forceinline__ void report_faults() {
   constexpr uint64_t kLongest = 10'000'000;  // ns
   const uint32_t warp = lane_index();
@@ -109,7 +112,7 @@ __device__ __forceinline__ void report_faults() {
   if (warp < kNumWarps) {
     const Current& why = reinterpret_cast<const Current*>(shared_memory + kCurrentAt)[warp];
     FaultRecord& record = control().faults[blockIdx.x * kNumWarps + warp];
-    // A warp that waited for a semaphore left no kind.
+    // A warp that stopped at a semaphore has kind 0 and a packed word, see stop_waiting.
     const bool waited = why.kind == 0 && why.thing >> 31;
     const uint32_t kind = waited ? static_cast<uint32_t>(FaultKind::kSemaphore) : why.kind;
     record.kind = control().aborted ? static_cast<uint32_t>(FaultKind::kAborted) << 8 | kind : kind;
@@ -126,12 +129,12 @@ __device__ __forceinline__ void report_faults() {
   if (warp == 0) ptx::store_relaxed(control().abort, 1);
 }
 
-// The controller's watch over a worker that makes no progress. All lanes keep it together.
+// The controller's watch for a worker that makes no progress. All lanes call it together.
 struct Watch {
   uint32_t turns = 0;
   uint64_t since = 0;
 
-  // Look at the time and at the other workers now and then; true when it is time to stop.
+  // Check the time and the other workers on every 64th call; true when this worker must stop.
   __device__ __forceinline__ bool is_over() {
     if (++turns % 64 != 0) return false;
     const uint64_t now = ptx::global_timer();

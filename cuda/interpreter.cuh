@@ -1,4 +1,12 @@
-// The interpreter: one persistent CTA per SM, its warps specialised by role.
+// The interpreter: one persistent CTA per SM, its warps specialised by role. An instruction has a
+// stage of a ring; semaphores pass it from role to role:
+//   controller  fetches it and resolves its operands             -> resolved
+//   waiter      waits for its barriers (lane 0), hint (lane 1)   -> ready, hinted
+//   loader      streams its weights or KV rows into pages        -> page_arrived
+//   consumers   compute, free the pages                          -> page_finished, stored
+//   storer      finishes products of one row, signals barriers
+// The controller reuses the stage when loader, storer and both lanes of the waiter have arrived at
+// `released`. A stage with trace_row == kNone ends the other roles.
 #pragma once
 
 #include "cuda/controller.cuh"
@@ -9,6 +17,7 @@
 
 namespace megavm {
 
+// Used: the List of instructions of the program.
 template <class Used>
 __device__ __forceinline__ void run_loader(const Launch& launch) {
   Loader loader;
@@ -54,7 +63,8 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
       if constexpr (IsProduct<Instruction>) {
         is_product = true;
       } else {
-        // Instructions of other kinds use the scratch in their own way: all must be done with it.
+        // Instructions that are not products lay the scratch out their own way, so no warp may
+        // still use it.
         if constexpr (kStorerFinishes)
           consumer.wait_all_sums();
         else

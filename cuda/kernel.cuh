@@ -1,4 +1,4 @@
-// What an instruction's kernel consists of, and how it is found by its opcode.
+// The interface of an instruction's kernel, and the dispatch by opcode.
 #pragma once
 
 #include "cuda/consumer.cuh"
@@ -6,14 +6,14 @@
 
 namespace megavm {
 
-// What an instruction does in each role. Specialised in instructions/<name>/cuda.cuh, with
-//   static void load(const Operands<Instruction>&, Loader&);      which pages it streams
-//   static void consume(const Operands<Instruction>&, Consumer&); what becomes of them
-// or, for a matrix product, derived from ProductKernel<Plan> (cuda/pipelines/product.cuh).
+// The code of an instruction in each role. instructions/<name>/cuda.cuh specialises it, with
+//   static void load(const Operands<Instruction>&, Loader&);       loader warp: stream pages
+//   static void consume(const Operands<Instruction>&, Consumer&);  all consumer warps: compute
+// or, for a matrix product, derives it from ProductKernel<Plan> (cuda/pipelines/plan.cuh).
 template <class Instruction>
 struct Kernel;
 
-// Base of kernels that stream nothing through the ring.
+// Base of kernels that stream no pages.
 struct NoPages {
   template <class Instruction>
   static __device__ __forceinline__ void load(const Operands<Instruction>&, Loader&) {}
@@ -21,7 +21,7 @@ struct NoPages {
 
 template <class... Instructions>
 struct List {
-  // Call `visitor` with the instruction that has this opcode.
+  // Call `visitor` with a null pointer of the instruction type that has this opcode.
   template <class Visitor>
   static __device__ __forceinline__ void dispatch(uint32_t opcode, Visitor&& visitor) {
     (void)((opcode == Instructions::kOpcode &&
@@ -30,7 +30,8 @@ struct List {
   }
 };
 
-// Whether it is a matrix product, whose consumers share their code with other products.
+// Whether the instruction is a matrix product. All products share the code of the loader, the
+// consumers and, with one row, the storer.
 template <class Instruction>
 concept IsProduct = requires { typename Kernel<Instruction>::Plan; };
 

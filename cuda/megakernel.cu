@@ -1,5 +1,5 @@
-// The one entry point. program.hpp is generated from the program: its constants and the
-// instructions it uses.
+// Entry point of the kernel. program.hpp is generated for the program: it has the program's
+// constants and lists the instructions that it uses.
 #include "program.hpp"
 
 extern "C" __global__ void __launch_bounds__(megavm::kNumThreads, 1)

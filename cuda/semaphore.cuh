@@ -5,6 +5,8 @@
 
 namespace megavm {
 
+// Index of the first semaphore of a kind. Kinds 0 and 1 have one per page, 2 to 6 one per stage, 7
+// has one, 8 and 9 have one per half of the scratch.
 __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t number = static_cast<uint32_t>(kind);
   if (number < 2) return number * kPages;
@@ -26,7 +28,7 @@ struct Semaphore {
     ptx::mbarrier_init(address(), count);
   }
   __device__ __forceinline__ void arrive() const { ptx::mbarrier_arrive(address()); }
-  // All lanes of the warp are here: kWarpArrivals times.
+  // Called by all lanes of the warp. Counts as kWarpArrivals arrivals.
   __device__ __forceinline__ void arrive_together() const {
     __syncwarp();
     if (kWarpArrivals == kLanes || lane_index() == 0) arrive();
@@ -35,12 +37,12 @@ struct Semaphore {
     return ptx::mbarrier_test_wait(address(), phase);
   }
 
-  // Wait until the phase of this parity is over.
+  // Wait until the phase of this parity is complete.
   __device__ __forceinline__ void wait(uint32_t phase) const {
     while (!ptx::mbarrier_try_wait(address(), phase))
       if (__builtin_expect(is_stopping(), 0)) give_up(phase);
   }
-  // The same for the controller, which keeps the watch: false when the worker has to stop.
+  // The same for the controller, which also watches for a timeout: false when the worker must stop.
   __device__ __forceinline__ bool wait_watching(uint32_t phase) const {
     Watch watch;
     while (!__all_sync(~0u, ptx::mbarrier_try_wait(address(), phase)))
@@ -52,10 +54,10 @@ struct Semaphore {
   }
 };
 
-// ---- Blocks of sums, from the consumers to the storer, through two halves of the scratch.
+// ---- Blocks of sums. Consumers pass them to the storer through the two halves of the scratch.
 
 struct SumsCursor {
-  uint32_t block = 0;  // of an endless sequence
+  uint32_t block = 0;  // counts all blocks of the launch; they alternate between the halves
 
   __device__ __forceinline__ uint32_t half() const { return block & 1; }
   __device__ __forceinline__ uint32_t phase() const { return block >> 1 & 1; }

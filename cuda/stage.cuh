@@ -1,4 +1,4 @@
-// Stages: the ring of instructions in flight, with their operands resolved.
+// Stages: the ring of instructions in flight in a worker, with their operands resolved.
 #pragma once
 
 #include "cuda/semaphore.cuh"
@@ -8,23 +8,23 @@ namespace megavm {
 
 struct Stage {
   Words words;
-  Tensor tensors[kOperandWords];  // by operand word, for those that are tensors
+  Tensor tensors[kOperandWords];  // by operand word; unset for words that name no tensor
   uint32_t position;              // see FaultRecord
-  uint32_t step;                  // of the launch
-  uint32_t tag;                   // of the step's tagged words
+  uint32_t step;                  // number of the step within its launch
+  uint32_t tag;                   // the tag of this step
   Exchange exchange;
-  uint32_t is_held;  // 1: nothing may be stored before the storer has found the words it looks for
-  uint32_t trace_row;   // see trace.cuh; kNone: no instruction follows, and this is none
-  uint32_t tagged_row;  // the first row whose words the storer sees to; kNone: there is none
+  uint32_t is_held;     // 1: the storer has yet to find the words that the instruction reads
+  uint32_t trace_row;   // see trace.cuh; kNone: no instruction, the queue has ended
+  uint32_t tagged_row;  // the first row whose words the storer handles; kNone: it handles none
 };
 static_assert(sizeof(Stage) == kStageBytes);
 
-// Whether the storer sees to all tagged words of an instruction, see tagged_rows.cuh.
+// Whether the storer handles all tagged words of an instruction, see tagged_rows.cuh.
 __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
   return program::kAnyByMachine && stage.exchange.tag_mask != 0;
 }
 
-// The scratch, shared memory that instructions share, `offset` bytes from its beginning.
+// Address of the scratch, `offset` bytes from its start. Instructions use the same scratch in turn.
 __device__ __forceinline__ uint32_t scratch_at(uint32_t offset = 0) {
   return ptx::shared_address(shared_memory) + kScratchAt + offset;
 }
@@ -33,7 +33,12 @@ __device__ __forceinline__ Stage& stage_at(uint32_t slot) {
   return reinterpret_cast<Stage*>(shared_memory + kStagesAt)[slot];
 }
 
-// A place in the worker's sequence of instructions.
+// A position in the worker's sequence of instructions. The semaphores of its stage:
+//   resolved  the controller has filled the stage
+//   ready     the instruction's barriers have reached their targets
+//   hinted    the tagged words that it reads have likely been stored
+//   stored    the consumers are done with it
+//   released  loader, storer and waiter are done with it: the stage may be reused
 struct StageCursor : RingCursor<kStages> {
   __device__ __forceinline__ Semaphore resolved() const {
     return {SemaphoreKind::kStageResolved, slot};
@@ -50,7 +55,7 @@ struct StageCursor : RingCursor<kStages> {
   }
 };
 
-// An instruction as its kernel sees it.
+// An instruction as its kernel sees it: its fields, and the tensors that they name.
 template <class Instruction>
 struct Operands {
   const Instruction& inst;
@@ -59,7 +64,7 @@ struct Operands {
   __device__ __forceinline__ explicit Operands(const Stage& stage)
       : inst(reinterpret_cast<const Instruction&>(stage.words)), stage(stage) {}
 
-  // The tensor of an operand, given as a member of the instruction.
+  // The tensor of an operand, which is given as a member of the instruction.
   __device__ __forceinline__ const Tensor& operator[](uint32_t Instruction::* operand) const {
     return stage.tensors[word(operand)];
   }
@@ -72,8 +77,8 @@ struct Operands {
                4 -
            kHeaderWords;
   }
-  // The tag of words that are read, and of those that are stored: that of a step far away where the
-  // storer publishes them.
+  // The tag of words that the kernel reads, and of words that it stores. Where the storer publishes
+  // the words, the kernel stores them with the tag of a far step, for which no reader waits.
   __device__ __forceinline__ uint32_t tag() const { return stage.tag; }
   __device__ __forceinline__ uint32_t out_tag() const {
     return program::kAnyByMachine ? stage.tag ^ stage.exchange.tag_mask : stage.tag;

@@ -1,5 +1,6 @@
-// The storer finishes what the consumers leave to it and publishes results: it signals the hint and
-// the barrier of the instruction when all are stored, so that the consumers need not wait for that.
+// The storer warp finishes products of one row and publishes results: when all results of an
+// instruction are stored, it signals the instruction's hint and barrier. So no consumer waits for a
+// fence.
 #pragma once
 
 #include "cuda/trace.cuh"
@@ -14,7 +15,9 @@ class Storer {
     megavm::note(launch_, stage, event);
   }
 
-  // Say that the results of an instruction are stored.
+  // Announce that all results of an instruction are stored. One lane calls it. The semaphore
+  // `stored` has made the consumers' stores visible to this thread; the release passes them on to
+  // every worker that acquires the barrier. A hint orders nothing, so it is relaxed.
   __device__ __forceinline__ void publish(const Stage& stage) const {
     if constexpr (program::kInOrder) ptx::fence_gpu();
     if (stage.exchange.hint.signal != kNone)

@@ -1,28 +1,30 @@
-// Tagged words that the kernel of an instruction does not see to itself.
+// Tagged words that the storer handles, because the kernel of the instruction does not.
 //
-// The rule of all machines: which rows are live decides what is computed, never what an instruction
-// waits for or announces. It waits for every tagged word that it declares as read before its first
-// store that others see, and when it has read everything it tags every word that it declares as
-// written; values of dead rows are unspecified. So the order that the verifier proves holds for any
-// number of live rows.
+// The rule of all machines: which rows are live decides what an instruction computes, never what it
+// waits for or announces. Before its first store that other workers can see, an instruction waits
+// for every tagged word that it declares as read. When it has read everything, it tags every word
+// that it declares as written; the values of dead rows are unspecified. So the order that the
+// verifier proves holds for any number of live rows.
 //
-// Kernels look at live rows only, and those that go over their work several times store the first
-// results while they still read. The storer therefore does the rest: for the dead rows of an
-// instruction whose kernel keeps the rule for live ones (Instruction.tag_order), and for all rows
-// of the others. Those begin when the storer has found all their words, and store their own with a
-// tag that nobody waits for; in the end the storer tags them.
+// Kernels process live rows only, and kernels that pass over their work several times store first
+// results while they still read. The storer does the rest:
+//   - If the kernel keeps the rule for live rows (Instruction.tag_order), the storer handles the
+//     words of dead rows.
+//   - Otherwise it handles all words ("by machine"). The instruction begins when the storer has
+//     found every word that it reads. The kernel stores its words with a tag for which no reader
+//     waits; at the end the storer gives them the step's tag.
 //
-// Where some rows are live, nobody looks at the words of the dead ones. The words of a live row
-// speak for them, because all rows that the instruction reads have the same writers; where they
-// have not, vm/cuda/exchange.py leaves all words to the storer.
+// If some rows are live, no warp polls the words that an instruction reads of dead rows. All rows
+// that it reads have the same writers, so the words of a live row prove those of the dead rows.
+// Where the writers differ, vm/cuda/exchange.py leaves all words to the storer.
 #pragma once
 
 #include "cuda/storer.cuh"
 
 namespace megavm {
 
-// Call use(operand, address, row, word) for this lane's share of the words of the regions that the
-// instruction reads, or writes, from `first_row` on.
+// Call use(operand, address, row, word) for this lane's share of the tagged words that the
+// instruction reads (or, with `written`, writes), from `first_row` on.
 template <class Use>
 __device__ __forceinline__ void each_tagged_word(const Launch& launch, const Stage& stage,
                                                  bool written, uint32_t first_row, Use&& use) {
@@ -44,7 +46,7 @@ __device__ __forceinline__ void each_tagged_word(const Launch& launch, const Sta
   __syncwarp();
 }
 
-// Wait for words that nobody else looks at.
+// Wait for the words that the instruction reads, from `first_row` on, in place of the consumers.
 __device__ __forceinline__ void await_tagged_rows(const Launch& launch, const Stage& stage,
                                                   uint32_t first_row) {
   each_tagged_word(launch, stage, false, first_row,
@@ -53,7 +55,8 @@ __device__ __forceinline__ void await_tagged_rows(const Launch& launch, const St
                    });
 }
 
-// When an instruction begins whose words the storer sees to: wait for them, and let it go on.
+// Called when an instruction begins. If the storer handles all its words: wait for those that it
+// reads, then let the waiter make it ready.
 __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& stage) {
   if (!is_by_machine(stage)) return;
   await_tagged_rows(launch, stage, 0);
@@ -61,8 +64,8 @@ __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& s
   __syncwarp();
 }
 
-// When its results are stored: tag the words from `first_row` on, with the values that they have.
-// Where no row is live, nobody has looked at the words that the instruction reads.
+// Called when its results are stored: tag the words from `first_row` on; they keep their values.
+// If no row is live, no warp has waited for the words that the instruction reads, so wait first.
 __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
                                                 uint32_t first_row) {
   if (__builtin_expect(first_row == kNone, 1)) return;

@@ -1,4 +1,4 @@
-// Tensors as kernels address them: rows and columns, of any element type, tagged or not.
+// Access to tensors by row and column, for any element type, tagged or not.
 #pragma once
 
 #include "cuda/fault.cuh"
@@ -20,22 +20,22 @@ __device__ __forceinline__ uint32_t element_bytes(const Tensor& t) {
   return dtype_of(t) == DType::kBf16 ? 2 : 4;
 }
 
-// Address of the (untagged, row-major) element.
+// Address of an element of an untagged, row-major tensor.
 __device__ __forceinline__ uint64_t element_at(const Tensor& t, uint32_t row, uint32_t column) {
   return base_of(t) + (static_cast<uint64_t>(row) * t.columns + column) * element_bytes(t);
 }
 
-// Address of the tagged word that holds the element.
+// Address of the tagged word that holds an element.
 __device__ __forceinline__ uint64_t word_at(const Tensor& t, uint32_t row, uint32_t column) {
   const uint32_t per_word = 4 / element_bytes(t);
   const uint32_t shift = per_word - 1;  // 1 or 2 elements in a word
   return base_of(t) + 8 * (static_cast<uint64_t>(row) * (t.columns >> shift) + (column >> shift));
 }
 
-// Which operand word a tensor is, for fault records.
+// Index of the operand word that names a tensor; fault records use it.
 using OperandWord = uint32_t;
 
-// Give up on a tagged word.
+// Stop this warp because a tagged word does not carry the tag it waits for.
 [[noreturn]] __device__ __forceinline__ void stop_at_tag(OperandWord operand, uint32_t row,
                                                          uint32_t word, uint32_t found,
                                                          uint32_t wanted) {
@@ -43,7 +43,7 @@ using OperandWord = uint32_t;
   __builtin_unreachable();
 }
 
-// Wait for one tagged word.
+// Wait until a tagged word carries `tag`, and return its value.
 __device__ __forceinline__ uint32_t read_tagged(uint64_t address, uint32_t tag, OperandWord operand,
                                                 uint32_t row, uint32_t word) {
   ptx::Words2 found = ptx::load_relaxed_tagged(address);
@@ -54,7 +54,7 @@ __device__ __forceinline__ uint32_t read_tagged(uint64_t address, uint32_t tag, 
   return found.x;
 }
 
-// An element that instructions exchange, as float32.
+// An element that other instructions may write, as float32. Waits for the tag if it is tagged.
 __device__ __forceinline__ float read_element(const Tensor& t, uint32_t row, uint32_t column,
                                               uint32_t tag, OperandWord operand) {
   if (is_tagged(t)) {
@@ -69,7 +69,7 @@ __device__ __forceinline__ float read_element(const Tensor& t, uint32_t row, uin
   return ptx::from_bf16(ptx::load_relaxed_half(address));
 }
 
-// An element of a weight or of another tensor that nobody writes while the kernel runs.
+// An element of a weight or of another tensor that no instruction writes.
 __device__ __forceinline__ float constant_element(const Tensor& t, uint32_t row, uint32_t column) {
   const uint64_t address = element_at(t, row, column);
   if (is_f32(t)) return __uint_as_float(ptx::load_constant(address));
@@ -85,13 +85,14 @@ __device__ __forceinline__ unsigned short to_bf16(float value) {
   return static_cast<unsigned short>(ptx::pack_bf16(value, 0.0f));
 }
 
-// Store two neighbouring elements, the first in an even column; the second may be outside.
+// Store two neighbouring elements, the first in an even column. Without `with_second` only the
+// first is stored, except that a tagged bf16 word always stores both.
 __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32_t column,
                                            float first, float second, bool with_second,
                                            uint32_t tag) {
   if (is_tagged(t)) {
     const uint64_t address = word_at(t, row, column);
-    // A row is made of whole words: the second bf16 element is always there.
+    // A row is made of whole words, so the second bf16 element always exists.
     if (!is_f32(t)) return ptx::store_relaxed_tagged(address, ptx::pack_bf16(first, second), tag);
     ptx::store_relaxed_tagged(address, __float_as_uint(first), tag);
     if (with_second) ptx::store_relaxed_tagged(address + 8, __float_as_uint(second), tag);
@@ -109,10 +110,10 @@ __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32
   }
 }
 
-// Where a pair of neighbouring elements goes, worked out ahead of the store.
+// The destination of two neighbouring elements, computed ahead of the store.
 struct PairPlace {
   uint64_t address = 0;
-  uint32_t kind = 0;  // bits: 1 float32, 2 tagged; 0 bf16. kNone: not to be stored as a pair
+  uint32_t kind = 0;  // bits: 1 float32, 2 tagged; 0 bf16. kNone: not one store, see below
 
   __device__ __forceinline__ PairPlace() : address(0), kind(kNone) {}
   __device__ __forceinline__ PairPlace(uint64_t address, uint32_t kind)
@@ -120,11 +121,11 @@ struct PairPlace {
   __device__ __forceinline__ PairPlace(const Tensor& t, uint32_t row, uint32_t column)
       : address(is_tagged(t) ? word_at(t, row, column) : element_at(t, row, column)),
         kind(is_f32(t) + 2 * is_tagged(t)) {
-    // Pairs are stored by one instruction.
+    // One store instruction writes both elements, so the address must be aligned for it.
     if (address % (kind == 3 ? 16 : kind == 0 ? 4 : 8) != 0) kind = kNone;
   }
 
-  // The place `columns` (an even number) further in the row.
+  // The place that is `columns` (an even number) further in the row.
   __device__ __forceinline__ PairPlace after(uint32_t columns) const {
     PairPlace place = *this;
     place.address += columns * (kind == 3 ? 8 : kind == 0 ? 2 : 4);
@@ -143,7 +144,7 @@ struct PairPlace {
   }
 };
 
-// Store one element. The other half of a tagged word of two stays as it is.
+// Store one element. The other element of a tagged bf16 word keeps its value.
 __device__ __forceinline__ void write_element(const Tensor& t, uint32_t row, uint32_t column,
                                               float value, uint32_t tag) {
   if (!is_tagged(t) || is_f32(t)) return write_pair(t, row, column, value, 0.0f, false, tag);

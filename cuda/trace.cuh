@@ -1,11 +1,11 @@
-// Timestamps of what a worker does, compiled in only when the program asks for it.
+// Timestamps of a worker's events, compiled in only for programs that are traced.
 #pragma once
 
 #include "cuda/stage.cuh"
 
 namespace megavm {
 
-// Note when an event of the instruction is.
+// Record the time of an event of the instruction.
 __device__ __forceinline__ void note(const Launch& launch, const Stage& stage, Event event) {
   if constexpr (program::kTrace) {
     const uint64_t row = static_cast<uint64_t>(stage.trace_row) * kTraceColumns;
@@ -13,7 +13,7 @@ __device__ __forceinline__ void note(const Launch& launch, const Stage& stage, E
   }
 }
 
-// Note who executes the instruction.
+// Record which worker executes the instruction.
 __device__ __forceinline__ void note_worker(const Launch& launch, const Stage& stage) {
   if constexpr (program::kTrace) {
     const uint64_t row = static_cast<uint64_t>(stage.trace_row) * kTraceColumns;

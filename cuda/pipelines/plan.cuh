@@ -1,4 +1,4 @@
-// What the plans of all product instructions share.
+// Base of the plans of all product instructions.
 #pragma once
 
 #include "cuda/pipelines/product_row.cuh"
@@ -17,7 +17,7 @@ struct ProductPlan {
     return in.has(operand) ? in.word(operand) : kNone;
   }
 
-  // The common operands of products, with these weights.
+  // The operands that all products have; `k` columns and `units` of the weights are multiplied.
   __device__ __forceinline__ ProductInput input_of(uint32_t k, uint32_t units,
                                                    uint32_t half_items) const {
     return {{k, units},
@@ -34,13 +34,13 @@ struct ProductPlan {
             0};
   }
 
-  // Nothing is to be fetched that is there only when the waits are over.
+  // Hook: fetch data that is available only after the instruction's waits.
   __device__ __forceinline__ void prefetch_ready(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
 
-  // No residual is to be waited for.
+  // Hook: wait for a tagged residual.
   __device__ __forceinline__ void await_residual(uint32_t, uint32_t, uint32_t, Prefetched&) const {}
 
-  // Nothing is to be done with results beside storing them.
+  // Hooks for results that are used beside being stored; see matmul, the only plan with any.
   __device__ __forceinline__ void end_item(bool, uint32_t, uint32_t, uint32_t, uint32_t) const {}
   __device__ __forceinline__ void consider(float&, uint32_t&) const {}
   __device__ __forceinline__ void end_row(uint32_t, float, uint32_t) const {}
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint64_t unit_bytes(const Tensor& weight) {
   return uint64_t{ceil_div(weight.columns, kTileColumns)} * kTileBytes;
 }
 
-// Elements of a vector for two neighbouring columns; those outside are 0.
+// Elements of a vector for two neighbouring columns; 0 for columns outside it.
 template <class Instruction>
 __device__ __forceinline__ void load_pair(const Operands<Instruction>& in,
                                           uint32_t Instruction::* vector, uint32_t column,
@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_pair(const Operands<Instruction>& in,
   if (column + 1 < tensor.rows) second = constant_element(tensor, column + 1, 0);
 }
 
-// Biases of two neighbouring columns, 0 without any.
+// Biases of two neighbouring columns; 0 if the instruction has no bias.
 template <class Instruction>
 __device__ __forceinline__ void load_bias(const Operands<Instruction>& in,
                                           uint32_t Instruction::* bias, uint32_t column,
@@ -77,14 +77,15 @@ __device__ __forceinline__ void load_bias(const Operands<Instruction>& in,
   if (program::kAnyBias && in.has(bias)) load_pair(in, bias, column, first, second);
 }
 
-// The place of two neighbouring columns, if both lie in [begin, end) and can be stored together.
+// The place of two neighbouring columns. Its kind is kNone unless both lie in [begin, end) and one
+// store can write both.
 __device__ __forceinline__ PairPlace place_of(const Tensor& out, uint32_t row, uint32_t column,
                                               uint32_t begin, uint32_t end) {
   if (column < begin || column + 1 >= end) return {};
   return {out, row, column};
 }
 
-// Store those of two neighbouring columns, the first of them even, that lie in [begin, end).
+// Store two neighbouring columns, the first of them even, as far as they lie in [begin, end).
 __device__ __forceinline__ void write_columns(const Tensor& out, uint32_t row, uint32_t column,
                                               uint32_t begin, uint32_t end, float first,
                                               float second, uint32_t tag) {

@@ -2,21 +2,22 @@
 // of 8 rows, each warp multiplies its share of every tile row with the input, and the partial sums
 // meet in shared memory.
 //
-// Order of work, the same for loader and consumers:
+// Loader and consumers process pages in the same order:
 //   for each group of rows (1 row, or 8), for each block of units, for each chunk of columns,
 //   for each unit of the block, for each page of the unit in the chunk.
 //
 // A page is up to 32 tiles of [8 rows][64 bytes]; tile i belongs to warp i % 8. One 16-byte shared
 // load per lane and tile is the B operand of two mma.m16n8k16: lane 4n + j gets W[n][8j .. 8j+7].
-// Of the 16 rows of A, the first 8 are the input's columns 8j .. 8j+3 and the others its columns
-// 8j+4 .. 8j+7: the first product is right in the upper half of D, the second in the lower, and
-// what is in the other halves is not looked at. So A is 16 bytes of a lane's row as well: words 0,
-// 2, 1, 3 of its columns 8j .. 8j+7.
+// Rows 0 to 7 of A hold the input's columns 8j .. 8j+3, rows 8 to 15 its columns 8j+4 .. 8j+7. So
+// the first product is valid in the upper half of D and the second in the lower half; the other
+// halves are ignored. A lane's operand A is 16 bytes of its row as well: words 0, 2, 1, 3 of the
+// columns 8j .. 8j+7.
 //
-// A *plan* says what is multiplied and what becomes of the sums, see instructions/matmul/cuda.cuh.
-// There is one copy of the code for all product instructions, so that it stays in the instruction
-// cache; only what becomes of an item is theirs. Here is what programs of one row (product_row.cuh)
-// and of several (product_rows.cuh) share.
+// A *plan* declares the operands of a product and finishes its sums, see
+// instructions/matmul/cuda.cuh. An *item* is the columns of a row that are finished together. All
+// product instructions run one copy of this code, which so stays in the instruction cache; only
+// finishing an item is their own. This file has the common code of programs of one row
+// (product_row.cuh) and of several (product_rows.cuh).
 #pragma once
 
 #include "cuda/kernel.cuh"
@@ -31,7 +32,7 @@ static_assert(!program::kAnyProduct || kPartialsAt + 2 * 4 * kPartialFloats <= k
 // The weight rows of a product, as a rectangle of tiles.
 struct Tiling {
   uint32_t k;      // columns
-  uint32_t units;  // of the instruction
+  uint32_t units;  // units of the instruction, over all weights
 
   __device__ __forceinline__ uint32_t tiles() const { return ceil_div(k, kTileColumns); }
   __device__ __forceinline__ uint32_t pages() const { return ceil_div(k, kPageColumns); }
@@ -41,17 +42,18 @@ struct Tiling {
   __device__ __forceinline__ uint32_t pages_of(uint32_t chunk) const {
     return kOneChunk ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
   }
-  // Tiles of a page of a unit.
+  // Number of tiles in a page of a unit.
   __device__ __forceinline__ uint32_t tiles_of(uint32_t page) const {
     return min_of(kTilesPerPage, tiles() - page * kTilesPerPage);
   }
 };
 
-// The weights of a product: up to three tensors whose units follow one another, or take turns.
+// The weights of a product: up to three tensors. Their units follow one another, or two tensors
+// alternate.
 struct WeightRows {
-  uint64_t from[3];  // of the first unit of each
-  uint32_t upto[3];  // units of this tensor and those before it
-  bool alternate;    // unit u is of tensor u % 2
+  uint64_t from[3];  // address of the first unit of each tensor
+  uint32_t upto[3];  // units of this tensor and the tensors before it
+  bool alternate;    // unit u belongs to tensor u % 2
   uint64_t unit_bytes;
 
   __device__ __forceinline__ uint64_t unit(uint32_t u) const {
@@ -62,16 +64,16 @@ struct WeightRows {
   }
 };
 
-// What the common code must know of a product.
+// Operands of a product, as the common code needs them.
 struct ProductInput {
   Tiling tiling;
-  uint32_t half_items;  // twice the items in a unit, for one row
-  bool wants_end;       // whether the plan has something to do at the end of a group
+  uint32_t half_items;  // twice the items of one row in a unit
+  bool wants_end;       // whether the plan has work at the end of a group (peaks)
   OperandWord x;
   OperandWord x_squares;  // kNone: no normalisation
   OperandWord row_index;  // kNone: row r of x for row r
   OperandWord row_count;  // kNone: all rows are live
-  uint32_t x_rows;        // row_index stays below this
+  uint32_t x_rows;        // values of row_index must be below this
   uint32_t row_begin;
   uint32_t row_end;
   float eps;
@@ -82,14 +84,14 @@ struct ProductInput {
   }
 };
 
-// What a thread fetched and worked out for its item before the sums were there. Every plan has its
-// own use of it.
+// Data that a thread fetched or computed for its item before the sums were complete. Each plan uses
+// the members in its own way.
 struct Prefetched {
   float value[8];
   uint32_t number[2];
   uint64_t to[3];
-  uint32_t kind;         // of the PairPlace that to[0] is of
-  uint32_t scaled_kind;  // the same of to[1], of a result that is left scaled too
+  uint32_t kind;         // kind of the PairPlace with address to[0]
+  uint32_t scaled_kind;  // the same for to[1], the place of the scaled copy of the result
 
   __device__ __forceinline__ Prefetched() {
 #pragma unroll
@@ -120,7 +122,8 @@ __device__ __forceinline__ uint32_t live_end(const Stage& stage, const ProductIn
   return max_of(p.row_begin, min_of(p.row_end, count));
 }
 
-// The groups of rows: those that may be live, if that is one group; else those that are.
+// The number of groups of rows: 1 if the instruction has rows for only one, live or not; else the
+// number of groups with live rows.
 __device__ __forceinline__ uint32_t num_groups(const Stage& stage, const ProductInput& p) {
   if (p.row_end - p.row_begin <= kGroupRows) return 1;
   return ceil_div(live_end(stage, p) - p.row_begin, kGroupRows);
@@ -135,6 +138,7 @@ __device__ __forceinline__ uint32_t x_row(const Stage& stage, const ProductInput
   return found;
 }
 
+// The loader: stream the weights, page by page, in the order above.
 __device__ __forceinline__ void load_product(const Stage& stage, const ProductInput& p,
                                              const WeightRows& weights, Loader& loader) {
   const Tiling& tiling = p.tiling;
@@ -163,7 +167,8 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
 
 // ---- Input.
 
-// Columns of a row of x, element by element: for rows that are not made of whole tiles.
+// Columns of a row of x, element by element, for rows that do not consist of whole tiles; 0 beyond
+// the last column.
 template <uint32_t kCount>
 __device__ __forceinline__ void read_ragged(const Stage& stage, const ProductInput& p, uint32_t row,
                                             uint32_t column, float (&value)[kCount]) {
@@ -174,10 +179,10 @@ __device__ __forceinline__ void read_ragged(const Stage& stage, const ProductInp
                                        : 0.0f;
 }
 
-// ---- What the consumers leave to whoever finishes the sums.
+// ---- Scales and partial sums, which the consumers leave in one half of the scratch.
 
-// Address of the scale of a row of the group, and of a warp's partial sums of a unit of the block,
-// [row][8 columns], in this half of the scratch.
+// Addresses of the scale of a row of the group, and of a warp's partial sums of a unit of the
+// block: [row][8 columns].
 __device__ __forceinline__ uint32_t scale_at(uint32_t half, uint32_t row) {
   return scratch_at(kScalesAt) + 4 * (half * kGroupRows + row);
 }
@@ -201,7 +206,7 @@ __device__ __forceinline__ ProductInput no_input() {
           ptx::zero()};
 }
 
-// For tests, see kHoldStores.
+// Delay stores, for tests; see kHoldStores.
 __device__ __forceinline__ void hold_stores(uint32_t times) {
   if constexpr (kHoldStores > 0)
     for (uint32_t i = 0; i < times; ++i) __nanosleep(kHoldStores);
@@ -226,9 +231,10 @@ struct PageTiles {
   }
 };
 
-// The sums of one unit: this warp's part of the columns.
+// A warp's sums of one unit, over the warp's share of the columns.
 struct UnitSums {
-  // bf16: two chains, each of both halves of D. float32: one column of every row.
+  // bf16: sum[i % 2] adds up the first product of tile i, sum[2 + i % 2] the second, so that
+  // consecutive mma do not depend on each other. float32: sum[row][0], for weight row lane / 4.
   float sum[kF32Weights ? kGroupRows : 4][4];
 
   __device__ __forceinline__ void clear() {
@@ -238,13 +244,13 @@ struct UnitSums {
       for (float& value : chain) value = 0.0f;
   }
 
-  // Add the products of a tile, the i-th of several.
+  // Add the products of tile i.
   __device__ __forceinline__ void multiply(uint32_t i, const ptx::Words4& a, const ptx::Words4& w) {
     ptx::mma(sum[i % 2], a, w.x, w.y);
     ptx::mma(sum[2 + i % 2], a, w.z, w.w);
   }
 
-  // The same of float32, for one row.
+  // The same for float32 and one row.
   static __device__ __forceinline__ void multiply_f32(float& total, const ptx::Words4& a,
                                                       const ptx::Words4& w) {
     total = fmaf(__uint_as_float(a.x), __uint_as_float(w.x), total);
@@ -253,7 +259,8 @@ struct UnitSums {
     total = fmaf(__uint_as_float(a.w), __uint_as_float(w.w), total);
   }
 
-  // Leave the sums in shared memory, [row][8 columns] for this warp; or add them to those there.
+  // Store the sums to shared memory, [row][8 columns] for this warp; with `add_up`, add them to the
+  // sums of earlier chunks. Clears the registers.
   __device__ __forceinline__ void flush(uint32_t partials, bool add_up) {
     const uint32_t lane = lane_index();
     if constexpr (kF32Weights) {
@@ -284,7 +291,7 @@ struct UnitSums {
   }
 };
 
-// Call `visitor` with the plan of a product instruction.
+// Call `visitor` with a null pointer of the plan type of a product instruction.
 template <class Used, class Visitor>
 __device__ __forceinline__ void dispatch_product(const Stage& stage, Visitor&& visitor) {
   Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {

@@ -1,7 +1,7 @@
-// Products of one row, where latency counts. The consumers ask for the input before anything else,
-// take weights into registers while it is on its way, and leave partial sums for the storer; the
-// storer has worked out where results go before the sums are there, and finishes them while the
-// consumers turn to the next instruction. See product.cuh.
+// Products of one row, where latency counts. The consumers issue the loads of the input first, take
+// weights into registers while they are in flight, and leave partial sums for the storer. The
+// storer computes where results go before the sums are complete, and finishes the sums while the
+// consumers begin the next instruction. See product.cuh.
 #pragma once
 
 #include "cuda/pipelines/row_input.cuh"
@@ -10,7 +10,7 @@
 
 namespace megavm {
 
-// The sums of one unit, from an input that lies in the panel.
+// The sums of one unit, with the input in the panel.
 struct RowSums : UnitSums {
   __device__ __forceinline__ void add(const PageTiles& page, uint32_t panel_page, uint32_t warp,
                                       uint32_t tiles) {
@@ -48,7 +48,7 @@ struct RowSums : UnitSums {
   }
 };
 
-// How many of the next pages have arrived, at most `most` <= kPreload.
+// The number of next pages that have arrived, at most `most` <= kPreload.
 __device__ __forceinline__ uint32_t count_arrived(PageCursor first, uint32_t most) {
   PageCursor page = first;
   page.advance(lane_index() % kPreload);
@@ -61,11 +61,12 @@ __device__ __forceinline__ uint32_t count_arrived(PageCursor first, uint32_t mos
   return count;
 }
 
-// Whether a unit's pages in a chunk are taken two at a time.
+// Whether a unit's pages in a chunk are processed two at a time.
 __device__ __forceinline__ bool is_paired(uint32_t pages) {
   return !program::kAnyOddPages || pages % 2 == 0;
 }
 
+// The consumers: multiply, and leave partial sums block by block.
 template <class Used>
 __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consumer) {
   ProductInput input = no_input();
@@ -76,9 +77,9 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   RowInput x(panel, input, live);
   x.ask(consumer.is_hinted());
 
-  // Take the pages of weights that are there into registers.
-  // NOTE: every register is written on every path: one that keeps its old value somewhere would be
-  // live in all of the kernel.
+  // Take the weight pages that have arrived into registers.
+  // NOTE: every register is written on every path. A register that keeps its old value on some path
+  // would be live in the whole kernel.
   uint32_t num_early = count_arrived(
       consumer.page, min_of(kPreload, min_of(kBlockUnits, input.tiling.units) * first_pages));
   if (is_paired(first_pages)) num_early &= ~1u;
@@ -108,8 +109,8 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   RowSums sums;
   sums.clear();
   const uint32_t units = input.tiling.units, chunks = input.tiling.chunks();
-  uint32_t chunk = 0, pages = first_pages;  // of a unit in the chunk
-  uint32_t page = 0, unit = 0;              // in the chunk, in the block
+  uint32_t chunk = 0, pages = first_pages;  // pages: of a unit in the chunk
+  uint32_t page = 0, unit = 0;              // page of the chunk, unit of the block
   const auto panel_page = [&] { return scratch_at(page * kTilesPerPage * kTileRowBytes); };
   const auto flush = [&] {
     if (page < pages) return;
@@ -172,20 +173,20 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
       }
       unit = 0;
     }
-    // Hand over the sums of the block.
+    // Pass the sums of the block to the storer.
     if (first_unit + kBlockUnits >= units) consumer.note(stage, Event::kComputed);
     consumer.sums.arrived().arrive_together();
     consumer.sums.advance();
   }
 }
 
-// The storer's part: finish the sums, block by block.
+// The storer: finish the sums, block by block.
 template <class Used>
 __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
   dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
     Plan plan(stage);
     const ProductInput input = plan.input();
-    // Lanes that add up an item together.
+    // Number of lanes that share an item: each adds up the sums of some warps.
     constexpr uint32_t kShare = Plan::kPairs;
     static_assert(kBlockUnits * Plan::kHalfItems / 2 * kShare == kLanes);
     const uint32_t item = lane_index() / kShare, part = lane_index() % kShare;
@@ -199,8 +200,8 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
       const uint32_t items = min_of(kBlockUnits, units - first_unit) * Plan::kHalfItems / 2;
       const bool active = live && item < items;
       Prefetched early;
-      // Words that the block adds are there before any of its results is stored: the lanes meet
-      // below.
+      // Every lane waits here for the residual words of the block. The lanes synchronise below, so
+      // no result is stored before all of these words have arrived.
       if (active) {
         plan.prefetch(item, first_unit, row, early);
         plan.await_residual(item, first_unit, row, early);

@@ -1,6 +1,6 @@
-// Products of several rows: groups of 8 go through one after the other, and all consumers finish a
-// block together. A warp holds its columns of a chunk of the input as operands A in registers: it
-// fetches them from memory as they are multiplied, and no two warps share any. See product.cuh.
+// Products of several rows: groups of 8 rows are multiplied one after the other, and all consumers
+// finish a block together. A warp holds its columns of a chunk of the input as operands A in
+// registers. It loads them from memory in operand order; no other warp needs them. See product.cuh.
 #pragma once
 
 #include "cuda/pipelines/row_squares.cuh"
@@ -8,9 +8,9 @@
 
 namespace megavm {
 
-// The sums of one unit, from an input that lies in registers.
+// The sums of one unit, with the input in registers.
 struct RowsSums : UnitSums {
-  // Add a page, with the input's columns of page `number` of the chunk.
+  // Add the products of a page, which is page `number` of the chunk.
   __device__ __forceinline__ void add(const PageTiles& page, const RowsInput& x, uint32_t number,
                                       uint32_t warp, uint32_t tiles) {
 #pragma unroll
@@ -20,7 +20,7 @@ struct RowsSums : UnitSums {
       if constexpr (kF32Weights) {
 #pragma unroll
         for (uint32_t row = 0; row < kGroupRows; ++row) {
-          // The lane that has these columns of the row.
+          // The lane that holds these columns of the row.
           const uint32_t lane = row * 4 + lane_index() % 4;
           const auto of_row = [&](uint32_t word) { return __shfl_sync(~0u, word, lane); };
           multiply_f32(sum[row][0], {of_row(a.x), of_row(a.y), of_row(a.z), of_row(a.w)}, w);
@@ -32,15 +32,16 @@ struct RowsSums : UnitSums {
   }
 };
 
-// Which item of a block this thread finishes, together with others. A thread keeps its row from
-// block to block. Neighbours share a row; of matmul they have the items of a unit.
+// The item of a block that this thread finishes, alone or with neighbouring threads. A thread has
+// the same row in every block. Four neighbouring items belong to the same row; in matmul they are
+// the items of one unit.
 struct ItemShare {
-  uint32_t threads;  // that share it
-  uint32_t part;     // of the threads that share the item
+  uint32_t threads;  // threads that share the item
+  uint32_t part;     // this thread's number among them
   uint32_t row;      // of the group
-  uint32_t item;     // of the block, for one row
+  uint32_t item;     // among the row's items in the block
 
-  // `most`: items of a row in a whole block.
+  // `most`: items of a row in a full block.
   __device__ __forceinline__ ItemShare(uint32_t most, uint32_t thread) {
     const uint32_t total = ceil_div(most, kNeighbours) * kNeighbours * kGroupRows;
     threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
@@ -50,7 +51,7 @@ struct ItemShare {
     item = number / kNeighbours / kGroupRows * kNeighbours + number % kNeighbours;
   }
 
-  // The row of a thread, or of those that share an item, by its number.
+  // The row of item `number` of the group; the item of a thread has number thread / threads.
   static __device__ __forceinline__ uint32_t row_of(uint32_t number) {
     return number / kNeighbours % kGroupRows;
   }
@@ -59,7 +60,7 @@ struct ItemShare {
   static constexpr uint32_t kNeighbours = 4;
 };
 
-// Add up the partial sums of an item, and finish it.
+// Add up the partial sums of this thread's item, and finish it.
 template <class Plan>
 __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consumer,
                                              const ItemShare& share, bool active,
@@ -74,7 +75,7 @@ __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consume
       plan.place(share.item, i, unit, column);
       const uint32_t from = partials_at(consumer.sums.half(), unit, share.part) +
                             4 * (share.row * kUnitRows + column);
-      // All loads before a look at any.
+      // Issue all loads before the first addition.
       ptx::Words2 sums[kNumConsumers];
 #pragma unroll
       for (uint32_t warp = 0; warp < kNumConsumers; ++warp) {
@@ -103,6 +104,7 @@ __device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consume
   plan.end_item(active, share.item, first_unit, first_row + share.row, share.threads);
 }
 
+// The consumers: multiply and finish.
 template <class Used>
 __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consumer) {
   ProductInput input = no_input();
@@ -137,12 +139,12 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
         const uint32_t pages = tiling.pages_of(chunk);
-        // Take the pages of weights that are there into registers, while the input is not.
-        // NOTE: every register is written on every path: one that keeps its old value somewhere
-        // would be live in all of the kernel.
+        // Take the weight pages that have arrived into registers, before the input arrives.
+        // NOTE: every register is written on every path. A register that keeps its old value on
+        // some path would be live in the whole kernel.
         PageTiles early[kPreload];
         uint32_t num_early = 0;
-        // A unit has one or two pages of a chunk.
+        // A unit has one or two pages in a chunk.
         const bool paired = kChunkPages == 2 && (!program::kAnyOddPages || pages == 2);
 #pragma unroll
         for (uint32_t i = 0; i < kPreload; ++i) {
@@ -160,7 +162,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
           consumer.wait_ready();
           consumer.wait_hinted();
         }
-        // Every warp works out the scale of a row.
+        // Each warp computes the scale of one row.
         RowSquares squares(stage, input);
         const bool scales =
             input.x_squares != kNone && first_unit == 0 && chunk == 0 && consumer.warp() < rows;

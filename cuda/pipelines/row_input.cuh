@@ -1,4 +1,4 @@
-// The input of products of one row: on its way from memory, and in shared memory.
+// The input of products of one row: its loads in flight (RowInput), and the panel in shared memory.
 #pragma once
 
 #include "cuda/pipelines/product.cuh"
@@ -7,7 +7,7 @@ namespace megavm {
 
 constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
 
-// kLaneColumns neighbouring elements of x as they come from memory.
+// kLaneColumns neighbouring elements of x as loaded from memory.
 template <bool kF32, bool kTagged>
 struct RawInput {
   static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
@@ -38,7 +38,7 @@ struct RawInput {
     }
   }
 
-  // A tag that is not the wanted one, if there is one; else the wanted one.
+  // `tag` if all words carry it; else a tag that differs.
   __device__ __forceinline__ uint32_t check(uint32_t tag) const {
     if constexpr (!kTagged) return tag;
     uint32_t found = low.y;
@@ -67,20 +67,20 @@ struct RawInput {
   }
 };
 
-// Where the row of x goes: the *panel*, all of the input or a chunk of it as bfloat16 (float32 for
-// such weights) in shared memory, in the order in which the products take it.
+// The *panel*: the row of x, or a chunk of it, in shared memory. It has the element type of the
+// weights, and the order of operand A (see product.cuh).
 struct Panel {
   const Stage& stage;
   const ProductInput& input;
   const Consumer& consumer;
-  uint32_t tile;     // of a page, that this lane converts
-  uint32_t in_tile;  // byte of the tile that this lane stores first
-  uint32_t column;   // of page 0
+  uint32_t tile;     // the tile of every page that this lane converts
+  uint32_t in_tile;  // the first byte of the tile that this lane stores
+  uint32_t column;   // the lane's first column in page 0
 
   __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
                                    const Consumer& consumer)
       : stage(stage), input(input), consumer(consumer) {
-    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    // NOTE: read again here: values derived from it would occupy registers in the whole kernel.
     const uint32_t lane = ptx::thread_index() % kLanes;
     tile = lane / 8 * kNumConsumers + consumer.warp();
     in_tile = kF32Weights ? lane % 8 * 8 : lane % 8 / 2 * 16 + lane % 2 * 4;
@@ -100,13 +100,13 @@ struct Panel {
       put(page, ptx::pack_bf16(value[0], value[1]),
           ptx::pack_bf16(value[kLaneColumns - 2], value[kLaneColumns - 1]));
   }
-  // The same of bfloat16 pairs.
+  // The same for packed bfloat16.
   __device__ __forceinline__ void put(uint32_t page, uint32_t first, uint32_t second) const {
     ptx::store_shared(address(page), first);
     ptx::store_shared(address(page) ^ 8, second);
   }
 
-  // Fill the panel with a row that is not made of whole tiles, element by element.
+  // Fill the panel with a row that does not consist of whole tiles, element by element.
   __device__ __forceinline__ void fill_ragged(uint32_t row, uint32_t chunk) const {
 #pragma unroll 1
     for (uint32_t page = 0; page < input.tiling.pages_of(chunk); ++page) {
@@ -117,7 +117,7 @@ struct Panel {
   }
 };
 
-// The row of x on its way to the panel: what a lane has asked for and not looked at yet.
+// The row of x on its way to the panel: a lane's loads in flight, whose tags are not yet checked.
 class RowInput {
  public:
   __device__ __forceinline__ RowInput(const Panel& panel, const ProductInput& input, bool live)
@@ -128,7 +128,7 @@ class RowInput {
     forget();
   }
 
-  // Ask for the first batch of the row if it is likely there.
+  // Load the first batch of the row if it is tagged and has likely been stored.
   __device__ __forceinline__ void ask(bool likely) {
     if constexpr (program::kAnyRaggedK) return;
     with_kind([&]<bool kF32, bool kTagged>() {
@@ -137,10 +137,10 @@ class RowInput {
     });
   }
 
-  // Wait until the columns of the chunk are there and fill the panel. Chunks come one after the
-  // other; the row begins again after the last.
+  // Wait for the columns of the chunk and fill the panel. Chunks are filled in order; after the
+  // last one the row begins again.
   __device__ __forceinline__ void fill(uint32_t chunk) {
-    // All of this warp must be done with what was there.
+    // Every lane of this warp must be done with the panel's old contents.
     __syncwarp();
     if constexpr (program::kAnyRaggedK)
       panel_.fill_ragged(row_, chunk);
@@ -150,16 +150,16 @@ class RowInput {
   }
 
  private:
-  static constexpr uint32_t kWords = 8;  // times four, that a lane has on their way
+  static constexpr uint32_t kWords = 8;  // Words4 that a lane has in flight
 
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
   template <bool kF32, bool kTagged>
-  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages, one or two chunks
+  static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages of 1 or 2 chunks
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kPageStride = kPageColumns * (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
 
-  // Call the visitor for the kind of x, if the program has it.
+  // Call the visitor for the kind of x. Only kinds that the program has are compiled.
   template <class Visitor>
   __device__ __forceinline__ void with_kind(Visitor&& visitor) const {
     const uint32_t kind = 1u << (2 * is_f32(panel_.x()) + is_tagged(panel_.x()));
@@ -169,7 +169,7 @@ class RowInput {
     if (program::kAnyInputs & kind & 1) visitor.template operator()<false, false>();
   }
 
-  // Pages in which this lane's columns exist.
+  // Number of pages in which this lane's columns exist.
   __device__ __forceinline__ uint32_t pages() const {
     const uint32_t pages = input_.tiling.pages();
     if constexpr (!program::kAnyPartialPages) return pages;
@@ -191,7 +191,7 @@ class RowInput {
     if constexpr (kEach<kF32, kTagged> == 2) words_[2 * i + 1] = raw.high;
   }
 
-  // Begin with words that are not tagged as the step's.
+  // Reset the words to a tag that is not the step's, so that all count as missing.
   __device__ __forceinline__ void forget() {
 #pragma unroll
     for (ptx::Words4& words : words_) {
@@ -200,7 +200,7 @@ class RowInput {
     }
   }
 
-  // Ask for what is missing of the batch that begins at this page.
+  // Load the missing words of the batch that begins at this page.
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void load_missing(uint32_t begin) {
     constexpr uint32_t kStride = kPageStride<kF32, kTagged>;
@@ -225,7 +225,7 @@ class RowInput {
     constexpr uint32_t kBatch = RowInput::kBatch<kF32, kTagged>;
     const uint32_t pages = this->pages(), tag = panel_.stage.tag;
     while (true) {
-      // Again and again what is still missing; all loads before a look at any.
+      // Reload the words that are still missing. All loads are issued before any tag is checked.
       load_missing<kF32, kTagged>(begin);
       if constexpr (!kTagged) return;
       uint32_t missing = kBatch, found = tag;
@@ -246,7 +246,7 @@ class RowInput {
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fill(uint32_t chunk) {
     static_assert(kBatch<kF32, kTagged> % kMaxChunkPages == 0);
-    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // of a batch
+    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // chunks in a batch
     const uint32_t begin = chunk * kMaxChunkPages;
     if (chunk % kChunks == 0) {
       if (!kOneChunk && asked_) forget();
@@ -259,7 +259,7 @@ class RowInput {
       put<kF32, kTagged, kMaxChunkPages>(begin);
   }
 
-  // Put the words from number `kFirst` on into the panel, as the chunk that begins at this page.
+  // Store the words from number `kFirst` on to the panel, as the chunk that begins at this page.
   template <bool kF32, bool kTagged, uint32_t kFirst>
   __device__ __forceinline__ void put(uint32_t begin) {
     const uint32_t pages = this->pages();
@@ -281,7 +281,7 @@ class RowInput {
   const Panel& panel_;
   const ProductInput& input_;
   uint32_t row_;
-  bool asked_ = false;  // whether words_ have been looked at
+  bool asked_ = false;  // whether words_ holds a batch that was waited for
   ptx::Words4 words_[kWords];
 };
 

@@ -1,15 +1,15 @@
-// What the products of a normalised row are multiplied with, from the squares that its makers left;
-// see Matmul.
+// The RMSNorm scale of a row, from the sums of squares that the producers of the row stored. The
+// products of the row are multiplied with it; see Matmul.
 #pragma once
 
 #include "cuda/pipelines/product.cuh"
 
 namespace megavm {
 
-// Four neighbouring squares, as they come from memory.
+// Four neighbouring sums of squares, as loaded from memory.
 struct FourSquares {
   static constexpr bool kMayBeTagged = program::kAnySquares & 2;
-  ptx::Words4 low, high;  // high: words 2 and 3 of tagged ones
+  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged tensor
 
   __device__ __forceinline__ void clear() {
     low = ptx::zero4();
@@ -25,7 +25,7 @@ struct FourSquares {
     }
   }
 
-  // A tag of tagged ones that is not the wanted one, if there is one; else the wanted one.
+  // Of a tagged tensor: `tag` if all words carry it; else a tag that differs.
   __device__ __forceinline__ uint32_t check(uint32_t tag) const {
     if (low.y != tag) return low.y;
     if (low.w != tag) return low.w;
@@ -41,8 +41,8 @@ struct FourSquares {
   }
 };
 
-// A warp reads the squares of a row, kBatch times four for each lane at once; it asks for the first
-// before it looks at any.
+// A warp reads the squares of a row; each lane has kBatch times four in flight. `ask` issues the
+// first loads, `scale` waits for them.
 class RowSquares {
  public:
   __device__ __forceinline__ RowSquares(const Stage& stage, const ProductInput& input)
@@ -51,7 +51,7 @@ class RowSquares {
     for (FourSquares& four : four_) four.clear();
   }
 
-  // `row`: of x.
+  // Issue the first loads. `row`: a row of x.
   __device__ __forceinline__ void ask(uint32_t row) {
     row_ = row;
     if constexpr (!kRagged) load(0);
@@ -81,7 +81,7 @@ class RowSquares {
 
  private:
   static constexpr uint32_t kBatch = 2;
-  static constexpr bool kRagged = program::kAnySquares & 4;  // rows are not made of fours
+  static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
 
   __device__ __forceinline__ const Tensor& squares() const {
     return stage_.tensors[input_.x_squares];
@@ -97,7 +97,7 @@ class RowSquares {
       if (exists(begin + i)) four_[i].load(squares(), row_, column(begin + i));
   }
 
-  // Ask again and again for those that are missing.
+  // Reload the squares that are missing until all have arrived.
   __device__ __forceinline__ void wait(uint32_t begin) {
     if constexpr (FourSquares::kMayBeTagged) {
       const uint32_t tag = stage_.tag;

@@ -1,4 +1,4 @@
-// Rows of a step: which are live, and where their keys and values lie.
+// Rows of a step: which rows are live, and where their keys and values lie.
 #pragma once
 
 #include "cuda/kernel.cuh"
@@ -15,7 +15,7 @@ __device__ __forceinline__ uint32_t live_end(const Operands<Instruction>& in,
   return max_of(begin, min_of(end, count));
 }
 
-// Sequence of a row; `table` has a row for each.
+// Sequence of a row; `table` has one row per sequence.
 __device__ __forceinline__ uint32_t sequence_of(const Tensor& row_sequence, uint32_t row,
                                                 const Tensor& table) {
   const uint32_t sequence = static_cast<uint32_t>(constant_integer(row_sequence, row, 0));
@@ -23,7 +23,7 @@ __device__ __forceinline__ uint32_t sequence_of(const Tensor& row_sequence, uint
   return sequence;
 }
 
-// Position of a row in this step; it stays below `limit`.
+// Position of a row in its sequence in this step; it must be below `limit`.
 __device__ __forceinline__ uint32_t position_of(const Tensor& row_position, uint32_t row,
                                                 uint32_t step, uint32_t limit) {
   const uint32_t position = static_cast<uint32_t>(constant_integer(row_position, row, 0)) + step;
@@ -31,7 +31,7 @@ __device__ __forceinline__ uint32_t position_of(const Tensor& row_position, uint
   return position;
 }
 
-// KV block of entry `column` of a sequence's row in the block table.
+// KV block in entry `column` of a sequence's row of the block table.
 __device__ __forceinline__ uint32_t kv_block(const Tensor& block_table, uint32_t sequence,
                                              uint32_t column, uint32_t num_blocks) {
   const uint32_t block = static_cast<uint32_t>(constant_integer(block_table, sequence, column));
@@ -39,7 +39,8 @@ __device__ __forceinline__ uint32_t kv_block(const Tensor& block_table, uint32_t
   return block;
 }
 
-// Elements before element e of slot t of a KV head's rows.
+// Offset of element e within the row of a KV head at this slot. Rows of a swizzled cache are
+// permuted in runs of 8 elements.
 __device__ __forceinline__ uint32_t swizzled_element(bool swizzled, uint32_t slot, uint32_t e) {
   return swizzled ? (e / 8 ^ (slot & 7)) * 8 + e % 8 : e;
 }

@@ -1,4 +1,4 @@
-// The input of products of several rows: the operands A of a warp, in registers.
+// The input of products of several rows: a warp holds its operands A in registers.
 #pragma once
 
 #include "cuda/pipelines/product.cuh"
@@ -7,10 +7,10 @@ namespace megavm {
 
 constexpr uint32_t kChunkTiles = kChunkPages * kTilesPerWarp;  // a warp's tiles of a unit's chunk
 static_assert(kSingleRow || kChunkPages <= 2);
-// A *piece* is what a lane has of a row of x in a tile: 16 bytes in the elements of the weight.
+// A *piece* is a lane's columns of a row of x in one tile: 16 bytes in the weights' element type.
 constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
-// A piece as it comes from memory.
+// A piece as loaded from memory.
 template <bool kF32, bool kTagged>
 struct RawPiece {
   static constexpr uint32_t kElementBytes = kF32 ? 4 : 2;
@@ -40,7 +40,7 @@ struct RawPiece {
     }
   }
 
-  // A tag that is not the wanted one, if there is one; else the wanted one.
+  // `wanted` if all words carry this tag; else a tag that differs.
   __device__ __forceinline__ uint32_t check(uint32_t wanted) const {
     uint32_t found = wanted;
     if constexpr (kTagged)
@@ -56,8 +56,7 @@ struct RawPiece {
   }
 };
 
-// The operands A of a warp for a chunk of a group's rows of x. A lane has row lane / 4 of the
-// group.
+// A warp's operands A for a chunk of a group's rows of x. A lane holds row lane / 4 of the group.
 class RowsInput {
  public:
   __device__ __forceinline__ RowsInput(const Stage& stage, const ProductInput& input,
@@ -70,20 +69,19 @@ class RowsInput {
   // The operand for the warp's tile i of the chunk.
   __device__ __forceinline__ const ptx::Words4& operator[](uint32_t i) const { return words_[i]; }
 
-  // Turn to a group of rows, of which `rows` are live. Lanes of others take a live row in its
-  // place.
+  // Begin a group whose first `rows` rows are live. Lanes of dead rows read a live row instead.
   __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
     if (rows > 0) x_row_ = x_row(stage_, input_, first_row + min_of(row(), rows - 1));
   }
 
-  // Fetch a chunk of the rows that were turned to; `live`: whether any is. Words of rows that are
-  // not might never be tagged.
+  // Fetch a chunk of the group's rows. `live`: whether any of them is live. Tagged words are not
+  // waited for otherwise: those of dead rows might never be tagged.
   __device__ __forceinline__ void fetch(uint32_t chunk, bool live) {
     const Tensor& x = this->x();
     if constexpr (program::kAnyRaggedK) {
       if (live) fetch_ragged(chunk);
     } else if constexpr (!kSingleRow) {
-      // Only the kinds of input that the program has.
+      // Only the kinds of input that the program has are compiled.
       const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
       if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);
       if (program::kAnyInputs & kind & 4) fetch<true, false>(chunk);
@@ -93,7 +91,7 @@ class RowsInput {
   }
 
  private:
-  // Whether there is such a column.
+  // Whether the column exists.
   __device__ __forceinline__ bool exists(uint32_t column) const {
     constexpr bool kWhole = !program::kAnyPartialPages && !program::kAnyOddPages;
     return kWhole || column < input_.tiling.k;
@@ -109,7 +107,7 @@ class RowsInput {
     return (page * kTilesPerPage + tile) * kTileColumns;
   }
 
-  // A piece as 16 bytes of the weight's elements.
+  // A piece as 16 bytes in the weights' element type.
   static __device__ __forceinline__ ptx::Words4 packed(const float (&value)[kPieceColumns]) {
     if constexpr (kF32Weights)
       return {__float_as_uint(value[0]), __float_as_uint(value[1]), __float_as_uint(value[2]),
@@ -119,7 +117,7 @@ class RowsInput {
               ptx::pack_bf16(value[4], value[5]), ptx::pack_bf16(value[6], value[7])};
   }
 
-  // The operand of a packed piece. See product.cuh about the order.
+  // A packed piece in the order of operand A, see product.cuh.
   static __device__ __forceinline__ ptx::Words4 operand(const ptx::Words4& piece) {
     if constexpr (kF32Weights) return piece;
     return {piece.x, piece.z, piece.y, piece.w};
@@ -128,11 +126,11 @@ class RowsInput {
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fetch(uint32_t chunk) {
     using Raw = RawPiece<kF32, kTagged>;
-    // Pieces that a lane has on their way: all loads are issued before a look at any.
+    // Pieces that a lane has in flight: all loads are issued before any tag is checked.
     constexpr uint32_t kBatch =
         min_of(kChunkTiles, 64 / (Raw::kWords + (kTagged ? Raw::kTags : 0)));
     static_assert(kChunkTiles % kBatch == 0);
-    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // of a column
+    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // per column
     const Tensor& x = this->x();
     const uint64_t row =
         base_of(x) + (uint64_t{x_row_} * x.columns + input_.first_column()) * kBytes;
@@ -143,8 +141,8 @@ class RowsInput {
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         column[i] = tile_column(chunk, first + i) + lane_index() % 4 * kPieceColumns;
-        // NOTE: no load is left out, not even where there is no such column: one that merges with
-        // another value would be waited for.
+        // NOTE: no load is conditional, even for columns that do not exist. The result of a
+        // conditional load merges with another value, and the merge would wait for the load.
         raw[i].load(row + (exists(column[i]) ? column[i] : 0) * kBytes);
       }
       if constexpr (kTagged) wait(raw, row, column);
@@ -165,7 +163,7 @@ class RowsInput {
     }
   }
 
-  // Ask again and again for the pieces of which words are missing.
+  // Reload the pieces with missing words until all have arrived.
   template <class Raw, uint32_t kBatch>
   __device__ __forceinline__ void wait(Raw (&raw)[kBatch], uint64_t row,
                                        const uint32_t (&column)[kBatch]) const {
@@ -187,7 +185,7 @@ class RowsInput {
     }
   }
 
-  // The same for rows that are not made of whole tiles, element by element.
+  // The same for rows that do not consist of whole tiles, element by element.
   __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
 #pragma unroll 1
     for (uint32_t i = 0; i < kChunkTiles; ++i) {
@@ -204,7 +202,7 @@ class RowsInput {
   const Stage& stage_;
   const ProductInput& input_;
   const Consumer& consumer_;
-  uint32_t x_row_ = 0;  // of this lane
+  uint32_t x_row_ = 0;  // the row of x that this lane holds
   ptx::Words4 words_[kChunkTiles];
 };
 

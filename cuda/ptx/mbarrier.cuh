@@ -1,4 +1,5 @@
 // mbarrier: PTX ISA, "Parallel Synchronization and Communication Instructions: mbarrier".
+// By default an arrival is a release and a successful wait an acquire, both within the CTA.
 #pragma once
 
 #include "cuda/integers.cuh"
@@ -9,7 +10,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier, uint32_t count) 
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// Makes initialised mbarriers visible to the copy engine.
+// Makes initialised mbarriers visible to the copy engine (the async proxy).
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -23,7 +24,7 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint
                : "memory");
 }
 
-// Whether the phase of this parity is over; may suspend the thread for a short time.
+// Whether the phase of this parity is complete. May suspend the thread for a short time.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -35,7 +36,7 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done != 0;
 }
 
-// The same, without suspending.
+// The same, without suspending the thread.
 __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(

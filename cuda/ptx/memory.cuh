@@ -1,4 +1,4 @@
-// Loads, stores and copies with the cache and ordering behaviour that the machine needs.
+// Loads, stores and copies with the caching and memory order that the machine needs.
 #pragma once
 
 #include "cuda/integers.cuh"
@@ -13,8 +13,8 @@ struct alignas(16) Words4 {
   uint32_t x, y, z, w;
 };
 
-// Zeros that the compiler takes for any value: a register that is written on every path, however
-// the paths are merged, is not live before.
+// Zeros that the compiler cannot see through. It must treat them as a write, so a register that is
+// cleared this way on every path is not live before that point.
 __device__ __forceinline__ Words4 zero4() {
   Words4 v;
   asm volatile("mov.u32 %0, 0;\n\tmov.u32 %1, 0;\n\tmov.u32 %2, 0;\n\tmov.u32 %3, 0;"
@@ -22,10 +22,11 @@ __device__ __forceinline__ Words4 zero4() {
   return v;
 }
 
-// Have these words in four registers side by side. As operands of a matrix instruction they must
-// be; words that were loaded in another order would be moved there again before each.
+// Force these words into four adjacent registers, as operands of a matrix instruction must be.
+// Otherwise words that were loaded in another order are moved again before every use.
 __device__ __forceinline__ void settle(Words4& words) {
-  // NOTE: the grid has one dimension, which the assembler does not know: moves it would leave out.
+  // NOTE: ctaid.y is always 0, as the grid has one dimension, but ptxas does not know that. It
+  // keeps these xors, where it would drop plain moves.
   asm volatile(
       "{\n\t.reg .u32 zero;\n\tmov.u32 zero, %%ctaid.y;\n\t"
       "xor.b32 %0, %0, zero;\n\txor.b32 %1, %1, zero;\n\t"
@@ -57,7 +58,7 @@ __device__ __forceinline__ uint32_t zero() {
   return v;
 }
 
-// ---- Global memory, past the first-level cache.
+// ---- Global memory, bypassing the first-level cache, which is not coherent between SMs.
 
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
   uint32_t value;
@@ -71,14 +72,16 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
   return value;
 }
 
-// One {value, epoch} word.
+// One {value, epoch} word. The access is atomic, so a matching epoch proves the value: no fence and
+// no stronger order is needed.
 __device__ __forceinline__ Words2 load_relaxed_tagged(uint64_t address) {
   uint64_t word;
   asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
   return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
 }
 
-// Two {value, epoch} words: {value, epoch, value, epoch}. Each is read whole.
+// Two {value, epoch} words: {value, epoch, value, epoch}. Each word is atomic, the two together are
+// not.
 __device__ __forceinline__ Words4 load_relaxed_tagged2(uint64_t address) {
   uint64_t first, second;
   asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
@@ -117,7 +120,7 @@ __device__ __forceinline__ unsigned short load_relaxed_half(uint64_t address) {
   return value;
 }
 
-// What nobody writes while the kernel runs may stay in the first-level cache.
+// For data that no worker writes while the kernel runs: it may stay in the first-level cache.
 __device__ __forceinline__ uint32_t load_constant(uint64_t address) {
   uint32_t value;
   asm("ld.global.nc.u32 %0, [%1];" : "=r"(value) : "l"(address));
@@ -144,6 +147,7 @@ __device__ __forceinline__ unsigned short load_constant_half(uint64_t address) {
   return value;
 }
 
+// Value and epoch become visible together, so a reader that sees the epoch has the value.
 __device__ __forceinline__ void store_relaxed_tagged(uint64_t address, uint32_t value,
                                                      uint32_t epoch) {
   const uint64_t word = static_cast<uint64_t>(epoch) << 32 | value;
@@ -174,7 +178,8 @@ __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t value)
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
-// Adds, after everything that this thread has seen and done is visible to the whole GPU.
+// Adds with release order: a thread of the GPU that acquires the counter also sees every store that
+// this thread made or observed before.
 __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
   asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
@@ -219,7 +224,7 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t address) {
   return v;
 }
 
-// The same for a word that another warp may change at any time.
+// Reads a word that another warp may change at any time.
 __device__ __forceinline__ uint32_t load_shared_volatile(uint32_t address) {
   uint32_t v;
   asm volatile("ld.volatile.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
@@ -230,8 +235,8 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// After everything that this thread has done and seen, for the warps of this block; and the load to
-// it.
+// Release store and acquire load between the warps of this CTA: a warp that loads the value also
+// sees every store that the storing thread made or observed before.
 __device__ __forceinline__ void store_shared_release(uint32_t address, uint32_t x) {
   asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
@@ -251,8 +256,8 @@ __device__ __forceinline__ void store_shared4(uint32_t address, const Words4& v)
                : "memory");
 }
 
-// Four 8 x 8 matrices of 16-bit elements, transposed; lane i gives the address of row i % 8 of
-// matrix i / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, transposed. Lane i passes the address of row i % 8
+// of matrix i / 8.
 __device__ __forceinline__ Words4 load_matrices_transposed(uint32_t address) {
   Words4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -264,14 +269,15 @@ __device__ __forceinline__ Words4 load_matrices_transposed(uint32_t address) {
 
 // ---- The copy engine.
 
-// A policy for data that is read once.
+// Cache policy for data that is read once.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
 
-// Copies a multiple of 16 bytes from global to shared memory; `mbarrier` counts the bytes.
+// Starts a copy of a multiple of 16 bytes from global to shared memory; `mbarrier` counts the bytes
+// as they land.
 __device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t bytes,
                                           uint32_t mbarrier, uint64_t policy) {
   asm volatile(
@@ -281,11 +287,11 @@ __device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t b
       : "memory");
 }
 
-// Orders what this thread has done, and seen others do, before what it does later, for the whole
-// GPU.
+// Orders every access that this thread made or observed before all its later accesses, as any
+// thread of the GPU sees them.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
-// Orders what ordinary accesses wrote before later copies of the copy engine.
+// Orders ordinary accesses before later copies of the copy engine, which uses the async proxy.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
 }

@@ -5,10 +5,10 @@
 
 namespace megavm::ptx {
 
-// D += A . B (m16n8k16, bf16). A: lane holds row lane / 4, columns 2 (lane % 4) and the next, in x;
-// row 8 + lane / 4 in y; the same rows, columns 8 further, in z and w. B: column lane / 4, rows
-// 2 (lane % 4) and the next, then 8 further. D: row lane / 4, columns 2 (lane % 4) and the next,
-// then row 8 + lane / 4.
+// D += A . B (m16n8k16, bf16). With i = lane / 4 and j = 2 (lane % 4), a lane holds
+//   of A: row i, columns j, j + 1 in x; row 8 + i in y; the same rows, columns 8 further, in z, w;
+//   of B: column i, rows j, j + 1 in b0, and 8 further in b1;
+//   of D: row i, columns j, j + 1 in sums[0..1]; row 8 + i in sums[2..3].
 __device__ __forceinline__ void mma(float (&sums)[4], const Words4& a, uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -17,8 +17,8 @@ __device__ __forceinline__ void mma(float (&sums)[4], const Words4& a, uint32_t 
       : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 
-// sums[0..1] += A . B for the first 8 rows of A, whose lower 8 rows are zero. A: lane holds row
-// lane / 4, columns 2 (lane % 4) and 8 + 2 (lane % 4); B likewise by columns (m16n8k16, bf16).
+// The same for a matrix A of which only the first 8 rows are used: rows 8 to 15 count as zero, and
+// a lane holds no words of them.
 __device__ __forceinline__ void mma_8_rows(float (&sums)[2], uint32_t a0, uint32_t a2, uint32_t b0,
                                            uint32_t b1) {
   [[maybe_unused]] float unused0, unused1;
@@ -50,6 +50,7 @@ __device__ __forceinline__ float from_bf16(unsigned short bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);
 }
 
+// Set the number of registers of each thread. All four warps of a warpgroup must call it.
 template <uint32_t kRegisters>
 __device__ __forceinline__ void grow_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

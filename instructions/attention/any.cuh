@@ -1,4 +1,5 @@
-// Attention of any shapes and types: a warp takes query heads, its lanes tokens, then elements.
+// Attention for any shape and type. A warp computes one query head at a time. Its lanes share the
+// tokens to compute scores, then the elements of the head to add up values.
 #pragma once
 
 #include "instructions/attention/span.cuh"
@@ -6,7 +7,7 @@
 namespace megavm {
 
 struct AnyAttention {
-  static constexpr uint32_t kElements = ceil_div(attention::kHeadDim, kLanes);  // of a lane
+  static constexpr uint32_t kElements = ceil_div(attention::kHeadDim, kLanes);  // per lane
 
   static __device__ __forceinline__ void load(const Operands<Attention>&, Loader&) {}
 
@@ -31,8 +32,8 @@ struct AnyAttention {
     float highest = -kInfinity, total = 0.0f, sum[kElements];
 #pragma unroll
     for (float& s : sum) s = 0.0f;
-    // NOTE: an empty split waits for its queries too. One that did not would write its part of a
-    // later step before the merge of this step has read this one.
+    // NOTE: an empty split waits for its queries too. Otherwise it could store its partial result
+    // of a later step before the merge of this step has read the one of this step.
     for (uint32_t e = lane; e < d; e += kLanes)
       read_element(in[&Attention::q], row, query * d + e, in.tag(), in.word(&Attention::q));
     __syncwarp();
@@ -98,7 +99,7 @@ struct AnyAttention {
     for (uint32_t j = 0; j < kElements; ++j) {
       const uint32_t e = j * kLanes + lane;
       const float value = whole ? __fdividef(sum[j], total) : sum[j];
-      // A tagged word of two bf16 elements is stored whole, by the lane of the first.
+      // The lane of the first element stores a tagged word of two bf16.
       const float next = __shfl_down_sync(~0u, value, 1);
       if (e >= d) continue;
       if (is_f32(to) || !is_tagged(to))

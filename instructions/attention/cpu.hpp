@@ -4,18 +4,19 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
-// One row and one KV head: the query heads that share it, and their online softmax so far.
+// State of one row and one KV head: the query heads that share the KV head, and their online
+// softmax so far.
 struct AttentionState {
   int heads;       // query heads per KV head
   int64_t d;       // elements of a head
-  int64_t stride;  // of q and sums: d in whole vectors
-  int64_t slots;   // of scores: tokens of a KV block in whole vectors
+  int64_t stride;  // stride of q and sums: d, rounded up to whole vectors
+  int64_t slots;   // stride of scores: tokens of a KV block, rounded up to whole vectors
   float* q;        // [heads][stride], zeros after d
   float* scores;   // [heads][slots]: scores of a KV block, then their exponentials
   float* sums;     // [heads][stride]: weighted values
   float* highest;  // [heads]
   float* total;    // [heads]: sum of the weights
-  float* rescale;  // [heads]: factor of the sums when the highest score grows
+  float* rescale;  // [heads]: factor that adapts sums to a new highest score
 
   AttentionState(Worker& worker, int heads, int64_t d, int64_t block_size)
       : heads(heads), d(d), stride(ceil_to(d, kLanes)), slots(ceil_to(block_size, kLanes)) {
@@ -95,7 +96,7 @@ MEGAVM_INLINE void weigh(const AttentionState& state, int head, int tokens) {
   state.total[head] = state.total[head] * state.rescale[head] + sum(weights);
 }
 
-// Add weighted values to kVectors vectors of the sums of kHeads heads, from column c on.
+// Add the weighted values to kVectors vectors of the sums of kHeads heads, from column c on.
 template <int kHeads, int kVectors, typename Element>
 MEGAVM_INLINE void add_values(const AttentionState& state, int head, const Element* values,
                               int tokens, int64_t c, int count) {
@@ -144,18 +145,17 @@ struct AttentionTile {
   Worker& worker;
   const Tensor& k_cache;
   const Tensor& v_cache;
-  // Room for the keys and values of the KV block that holds the row's own token, with k_new and
-  // v_new.
+  // Space for a copy of the KV block that holds the row's own token; k_new and v_new complete it.
   Element* keys_of_last;
   Element* values_of_last;
 
-  // The values of one KV block and one KV head.
+  // The rows of one KV block and KV head in the cache of keys or values.
   const Element* block_of(const Tensor& cache, int64_t block, int64_t head) const {
     return static_cast<const Element*>(cache.data) +
            (block * cache.shape[1] + head) * cache.shape[2] * cache.shape[3];
   }
 
-  // `before` rows of a KV block, then the row's own.
+  // Copy `before` rows of a KV block to `room`, followed by the row's own key or value.
   const Element* with_newest(Element* room, const Element* block, int before, uint32_t newest,
                              int64_t row, int64_t kv_head) const {
     const int64_t d = k_cache.shape[3];
@@ -167,8 +167,8 @@ struct AttentionTile {
     return room;
   }
 
-  // Tokens of a row's sequence, for the query heads of one KV head. `has_newest`: the last of them
-  // is the row's own, and not in the caches.
+  // Attend to tokens of a row's sequence, for the query heads of one KV head. `has_newest`: the
+  // last token is the row's own, and is not read from the caches.
   void attend(const AttentionState& state, int64_t row, int64_t sequence, int64_t kv_head,
               const Range& tokens, bool has_newest) const {
     constexpr int kMany = kNative == 16 ? 4 : 2;

@@ -1,10 +1,10 @@
 // The fast attention: bf16, heads of 64 or 128 elements, up to 8 query heads for a KV head.
 //
-// A page holds 64 (or 32) tokens, first their keys, then their values. A warp takes 16 tokens of a
-// page at a time: scores by mma.m16n8k16 with the query heads as rows of A and keys as B, then
-// weights as A and values as B.
-// The rows of the caches are stored swizzled, so that no shared load conflicts. (FlashAttention-2,
-// Dao 2023, arXiv:2307.08691, for the bookkeeping of the online softmax.)
+// A page holds 64 (or 32) tokens: their keys, then their values. A warp processes 16 tokens of a
+// page at a time. It computes scores by mma.m16n8k16 with the query heads as rows of A and the keys
+// as B, then sums with the softmax weights as A and the values as B. Rows of the caches are stored
+// swizzled, so shared loads have no bank conflicts. The online softmax follows FlashAttention-2
+// (Dao 2023, arXiv:2307.08691).
 #pragma once
 
 #include "instructions/attention/span.cuh"
@@ -21,11 +21,11 @@ struct FastAttention {
   static constexpr uint32_t kWarpTokens = 16;
   static constexpr uint32_t kWarpsPerPage = kPageTokens / kWarpTokens;
   static constexpr uint32_t kPagesPerRound = kNumConsumers / kWarpsPerPage;
-  static constexpr uint32_t kRounds = 2 * kPagesPerRound <= kPages ? 2 : 1;  // at a time
+  static constexpr uint32_t kRounds = 2 * kPagesPerRound <= kPages ? 2 : 1;  // waited for together
   static_assert(kPagesPerRound <= kPages);
-  static constexpr uint32_t kKeyChunks = kD / 32;  // 16-byte loads of a lane in a row of keys
+  static constexpr uint32_t kKeyChunks = kD / 32;  // 16-byte loads of a lane per key
   static constexpr uint32_t kValueTiles = kD / 8;
-  static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens side by side
+  static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens in one copy
   static constexpr uint32_t kStateFloats = kGroup * (kD + 2);
   static_assert(4 * kNumConsumers * kStateFloats <= program::kMaxScratch);
 
@@ -33,7 +33,7 @@ struct FastAttention {
     return span.cached > span.begin ? ceil_div(span.cached - span.begin, kPageTokens) : 0;
   }
 
-  // Tokens of the span in one of its pages.
+  // Number of tokens in a page of the span.
   static __device__ __forceinline__ uint32_t tokens_of(const AttentionSpan& span, uint32_t page) {
     return min_of(kPageTokens, span.cached - span.begin - page * kPageTokens);
   }
@@ -54,7 +54,7 @@ struct FastAttention {
       if (!ready) loader.wait_ready();
       ready = true;
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
-        uint32_t blocks = 0, known = 0;  // a lane's KV block, of those from piece `known` on
+        uint32_t blocks = 0, known = 0;  // lane i: the KV block of piece known + i
         const uint32_t pieces = ceil_div(span.cached - span.begin, kPiece);
         for (uint32_t piece = 0; piece < pieces; ++piece) {
           if (piece % kLanes == 0) {
@@ -66,7 +66,7 @@ struct FastAttention {
           const uint32_t token = span.begin + piece * kPiece;
           const uint32_t in_page = piece * kPiece % kPageTokens;
           if (in_page == 0) {
-            // Whole groups of 8 tokens: the swizzle stays inside them.
+            // Copy multiples of 8 tokens: matrix loads read 8 rows at a time.
             const uint32_t tokens = tokens_of(span, piece * kPiece / kPageTokens);
             loader.begin_page(2 * ceil_div(tokens, 8) * 8 * kRowBytes);
           }
@@ -81,16 +81,16 @@ struct FastAttention {
     }
   }
 
-  // What a warp knows of a row's query heads. A lane has head lane / 4: its part of q, and of every
-  // 8 elements of the sum elements 2 (lane % 4) and the next.
+  // A warp's state of the online softmax for a row's query heads. A lane holds head lane / 4: its
+  // share of q and, of every 8 elements of the sum, elements 2 (lane % 4) and the next.
   struct State {
     ptx::Words4 q[kKeyChunks];
     float sum[kValueTiles][2];
-    float highest;  // of the scores, times log2 e
-    float total;    // this lane's part of the sum of weights
+    float highest;  // highest score, times log2 e
+    float total;    // this lane's share of the sum of weights
   };
 
-  // Eight bf16 elements, in four words, as they come from memory.
+  // Eight bf16 elements, in four words, as loaded from memory.
   struct RawWords {
     ptx::Words4 low, high;  // high: words 2 and 3 of a tagged tensor
 
@@ -106,15 +106,15 @@ struct FastAttention {
     __device__ __forceinline__ bool has(uint32_t tag) const {
       return low.y == tag && low.w == tag && high.y == tag && high.w == tag;
     }
-    // Words 0, 2, 1, 3: what mma wants of A, see UnitSums.
+    // Words 0, 2, 1, 3: the order of operand A, see cuda/pipelines/product.cuh.
     __device__ __forceinline__ ptx::Words4 words(bool tagged) const {
       if (tagged) return {low.x, high.x, low.z, high.z};
       return {low.x, low.z, low.y, low.w};
     }
   };
 
-  // Start from the queries, and in one warp from the newest token. All loads are issued before any
-  // is looked at, and again until all words are there.
+  // Load the queries and initialise the state; with `newest` (one warp), with the newest token. All
+  // loads are issued before any tag is checked, and repeated until all words have arrived.
   static __device__ __forceinline__ void start(const Operands<Attention>& in, uint32_t row,
                                                uint32_t head, bool newest, State& state) {
     const uint32_t lane = lane_index(), chunk = lane % 4 * 8, tag = in.tag();
@@ -129,7 +129,7 @@ struct FastAttention {
 #pragma unroll
     for (uint32_t i = 0; i < kValueTiles; ++i) value[i] = {ptx::zero(), tag};
     const bool new_tagged = newest && is_tagged(in[&Attention::k_new]);
-    // Whether all words of the newest value are there.
+    // Load the newest value; returns whether all its words have arrived.
     const auto load_value = [&] {
       const Tensor v = in[&Attention::v_new];
       bool complete = true;
@@ -145,7 +145,7 @@ struct FastAttention {
       for (uint32_t i = 0; i < kValueTiles; ++i) complete &= value[i].y == tag;
       return complete;
     };
-    // Long heads have too many words for all to be on their way at once.
+    // Long heads have too many words to be in flight all at once: load the value after the keys.
     constexpr bool kValueLater = kD > 64;
     while (true) {
       bool complete = true;
@@ -197,7 +197,7 @@ struct FastAttention {
     }
   }
 
-  // Find a word that is missing, and stop.
+  // Find a word that is missing, report it, and stop.
   [[noreturn]] static __device__ __forceinline__ void stop_at_missing(const Operands<Attention>& in,
                                                                       uint32_t row, uint32_t head,
                                                                       bool newest) {
@@ -220,13 +220,13 @@ struct FastAttention {
     __builtin_unreachable();
   }
 
-  // Take in 16 tokens of each of two pages, `first` on, of which the first `tokens` count.
+  // Process 16 tokens of each of two pages, from `first` on; the first `tokens` of them are valid.
   static __device__ __forceinline__ void attend(const uint32_t (&pages)[2], uint32_t first,
                                                 const uint32_t (&tokens)[2], float scale,
                                                 State& state) {
-    // NOTE: read anew: what is worked out from it would take registers of the whole kernel.
+    // NOTE: read again here: values derived from it would occupy registers in the whole kernel.
     const uint32_t lane = ptx::thread_index() % kLanes;
-    // Scores of 8 tokens, twice for each page.
+    // Scores, 8 tokens at a time, twice for each page.
     float score[2][2][2];
 #pragma unroll
     for (uint32_t p = 0; p < 2; ++p)
@@ -279,8 +279,8 @@ struct FastAttention {
       state.total += (score[p][0][0] + score[p][0][1]) + (score[p][1][0] + score[p][1][1]);
       const uint32_t low = ptx::pack_bf16(score[p][0][0], score[p][0][1]);
       const uint32_t high = ptx::pack_bf16(score[p][1][0], score[p][1][1]);
-      // Values. Rows that were not copied have weight 0, but may hold anything: read one of the
-      // first 8 instead.
+      // Values. Rows that were not copied have weight 0, but may hold anything, NaN included: read
+      // one of the first 8 rows instead.
       const uint32_t wanted = lane % 8 + lane / 8 % 2 * 8;
       const uint32_t mine = first + (wanted < ceil_div(tokens[p], 8) * 8 ? wanted : lane % 8);
       const uint32_t row = pages[p] + kValuesAt + mine * kRowBytes;
@@ -294,12 +294,12 @@ struct FastAttention {
     }
   }
 
-  // Where a warp leaves its state: [head][kD] sums, then [head] highest, then [head] total.
+  // Address of a warp's state in the scratch: [head][kD] sums, then [head] highest, [head] total.
   static __device__ __forceinline__ uint32_t state_at(const Consumer& consumer, uint32_t warp) {
     return consumer.scratch(4 * warp * kStateFloats);
   }
 
-  // Join the warps' states and write the result.
+  // Merge the warps' states and store the result.
   static __device__ __forceinline__ void finish(const Operands<Attention>& in, Consumer& consumer,
                                                 uint32_t row, uint32_t head, State& state) {
     const uint32_t lane = ptx::thread_index() % kLanes;
@@ -318,7 +318,7 @@ struct FastAttention {
       }
     }
     consumer.sync();
-    // Two threads share a pair of elements: each adds up the states of half the warps.
+    // Two threads share two neighbouring elements: each adds up the states of half the warps.
     const uint32_t half = consumer.thread() % 2;
 #pragma unroll 1
     for (uint32_t pair = consumer.thread() / 2; pair < kGroup * kD / 2;

@@ -4,10 +4,10 @@
 
 namespace megavm {
 
-// The tokens that an attention instruction takes in for one row.
+// The tokens that an attention instruction attends to for one row.
 struct AttentionSpan {
-  uint32_t begin, end;  // tokens of the split, those of earlier steps and of this one
-  uint32_t cached;      // end of those that are read from the caches
+  uint32_t begin, end;  // tokens of the split
+  uint32_t cached;      // tokens [begin, cached) are read from the caches
   bool newest;          // whether the row's own token comes from k_new and v_new, in this split
   uint32_t sequence;
 

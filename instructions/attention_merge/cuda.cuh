@@ -6,24 +6,24 @@ namespace megavm {
 
 template <>
 struct Kernel<AttentionMerge> : NoPages {
-  static constexpr uint32_t kBatch = 8;  // splits
+  static constexpr uint32_t kBatch = 8;  // splits in flight
   static constexpr float kLog2E = 1.4426950408889634f;
 
-  // Factor of a split whose largest score is `m`; one without tokens has -inf.
+  // Factor of a split whose largest score is `m`; -inf marks a split without tokens.
   static __device__ __forceinline__ float factor(float m, float highest) {
     return m == -kInfinity ? 0.0f : ptx::exp2((m - highest) * kLog2E);
   }
 
-  // Largest of the warp's values.
+  // The largest value of the warp's lanes.
   static __device__ __forceinline__ float largest_of_warp(float value) {
-    // As integers in the order of the floats, and back.
+    // Map to integers in the order of the floats, reduce, and map back.
     int32_t key = __float_as_int(value);
     key = __reduce_max_sync(~0u, key ^ (key >> 31 & 0x7fffffff));
     return __int_as_float(key ^ (key >> 31 & 0x7fffffff));
   }
 
-  // Heads of an even number of elements: a warp takes up to 32 of a head. All of a batch of splits
-  // comes in one round trip; lane i has the score of split i of the batch.
+  // Heads with an even number of elements: a warp merges up to 32 elements of a head. It loads a
+  // batch of splits in one round trip; lane i has the score of split i of the batch.
   template <bool kTagged>
   static __device__ __forceinline__ void merge_heads(const Operands<AttentionMerge>& in,
                                                      Consumer& consumer, uint32_t rows) {
@@ -34,31 +34,31 @@ struct Kernel<AttentionMerge> : NoPages {
     const uint32_t d = inst.head_dim, heads = out.columns / d, splits = inst.num_splits;
     const uint32_t parts = ceil_div(d, kLanes), lane = lane_index(), tag = in.tag();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
-    constexpr uint32_t kBytes = kTagged ? 8 : 4;  // of an element
+    constexpr uint32_t kBytes = kTagged ? 8 : 4;  // per element
     const auto store = [&](uint32_t item, float value) {
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t head = inst.head_begin + item % per_row / parts;
       const uint32_t e = item % parts * kLanes + lane;
       const float next = __shfl_down_sync(~0u, value, 1);
       if (e >= d) return;
-      // A lane stores its own float32, or a pair of bf16.
+      // A lane stores its own float32; an even lane stores two bf16, its own and the next lane's.
       if (is_f32(out))
         write_element(out, row, head * d + e, value, in.out_tag());
       else if (e % 2 == 0)
         write_pair(out, row, head * d + e, value, next, true, in.out_tag());
     };
-    // Where words are exchanged, results wait in registers until all warps have read.
+    // With tagged words, results stay in registers until all warps have read their inputs.
     static_assert(kLanes == attention_merge::kItemElements);
     constexpr uint32_t kHeld = attention_merge::kMaxItems / kNumConsumers;
     const uint32_t items = rows * per_row;
     const bool waits = (kTagged || is_tagged(out)) && items <= attention_merge::kMaxItems;
-    float held[kHeld] = {};  // the last ones of this warp, the latest first
+    float held[kHeld] = {};  // this warp's results, the latest first
 #pragma unroll 1
     for (uint32_t item = warp; item < items; item += kNumConsumers) {
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t head = inst.head_begin + item % per_row / parts;
       const uint32_t e = item % parts * kLanes + lane;
-      const uint32_t base = head * (d + 2), stride = heads * (d + 2);  // from split to split
+      const uint32_t base = head * (d + 2), stride = heads * (d + 2);  // stride: between splits
       const uint64_t from = base_of(partial) + (uint64_t{row} * partial.columns + base) * kBytes;
       float highest = -kInfinity, total = 0.0f, sum = 0.0f;  // total: of this lane's splits
 #pragma unroll 1
@@ -163,7 +163,7 @@ struct Kernel<AttentionMerge> : NoPages {
     return sum / total;
   }
 
-  // Heads of an odd number of elements: a thread takes what shares a word of bf16.
+  // Heads with an odd number of elements: a thread merges the two elements of a bf16 word.
   static __device__ __forceinline__ void merge_elements(const Operands<AttentionMerge>& in,
                                                         uint32_t rows, uint32_t thread) {
     const AttentionMerge& inst = in.inst;
@@ -181,7 +181,7 @@ struct Kernel<AttentionMerge> : NoPages {
         float value = 0.0f;
         if (column + j >= begin && column + j < end)
           value = merged(in, row, column + j);
-        else if (whole_words)  // a word of two elements of which one is written keeps the other
+        else if (whole_words)  // a word of which one element is written keeps the other
           value = __uint_as_float(ptx::load_relaxed_tagged(word_at(out, row, column)).x
                                       << (j == 0 ? 16 : 0) &
                                   0xffff0000u);

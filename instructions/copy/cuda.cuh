@@ -6,15 +6,15 @@ namespace megavm {
 
 template <>
 struct Kernel<Copy> : NoPages {
-  // Two neighbouring elements of the destination, the first in an even column, as far as they lie
-  // in [begin, end).
+  // Store two neighbouring elements, the first in an even column, as far as they lie in
+  // [begin, end).
   static __device__ __forceinline__ void write(const Tensor& out, uint32_t row, uint32_t column,
                                                uint32_t begin, uint32_t end, float first,
                                                float second, uint32_t tag) {
     const bool with_first = column >= begin, with_second = column + 1 < end;
     if (with_first && with_second) return write_pair(out, row, column, first, second, true, tag);
     if (is_tagged(out) && !is_f32(out)) {
-      // A word of two elements of which one is written keeps the other.
+      // A word of which one element is written keeps the other.
       const uint32_t old = ptx::load_relaxed_tagged(word_at(out, row, column)).x;
       if (!with_first) first = ptx::low_bf16(old);
       if (!with_second) second = ptx::high_bf16(old);

@@ -4,18 +4,18 @@
 
 namespace megavm {
 
-// A row is taken by one warp, or by several when there are fewer rows than warps. Ahead of the
-// wait a thread finds out where the token of its first row lies; after it come two dependent loads,
-// the token and its embedding, and the store.
+// One warp copies a row, or several do when there are fewer rows than warps. Before the wait, a
+// thread computes the address of the token of its first row. After the wait, two dependent loads
+// follow, the token and its embedding, and the store.
 template <>
 struct Kernel<Embed> : NoPages {
   static constexpr uint32_t kBatch = 4;  // pairs of columns that a thread has in flight
 
-  // Where a row of the table lies.
+  // Addresses of the elements of a row of the table.
   struct TableRow {
     const Tensor& table;
     uint64_t base;
-    uint32_t tile_columns;  // 0: in its natural order
+    uint32_t tile_columns;  // 0: row-major
     uint32_t bytes;         // of an element
 
     __device__ __forceinline__ TableRow(const Tensor& table, uint32_t row)
@@ -30,7 +30,7 @@ struct Kernel<Embed> : NoPages {
       if (tile_columns == 0) return base + uint64_t{column} * bytes;
       return base + uint64_t{column / tile_columns} * kTileBytes + column % tile_columns * bytes;
     }
-    // A pair of elements as it comes from memory: a word of two bf16, or two of float32.
+    // Two neighbouring elements as loaded from memory: one word of two bf16, or two of float32.
     __device__ __forceinline__ ptx::Words2 load(uint32_t column) const {
       const uint64_t address = at(column);
       if (column + 1 < table.columns && address % (2 * bytes) == 0) {
@@ -51,7 +51,7 @@ struct Kernel<Embed> : NoPages {
     const Tensor& out = in[&Embed::out];
     const uint32_t begin = in.inst.column_begin, end = in.inst.column_end;
     const TableRow from(table, token);
-    // All lanes stay together.
+    // All lanes run the same iterations, as scale() shuffles.
 #pragma unroll 1
     for (uint32_t base = begin / 2; base * 2 < end; base += kBatch * threads) {
       const uint32_t first = base + thread;
@@ -69,8 +69,8 @@ struct Kernel<Embed> : NoPages {
         if (column >= end) continue;
         const float x = is_f32(table) ? __uint_as_float(raw[i].x) : ptx::low_bf16(raw[i].x);
         const float y = is_f32(table) ? __uint_as_float(raw[i].y) : ptx::high_bf16(raw[i].x);
-        // NOTE: a tagged word of two bf16 is stored whole even when one of them belongs to another
-        // instruction, which stores the same.
+        // NOTE: a tagged word of two bf16 is stored whole even if one of them belongs to another
+        // instruction, which stores the same value.
         if (column >= begin || (is_tagged(out) && !is_f32(out)))
           write_pair(out, row, column, x, y, column + 1 < end, in.out_tag());
         else
@@ -79,11 +79,12 @@ struct Kernel<Embed> : NoPages {
     }
   }
 
-  // Write the pairs `first`, first + step, ... with their gain, and the squares of every 8 columns.
+  // Store the pairs `first`, first + step, ... multiplied by their gain, and the sum of squares of
+  // every 8 columns.
   static __device__ __forceinline__ void scale(const Operands<Embed>& in, uint32_t row,
                                                uint32_t first, uint32_t step,
                                                const ptx::Words2 (&raw)[kBatch]) {
-    constexpr uint32_t kPairs = kUnitRows / 2;  // of 8 columns, which neighbouring lanes have
+    constexpr uint32_t kPairs = kUnitRows / 2;  // pairs of 8 columns, in neighbouring lanes
     const Tensor& gain = in[&Embed::out_gain];
     const bool f32 = is_f32(in[&Embed::table]);
     const uint32_t end = in.inst.column_end;
@@ -121,9 +122,10 @@ struct Kernel<Embed> : NoPages {
     const uint32_t threads = parts * kLanes, step = kNumConsumers / parts;
     const uint32_t thread = consumer.warp() % parts * kLanes + lane_index();
     bool ready = false;
-    // Where no warp has several rows, all of them have read their token before any stores a word.
+    // If no warp has several rows, synchronise once: every warp has read its token before any warp
+    // stores a tagged word.
     bool together = writes_words(in) && inst.row_end - inst.row_begin <= kNumConsumers;
-    // Warps without a part of their own have no row either.
+    // Warps beyond the last row skip the loop.
 #pragma unroll 1
     for (uint32_t row = inst.row_begin + consumer.warp() / parts; row < live; row += step) {
       const uint32_t sequence = sequence_of(in[&Embed::row_sequence], row, tokens);

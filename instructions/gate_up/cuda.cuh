@@ -4,10 +4,10 @@
 
 namespace megavm {
 
-// Units of gate and up take turns, so that both sums of a column are of the same block.
+// Units of gate and up alternate, so that both sums of a column belong to the same block.
 struct GateUpPlan : ProductPlan<GateUp> {
-  static constexpr uint32_t kPairs = 2;  // an item is two columns of gate, and of up
-  static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;  // of gate and one of up
+  static constexpr uint32_t kPairs = 2;  // an item is two columns of gate and the same two of up
+  static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;  // per unit of gate with its unit of up
   static constexpr uint32_t kHalfItems = kItemsPerUnit;
   static_assert(kBlockUnits % 2 == 0);
 

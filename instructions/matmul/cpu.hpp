@@ -9,7 +9,7 @@ struct Peak {
   float value;
   int64_t column;
 
-  // Not-a-number stays.
+  // NaN replaces any value, and only another NaN replaces it.
   void update(float candidate, int64_t at) {
     if (candidate > value || candidate != candidate || (candidate == value && at < column))
       *this = {candidate, at};
@@ -29,7 +29,7 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
     const int second = left > kLanes ? lanes_at(kLanes, left) : 0;
     return Block<Weight>{{rows, rows + (second ? kLanes * in.k : 0)}, {lanes_at(0, left), second}};
   };
-  Peak* peaks = nullptr;  // of the live rows
+  Peak* peaks = nullptr;  // one per live row
   if (inst.peaks != kNone) {
     peaks = worker.allocate<Peak>(in.num_rows);
     for (int i = 0; i < in.num_rows; ++i) peaks[i] = {-__builtin_inff(), inst.column_begin};

@@ -11,7 +11,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
   static constexpr uint32_t kHalfItems = 2 * kItemsPerUnit;
 
   uint32_t first_unit;
-  float result[2];  // of the item that was finished last
+  float result[2];  // of the item finished last
   float squares = 0.0f;
   uint32_t result_column = kNone;
 
@@ -29,7 +29,8 @@ struct MatmulPlan : ProductPlan<Matmul> {
     return p;
   }
   __device__ __forceinline__ uint32_t first_k() const { return in.inst.part * in.inst.part_k; }
-  // The column of out where column 0 goes.
+  // The column of `out` that receives column 0 of this part: each part but the first has its own
+  // columns.
   __device__ __forceinline__ uint32_t out_begin() const {
     if (!program::kAnyPartOfK || in.inst.part == 0) return 0;
     return (in.inst.part - 1) * in[&Matmul::weight].rows;
@@ -50,7 +51,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     return (first_unit + unit) * kUnitRows + item * 2;
   }
 
-  // Whether the residual of an item is one load.
+  // Whether one load fetches the residual of an item.
   __device__ __forceinline__ bool has_paired_residual() const {
     return in.has(&Matmul::residual) && is_f32(in[&Matmul::residual]) &&
            in[&Matmul::residual].columns % 2 == 0;
@@ -71,7 +72,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     out.set_scaled_place(place_of(in[&Matmul::out_scaled], row, column, begin, end));
   }
 
-  // The residual, if it is not tagged.
+  // Fetch the residual if it is not tagged: it may be read only after the waits.
   __device__ __forceinline__ void prefetch_ready(uint32_t item, uint32_t unit, uint32_t row,
                                                  Prefetched& out) const {
     const uint32_t column = column_of(item, unit);
@@ -104,7 +105,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     if constexpr (program::kMaxAddends > 0)
       if (in.has(&Matmul::addends)) add_parts(row, column, values);
     if (is_scaled()) {
-      // Those who wait for this row wait for these.
+      // Store these first: readers of this row wait for them.
       const float first = values[0] * early.value[4], second = values[1] * early.value[5];
       if (early.scaled_kind != kNone)
         early.scaled_place().store(first, second, out_tag);
@@ -128,7 +129,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     return program::kAnyOutScaled && in.has(&Matmul::out_scaled);
   }
 
-  // Write the squares of a unit, which four items have that are `apart` lanes apart.
+  // Store the sum of squares of a unit. Its four items are in lanes that are `apart` lanes apart.
   __device__ __forceinline__ void end_item(bool active, uint32_t item, uint32_t unit, uint32_t row,
                                            uint32_t apart) const {
     static_assert(kItemsPerUnit == 4);
@@ -141,7 +142,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
                     in.out_tag());
   }
 
-  // Wait for the residual, if it is tagged and was not there yet.
+  // Wait for the residual if it is tagged and had not arrived when it was prefetched.
   __device__ __forceinline__ void await_residual(uint32_t item, uint32_t unit, uint32_t row,
                                                  Prefetched& out) const {
     const uint32_t column = column_of(item, unit), tag = in.tag();
@@ -167,7 +168,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     out.number[1] = words.w;
   }
 
-  // Add the other parts of the product. They are ready at about the same time as this one.
+  // Add the other parts of the product. They complete at about the same time as this one.
   __device__ __forceinline__ void add_parts(uint32_t row, uint32_t column,
                                             float (&values)[2]) const {
     const Tensor& addends = in[&Matmul::addends];
@@ -185,7 +186,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
                 read_element(addends, row, part * size + column + j, tag, word);
       return;
     }
-    // All loads before a look at any, again and again.
+    // Poll: all loads are issued before any tag is checked.
     constexpr uint32_t kMost = max_of(1, program::kMaxAddends);
     ptx::Words4 pair[kMost];
     while (true) {
@@ -211,7 +212,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
     }
   }
 
-  // Keep the larger of two results, the lower column of equals; not-a-number beats all.
+  // Keep the larger of two results, or the lower column if they are equal. NaN beats all values.
   static __device__ __forceinline__ void keep_larger(float value, uint32_t column, float& best,
                                                      uint32_t& best_column) {
     if (best != best) return;
@@ -229,7 +230,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
         keep_larger(result[j], result_column + j, best, best_column);
   }
 
-  // Write the largest result of a row, of those that the lanes have seen.
+  // Store the peak of a row: the largest result of all lanes, and its column.
   __device__ __forceinline__ void end_row(uint32_t row, float best, uint32_t best_column) const {
     for (uint32_t offset = 16; offset > 0; offset /= 2) {
       const float value = __shfl_xor_sync(~0u, best, offset);
@@ -241,7 +242,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
                  true, in.out_tag());
   }
 
-  // The same for all rows of a group, of what the consumers have seen.
+  // The same for all rows of a group, over the results of all consumers.
   __device__ __forceinline__ void end_group(Consumer& consumer, uint32_t first_row, uint32_t rows,
                                             uint32_t most, float& best,
                                             uint32_t& best_column) const {

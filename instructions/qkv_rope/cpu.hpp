@@ -4,17 +4,17 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
-// Where the keys and values of a row go.
+// Position of a row in its sequence, and the KV block that receives its key and value.
 struct Slot {
   int32_t position;
   int32_t block;
 };
 
-// Up to 16 rotation pairs of one head.
+// One block of work: up to 16 rotation pairs of one head.
 struct Pairs {
-  uint32_t part;  // 0, 1, 2: query, key, value
+  uint32_t part;  // 0: query, 1: key, 2: value
   int64_t head;
-  int64_t first;  // element of the head; its partner is d / 2 further
+  int64_t first;  // first element within the head; the partner of an element is d / 2 further
   int count;
 };
 
@@ -22,7 +22,7 @@ struct QkvRopeTile {
   const QkvRope& inst;
   Worker& worker;
   int64_t half;             // d / 2
-  int64_t blocks_per_head;  // blocks begin at multiples of 16 pairs in their head
+  int64_t blocks_per_head;  // blocks begin at multiples of 16 rotation pairs of a head
   int64_t heads;            // query heads
   int64_t kv_heads;
 
@@ -33,7 +33,7 @@ struct QkvRopeTile {
     kv_heads = worker.tensor(inst.k_weight).rows / (2 * half);
   }
 
-  // Number of the block of a pair, over all heads.
+  // Number of the block that holds a rotation pair, counted over all heads.
   int64_t block_number(int64_t pair) const {
     return pair / half * blocks_per_head + pair % half / kLanes;
   }
@@ -44,7 +44,7 @@ struct QkvRopeTile {
            1;
   }
 
-  // The pairs of the tile's block b.
+  // The rotation pairs in block b of the tile.
   Pairs pairs_of(int b) const {
     const int64_t number = block_number(inst.pair_begin) + b;
     int64_t head = number / blocks_per_head;
@@ -61,7 +61,7 @@ struct QkvRopeTile {
     return {part, head, begin, static_cast<int>(end - begin)};
   }
 
-  // Columns [column, column + count) of the part's output, for a row.
+  // Store p.count results of a row, from `element` of the head on, as query, key or value.
   void store_part(const Pairs& p, int64_t row, const Slot& slot, int64_t element,
                   const Vec& value) const {
     if (p.part == 0)

@@ -4,8 +4,8 @@
 
 namespace megavm {
 
-// Weights are stored with the two rows of a rotation pair side by side (layout kUnits with halves),
-// so that a unit of 8 rows is 4 pairs of one of the three weights.
+// Weights are stored with the two rows of a rotation pair next to each other (layout kUnits with
+// halves), so a unit of 8 rows is 4 rotation pairs of one of the three weights.
 struct QkvRopePlan : ProductPlan<QkvRope> {
   static constexpr uint32_t kPairs = 2;  // an item is two rotation pairs
   static constexpr uint32_t kPairsPerUnit = kUnitRows / 2;
@@ -14,10 +14,10 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
 
   __device__ __forceinline__ explicit QkvRopePlan(const Stage& stage) : ProductPlan(stage) {}
 
-  // What the tile has of the query (part 0), key (1) or value weight (2).
+  // The instruction's share of the query (0), key (1) or value (2) weight.
   struct Part {
-    uint32_t begin, end;  // pairs
-    uint32_t first_unit;  // the unit of `begin`
+    uint32_t begin, end;  // rotation pairs
+    uint32_t first_unit;  // the unit that holds pair `begin`
     uint32_t units;
   };
   __device__ __forceinline__ Part part(uint32_t number) const {
@@ -37,7 +37,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
     return in.stage.tensors[in.word(&QkvRope::q_weight) + part];
   }
 
-  // Which weight a unit is of, its number there, and the pairs that count.
+  // The weight that a unit belongs to, the unit's number in it, and the instruction's pairs of it.
   struct Unit {
     uint32_t part, number, begin, end;
   };
@@ -75,12 +75,12 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
     unit = item / kItemsPerUnit;
     column = item % kItemsPerUnit * 4 + 2 * pair;
   }
-  // First pair of an item, in its weight.
+  // First rotation pair of an item, within its weight.
   static __device__ __forceinline__ uint32_t first_pair(const Unit& u, uint32_t item) {
     return u.number * kPairsPerUnit + item % kItemsPerUnit * 2;
   }
 
-  // Cosines, sines and biases of both pairs; the slot of the row in the caches.
+  // Fetch cosines, sines and biases of both rotation pairs, and the row's KV block and slot.
   __device__ __forceinline__ void prefetch(uint32_t item, uint32_t unit, uint32_t row,
                                            Prefetched& out) const {
     const Unit u = unit_of(unit + item / kItemsPerUnit);
@@ -110,7 +110,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
         out.value[6 + m] = constant_element(bias, at + half, 0);
       }
     }
-    // Both pairs, stored as elements j, j + 1 and half + j, half + j + 1 of a head.
+    // Places of both rotation pairs: elements j, j + 1 and half + j, half + j + 1 of a head.
     out.kind = kNone;
     out.to[1] = 0;
     if (half % 2 != 0 || pair < u.begin || pair + 1 >= u.end) return;
@@ -132,7 +132,7 @@ struct QkvRopePlan : ProductPlan<QkvRope> {
                            base + swizzled_element(swizzled, out.number[1], half + j));
   }
 
-  // Store elements e and, with both, e + 1 of a head.
+  // Store element e and, with `both`, e + 1 of a head.
   __device__ __forceinline__ void put(uint32_t part, uint32_t row, uint32_t head, uint32_t e,
                                       float first, float second, bool both,
                                       const Prefetched& early) const {

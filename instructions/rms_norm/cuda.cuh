@@ -4,13 +4,13 @@
 
 namespace megavm {
 
-// A warp takes a row. When there are fewer rows than warps, several take the same one: each sums up
-// all of its squares and writes a part of the result.
+// One warp computes a row. When there are fewer rows than warps, several warps share a row: each
+// sums the squares of the whole row and stores its share of the result.
 template <>
 struct Kernel<RmsNorm> : NoPages {
   static constexpr uint32_t kBatch = 4;  // pairs of columns that a lane has in flight
 
-  // A pair of elements, the first in an even column, as it comes from memory.
+  // Two neighbouring elements, the first in an even column, as loaded from memory.
   template <bool kF32, bool kTagged>
   struct Raw {
     ptx::Words4 words;
@@ -28,7 +28,7 @@ struct Kernel<RmsNorm> : NoPages {
         words.x = ptx::load_relaxed1(element_at(x, row, column));
       }
     }
-    // A tag that is not the wanted one, if there is one; else the wanted one.
+    // `tag` if all words carry it; else a tag that differs.
     __device__ __forceinline__ uint32_t check(uint32_t tag) const {
       if constexpr (!kTagged) return tag;
       if constexpr (kF32) return words.y == tag ? words.w : words.y;
@@ -42,8 +42,8 @@ struct Kernel<RmsNorm> : NoPages {
     }
   };
 
-  // Pairs `begin`, begin + kLanes, ... below `end` of a row, as soon as they are there: calls
-  // use(column, first, second).
+  // Call use(column, first, second) for the pairs `begin`, begin + kLanes, ... below `end` of a
+  // row, as soon as they have arrived.
   template <bool kF32, bool kTagged, class Use>
   static __device__ __forceinline__ void each_pair(const Operands<RmsNorm>& in, uint32_t row,
                                                    uint32_t begin, uint32_t end, Use&& use) {
@@ -81,14 +81,14 @@ struct Kernel<RmsNorm> : NoPages {
   }
 
   static __device__ __forceinline__ float gain(const Operands<RmsNorm>& in, uint32_t column) {
-    // The gain is a vector: its elements follow one another whatever its shape.
+    // The gain is a vector: its elements are contiguous, whatever its shape.
     const Tensor& gain = in[&RmsNorm::gain];
     const uint64_t address = base_of(gain) + uint64_t{column} * element_bytes(gain);
     if (is_f32(gain)) return __uint_as_float(ptx::load_constant(address));
     return ptx::from_bf16(ptx::load_constant_half(address));
   }
 
-  // A part of a row of even width.
+  // This warp's share of a row of even width.
   template <bool kF32, bool kTagged>
   static __device__ __forceinline__ void even_row(const Operands<RmsNorm>& in, uint32_t row,
                                                   uint32_t part, uint32_t parts) {
@@ -108,7 +108,7 @@ struct Kernel<RmsNorm> : NoPages {
                              });
   }
 
-  // A part of a row, element by element; a tagged one is of float32.
+  // This warp's share of a row, element by element. A tagged row of odd width is float32.
   static __device__ __forceinline__ void odd_row(const Operands<RmsNorm>& in, uint32_t row,
                                                  uint32_t part, uint32_t parts) {
     const Tensor& x = in[&RmsNorm::x];

@@ -20,8 +20,8 @@ MEGAVM_INLINE float from_sort_key(uint32_t key) {
   return value;
 }
 
-// Weights of values by the next bits of their keys, most significant first: three passes find a
-// value by its rank.
+// A radix select: sums weights by the next bits of the values' keys, most significant first. Three
+// passes find the threshold.
 struct Selection {
   static constexpr int kShifts[3] = {21, 10, 0};
   static constexpr int kWidths[3] = {11, 11, 10};
@@ -29,12 +29,12 @@ struct Selection {
 
   double* bins;
 
-  // The largest key of `values` such that the keys >= it weigh at least `wanted`; the least key if
-  // there is none.
+  // The largest key of `values` such that the weights of all keys >= it add up to at least
+  // `wanted`; the smallest key if there is none.
   template <typename Weigh>
   uint32_t threshold(const float* values, int64_t count, double wanted, Weigh weigh) const {
     uint32_t prefix = 0;
-    double above = 0.0;  // weight of the keys above all that start with the prefix
+    double above = 0.0;  // weight of the keys above those that start with the prefix
     for (int pass = 0; pass < 3; ++pass) {
       const int shift = kShifts[pass], known = shift + kWidths[pass];
       const uint32_t size = 1u << kWidths[pass];
@@ -56,7 +56,7 @@ struct Selection {
         else
           above += bins[bin];
       }
-      // Rounding may leave the weight short: then everything stays.
+      // Rounding may leave the total below `wanted`: then keep everything.
       if (!found) above -= bins[lowest];
       prefix = prefix << kWidths[pass] | lowest;
     }
@@ -64,7 +64,7 @@ struct Selection {
   }
 };
 
-// The token choice of one sequence.
+// Chooses the next token of one sequence.
 class Sampler {
  public:
   Sampler(const Sample& inst, Worker& worker)
@@ -84,7 +84,7 @@ class Sampler {
   }
 
  private:
-  // Find the row's sequence and parameters; false if it is not to be sampled.
+  // Find the row's sequence and parameters; false if sampling is disabled for it.
   bool choose_sequence(int64_t row) {
     const int64_t step_row = worker_.data<const int32_t>(inst_.logit_row)[row];
     const int64_t rows = worker_.tensor(inst_.row_sequence).rows;
@@ -97,7 +97,7 @@ class Sampler {
         worker_.data<const int32_t>(inst_.sampling_integer) + sequence_ * sample::kIntegerColumns;
     reals_ = worker_.data<const float>(inst_.sampling_real) + sequence_ * sample::kRealColumns;
     if (!integers_[sample::kEnabled]) return false;
-    // The next position must exist as well.
+    // The next position, which receives the token, must exist as well.
     position_ =
         position_of(worker_, inst_.row_position, step_row, worker_.tensor(inst_.tokens).columns - 1,
                     "tokens, but for its last column,");
@@ -136,7 +136,7 @@ class Sampler {
     for (int64_t t = 0; t < vocabulary_; t += kLanes) {
       const int count = lanes_at(t, vocabulary_);
       Vec values = value_at(t, count);
-      // Not-a-number minus itself is not zero, nor is infinity's: tell them apart by comparison.
+      // Detect NaN by comparison: value - value is not zero for an infinity either.
       MEGAVM_EACH_PART {
         const NativeInts ordered = values.part[i_] == values.part[i_];
         unordered.part[i_] = ordered ? unordered.part[i_] : NativeFloats{} + 1.0f;
@@ -205,8 +205,8 @@ class Sampler {
     if (unordered) worker_.fault("logits of row %lld hold NaN", static_cast<long long>(row));
   }
 
-  // A token's logit after the mask of stop tokens and the repetition penalty, for a token of the
-  // history.
+  // The logit of a token of the history, with stop tokens masked and the repetition penalty
+  // applied.
   float repeated(int64_t row, int64_t token) const {
     float a = first_lane(load_row(worker_, inst_.logits, row, token, 1));
     for (int i = 0; i < masked_; ++i)
@@ -252,7 +252,7 @@ class Sampler {
     for (int64_t t = 0; t < vocabulary_; ++t) a_[t] = a_[t] < threshold ? -__builtin_inff() : a_[t];
   }
 
-  // min-p, top-k, top-p.
+  // Apply min-p, top-k and top-p.
   void restrict_choice() {
     peak_ = -__builtin_inff();
     for (int64_t t = 0; t < vocabulary_; ++t) peak_ = a_[t] > peak_ ? a_[t] : peak_;
@@ -282,7 +282,7 @@ class Sampler {
     return (static_cast<double>(z >> 40) + 0.5) / (1 << 24);
   }
 
-  // argmax of a_t - log(-log(u_t)).
+  // The argmax of a_t - log(-log(u_t)): the Gumbel-max trick.
   int64_t draw() const {
     const uint64_t seed = static_cast<uint32_t>(integers_[sample::kSeedLow]) |
                           static_cast<uint64_t>(static_cast<uint32_t>(integers_[sample::kSeedHigh]))
@@ -292,7 +292,7 @@ class Sampler {
     for (int64_t t = 0; t < vocabulary_; ++t) {
       if (a_[t] == -__builtin_inff()) continue;
       const double u = uniform(seed, static_cast<uint64_t>(position_), static_cast<uint64_t>(t));
-      // Since -log(u) >= 1 - u, the noise is at most -log(1 - u): most tokens need no logarithm.
+      // Since -log(u) >= 1 - u, the noise is at most -log(1 - u). So most tokens need no logarithm.
       if (1.0 - u > 1.001 * static_cast<double>(std::exp(a_[t] - best))) continue;
       const float score = a_[t] + static_cast<float>(-std::log(-std::log(u)));
       if (score > best) {
@@ -308,11 +308,11 @@ class Sampler {
   int64_t vocabulary_;
   int64_t sequence_ = 0;
   int64_t position_ = 0;
-  const int32_t* history_ = nullptr;   // the sequence's tokens
-  const int32_t* integers_ = nullptr;  // its parameters
+  const int32_t* history_ = nullptr;   // tokens of the sequence
+  const int32_t* integers_ = nullptr;  // parameters of the sequence
   const float* reals_ = nullptr;
   int masked_ = 0;      // stop tokens that may not be chosen
-  float* a_ = nullptr;  // its adjusted logits
+  float* a_ = nullptr;  // adjusted logits
   float peak_ = 0.0f;
 };
 

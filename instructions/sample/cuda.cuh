@@ -4,7 +4,7 @@
 
 namespace megavm {
 
-// An unsigned key in the order of the floats; both zeros have the same.
+// An unsigned key in the order of the floats. Both zeros have the same key.
 __device__ __forceinline__ uint32_t sort_key(float value) {
   const uint32_t bits = __float_as_uint(value + 0.0f);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
@@ -14,7 +14,7 @@ __device__ __forceinline__ float from_sort_key(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
 }
 
-// A candidate: the larger one is the one with the higher score, of equal ones the lower token.
+// A candidate as one integer: larger means a higher score or, at equal scores, a lower token.
 __device__ __forceinline__ uint64_t candidate(float score, uint32_t token) {
   return static_cast<uint64_t>(sort_key(score)) << 32 | static_cast<uint32_t>(~token);
 }
@@ -31,11 +31,11 @@ __device__ __forceinline__ uint64_t largest_of_warp(uint64_t value) {
   return value;
 }
 
-// The sequence of a logit row and how its token is chosen.
+// The sequence of a logit row, and the parameters of its choice.
 struct Choice {
   uint32_t row;
   uint32_t sequence;
-  uint32_t position = 0;  // of its last token
+  uint32_t position = 0;  // position of the sequence's last token
   uint32_t masked = 0;    // stop tokens that may not be chosen
   bool enabled;
   bool greedy = false;
@@ -52,7 +52,7 @@ struct Choice {
     sequence = sequence_of(row_sequence, step_row, tokens);
     enabled = integer(sample::kEnabled) != 0;
     if (!enabled) return;
-    // The next position must exist as well.
+    // The next position, which receives the token, must exist as well.
     position = position_of(in[&Sample::row_position], step_row, in.step(), tokens.columns - 1);
     const int32_t stops = integer(sample::kNumStop);
     if (static_cast<uint32_t>(stops) > kMaxStopTokens)
@@ -84,14 +84,14 @@ struct Choice {
   }
 };
 
-// A row of float32 in global memory that all consumer threads go through together.
+// A row of float32 in global memory that all consumer threads traverse together.
 struct LogitRow {
   uint64_t address;
   uint32_t size;
 
   // Call use(vector, values) for every aligned 16 bytes of this thread, in ascending order, with
-  // kBatch loads in flight; elements outside the row are -inf. Element j of a vector is token
-  // token(vector, j), which is outside the row if it is not below `size`.
+  // kBatch loads in flight. Element j of a vector is token(vector, j); a token that is not below
+  // `size` is outside the row, and its value is -inf.
   template <uint32_t kBatch, class Use>
   __device__ __forceinline__ void each(uint32_t thread, Use&& use) const {
     const uint32_t vectors = ceil_div(skew() + size, 4);
@@ -137,10 +137,11 @@ struct LogitRow {
   }
 };
 
-// Chooses by what is not in `peaks`: all consumers work on one row.
+// Chooses a token from all logits, where `peaks` are not enough. All consumers work on one row.
 struct Sampler {
-  // Scratch: weights of values by the next digit of their keys, as 64-bit integers whose halves lie
-  // apart (the atomics on 32 bits are much faster), then what the warps tell each other.
+  // Scratch: a histogram of weights by the next digit of the values' keys, then values that warps
+  // exchange. The bins are 64-bit integers with low and high words in separate arrays, as 32-bit
+  // atomics are much faster.
   static constexpr uint32_t kBins = 1024;
   static constexpr uint32_t kHighAt = kBins * 4;
   static constexpr uint32_t kTotalsAt = kBins * 8;
@@ -194,7 +195,7 @@ struct Sampler {
     if (consumer.thread() == 0) choice.append(token_of(best));
   }
 
-  // ---- What the warps tell each other.
+  // ---- Exchange between warps through the scratch.
 
   __device__ __forceinline__ void tell(uint32_t offset, uint64_t value) const {
     ptx::store_shared2(consumer.scratch(offset), static_cast<uint32_t>(value),
@@ -205,7 +206,7 @@ struct Sampler {
     return static_cast<uint64_t>(words.y) << 32 | words.x;
   }
 
-  // Begins and ends with all consumers together.
+  // The largest value of all consumers. Synchronises them before and after.
   __device__ __forceinline__ uint64_t largest_of_all(uint64_t value) const {
     value = largest_of_warp(value);
     consumer.sync();
@@ -248,14 +249,15 @@ struct Sampler {
     if (token < adjusted.size) ptx::store(adjusted.at(token), 0xff800000u);
   }
 
-  // The logit of a token of the history after the mask of stop tokens and the repetition penalty.
+  // The logit of a token of the history, with stop tokens masked and the repetition penalty
+  // applied.
   __device__ __forceinline__ float repeated(uint32_t token) const {
     const float a = choice.is_masked(token) ? -kInfinity : logit(token);
     const float penalty = choice.real(sample::kRepetitionPenalty);
     return a > 0.0f ? a / penalty : a * penalty;
   }
 
-  // Threads that meet the same token store the same value.
+  // Apply the penalties in `adjusted`. Threads that find the same token store the same value.
   __device__ __forceinline__ void penalise() const {
     const uint32_t end = choice.position + 1, vocabulary = adjusted.size;
 #pragma unroll 1
@@ -269,8 +271,8 @@ struct Sampler {
     const float frequency = choice.real(sample::kFrequencyPenalty);
     const float presence = choice.real(sample::kPresencePenalty);
     if (frequency == 0.0f && presence == 0.0f) return;
-    // Count the produced tokens in place of their values, as NaN that no arithmetic gives, then
-    // replace the counts.
+    // Count the produced tokens in place of their values, then replace the counts. A count is
+    // stored as a NaN that arithmetic does not produce.
     constexpr uint32_t kCount = 0xffc00000u;
     const int32_t prompt = choice.integer(sample::kPromptLength);
     const uint32_t begin = consumer.thread() + (prompt < 0 ? 0 : prompt);
@@ -286,7 +288,7 @@ struct Sampler {
     for (uint32_t i = begin; i < end; i += kNumConsumerThreads) {
       const uint32_t token = choice.history(i);
       const uint32_t count = ptx::load_relaxed1(adjusted.at(token));
-      if (count < kCount) continue;  // another thread was first
+      if (count < kCount) continue;  // another thread has replaced the count
       const float times = static_cast<float>(count - kCount);
       ptx::store(adjusted.at(token),
                  __float_as_uint(repeated(token) - (frequency * times + presence)));
@@ -306,13 +308,14 @@ struct Sampler {
         if (values[j] > best) best = values[j], best_token = row.token(vector, j);
       }
     });
-    // Adjusted values were looked at before, and penalties may be anything.
+    // Check the logits only: adjusted values were checked when they were copied, and penalties may
+    // have made them NaN since.
     stop_if(unordered && row.address == logits.address);
-    // With nothing but -inf it is the first token.
+    // If all values are -inf, choose the first token.
     return candidate(best, best_token == kNone ? 0 : best_token);
   }
 
-  // Divide by the temperature into `adjusted`; returns the largest value.
+  // Store the logits divided by the temperature to `adjusted`; returns the largest value.
   __device__ __forceinline__ float scale(const LogitRow& from) const {
     const float temperature = choice.real(sample::kTemperature);
     const bool together = from.skew() == adjusted.skew();
@@ -341,7 +344,7 @@ struct Sampler {
     return from_sort_key(static_cast<uint32_t>(largest_of_all(candidate(peak, 0)) >> 32));
   }
 
-  // ---- What may be chosen: the adjusted logits that are not below `lowest`.
+  // ---- Tokens that may be chosen: those whose adjusted logits are not below `lowest`.
 
   static __device__ __forceinline__ bool is_left(float a, float lowest) {
     return !(a < lowest) && a != -kInfinity;
@@ -351,7 +354,7 @@ struct Sampler {
     return reinterpret_cast<uint32_t*>(shared_memory + kScratchAt);
   }
 
-  // Probability relative to the peak's, in units of 2^-40: sums of integers do not depend on order.
+  // Probability relative to the peak's, in units of 2^-40. Sums of integers do not depend on order.
   static __device__ __forceinline__ uint64_t weight(float a, float peak) {
     return __float2ull_rn((a == peak ? 1.0f : expf(a - peak)) * 1099511627776.0f);
   }
@@ -364,16 +367,16 @@ struct Sampler {
     if (high != 0) atomicAdd(bins() + kBins + bin, high);
   }
 
-  // The largest value such that those left that are not below it weigh at least as much as wanted:
-  // a number of tokens, or with kMass a part of the probability. By the digits of the values' keys,
-  // most significant first.
+  // The largest threshold such that the remaining values that are not below it reach the wanted
+  // number of tokens or, with kMass, the wanted share of the probability. A radix select: by the
+  // digits of the values' keys, most significant first.
   template <bool kMass>
   __device__ __forceinline__ float threshold(float lowest, float peak, float wanted_part) const {
     const uint32_t thread = consumer.thread(), lane = lane_index();
     const uint32_t mine = (kNumConsumerThreads - 1 - thread) * 4;  // the highest bins come first
     const ptx::Words4 zeros = {0, 0, 0, 0};
     uint64_t wanted = kMass ? 0 : static_cast<uint64_t>(wanted_part);
-    uint64_t above = 0;  // weight of the keys above all that start with the prefix
+    uint64_t above = 0;  // weight of the keys above those that start with the prefix
     uint32_t prefix = 0, known = 32;
     consumer.sync();
     ptx::store_shared4(consumer.scratch(mine * 4), zeros);
@@ -392,7 +395,7 @@ struct Sampler {
         }
       });
       consumer.sync();
-      // Sum up from the highest bin on.
+      // Prefix sums, from the highest bin down.
       const ptx::Words4 low = ptx::load_shared4(consumer.scratch(mine * 4));
       const ptx::Words4 high = ptx::load_shared4(consumer.scratch(kHighAt + mine * 4));
       ptx::store_shared4(consumer.scratch(mine * 4), zeros);
@@ -421,8 +424,8 @@ struct Sampler {
             ceil(static_cast<double>(wanted_part) * static_cast<double>(total)));
         wanted = wanted == 0 ? 1 : wanted;
       }
-      if (total < wanted) return lowest;  // there are fewer: all stay
-      // One thread finds the bin.
+      if (total < wanted) return lowest;  // fewer tokens remain than wanted: keep all
+      // One thread finds the bin in which the sum reaches `wanted`.
       uint64_t before = until - (bin[0] + bin[1] + bin[2] + bin[3]);
       if (before < wanted && wanted <= until) {
         bool found = false;
@@ -446,7 +449,7 @@ struct Sampler {
 
   // ---- The draw.
 
-  // Uniform in (0, 1) from (seed, position, token): 24 bits, of which (n + 0.5) / 2^24 is made.
+  // 24 random bits n from (seed, position, token); the uniform number is (n + 0.5) / 2^24.
   static __device__ __forceinline__ uint32_t uniform(uint64_t seed, uint32_t position,
                                                      uint32_t token) {
     uint64_t z =
@@ -457,14 +460,14 @@ struct Sampler {
     return static_cast<uint32_t>(z >> 40);
   }
 
-  // This thread's argmax of a_t - log(-log(u_t)).
+  // This thread's argmax of a_t - log(-log(u_t)): the Gumbel-max trick.
   __device__ __forceinline__ uint64_t draw(float lowest) const {
     constexpr uint32_t kBatch = 4;
     const uint64_t seed =
         static_cast<uint64_t>(static_cast<uint32_t>(choice.integer(sample::kSeedHigh))) << 32 |
         static_cast<uint32_t>(choice.integer(sample::kSeedLow));
     uint64_t best = candidate(-kInfinity, 0);
-    float bound = -kInfinity;  // some score; what stays below cannot win
+    float bound = -kInfinity;  // a score that was reached: tokens that stay below it cannot win
     const auto consider = [&](uint32_t token, float a) {
       const uint32_t n = uniform(seed, choice.position, token);
       const double u = (static_cast<double>(n) + 0.5) / (1 << 24);
@@ -489,7 +492,7 @@ struct Sampler {
           const float a = __uint_as_float(words[j]);
           if (!is_left(a, lowest)) continue;
           const uint32_t token = adjusted.token(first + i * kNumConsumerThreads, j);
-          // Since -log(u) >= 1 - u, the noise is at most -log(1 - u): most tokens need no
+          // Since -log(u) >= 1 - u, the noise is at most -log(1 - u). So most tokens need no
           // logarithm.
           const uint32_t n = uniform(seed, choice.position, token);
           const float rest = (static_cast<float>((1u << 24) - n) - 0.5f) * 0x1p-24f;
@@ -504,7 +507,7 @@ struct Sampler {
         const uint32_t token = adjusted.token(first + k / 4 * kNumConsumerThreads, k % 4);
         consider(token, adjusted.value(token));
       }
-      // What one lane has found spares the others logarithms.
+      // Share the bound, which saves logarithms in the other lanes.
       bound = from_sort_key(__reduce_max_sync(~0u, sort_key(bound)));
     }
     return best;
@@ -516,7 +519,7 @@ template <>
 struct Kernel<Sample> : NoPages {
   static constexpr uint32_t kBatch = 8;  // pairs that a lane has in flight
 
-  // A warp chooses the largest of `peaks`.
+  // One warp chooses the token of a row: the largest of `peaks`.
   static __device__ __forceinline__ void take_largest(const Choice& choice) {
     const Operands<Sample>& in = choice.in;
     const Tensor& peaks = in[&Sample::peaks];

@@ -1,5 +1,5 @@
-// Products of many bfloat16 rows in AMX tiles: weights are the A operand as they lie in memory,
-// inputs the B operand.
+// Products of many bfloat16 rows with AMX tiles. Weights are the A operand, in the order they have
+// in memory; inputs are the B operand, packed for it.
 #pragma once
 
 #include "vm/cpu/panel.hpp"
@@ -8,7 +8,7 @@ namespace megavm::MEGAVM_LEVEL {
 
 #if defined(__AMX_BF16__)
 
-constexpr int kAmxRows = 2;  // a single row is as fast with dot products
+constexpr int kAmxRows = 2;  // fewest rows for AMX: one row is as fast with dot products
 
 // Transpose 16 x 16 words in place.
 MEGAVM_INLINE void transpose(__m512i (&rows)[16]) {
@@ -37,7 +37,7 @@ MEGAVM_INLINE void transpose(__m512i (&rows)[16]) {
   }
 }
 
-// What ldtilecfg reads.
+// The operand of ldtilecfg.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;
   uint8_t start_row = 0;
@@ -47,7 +47,7 @@ struct alignas(64) TileConfig {
 };
 
 // The panel is [tile of 16 input rows][32 columns][16 pairs of columns][input row]: each [16][rows]
-// of words is a B operand. The last tile holds only the rows that are left.
+// of words is a B operand. The last tile holds only the remaining rows.
 struct AmxPath {
   static constexpr int kDepth = kPanelColumns;  // columns of one multiplication
 
@@ -81,7 +81,7 @@ struct AmxPath {
     });
   }
 
-  // 32 columns of an input row, of which `left` exist.
+  // 32 columns of an input row as words of two; only the first `left` exist, the others are zero.
   template <typename Rows>
   MEGAVM_INLINE static __m512i load_pairs(const Input& in, const Rows& rows, int i, int64_t column,
                                           int64_t left) {
@@ -95,12 +95,12 @@ struct AmxPath {
     return (__m512i)_mm512_cvtne2ps_pbh(b.part[0], a.part[0]);
   }
 
-  // Sums are [half][weight row][input row] until `finish` turns them round.
-  // Meanwhile the weights of the block after it are fetched.
+  // Multiply a block. Sums are [half][weight row][input row] until `finish` transposes them. At the
+  // same time the weights of the next block are prefetched.
   void multiply(const Input& in, const Block<Bf16>& block, const Block<Bf16>& next, int64_t begin,
                 int64_t width, float* sums, bool first) {
-    // A single pass over the block follows the memory closely; with more, there is time to fetch
-    // all of the next one.
+    // A single pass over the block is bound by memory, so it prefetches a little ahead in the block
+    // itself. Several passes leave time to prefetch the whole next block.
     const bool ahead = in.num_rows > 2 * kLanes;
     Operand a{{block.half[0] + begin, block.half[1] + begin},
               {(ahead ? next : block).half[0] + begin, (ahead ? next : block).half[1] + begin},
@@ -140,7 +140,7 @@ struct AmxPath {
   }
 
  private:
-  // The weights of a block: two times 16 rows, `steps` whole multiplications deep.
+  // The weights of a block: two halves of 16 rows, `steps` whole multiplications deep.
   struct Operand {
     const Bf16* half[2];
     const Bf16* next[2];
@@ -149,7 +149,7 @@ struct AmxPath {
     int64_t steps;
   };
 
-  // Which rows of the next weights one pass over a block fetches.
+  // The weight rows that one pass over a block prefetches.
   struct Fetch {
     int first;
     int step;
@@ -161,7 +161,7 @@ struct AmxPath {
   int64_t depth = 0;
   uint64_t configured = 0;
 
-  // Columns [column, column + width) of the weights, with zeros up to kDepth.
+  // Copy columns [column, column + width) of the weights to `edge`, padded with zeros to kDepth.
   void pad_edge(const Input& in, const Block<Bf16>& block, int64_t column, int64_t width) {
     for (int half = 0; half < 2; ++half) {
       for (int i = 0; i < block.count[half]; ++i) {
@@ -172,7 +172,8 @@ struct AmxPath {
     }
   }
 
-  // Tiles 0..3: sums of (half, tile of inputs); 4, 5: weights; 6, 7: inputs.
+  // Configure the AMX tiles. Tiles 0 to 3: sums of (half, tile of inputs); 4, 5: weights; 6, 7:
+  // inputs.
   void configure(const int (&weights)[2], const int (&inputs)[2]) {
     const uint64_t key =
         uint64_t(weights[0]) << 24 | uint64_t(weights[1]) << 16 | inputs[0] << 8 | inputs[1];

@@ -49,7 +49,7 @@ const Level& level_of(const std::optional<std::string>& name) {
   throw py::value_error("this processor has no level " + *name);
 }
 
-// Everything that the interpreter takes for granted.
+// Check the preconditions of the interpreter.
 void check(const Executable& e, const Level& level) {
   const size_t barriers = e.signals.size();
   for (const Words& words : e.instructions) {
@@ -74,7 +74,7 @@ void check(const Executable& e, const Level& level) {
     throw py::value_error("one limit per instruction");
 }
 
-// Rows of (instruction, tensor, row begin, row end, first word, end of the words, write).
+// Each row: (instruction, tensor, row begin, row end, word begin, word end, write).
 using TaggedRegions = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
 // The regions by instruction, checked against the tensors.
@@ -136,7 +136,7 @@ bool interrupted() {
   return PyErr_CheckSignals() != 0;
 }
 
-// Only the main thread handles signals; the others need not wait for the interpreter lock.
+// Only Python's main thread handles signals; runs on other threads need not take the GIL to check.
 bool never_interrupted() { return false; }
 
 py::object run(Interpreter& interpreter, Executable& executable, uint32_t steps, uint32_t epoch,
@@ -147,7 +147,7 @@ py::object run(Interpreter& interpreter, Executable& executable, uint32_t steps,
     fault = interpreter.run(executable, steps, epoch, trace,
                             main_thread ? interrupted : never_interrupted);
   }
-  // The handler of a signal has left its exception.
+  // A signal handler has raised an exception.
   if (PyErr_Occurred()) throw py::error_already_set();
   return describe(fault);
 }
@@ -164,7 +164,7 @@ py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t
   return py::make_tuple(describe(fault), used);
 }
 
-// int64 [rows, fields of Note] of every run; the executable has none afterwards.
+// The notes of every run, int64 [rows, fields of Note]. Removes them from the executable.
 py::list take_notes(Executable& executable) {
   constexpr size_t kFields = sizeof(Note) / sizeof(int64_t);
   std::vector<std::vector<Note>> taken;

@@ -1,11 +1,12 @@
-// Products of rows as dot products in vector registers: any type, any number of rows; best for few.
+// Products of rows as dot products in vector registers, for any type and number of rows. Best for
+// few rows.
 #pragma once
 
 #include "vm/cpu/panel.hpp"
 
 namespace megavm::MEGAVM_LEVEL {
 
-// Register tiles of the dot products: input rows x weight rows.
+// Register tiles of the dot products are input rows (tokens) x weight rows.
 #if defined(__AVX512F__)
 constexpr int kMaxTokens = 4;
 #else
@@ -66,7 +67,8 @@ MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x
   }
 }
 
-// Columns that are summed in lanes before the lanes are added up: part of what a float32 result is.
+// Columns that are summed lane by lane before the lanes are added up. For float32 this is fixed, as
+// the order of additions determines the result bit for bit.
 template <typename Weight>
 constexpr int64_t kPiece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : int64_t{1} << 40;
 
@@ -76,7 +78,7 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
                             int count, int64_t width, float* sums, int half, bool first) {
   constexpr int kWeights = weight_rows_at_once(kTokens);
   for (int begin = 0; begin < count; begin += kWeights) {
-    // A missing row repeats the last one; its sum is not used.
+    // A missing row repeats the last row; its sum is not used.
     const Weight* weights[kWeights];
     MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w)
@@ -135,7 +137,7 @@ inline void dot_block(const Input& in, const Panel<Weight>& panel, const Block<W
   }
 }
 
-// How a product is done with dot products.
+// The path of a product that uses dot products.
 template <typename Weight>
 struct DotPath {
   Panel<Weight> panel;
@@ -148,10 +150,12 @@ struct DotPath {
     pack_rows(worker, in, begin, width, panel);
   }
 
-  // Columns of the packed slice, from `begin` on; the sums are stored if `first`, added otherwise.
+  // Multiply the packed slice, whose first column is `begin`, with a block. `first`: store the
+  // sums; otherwise add to them.
   MEGAVM_INLINE void multiply(const Input& in, const Block<Weight>& block, const Block<Weight>&,
                               int64_t begin, int64_t width, float* sums, bool first) {
-    // Few rows read each weight row to its end; more of them share a piece while it is near.
+    // With few rows, each weight row is read to its end. More rows share a piece of the weights
+    // while it is in the cache.
     const int64_t piece = in.num_rows <= kMaxTokens ? width : kPiece<Weight>;
     Panel<Weight> part = panel;
     for (int64_t c = 0; c < width; c += piece) {

@@ -8,10 +8,10 @@ namespace megavm {
 namespace {
 
 constexpr size_t kArenaBytes = kWorkingBytes;
-constexpr int kSpins = 2000;  // about 50 to 100 us of pause
+constexpr int kSpins = 2000;  // 50 to 100 us of pause instructions
 constexpr int kCrowdedSpins = 20;
-constexpr std::chrono::milliseconds kLong{1};              // a wait that others should know about
-constexpr std::chrono::milliseconds kInterruptPeriod{50};  // between two looks for Ctrl-C
+constexpr std::chrono::milliseconds kLong{1};              // a longer wait is published to others
+constexpr std::chrono::milliseconds kInterruptPeriod{50};  // between checks for Ctrl-C
 
 // Thrown through a kernel by Worker::fault.
 struct InstructionFault {
@@ -26,7 +26,7 @@ int64_t nanoseconds() {
 bool satisfied(const Condition& condition) {
   const uint32_t value = __atomic_load_n(condition.address, __ATOMIC_ACQUIRE);
   if (condition.kind == Condition::kTag) return value == condition.target;
-  // Counters wrap around: compare by difference.
+  // Counters wrap around, so compare by difference.
   return static_cast<int32_t>(value - condition.target) >= 0;
 }
 
@@ -137,7 +137,7 @@ std::optional<Fault> Interpreter::execute_one(Executable& executable, uint32_t i
   return take_fault();
 }
 
-// The fault of the run that has ended, with where each worker was.
+// The fault of the run that has ended, with the state of each worker.
 std::optional<Fault> Interpreter::take_fault() {
   stopped_ = false;
   std::optional<Fault> fault;
@@ -167,7 +167,7 @@ void Interpreter::work(uint32_t number) {
   s.finished = true;
 }
 
-// All steps of the worker's own queue, or tickets of the common one.
+// Run all steps of the worker's own queue, or draw tickets of the common queue.
 template <bool kTrace>
 void Interpreter::run_queue(Seat& seat) {
   Executable& executable = *run_.executable;
@@ -191,7 +191,7 @@ void Interpreter::run_queue(Seat& seat) {
       run_instruction<kTrace>(seat, index, step, kTrace ? note++ : nullptr);
 }
 
-// Point the worker at one instruction of one step.
+// Prepare the worker's state for one instruction of one step.
 void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
                           uint32_t epoch) {
   Worker& worker = seat.worker;
@@ -204,7 +204,7 @@ void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t inde
   seat.instruction = index;
 }
 
-// Without kTrace nothing of `note` is compiled.
+// `note` is used with kTrace only.
 template <bool kTrace>
 void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note* note) {
   Executable& executable = *run_.executable;
@@ -217,7 +217,7 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
   if (seat.worker.number == 0) check_interrupt(seat);
   prepare(seat, executable, index, step, run_.epoch + step + 1);
   const Words& words = executable.instructions[index];
-  // Wait for what the header names.
+  // Wait for the barriers in the header.
   for (const Wait& w : words.header.waits) {
     if (w.barrier == kNone) continue;
     Condition condition;
@@ -228,7 +228,8 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
     wait(seat, condition);
   }
   if constexpr (kTrace) note->ready = note->fetched + seat.waited;
-  // Execute, and say so.
+  // Execute, then signal. The release makes the results visible to workers that acquire the
+  // counter.
   execute(seat, executable, static_cast<uint32_t>(index));
   if constexpr (kTrace) {
     note->inputs = note->fetched + seat.waited;
@@ -241,10 +242,10 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
   seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// Which rows are live decides what a kernel computes; what an instruction waits for and announces
-// is what it declares, so that the order that the verifier proved holds for any number of live
-// rows. And no kernel need care about order: all tagged inputs are there before it begins, and no
-// tag of its results appears before it has read everything.
+// Which rows are live decides what a kernel computes. An instruction waits for and tags exactly the
+// words that it declares, so the order that the verifier proves holds for any number of live rows.
+// Kernels need no order of their own: all tagged inputs have arrived before a kernel begins, and
+// its results are tagged only after it has returned.
 void Interpreter::execute(Seat& seat, const Executable& executable, uint32_t index) {
   const Words& words = executable.instructions[index];
   const Kernel kernel = level_.kernels[words.header.opcode];
@@ -274,7 +275,8 @@ void Interpreter::await_tagged(Seat& seat, const TaggedRegion& region) {
     }
 }
 
-// Give every word of the region the tag of the step; those of dead rows keep what they hold.
+// Give every word of the region the tag of the step. Words of dead rows keep their values. The
+// release orders the kernel's accesses before the tag.
 void Interpreter::publish_tagged(const Seat& seat, const TaggedRegion& region) {
   const Tensor& t = seat.worker.tensor(region.tensor);
   const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
@@ -304,7 +306,7 @@ void Interpreter::wait_short(Seat& seat, const Condition& condition) {
   seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// Give the processor to others while waiting, and find out when there is nothing to wait for.
+// Yield the processor while waiting. Stops the run when no worker can make progress any more.
 void Interpreter::wait_long(Seat& seat, const Condition& condition) {
   const auto publish = [&](const Condition& value) {
     const std::lock_guard lock(mutex_);
@@ -342,8 +344,8 @@ void Interpreter::wait_long(Seat& seat, const Condition& condition) {
   if (published) publish({});
 }
 
-// Whether every worker has finished or waits for something that is not there: a slow one is no
-// reason to stop.
+// Whether every worker has finished or waits for a condition that is not satisfied. A worker that
+// is merely slow is no reason to stop.
 bool Interpreter::nothing_can_happen() const {
   const std::lock_guard lock(mutex_);
   for (uint32_t i = 0; i < run_.executable->workers; ++i) {

@@ -1,5 +1,4 @@
-// Runs programs on threads: queues, barriers, tagged data, and what happens when a run cannot go
-// on.
+// Runs programs on threads: queues, barriers, tagged data, and faults.
 #pragma once
 
 #include <atomic>
@@ -17,13 +16,13 @@
 
 namespace megavm {
 
-// A counter that workers share. It has a cache line of its own.
+// A counter that workers share, in a cache line of its own.
 struct alignas(64) Counter {
   std::atomic<uint32_t> value{0};
 };
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-// Words of a tagged tensor that an instruction reads or writes: a rectangle, columns in words.
+// Words of a tagged tensor that an instruction reads or writes: a rectangle of rows and words.
 struct TaggedRegion {
   uint32_t tensor;
   bool write;
@@ -39,27 +38,27 @@ struct Executable {
   bool dynamic = false;
   uint32_t workers = 1;
   std::vector<std::vector<TaggedRegion>> tagged;  // per instruction; empty: no tagged tensors
-  std::vector<uint32_t> signals;                  // per barrier and step
+  std::vector<uint32_t> signals;                  // per barrier: signals in one step
   std::vector<uint32_t> arena_limits;             // bytes per instruction; empty: all of the arena
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
-  bool broken = false;  // a run ended in the middle: the barriers mean nothing before a reset
-  // Of every run that was traced, worker by worker, step by step (dynamic: in order of tickets).
+  bool broken = false;  // a run ended early: the barriers are invalid until a reset
+  // Notes of every traced run: by worker, then by step (dynamic: in the order of tickets).
   std::vector<std::vector<Note>> notes;
   std::mutex notes_mutex;
 };
 
-// What a worker was doing when a run ended before its time.
+// State of a worker when a run ended early.
 struct WorkerReport {
   int64_t instruction = -1;  // -1: none
   Condition waiting;
   uint32_t value = 0;  // of the barrier or tag that it waits for
 };
 
-// Why a run ended before its time.
+// Why a run ended early.
 struct Fault {
   enum Kind { kInstruction, kNoProgress, kInterrupted } kind;
-  std::string cause;  // of an instruction's fault
+  std::string cause;  // message of an instruction's fault
   uint32_t worker = 0;
   std::vector<WorkerReport> workers;
 };
@@ -72,27 +71,27 @@ class Interpreter {
 
   const Level& level() const { return level_; }
 
-  // Run for `steps` steps; the first has the tag `epoch` + 1. `interrupted` is asked now and then
-  // on the calling thread. With `trace` the executable gets notes. It is broken after a fault.
+  // Run `steps` steps; the first has the tag `epoch` + 1. The calling thread calls `interrupted`
+  // from time to time. With `trace`, notes are added to the executable. After a fault it is broken.
   std::optional<Fault> run(Executable& executable, uint32_t steps, uint32_t epoch, bool trace,
                            const std::function<bool()>& interrupted);
 
-  // Run one instruction without its waits and signal; returns the bytes of the arena it used.
+  // Run one instruction without its waits and signal. `arena_used`: bytes of the arena it used.
   std::optional<Fault> execute_one(Executable& executable, uint32_t index, uint32_t step,
                                    uint32_t epoch, size_t* arena_used);
 
  private:
-  // Thrown through a kernel when the run has ended elsewhere.
+  // Thrown to leave a run that another worker has stopped.
   struct Stopped {};
 
-  // What the interpreter knows of a worker. Others read it, so it has cache lines of its own.
+  // The interpreter's state of a worker. Other workers read it, so it has cache lines of its own.
   struct alignas(128) Seat {
     Worker worker;
     std::unique_ptr<char[]> arena;
     std::atomic<uint64_t> progress{0};  // instructions finished, waits satisfied
     int64_t instruction = -1;
-    int64_t waited = 0;  // nanoseconds, when tracing; counted from time to time
-    // Under `mutex_`: set while the worker waits for long, or has nothing left to do.
+    int64_t waited = 0;  // nanoseconds that the instruction has waited, when tracing
+    // Guarded by `mutex_`: `finished` when the queue is done, `waiting` during a long wait.
     bool finished = false;
     Condition waiting;
   };
@@ -115,7 +114,7 @@ class Interpreter {
   void run_instruction(Seat& seat, int32_t index, uint32_t step, Note* note);
   void prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
                uint32_t epoch);
-  // One instruction, from its tagged inputs to the tags of its results.
+  // Execute one instruction: wait for its tagged inputs, run the kernel, tag its results.
   void execute(Seat& seat, const Executable& executable, uint32_t index);
   void await_tagged(Seat& seat, const TaggedRegion& region);
   void publish_tagged(const Seat& seat, const TaggedRegion& region);
@@ -137,8 +136,8 @@ class Interpreter {
   std::mutex running_;  // one run at a time
   std::vector<std::unique_ptr<Seat>> seats_;
   Run run_;
-  bool single_ = false;   // execute_one: nobody else will write what is missing
-  bool crowded_ = false;  // more workers than processors: do not spin
+  bool single_ = false;   // execute_one: no other worker runs, so a wait cannot succeed later
+  bool crowded_ = false;  // more workers than processors: spin only briefly
   Clock::time_point next_interrupt_check_;
   std::atomic<bool> stopped_{false};
   mutable std::mutex mutex_;

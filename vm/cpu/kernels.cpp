@@ -1,4 +1,4 @@
-// All kernels at one instruction-set level. Compiled once per level, with MEGAVM_LEVEL its name.
+// All kernels at one instruction-set level. Compiled once per level; MEGAVM_LEVEL is its name.
 #include "megavm/kernel_table.hpp"
 
 #define MEGAVM_STRING_OF(x) #x

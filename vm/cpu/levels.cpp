@@ -29,7 +29,7 @@ extern const Level kLevel;
 namespace {
 
 #if defined(MEGAVM_HAVE_AMX)
-// The kernel gives a process AMX's 8 KiB of registers only when asked.
+// Linux gives a process access to AMX's 8 KiB of registers only on request.
 bool amx_permitted() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

@@ -1,4 +1,4 @@
-// Which compiled instruction-set levels this processor can run.
+// The compiled instruction-set levels that this processor can run.
 #pragma once
 
 #include <vector>
@@ -7,7 +7,7 @@
 
 namespace megavm {
 
-// From the plainest to the fastest.
+// In ascending order of speed; the first is the generic level.
 const std::vector<const Level*>& levels();
 
 }  // namespace megavm

@@ -1,5 +1,5 @@
-// What the ways to multiply (dot.hpp, amx.hpp) share: inputs, blocks of weights, and the layout of
-// sums.
+// Common types of the paths of a product (dot.hpp, amx.hpp): inputs, blocks of weights, and the
+// layout of sums.
 #pragma once
 
 #include "vm/cpu/rows.hpp"
@@ -9,20 +9,20 @@ namespace megavm::MEGAVM_LEVEL {
 // The input rows of a product.
 struct Input {
   uint32_t x;
-  uint32_t squares;  // of x; kNone: none
+  uint32_t squares;  // sums of squares of x; kNone: x is not normalised
   float eps;
   int64_t k;
-  int declared_rows;   // of the tile, live or not: it chooses the path
-  int num_rows;        // live ones
-  const int32_t* row;  // their rows in x
-  // The columns that are multiplied.
+  int declared_rows;   // rows of the tile, live or not: decides whether whole rows fit the panel
+  int num_rows;        // live rows
+  const int32_t* row;  // the row of x for each live row
+  // The columns of x that are multiplied.
   int64_t begin = 0;
   int64_t end = k;
 
   int64_t width() const { return end - begin; }
 };
 
-// Up to 16 consecutive weight rows, and 16 more.
+// Two halves of up to 16 consecutive weight rows each.
 template <typename Weight>
 struct Block {
   const Weight* half[2];
@@ -44,10 +44,10 @@ MEGAVM_INLINE float* sums_of(float* sums, int row, int half) {
   return sums + row / kLanes * kTileSums + half * kHalfSums + row % kLanes * kLanes;
 }
 
-// How far ahead in a row weights are fetched.
+// How far ahead in a row weights are prefetched.
 constexpr int kPrefetchBytes = 512;
 
-// Read up to 16 values of a row.
+// Load up to 16 values of live row i.
 template <typename Rows>
 MEGAVM_INLINE Vec load_input(const Input& in, const Rows& rows, int i, int64_t column, int count) {
   return count == kLanes ? rows.load(in.row[i], column) : rows.load(in.row[i], column, count);

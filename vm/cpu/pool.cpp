@@ -9,7 +9,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a thread spins for the next run. Longer than the host needs between two decode steps.
+// How long a thread spins for the next run: longer than the host needs between two decode steps.
 constexpr std::chrono::microseconds kAwake{80};
 constexpr int kCountBits = 16;
 constexpr uint64_t kCountMask = (1u << kCountBits) - 1;
@@ -23,7 +23,7 @@ uint32_t num_processors() {
 
 Pool::~Pool() {
   if (process_ != static_cast<uint64_t>(getpid())) {
-    // In a forked child the threads are not there: nothing to wake, nothing to join.
+    // A forked child does not have the threads: there is nothing to wake or join.
     for (std::thread& thread : threads_) thread.detach();
     return;
   }
@@ -52,13 +52,13 @@ void Pool::start(const std::function<void(uint32_t)>& job, uint32_t workers) {
   pending_.store(workers - 1);
   ticket_.store(((seen >> kCountBits) + 1) << kCountBits | workers);
   if (sleepers_.load() > 0) {
-    // The lock orders this after a thread that has just decided to sleep.
+    // With the lock, a thread that has just decided to sleep is waiting by now, and is woken.
     const std::lock_guard lock(mutex_);
     wake_.notify_all();
   }
 }
 
-// Spin until the ticket changes; false when it is time to sleep.
+// Spin until the ticket changes; false when the thread should sleep.
 bool Pool::stays_awake(uint32_t number, uint64_t seen) const {
   const uint32_t workers = seen & kCountMask;
   if (number >= workers || workers > num_processors()) return false;

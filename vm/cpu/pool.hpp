@@ -1,5 +1,5 @@
-// Threads that stay between runs: they spin for a moment, so that a run that follows closely finds
-// them awake.
+// Threads that persist between runs. They spin for a moment after a run, so that the next run finds
+// them awake if it follows closely.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,8 @@ class Pool {
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
-  // Start `job(1)` .. `job(workers - 1)` on threads of the pool. `job` must live until `finished`.
+  // Start `job(1)` .. `job(workers - 1)` on threads of the pool; the caller does the work of
+  // number 0. `job` must live until `finished`.
   void start(const std::function<void(uint32_t)>& job, uint32_t workers);
 
   // Whether all jobs of the last start have returned.
@@ -38,10 +39,10 @@ class Pool {
   const std::function<void(uint32_t)>* job_ = nullptr;
   std::mutex mutex_;
   std::condition_variable wake_;
-  uint64_t process_ = 0;  // the pool's threads do not survive a fork
+  uint64_t process_ = 0;  // process that started the threads: they do not survive a fork
 };
 
-// The processors that this process may use.
+// The number of processors, as the system reports it; at least 1.
 uint32_t num_processors();
 
 // Tell the processor that this is a spin loop.

@@ -1,14 +1,14 @@
 // out := x . weight^T for a tile, shared by all instructions that multiply by a weight.
 //
-// The work is cut into *blocks* of up to two times 16 weight rows. Weights are read in their own
-// row-major layout, straight from memory, each once per tile. The input rows are rounded to the
-// weight's type and packed into a panel first. If whole rows fit there, one block has live sums at
-// a time; otherwise the sums of the whole tile live in the arena, and slices of the input pass by
-// (see instructions/tiles.py, which declares the sizes).
+// The work is cut into *blocks* of up to two times 16 weight rows. Weights are read in their
+// row-major layout, directly from memory, once per tile. Input rows are first rounded to the
+// weights' type and packed into a panel. If whole rows fit into the panel, only one block at a time
+// needs sums. Otherwise the arena holds the sums of the whole tile, and the input is processed in
+// slices (instructions/tiles.py declares the sizes).
 //
-// A float32 sum is taken in pieces of kSplitColumns, each in 16 lanes and with one tree of
-// additions, whatever the number of rows, the tile and the path: the results of a row do not depend
-// on the others.
+// A float32 sum is computed in *pieces* of kSplitColumns columns, each in 16 lanes that one tree of
+// additions joins. The order is the same for every number of rows, tile and path, so the result of
+// a row does not depend on the other rows.
 #pragma once
 
 #include "vm/cpu/amx.hpp"
@@ -16,7 +16,7 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
-// Input columns that are held at a time when whole rows do not fit.
+// Width of a slice: the input columns that the panel holds when whole rows do not fit.
 MEGAVM_INLINE int64_t slice_columns(int64_t rows, int64_t itemsize) {
   const int64_t fitting = int64_t{kInputBytes} / (rows * itemsize) / kSplitColumns;
   return (fitting > 1 ? fitting : 1) * kSplitColumns;
@@ -39,7 +39,7 @@ inline void product_on(Worker& worker, const Input& in, int num_blocks, BlockAt 
   const int64_t panel_bytes =
       in.declared_rows * ceil_to(in.width(), kPanelColumns) * int64_t{sizeof(Weight)};
   if (panel_bytes <= int64_t{kInputBytes}) {
-    // The input stays, weights pass by.
+    // The input stays in the panel while the weights stream.
     Path path(worker, in, in.width());
     float* sums = worker.allocate<float>(block_sums);
     path.pack(worker, in, in.begin, in.width());
@@ -50,13 +50,13 @@ inline void product_on(Worker& worker, const Input& in, int num_blocks, BlockAt 
     }
     return;
   }
-  // The sums stay, slices of the input and of the weights pass by.
+  // The sums stay in the arena while slices of the input and of the weights stream.
   const int64_t slice = slice_columns(in.declared_rows, sizeof(Weight));
   Path path(worker, in, slice < in.width() ? slice : in.width());
   const int64_t room =
       static_cast<int64_t>((worker.arena_limit - worker.arena_used) / (sizeof(float) * block_sums));
-  // Padding to whole blocks may make the sums larger than declared: then the input passes by more
-  // than once.
+  // Padding to whole blocks may make the sums larger than declared. Then the tile is computed in
+  // several passes over the input.
   const int at_once = num_blocks < room ? num_blocks : room > 1 ? static_cast<int>(room) : 1;
   float* sums = worker.allocate<float>(block_sums * at_once);
   for (int first = 0; first < num_blocks; first += at_once) {
@@ -72,8 +72,8 @@ inline void product_on(Worker& worker, const Input& in, int num_blocks, BlockAt 
   }
 }
 
-// Multiply the input rows with `num_blocks` blocks of weights. `block_at(b)` is a block; `store(b,
-// i, first, second)` takes the products of its two halves with live row i.
+// Multiply the input rows with `num_blocks` blocks of weights. `block_at(b)` returns block b;
+// `store(b, i, first, second)` receives the products of its two halves with live row i.
 template <typename Weight, typename BlockAt, typename Store>
 inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt block_at,
                     Store store) {
@@ -86,7 +86,8 @@ inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt blo
   product_on<Weight, DotPath<Weight>>(worker, in, num_blocks, block_at, store);
 }
 
-// Live rows of a tile as rows of x: `row_index[r]`, below `x_rows`, or r itself without it.
+// The rows of x for the live rows of a tile: `row_index[r]`, which must be below `x_rows`; r itself
+// without a row_index.
 MEGAVM_INLINE const int32_t* input_rows(Worker& worker, const Range& live, uint32_t row_index,
                                         int64_t x_rows) {
   int32_t* rows = worker.allocate<int32_t>(live.end - live.begin);

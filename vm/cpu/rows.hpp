@@ -1,5 +1,4 @@
-// Rows of tensors as kernels read and write them: one interface over element types and tagged
-// storage.
+// Access to rows of tensors: one interface for all element types, tagged or not.
 #pragma once
 
 #include <atomic>
@@ -34,8 +33,8 @@ MEGAVM_INLINE void store_word(Word* to, Word word) {
   __atomic_store_n(reinterpret_cast<uint64_t*>(to), bits, __ATOMIC_RELEASE);
 }
 
-// The interpreter has waited for the tagged words that an instruction declares before its kernel
-// runs, so that each one carries the epoch of the step.
+// Before a kernel runs, the interpreter has waited for the tagged words that the instruction
+// declares. So each word that is read carries the epoch of the step.
 template <typename Element>
 struct TaggedRows {
   const Worker* worker;
@@ -57,8 +56,8 @@ struct TaggedRows {
 
   MEGAVM_INLINE Vec load(int64_t row, int64_t column) const {
 #if defined(__AVX512F__)
-    // NOTE: x86 reads an aligned eight-byte lane of a vector in one piece, so value and epoch
-    // belong together.
+    // NOTE: x86 reads an aligned eight-byte lane of a vector atomically, so value and epoch
+    // belong to the same store.
     if constexpr (kPerWord == 1) {
       const Word* from = data + row * words + column;
       const __m512i epochs = _mm512_set1_epi32(static_cast<int>(worker->epoch));
@@ -77,7 +76,7 @@ struct TaggedRows {
 
   MEGAVM_INLINE Vec load(int64_t row, int64_t column, int count) const {
     if (count <= 0) return zero();
-    // Room for a first element in the middle of a word.
+    // One word more, as the first element may be the second of its word.
     uint32_t values[kLanes + 1] = {};
     const int64_t first = column / kPerWord;
     read(values, row, first, static_cast<int>((column + count - 1) / kPerWord - first) + 1);
@@ -101,7 +100,7 @@ MEGAVM_INLINE decltype(auto) with_rows(const Worker& worker, uint32_t handle, Us
   return use(PlainRows<float>{static_cast<const float*>(t.data), t.columns});
 }
 
-// Up to 16 elements of a row, whatever the tensor holds.
+// Load up to 16 elements of a row of any floating-point tensor.
 MEGAVM_INLINE Vec load_row(const Worker& worker, uint32_t handle, int64_t row, int64_t column,
                            int count) {
   return with_rows(worker, handle, [&](auto rows) {
@@ -113,8 +112,8 @@ MEGAVM_INLINE void store_words(Word* to, const uint32_t* values, int count, uint
   for (int i = 0; i < count; ++i) store_word(to + i, {values[i], unpublished(epoch)});
 }
 
-// Round up to 16 elements to the tensor's type and store them in a row. Those of a tagged tensor
-// get their tags when the kernel has returned.
+// Round up to 16 elements to the tensor's type and store them in a row. The interpreter tags the
+// words of a tagged tensor when the kernel has returned.
 MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row, int64_t column,
                              const Vec& value, int count) {
   const Tensor& t = worker.tensor(handle);
@@ -132,7 +131,7 @@ MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row,
     std::memcpy(values, &value, sizeof(value));
     return store_words(words + row * t.columns + column, values, count, worker.epoch);
   }
-  // A word of two elements of which this call writes one keeps the other.
+  // A word of which this call writes one element keeps the other.
   words += row * (t.columns / 2) + column / 2;
   const int skip = static_cast<int>(column % 2);
   const int num_words = (skip + count + 1) / 2;
@@ -144,14 +143,14 @@ MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row,
   store_words(words, values, num_words, worker.epoch);
 }
 
-// What changes from step to step.
+// ---- Data that changes from step to step.
 
 struct Range {
   int64_t begin;
   int64_t end;
 };
 
-// The rows of [begin, end) that are live: all of them without a count.
+// The live rows of [begin, end): all of them without a count.
 MEGAVM_INLINE Range live_rows(const Worker& worker, uint32_t row_count, int64_t begin,
                               int64_t end) {
   if (row_count != kNone) {
@@ -199,13 +198,13 @@ MEGAVM_INLINE int64_t ceil_to(int64_t value, int64_t multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// Lanes of a vector at `column` of a row that ends at `end`.
+// Number of valid lanes of a vector at `column` of a row that ends at `end`.
 MEGAVM_INLINE int lanes_at(int64_t column, int64_t end) {
   return end - column < kLanes ? static_cast<int>(end - column) : kLanes;
 }
 
-// Leave up to 16 elements of a result with its gain and as squares, if the instruction does; see
-// Matmul. `column` is a multiple of 8.
+// If the instruction has out_scaled, store up to 16 elements of a result times the gain, and their
+// sums of squares; see Matmul. `column` is a multiple of 8.
 template <typename Instruction>
 MEGAVM_INLINE void store_scaled(const Instruction& inst, const Worker& worker, int64_t row,
                                 int64_t column, const Vec& value, int count) {
@@ -219,7 +218,7 @@ MEGAVM_INLINE void store_scaled(const Instruction& inst, const Worker& worker, i
             (count + kUnitRows - 1) / kUnitRows);
 }
 
-// 1 / sqrt(mean(x^2) + eps) of a row of x with k columns, from the sums of their squares.
+// 1 / sqrt(mean(x^2) + eps) of a row of x with k columns, from its stored sums of squares.
 MEGAVM_INLINE float scale_of(const Worker& worker, uint32_t squares, int64_t row, int64_t k,
                              float eps) {
   const int64_t columns = worker.tensor(squares).columns;
@@ -229,7 +228,7 @@ MEGAVM_INLINE float scale_of(const Worker& worker, uint32_t squares, int64_t row
   return 1.0f / __builtin_sqrtf(sum(sums) / static_cast<float>(k) + eps);
 }
 
-// 1 / sqrt(mean(x^2) + eps) of a row.
+// 1 / sqrt(mean(x^2) + eps) of a row, from its elements.
 template <typename Rows>
 MEGAVM_INLINE float rms_scale(const Rows& rows, int64_t row, int64_t columns, float eps) {
   Vec squares = zero();

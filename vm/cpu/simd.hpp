@@ -1,7 +1,7 @@
-// Sixteen float lanes on any machine, and what kernels do with them.
+// Vectors of sixteen float lanes on any processor, and their operations.
 //
-// Every level computes in 16 lanes with the same tree of additions, in one 512-bit register, two of
-// 256 or four of 128.
+// Every level computes in 16 lanes with the same tree of additions: in one register of 512 bits,
+// two of 256 or four of 128.
 #pragma once
 
 #include <cstdint>
@@ -44,8 +44,8 @@ struct Bf16 {
   uint16_t bits;
 };
 
-// Loops of a known, small number of rounds that must disappear, so that arrays of vectors live in
-// registers.
+// For loops with a small, constant number of iterations. They must be unrolled, so that arrays of
+// vectors stay in registers.
 #if defined(__clang__)
 #define MEGAVM_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -93,10 +93,10 @@ MEGAVM_INLINE Vec select(const Mask& mask, const Vec& yes, const Vec& no) {
   return out;
 }
 
-// The larger of each pair; b where a is not a number.
+// The larger of a and b, lane by lane; b where a is NaN.
 MEGAVM_INLINE Vec max(const Vec& a, const Vec& b) { return select(b < a, a, b); }
 
-// a * b + c, rounded once where the machine can.
+// a * b + c, rounded once if the level has such an instruction.
 MEGAVM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
   Vec out;
 #if defined(__AVX512F__)
@@ -112,7 +112,8 @@ MEGAVM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
   return out;
 }
 
-// Loads and stores need no alignment; with `count` only the first lanes exist, the others are zero.
+// Loads and stores need no alignment. With `count`, only the first `count` lanes are accessed; a
+// load sets the others to zero.
 
 MEGAVM_INLINE Vec load(const float* from) {
   Vec out;
@@ -163,7 +164,7 @@ MEGAVM_INLINE void store(float* to, const Vec& value, int count) {
 #endif
 }
 
-// To bfloat16, to nearest even; not-a-number stays so.
+// Round to bfloat16, to nearest even. NaN stays NaN.
 MEGAVM_INLINE void round_to(Bf16 (&out)[kLanes], const Vec& value) {
   MEGAVM_EACH_PART {
     const NativeWords bits = (NativeWords)value.part[i_];
@@ -187,8 +188,8 @@ MEGAVM_INLINE void store(Bf16* to, const Vec& value, int count) {
   std::memcpy(to, rounded, sizeof(Bf16) * count);
 }
 
-// The sum of the lanes: l and l + 8, then l and l + 4, l + 2, l + 1. Sums of all kernels are this
-// tree.
+// The sum of the lanes: l and l + 8, then l and l + 4, l + 2, l + 1. All kernels use this tree, so
+// all levels add in the same order.
 MEGAVM_INLINE float sum(const Vec& value) {
 #if defined(__AVX512F__)
   const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(value.part[0]),
@@ -221,7 +222,7 @@ MEGAVM_INLINE float first_lane(const Vec& value) { return value.part[0][0]; }
 template <int kCount>
 MEGAVM_INLINE Vec sums(const Vec (&rows)[kLanes]) {
 #if defined(__AVX512F__)
-  // One stage of the tree for two vectors: the halves that are added stand side by side.
+  // One addition does a stage of the tree for two vectors: shuffles bring the halves together.
   __m512 quarter[4];
   for (int i = 0; i < 4; ++i) {
     const __m512 a = rows[i].part[0], b = rows[i + 4].part[0];
@@ -256,7 +257,7 @@ MEGAVM_INLINE Vec exp(const Vec& x) {
     const NativeFloats raw = x.part[i_];
     NativeFloats v = raw < -87.33f ? NativeFloats{} - 87.33f : raw;
     v = v > 88.72f ? NativeFloats{} + 88.72f : v;
-    // Adding 1.5 * 2^23 rounds to the nearest integer, which then stands in the low bits.
+    // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits.
     const NativeFloats shifted = v * 1.44269504f + 12582912.0f;
     const NativeFloats n = shifted - 12582912.0f;
     const NativeFloats r = (v - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -267,7 +268,7 @@ MEGAVM_INLINE Vec exp(const Vec& x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    // Two factors of 2: n may be 128, where one would overflow.
+    // Multiply with 2^n in two factors: n may be 128, where a single factor would overflow.
     const NativeInts exponent = (NativeInts)shifted - 0x4b400000;
     const NativeInts half = exponent >> 1;
     const NativeFloats low = (NativeFloats)((half + 127) << 23);
@@ -280,7 +281,7 @@ MEGAVM_INLINE Vec exp(const Vec& x) {
   return out;
 }
 
-// Multiply-accumulate of a step of two rows of elements, in 16 lanes.
+// ---- Multiply-accumulate of one step (64 bytes) of two rows, in 16 lanes.
 
 template <typename Element>
 constexpr int kStep = 64 / sizeof(Element);
@@ -289,7 +290,7 @@ struct FloatStep {
   Vec values;
 };
 
-// 32 bfloat16: lane i holds elements 2 i (low) and 2 i + 1 (high).
+// 32 bfloat16 elements: lane i holds elements 2 i (low) and 2 i + 1 (high).
 struct Bf16Step {
   NativeWords part[kParts];
 };

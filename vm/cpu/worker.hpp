@@ -1,8 +1,7 @@
-// What a kernel sees of the machine: tensors, the step, working memory, and a way to say that
-// something is wrong.
+// The machine as a kernel sees it: tensors, the step, working memory, and faults.
 //
-// Kernels are compiled once per instruction-set level, so nothing here may be emitted out of line
-// by one of them: functions are either always inlined or defined in worker.cpp.
+// Kernels are compiled once per instruction-set level, and the linker would keep one level's copy
+// of a function for all. So functions here are always inlined, or defined in interpreter.cpp.
 #pragma once
 
 #include <atomic>
@@ -31,11 +30,12 @@ struct alignas(8) Word {
   uint32_t epoch;
 };
 
-// The tag that a kernel of step `epoch` stores with a word: that of a step far away, for which
-// nobody waits. The interpreter puts the step's tag on all words when the kernel has returned.
+// The tag that a kernel of step `epoch` stores with a word: the tag of a far step, for which no
+// worker waits. The interpreter gives all words the step's tag when the kernel has returned.
 MEGAVM_INLINE uint32_t unpublished(uint32_t epoch) { return epoch ^ kFarTag; }
 
-// What a worker waits for: a counter to reach `target`, or a tagged word to carry epoch `target`.
+// A condition that a worker waits for: a counter reaches `target`, or a tagged word carries epoch
+// `target`.
 struct Condition {
   enum Kind : uint32_t { kNothing, kBarrier, kTag };
   Kind kind = kNothing;
@@ -56,7 +56,7 @@ struct Worker {
 
   // Working memory: a bump allocator, empty at the start of each instruction.
   char* arena = nullptr;
-  size_t arena_limit = 0;  // what the running instruction may use
+  size_t arena_limit = 0;  // bytes that the running instruction may use
   size_t arena_used = 0;
 
   Interpreter* interpreter = nullptr;
@@ -90,7 +90,7 @@ struct Worker {
 
 using Kernel = void (*)(const Words&, Worker&);
 
-// The kernels of one instruction-set level, by opcode (null: no such instruction).
+// The kernels of one instruction-set level, by opcode; null if no instruction has the opcode.
 struct Level {
   const char* name;
   const Kernel* kernels;
