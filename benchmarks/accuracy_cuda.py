@@ -1,14 +1,15 @@
-"""How exact the machine is: teacher-forced logits against transformers in float32 and bfloat16.
+"""Accuracy of the machine: teacher-forced logits against transformers in float32 and bfloat16.
 
     python benchmarks/accuracy_cuda.py --model 1b 8b stories --context 1 64 1000 4096 --save
 
-Random weights of the models' shapes (and the shipped model "stories"), rounded to bfloat16; the
-truth is transformers in float32 with those weights. Both contenders, megavm and transformers in
-bfloat16, decode the same tokens after the same context. Its keys and values are either given to
-both, from the float32 run and rounded, or made by each of them itself ("own").
+Weights are random with the models' shapes (or those of the shipped model "stories"), rounded to
+bfloat16. The reference is transformers in float32 with the same weights. Both contenders, megavm
+and transformers in bfloat16, decode the same tokens after the same context. The keys and values of
+the context are either given to both, rounded from the float32 run ("given"), or computed by each
+contender itself ("own").
 
-Also: whether sequences of a batch choose what each of them chooses alone, and a long run of greedy
-tokens at batch 1, twice.
+Also checks whether sequences choose the same tokens in a batch as alone, and runs a long greedy
+decode at batch 1 twice.
 """
 
 from __future__ import annotations
@@ -40,18 +41,18 @@ from megavm.vm.memory import Memory
 
 BLOCK = 64
 SEQUENCES = 8
-CHUNKS = (8, 64, 33, 16)  # rows of the steps in which megavm reads a context, in turn
-LONGEST_OWN = 1000  # contexts beyond are only given
-PREFILL = 1024  # tokens that transformers reads at a time
-LAUNCH = 32  # tokens of a launch of the long run
-LENGTHS = (1, 7, 33, 64, 100, 129, 200, 250)  # of the sequences of a batch
+CHUNKS = (8, 64, 33, 16)  # rows of the steps of megavm's prefill, in turn
+LONGEST_OWN = 1000  # longer contexts are only given, not computed
+PREFILL = 1024  # tokens of one forward pass of transformers' prefill
+LAUNCH = 32  # tokens per launch of the long run
+LENGTHS = (1, 7, 33, 64, 100, 129, 200, 250)  # prompts of the sequences of a batch
 BATCH_STEPS = 16
 
 Tokens = npt.NDArray[np.int32]
 
 
 class ForcedRunner(Runner):
-    """A Runner whose steps can be made to use one program."""
+    """A Runner that runs all steps with one program while ``forced`` is set."""
 
     forced: Bucket | None = None
 
@@ -61,7 +62,7 @@ class ForcedRunner(Runner):
 
 @dataclass
 class Contenders:
-    """One model three times."""
+    """One model in three implementations."""
 
     config: LlamaConfig
     exact: Any  # transformers, float32
@@ -71,13 +72,13 @@ class Contenders:
 
     @property
     def blocks(self) -> Tokens:
-        """The KV blocks of slot 0, in an order of their own."""
+        """The KV blocks of slot 0, in random order."""
         blocks: Tokens = self.runner.block_table[0]
         return blocks
 
 
 def make(model: str, layers: int | None, max_len: int, machine: str) -> Contenders:
-    """The models; megavm has a copy of the weights, which it may lay out anew."""
+    """Make the three models; megavm gets a copy of the weights, because it may relayout them."""
     torch.manual_seed(0)
     virtual, workers = make_machine(machine)
     device = virtual.memory_device
@@ -95,7 +96,7 @@ def make(model: str, layers: int | None, max_len: int, machine: str) -> Contende
         if layers:
             config = replace(config, num_layers=layers)
         exact, native = random_models(config, device)
-    # A batch needs blocks for each sequence, the long context those of one.
+    # Slot 0 needs blocks for the longest context, the other slots only for the batch.
     per_sequence = -(-max_len // BLOCK)
     each = -(-min(max_len, max(LENGTHS) + BATCH_STEPS + 1) // BLOCK)
     count = per_sequence + (SEQUENCES - 1) * each
@@ -121,7 +122,7 @@ def make(model: str, layers: int | None, max_len: int, machine: str) -> Contende
 
 
 def random_models(config: LlamaConfig, device: str) -> tuple[Any, Any]:
-    """Transformers in float32 and in bfloat16, made where they run, with the same weights."""
+    """Transformers in float32 and in bfloat16 with the same weights, made on ``device``."""
     shape = transformers.LlamaConfig(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size,
@@ -138,7 +139,7 @@ def random_models(config: LlamaConfig, device: str) -> tuple[Any, Any]:
     with torch.device(device):
         new_model: Any = transformers.LlamaForCausalLM
         exact, native = (new_model(shape).eval() for _ in range(2))
-    # Only parameters are cast: rotary frequencies stay float32, as in a model that is loaded.
+    # Cast parameters only: rotary frequencies stay float32, as in a loaded model.
     for wide, narrow in zip(exact.parameters(), native.parameters(), strict=True):
         if wide.dim() == 1:
             wide.data.uniform_(0.8, 1.2)
@@ -150,7 +151,7 @@ def random_models(config: LlamaConfig, device: str) -> tuple[Any, Any]:
 
 
 def settle(runner: Runner, choose: bool) -> None:
-    """Greedy choice of tokens after a step, or none."""
+    """Set sampling of all slots to greedy, or turn it off."""
     real = np.zeros(REAL_COLUMNS, np.float32)
     real[Real.TOP_P] = real[Real.REPETITION_PENALTY] = 1.0
     integer = np.zeros(INTEGER_COLUMNS, np.int32)
@@ -160,13 +161,13 @@ def settle(runner: Runner, choose: bool) -> None:
 
 
 def rows_of(slot: int, begin: int, end: int) -> Step:
-    """The positions [begin, end) of a slot, without logits."""
+    """A step of the positions [begin, end) of a slot, without logits."""
     positions = np.arange(begin, end, dtype=np.int32)
     return Step(np.full(end - begin, slot, np.int32), positions, np.empty(0, np.int32), end)
 
 
 def read_context(runner: Runner, slot: int, length: int) -> None:
-    """megavm's own prefill of a slot's first tokens, in steps of many sizes."""
+    """Prefill a slot's first tokens with megavm, in steps of several sizes."""
     settle(runner, False)
     done, sizes = 0, itertools.cycle(CHUNKS)
     while done < length:
@@ -186,7 +187,7 @@ def prefill(model: Any, tokens: torch.Tensor) -> Any:
 
 @torch.no_grad()
 def forced(model: Any, cache: Any, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [n, vocabulary], float32, of tokens [1, n] that follow what is in the cache."""
+    """Logits [n, vocabulary], float32, of tokens [1, n] that follow the contents of the cache."""
     logits = [
         model(token, past_key_values=cache, use_cache=True).logits[0, -1].float()
         for token in torch.split(tokens, 1, dim=1)
@@ -205,9 +206,9 @@ def rounded(cache: Any) -> Any:
 
 @torch.no_grad()
 def give_context(contenders: Contenders, cache: Any, length: int) -> None:
-    """Put keys and values of transformers' cache where megavm has those of slot 0."""
+    """Copy keys and values from transformers' cache into megavm's KV blocks of slot 0."""
     runner = contenders.runner
-    runner.program(runner.bucket(1, 1, length + 1))  # the caches are there from now on
+    runner.program(runner.bucket(1, 1, length + 1))  # allocates the caches
     blocks = -(-length // BLOCK)
     places = torch.from_numpy(contenders.blocks[:blocks].astype(np.int64))
     places = places.to(contenders.device)
@@ -234,7 +235,7 @@ def decode(runner: Runner, context: int, steps: int) -> torch.Tensor:
 
 
 def compare(got: torch.Tensor, want: torch.Tensor, following: torch.Tensor) -> dict[str, float]:
-    """What separates logits [n, vocabulary] from the true ones, and from the tokens that follow."""
+    """Errors of logits [n, vocabulary] against the reference and the following tokens [n]."""
     got, want = got.cpu().double(), want.cpu().double()
     mine, true = got.log_softmax(-1), want.log_softmax(-1)
     loss, true_loss = (-p.gather(1, following[:, None]).mean() for p in (mine, true))
@@ -248,7 +249,7 @@ def compare(got: torch.Tensor, want: torch.Tensor, following: torch.Tensor) -> d
 
 
 def check_context(contenders: Contenders, context: int, steps: int) -> list[dict[str, Any]]:
-    """Decode after so many random tokens, in every way to come by their keys and values."""
+    """Decode after ``context`` random tokens, with given and with own keys and values."""
     runner, config = contenders.runner, contenders.config
     rng = np.random.default_rng(context)
     tokens = rng.integers(0, config.vocab_size, context + steps + 1).astype(np.int32)
@@ -257,32 +258,32 @@ def check_context(contenders: Contenders, context: int, steps: int) -> list[dict
     prompt, asked = (part.to(contenders.device) for part in (ids[:, :context], ids[:, context:-1]))
     following = ids[0, context + 1 :]
     cache = prefill(contenders.exact, prompt)
-    # In the ways of both first: the cache grows when it is used.
+    # Copy the cache for both contenders before ``forced`` appends to it.
     given = rounded(cache)
     give_context(contenders, cache, context)
     want = forced(contenders.exact, cache, asked)
     del cache
-    found = {
+    results = {
         ("megavm", "given"): decode(runner, context, steps),
         ("bfloat16", "given"): forced(contenders.native, given, asked),
     }
     if context <= LONGEST_OWN:
         read_context(runner, 0, context)
-        found["megavm", "own"] = decode(runner, context, steps)
+        results["megavm", "own"] = decode(runner, context, steps)
         own = prefill(contenders.native, prompt)
-        found["bfloat16", "own"] = forced(contenders.native, own, asked)
+        results["bfloat16", "own"] = forced(contenders.native, own, asked)
     return [
         {"context": context, "cache": cache, "who": who, **compare(logits, want, following)}
-        for (who, cache), logits in found.items()
+        for (who, cache), logits in results.items()
     ]
 
 
 def greedy(
     runner: ForcedRunner, slots: list[int], prompts: list[Tokens], bucket: Bucket
 ) -> tuple[Tokens, npt.NDArray[np.float32]]:
-    """(tokens, logits) [sequences, steps] of a decode of slots whose contexts are there.
+    """Greedy decode of slots whose contexts are computed; begins with their last prompt token.
 
-    Every slot's last prompt token is decoded first.
+    Returns tokens [sequences, steps] and logits [sequences, steps, vocabulary].
     """
     settle(runner, True)
     for slot in slots:
@@ -306,7 +307,7 @@ def greedy(
 
 
 def check_batch(contenders: Contenders) -> dict[str, Any]:
-    """Sequences of a batch against each alone, in the same program and in that of one row."""
+    """Compare sequences in a batch and alone, with the same program and with that of one row."""
     runner = contenders.runner
     rng = np.random.default_rng(7)
     vocabulary = contenders.config.vocab_size
@@ -326,7 +327,7 @@ def check_batch(contenders: Contenders) -> dict[str, Any]:
             same = alone == together[slot]
             equal += int(same.sum())
             first = int(np.argmin(same)) if not same.all() else BATCH_STEPS - 1
-            # As long as the tokens are the same, so are the questions.
+            # Logits are comparable up to the first different token.
             asked = slice(0, first + 1)
             scale = float(np.abs(lone[asked]).max())
             difference = float(np.abs(lone[asked] - logits[slot, asked]).max())
@@ -339,32 +340,32 @@ def check_batch(contenders: Contenders) -> dict[str, Any]:
 
 
 def long_run(runner: Runner, count: int) -> Tokens:
-    """Greedy tokens at batch 1 in launches of ``LAUNCH``, from position 0 again when it is full.
+    """Greedy tokens at batch 1 in launches of ``LAUNCH``; restarts at position 0 when full.
 
     Raises ValueError for a token outside the vocabulary, MachineFault when the machine fails.
     """
     settle(runner, True)
     zero = np.zeros(1, np.int32)
-    made = np.empty(count, np.int32)
+    tokens = np.empty(count, np.int32)
     token, position, done = np.array([1], np.int32), 0, 0
     runner.write_tokens(0, token)
     while done < count:
         if position == runner.max_model_len:
             position = 0
-            runner.write_tokens(0, made[done - 1 : done])
+            runner.write_tokens(0, tokens[done - 1 : done])
         steps = min(LAUNCH, count - done, runner.max_model_len - position)
         runner.run(Step(zero, np.array([position], np.int32), zero, position + 1), steps)
         chosen = runner.tokens[0, position + 1 : position + steps + 1]
         if chosen.min() < 0 or chosen.max() >= runner.vocab_size:
             raise ValueError(f"token {chosen} at position {position} is outside the vocabulary")
-        made[done : done + steps] = chosen
+        tokens[done : done + steps] = chosen
         done += steps
         position += steps
-    return made
+    return tokens
 
 
 def check_endurance(runner: Runner, count: int) -> dict[str, Any]:
-    """Two long runs."""
+    """Compare the tokens of two long runs."""
     first, second = long_run(runner, count), long_run(runner, count)
     return {
         "tokens": count,
@@ -375,7 +376,7 @@ def check_endurance(runner: Runner, count: int) -> dict[str, Any]:
 
 
 def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """All checks of one model, printed as they are done."""
+    """Run all checks of one model and print each result."""
     contexts = [c for c in args.context if c <= args.max_context]
     longest = max([*contexts, max(LENGTHS) + BATCH_STEPS]) + args.steps
     contenders = make(model, args.layers, -(-longest // BLOCK) * BLOCK, args.machine)
@@ -391,7 +392,7 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
                 f"{found['nll_difference']:12.2e}{found['greedy_agreement']:9.0%}",
                 flush=True,
             )
-    # What follows needs no transformers.
+    # The other checks do not need transformers: free its memory.
     contenders.exact = contenders.native = None
     _give_back()
     if not args.no_batch:

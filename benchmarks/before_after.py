@@ -1,10 +1,10 @@
-"""Two versions of megavm on one GPU, turn by turn: what a change costs or brings.
+"""Compare the decode times of two versions of megavm on one GPU, in alternating turns.
 
     python benchmarks/before_after.py --before SOURCES SITE --after SOURCES SITE --model 1b --save
 
 SOURCES is a checkout, SITE a folder into which it was installed (pip install --target SITE ...).
-Each turn runs benchmarks/llama_cuda.py of a checkout in a process of its own; the first, in which
-kernels are compiled, does not count.
+Each turn runs benchmarks/llama_cuda.py of a checkout in its own process. The first turn compiles
+kernels and does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Times = dict[tuple[int, int], float]  # us per step, by batch and context
 
 
 def turn(sources: str, site: str, model: str, contexts: list[int], batches: list[int]) -> Times:
-    """One run of a checkout's benchmark."""
+    """One run of benchmarks/llama_cuda.py of a checkout. Exits when it fails."""
     command = [sys.executable, str(Path(sources) / "benchmarks/llama_cuda.py"), "--model", model]
     command += ["--context", *map(str, contexts), "--batch", *map(str, batches), "--rounds", "40"]
     environment = os.environ | {"PYTHONPATH": site}
@@ -45,7 +45,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    sys.path.insert(0, args.after[1])  # whose version and commit the result names
+    sys.path.insert(0, args.after[1])  # the saved environment names this version
     results = []
     for model in args.model:
         found: dict[str, list[Times]] = defaultdict(list)

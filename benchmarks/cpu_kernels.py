@@ -1,8 +1,8 @@
-"""Kernels of the CPU machine beside torch, on the shapes of Llama-3.2-1B, in one run.
+"""Kernels of the CPU machine against torch, on the shapes of Llama-3.2-1B, in one run.
 
-Both work with the same number of threads on the same weights. Weights are cycled through copies
-that together exceed the caches, as the layers of a model do. The times are the best of several
-runs, ours and torch's in turn.
+Both use the same number of threads and the same weights. Each weight has several copies that
+together exceed the caches, as the layers of a model do. Times are the best of several runs, with
+megavm and torch in turn.
 
     python benchmarks/cpu_kernels.py [--rows 1 4 8 128] [--dtype bfloat16 float32] [--seconds 1.0]
 """
@@ -27,12 +27,12 @@ from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 
 DTYPES = {"bfloat16": BF16, "float32": F32}
-CACHE_BYTES = 400e6  # of copies of a weight
+CACHE_BYTES = 400e6  # total size of the copies of a weight
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A product of a Llama layer: ``columns`` sums of ``k`` products, twice for gate and up."""
+    """A product of a Llama layer: [columns, k] weights, two of them if ``gated`` (gate and up)."""
 
     name: str
     columns: int
@@ -54,7 +54,7 @@ SHAPES = [
 
 
 def cut(size: int, pieces: int, unit: int = 16) -> Iterator[tuple[int, int]]:
-    """[0, size) in equal pieces, at multiples of ``unit``."""
+    """Cut [0, size) at multiples of ``unit`` into at most ``pieces`` nearly equal ranges."""
     units = -(-size // unit)
     pieces = min(pieces, units)
     for i in range(pieces):
@@ -64,7 +64,7 @@ def cut(size: int, pieces: int, unit: int = 16) -> Iterator[tuple[int, int]]:
 def tiles(
     shape: Shape, rows: int, workers: int, row_tile: int, column_tile: int
 ) -> Iterator[tuple[int, int, int, int]]:
-    """(worker, first column, end, first row): tiles of the same weights side by side."""
+    """(worker, first column, end column, first row) of each tile; equal weights are adjacent."""
     for worker, (left, right) in enumerate(cut(shape.columns, workers)):
         for begin, end in cut(right - left, max(1, -(-(right - left) // column_tile))):
             for top in range(0, rows, row_tile):
@@ -80,7 +80,7 @@ def build(
     row_tile: int,
     column_tile: int,
 ) -> Program:
-    """One product with each copy of the weight."""
+    """A program of one product with each copy of the weight."""
     tensors = [
         TensorSpec("x", (rows, shape.k), dtype, TensorKind.INPUT),
         TensorSpec("out", (rows, shape.columns), dtype, TensorKind.STATE),
@@ -115,7 +115,7 @@ def build(
 def best(
     functions: list[Callable[[], object]], seconds: float, clock: Callable[[], float]
 ) -> list[float]:
-    """The least time of each function; they take turns."""
+    """The shortest time of each function by ``clock``; the functions take turns."""
     times = [float("inf")] * len(functions)
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
@@ -127,7 +127,7 @@ def best(
 
 
 def torch_product(shape: Shape, x: torch.Tensor, weights: list[torch.Tensor]) -> Callable[[], None]:
-    """The same with torch's kernels."""
+    """The same products with torch's kernels."""
 
     def run() -> None:
         if shape.gated:
@@ -142,7 +142,7 @@ def torch_product(shape: Shape, x: torch.Tensor, weights: list[torch.Tensor]) ->
 
 
 def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile: as many sums as fit, once whole rows do not."""
+    """Rows and columns of a tile: all columns for few rows, else as many as SUMS_BYTES allows."""
     if rows < 16:
         return rows, shape.columns
     row_tile = min(rows, 128)
@@ -151,7 +151,7 @@ def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure all shapes and print a table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -187,7 +187,7 @@ def main() -> None:
 def measure(
     shape: Shape, dtype: DType, rows: int, args: argparse.Namespace, machine: CpuMachine
 ) -> None:
-    """One line of the table."""
+    """Measure one shape and print its line of the table."""
     if rows * shape.columns > 2**25:
         rows = min(rows, 8)
     size = shape.weight_rows * shape.k * dtype.size

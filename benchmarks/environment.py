@@ -1,4 +1,4 @@
-"""What a result must say about where it came from."""
+"""The environment that is saved with every result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 
 
-# What nvidia-smi is asked for, and what it is called here.
+# Field of nvidia-smi -> name in the results.
 GPU_FACTS = {
     "name": "name",
     "driver_version": "driver",
@@ -30,7 +30,7 @@ GPU_FACTS = {
 
 
 def describe_gpus() -> list[dict[str, str]]:
-    """What nvidia-smi says about every GPU at this moment; nothing where there is none."""
+    """The state of every GPU from nvidia-smi; [] without nvidia-smi."""
     query = [f"--query-gpu={','.join(GPU_FACTS)}", "--format=csv,noheader"]
     try:
         answer = subprocess.run(
@@ -70,7 +70,7 @@ def describe() -> dict[str, Any]:
 
 
 def save(name: str, results: dict[str, Any]) -> Path:
-    """Write benchmarks/results/<name>.json with the environment beside the results."""
+    """Write results and environment to benchmarks/results/<name>.json; returns the path."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({"environment": describe(), **results}, indent=2) + "\n")

@@ -1,4 +1,4 @@
-"""How long the kernels of a model take to make, and how long to find them again in the cache.
+"""Time to compile the kernels of a model, and time to load them from the cache.
 
     python benchmarks/kernel_compile.py [--model 1b 8b] [--rounds 3] [--save]
 
@@ -27,7 +27,7 @@ from megavm.vm.cuda.compiler import compile_kernel
 from megavm.vm.isa import BF16
 from megavm.vm.target import TARGETS
 
-LONGEST = 131072  # the context that the shapes without a config.json are taken to have
+LONGEST = 131072  # context of the shapes that have no config.json
 
 
 def config_of(model: str) -> LlamaConfig:
@@ -37,11 +37,11 @@ def config_of(model: str) -> LlamaConfig:
 
 
 def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
-    """Medians of ``rounds``, of every kernel and of all that a model needs.
+    """Median times of ``rounds``, for every kernel and for all kernels of a model.
 
-    ``plan_s``: what precedes, finding out what the kernels are specialised for. It is part of
-    ``cold_s`` and ``warm_s`` too. ``start_s``: what a model's start takes with the kernels in the
-    cache, the program of one token compiled and its kernel found.
+    ``plan_s``: time to find out which kernels are needed; ``cold_s`` and ``warm_s`` include it.
+    ``start_s``: time of a model's start with a warm cache: compile the program of one token and
+    load its kernel.
     """
     plan, cold, warm, start = [], [], [], []
     seconds: dict[tuple[int, ...], list[float]] = {}
@@ -52,14 +52,14 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
             with tempfile.TemporaryDirectory(prefix="megavm-") as folder:
                 os.environ["MEGAVM_CACHE_DIR"] = folder
                 plan.append(_seconds(lambda: kernel_headers(config, BF16))[0])
-                time_cold, made = _seconds(lambda: compile_kernels(config, BF16))
-                time_warm, found = _seconds(lambda: compile_kernels(config, BF16))
+                time_cold, compiled = _seconds(lambda: compile_kernels(config, BF16))
+                time_warm, cached = _seconds(lambda: compile_kernels(config, BF16))
                 start.append(_seconds(lambda: _start(config))[0])
             cold.append(time_cold)
             warm.append(time_warm)
-            if any(m.kernel.cached for m in made) or not all(f.kernel.cached for f in found):
+            if any(c.kernel.cached for c in compiled) or not all(c.kernel.cached for c in cached):
                 raise RuntimeError("the cache did not hold what was put there")
-            for model_kernel in made:
+            for model_kernel in compiled:
                 kernel = model_kernel.kernel
                 seconds.setdefault(model_kernel.rows, []).append(kernel.seconds)
                 facts[model_kernel.rows] = {

@@ -1,11 +1,12 @@
-"""Decode and prefill on the CPU machine beside Hugging Face transformers, in one run.
+"""Decode and prefill on the CPU machine against Hugging Face transformers, in one run.
 
     python benchmarks/llama_cpu.py [--layers 4] [--tokens 20] [--rounds 5] [--save]
 
-A random model with Llama-3.2-1B's layer shapes and vocabulary, fewer layers, bfloat16 weights.
-Transformers runs the same weights in bfloat16 and in float32 (torch's threads = our workers), its
-forward pass called in a plain loop with a growing KV cache; megavm runs `LLM.generate` with
-everything included. Rounds of all contenders are interleaved; the medians are compared.
+The model is random, with Llama-3.2-1B's layer shapes and vocabulary, fewer layers and bfloat16
+weights. Transformers runs the same weights in bfloat16 and in float32 with as many threads as
+megavm has workers; its forward pass is called in a plain loop with a growing KV cache. megavm runs
+`LLM.generate`, including all of its overhead. Rounds of all contenders alternate; medians are
+compared.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def make_model(layers: int, directory: Path) -> None:
 
 
 class Transformers:
-    """The baseline: a forward pass per token, greedy, growing cache."""
+    """The baseline: one forward pass per token, greedy, with a growing cache."""
 
     def __init__(self, directory: Path, dtype: torch.dtype) -> None:
         self.model = transformers.LlamaForCausalLM.from_pretrained(directory, dtype=dtype).eval()
@@ -72,7 +73,7 @@ class Transformers:
 
 
 class Megavm:
-    """Ours, through the front door."""
+    """megavm through its Python API."""
 
     def __init__(self, directory: Path, dtype: Literal["bfloat16", "float32"]) -> None:
         self.llm = LLM(
@@ -107,7 +108,7 @@ def main() -> None:
     rng = torch.Generator().manual_seed(1)
 
     def prompt(length: int) -> list[int]:
-        """A new prompt each time: nothing may come from a prefix cache."""
+        """A new prompt each time, so that the prefix cache never hits."""
         ids: list[int] = torch.randint(0, 128256, (length,), generator=rng).tolist()
         return ids
 
@@ -122,7 +123,7 @@ def main() -> None:
         times: dict[str, dict[str, list[float]]] = {
             n: {"decode": [], "prefill": []} for n in contenders
         }
-        for contender in contenders.values():  # warm up: compile, page in
+        for contender in contenders.values():  # warm up: compile programs, page weights in
             contender.decode(prompt(PROMPT_DECODE), 2)
             contender.prefill(prompt(PROMPT_PREFILL))
         for _ in range(arguments.rounds):

@@ -1,9 +1,9 @@
-"""Decoding on a GPU against the time that reading the weights takes, measured in the same run.
+"""Decoding on a GPU against the time to read the weights, measured in the same run.
 
     python benchmarks/llama_cuda.py --model 1b --context 2 250 1000 4096 16384 --batch 1 8 --save
 
-Random weights of the model's shapes. A token is everything: embedding, all layers, LM head, greedy
-choice, and the chosen token feeds the next step without the host.
+Weights are random with the model's shapes. The time of a token includes everything: embedding, all
+layers, LM head and greedy choice. The chosen token feeds the next step without the host.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def weight_bytes(config: LlamaConfig) -> int:
-    """Bytes that one token must read: every weight, but of the embeddings one row unless tied."""
+    """Bytes that one token must read: all weights except untied embeddings."""
     hidden, wide = config.hidden_size, config.intermediate_size
     attention = hidden * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     layer = attention + 3 * hidden * wide + 2 * hidden
@@ -50,14 +50,14 @@ def weight_bytes(config: LlamaConfig) -> int:
 
 
 def kv_bytes(config: LlamaConfig, context: int) -> int:
-    """Bytes of keys and values of so many tokens."""
+    """Bytes of the keys and values of ``context`` tokens."""
     return 4 * config.num_layers * config.num_kv_heads * config.head_dim * context
 
 
 def make_runner(
     config: LlamaConfig, machine: CudaMachine, max_context: int, batch: int, **options: Any
 ) -> Runner:
-    """Random weights on the GPU, with norm-preserving scales."""
+    """A runner with random weights on the GPU, scaled to preserve norms."""
     blocks = -(-max_context // 64)
     limits = Limits(batch, blocks * 64, max(batch, 8), batch, batch * blocks, 64)
     memory = Memory(machine.memory_device)
@@ -80,7 +80,10 @@ def make_runner(
 
 
 def prepare(runner: Runner, batch: int, context: int) -> Step:
-    """``batch`` sequences of ``context`` cached tokens (of random keys and values)."""
+    """A decode step of ``batch`` sequences with ``context`` cached tokens each.
+
+    Their keys and values are arbitrary.
+    """
     limits = runner.limits
     rng = np.random.default_rng(1)
     real = np.zeros(REAL_COLUMNS, np.float32)
@@ -102,7 +105,7 @@ def prepare(runner: Runner, batch: int, context: int) -> Step:
 def measure(
     runner: Runner, batch: int, context: int, steps: int, rounds: int
 ) -> dict[str, float | int]:
-    """Median microseconds per token (per step of all sequences)."""
+    """Median microseconds per step, in which every sequence gets one token."""
     step = prepare(runner, batch, context)
     runner.run(step, steps)
     bucket = runner.bucket(batch, batch, context + steps, decode=True)
@@ -117,7 +120,7 @@ def measure(
 
 
 def record(runner: Runner, batch: int, context: int, steps: int, path: str) -> None:
-    """Write a trace of two launches, after one that is not in it."""
+    """Write a trace of two launches, after a warm-up launch."""
     recorder = Recorder()
     machine, config = runner.machine, runner.config
     recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}

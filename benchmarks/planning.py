@@ -1,13 +1,13 @@
-"""What the host does for a decode step: plan it, write and read memory, collect its tokens.
+"""The host's time for a decode step: plan it, write and read memory, collect its tokens.
 
     python benchmarks/planning.py [--steps 2000] [--save]
 
-The machine is replaced by a runner that puts a token into memory and returns, so that only the
-host's work is measured. ``plan_us`` is what must be known before a step can be launched (design:
-under 100 us for one sequence, under 1000 us for 64); ``execute_us`` is the host's part between two
-launches, ``collect_us`` the part that runs while the next launch does: stop conditions, text (the
-shipped model's tokenizer), freed blocks. Sequences start one token apart, so that KV blocks are
-needed at every step, as in a server.
+A runner that only puts a token into memory replaces the machine, so only the host's work is
+measured. ``plan_us``: planning, which must precede a launch (design: under 100 us for one sequence,
+under 1000 us for 64). ``execute_us``: the host's work between two launches. ``collect_us``: work
+that overlaps with the next launch: stop conditions, text (the shipped model's tokenizer), freed
+blocks. Prompts differ in length, so that some sequence needs a KV block at every step, as in a
+server.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PLAN_LIMIT_US = {1: 100.0, 64: 1000.0}
 
 
 class EchoRunner:
-    """Memory like a model's, and a machine that chooses the token after the last one."""
+    """The memory of a model, and a machine that chooses the last token's id plus one."""
 
     def __init__(self, sequences: int, length: int, vocab_size: int) -> None:
         self.max_num_seqs = sequences
@@ -54,11 +54,11 @@ class EchoRunner:
         self.seconds = 0.0
 
     def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
-        """As the runner's."""
+        """As ``Runner.write_tokens``."""
         self.tokens[slot, : len(tokens)] = tokens
 
     def run(self, step: Step, steps: int = 1) -> None:
-        """Choose the tokens; its own time is kept in ``seconds``."""
+        """Choose the tokens; adds its own time to ``seconds``."""
         begin = time.perf_counter()
         slots = step.row_sequence[step.logit_row]
         positions = step.row_position[step.logit_row]
@@ -108,7 +108,7 @@ def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print a table; 1 if planning is slower than the design allows."""
+    """Measure and print a table; returns 1 if planning is slower than the design allows."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--save", action="store_true", help="write results/planning.json")

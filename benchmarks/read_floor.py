@@ -1,7 +1,7 @@
-"""The floor of decoding: how long the GPU takes to read so many bytes, and do nothing with them.
+"""The floor of decoding: the time that the GPU takes to read a number of bytes.
 
-A streaming read by all SMs over a buffer of its own: with 16-byte loads, several in flight per
-thread, and with bulk copies into shared memory. The floor is the faster of the two.
+All SMs stream a buffer in two ways: with 16-byte loads, several in flight per thread, and with bulk
+copies into shared memory. The floor is the faster of the two.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(32)
 
 
 class ReadFloor:
-    """Measures streaming reads. Holds a buffer of ``size`` bytes on the GPU."""
+    """Measures streaming reads of a buffer of ``size`` bytes on the GPU."""
 
     def __init__(self, size: int) -> None:
         from cuda.core import Device, LaunchConfig, Program, ProgramOptions
@@ -98,7 +98,7 @@ class ReadFloor:
         return self.size / self.microseconds(self.size) * 1e6
 
     def microseconds(self, size: int, rounds: int = 50) -> float:
-        """Median time to read ``size`` bytes: whole passes over the buffer and a part of one."""
+        """Median time to read ``size`` bytes: full passes over the buffer and a partial one."""
         from cuda.core import Stream, launch
 
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)

@@ -1,16 +1,16 @@
-"""What the HTTP server costs beside `LLM.generate`: tokens/s and time to first token, one client.
+"""The HTTP server against `LLM.generate`: tokens/s and time to first token with one client.
 
     python benchmarks/server_overhead.py [--layers 2] [--rounds 15] [--save]
 
-On a GPU, where there is one, all 16 layers are few enough, and more tokens are timed.
+With a GPU, more tokens are timed, and --layers 16 (the full model) is fast enough.
 
 Two models: the shipped one, and a random one with Llama-3.2-1B's layer shapes and vocabulary and
-fewer layers. `megavm serve` runs as a process of its own; the client speaks HTTP over a plain
-socket, one request at a time over one connection. The same prompt and number of tokens go through
-`LLM.generate` in this process, with the same options, round by round in turn.
+fewer layers. `megavm serve` runs in its own process; the client sends one request at a time over
+one plain HTTP connection. `LLM.generate` in this process continues the same prompt with the same
+options; rounds alternate.
 
-The server's work and the client's take place while the machine's workers run. Where these have
-all cores, they take them from each other: `cores` of the result counts.
+Server and client run at the same time as the machine's workers. If the workers occupy all cores,
+they compete: compare `workers` and `cores` of the result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ PAUSE_SECONDS = 0.02
 
 @contextlib.contextmanager
 def serving(model: str, *options: str) -> Iterator[socket.socket]:
-    """A connection to a server process that is ready."""
+    """Start a server process; yields a connection once it is ready, and ends it afterwards."""
     command = [sys.executable, "-m", "megavm", "serve", model, "--port", "0", "--quiet", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -66,7 +66,10 @@ def serving(model: str, *options: str) -> Iterator[socket.socket]:
 
 
 def request(connection: socket.socket, tokens: int, stream: bool) -> dict[str, float]:
-    """Seconds of one completion, and until its first token if it is streamed."""
+    """Send one completion request.
+
+    Returns the seconds until its end, and until its first token (if not streamed: its end).
+    """
     body = {
         "prompt": PROMPT,
         "max_tokens": tokens,
@@ -80,7 +83,7 @@ def request(connection: socket.socket, tokens: int, stream: bool) -> dict[str, f
         b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n" % len(content) + content
     )
-    # Nothing is taken apart before the clock has stopped: the client must not count for the server.
+    # Parse the answer only after the clock has stopped, so that the client's time does not count.
     end_mark = b"data: [DONE]\n\n\r\n0\r\n\r\n" if stream else b"}}}"
     answer, first = b"", 0.0
     while not answer.endswith(end_mark):
@@ -106,9 +109,9 @@ def direct(llm: LLM, tokens: int) -> float:
 
 
 def first_tokens(llm: LLM, connection: socket.socket) -> dict[str, float]:
-    """Medians of the seconds until the first token, without and with the server, in turn.
+    """Median seconds until the first token, without and with the server, in turn.
 
-    The machine rests before each, because its threads wake more slowly than they go on.
+    Pauses before each, so that both include the time to wake the machine's threads.
     """
     without, served = [], []
     for _ in range(FIRST_TOKENS):
@@ -120,7 +123,7 @@ def first_tokens(llm: LLM, connection: socket.socket) -> dict[str, float]:
 
 
 def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None) -> dict[str, Any]:
-    """Medians of all rounds, and what they say about the server."""
+    """Medians of all rounds, and the server's share of the direct speed."""
     options = ["--max-model-len", "1024", "--max-num-seqs", "4"]
     options += ["--workers", str(workers)] if workers else []
     times: dict[str, list[float]] = {"direct": [], "whole": [], "stream": []}
@@ -134,7 +137,7 @@ def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None
                 "whole": request(connection, tokens, stream=False)["seconds"],
                 "stream": request(connection, tokens, stream=True)["seconds"],
             }
-            if number:  # programs are compiled in the first round
+            if number:  # the first round compiles programs and does not count
                 for kind, seconds in found.items():
                     times[kind].append(seconds)
         first = first_tokens(llm, connection)
@@ -149,7 +152,7 @@ def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None
     }
     for kind, taken in times.items():
         result[f"{kind}_tokens_per_second"] = round(tokens / statistics.median(taken), 1)
-    # Of the same round, so that other work on the machine counts for both.
+    # Compare times of the same round, so that other load on the computer affects both.
     for kind in ("whole", "stream"):
         shares = [d / s for d, s in zip(times["direct"], times[kind], strict=True)]
         result[f"{kind}_share"] = round(statistics.median(shares), 4)
@@ -160,7 +163,7 @@ def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None
 
 
 def main() -> int:
-    """Measure, print; 1 if the server costs more than it may."""
+    """Measure and print; returns 1 if the server is slower than its limits."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--layers", type=int, default=2, help="of the model shaped like 1B")
     parser.add_argument("--rounds", type=int, default=15)

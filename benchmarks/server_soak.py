@@ -1,15 +1,16 @@
-"""A server under random load, and under more load than it can carry.
+"""A server under random load, and under overload.
 
     python benchmarks/server_soak.py [--requests 2500] [--overload-seconds 300] [--save]
 
-First, 64 clients send requests of many kinds; some cancel or disconnect at a random moment. What is
-answered must be what `LLM.generate` gives for the request alone, token for token; afterwards every
-KV block must be free and no task be left. Then more clients than the queue has room for send
-requests without a pause: the server must answer 429 to what it cannot take, its memory must stay
-flat within 5 % after the first minute, and no callback may block its event loop for over 50 ms.
+First, 64 clients send requests of many kinds; some cancel or disconnect at a random moment. Every
+answer must equal that of `LLM.generate` for the request alone, token for token. Afterwards all KV
+blocks must be free and no task may be left. Then more clients than the queue has room for send
+requests without a pause. The server must answer 429 to requests that it cannot take, its memory
+must stay constant within 5 % after the first minute, and no callback may block its event loop for
+more than 50 ms.
 
-The server runs in this process, the clients in another. On a machine with other work a callback may
-also just wait for a core: the CPU time that its thread used meanwhile is given beside its duration.
+The server runs in this process, the clients in another. On a busy computer a callback may only be
+waiting for a core, so the CPU time of its thread is reported beside its duration.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ ENGINE: Final[dict[str, Any]] = {
     "dtype": "float32",
     "max_num_seqs": 16,
     "max_num_batched_tokens": 64,
-    "num_blocks": 72,  # too few for all, so that sequences are preempted
+    "num_blocks": 72,  # too few for all sequences, so that some are preempted
 }
 OPENINGS: Final = ("Once upon a time", "The little fox", "One day, a boy named Tim", "A", "It was")
 
@@ -50,7 +51,7 @@ OPENINGS: Final = ("Once upon a time", "The little fox", "One day, a boy named T
 
 @dataclass
 class Counts:
-    """What became of the requests."""
+    """Number of requests by outcome; ``wrong`` describes failures."""
 
     answered: int = 0
     abandoned: int = 0
@@ -59,7 +60,7 @@ class Counts:
 
 
 def workload(seed: int, count: int) -> list[dict[str, Any]]:
-    """Bodies of requests, greedy all of them."""
+    """Bodies of greedy requests with random prompts and options."""
     chance = random.Random(seed)
     bodies = []
     for _ in range(count):
@@ -81,7 +82,7 @@ def workload(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def expected(bodies: list[dict[str, Any]]) -> list[list[list[int]]]:
-    """Token ids that `LLM.generate` gives for each request alone, by completion."""
+    """Token ids of `LLM.generate` for each request alone, by completion."""
     results = []
     with LLM("stories", dtype="float32") as llm:
         for body in bodies:
@@ -110,7 +111,7 @@ def read_answer(content: bytes, body: dict[str, Any]) -> list[list[int]]:
         for choice in json.loads(content)["choices"]:
             found[choice["index"]] = choice["token_ids"]
         return found
-    # The pieces of the chunked encoding have lines of their own.
+    # Lines of the chunked encoding (sizes) do not begin with "data: ".
     for line in content.split(b"\n"):
         if line.startswith(b"data: {"):
             for choice in json.loads(line[6:])["choices"]:
@@ -123,7 +124,7 @@ def read_answer(content: bytes, body: dict[str, Any]) -> list[list[int]]:
 async def one_request(
     port: int, body: dict[str, Any], tokens: list[list[int]], chance: random.Random, counts: Counts
 ) -> None:
-    """Send one request; read its answer, or leave at a random moment."""
+    """Send one request; check its answer, or disconnect at a random moment."""
     body = {**body, "stream": chance.random() < 0.5, "return_token_ids": True}
     leave = chance.random() < 0.3
     writer: Any = None
@@ -148,7 +149,7 @@ async def one_request(
 
 
 async def random_load(port: int, requests: int, seed: int, kinds: int = 60) -> Counts:
-    """Requests of many kinds from `CLIENTS` clients, every one checked."""
+    """Send requests of many kinds from `CLIENTS` clients, and check every answer."""
     bodies = workload(seed, kinds)
     tokens = expected(bodies)
     counts, left = Counts(), iter(range(requests))
@@ -164,7 +165,7 @@ async def random_load(port: int, requests: int, seed: int, kinds: int = 60) -> C
 
 
 async def overload(port: int, seconds: float, seed: int) -> Counts:
-    """Requests without a pause, from more clients than there is room for."""
+    """Send requests without a pause from `OVERLOAD_CLIENTS` clients, more than the queue holds."""
     counts, end = Counts(), time.monotonic() + seconds
 
     async def client(number: int) -> None:
@@ -193,7 +194,7 @@ async def overload(port: int, seconds: float, seed: int) -> Counts:
 
 
 def run_clients(kind: str, port: int, amount: float, seed: int, results: Any) -> None:
-    """In a process of its own: make the load and tell what became of it."""
+    """Main function of the clients' process: generate the load, put the Counts into ``results``."""
     load = (
         random_load(port, int(amount), seed) if kind == "random" else overload(port, amount, seed)
     )
@@ -204,11 +205,11 @@ def run_clients(kind: str, port: int, amount: float, seed: int, results: Any) ->
 
 
 class WatchedServer:
-    """A server in a thread, whose event loop is watched.
+    """A server in a thread, with measurements of its event loop.
 
     Attributes:
-        late: of a task that wants to be called every 10 ms: ms too late, ms of CPU meanwhile.
-        longest: the callbacks of the event loop that took longest: ms, ms of CPU, name.
+        late: (delay in ms, CPU ms meanwhile) of each wake-up of a task that sleeps for 10 ms.
+        longest: (ms, CPU ms, name) of callbacks that took more than 10 ms.
     """
 
     def __init__(self, settings: Settings, engine: dict[str, Any]) -> None:
@@ -262,12 +263,12 @@ class WatchedServer:
             self.late.append((1e3 * late, 1e3 * (time.thread_time() - used)))
 
     def forget(self) -> None:
-        """Watch from now on only."""
+        """Drop all measurements so far."""
         self.late.clear()
         self.longest.clear()
 
     def num_tasks(self) -> int:
-        """Tasks of the event loop."""
+        """Number of tasks of the event loop."""
 
         async def count() -> int:
             return len(asyncio.all_tasks())
@@ -275,25 +276,25 @@ class WatchedServer:
         return asyncio.run_coroutine_threadsafe(count(), self.loop).result(30)
 
     def wait_idle(self, seconds: float) -> None:
-        """Wait until no sequence is left."""
+        """Wait until no sequence is left, for at most ``seconds``."""
         end = time.monotonic() + seconds
         while self.service.engine_loop.num_sequences and time.monotonic() < end:
             time.sleep(0.05)
 
     def close(self) -> None:
-        """End it."""
+        """End the server."""
         self._server.should_exit = True
         self._thread.join(60)
 
 
 def resident_megabytes() -> float:
-    """Memory of this process."""
+    """Resident memory of this process in MB."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def lateness(server: WatchedServer) -> dict[str, Any]:
-    """How late the event loop was, and what held it up, in ms."""
+    """Delays of the event loop and its longest callbacks, in ms."""
     times = sorted(wall for wall, _ in server.late)
     longest = sorted(server.longest, reverse=True)
     return {
@@ -309,7 +310,7 @@ def lateness(server: WatchedServer) -> dict[str, Any]:
 def run_load(
     server: WatchedServer, kind: str, amount: float, seed: int
 ) -> tuple[Counts, list[tuple[float, float]]]:
-    """Let clients make a load; what became of it, and (seconds, MB) of this process meanwhile."""
+    """Run the clients; returns their Counts and samples (seconds, MB) of this process's memory."""
     context = multiprocessing.get_context("spawn")
     results = context.Queue()
     process = context.Process(target=run_clients, args=(kind, server.port, amount, seed, results))
@@ -325,7 +326,7 @@ def run_load(
 
 
 def soak(requests: int, seed: int) -> dict[str, Any]:
-    """The random load; `wrong` is what was not as it should be."""
+    """Run the random load; `wrong` in the result describes all failures."""
     server = WatchedServer(Settings(("stories",), max_queue=256), ENGINE)
     try:
         tasks = server.num_tasks()
@@ -359,7 +360,7 @@ def soak(requests: int, seed: int) -> dict[str, Any]:
 
 
 def overloaded(seconds: float, seed: int) -> dict[str, Any]:
-    """The overload."""
+    """Run the overload."""
     server = WatchedServer(Settings(("stories",), max_queue=64), ENGINE)
     try:
         server.forget()
@@ -382,7 +383,7 @@ def overloaded(seconds: float, seed: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Run both, print; 1 if something is not as it must be."""
+    """Run both loads and print the results; returns 1 if a check or a limit fails."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=2500)
     parser.add_argument("--overload-seconds", type=float, default=300)

@@ -1,10 +1,10 @@
-"""How many tokens per second the server's streams alone carry: no model, no engine.
+"""Tokens per second of the server's streams alone, without model and engine.
 
     python benchmarks/server_sse.py [--streams 16] [--tokens 4000] [--save]
 
-Every stream is given one token after the other, as by the steps of an engine, and goes through the
-whole path: wake-up, JSON, HTTP, socket. The client, a process of its own, reads and counts. The
-rate by CPU time is what one core would carry that has nothing else to do.
+Every stream gets one token after the other, as from the steps of an engine. Each token takes the
+whole path: wake-up, JSON, HTTP, socket. The client runs in its own process, reads and counts. The
+rate per CPU second is the throughput of one core without other work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ PATHS: Final = {
 
 
 class Streams:
-    """An ASGI application whose every request is a stream of its own."""
+    """An ASGI application that answers every request with a new stream."""
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
@@ -57,7 +57,7 @@ class Streams:
         await EventStream(generation, answer, lambda: None, 600.0)(scope, receive, send)
 
     async def feed(self, streams: int, tokens: int) -> float:
-        """Give every stream its tokens; CPU seconds of this thread."""
+        """Give every stream its tokens; returns the CPU seconds of this thread."""
         while len(self.generations) < streams:
             await asyncio.sleep(0.01)
         request = cast(Request, None)
@@ -69,14 +69,14 @@ class Streams:
                     delta.finish_reason = "length"
                 generation.add(0, delta)
                 generation.wake()
-            await asyncio.sleep(0)  # the streams take what is there before the next step
+            await asyncio.sleep(0)  # let the streams take the tokens before the next step
         while any(not g.finished for g in self.generations):
             await asyncio.sleep(0)
         return time.thread_time() - begin
 
 
 def client(port: int, streams: int, results: Any) -> None:
-    """Read all streams to their end; the number of events."""
+    """Read all streams to their end; puts the number of events into ``results``."""
 
     async def one() -> int:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 20)
@@ -92,7 +92,7 @@ def client(port: int, streams: int, results: Any) -> None:
 
 
 def measure(path: str, streams: int, tokens: int) -> dict[str, Any]:
-    """One run."""
+    """Run the server with one combination of event loop and HTTP parser."""
     loop, http = PATHS[path]
     listener = socket.create_server(("127.0.0.1", 0))
     streamed = Streams()
@@ -133,7 +133,7 @@ def measure(path: str, streams: int, tokens: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, print; 1 if it is less than it must be."""
+    """Measure and print; returns 1 if the rate is below LIMIT."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--streams", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=4000)

@@ -1,10 +1,10 @@
-"""What each technique brings: decoding with one thing changed at a time.
+"""The effect of each technique: decode times with one change at a time.
 
     python benchmarks/techniques_cuda.py [--model 1b] [--context 250] [--rounds 50] [--save]
 
-A variant is a copy of the kernel sources with a constant or a line changed, other compile options,
-or another way to launch. It is measured between two measurements of the unchanged machine at the
-same context and steps per launch, and must choose the same tokens.
+A variant changes a constant or a line in a copy of the kernel sources, a compile option, or the way
+to launch. It is measured between two measurements of the unchanged machine at the same context, and
+must choose the same tokens.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
 CONFIG, LOADER = "cuda/config.cuh", "cuda/loader.cuh"
-CHECKED = 32  # tokens that must be the same (but for ties that rounding decides)
-LONG = 4096  # a context at which the splits of attention matter
+CHECKED = 32  # tokens that must be equal (except for ties that rounding decides)
+LONG = 4096  # a context long enough for splits of attention to matter
 
-Edits = Mapping[str, tuple[tuple[str, str], ...]]  # by file: what to find (a regex) and put there
+Edits = Mapping[str, tuple[tuple[str, str], ...]]  # file -> (regex, replacement), ...
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One change. ``context`` and ``steps`` per launch default to those of the command line."""
+    """One change. ``context`` and ``steps`` (per launch) of 0 mean those of the command line."""
 
     technique: str
     name: str
@@ -55,24 +55,24 @@ class Variant:
 
 
 def constant(name: str, value: int | str) -> Edits:
-    """Give a constant of cuda/config.cuh another value."""
+    """Change the value of a constant in cuda/config.cuh."""
     pattern = rf"(?m)^constexpr uint32_t {name} = [^;]+;"
     return {CONFIG: ((pattern, f"constexpr uint32_t {name} = {value};"),)}
 
 
 def pages(count: int) -> Edits:
-    """A ring of at most so many pages."""
+    """Use a ring of at most ``count`` pages."""
     return constant("kPages", f"min_of({count}, program::kPages)")
 
 
 def in_flight(count: int, waiting: int) -> Edits:
-    """The loader never has more pages under way; fewer while consumers wait for other workers."""
+    """Limit the loader's pages in flight to ``count``, and to ``waiting`` while consumers wait."""
     edits = constant("kWindow", count)[CONFIG] + constant("kWaitWindow", waiting)[CONFIG]
     return {CONFIG: edits}
 
 
 def waiting(*semaphores: str) -> Edits:
-    """The loader waits for what an instruction waits for before it fetches any of its pages."""
+    """Let the loader wait for these semaphores before it loads an instruction's first page."""
     waits = "".join(f"\n    stage.{name}().wait(stage.phase);" for name in semaphores)
     start = r"void begin_page\(uint32_t bytes[^)]*\) \{"
     return {LOADER: ((start, rf"\g<0>{waits}"),)}
@@ -88,11 +88,11 @@ VARIANTS = [
     *(Variant("instructions in flight", f"{n}", constant("kStages", n)) for n in (2, 4)),
     Variant("weights before waits", "off", waiting("ready", "hinted")),
     Variant("weights before waits", "off, with barriers", waiting("ready"), BARRIER),
-    # Passing activations on.
+    # Exchange of activations.
     Variant("exchange", "barriers", options=BARRIER),
     Variant("hints", "off", hints=False),
     *(Variant("hints", f"1 writer of {n} late", constant("kHintSlack", n)) for n in (4, 1 << 20)),
-    # Cutting the work.
+    # Tiling and assignment.
     Variant("tiles of columns", "multiples of 16", options={"column_unit": 16}),
     Variant("tiles of columns", "2 per worker", options={"waves": 2}),
     Variant("assignment", "round robin", options={"assignment": "round_robin"}),
@@ -101,7 +101,7 @@ VARIANTS = [
     Variant("splits of attention", "of 512", options={"min_chunk": 512}, context=LONG),
     Variant("splits of attention", "of 1024", options={"min_chunk": 1024}, context=LONG),
     Variant("splits of attention", "none", options={"min_chunk": 1 << 20}, context=LONG),
-    # Around it.
+    # Launches and tracing.
     *(Variant("tokens per launch", f"{n}", steps=n) for n in (1, 2, 4, 8, 32)),
     Variant("trace", "on", trace=True),
 ]
@@ -110,7 +110,7 @@ VARIANTS = [
 def changed_sources(edits: Edits, folder: Path, root: Path = ROOT) -> None:
     """Copy the kernel sources to ``folder`` and edit the copies.
 
-    Raises ValueError when what is to be changed is not there.
+    Raises ValueError when a pattern does not occur.
     """
     for path in _sources(root):
         target = folder / path.relative_to(root)
@@ -132,7 +132,7 @@ def _sources(root: Path) -> Iterator[Path]:
 
 
 class VariantMachine(CudaMachine):
-    """A CudaMachine that may give no hints."""
+    """A CudaMachine that can turn hints off."""
 
     def __init__(self, root: Path = ROOT, hints: bool = True, trace: bool = False) -> None:
         super().__init__(trace=trace, root=root)
@@ -147,15 +147,15 @@ class VariantMachine(CudaMachine):
 
 
 def use_machine(runner: Runner, machine: CudaMachine) -> None:
-    """Let a runner go on with its programs on another machine."""
+    """Let a runner load its programs on another machine."""
     runner.machine = machine
     runner._executables.clear()
 
 
 class Bench:
-    """The unchanged machine, and runners of the same weights for variants.
+    """The unchanged machine, and runners with the same weights for variants.
 
-    The variants that compile to the same programs share one runner.
+    Variants that compile to the same programs share one runner.
     """
 
     def __init__(self, model: str, layers: int | None, context: int, steps: int) -> None:
@@ -171,7 +171,7 @@ class Bench:
         self.other = make_runner(self.config, self.machine, self.max_context, 1)
 
     def tokens(self, runner: Runner, context: int) -> list[int]:
-        """The tokens that follow random ones, with random keys and values."""
+        """Greedy tokens after random tokens with random keys and values."""
         step = prepare(runner, 1, context)
         runner.program(runner.bucket(1, 1, context + CHECKED))
         generator = torch.Generator(runner.memory.device)
@@ -184,9 +184,10 @@ class Bench:
         return chosen
 
     def compare(self, variant: Variant, rounds: int) -> dict[str, Any]:
-        """Measure a variant beside the unchanged machine.
+        """Measure a variant against the unchanged machine.
 
-        Raises CompileError or ValueError when it cannot be made, MachineFault when it does not run.
+        Raises CompileError or ValueError when it cannot be built, MachineFault when it fails to
+        run.
         """
         context, steps = variant.context or self.context, variant.steps or self.steps
         with tempfile.TemporaryDirectory(prefix="megavm-") as folder:
@@ -219,7 +220,7 @@ class Bench:
 
 
 def row(variant: Variant, found: Mapping[str, Any]) -> str:
-    """A row of the table."""
+    """The row of a variant in the table (Markdown)."""
     start = f"| {variant.technique} | {variant.name} |"
     if "failed" in found:
         return f"{start} {found['failed']} | | | |"

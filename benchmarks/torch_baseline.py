@@ -1,10 +1,10 @@
-"""A decode step of the same Llama in plain torch: what torch.compile and CUDA graphs give.
+"""A decode step of the same Llama in plain torch, with torch.compile and CUDA graphs.
 
     python benchmarks/torch_baseline.py --model 1b 3b 8b tinyllama --batch 1 8 --context 250 --save
 
-The model is written for speed in torch, not for comfort: bfloat16, the projections of one input
-merged, a static KV cache just as long as it must be, no Python between layers that the compiler
-would not see, and the whole step, choosing its token included, replayed as one CUDA graph.
+The model is written for speed in torch: bfloat16, merged projections of the same input, a static KV
+cache without unused length, and no Python between layers that the compiler does not see. The whole
+step, including the choice of its token, is replayed as one CUDA graph.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from environment import save
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import rope_table
 
-STEPS = 16  # of a round
-WARM_UP = 3  # rounds: torch compiles in the first step and records its graph in the next two
+STEPS = 16  # steps per round
+WARM_UP = 3  # rounds; torch compiles in the first step and records its graph in the next two
 ATTENTION = ("sdpa", "plain")
 
 
@@ -51,12 +51,15 @@ class Layer(torch.nn.Module):
     def forward(
         self, x: torch.Tensor, rope: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """x [batch, hidden], rope [head_dim] of the position, mask [length]: what may be seen."""
+        """The layer's result [batch, hidden].
+
+        x [batch, hidden]; rope [head_dim] of the position; mask [length]: positions to attend to.
+        """
         config = self.config
         batch, heads, d = x.shape[0], config.num_kv_heads, config.head_dim
         normed = _rms_norm(x, self.input_gain, config.rms_norm_eps)
         q, k, v = torch.split(F.linear(normed, self.qkv), self.sizes, dim=-1)
-        # The query heads of one KV head stand where others have the queries of several tokens.
+        # Treat the query heads of one KV head as queries of several tokens (grouped queries).
         q = _rotate(q.view(batch, heads, -1, d), rope)
         k = _rotate(k.view(batch, heads, 1, d), rope)
         self.keys.index_copy_(2, position, k)
@@ -75,10 +78,10 @@ class Layer(torch.nn.Module):
 
 
 class Decoder(torch.nn.Module):
-    """All of a decode step, of sequences that are at the same position.
+    """A complete decode step of sequences that are all at the same position.
 
-    ``forward`` takes the token of every sequence from ``token``, leaves the chosen ones there, and
-    advances ``position``. Make it where the default device is; weights are random.
+    ``forward`` reads the token of every sequence from ``token``, writes the chosen tokens there and
+    advances ``position``. Weights are random and on the default device.
     """
 
     def __init__(self, config: LlamaConfig, batch: int, length: int, attention: str) -> None:
@@ -102,7 +105,7 @@ class Decoder(torch.nn.Module):
         self.register_buffer("position", torch.zeros(1, dtype=torch.int64))
 
     def logits(self) -> torch.Tensor:
-        """Logits [batch, vocabulary] of the tokens, whose keys and values are stored."""
+        """Logits [batch, vocabulary] of the tokens; stores their keys and values."""
         x = F.embedding(self.token, self.embeddings)
         rope = self.rope[self.position][0]
         mask = self.places <= self.position
@@ -132,7 +135,7 @@ def _rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
-    """Rotate the pairs (j, j + d / 2) by the angles whose cos and sin ``rope`` holds."""
+    """Rotate the pairs (j, j + d / 2); ``rope`` holds cos and sin of the angles."""
     cos, sin = rope.chunk(2)
     left, right = x.float().chunk(2, dim=-1)
     turned = torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
@@ -140,7 +143,7 @@ def _rotate(x: torch.Tensor, rope: torch.Tensor) -> torch.Tensor:
 
 
 def compiled_step(decoder: Decoder) -> Callable[[], None]:
-    """The step as torch makes it fastest: compiled whole, tuned, replayed as a CUDA graph."""
+    """The step in torch's fastest mode: compiled as a whole, tuned, replayed as a CUDA graph."""
     import torch._inductor.config as inductor
 
     inductor.coordinate_descent_tuning = True
@@ -155,8 +158,8 @@ def measure(
 ) -> float:
     """Median microseconds of a step of ``batch`` sequences with ``context`` cached tokens.
 
-    A round is ``STEPS`` steps in a row, each with the tokens that the one before chose, between
-    two events. The GPU does not wait for the host between rounds.
+    A round is ``STEPS`` consecutive steps between two events; each step continues with the tokens
+    that the previous one chose. The GPU does not wait for the host between rounds.
     """
     torch._dynamo.reset()
     times = _times(config, batch, context, rounds, attention)

@@ -1,9 +1,9 @@
-"""What tracing costs on the CPU machine.
+"""The cost of tracing on the CPU machine.
 
     python benchmarks/tracing.py [--tokens 300] [--rounds 8] [--save]
 
-An instruction that does nothing, with and without notes; and the shipped model's tokens with and
-without a recorder, in alternating rounds, medians, everything included (``LLM.generate``).
+Measures a Noop instruction with and without tracing, and the shipped model's time per token with
+and without a recorder: medians of alternating rounds of ``LLM.generate``, including all overhead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ INSTRUCTIONS = 1000
 
 
 def noop_ns(trace: bool, rounds: int) -> float:
-    """Nanoseconds of a noop on one worker: the best round."""
+    """Nanoseconds per Noop on one worker, in the best round."""
     program = Program.build([], [Noop()] * INSTRUCTIONS, [range(INSTRUCTIONS)])
     executable = CpuMachine(trace=trace).load(program, Memory())
     times = []
@@ -39,7 +39,7 @@ def noop_ns(trace: bool, rounds: int) -> float:
 
 
 def token_us(workers: int, tokens: int, rounds: int) -> dict[str, float]:
-    """Microseconds of a token without and with a recorder, and their ratio."""
+    """Microseconds per token without and with a recorder, and their ratio."""
     times: dict[bool, list[float]] = {False: [], True: []}
     params = SamplingParams(max_tokens=tokens, seed=1, ignore_eos=True)
     with LLM("stories", machine="cpu", workers=workers, prefix_caching=False) as llm:

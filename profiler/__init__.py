@@ -1,5 +1,5 @@
-"""The profiler: records what machines note while they run, and says where the time goes.
+"""The profiler: records events of running machines, and reports where the time goes.
 
-`trace.py` is the trace, `trace_file.py` its file, `recorder.py` makes one from a running machine,
-`analysis.py` answers questions about it, `perfetto.py` and `chrome.py` write it for other viewers.
+`trace.py` defines the trace and `trace_file.py` its file format. `recorder.py` records traces of a
+running machine, `analysis.py` evaluates them, `perfetto.py` and `chrome.py` export them.
 """

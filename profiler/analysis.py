@@ -1,7 +1,7 @@
-"""Answers about a trace: time by kind and role, what workers waited for, bandwidth, balance.
+"""Analysis of a trace: time by kind and role, waits of workers, bandwidth, balance.
 
-Times are nanoseconds, rates bytes or operations per second. Functions take a ``Selection``: steps
-of a trace that follow each other.
+Times are nanoseconds, rates bytes or operations per second. Functions take a ``Selection``:
+consecutive steps of a trace.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy.typing as npt
 
 from megavm.profiler.trace import Floats, Ints, Longs, Spans, Trace, TraceError
 
-# What a worker does at a moment. Its consumers decide: while they compute, loads of later
-# instructions go on beside them and cost nothing.
+# The states of a worker. The state of its consumers counts: loads of later instructions that run
+# while they compute cost no time.
 STATES: Final = ("computing", "loading", "barrier", "words", "idle")
-BINS: Final = 200  # of the bandwidth over time
+BINS: Final = 200  # default number of bins of the bandwidth over time
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The steps [first, last) of a trace, and what of it belongs to them."""
+    """The steps [first, last) of a trace, and their part of its columns."""
 
     trace: Trace
     first: int
@@ -32,19 +32,19 @@ class Selection:
 
     @classmethod
     def of(cls, trace: Trace, number: int | None = None) -> Selection:
-        """All steps, or the one of this number in the life of the machine.
+        """All steps, or the step with this number (as in ``Trace.step_number``).
 
-        Raises TraceError when the trace does not have it.
+        Raises TraceError when the trace does not have the step.
         """
         if number is None:
             return cls(trace, 0, trace.num_steps)
-        found = np.flatnonzero(trace.step_number == number)
-        if not len(found):
+        index = np.flatnonzero(trace.step_number == number)
+        if not len(index):
             raise TraceError(
                 f"step {number} is not in the trace: it has {trace.step_number[0]} to "
                 f"{trace.step_number[-1]}"
             )
-        return cls(trace, int(found[0]), int(found[0]) + 1)
+        return cls(trace, int(index[0]), int(index[0]) + 1)
 
     @property
     def steps(self) -> int:
@@ -58,33 +58,33 @@ class Selection:
 
     @functools.cached_property
     def step_seconds(self) -> Floats:
-        """How long each step took: [steps], s."""
+        """Duration of each step: [steps], s."""
         own = slice(self.first, self.last)
         durations: Floats = (self.trace.step_end[own] - self.trace.step_begin[own]) / 1e9
         return durations
 
     @functools.cached_property
     def busy(self) -> int:
-        """Time in which a step ran, gaps between steps left out: ns."""
+        """Total duration of the steps, without the gaps between them: ns."""
         own = slice(self.first, self.last)
         return int((self.trace.step_end[own] - self.trace.step_begin[own]).sum())
 
     @functools.cached_property
     def window(self) -> tuple[int, int]:
-        """When the first step begins and the last one ends: ns."""
+        """(begin of the first step, end of the last step): ns."""
         trace = self.trace
         return int(trace.step_begin[self.first]), int(trace.step_end[self.last - 1])
 
     @functools.cached_property
     def around(self) -> slice:
-        """Records of the steps, and of later ones that begin in the window: roles work ahead."""
+        """Records of the steps, and of later steps that begin in the window: roles work ahead."""
         trace = self.trace
         begun = np.flatnonzero(trace.step_first < self.window[1]).max(initial=0)
         last = max(self.last, int(begun) + 1)
         return slice(int(trace.step_offsets[self.first]), int(trace.step_offsets[last]))
 
     def inside(self, times: Longs) -> Longs:
-        """Of a column of times those of the records around, clipped to the window; -1 stays."""
+        """A column of times, restricted to ``around`` and clipped to the window; -1 stays."""
         own = times[self.around]
         return np.where(own < 0, -1, np.clip(own, *self.window))
 
@@ -95,18 +95,18 @@ class Selection:
         return Spans(**{name: getattr(spans, name)[self.records] for name in vars(spans)})
 
     def column(self, values: npt.NDArray[np.integer]) -> Longs:
-        """The records' part of a column."""
+        """A column, restricted to the records of the steps: int64."""
         own: Longs = np.asarray(values[self.records], np.int64)
         return own
 
 
 @dataclass(frozen=True, eq=False)
 class States:
-    """How long each record keeps its worker's consumers in which state: int64 [R], ns.
+    """Time that each record keeps its worker's consumers in each state: int64 [R], ns.
 
-    The wait for inputs is for barriers until the header's waits are over, then for words. What
-    follows is loading until the last load is there, then computing. What the storer stores while
-    the consumers are at the next instruction does not count.
+    The consumers first wait for barriers until the header's waits are over, then for tagged words,
+    then for loads until the last one has arrived; then they compute. Stores of the storer while the
+    consumers execute the next instruction do not count.
     """
 
     computing: Longs
@@ -127,12 +127,12 @@ def states(spans: Spans) -> States:
 
 
 def by_kind(selection: Selection) -> list[dict[str, Any]]:
-    """Time by kind of instruction, longest first, each with its place under the roofline.
+    """Time by kind of instruction, longest first, with the figures for a roofline.
 
-    ``computing``, ``loading``, ``barrier`` and ``words`` are of all workers together; ``p50`` and
-    ``p99`` are of one instruction's time from ``begin`` to ``left``. Rates are what all workers
-    would reach that did nothing else: over the time of computing and loading, by workers. What was
-    loaded while the consumers waited makes them higher than the memory allows.
+    ``computing``, ``loading``, ``barrier`` and ``words`` are sums over all workers. ``p50`` and
+    ``p99`` are percentiles of the time of one instruction from ``begin`` to ``left``. Rates are
+    those of all workers if they executed nothing else: the total over (computing + loading) /
+    workers. They exceed the memory's bandwidth if data was loaded while the consumers waited.
     """
     trace, spans = selection.trace, selection.spans
     kind = selection.column(trace.record_kind)
@@ -173,10 +173,11 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
 
 
 def by_role(selection: Selection) -> dict[str, int]:
-    """How long each role of all workers had an instruction at least, waiting included: ns.
+    """Time in which each role had at least one instruction, summed over workers: ns.
 
-    From the beginning of the first step to the end of the last one, whatever step the instruction
-    is of: loaders work ahead. Several instructions at once count once.
+    Includes waits. Counts from the beginning of the first step to the end of the last one, and
+    includes instructions of other steps in this window: loaders work ahead. Several instructions at
+    once count once.
     """
     worker = np.asarray(selection.trace.record_worker[selection.around], np.int64)
     return {
@@ -186,9 +187,9 @@ def by_role(selection: Selection) -> dict[str, int]:
 
 
 def role_spans(trace: Trace) -> dict[str, tuple[Longs, Longs]]:
-    """When each role had every record: begin and end, int64 [R], ns; -1: it had nothing to do.
+    """For each role, when it begins and ends every record: int64 [R], ns; -1: it has no part.
 
-    The storer has what the consumers have left.
+    The storer's span begins when the consumers leave the record.
     """
     spans, ready = trace.spans, trace.event("ready")
     fetched = np.where(ready >= 0, trace.event("fetched"), -1)
@@ -201,14 +202,14 @@ def role_spans(trace: Trace) -> dict[str, tuple[Longs, Longs]]:
 
 
 def _covered(worker: Longs, begin: Longs, end: Longs) -> int:
-    """The time that spans of the same worker cover, where they overlap once; -1: no span."""
-    some = (begin >= 0) & (end > begin)
-    unknown = int((end - begin)[some & (worker < 0)].sum())
+    """Total time that spans cover; overlapping spans of one worker count once. -1: no span."""
+    valid = (begin >= 0) & (end > begin)
+    unknown = int((end - begin)[valid & (worker < 0)].sum())
     order = np.lexsort((begin, worker))
-    order = order[(some & (worker >= 0))[order]]
+    order = order[(valid & (worker >= 0))[order]]
     if not len(order):
         return unknown
-    # Every worker has a time of its own, so that no span reaches into those of the next one.
+    # Shift each worker's times into a range of its own: spans of two workers then never overlap.
     base = worker[order] * (int(end.max()) + 1)
     begin, end = begin[order] + base, end[order] + base
     over = np.maximum.accumulate(np.concatenate([[0], end[:-1]]))
@@ -216,11 +217,11 @@ def _covered(worker: Longs, begin: Longs, end: Longs) -> int:
 
 
 def by_worker(selection: Selection) -> dict[str, Longs]:
-    """How long each worker was in which of ``STATES`` while a step ran: int64 [workers] each, ns.
+    """Time of each worker in each of ``STATES`` while a step ran: int64 [workers] each, ns.
 
-    The five together are ``selection.busy`` for every worker. What the consumers do not spend on an
-    instruction is idle: the worker has nothing left in the step, or turns to the next instruction.
-    Records whose worker is not known (-1) are not in it.
+    For every worker the five times add up to ``selection.busy``. Time that the consumers do not
+    spend on an instruction is idle: the worker has no instruction left in the step, or switches to
+    the next one. Records with an unknown worker (-1) are left out.
     """
     trace = selection.trace
     worker = trace.record_worker[selection.around]
@@ -236,41 +237,41 @@ def by_worker(selection: Selection) -> dict[str, Longs]:
 
 @dataclass(frozen=True)
 class WaitRow:
-    """Instructions of one phase that waited for another: how often, how long, who came last."""
+    """The waits of the instructions of one phase for those of another."""
 
-    waiting: str  # phases
-    awaited: str
+    waiting: str  # the phase that waits
+    awaited: str  # the phase that it waits for
     kind: str  # "barrier" or "words"
     count: int
     total: int  # ns, of all workers
-    longest: int
-    channel: str  # of the longest
-    last_worker: int  # who came last most often, and how often
-    last_count: int
-    worker: int  # who waited; -1: all workers
+    longest: int  # ns
+    channel: str  # the channel of the longest wait
+    last_worker: int  # the worker that most often came last; -1: unknown
+    last_count: int  # how often it came last
+    worker: int  # the worker that waited; -1: all workers
 
 
 def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
-    """What instructions waited for and whose signal or words came last, longest total first.
+    """The waits by phase, awaited phase and kind, longest total first.
 
-    Of all workers together, or a row for each of them. Where everything was there before the worker
-    turned to the instruction, and it still waited, ``awaited`` is "nothing": the time until it saw
-    that.
+    Sums over all workers, or with ``each_worker`` one row per worker. ``awaited`` is "nothing" if
+    all inputs were complete before the worker turned to the instruction: the wait is then the time
+    until the worker saw them.
     """
     trace, spans = selection.trace, selection.spans
-    some = np.flatnonzero(spans.inputs > spans.begin)
-    if not len(some):
+    own = np.flatnonzero(spans.inputs > spans.begin)
+    if not len(own):
         return []
-    waited = (spans.inputs - spans.begin)[some]
+    waited = (spans.inputs - spans.begin)[own]
     phase, names = phases(trace)
-    cause = selection.column(trace.record_cause)[some]
-    through = selection.column(trace.record_cause_channel)[some]
-    program = selection.column(trace.record_program)[some]
+    cause = selection.column(trace.record_cause)[own]
+    through = selection.column(trace.record_cause_channel)[own]
+    program = selection.column(trace.record_program)[own]
     known = through >= 0
-    tagged = (spans.inputs - spans.waited > spans.waited - spans.begin)[some]
-    of_label = selection.column(trace.record_label)[some]
+    tagged = (spans.inputs - spans.waited > spans.waited - spans.begin)[own]
+    of_label = selection.column(trace.record_label)[own]
     awaited = np.where(known, phase[trace.record_label[cause]], len(names))
-    worker = selection.column(trace.record_worker)[some] if each_worker else np.full(len(some), -1)
+    worker = selection.column(trace.record_worker)[own] if each_worker else np.full(len(own), -1)
     key = np.column_stack([phase[of_label], awaited, tagged, worker])
     groups, group = np.unique(key, axis=0, return_inverse=True)
     group = group.reshape(-1)
@@ -301,9 +302,9 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
 
 
 def phases(trace: Trace) -> tuple[Ints, tuple[str, ...]]:
-    """The phase of every label of the trace, int32 [labels], and the phases' names.
+    """The phase of every label of the trace, int32 [labels], and the names of the phases.
 
-    Labels that differ in numbers alone are one phase: "layers.*.down_proj".
+    Labels that differ only in numbers are one phase: "layers.*.down_proj".
     """
     of_label = [re.sub(r"\d+", "*", label) for label in trace.labels]
     names = tuple(dict.fromkeys(of_label))
@@ -313,24 +314,24 @@ def phases(trace: Trace) -> tuple[Ints, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Balance:
-    """How evenly a phase is spread over workers: means over its layers and steps, ns."""
+    """The load balance of a phase over workers: means over its layers and steps, ns."""
 
     phase: str
-    count: int  # layers and steps
-    workers: float  # that take part
-    least: float  # computing and loading of the worker that has least
+    count: int  # number of layers times steps
+    workers: float  # number of workers that take part
+    least: float  # computing and loading of the worker with the least
     mean: float
-    longest: float  # of the worker that takes longest
-    tail: float  # from the first worker's last end to the last one's
+    longest: float  # computing and loading of the worker with the most
+    tail: float  # from the end of the worker that ends first to that of the one that ends last
 
     @property
     def imbalance(self) -> float:
-        """How many times the mean the longest is: 1 is even."""
+        """``longest`` / ``mean``; 1 is perfectly balanced."""
         return self.longest / self.mean if self.mean else 1.0
 
 
 def balance(selection: Selection) -> list[Balance]:
-    """The load imbalance of every phase, in the order of the program; known workers only."""
+    """The balance of every phase, in the order of the program; leaves out unknown workers."""
     trace, spans = selection.trace, selection.spans
     worker = selection.column(trace.record_worker)
     known = worker >= 0
@@ -368,10 +369,10 @@ def balance(selection: Selection) -> list[Balance]:
 
 @dataclass(frozen=True, eq=False)
 class Bandwidth:
-    """Bytes of memory over time, as bytes/s of the time in which a step ran.
+    """Memory bandwidth in bytes/s, over the time in which steps ran.
 
-    ``streamed`` are weights and KV, ``moved`` are all bytes. ``rates`` are streamed bytes/s in bins
-    of ``bin`` ns from ``begin`` on.
+    ``streamed`` counts weights and KV, ``moved`` all bytes. ``rates`` are streamed bytes/s over
+    time, in bins of ``bin`` ns from ``begin`` on. ``ceiling``: measured bandwidth of the memory.
     """
 
     streamed_bytes: int
@@ -385,15 +386,15 @@ class Bandwidth:
 
     @property
     def of_ceiling(self) -> float | None:
-        """``streamed`` as a share of what the memory can give."""
+        """``streamed`` as a share of ``ceiling``."""
         return self.streamed / self.ceiling if self.ceiling else None
 
 
 def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
-    """The achieved bandwidth, in all and over time.
+    """The achieved bandwidth, in total and over time.
 
-    What an instruction streams is spread over the time of its loads, or, where the machine has no
-    loader, over the time from its inputs to its end.
+    The bytes that an instruction streams are spread over the time of its loads or, if the machine
+    has no loader, over the time from its inputs to its end.
     """
     trace, spans = selection.trace, selection.spans
     streamed = selection.column(trace.of_instruction("load_bytes"))
@@ -432,9 +433,9 @@ def _ramps(at: Floats, begin: Longs, rate: Floats) -> Floats:
 
 
 def common_steps(selection: Selection) -> Longs:
-    """The indices of the steps of the number of tokens that most of them have, the least of those.
+    """The indices of the steps that have the most frequent number of tokens (ties: the smallest).
 
-    So that of a trace of prompts and decoding the steps are alike.
+    In a trace of prompts and decoding these steps are alike.
     """
     tokens = selection.trace.step_tokens[selection.first : selection.last]
     numbers, counts = np.unique(tokens, return_counts=True)
@@ -442,13 +443,13 @@ def common_steps(selection: Selection) -> Longs:
 
 
 def median_step(trace: Trace, steps: Longs) -> int:
-    """The index of the one of these steps whose duration is the median."""
+    """The index of the step of median duration among ``steps``."""
     order = np.argsort((trace.step_end - trace.step_begin)[steps], kind="stable")
     return int(steps[order[len(order) // 2]])
 
 
 def gaps(selection: Selection) -> Longs:
-    """The time between each step and the one before: int64 [steps - 1], ns."""
+    """The time between consecutive steps: int64 [steps - 1], ns."""
     own = slice(selection.first, selection.last)
     begin, end = selection.trace.step_begin[own], selection.trace.step_end[own]
     between: Longs = begin[1:] - end[:-1]

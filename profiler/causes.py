@@ -1,8 +1,8 @@
-"""For every record its cause: the record without which it would have begun to compute earlier.
+"""Find the cause of every record: the record that delayed the begin of its computation.
 
-An instruction begins to compute when its worker's consumers have left the one before it in the
-queue and its channels are complete: a barrier with the target-th signal, tagged words with the last
-of their writers. The last of these is the cause.
+An instruction begins to compute when its worker's consumers have left the instruction before it in
+the queue and all its channels are complete. A barrier is complete with the target-th signal, tagged
+words with the last of their writers. The latest of these events is the cause.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ import numpy.typing as npt
 from megavm.profiler.trace import TAGGED, Ints, Longs, TraceProgram
 
 NEVER: Final = -1  # no time
-_BATCH: Final = 1 << 22  # producers times steps that are looked at together
+_BATCH: Final = 1 << 22  # producers times steps that are processed at once
 
 
 @dataclass(frozen=True, eq=False)
 class Executions:
-    """Records of a trace that has no causes yet, all sorted by step, worker and slot: [R].
+    """Records of a trace without causes, sorted by step, worker and slot: [R].
 
-    ``begin`` is when the consumers turned to it (-1: not noted), ``stored`` and ``signalled`` when
-    tagged words and barriers tell others that a record is complete: int64, ns. ``launch`` is the
-    launch of every step: [S].
+    Times are int64, ns. ``begin``: when the consumers turned to the record (-1: not noted).
+    ``stored`` and ``signalled``: when tagged words and barriers report the record as complete.
+    ``launch``: the launch of every step, [S].
     """
 
     programs: tuple[TraceProgram, ...]
@@ -51,26 +51,26 @@ def find_causes(executions: Executions) -> tuple[Ints, Ints]:
         records = _records(executions, steps, len(program))
         batch = max(_BATCH // len(program.channel_producers), 1)
         for begin in range(0, len(steps), batch):
-            # One step more at the beginning, for what is waited for in the step before.
+            # Start one step earlier, for waits for the step before.
             first, end = max(begin - 1, 0), begin + batch
             at, of, through, arrival = _last_channels(
                 executions, program, steps[first:end], records[first:end], begin - first
             )
-            # Of what a worker hands to itself the words count, which have a way to go.
+            # On a tie the channel wins: words that a worker writes for itself take time to arrive.
             later = arrival >= time[at]
             cause[at[later]], channel[at[later]] = of[later], through[later]
     return cause, channel
 
 
 def _before_in_queue(executions: Executions) -> tuple[Longs, Ints]:
-    """When the consumers had left the record before each, and which that is (-1: none)."""
+    """For each record, when the consumers left the record before it, and that record or -1."""
     order = np.argsort(executions.worker, kind="stable")
     worker = executions.worker[order]
     launch = executions.launch[executions.step[order]]
     follows = (worker[1:] == worker[:-1]) & (worker[1:] >= 0) & (launch[1:] == launch[:-1])
     before = np.full(len(order), -1, np.int32)
     before[order[1:][follows]] = order[:-1][follows]
-    # They may turn to the next one while the storer still stores: then that does not hold it up.
+    # Consumers may turn to the next record while the storer still stores; that causes no delay.
     begin, stored = executions.begin, executions.stored[before]
     left = np.where(begin >= 0, np.minimum(begin, stored), stored)
     return np.where(before >= 0, left, NEVER), before
@@ -90,9 +90,9 @@ def _records(executions: Executions, steps: Longs, n: int) -> Longs:
 def _last_channels(
     executions: Executions, program: TraceProgram, steps: Longs, records: Longs, skip: int
 ) -> tuple[Longs, Longs, Ints, Longs]:
-    """Of every record that waits, in all but the first ``skip`` steps, the channel that came last.
+    """The last complete channel of every record that waits, except in the first ``skip`` steps.
 
-    Returns the record, the producer that completed the channel, the channel, and when that was.
+    Returns the record, the producer that completed the channel, the channel, and the time.
     """
     offsets = program.channel_offsets[:-1]
     counts = np.diff(program.channel_offsets)
@@ -104,14 +104,14 @@ def _last_channels(
     completer = np.take_along_axis(producers, last, axis=1)
     early = (program.channel_target < counts) & (program.channel_kind != TAGGED)
     for c in np.flatnonzero(early):
-        # The target-th signal in time completes it.
+        # The target-th signal, in order of time, completes the barrier.
         own = slice(offsets[c], offsets[c] + counts[c])
         nth = np.argsort(arrivals[:, own], axis=1, kind="stable")[
             :, program.channel_target[c] - 1, None
         ]
         complete[:, c] = np.take_along_axis(arrivals[:, own], nth, axis=1)[:, 0]
         completer[:, c] = np.take_along_axis(producers[:, own], nth, axis=1)[:, 0]
-    # Waits for the step before see it only within a launch.
+    # A wait for the step before can only have a cause in the same launch.
     launch = executions.launch[steps]
     together = np.concatenate([[False], (np.diff(steps) == 1) & (launch[1:] == launch[:-1])])
     _, channel, back = program.waits.T
@@ -129,7 +129,7 @@ def _last_channels(
 
 
 def _last(times: Longs, first: npt.NDArray[np.integer], counts: Longs) -> tuple[Longs, Longs]:
-    """The latest of every group of columns and its column: [rows, groups] each."""
+    """The latest time of every group of columns, and its column: [rows, groups] each."""
     latest = np.maximum.reduceat(times, first, axis=1)
     columns = np.where(times == np.repeat(latest, counts, axis=1), np.arange(times.shape[1]), -1)
     return latest, np.maximum.reduceat(columns, first, axis=1)

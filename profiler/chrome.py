@@ -1,8 +1,8 @@
-"""Chrome's trace events as JSON, which Perfetto and chrome://tracing read.
+"""Export as Chrome's trace events in JSON, which Perfetto and chrome://tracing read.
 
-A worker is a process, its roles are threads; what a consumer does inside an instruction nests in
-its slice. The arrows are flow events ("s" and "f") from the instruction whose signal or words came
-last.
+A worker is a process and its roles are threads. The slices of a consumer's phases nest in the slice
+of the instruction. Arrows are flow events ("s" and "f") from the instruction whose signal or words
+came last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MACHINE: Final = 0  # the process of steps and counters; worker w is process w +
 
 
 def save_chrome(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace, one event a line.
+    """Write the trace, one event per line.
 
     Raises TraceError when the trace does not say which worker executed what, OSError when the file
     cannot be written.
@@ -67,7 +67,7 @@ def _metadata(trace: Trace, own: list[Lane]) -> Iterator[str]:
 
 
 def _name(process: int, thread: int | None, name: str, rank: int) -> Iterator[str]:
-    """What a process or thread is called, and where it stands."""
+    """The name and the position of a process or thread."""
     what = "process" if thread is None else "thread"
     where = {"pid": process} if thread is None else {"pid": process, "tid": thread}
     for key, argument in (
@@ -78,7 +78,7 @@ def _name(process: int, thread: int | None, name: str, rank: int) -> Iterator[st
 
 
 def _us(ns: int) -> str:
-    """Microseconds, exactly."""
+    """Nanoseconds as microseconds, exact."""
     return f"{ns // 1000}.{ns % 1000:03d}"
 
 
@@ -118,10 +118,10 @@ def _lane(trace: Trace, lane: Lane) -> Iterator[str]:
 
 
 def _arrows(trace: Trace, own: list[Lane]) -> Iterator[str]:
-    found = arrows(trace, own)
+    flows = arrows(trace, own)
     thread = ROLES.index("consumer")
     worker = trace.record_worker + 1
-    columns = (worker[found.source], found.begin, worker[found.target], found.end)
+    columns = (worker[flows.source], flows.begin, worker[flows.target], flows.end)
     rows = zip(*(c.tolist() for c in columns), strict=True)
     for flow, (left, begin, right, end) in enumerate(rows):
         same = f'"cat":"dependency","name":"came last","id":{flow}'

@@ -1,8 +1,8 @@
 """The critical path of a step: the chain of causes from its last record back to its beginning.
 
-Every record has a cause, the record without which it would have begun to compute earlier. Following
-causes from the record that ends last gives the chain that made the step as long as it was:
-shortening anything else would not have helped.
+The cause of a record is the record that delayed the begin of its computation. Following causes from
+the record that ends last gives the chain that determined the step's duration: shortening any other
+record would not have made the step shorter.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ from typing import Final
 
 from megavm.profiler.trace import TAGGED, Trace, TraceError
 
-# What a segment of the path is: the way from the cause to the record, waiting for the loads,
-# computing, storing and telling others, or not yet turned to although its cause is over.
+# The parts of a link: the record has not begun although its cause is over (delay), the inputs
+# travel from the cause to the record (latency), waiting for loads, computing, and storing and
+# signalling.
 PARTS: Final = ("delay", "latency", "loading", "computing", "signalling")
 
 
 @dataclass(frozen=True)
 class Link:
-    """One record on the path: it counts from ``begin``, when its cause was over, to ``end``; ns.
+    """One record on the path, from ``begin``, when its cause was over, to ``end``; ns.
 
-    ``through`` is how the cause held it up: "barrier", "words", "queue", or "start" for one without
-    a cause, which counts from the step's beginning: its worker had to come first. ``channel`` names
-    the barrier or tensor. ``parts`` divides the time, see ``PARTS``.
+    ``through``: how the cause delayed it: "barrier", "words" or "queue"; "start" for a record
+    without a cause, which counts from the beginning of the step. ``channel`` names the barrier or
+    tensor. ``parts`` divides the time, see ``PARTS``.
     """
 
     record: int
@@ -36,7 +37,7 @@ class Link:
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """The links of a step's critical path in order of time. ``begin`` and ``end``: its own, ns."""
+    """The links of a step's critical path in order of time. ``begin``, ``end``: the step's, ns."""
 
     step: int
     begin: int
@@ -45,14 +46,14 @@ class CriticalPath:
 
     @property
     def length(self) -> int:
-        """What the links cover: ns."""
+        """Total time of the links: ns."""
         return sum(link.end - link.begin for link in self.links)
 
 
 def critical_path(trace: Trace, step: int) -> CriticalPath:
-    """The critical path of a step, by its index. O(its links).
+    """The critical path of the step with index ``step``, in time linear in its links.
 
-    Raises TraceError when the causes of the trace go in a circle.
+    Raises TraceError when the causes form a cycle.
     """
     begin, end = int(trace.step_begin[step]), int(trace.step_end[step])
     offsets = trace.step_offsets
@@ -73,14 +74,14 @@ def critical_path(trace: Trace, step: int) -> CriticalPath:
 
 
 def _over(trace: Trace, record: int, cause: int) -> int:
-    """When the cause no longer held the record up."""
+    """When the cause stopped delaying the record."""
     spans, channel = trace.spans, int(trace.record_cause_channel[record])
     if channel < 0:
         return int(spans.left[cause])
     program = trace.programs[trace.record_program[record]]
     barrier = program.channel_kind[channel] != TAGGED
     over = int((spans.signalled if barrier else spans.end)[cause])
-    # What it saw of a barrier or of words may be older than the time that was noted.
+    # The record may have seen the barrier or words before the cause noted its time.
     return min(over, int(spans.inputs[record]))
 
 

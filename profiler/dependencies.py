@@ -1,6 +1,6 @@
-"""What a trace must know of a program: who waits for whom, and what instructions move and compute.
+"""The facts about a program that a trace holds: dependencies, bytes and FLOPs of instructions.
 
-All of it is derived from what instructions declare.
+All are derived from the declarations of the instructions.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from megavm.vm.isa import FieldKind, Instruction, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS
 from megavm.vm.program import Program
 
-CONTEXT: Final = "context"  # the operand that says how many tokens a row may see, for the cost only
+CONTEXT: Final = "context"  # the operand with the most tokens that a row attends to; a cost hint
 
 
 def trace_program(program: Program, context: float | None = None) -> TraceProgram:
-    """The program as a trace holds it.
+    """The program in the form that a trace holds.
 
-    Instructions declare their cost for the longest context of the program; with ``context`` (tokens
-    that its rows saw on average) their bytes and FLOPs are those of that context. Half a second for
-    10,000 instructions.
+    Instructions declare their cost for the longest context of the program. With ``context`` (the
+    mean number of tokens that rows attended to) bytes and FLOPs are scaled to that context. Takes
+    half a second for 10,000 instructions.
     """
     tensors = program.tensors
     cost = figures(program.words, tensors, 3, lambda inst: _cost(inst, tensors, context))
@@ -50,7 +50,7 @@ def trace_program(program: Program, context: float | None = None) -> TraceProgra
 
 
 def _facts(program: Program, labels: list[str]) -> dict[str, Any]:
-    """The program's members of the header."""
+    """The members of the program in the header of the file."""
     used = {int(opcode) for opcode in np.unique(program.words[:, 0])}
     return {
         "fingerprint": program.fingerprint(),
@@ -87,7 +87,7 @@ _FIELD_KINDS: Final = {
 def _cost(
     inst: Instruction, tensors: Sequence[TensorSpec], context: float | None
 ) -> tuple[int, int, int]:
-    """Bytes that it moves, those of them that are streamed (weights, KV), and its FLOPs."""
+    """(bytes moved, bytes streamed (weights and KV), FLOPs) of an instruction."""
     cached = 0.0
     moved, flops = float(inst.bytes(tensors)), float(inst.flops(tensors))
     if any(field.name == CONTEXT for field in inst.fields):
@@ -98,7 +98,7 @@ def _cost(
         cached = (moved - fixed) * share
         moved = fixed + cached
         flops = fixed_flops + (flops - fixed_flops) * share
-    # What a kernel takes in no other than its own order, the loader streams.
+    # The loader streams the operands that a kernel accepts only in its own layout.
     streamed = {
         getattr(inst, n) for n, choice in inst.layouts(tensors).items() if ROWS not in choice
     }
@@ -117,7 +117,7 @@ def _at_context(inst: Instruction, context: int) -> Instruction:
 
 
 class _Channels:
-    """Collects channels, equal ones once, and who waits for them."""
+    """Collects distinct channels, and the instructions that wait for them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int, int, bytes], int] = {}
@@ -125,7 +125,7 @@ class _Channels:
         self._waits: list[Longs] = [np.empty((0, 3), np.int64)]
 
     def channel(self, kind: int, thing: int, target: int, producers: Ints) -> int:
-        """The number of a channel."""
+        """The number of a channel; equal channels have the same number."""
         key = kind, thing, target, producers.tobytes()
         number = self._known.setdefault(key, len(self._known))
         if number == len(self._producers):
@@ -133,7 +133,7 @@ class _Channels:
         return number
 
     def wait(self, instructions: Longs, channel: int | Longs, back: int) -> None:
-        """Let instructions wait for a channel, or each for its own."""
+        """Add waits of instructions for one channel or one channel each, ``back`` steps ago."""
         columns = np.broadcast_arrays(instructions, channel, back)
         self._waits.append(np.column_stack(columns))
 
@@ -153,23 +153,26 @@ class _Channels:
 
 
 def _add_barriers(channels: _Channels, program: Program) -> None:
-    """The waits in the headers. Target 0 is for all signals of the step before."""
+    """Add the waits in the headers. Target 0 waits for all signals of the step before."""
     header = program.words[:, 2:HEADER_WORDS].reshape(-1, MAX_WAITS, 2).astype(np.int64)
     instruction, place = np.nonzero(header[:, :, 0] != NONE)
     barrier, target = header[instruction, place].T
-    wanted = program.words[:, 1]
-    order = np.argsort(wanted, kind="stable").astype(np.int32)
-    first = np.searchsorted(wanted[order], np.arange(len(program.barriers) + 1))
+    signals = program.words[:, 1]
+    order = np.argsort(signals, kind="stable").astype(np.int32)
+    first = np.searchsorted(signals[order], np.arange(len(program.barriers) + 1))
     pairs, which = np.unique(np.column_stack([barrier, target]), axis=0, return_inverse=True)
-    for i, (number, wish) in enumerate(pairs.tolist()):
+    for i, (number, count) in enumerate(pairs.tolist()):
         producers = order[first[number] : first[number + 1]]
         if len(producers):
-            found = channels.channel(BARRIER, number, wish or len(producers), producers)
-            channels.wait(instruction[which.reshape(-1) == i], found, int(wish == 0))
+            channel = channels.channel(BARRIER, number, count or len(producers), producers)
+            channels.wait(instruction[which.reshape(-1) == i], channel, int(count == 0))
 
 
 def _add_tagged(channels: _Channels, reads: Longs, writes: Longs) -> None:
-    """The reads of tagged words. Rows (instruction, tensor, rows, columns)."""
+    """Add the reads of tagged words as waits.
+
+    ``reads`` and ``writes`` have rows (instruction, tensor, row range, column range).
+    """
     for tensor in np.unique(reads[:, 1]):
         writers = writes[writes[:, 1] == tensor]
         readers = reads[reads[:, 1] == tensor]
@@ -179,5 +182,5 @@ def _add_tagged(channels: _Channels, reads: Longs, writes: Longs) -> None:
             inside &= (writers[:, 4] < right) & (left < writers[:, 5])
             producers = np.unique(writers[inside, 0]).astype(np.int32)
             if len(producers):
-                found = channels.channel(TAGGED, int(tensor), 0, producers)
-                channels.wait(readers[which.reshape(-1) == i, 0], found, 0)
+                channel = channels.channel(TAGGED, int(tensor), 0, producers)
+                channels.wait(readers[which.reshape(-1) == i, 0], channel, 0)

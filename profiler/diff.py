@@ -13,20 +13,19 @@ from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import LONG_PATH, as_text, contributions, table
 from megavm.profiler.trace import Trace, TraceError
 
-PARTS: Final = STATES[:4]  # of the time of instructions; none is idle
+PARTS: Final = STATES[:4]  # the states of instructions: all but idle
 
-Totals = dict[str, dict[str, float]]  # by name, ns of all workers in a step
+Totals = dict[str, dict[str, float]]  # by name: ns of all workers per step
 
 
 def diff(before: Trace, after: Trace) -> dict[str, Any]:
-    """What changed from one trace to another, as JSON values; times are ns.
+    """The changes from one trace to another, as JSON values; times are ns.
 
-    Compared are the steps of one number of tokens: the one that most steps have in both (so decode
-    steps with decode steps). ``kinds``, ``phases`` and ``labels`` have time of all workers per
-    step, ``critical_path`` that of the steps of median duration; ``steps`` pairs steps in their
-    order.
+    Compares only steps with the number of tokens that is most frequent in both traces (decode steps
+    with decode steps). ``kinds``, ``phases`` and ``labels`` hold times of all workers per step,
+    ``critical_path`` those of the steps of median duration. ``steps`` pairs steps in order.
 
-    Raises TraceError when no number of tokens is in both.
+    Raises TraceError when the traces have no number of tokens in common.
     """
     tokens = _common_tokens(before, after)
     chosen = [np.flatnonzero(t.step_tokens == tokens) for t in (before, after)]
@@ -66,7 +65,7 @@ def _change(a: float, b: float) -> dict[str, Any]:
 
 
 def _changes(a: Totals, b: Totals) -> list[dict[str, Any]]:
-    """A row for each name of either side, the largest change first."""
+    """One row per name of either side, largest change first."""
     none = dict.fromkeys(("total", *PARTS), 0.0)
     rows = []
     for name in dict.fromkeys([*a, *b]):
@@ -127,7 +126,7 @@ class _Side:
 
 
 def format_diff(facts: dict[str, Any]) -> str:
-    """A comparison as tables for people."""
+    """The result of ``diff`` as tables."""
     return as_text(_lines(facts))
 
 

@@ -1,4 +1,4 @@
-"""Where a trace was recorded: machine, device, versions, and how fast the memory is."""
+"""The environment of a trace: machine, device, versions, and bandwidth of the memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import torch
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import Machine
 
-GPU_READ_BYTES: Final = 1 << 30  # of a measurement of the memory; far more than any cache holds
+GPU_READ_BYTES: Final = 1 << 30  # bytes read to measure bandwidth; far more than any cache holds
 CPU_READ_BYTES: Final = 1 << 28
 ROUNDS: Final = 8
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
-    """The members of a trace's ``machine`` that are known without measuring anything."""
+    """The members of a trace's ``machine`` that need no measurement."""
     if isinstance(machine, CudaMachine):
         device, clock = torch.cuda.get_device_name(machine.device), "globaltimer"
     else:
@@ -28,11 +28,11 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
 
 
 def measure_bandwidth(device: str) -> float:
-    """Bytes per second that the memory of a torch device gives to a plain sum. Under a second."""
+    """Bytes per second of a plain sum over memory of a torch device. Takes under a second."""
     where = torch.device(device)
     size, passes = CPU_READ_BYTES, 1
     if where.type == "cuda":
-        # Several passes in a row, so that launching them counts little.
+        # Several passes in a row make the cost of launches negligible.
         size, passes = min(GPU_READ_BYTES, torch.cuda.mem_get_info(where)[0] // 4), 8
     data = torch.ones(size // 4, dtype=torch.float32, device=where)
     return passes * data.nbytes / min(_seconds_to_sum(data, passes) for _ in range(ROUNDS))
@@ -47,14 +47,14 @@ def _seconds_to_sum(data: torch.Tensor, passes: int) -> float:
 
 
 def _processor() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the operating system reports it."""
     from megavm.doctor import cpu_name
 
     return cpu_name()
 
 
 def environment() -> dict[str, str]:
-    """Versions of what took part."""
+    """Versions of Python, the system, torch, numpy and the CUDA driver."""
     return {
         "python": platform.python_version(),
         "system": platform.platform(),
@@ -65,7 +65,7 @@ def environment() -> dict[str, str]:
 
 
 def _driver() -> dict[str, str]:
-    """The GPU's driver, where there is one."""
+    """The version of the CUDA driver; empty without a GPU."""
     if not torch.cuda.is_available():
         return {}
     from cuda.bindings import driver
@@ -75,7 +75,7 @@ def _driver() -> dict[str, str]:
 
 
 def version(package: str) -> str:
-    """The installed version of a package."""
+    """The installed version of a package, or "unknown"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -1,9 +1,9 @@
-"""Perfetto's native format: https://perfetto.dev/docs/reference/synthetic-track-event
+"""Export in Perfetto's native format: https://perfetto.dev/docs/reference/synthetic-track-event
 
-The messages are written here and not by the protobuf runtime: they are few and plain, a writer is
-thirty lines and five times as fast as generated classes, and nobody needs another dependency to
-export a trace. Tests parse what it writes with the official classes. Field numbers are those of
-perfetto_trace.proto.
+This module encodes the messages itself instead of using the protobuf runtime: they are few and
+simple, the encoder is thirty lines and five times as fast as generated classes, and the export
+needs no further dependency. Tests parse the output with the official classes. Field numbers are
+those of perfetto_trace.proto.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST_WORKER: Final = 16
 
 
 def varint(value: int) -> bytes:
-    """An unsigned number, seven bits a byte, the lowest first."""
+    """An unsigned number, seven bits per byte, lowest bits first."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -56,16 +56,16 @@ def double(field: int, value: float) -> bytes:
     return varint(field << 3 | 1) + struct.pack("<d", value)
 
 
-# All that ends a packet of a slice: its sequence, and that it needs what was interned.
+# The end of every slice packet: its sequence, and the flag that it uses interned data.
 _TAIL: Final = number(10, SEQUENCE) + number(13, NEEDS_STATE)
 _PAIRS: Final = [bytes((i & 0x7F | 0x80, i >> 7 | 0x80)) for i in range(1 << 14)]
 
 
 def _at(time: int, event: bytes) -> bytes:
-    """A packet of the trace: a TrackEvent, encoded with its field's tag, at a time.
+    """A packet with a TrackEvent (encoded with its field's tag) at a time in ns.
 
-    Nearly all of a file are these, so that the varint of the time comes from a table, four bytes of
-    it at once; longer than necessary is allowed.
+    Nearly the whole file consists of these packets, so the varint of the time comes from a table of
+    two-byte pieces; varints may be longer than necessary.
     """
     body = b"\x40" + _PAIRS[time & 0x3FFF] + _PAIRS[time >> 14 & 0x3FFF] + varint(time >> 28)
     body += event
@@ -77,8 +77,10 @@ def _event(kind: int, track: int, more: bytes = b"") -> bytes:
 
 
 def save_perfetto(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write the trace. A worker is a track with its roles below it; the arrows lead from the
-    instruction whose signal or words came last to the one that had waited for them.
+    """Write the trace.
+
+    A worker is a track with its roles below it. Arrows lead from the instruction whose signal or
+    words came last to the instruction that waited for them.
 
     Raises TraceError when the trace does not say which worker executed what, OSError when the file
     cannot be written.
@@ -93,21 +95,21 @@ class _Writer:
         self.trace = trace
         self.lanes = own
         self.file = file
-        # What slices and their arguments are called, by the numbers under which it is interned.
+        # Names of slices, kinds and arguments, with the numbers under which they are interned.
         names = [*(label or "instruction" for label in trace.labels), "step", *INSIDE]
         self.names = {name: i for i, name in enumerate(dict.fromkeys(names), 1)}
         self.kinds = {kind: i for i, kind in enumerate(trace.kinds, 1)}
         self.arguments = {name: i for i, name in enumerate(("step", "instruction", "bytes"), 1)}
         self.about = [self._about(program) for program in trace.programs]
         self.steps = [self._argument("step", n) for n in trace.step_number.tolist()]
-        found = arrows(trace, own)
-        self.arrives = {record: flow for flow, record in enumerate(found.target.tolist(), 1)}
+        flows = arrows(trace, own)
+        self.arrives = {record: flow for flow, record in enumerate(flows.target.tolist(), 1)}
         self.leaves: dict[int, list[int]] = defaultdict(list)
-        for flow, record in enumerate(found.source.tolist(), 1):
+        for flow, record in enumerate(flows.source.tolist(), 1):
             self.leaves[record].append(flow)
 
     def write(self) -> None:
-        """The whole file: what is interned, tracks, steps, lanes, the counter."""
+        """Write the whole file: interned data, tracks, steps, lanes, counter."""
         self._intern()
         self._track(ROOT, title(self.trace), 0, 0, number(11, EXPLICIT_ORDER))
         self._track(STEPS, "steps", ROOT, 0)
@@ -186,7 +188,7 @@ class _Writer:
         self.file.write(b"".join(packets))
 
     def _about(self, program: TraceProgram) -> list[bytes]:
-        """What the slice of each instruction says of it: name, kind, arguments."""
+        """The encoded fields of each instruction's slice: name, kind, arguments."""
         facts = zip(
             program.label.tolist(), program.kind.tolist(), program.bytes.tolist(), strict=True
         )
@@ -206,7 +208,7 @@ class _Writer:
 
 
 def _worker(worker: int) -> int:
-    """The track of a worker; those of its roles follow."""
+    """The track of a worker; the tracks of its roles have the next numbers."""
     return FIRST_WORKER + worker * (len(ROLES) + 1)
 
 

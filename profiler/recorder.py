@@ -1,4 +1,4 @@
-"""Records what a machine notes, step after step, and makes a trace of it."""
+"""Records the notes of a machine step by step, and assembles them into a trace."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from megavm.profiler.trace import EVENTS, Floats, Ints, Longs, Trace, TraceError
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
 
-DRAIN: Final = 64  # launches that wait for their notes
+DRAIN: Final = 64  # launches after which their notes are taken at once
 
 
 @dataclass(frozen=True, eq=False)
 class _Launch:
-    """One launch as it was noted; nothing is made of it before a trace is asked for."""
+    """The notes of one launch; they are evaluated only when a trace is requested."""
 
     program: Program
     notes: Notes
-    first_step: int  # in the life of the recorder
+    first_step: int  # number of its first step since the recorder was made
     positions: Ints
     rows: int
 
     @property
     def contexts(self) -> Floats:
-        """Tokens of context that a row of the program saw on average, in every step.
+        """Mean number of context tokens per row of the program, by step: float64 [steps].
 
-        A row may have no token.
+        Rows without a token count as 0.
         """
         tokens = len(self.positions)
         seen = int(self.positions.sum()) + tokens * (1 + np.arange(self.notes.steps))
@@ -42,12 +42,12 @@ class _Launch:
 
 
 class Recorder:
-    """Keeps what a machine noted of the last ``steps`` steps (all of them by default).
+    """Keeps the notes of the last ``steps`` steps of a machine (of all steps by default).
 
-    It is given to a runner or an ``LLM`` (``record``). Notes stay where the machine has left them,
-    on a GPU in its memory: about 64 bytes for each instruction executed, of ``steps`` steps and
-    those of 64 launches. ``machine``, ``model`` and ``notes`` go into the header of the trace.
-    Methods may be called from several threads.
+    Pass it to ``record`` of a runner or an ``LLM``. Notes stay in the machine's memory, on a GPU in
+    GPU memory: about 64 bytes per executed instruction, for ``steps`` steps and 64 launches more.
+    ``machine``, ``model`` and ``notes`` go into the header of the trace. Several threads may call
+    the methods.
 
     Raises ValueError when ``steps`` is less than 1.
     """
@@ -60,29 +60,29 @@ class Recorder:
         self.model: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
         self._new: deque[tuple[TracingExecutable, Ints, int]] = deque()
-        # Notes of launches that ``add`` has not been called for yet.
+        # Notes of launches for which ``add`` has not been called yet.
         self._early: dict[TracingExecutable, deque[Notes]] = {}
         self._launches: deque[_Launch] = deque()
-        self._kept = 0  # steps of the launches
-        self._seen = 0  # steps of the recorder's life
+        self._kept = 0  # steps in _launches
+        self._seen = 0  # steps since the recorder was made
         self._lock = threading.Lock()
 
     def add(self, executable: TracingExecutable, positions: Ints, rows: int) -> None:
-        """Keep what the executable's next launch has noted: it is called after each of them.
+        """Keep the notes of the executable's next launch. Call it after every launch.
 
-        ``positions``, int32 [tokens], are those of the first step's tokens in their sequences; the
-        program has room for ``rows`` tokens. The arrays are kept.
+        ``positions``, int32 [tokens]: positions of the first step's tokens in their sequences.
+        ``rows``: rows of the program. The arrays are kept, not copied.
         """
-        # The caches are cold after a step, and what runs here costs several times what it should:
-        # the rest is done for many launches at once.
+        # Do as little as possible per launch: caches are cold after a step, so code here runs
+        # several times slower than usual. ``drain`` processes many launches at once.
         self._new.append((executable, positions, rows))
         if len(self._new) >= DRAIN:
             self.drain()
 
     def drain(self) -> None:
-        """Take the notes of all launches that were added from their executables.
+        """Take the notes of all added launches from their executables.
 
-        To be called before another recorder is given the same executables.
+        Call it before another recorder uses the same executables.
         """
         with self._lock:
             self._drain()
@@ -110,20 +110,20 @@ class Recorder:
             self._kept -= oldest
 
     def __len__(self) -> int:
-        """Steps that a trace would have now."""
+        """Number of steps that a trace would have now."""
         with self._lock:
             self._drain()
             return self._kept if self.steps is None else min(self._kept, self.steps)
 
     def clear(self) -> None:
-        """Forget what was recorded."""
+        """Drop everything recorded so far."""
         with self._lock:
             self._drain()
             self._launches.clear()
             self._kept = 0
 
     def trace(self) -> Trace:
-        """What is kept, as a trace. Raises TraceError when that is nothing."""
+        """The kept steps as a trace. Raises TraceError when there is none."""
         with self._lock:
             self._drain()
             launches = list(self._launches)
@@ -191,7 +191,7 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
 def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
     """Worker, step, slot, instruction [4, r] and times [events, r] of all launches; 0: not noted.
 
-    The steps of a launch are counted from its first step.
+    ``first_steps``: index in the trace of the first step of each launch.
     """
     places, times = [], []
     for launch, first in zip(launches, first_steps.tolist(), strict=True):
@@ -207,7 +207,7 @@ def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
 
 
 def _resolution(times: Longs) -> int | None:
-    """The largest step of the clock with which all times are consistent, in ns."""
+    """The greatest common divisor of all times in ns: an upper bound of the clock's resolution."""
     step = int(np.gcd.reduce(times[times > 0], initial=0))
     return step or None
 

@@ -1,4 +1,4 @@
-"""`megavm trace report`: what the analysis knows of a trace, as JSON and as tables."""
+"""`megavm trace report`: all analyses of a trace, as JSON and as tables."""
 
 from __future__ import annotations
 
@@ -26,16 +26,17 @@ from megavm.profiler.analysis import (
 from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
 from megavm.profiler.trace import Trace
 
-LONG_PATH: Final = 12  # links and rows that a table shows of a long list
-WORKER_WAITS: Final = 3  # of each worker, those that it spent most time in
+LONG_PATH: Final = 12  # largest number of links and rows that a table shows
+WORKER_WAITS: Final = 3  # longest waits reported per worker
 _CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
-    """All answers about a trace, or about the step of this number, as JSON values.
+    """All analyses of a trace, or of the step with this number, as JSON values.
 
-    Times end in ``_ns``. The critical path is that of the step, or of the one of median duration
-    among those of the most frequent number of tokens.
+    Keys of times end in ``_ns``. The critical path is that of the selected step, or of the step of
+    median duration among those with the most frequent number of tokens.
+
     Raises TraceError when the trace does not have the step.
     """
     selection = Selection.of(trace, number)
@@ -112,7 +113,7 @@ def _path(trace: Trace, step: int) -> dict[str, Any]:
 
 
 def contributions(trace: Trace, path: CriticalPath) -> list[dict[str, Any]]:
-    """The path's time by phase and by what each was held up by, most first."""
+    """The path's time by phase, kind and reason of the delay, longest first."""
     phase, names = phases(trace)
     rows: dict[tuple[str, str, str], dict[str, Any]] = {}
     for link in path.links:
@@ -149,7 +150,7 @@ def _link(trace: Trace, path: CriticalPath, i: int) -> dict[str, Any]:
 
 
 def format_report(facts: dict[str, Any]) -> str:
-    """A report as tables for people."""
+    """The result of ``report`` as tables."""
     return as_text(_lines(facts))
 
 
@@ -198,12 +199,12 @@ def _percent(part: float, whole: float) -> str:
 
 
 def as_text(lines: Iterator[str]) -> str:
-    """Lines for a terminal: control characters in names that a trace brings do nothing there."""
+    """Lines for a terminal; control characters in names from the trace are replaced."""
     return "\n".join(_CONTROL.sub("\ufffd", line) for line in lines)
 
 
 def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """Lines of a table: the first ``left`` columns to the left, the others to the right."""
+    """Lines of a table: the first ``left`` columns are left-aligned, the others right-aligned."""
     widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
     for row in (headings, *rows):
         cells = [

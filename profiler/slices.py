@@ -1,7 +1,7 @@
-"""A trace as viewers of other projects want it: lanes of slices that do not overlap, and arrows.
+"""A trace in the form that other viewers need: lanes of slices that do not overlap, and arrows.
 
-A lane is a role of a worker. Roles work ahead (a controller fetches the next instruction while the
-waits of this one last), so that the slices of a lane are cut to follow each other.
+A lane is a role of a worker. Roles work ahead (a controller fetches the next instruction during the
+waits of this one), so the slices of a lane are cut until they do not overlap.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from megavm.profiler.trace import EVENTS, Longs, Trace, TraceError
 
 ROLES: Final = tuple(dict.fromkeys(event.role for event in EVENTS))
 INSIDE: Final = ("wait for a barrier", "wait for words", "load", "compute", "store")
-BINS_PER_STEP: Final = 50  # of the bandwidth counter
+BINS_PER_STEP: Final = 50  # bins of the bandwidth counter
 MAX_BINS: Final = 20_000
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """The slices of one worker's role in order of time; int64 [n] each, times in ns."""
+    """The slices of one role of a worker, in order of time; int64 [n] each, times in ns."""
 
     worker: int
     role: str
@@ -44,12 +44,12 @@ def lanes(trace: Trace) -> list[Lane]:
     of_role = role_spans(trace)
     order = np.argsort(trace.record_worker, kind="stable")
     workers, first = np.unique(trace.record_worker[order], return_index=True)
-    found = []
+    result = []
     for worker, own in zip(workers.tolist(), np.split(order, first[1:]), strict=True):
         for role in ROLES:
             begin, end = (times[own] for times in of_role[role])
-            found.append(_lane(worker, role, own, begin, end))
-    return [lane for lane in found if len(lane.record)]
+            result.append(_lane(worker, role, own, begin, end))
+    return [lane for lane in result if len(lane.record)]
 
 
 def _lane(worker: int, role: str, record: Longs, begin: Longs, end: Longs) -> Lane:
@@ -57,19 +57,19 @@ def _lane(worker: int, role: str, record: Longs, begin: Longs, end: Longs) -> La
     order = order[begin[order] >= 0]
     record, begin, end = record[order], begin[order], end[order]
     if role == "loader":
-        # Loads are issued one after the other, and arrive when the next are under way.
+        # A load may arrive after the next one is issued: cut it there.
         end = np.minimum(end, np.append(begin[1:], end[-1:]))
     else:
         before = np.maximum.accumulate(np.concatenate([[0], end[:-1]])) if len(end) else end
         begin = np.maximum(begin, before)
-    some = end > begin
-    return Lane(worker, role, record[some], begin[some], end[some])
+    visible = end > begin
+    return Lane(worker, role, record[visible], begin[visible], end[visible])
 
 
 def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
-    """What is inside the slices of a consumer's lane: a name of INSIDE, begin and end, int64 [n].
+    """The inner slices of a consumer's lane: for each name of INSIDE begin and end, int64 [n].
 
-    They follow each other within their slice; some have no length.
+    They follow each other within the outer slice; their length may be 0.
     """
     spans = trace.spans
     marks = [
@@ -84,9 +84,9 @@ def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
 
 @dataclass(frozen=True, eq=False)
 class Arrows:
-    """Dependencies that came last, from a record to one that had waited; int64 [k] each.
+    """Causes that came through a channel, from a record to the one that waited; int64 [k] each.
 
-    ``begin`` is when the source's slice begins, ``end`` when the target had what it waited for: ns.
+    ``begin``: when the source's slice begins. ``end``: when the target had its inputs. In ns.
     """
 
     source: Longs
@@ -96,7 +96,7 @@ class Arrows:
 
 
 def arrows(trace: Trace, own: Sequence[Lane]) -> Arrows:
-    """The causes that came through a channel, where both ends have a slice of a consumer."""
+    """The causes that came through a channel, if source and target both have a consumer slice."""
     begin, end = (np.full(trace.num_records, -1, np.int64) for _ in range(2))
     for lane in own:
         if lane.role == "consumer":
@@ -107,16 +107,16 @@ def arrows(trace: Trace, own: Sequence[Lane]) -> Arrows:
     start = begin[source]
     seen = np.clip(trace.spans.inputs[target], begin[target], end[target])
     # Times of several clocks, or of a damaged file, may not be in order.
-    some = (start >= 0) & (source != target) & (start <= seen)
-    return Arrows(source[some], target[some], start[some], seen[some])
+    valid = (start >= 0) & (source != target) & (start <= seen)
+    return Arrows(source[valid], target[valid], start[valid], seen[valid])
 
 
 def counter(trace: Trace) -> Bandwidth:
-    """The bandwidth over time, in enough bins to see steps."""
+    """The bandwidth over time, with enough bins to resolve steps."""
     bins = min(trace.num_steps * BINS_PER_STEP, MAX_BINS)
     return bandwidth(Selection.of(trace), bins)
 
 
 def title(trace: Trace) -> str:
-    """What the trace is of, in a few words."""
+    """A title of the trace: model and machine."""
     return f"{trace.model.get('name', 'unknown model')} on {trace.machine['name']}"

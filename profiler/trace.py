@@ -1,4 +1,4 @@
-"""A trace: what a machine noted while it ran, as columns. trace_file.py reads and writes it."""
+"""A trace: the events of a running machine, as columns. trace_file.py reads and writes it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megavm.vm import events
 
 MAX_TIME: Final = 1 << 60  # nanoseconds
-SUFFIX: Final = ".megatrace"  # of the names of files
+SUFFIX: Final = ".megatrace"  # of file names
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -36,15 +36,15 @@ BARRIER, TAGGED = 0, 1  # kinds of a channel
 
 
 class TraceError(ValueError):
-    """A trace that cannot be read or used, and why, in one sentence."""
+    """A trace cannot be read or used; the message gives the reason in one sentence."""
 
 
 @dataclass(frozen=True, eq=False)
 class TraceProgram:
-    """A program as a trace holds it: n instructions, c channels, w waits (docs/trace-format.md).
+    """A program in a trace: n instructions, c channels, w waits (docs/trace-format.md).
 
-    ``facts`` are its members of the header: fingerprint, dynamic, workers, barriers, tensors,
-    labels, metadata, opcodes.
+    ``facts`` are the program's members of the header: fingerprint, dynamic, workers, barriers,
+    tensors, labels, metadata, opcodes.
     """
 
     facts: Mapping[str, Any]
@@ -69,12 +69,12 @@ class TraceProgram:
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The different kinds of instruction (names of opcodes), in the order of the opcodes."""
+        """The distinct kinds of instruction (names of opcodes), in the order of the opcodes."""
         return tuple(dict.fromkeys(self._name(int(o)) for o in np.unique(self.words[:, 0])))
 
     @functools.cached_property
     def kind(self) -> Ints:
-        """Of every instruction its kind, an index of ``kinds``: int32 [n]."""
+        """The kind of every instruction, an index of ``kinds``: int32 [n]."""
         opcodes, inverse = np.unique(self.words[:, 0], return_inverse=True)
         index = {name: i for i, name in enumerate(self.kinds)}
         of_opcode = np.array([index[self._name(int(o))] for o in opcodes], np.int32)
@@ -84,7 +84,7 @@ class TraceProgram:
         return str(self.facts["opcodes"][str(opcode)]["name"])
 
     def channel_name(self, channel: int) -> str:
-        """The barrier or the tagged tensor of a channel; "queue" for -1."""
+        """The name of the barrier or tagged tensor of a channel; "queue" for -1."""
         if channel < 0:
             return "queue"
         thing = int(self.channel_object[channel])
@@ -95,12 +95,12 @@ class TraceProgram:
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """The times of every record without holes: int64 [R], ns, with
+    """The times of every record, missing ones filled in: int64 [R], ns.
 
-    begin <= waited <= inputs <= computed <= left <= end <= signalled. ``waited`` is the end of the
-    wait for the header's barriers. ``left`` is when the consumers turned to the next instruction,
-    which they may do while the storer still stores (or it is ``end``). ``load_begin`` and
-    ``load_end`` are -1 where nothing was loaded.
+    begin <= waited <= inputs <= computed <= left <= end <= signalled. ``waited``: end of the wait
+    for the header's barriers. ``left``: when the consumers turned to the next instruction, possibly
+    while the storer still stored; ``end`` if no instruction follows. ``load_begin`` and
+    ``load_end`` are -1 for a record without loads.
     """
 
     begin: Longs
@@ -116,10 +116,10 @@ class Spans:
 
 @dataclass(frozen=True, eq=False)
 class Trace:
-    """P programs, S steps of them, R records (one instruction executed once), E events.
+    """P programs, S steps, R records (one instruction executed once), E events.
 
-    ``times`` is int64 [E, R]: nanoseconds since the first event, -1 where an event was not noted.
-    Records are sorted by step, worker and slot. docs/trace-format.md says what every column holds.
+    ``times`` is int64 [E, R]: nanoseconds since the first event, -1 if an event was not noted.
+    Records are sorted by step, worker and slot. docs/trace-format.md describes every column.
     """
 
     machine: Mapping[str, Any]
@@ -151,7 +151,7 @@ class Trace:
 
     @functools.cached_property
     def workers(self) -> int:
-        """Workers of the largest program."""
+        """Number of workers of the program with the most."""
         return max((p.workers for p in self.programs), default=0)
 
     @functools.cached_property
@@ -165,7 +165,7 @@ class Trace:
         return np.searchsorted(self.record_step, np.arange(self.num_steps + 1))
 
     def event(self, name: str) -> Longs:
-        """The times of one event: int64 [R], all -1 when the trace does not have it."""
+        """The times of one event: int64 [R], all -1 if the trace lacks the event."""
         for row, event in enumerate(self.events):
             if event.name == name:
                 times: Longs = self.times[row]
@@ -181,7 +181,7 @@ class Trace:
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
-        """The different kinds of instruction in all programs."""
+        """The distinct kinds of instruction in all programs."""
         return tuple(dict.fromkeys(kind for p in self.programs for kind in p.kinds))
 
     @functools.cached_property
@@ -191,7 +191,7 @@ class Trace:
 
     @functools.cached_property
     def labels(self) -> tuple[str, ...]:
-        """The different labels in all programs."""
+        """The distinct labels in all programs."""
         return tuple(dict.fromkeys(str(x) for p in self.programs for x in p.facts["labels"]))
 
     @functools.cached_property
@@ -211,7 +211,7 @@ class Trace:
 
     @functools.cached_property
     def spans(self) -> Spans:
-        """The times of every record, what was not noted filled in from what was."""
+        """The times of every record; missing times are derived from those that were noted."""
         at = {e.name: self.event(e.name) for e in EVENTS}
         known = self.times.max(axis=0, initial=-1)
         end = np.where(at["end"] >= 0, at["end"], known)
@@ -239,7 +239,7 @@ class Trace:
         )
 
     def _words(self, end: Longs) -> Longs:
-        """When the tagged words that a record waited for were written, if its cause tells."""
+        """When the tagged words that a record waited for were written, by its cause; else -1."""
         tagged = np.zeros(self.num_records, np.bool_)
         for p, program in enumerate(self.programs):
             own = (self.record_program == p) & (self.record_cause_channel >= 0)
@@ -247,7 +247,7 @@ class Trace:
         return np.where(tagged & (self.record_cause >= 0), end[self.record_cause], -1)
 
     def _next(self, begin: Longs, end: Longs) -> Longs:
-        """When the worker of each record turned to the next one; the end where there is none."""
+        """When the worker of each record turned to the next record; ``end`` if there is none."""
         order = np.argsort(self.record_worker, kind="stable")
         worker = self.record_worker[order]
         follows = (worker[1:] == worker[:-1]) & (worker[1:] >= 0)
@@ -257,15 +257,16 @@ class Trace:
 
     @functools.cached_property
     def step_first(self) -> Longs:
-        """When the first event of each step was, which may be before its predecessor's end."""
+        """Time of the first event of each step; it may precede the end of the step before."""
         first = np.where(self.times >= 0, self.times, MAX_TIME).min(axis=0, initial=MAX_TIME)
         return np.minimum.reduceat(first, self.step_offsets[:-1]) if self.num_steps else first
 
     @functools.cached_property
     def step_begin(self) -> Longs:
-        """When each step begins, its predecessor being over: int64 [S], ns.
+        """When each step begins, not before its predecessor ends: int64 [S], ns.
 
-        Steps of one launch overlap: a worker may fetch for a step before the last one has ended.
+        Steps of one launch overlap, because a worker may fetch instructions of a step before the
+        previous step has ended.
         """
         over = np.concatenate([[0], self.step_end[:-1]])
         both: Longs = np.minimum(np.maximum(self.step_first, over), self.step_end)
@@ -273,7 +274,7 @@ class Trace:
 
     @functools.cached_property
     def step_end(self) -> Longs:
-        """When the last record of each step, and of those before it, has ended: int64 [S], ns."""
+        """When the last record of each step and of all earlier steps ends: int64 [S], ns."""
         last = self.spans.signalled
         end = np.maximum.reduceat(last, self.step_offsets[:-1]) if self.num_steps else last
         return np.maximum.accumulate(end)
@@ -281,14 +282,14 @@ class Trace:
     # The file.
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace as a safetensors file. Raises OSError when that is not possible."""
+        """Write the trace as a safetensors file. Raises OSError when that fails."""
         from megavm.profiler.trace_file import write
 
         write(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Trace:
-        """Read a trace and check all of it. Raises TraceError when the file is no trace."""
+        """Read and check a trace. Raises TraceError when the file is not a valid trace."""
         from megavm.profiler.trace_file import read
 
         return read(path)

@@ -1,6 +1,6 @@
-"""The file of a trace: docs/trace-format.md describes it, this module writes and reads it.
+"""Reads and writes trace files in the format of docs/trace-format.md.
 
-Nothing in a file is executed, and a file that is damaged or made to harm is refused with one
+Reading executes nothing from a file, and refuses damaged and malicious files with a message of one
 sentence.
 """
 
@@ -22,11 +22,11 @@ from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, T
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
-MAX_QUOTE: Final = 200  # characters of what the libraries say of a file
-MAX_DEPTH: Final = 64  # of objects and lists in the header
-MAX_NUMBER: Final = 1e30  # of bytes/s and ns; nothing overflows that is made of it
+MAX_QUOTE: Final = 200  # characters of a library's error message that are shown
+MAX_DEPTH: Final = 64  # nesting of objects and lists in the header
+MAX_NUMBER: Final = 1e30  # largest bytes/s and ns; arithmetic with it does not overflow
 
-# Columns: type and shape, sizes by name. A size is bound by the first column that has it.
+# Columns: type and shape, with named sizes. The first column with a name determines its size.
 _Column = tuple[str, tuple[str | int, ...]]
 _TRACE_COLUMNS: Final[dict[str, _Column]] = {
     "step.program": ("<i4", ("steps",)),
@@ -79,7 +79,7 @@ _PROGRAM: Final = {
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace. Raises OSError when that is not possible."""
+    """Write a trace. Raises OSError when that fails."""
     header = {
         "created": trace.created,
         "megavm": trace.megavm,
@@ -101,20 +101,20 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace and check all of it. Raises TraceError when the file is no trace."""
+    """Read and check a trace. Raises TraceError when the file is not a valid trace."""
     with _named(path) as name:
         return _read(name)
 
 
 def check_format(path: str | os.PathLike[str]) -> None:
-    """Look at the beginning of a file only. Raises TraceError when it is not that of a trace."""
+    """Check only the header of a file. Raises TraceError when it is not that of a trace."""
     with _named(path) as name, open(name, "rb"), safe_open(name, framework="numpy") as file:
         _check_version(file.metadata() or {})
 
 
 @contextmanager
 def _named(path: str | os.PathLike[str]) -> Iterator[str]:
-    """What goes wrong with a file becomes a TraceError that names it."""
+    """Turn errors about a file into TraceErrors that name the file."""
     name = os.fspath(path)
     try:
         yield name
@@ -136,7 +136,7 @@ def _read(path: str) -> Trace:
             names = _column_names(len(header["programs"]))
             columns = {name: file.get_tensor(name) for name in file.keys() if name in names}  # noqa: SIM118
     except (TypeError, ValueError, AttributeError, OverflowError, MemoryError) as error:
-        # A type that numpy does not have, a size that does not fit.
+        # For example a type that numpy lacks, or a size that does not fit.
         raise error if isinstance(error, TraceError) else TraceError(_line(error)) from error
     sizes = {"events": len(header["events"])}
     own = _take(columns, "", _TRACE_COLUMNS, sizes)
@@ -155,13 +155,13 @@ def _read(path: str) -> Trace:
 
 
 def _column_names(programs: int) -> set[str]:
-    """The columns of a trace with this many programs; whatever else a file has is not read."""
+    """The columns of a trace with this many programs; other columns of a file are not read."""
     own = {f"program.{p}.{name}" for p in range(programs) for name in _PROGRAM_COLUMNS}
     return own | _TRACE_COLUMNS.keys()
 
 
 def _line(error: BaseException) -> str:
-    """What an error says, in a line: it may quote names of the file, which do nothing here."""
+    """An error message in one line; unprintable characters of names from the file are replaced."""
     text = " ".join(str(error).split()) or type(error).__name__
     clean = "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_QUOTE])
     return clean if len(text) <= MAX_QUOTE else f"{clean}..."
@@ -181,7 +181,7 @@ def _check_version(metadata: Mapping[str, str]) -> None:
 def _read_header(text: str) -> dict[str, Any]:
     try:
         header = json.loads(text, parse_constant=_no_constant)
-        # Halves of characters and numbers without end would fail later, when somebody writes them.
+        # Lone surrogates and infinite numbers would fail later, when the header is written again.
         json.dumps(header, ensure_ascii=False, allow_nan=False).encode()
     except (ValueError, RecursionError) as error:
         raise TraceError(f"its header is no JSON ({_line(error)})") from error
@@ -211,7 +211,7 @@ def _no_constant(name: str) -> Any:
 
 
 def _check_depth(header: object) -> None:
-    """What nests deeper cannot be written again: writers of JSON call themselves."""
+    """Refuse deep nesting: JSON writers are recursive and could not write it again."""
     level = [header]
     for _ in range(MAX_DEPTH):
         level = [
@@ -247,7 +247,7 @@ def _check_strings(what: str, values: Sequence[object]) -> None:
 
 
 def _check_facts(what: str, facts: Any) -> None:
-    """The members of a program in the header."""
+    """Check the members of a program in the header."""
     _check_members(what, facts, _PROGRAM)
     if not 1 <= facts["workers"] <= MAX_WORKERS:
         raise TraceError(f"{what} has {facts['workers']} workers, expected 1 to {MAX_WORKERS}")
@@ -278,7 +278,7 @@ def _take(
     wanted: Mapping[str, _Column],
     sizes: dict[str, int],
 ) -> dict[str, npt.NDArray[Any]]:
-    """The columns of a table, of the right types and of shapes that agree."""
+    """The columns of a table, after a check of their types and shapes."""
     taken = {}
     for name, (dtype, shape) in wanted.items():
         column = columns.get(prefix + name)
@@ -302,7 +302,7 @@ def _take(
 
 
 def _check_range(what: str, values: npt.NDArray[Any], low: int, high: Any) -> None:
-    """Raise TraceError when a value is not in [low, high), which is one number or one for each."""
+    """Raise TraceError when a value is not in [low, high); ``high`` may differ per value."""
     wrong = np.flatnonzero((values < low) | (values >= high))
     if len(wrong):
         end = high if np.ndim(high) == 0 else high[wrong[0]]

@@ -1,6 +1,6 @@
-"""Shows traces in a browser: serves the page with a trace, or saves both as one file.
+"""Shows traces in a browser: serves the viewer page with a trace, or saves both as one file.
 
-The page (`profiler/ui`) reads the trace itself; nothing here looks into it beyond its first bytes.
+The page (`profiler/ui`) parses the trace itself; this module reads only its first bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """`/` is the page, `/trace/<n>` the n-th trace. Everything else is not there."""
+    """`/` is the page, `/trace/<n>` the n-th trace. Other paths give 404."""
 
     protocol_version = "HTTP/1.1"
     server_version = "megavm"
@@ -57,9 +57,10 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _is_for_us(self) -> bool:
-        """Whether the request names the address that we listen at.
+        """Whether the Host header names the address of this server.
 
-        A page of another site may have its name resolve to this computer; it must not read traces.
+        Prevents DNS rebinding: a page of another site whose name resolves to this computer must not
+        read traces.
         """
         name = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         return self._host not in ("127.0.0.1", "::1", "localhost") or name in (
@@ -99,16 +100,16 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Say nothing: the terminal belongs to the command."""
+        """Log nothing: the terminal belongs to the command."""
 
 
 def make_server(
     paths: Sequence[str | os.PathLike[str]], host: str = "127.0.0.1", port: int = 0
 ) -> ThreadingHTTPServer:
-    """A server of the page with traces, not yet serving. Port 0 is a free one.
+    """A server of the page with traces; it does not serve yet. Port 0 takes a free port.
 
-    Raises TraceError when a file cannot be read, the page is not there, or the address is not
-    to be had.
+    Raises TraceError when a file cannot be read, the page is not installed, or the address is not
+    available.
     """
     traces = [_check(path) for path in paths]
     page = _page_with("".join(_meta(path) for path in traces), before="<title>")
@@ -132,7 +133,7 @@ def serve(
 ) -> None:
     """Serve the page with a trace, or with two below each other, until Ctrl-C.
 
-    Raises TraceError when a file cannot be read or the address is not to be had.
+    Raises TraceError when a file cannot be read or the address is not available.
     """
     paths = [path] if compare is None else [path, compare]
     with make_server(paths, host, port) as server:
@@ -148,7 +149,7 @@ def serve(
 
 
 def _open(url: str) -> None:
-    """Show the page in a browser with windows. One for terminals would take ours."""
+    """Show the page in a graphical browser; a text browser would take over the terminal."""
     try:
         browser = webbrowser.get()
     except webbrowser.Error:
@@ -165,7 +166,7 @@ def save_html(
 ) -> None:
     """Write one HTML file with the page and a trace in it, or two below each other.
 
-    Raises TraceError when a trace cannot be read or the file not be written.
+    Raises TraceError when a trace cannot be read or the file cannot be written.
     """
     paths = [trace_path] if compare is None else [trace_path, compare]
     elements = "".join(map(_element, map(_check, paths)))
@@ -179,13 +180,13 @@ def save_html(
 
 
 def _check(path: str | os.PathLike[str]) -> Path:
-    found = Path(path)
+    trace = Path(path)
     try:
-        with found.open("rb") as file:
+        with trace.open("rb") as file:
             file.read(8)
     except OSError as error:
-        raise TraceError(f"cannot read {found}: {error.strerror or error}") from error
-    return found.resolve()
+        raise TraceError(f"cannot read {trace}: {error.strerror or error}") from error
+    return trace.resolve()
 
 
 def _page_with(elements: str, *, before: str) -> str:

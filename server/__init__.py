@@ -1,1 +1,1 @@
-"""The HTTP server: an endpoint that OpenAI clients can use."""
+"""The HTTP server, compatible with OpenAI's clients."""

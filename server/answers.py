@@ -1,4 +1,4 @@
-"""What completions and chat completions have in common: how their answers come about."""
+"""Building the answers of completions and chat completions: the code that both share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from megavm.server.sse import EventStream, Template, line, until_disconnect
 
 @dataclass
 class Choice:
-    """One continuation, as far as it is known."""
+    """One continuation, as far as it has been generated."""
 
     index: int
     token_ids: list[int] = field(default_factory=list)
@@ -36,13 +36,13 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """All of it."""
+        """All pieces together."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True)
 class Token:
-    """What a stream brings at once: a token, or the end of a continuation without one."""
+    """The contents of one event of a stream: a token, or the end of a continuation without one."""
 
     choice: int
     text: str
@@ -54,10 +54,10 @@ class Token:
 
 
 class Answer(ABC):
-    """The answer to one request, in one piece or as a stream (sse.Renderer).
+    """The answer to one request, as one JSON object or as a stream (sse.Renderer).
 
     Attributes:
-        id: of the answer.
+        id: the answer's id.
     """
 
     id_prefix: ClassVar[str]
@@ -73,21 +73,21 @@ class Answer(ABC):
         self._created = int(time.time())
         self._with_ids = bool(body.return_token_ids)
         self._include_usage = body.include_usage
-        self._silent = body.wanted_max_tokens() == 0  # one token is generated, and not shown
+        self._silent = body.wanted_max_tokens() == 0  # one token is generated but not shown
         self._num_tokens = 0
         self._templates: dict[int, Template] = {}
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        """One of the answer's "choices"."""
+        """An element of "choices" in an answer that is not streamed."""
 
     @abstractmethod
     def part_choice(self, token: Token) -> dict[str, Any]:
-        """The one of the "choices" that an event of a stream has."""
+        """The only element of "choices" in an event of a stream."""
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of the prompts and of the answer so far."""
+        """OpenAI's usage object: tokens of the prompts and of the answer so far."""
         requests = self.generation.requests
         prompt = sum(len(prompt) for prompt in self.generation.prompts)
         return {
@@ -106,10 +106,10 @@ class Answer(ABC):
             "choices": choices,
         }
 
-    # In one piece.
+    # Without a stream.
 
     async def whole(self) -> bytes:
-        """The JSON of the answer, when all of it is there.
+        """Wait for the end of the generation; the JSON of the answer.
 
         Raises:
             ApiError: the generation failed.
@@ -124,14 +124,14 @@ class Answer(ABC):
                     choice.pieces += delta.pieces
                     choice.logprobs += delta.logprobs
         self._num_tokens = sum(len(choice.token_ids) for choice in choices)
-        # Log-probabilities of many tokens take long to write, those of echoed prompts included.
+        # Serialising log-probabilities takes long, so count those of echoed prompts too.
         params, tokens = self.generation.params, self._num_tokens
         if params.prompt_logprobs is not None:
             tokens += params.n * sum(map(len, self.generation.prompts))
         return await self._service.call(tokens * (1 + (params.logprobs or 0)), self._write, choices)
 
     def _write(self, choices: list[Choice]) -> bytes:
-        """The JSON of the answer, choice by choice: all at once would hold up other threads."""
+        """The JSON of the answer, choice by choice: one call for all would block other threads."""
         wholes = [to_json({**self.whole_choice(c), **self._ids(c.token_ids)}) for c in choices]
         envelope = self._envelope(self.whole_object, [])
         head, tail = to_json({**envelope, "usage": self.usage}).split('"choices":[]')
@@ -140,7 +140,7 @@ class Answer(ABC):
     # As a stream.
 
     def render(self, batch: Batch) -> bytes:
-        """One event for each token; from a template if it is neither the first nor the last."""
+        """One event per token. Events that differ only in their text come from a template."""
         lines: list[str] = []
         for index, delta in batch:
             if not self._silent:
@@ -169,7 +169,7 @@ class Answer(ABC):
         return "".join(lines).encode()
 
     def end(self) -> bytes:
-        """The usage, if it was asked for."""
+        """The event with the usage, if the client asked for it."""
         if not self._include_usage:
             return b""
         return line({**self._envelope(self.part_object, []), "usage": self.usage}).encode()
@@ -178,7 +178,7 @@ class Answer(ABC):
         return {"token_ids": token_ids} if self._with_ids else {}
 
     def _end(self, delta: Delta) -> tuple[str | None, int | str | None]:
-        """What ended a continuation, if it has ended."""
+        """(finish_reason, stop_reason) for the client; None while the continuation goes on."""
         if self._silent and delta.finish_reason is not None:
             return "length", None
         return delta.finish_reason, delta.stop_reason
@@ -195,13 +195,13 @@ class Answer(ABC):
 async def read_generation(
     request: Request, service: Service, kind: type[AnyGeneration]
 ) -> tuple[AnyGeneration, SamplingParams]:
-    """The body of a request that generates, and the sampling parameters in it.
+    """The body of a completion or chat request, and its sampling parameters.
 
     Raises:
-        ApiError: requests are not taken now, or the body is not as it should be.
+        ApiError: the server takes no requests now, or the body is invalid.
     """
     llm, settings = service.llm, service.settings
-    service.admit(1)  # what cannot be taken is not looked at
+    service.admit(1)  # refuse before reading the body if the queue is full
     body = await read_body(request, kind)
     check_model(body.model, settings.model_names)
     if settings.log_prompts:
@@ -212,11 +212,11 @@ async def read_generation(
 async def respond(
     request: Request, service: Service, body: GenerationRequest, answer: Answer
 ) -> Response:
-    """The response to a request whose generation has been queued; it is closed in the end.
+    """The response to a request whose generation is queued; closes the generation at its end.
 
     Raises:
-        ApiError: the generation failed, or took too long.
-        ClientDisconnected: nobody waits for it any more.
+        ApiError: the generation failed or took too long.
+        ClientDisconnected: the client went away.
     """
     generation, timeout = answer.generation, service.settings.request_timeout
 

@@ -1,4 +1,4 @@
-"""The FastAPI application: which path does what."""
+"""The FastAPI application: the route of every endpoint."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _STATUS_OF_HEALTH: Final = {Status.DRAINING: 503, Status.FAILED: 503}
 
 
 def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
-    """The application, which loads the model when it is started; `app.state.service` is its state.
+    """The application. It loads the model when it starts; `app.state.service` is its Service.
 
-    `load_model(progress)` is called in a thread; the application closes what it returns.
+    `load_model(progress)` is called in a thread; the application closes the LLM that it returns.
     """
     service = Service(load_model, settings)
 
@@ -63,7 +63,7 @@ def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
         title="megavm",
         version=megavm.__version__,
         lifespan=lifespan,
-        docs_url=None,  # these two pages load their scripts from elsewhere
+        docs_url=None,  # FastAPI's two pages load scripts from other hosts
         redoc_url=None,
     )
     app.state.service = service
@@ -100,12 +100,12 @@ def _add_openai(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/profile", **_takes("ProfileRequest"))
     async def profile(request: Request) -> Response:
-        """Record a trace of the steps that come next."""
+        """Record a trace of the next steps."""
         return await profiler.profile(request)
 
     @app.get("/v1/models", **_answers())
     async def models() -> Response:
-        """The model, under each of its names."""
+        """The model, listed under each of its names."""
         cards = [_card(service, name) for name in service.settings.model_names]
         return json_response({"object": "list", "data": cards})
 
@@ -133,7 +133,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
 def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", **_takes("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
-        """Token ids of a text, or of a conversation with the template around it."""
+        """Token ids of a text, or of a conversation after the chat template."""
         llm = service.llm
         body = await read_body(request, TokenizeRequest)
         check_model(body.model, service.settings.model_names)
@@ -160,7 +160,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", **_takes("DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        service.llm  # noqa: B018 - nothing is read before the model is there
+        service.llm  # noqa: B018 - raises ApiError while the model is not ready
         body = await read_body(request, DetokenizeRequest)
         check_model(body.model, service.settings.model_names)
         if not isinstance(body.tokens, list):
@@ -171,7 +171,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
 def _add_state(app: FastAPI, service: Service) -> None:
     @_get(app, "/health", **_answers())
     async def health() -> Response:
-        """Whether the server lives: 503 when it is shutting down or cannot go on."""
+        """Whether the server is alive: 503 when it is shutting down or has failed."""
         status = service.status
         return json_response({"status": status.value}, _STATUS_OF_HEALTH.get(status, 200))
 
@@ -182,7 +182,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
     @_get(app, "/ready", **_answers())
     async def ready() -> Response:
-        """Whether requests are taken: 503 with the progress while the model is being loaded."""
+        """Whether the server takes requests: 503 with the progress while the model loads."""
         status = service.status
         content = {"status": status.value}
         if status is Status.LOADING:
@@ -221,7 +221,7 @@ def _add_pages(app: FastAPI) -> None:
 
 
 def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:
-    """A route for GET with these options, and for HEAD, which the schema leaves out."""
+    """Decorator: add a route for GET with these options, and one for HEAD outside the schema."""
 
     def add(endpoint: Endpoint) -> Endpoint:
         app.head(path, include_in_schema=False)(endpoint)
@@ -231,21 +231,21 @@ def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoi
 
 
 def _takes(body: str) -> dict[str, Any]:
-    """Options of a route that reads a body of the given model."""
+    """Options of a route that reads a body; `body` names its pydantic model."""
     schema = {"$ref": _SCHEMAS.format(model=body)}
     content = {"application/json": {"schema": schema}}
     return {**_answers(), "openapi_extra": {"requestBody": {"content": content, "required": True}}}
 
 
 def _answers() -> dict[str, Any]:
-    """Options of a route whose answers are JSON, errors as OpenAI's object."""
+    """Options of a route that answers with JSON, and with OpenAI's error object on errors."""
     schema = {"$ref": _SCHEMAS.format(model="Error")}
     error = {"description": "An error.", "content": {"application/json": {"schema": schema}}}
     return {"response_model": None, "responses": {"4XX": error, "5XX": error}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
-    """The OpenAPI document, with the bodies that the endpoints read themselves."""
+    """The OpenAPI document, including the bodies that endpoints parse without FastAPI."""
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, bodies = models_json_schema(

@@ -8,16 +8,16 @@ from collections.abc import Iterable
 
 
 class ApiKeys:
-    """The keys that a client may show; with none of them every client is let in.
+    """The accepted API keys; if there are none, every client is allowed.
 
-    Keys are compared by their SHA-256, in a time that does not depend on them.
+    Keys are compared by their SHA-256, in constant time.
     """
 
     def __init__(self, keys: Iterable[str]) -> None:
         self._digests = [_digest(key.encode()) for key in keys]
 
     def allow(self, authorization: bytes) -> bool:
-        """Whether the header `Authorization` (b"" without one) shows one of the keys."""
+        """Whether the `Authorization` header (b"" if absent) holds an accepted key."""
         if not self._digests:
             return True
         scheme, _, key = authorization.partition(b" ")

@@ -14,7 +14,7 @@ from megavm.server.service import Service
 
 
 class ChatAnswer(Answer):
-    """See `Answer`. The role comes with the first token."""
+    """See `Answer`. The first event of a choice carries the role."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -48,7 +48,7 @@ async def chat(request: Request, service: Service) -> Response:
     """Answer the request.
 
     Raises:
-        ApiError: it cannot be answered.
+        ApiError: the request is invalid, or the server cannot answer it.
     """
     body, params = await read_generation(request, service, ChatRequest)
     messages = read_messages(body.messages)
@@ -56,7 +56,7 @@ async def chat(request: Request, service: Service) -> Response:
     text = await service.render_chat(
         messages, body.add_generation_prompt is not False, len(await request.body())
     )
-    # The template has put the special tokens there.
+    # The chat template has already inserted the special tokens.
     ids = await service.encode(text, "messages", add_special_tokens=False)
     prompts = service.check_prompts([ids], params, "messages")
     generation = service.generation(prompts, params, whole=not body.stream)

@@ -17,7 +17,7 @@ from megavm.server.service import Service
 
 
 class CompletionAnswer(Answer):
-    """See `Answer`. `texts` are the prompts as text, if they are echoed."""
+    """See `Answer`. `texts`: the prompts as text if they are echoed, else None."""
 
     id_prefix = "cmpl"
     whole_object = "text_completion"
@@ -33,7 +33,7 @@ class CompletionAnswer(Answer):
         super().__init__(service, body, generation)
         self._texts = texts
         self._with_logprobs = body.logprobs is not None
-        self._logprobs: dict[int, CompletionLogprobs] = {}  # of the streams, by choice
+        self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice, for streams
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
@@ -70,7 +70,7 @@ class CompletionAnswer(Answer):
         return "" if self._texts is None else self._texts[self._prompt(choice)]
 
     def _echoed_logprobs(self, choice: int) -> list[Any]:
-        """Of each token of an echoed prompt; the first has nothing but its id."""
+        """One entry per token of an echoed prompt; the first is only a token id."""
         if self._texts is None or not self._with_logprobs:
             return []
         request = self.generation.requests[self._prompt(choice)]
@@ -82,7 +82,7 @@ async def complete(request: Request, service: Service) -> Response:
     """Answer the request.
 
     Raises:
-        ApiError: it cannot be answered.
+        ApiError: the request is invalid, or the server cannot answer it.
     """
     body, params = await read_generation(request, service, CompletionRequest)
     if body.echo and params.logprobs is not None:

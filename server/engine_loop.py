@@ -1,8 +1,8 @@
-"""The thread that owns the engine, and how the event loop talks to it.
+"""The thread that owns the engine, and its communication with the event loop.
 
-Handlers of requests live in one asyncio event loop; the engine lives in a thread of its own, which
-alone calls its methods. Commands go into a queue and are carried out between two steps. What a step
-brings goes back in one piece, with one wake-up of the event loop however many requests it is for.
+Request handlers run in one asyncio event loop. The engine runs in its own thread, and only this
+thread calls its methods. The event loop puts commands into a queue; the engine's thread executes
+them between two steps. All results of a step wake the event loop once, for however many requests.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from megavm.scheduler.engine.sequence import Delta, Request
     from megavm.scheduler.engine.step import Ints
 
-# Launches in a row that fail before the engine counts as broken. One is no reason: the machine runs
-# the next request. OpenAI's client sends a request that fails three times.
+# The engine counts as broken after this many failed launches in a row. After a single fault the
+# machine runs the next request. The limit is above 3, because OpenAI's client sends a failing
+# request three times.
 _MAX_FAULTS: Final = 5
 _JOIN_SECONDS: Final = 30.0
 
@@ -36,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class Observer(Protocol):
-    """Is told, in the engine's thread, what every step has brought (metrics.EngineMetrics)."""
+    """Receives the deltas of every step, in the engine's thread (metrics.EngineMetrics)."""
 
     def step(self, deltas: Sequence[Delta], seconds: float) -> None:
         """One step has ended; it took `seconds`."""
@@ -44,10 +45,10 @@ class Observer(Protocol):
 
 
 class EngineEnded(RuntimeError):
-    """The engine does not run any more; the process should end, so that another takes its place.
+    """The engine has stopped for good. The process should end so that a supervisor restarts it.
 
     Attributes:
-        lost: whether the machine is lost, so that nothing of it can be given back.
+        lost: whether the machine is lost; its resources cannot be released then.
     """
 
     def __init__(self, cause: str, lost: bool) -> None:
@@ -56,15 +57,16 @@ class EngineEnded(RuntimeError):
 
 
 class Generation:
-    """What one HTTP request generates: `params.n` continuations of each of its prompts.
+    """The sequences of one HTTP request: `params.n` continuations of each of its prompts.
 
-    Continuation c of prompt p has the index p * n + c. To be used in the event loop's thread.
+    Continuation c of prompt p has the index p * n + c. Use it in the event loop's thread. `whole`:
+    wake the event loop only when all sequences have ended.
 
     Attributes:
-        prompts: token ids.
-        params: of all prompts.
-        requests: the engine's, by prompt; complete when the first delta is there.
-        arrived: when it was made, by `time.perf_counter`.
+        prompts: token ids of each prompt.
+        params: parameters of all prompts.
+        requests: the engine's requests by prompt; complete when the first delta arrives.
+        arrived: time of creation, by `time.perf_counter`.
     """
 
     def __init__(self, prompts: Sequence[Ints], params: SamplingParams, whole: bool) -> None:
@@ -74,8 +76,8 @@ class Generation:
         self.arrived = time.perf_counter()
         self.num_sequences = len(prompts) * params.n
         self._whole = whole
-        self._unfinished = self.num_sequences  # as the engine's thread knows
-        self._missing = self.num_sequences  # as the event loop knows
+        self._unfinished = self.num_sequences  # counted by the engine's thread
+        self._missing = self.num_sequences  # counted by the event loop
         self._coming: deque[tuple[int, Delta]] = deque()
         self._arrival = asyncio.Event()
         self._error: ApiError | None = None
@@ -83,14 +85,14 @@ class Generation:
 
     @property
     def finished(self) -> bool:
-        """Whether all sequences have ended and their deltas were taken."""
+        """Whether all sequences have ended and `next_batch` has returned all their deltas."""
         return not self._missing
 
     async def next_batch(self) -> Batch:
-        """What has been generated since the last call; [] when all sequences have ended.
+        """The (index, delta) pairs since the last call; [] when all sequences have ended.
 
         Raises:
-            ApiError: it cannot go on.
+            ApiError: the generation failed.
         """
         while self._missing:
             batch = self._take()
@@ -116,7 +118,7 @@ class Generation:
     # For the engine's thread.
 
     def add(self, index: int, delta: Delta) -> bool:
-        """Take a delta; whether the event loop should be told."""
+        """Append a delta; returns whether the event loop must be woken."""
         self._coming.append((index, delta))
         self._unfinished -= delta.finish_reason is not None
         return not (self.closed or (self._whole and self._unfinished))
@@ -124,21 +126,23 @@ class Generation:
     # For the event loop.
 
     def wake(self) -> None:
-        """Let `next_batch` look again."""
+        """Let `next_batch` check for new deltas."""
         self._arrival.set()
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, after what has arrived."""
+        """End the generation with an error, after the deltas that have arrived."""
         self._error = self._error or error
         self._arrival.set()
 
 
 class EngineLoop:
-    """Drives an engine in a thread. Methods are for the thread of the event loop it is made in.
+    """Drives an engine in a thread.
+
+    Construct it in the thread of the event loop, and call all methods there.
 
     Attributes:
-        broken: why the engine does not run any more, None as long as it does.
-        ended: is set, in the thread of the event loop, when it does not.
+        broken: why the engine has stopped for good; None while it runs.
+        ended: set, in the thread of the event loop, after the engine has stopped for good.
     """
 
     def __init__(self, engine: Engine, observer: Observer) -> None:
@@ -149,25 +153,25 @@ class EngineLoop:
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[Generation, None] = {}
-        self._submitted = 0  # sequences; written by the event loop's thread alone
-        self._finished = 0  # sequences; written by the engine's thread alone
+        self._submitted = 0  # sequences; only the event loop's thread writes this
+        self._finished = 0  # sequences; only the engine's thread writes this
         self._after_step: Callable[[], None] | None = None
         self._thread = threading.Thread(target=self._run, name="megavm-engine", daemon=True)
         self._thread.start()
 
     @property
     def num_sequences(self) -> int:
-        """Sequences that run or wait."""
+        """Number of sequences that run or wait."""
         return self._submitted - self._finished
 
     def submit(self, generation: Generation) -> None:
-        """Queue a generation, whose prompts `Engine.validate` has made. `close` it in the end."""
+        """Queue a generation with prompts from `Engine.validate`. The caller must `close` it."""
         self._submitted += generation.num_sequences
         self._generations[generation] = None
         self._commands.put(lambda: self._add(generation))
 
     def close(self, generation: Generation) -> None:
-        """Forget a generation; what has not ended is aborted before the next step."""
+        """Forget a generation; its unfinished requests are aborted before the next step."""
         if not generation.closed:
             generation.closed = True
             del self._generations[generation]
@@ -179,7 +183,7 @@ class EngineLoop:
             generation.fail(error)
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
-        """Call a function between two steps, in the engine's thread; its result or exception."""
+        """Call a function in the engine's thread between two steps; a future of its result."""
         future: asyncio.Future[Result] = self._loop.create_future()
 
         def command() -> None:
@@ -196,12 +200,12 @@ class EngineLoop:
     async def until(
         self, begin: Callable[[], None], done: Callable[[], bool], timeout: float
     ) -> None:
-        """Call `begin`, then `done` after every step until it is true or `timeout` s are over.
+        """Call `begin`, then call `done` after every step until it returns true.
 
-        Both are called in the engine's thread. One such wait at a time is possible.
+        Both are called in the engine's thread. Only one such wait at a time is possible.
 
         Raises:
-            TimeoutError: the time is over.
+            TimeoutError: `done` did not return true within `timeout` seconds.
         """
         reached = asyncio.Event()
 
@@ -225,7 +229,7 @@ class EngineLoop:
             await self.call(stop)
 
     async def stop(self) -> None:
-        """End the thread after the step that runs. Nothing may be submitted afterwards."""
+        """End the thread after the running step. Nothing may be submitted afterwards."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
 
@@ -241,7 +245,7 @@ class EngineLoop:
                     return
                 self._step()
             except Exception as error:
-                # The engine has cleaned up after itself; requests hear of it with the next step.
+                # The engine has cleaned up; the next step returns the errors of its requests.
                 logger.exception("a step of the engine failed")
                 failure = f"the engine failed: {type(error).__name__}: {error}"
             else:
@@ -252,7 +256,7 @@ class EngineLoop:
                 failures += 1
             elif counters.launches > launches:
                 failures = 0
-            # What fails again and again will not get better.
+            # Stop for good: repeated failures do not recover.
             if self.engine.lost or failures == _MAX_FAULTS:
                 self.broken = failure
         self._tell(self.fail_all, failed(self.broken))
@@ -261,7 +265,10 @@ class EngineLoop:
             command()
 
     def _carry_out(self) -> bool:
-        """Carry out what is in the queue, waiting if there is nothing else to do; False: end."""
+        """Execute the queued commands; wait for one if the engine has no work.
+
+        Returns False when the thread should end.
+        """
         commands = self._commands
         while not (self.engine.has_work and commands.empty()):
             command = commands.get()
@@ -274,14 +281,14 @@ class EngineLoop:
         begin = time.perf_counter()
         deltas = self.engine.step()
         self._observer.step(deltas, time.perf_counter() - begin)
-        told: dict[Generation, None] = {}
+        woken: dict[Generation, None] = {}
         for delta in deltas:
             generation, first = cast(tuple[Generation, int], delta.request.id)
             self._finished += delta.finish_reason is not None
             if generation.add(first + delta.index, delta):
-                told[generation] = None
-        if told:
-            self._tell(_wake, list(told))
+                woken[generation] = None
+        if woken:
+            self._tell(_wake, list(woken))
         if self._after_step is not None:
             self._after_step()
 
@@ -307,8 +314,8 @@ class EngineLoop:
             self.engine.abort(request.id)
 
     def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call something in the event loop's thread."""
-        with suppress(RuntimeError):  # the event loop has ended: nobody is left to be told
+        """Call `callback` in the event loop's thread."""
+        with suppress(RuntimeError):  # the event loop has ended: no handler is left to notify
             self._loop.call_soon_threadsafe(callback, *arguments)
 
 
@@ -318,7 +325,7 @@ def _wake(generations: Sequence[Generation]) -> None:
 
 
 def _settle(future: asyncio.Future[Result], result: Result, error: BaseException | None) -> None:
-    if future.done():  # whoever waited has been cancelled
+    if future.done():  # the waiting task was cancelled
         return
     if error is not None:
         future.set_exception(error)

@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients understand them: a status, and an object under "error"."""
+"""Errors in OpenAI's format: an HTTP status, and an object under "error"."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _MAX_SHOWN: Final = 300  # characters of a message that come from the client
 
 
 class ApiError(Exception):
-    """An answer other than 200.
+    """An answer with a status other than 200.
 
     Attributes:
-        status: of HTTP.
-        message: one sentence for the user of a client.
+        status: the HTTP status.
+        message: one sentence for the user of the client.
         kind: OpenAI's "type".
-        param: the field of the request that is to blame, or None.
-        code: a word for programs, or None.
-        headers: of the answer.
+        param: the field of the request that caused the error, or None.
+        code: machine-readable code, or None.
+        headers: additional headers of the answer.
     """
 
     def __init__(
@@ -59,29 +59,29 @@ class ApiError(Exception):
         }
 
     def response(self) -> Response:
-        """The whole answer."""
+        """The error as an HTTP response."""
         return json_response(self.body(), self.status, self.headers)
 
 
 def json_response(
     content: Any, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An answer with `content`, see `to_json`."""
+    """A JSON response with `content`, see `to_json`."""
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
 def to_json(content: Any) -> str:
-    """`content` as JSON; a value that JSON lacks is a mistake of ours and raises ValueError."""
+    """`content` as JSON. Raises ValueError for NaN and infinity, which must not occur here."""
     return json.dumps(content, allow_nan=False, separators=(",", ":"))
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """The request cannot be answered as it is."""
+    """400: the request is invalid."""
     return ApiError(400, message, param=param)
 
 
 def unknown_model(name: str) -> ApiError:
-    """The model is not the one that is served."""
+    """404: the server does not serve this model."""
     return ApiError(
         404,
         f"The model `{shorten(name)}` does not exist.",
@@ -91,7 +91,7 @@ def unknown_model(name: str) -> ApiError:
 
 
 def unauthorized() -> ApiError:
-    """The key is missing or wrong."""
+    """401: the API key is missing or wrong."""
     return ApiError(
         401,
         "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.",
@@ -101,7 +101,7 @@ def unauthorized() -> ApiError:
 
 
 def too_large(limit: int) -> ApiError:
-    """The body is over the limit, in bytes."""
+    """413: the body has more than `limit` bytes."""
     return ApiError(
         413,
         f"The body of the request is larger than the {limit} bytes that this server reads.",
@@ -110,7 +110,7 @@ def too_large(limit: int) -> ApiError:
 
 
 def queue_full(waiting: int, limit: int) -> ApiError:
-    """As many sequences wait as may."""
+    """429: no room for more waiting sequences."""
     return ApiError(
         429,
         f"The queue is full: {waiting} sequences are running or waiting, {limit} may.",
@@ -121,7 +121,7 @@ def queue_full(waiting: int, limit: int) -> ApiError:
 
 
 def unavailable(message: str, code: str) -> ApiError:
-    """The server does not answer now, and a client should not try again at once."""
+    """503: the server takes no requests now; clients should not retry at once."""
     return ApiError(
         503,
         message,
@@ -132,29 +132,29 @@ def unavailable(message: str, code: str) -> ApiError:
 
 
 def timed_out(seconds: float) -> ApiError:
-    """The request took longer than a request may."""
+    """408: the request took longer than the request timeout."""
     message = f"The request took longer than the {seconds:g} s that this server gives one."
     return too_late(message, "request_timeout")
 
 
 def too_late(message: str, code: str) -> ApiError:
-    """The time is over, and to try again at once would not help."""
+    """408: a time limit has passed; clients should not retry at once."""
     headers = {"x-should-retry": "false"}
     return ApiError(408, message, kind="timeout_error", code=code, headers=headers)
 
 
 def failed(message: str) -> ApiError:
-    """The server is to blame."""
+    """500: the server failed."""
     return ApiError(500, message, kind="server_error", code="internal_error")
 
 
 def fault() -> ApiError:
-    """A mistake of ours, which the log has and the client need not know."""
+    """500 for an unexpected exception: details are only in the log."""
     return failed("The server has a fault; its log says which.")
 
 
 def invalid_fields(error: ValidationError | RequestValidationError) -> ApiError:
-    """The first of the fields that are not as they should be."""
+    """400 for the first invalid field of a body."""
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part != "body")
     message = shorten(f"{first['msg']}")
@@ -162,12 +162,12 @@ def invalid_fields(error: ValidationError | RequestValidationError) -> ApiError:
 
 
 def shorten(text: str) -> str:
-    """At most `_MAX_SHOWN` characters of what a client has sent."""
+    """A client's text, cut to `_MAX_SHOWN` characters."""
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
 def add_error_handlers(app: FastAPI) -> None:
-    """Let `app` answer its errors with OpenAI's object."""
+    """Let `app` answer errors with OpenAI's error object."""
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that OpenAI's clients know."""
+"""Log-probabilities in OpenAI's two formats: of completions and of chat completions."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, Final
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.tokenizer import Tokenizer
 
-LEAST: Final = -9999.0  # in the place of -inf, which JSON lacks
+LEAST: Final = -9999.0  # replaces -inf, which JSON cannot represent
 
 
 def finite(logprob: float) -> float:
-    """A log-probability that JSON can hold; NaN is the least, too."""
+    """A log-probability that JSON can represent; -inf and NaN become LEAST."""
     return logprob if logprob > LEAST else LEAST
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of a token; its number, if the model has no tokenizer."""
+    """The text of a token, or `token_id:N` if the model has no tokenizer."""
     return tokenizer.token_text(token_id) if tokenizer.available else f"token_id:{token_id}"
 
 
 class CompletionLogprobs:
     """`logprobs` of a completion: parallel lists over its tokens.
 
-    Control tokens take no room in the text. Of several tokens with the same text the most likely
-    one is listed among the alternatives.
+    Control tokens do not advance `text_offset`. If several alternatives have the same text, only
+    the most likely one is listed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -33,7 +33,7 @@ class CompletionLogprobs:
         self._offset = 0
 
     def object(self, entries: Iterable[TokenLogprobs | int]) -> dict[str, Any]:
-        """The object of the tokens that follow; a bare token id is a token without a value."""
+        """The object for the next tokens; a bare token id is a token without log-probability."""
         tokens: list[str] = []
         values: list[float | None] = []
         tops: list[dict[str, float] | None] = []
@@ -68,11 +68,11 @@ class CompletionLogprobs:
 
 
 def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
-    """`logprobs` of a chat completion: an object for every token."""
+    """`logprobs` of a chat completion: one object per token."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
         text = token_text(tokenizer, token)
-        # A part of a character has bytes that its text does not show.
+        # The text of an incomplete character is U+FFFD, which does not show its bytes.
         known = list(text.encode()) if "\ufffd" not in text else None
         return {"token": text, "logprob": finite(logprob), "bytes": known}
 

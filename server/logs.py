@@ -1,4 +1,4 @@
-"""Structured logs: one line for each event, `time LEVEL event key=value ...`, on stderr."""
+"""Structured logs on stderr: one line per event, `time LEVEL event key=value ...`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 logger: Final = logging.getLogger("megavm.server")
 
-NOTICE: Final = 25  # what is said even where requests are not logged
+NOTICE: Final = 25  # level of lines that are written even with --quiet
 NOTES: Final = "megavm.notes"  # key of an ASGI scope
 _PLAIN: Final = re.compile(r"[\w.:/@+,\[\]-]+", re.ASCII)
 
@@ -37,7 +37,7 @@ def log(level: int, event: str, **fields: object) -> None:
 
 
 def note(scope: MutableMapping[str, Any], **fields: object) -> None:
-    """Add fields to the line that is written when the request of an ASGI scope has ended."""
+    """Add fields to the log line of a request (its ASGI scope), written when the request ends."""
     scope.setdefault(NOTES, {}).update(fields)
 
 
@@ -54,7 +54,7 @@ def configure(level: int) -> None:
 
 
 def _value(value: object, spaces: bool = False) -> str:
-    """A value on one line; quoted like a JSON string where it must be."""
+    """A value on one line, quoted as a JSON string if needed."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

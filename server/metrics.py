@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: vLLM's names behind the prefix `megavm:`, and some of our own."""
+"""Metrics for Prometheus: vLLM's names with the prefix `megavm:`, and a few more."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INFINITY: Final = float("inf")
 
 
 def _decades(low: int, high: int) -> tuple[float, ...]:
-    """1, 2, 5 times the powers of ten from 10**low up to 10**high."""
+    """1, 2 and 5 times the powers of ten from 10**low, up to 10**high."""
     steps = (float(f"{digit}e{power}") for power in range(low, high) for digit in (1, 2, 5))
     return (*steps, float(f"1e{high}"))
 
@@ -37,10 +37,10 @@ TOKENS: Final = _decades(0, 5)
 
 
 class Histogram:
-    """Counts of values by size. For one thread that observes, while others may read.
+    """Counts of values by size. One thread may observe while others read.
 
-    `observe` takes a fraction of a microsecond, a tenth of what the library's own needs: it is
-    called for every token.
+    `observe` is called for every token and takes a fraction of a microsecond, a tenth of the time
+    of prometheus_client's histogram.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -49,18 +49,18 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float, times: int = 1) -> None:
-        """Count a value."""
+        """Count a value `times` times."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), as Prometheus wants them."""
+        """(upper bound, number of values up to it) of each bucket, as Prometheus expects."""
         bounds = [*map(str, self.bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
 
 
 class EngineMetrics:
-    """What the steps of an engine bring; see engine_loop.Observer."""
+    """Metrics of an engine's steps; see engine_loop.Observer."""
 
     def __init__(self) -> None:
         self.busy_seconds = 0.0
@@ -78,10 +78,10 @@ class EngineMetrics:
             "step_seconds": Histogram(SECONDS),
         }
         self._latency = self.histograms["inter_token_latency_seconds"]
-        self._last: dict[tuple[Request, int], float] = {}  # when a sequence got its last token
+        self._last: dict[tuple[Request, int], float] = {}  # time of each sequence's last token
 
     def step(self, deltas: Sequence[Delta], seconds: float) -> None:
-        """Count what one step has brought."""
+        """Count the deltas of one step."""
         self.busy_seconds += seconds
         now, last, tokens = time.perf_counter(), self._last, 0
         for delta in deltas:
@@ -121,9 +121,9 @@ class EngineMetrics:
 
 
 class Metrics(Collector):
-    """All metrics of a server, read when they are asked for.
+    """All metrics of a server, collected on request.
 
-    `engine` gives the engine, or None while there is none.
+    `engine` returns the engine, or None before it is loaded.
     """
 
     def __init__(self, model_name: str, engine: Callable[[], Engine | None]) -> None:

@@ -1,4 +1,4 @@
-"""What holds for every request: its id, the key, the size of its body, its line in the log."""
+"""Middleware for every request: request id, API key, limit of the body, log line."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from megavm.server.sse import ClientDisconnected
 REQUEST_ID: Final = "x-request-id"
 _GOOD_ID: Final = re.compile(r"[!-~]{1,128}")
 _GUARDED: Final = ("/v1/", "/tokenize", "/detokenize")
-_CLIENT_LEFT: Final = 499  # nginx's status in the log for an answer that nobody waited for
+_CLIENT_LEFT: Final = 499  # in the log, as in nginx: the client left before the answer
 _PROBES: Final = {"/health", "/ready", "/ping", "/metrics"}
 
 
 class Gate:
-    """Wraps an ASGI application; whatever that raises becomes an answer with an error object."""
+    """Wraps an ASGI application; turns every exception into an answer with an error object."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -77,7 +77,7 @@ class Gate:
             self._service.leave()
 
     def _limit(self, headers: Headers, receive: Receive) -> Receive:
-        """`receive`, which raises ApiError when the body gets too large or comes too slowly."""
+        """Wrap `receive`: it raises ApiError when the body is too large or arrives too slowly."""
         settings = self._service.settings
         limit, read, seconds = settings.max_body_bytes, 0, settings.request_timeout
         deadline: float | None = asyncio.get_running_loop().time() + seconds
@@ -96,7 +96,7 @@ class Gate:
             if read > limit:
                 raise too_large(limit)
             if not message.get("more_body"):
-                deadline = None  # what comes now is that the client leaves
+                deadline = None  # the body is complete; only a disconnect can follow
             return message
 
         return limited

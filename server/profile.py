@@ -1,4 +1,4 @@
-"""POST /v1/profile: a trace of the steps that come next."""
+"""POST /v1/profile: record a trace of the next steps."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Profiler:
         self._running = False
 
     async def profile(self, request: Request) -> Response:
-        """The trace of the next steps, or of those that came before the time was over.
+        """The trace of the next steps; of fewer steps if the timeout passes first.
 
         Raises:
-            ApiError: a trace is being recorded already, or no step has come.
+            ApiError: another trace is being recorded, the machine cannot trace, or no step ran.
         """
         service = self._service
         llm, engine_loop = service.llm, service.engine_loop
@@ -50,7 +50,7 @@ class Profiler:
                 raise ApiError(400, str(error), code="profile_impossible") from error
 
         def done() -> bool:
-            # To look at the recorder takes time between two steps: not before it may be full.
+            # len(recorder) takes time between two steps: call it only when enough steps have run.
             return counters.steps - first >= body.steps <= len(recorder)
 
         async def record() -> None:

@@ -1,4 +1,4 @@
-"""What clients send: the bodies of requests, read strictly, and the sampling parameters in them."""
+"""The bodies of requests: strict parsing, and the sampling parameters in them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megavm.server.errors import bad_request, invalid_fields, shorten, unknown_m
 
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
-DEFAULT_MAX_TOKENS: Final = 16  # of a completion, as OpenAI's
+DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
 _SEEDS: Final = 1 << 63
 _PARAMETERS: Final = frozenset(field.name for field in fields(SamplingParams))
 
-# Fields that change the answer in ways unknown here, with the values that ask for nothing.
+# Unsupported fields that would change the answer, with the values that request no change.
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "audio": (),
     "chat_template": (),
@@ -65,7 +65,7 @@ def _list(items: dict[str, Any], **rest: Any) -> WithJsonSchema:
     return WithJsonSchema({"type": "array", "items": items, **rest})
 
 
-# What may be long is checked where it is used, and not item by item before.
+# Long lists are checked where they are used; pydantic would check them item by item.
 TokenIds = Annotated[Any, _list({"type": "integer"})]
 Messages = Annotated[Any, _list({"type": "object", "required": ["role"]}, minItems=1)]
 Prompt = Annotated[
@@ -102,13 +102,13 @@ Stop = Annotated[
 
 
 class Body(BaseModel):
-    """The body of a request. Unknown fields are let through; null is as good as absent."""
+    """The body of a request. Unknown fields are accepted; null means absent."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
 
 class StreamOptions(Body):
-    """What a stream brings beside its tokens."""
+    """Options of a stream."""
 
     include_usage: bool | None = Field(
         default=None, description="one event with the usage, at the end"
@@ -117,7 +117,7 @@ class StreamOptions(Body):
 
 
 class GenerationRequest(Body):
-    """What completions and chat completions share; `source` is the field that is continued."""
+    """Fields of completions and chat completions; `source` names the field to continue."""
 
     source: ClassVar[str]
 
@@ -147,25 +147,24 @@ class GenerationRequest(Body):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream is to end with its usage."""
+        """Whether a stream must end with an event that holds its usage."""
         return bool(self.stream_options is not None and self.stream_options.include_usage)
 
     @abstractmethod
     def wanted_max_tokens(self) -> int | None:
-        """Tokens of a completion, None for as many as there is room for."""
+        """Largest number of tokens of a completion; None means up to the end of the context."""
 
     @abstractmethod
     def wanted_logprobs(self) -> int | None:
-        """Alternatives to report with each token, None for no log-probabilities at all."""
+        """Number of alternatives to report per token; None means no log-probabilities."""
 
     def sampling_params(
         self, defaults: Callable[..., SamplingParams], max_n: int
     ) -> SamplingParams:
-        """The parameters of the request; `defaults(**given)` fills in the model's.
+        """The parameters of the request; `defaults(**given)` adds the model's defaults.
 
         Raises:
-            ApiError: a value is out of its range or asks for what is not supported; `param` names
-            its field.
+            ApiError: a value is out of range or not supported; `param` names its field.
         """
         self._check()
         names = _PARAMETERS & type(self).model_fields.keys()
@@ -175,7 +174,7 @@ class GenerationRequest(Body):
                 raise bad_request("seed must be in [-2**63, 2**63)", "seed")
             given["seed"] = self.seed % _SEEDS
         given["max_tokens"], given["logprobs"] = self.wanted_max_tokens(), self.wanted_logprobs()
-        if given["max_tokens"] == 0:  # one is generated, and not shown
+        if given["max_tokens"] == 0:  # one token is generated but not shown
             given["max_tokens"] = 1
         try:
             params = defaults(**given)
@@ -213,12 +212,12 @@ class GenerationRequest(Body):
                 )
 
     def _blamed(self, message: str) -> str | None:
-        """The field that a sentence of SamplingParams begins with."""
+        """The field named by the first word of an error message of SamplingParams, or None."""
         match = re.match(r"\w+", message)
         return match[0] if match is not None and match[0] in type(self).model_fields else None
 
     def ignored_fields(self) -> list[str]:
-        """Names of the fields that nothing is known about."""
+        """Names of the unknown fields, at most 16."""
         known = _HARMLESS | _UNSUPPORTED.keys()
         return [shorten(name) for name in self.model_extra or {} if name not in known][:16]
 
@@ -314,12 +313,13 @@ BODIES: Final[tuple[type[Body], ...]] = (
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
-    """The body of a request as a model.
+    """Parse the body of a request into the model `kind`.
 
     Raises:
-        ApiError: it is no JSON object, or a field has a wrong type.
+        ApiError: the body is not a JSON object, or a field has a wrong type.
     """
-    # A web page of another origin may post a text without asking, but not this type.
+    # Requires application/json: browsers let a page of another origin post plain text without a
+    # CORS preflight, but not this type.
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         raise bad_request(
@@ -329,7 +329,7 @@ async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
 
 
 def parse_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
-    """Raises ApiError as `read_body` does."""
+    """Parse a body into the model `kind`. Raises ApiError as `read_body` does."""
     try:
         content: Any = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -343,10 +343,10 @@ def parse_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
 
 
 def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
-    """The prompts of a completion, at most `most`: texts, and lists of what may be token ids.
+    """The prompts of a completion: texts, and lists whose items are not checked yet.
 
     Raises:
-        ApiError: there is none, or there are too many.
+        ApiError: there is no prompt, there are more than `most`, or one has a wrong type.
     """
     if prompt == []:
         raise bad_request("prompt is empty", "prompt")
@@ -365,10 +365,10 @@ def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:
 
 
 def read_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages of a conversation; the chat template looks into them.
+    """The messages of a conversation; rendering the chat template checks each message.
 
     Raises:
-        ApiError: there is none, or they are no objects.
+        ApiError: `messages` is not a list, or is empty.
     """
     if not isinstance(messages, list) or not messages:
         raise bad_request("messages must be a list of at least one message", "messages")
@@ -376,6 +376,6 @@ def read_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def check_model(name: str | None, names: tuple[str, ...]) -> None:
-    """Raises ApiError when a request names another model than the one that is served."""
+    """Raise ApiError when a request names a model that is not served."""
     if name is not None and name not in names:
         raise unknown_model(name)

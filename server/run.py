@@ -1,4 +1,4 @@
-"""Runs a server: opens its socket, loads its model, answers, and ends when a signal says so."""
+"""Run a server: open the socket, load the model, serve, and end on a signal."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import KEEP_ALIVE, Settings
 
 EXIT_INTERRUPTED: Final = 130
-_CLOSING_SECONDS: Final = 3  # for connections that are open when all has been answered
-_SWITCH_SECONDS: Final = 0.0005  # after which a thread gives way to another that waits
+_CLOSING_SECONDS: Final = 3  # for connections still open after all requests are answered
+_SWITCH_SECONDS: Final = 0.0005  # the interpreter's thread switch interval
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal comes, then drains; a second signal ends what still runs.
+    """Serves until a signal arrives, then drains; a second signal aborts running requests.
 
-    It ends by itself when the model does not load or cannot run any more.
+    The server also ends when the model cannot be loaded or the engine stops for good.
 
     `load_model(progress)` makes the LLM; `listener` is an open socket.
 
     Attributes:
-        service: what the endpoints serve.
-        received: the first signal, if there was one.
+        service: the state behind the endpoints.
+        received: the last signal received, or None.
     """
 
     def __init__(self, load_model: LoadModel, settings: Settings, listener: socket.socket) -> None:
@@ -55,13 +55,13 @@ class Server(uvicorn.Server):
         self._again = False
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal comes or `should_exit` is set."""
+        """Serve until a signal arrives or `should_exit` is set."""
         self._event_loop = asyncio.get_running_loop()
         await super().serve([self._listener])
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the socket; whoever waits for the model is told how far it is."""
-        # The engine's thread must not wait for long when the machine has ended a step.
+        """Start to accept connections; until the model is loaded, requests get its progress."""
+        # When the machine ends a step, the engine's thread must get the GIL soon.
         sys.setswitchinterval(_SWITCH_SECONDS)
         await super().startup(sockets)
         log(logging.INFO, "listening", url=self._url)
@@ -72,11 +72,11 @@ class Server(uvicorn.Server):
         ]
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Called for SIGINT and SIGTERM."""
+        """Handle SIGINT or SIGTERM."""
         self._again = self.received is not None
         self.received = sig
         if self._again and self.service.is_loading:
-            # Nothing can be lost yet, and a download would be waited for to its end.
+            # No request can be lost yet, and a shutdown would wait for the end of a download.
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
         self._event_loop.call_soon_threadsafe(self._on_signal)
@@ -92,7 +92,8 @@ class Server(uvicorn.Server):
         if self.service.status is not Status.READY:
             self.should_exit = True
             return
-        # What is there now stays: to look through it for garbage would hold up everybody.
+        # Objects of the loaded model live for ever: exclude them from garbage collections, which
+        # would stop all threads.
         gc.collect()
         gc.freeze()
         llm, settings = self.service.llm, self.service.settings
@@ -124,14 +125,14 @@ class Server(uvicorn.Server):
 
 
 def serve(load_model: LoadModel, settings: Settings, host: str, port: int, quiet: bool) -> int:
-    """Serve until a signal comes, and return the exit code of the process.
+    """Serve until a signal arrives, and return the exit code of the process.
 
-    `load_model(progress)` makes the LLM. Port 0 is a free one.
+    `load_model(progress)` makes the LLM. Port 0 takes a free port.
 
     Raises:
-        OSError: the address is not to be had.
-        EngineEnded: the model cannot run any more.
-        Exception: what `load_model` raises.
+        OSError: the address is not available.
+        EngineEnded: the engine stopped for good.
+        Exception: any error of `load_model`.
     """
     configure(NOTICE if quiet else logging.INFO)
     server = Server(load_model, settings, listen(host, port))
@@ -145,7 +146,7 @@ def listen(host: str, port: int) -> socket.socket:
     """A socket that listens at an address.
 
     Raises:
-        OSError: the address is not to be had; its message names it.
+        OSError: the address is not available; the message names it.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -162,6 +163,6 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL of what listens there."""
+    """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,4 +1,4 @@
-"""The model that a server serves: how it is loaded, whether it is to be had, and how it ends."""
+"""The model behind a server: loading, status, requests and shutdown."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
-_USUAL_ROWS: Final = 64  # of a step; the programs of larger ones are compiled when they come
-_LAST_WORDS_SECONDS: Final = 5.0  # for answers to be sent after the engine has stopped
+_USUAL_ROWS: Final = 64  # programs of larger steps are compiled on first use
+_LAST_WORDS_SECONDS: Final = 5.0  # time to send the last answers after the engine has stopped
 
 
 class Status(Enum):
-    """Whether requests are taken."""
+    """State of a server; it takes requests only when READY."""
 
     LOADING = "loading"
     READY = "ready"
@@ -42,22 +42,22 @@ class Status(Enum):
 
 
 def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4 and so on, and `most` itself."""
+    """1, 2, 4, ... below `most`, and `most` itself."""
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
 class _Unwanted(Exception):
-    """The server is to end before its model is there."""
+    """Raised while loading when the server must end before the model is loaded."""
 
 
 class Service:
-    """One model behind the endpoints. Methods are for the thread of the event loop.
+    """One model behind the endpoints. Call all methods in the thread of the event loop.
 
     Attributes:
-        settings: the operator's.
-        metrics: of this server.
-        progress: what loading is at.
-        failure: why the model could not be loaded, or cannot run any more.
+        settings: the operator's settings.
+        metrics: the server's metrics.
+        progress: the current phase of loading, as text.
+        failure: why the model could not be loaded, or why the engine stopped for good.
         created: when the server was made, in seconds since 1970.
     """
 
@@ -72,18 +72,19 @@ class Service:
         self._llm: LLM | None = None
         self._loop: EngineLoop | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._ended = asyncio.Event()  # loading has ended, one way or the other
+        self._ended = asyncio.Event()  # loading has ended, with or without success
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        # One thread: long prompts wait for each other, and leave the processor to the machine.
+        # One thread only: long prompts are read one after the other, so that tokenizing leaves
+        # the cores to the machine.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="megavm-reader")
 
-    # Life.
+    # Loading, status and shutdown.
 
     @property
     def status(self) -> Status:
-        """Whether requests are taken."""
+        """The state of the server."""
         if self._loop is not None and self._loop.broken is not None:
             return Status.FAILED
         return self._status
@@ -93,7 +94,7 @@ class Service:
         """The model.
 
         Raises:
-            ApiError: requests are not taken now.
+            ApiError: the server takes no requests now.
         """
         self._require_ready()
         assert self._llm is not None
@@ -104,7 +105,7 @@ class Service:
         """The engine's thread.
 
         Raises:
-            ApiError: requests are not taken now.
+            ApiError: the server takes no requests now.
         """
         self._require_ready()
         assert self._loop is not None
@@ -124,16 +125,16 @@ class Service:
             raise unavailable(f"The server cannot go on: {cause}", "failed")
 
     def start(self) -> None:
-        """Begin to load the model."""
+        """Start to load the model."""
         self._loading = asyncio.create_task(self._load())
 
     @property
     def is_loading(self) -> bool:
-        """Whether the model is still being loaded, be it in vain."""
+        """Whether loading has not ended yet, even if the server is already shutting down."""
         return not self._ended.is_set()
 
     async def loaded(self) -> None:
-        """Wait until loading has ended; `failure` says whether well."""
+        """Wait until loading has ended; `failure` is set if it failed."""
         await self._ended.wait()
 
     async def _load(self) -> None:
@@ -155,7 +156,7 @@ class Service:
             self._ended.set()
 
     def _load_and_warm_up(self) -> LLM:
-        """The model, with the programs of usual sizes, for which requests need not wait then."""
+        """Load the model and compile programs of usual sizes, so that requests need not wait."""
         llm = self._load_model(self._report)
         runner = llm.runner
         prompts = _powers_of_two(min(runner.max_num_batched_tokens, _USUAL_ROWS))
@@ -168,7 +169,10 @@ class Service:
         return llm
 
     async def broken(self) -> None:
-        """Wait until the engine of the loaded model has ended and clients know; see `failure`."""
+        """Wait until the engine has stopped for good and clients have their answers.
+
+        Sets `failure`.
+        """
         loop = self.engine_loop
         await loop.ended.wait()
         self.failure = EngineEnded(loop.broken or "", loop.engine.lost)
@@ -183,9 +187,9 @@ class Service:
         self.progress = f"{phase} ({done} of {total})" if total > 1 else phase
 
     async def drain(self) -> None:
-        """Take no more requests, and let those that run end within the shutdown timeout.
+        """Refuse new requests and wait for running ones, at most for the shutdown timeout.
 
-        Those that have not ended then end with an error.
+        Requests that are still running then end with an error.
         """
         if self._status is not Status.FAILED:
             self._status = Status.DRAINING
@@ -198,7 +202,7 @@ class Service:
         await self._wait_idle(_LAST_WORDS_SECONDS)
 
     def abort(self) -> None:
-        """End what runs with an error."""
+        """End all running requests with an error."""
         if self._loop is not None:
             self._loop.fail_all(unavailable("The server is shutting down.", "draining"))
 
@@ -209,7 +213,7 @@ class Service:
         return self._idle.is_set()
 
     async def close(self) -> None:
-        """End the engine's thread and give up the model."""
+        """End the engine's thread and release the model."""
         if self._loading is not None:
             await self._loading
         if self._loop is not None:
@@ -219,12 +223,12 @@ class Service:
         self._reader.shutdown(wait=False, cancel_futures=True)
 
     def enter(self) -> None:
-        """A request is being answered that `drain` should wait for."""
+        """Count a request that `drain` must wait for."""
         self._in_flight += 1
         self._idle.clear()
 
     def leave(self) -> None:
-        """It has been answered."""
+        """Count the end of a request that has entered."""
         self._in_flight -= 1
         if not self._in_flight:
             self._idle.set()
@@ -238,7 +242,7 @@ class Service:
 
     @property
     def context(self) -> int:
-        """Tokens of the longest sequence, prompt included."""
+        """Length in tokens of the longest possible sequence, prompt included."""
         llm = self.llm
         blocks = llm.engine.blocks
         return min(llm.max_model_len, blocks.num_blocks * blocks.block_size + 1)
@@ -246,7 +250,7 @@ class Service:
     async def encode(
         self, text: str, field: str | None, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a text, which `field` of a request holds.
+        """Token ids of a text; `field` names the request's field that holds it.
 
         Raises:
             ApiError: the text cannot be encoded.
@@ -255,17 +259,19 @@ class Service:
         return await self._read(len(text), field, encode, text, add_special_tokens)
 
     async def decode(self, ids: Sequence[int], field: str) -> str:
-        """The text of token ids, which `field` of a request holds.
+        """The text of token ids; `field` names the request's field that holds them.
 
         Raises:
-            ApiError: an id is none.
+            ApiError: an item is not a token id.
         """
         return await self._read(len(ids), field, self.tokenizer.decode, ids, False)
 
     async def encode_prompts(
         self, prompts: Sequence[str | list[int]], field: str
     ) -> list[list[int]]:
-        """Token ids of prompts, which `field` of a request holds; some may be token ids already.
+        """Token ids of prompts; prompts that are lists are returned unchanged.
+
+        `field` names the request's field that holds them.
 
         Raises:
             ApiError: a text cannot be encoded.
@@ -279,10 +285,12 @@ class Service:
         return await self._read(size, field, encode_all)
 
     async def decode_prompts(self, prompts: Sequence[str | list[int]], field: str) -> list[str]:
-        """Texts of prompts, which `field` of a request holds, without special tokens.
+        """Texts of prompts, without special tokens; prompts that are texts are unchanged.
+
+        `field` names the request's field that holds them.
 
         Raises:
-            ApiError: an id is none.
+            ApiError: an item is not a token id.
         """
         decode = self.tokenizer.decode
 
@@ -295,18 +303,18 @@ class Service:
     async def _read(
         self, size: int, field: str | None, function: Callable[..., Result], *given: object
     ) -> Result:
-        """`call` for what a request holds: a ValueError is the fault of its `field`."""
+        """`call` for contents of a request: turns a ValueError into an ApiError about `field`."""
         try:
             return await self.call(size, function, *given)
         except ValueError as error:
-            # Where the model lies on this computer is nothing that a client need know.
+            # Do not show clients the path of the model.
             directory, name = str(self.tokenizer.directory), self.settings.model_names[0]
             raise bad_request(str(error).replace(directory, name), field) from error
 
     async def call(self, size: int, function: Callable[..., Result], *given: object) -> Result:
-        """Call a function whose time depends on `size`, in a thread if that is much.
+        """Call a function whose time depends on `size` (characters or tokens).
 
-        `size` is in characters or tokens.
+        Calls for more than LONG_TEXT run in a thread, so that they do not block the event loop.
         """
         if size <= LONG_TEXT:
             return function(*given)
@@ -316,24 +324,24 @@ class Service:
     async def render_chat(
         self, messages: Sequence[Message], add_generation_prompt: bool, size: int
     ) -> str:
-        """The prompt that the chat template makes of messages, of about `size` characters.
+        """Render messages of about `size` characters with the chat template.
 
         Raises:
-            ApiError: it does not.
+            ApiError: the template fails or refuses the messages.
         """
         render = self.tokenizer.chat_prompt
         return await self._read(size, "messages", render, messages, add_generation_prompt)
 
     @property
     def max_sequences(self) -> int:
-        """Sequences that may run or wait at the same time."""
+        """Largest number of sequences that may run or wait at the same time."""
         return self.llm.runner.max_num_seqs + self.settings.max_queue
 
     def admit(self, sequences: int) -> None:
-        """Check that there is room for as many more sequences.
+        """Check that the queue has room for this many more sequences.
 
         Raises:
-            ApiError: the queue is full, or there never is so much room.
+            ApiError: the queue is full, or is too small even when empty.
         """
         limit, present = self.max_sequences, self.engine_loop.num_sequences
         if sequences > limit:
@@ -346,10 +354,10 @@ class Service:
     def check_prompts(
         self, prompts: Sequence[Sequence[int]], params: SamplingParams, field: str
     ) -> list[Ints]:
-        """The prompts, which `field` of a request holds, as the engine takes them.
+        """The prompts as validated arrays for the engine; `field` names the request's field.
 
         Raises:
-            ApiError: one of them cannot be continued.
+            ApiError: a prompt cannot be continued.
         """
         checked = []
         for i, prompt in enumerate(prompts):
@@ -363,7 +371,7 @@ class Service:
     def generation(
         self, prompts: Sequence[Ints], params: SamplingParams, *, whole: bool
     ) -> Generation:
-        """Queue what a request asks for, with prompts that were checked.
+        """Queue the generation of a request, for prompts from `check_prompts`.
 
         Raises:
             ApiError: the queue is full.
@@ -374,6 +382,6 @@ class Service:
         return generation
 
     def close_generation(self, generation: Generation) -> None:
-        """Forget a generation and abort what has not ended."""
+        """Forget a generation and abort its unfinished sequences."""
         if self._loop is not None:
             self._loop.close(generation)

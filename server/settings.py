@@ -1,4 +1,4 @@
-"""What the operator of a server decides."""
+"""The settings of a server, chosen by its operator."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Settings:
     """Names, keys and limits of one server.
 
     Attributes:
-        model_names: what clients may call the model; the first is the one that answers show.
-        api_keys: a client must show one of them; without any every client is let in.
-        allowed_origins: web pages of other origins that may use the server ("*": all).
-        max_body_bytes: of a request.
-        max_n: completions of a prompt that one request may ask for.
-        max_queue: sequences that may wait while as many run as the batch has room for.
-        request_timeout: seconds that a request may take, waiting included.
-        shutdown_timeout: seconds that running requests are given when the server is to end.
+        model_names: names under which clients may request the model; answers show the first.
+        api_keys: a client must send one of them; if empty, every client is allowed.
+        allowed_origins: other origins whose web pages may use the server ("*": all).
+        max_body_bytes: largest body of a request.
+        max_n: largest number of completions per prompt.
+        max_queue: largest number of sequences that wait while the batch is full.
+        request_timeout: seconds that a request may take, including waiting.
+        shutdown_timeout: seconds that running requests get when the server shuts down.
         log_prompts: whether prompts are written to the log.
 
     Raises:
-        ValueError: there is no name, a key is empty, or a limit is not positive.
+        ValueError: there is no name, a key is empty, or a limit is out of range.
     """
 
     model_names: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Server-sent events: one for each token, made from a template and not from objects."""
+"""Server-sent events: one per token, rendered from a template instead of objects."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _HEADERS: Final = {
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-_LAST_WORD_SECONDS: Final = 5.0  # for the event that says why a stream ends
-_HOLE: Final = "\0"  # stands for the text of an event, where no other can be
+_LAST_WORD_SECONDS: Final = 5.0  # to send the last event of a stream
+_HOLE: Final = "\0"  # placeholder of the text in an event; occurs nowhere else in it
 
 Result = TypeVar("Result")
 
 
 class ClientDisconnected(Exception):
-    """Nobody waits for the answer any more."""
+    """The client went away before the answer was complete."""
 
 
 class Renderer(Protocol):
@@ -44,27 +44,27 @@ class Renderer(Protocol):
 
 
 class Template:
-    """Events that differ in one text: `content` makes the object of an event from it."""
+    """Events that differ in one text only; `content(text)` makes the object of an event."""
 
     def __init__(self, content: Callable[[str], dict[str, Any]]) -> None:
         self._head, self._tail = line(content(_HOLE)).split(encode_basestring_ascii(_HOLE))
 
     def line(self, text: str) -> str:
-        """The event of a text."""
+        """The event for a text."""
         return self._head + encode_basestring_ascii(text) + self._tail
 
 
 def line(content: dict[str, Any]) -> str:
-    """One event, with the blank line that ends it."""
-    # Escaped beyond ASCII: some clients take U+2028 and its like for ends of lines.
+    """One event, including the blank line that ends it."""
+    # to_json escapes all but ASCII: some clients treat U+2028 and others as line ends.
     return f"data: {to_json(content)}\n\n"
 
 
 class EventStream(Response):
-    """Streams a generation: events as they come, [DONE] last, whatever happens.
+    """Streams a generation: events as they arrive, and [DONE] at the end, even after an error.
 
-    `close` is called when the stream ends or the client goes away; `timeout` is in seconds, for
-    the whole stream.
+    Calls `close` when the stream ends or the client goes away. `timeout` is the limit of the whole
+    stream in seconds.
     """
 
     def __init__(
@@ -116,9 +116,9 @@ class EventStream(Response):
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:
-    """The result of `work`, which is cancelled when the client goes away.
+    """The result of `work`; cancels it when the client goes away.
 
-    To be used when the body of the request has been read.
+    Use it only after the body of the request has been read.
 
     Raises:
         ClientDisconnected: the client went away first.
@@ -144,4 +144,4 @@ async def _cancel(task: asyncio.Future[Any]) -> None:
     task.cancel()
     await asyncio.wait((task,))
     if not task.cancelled():
-        task.exception()  # looked at, so that nobody complains that it was not
+        task.exception()  # retrieved, so that asyncio does not log it as never retrieved

@@ -1,4 +1,4 @@
-"""Assignment: decide which queue every instruction stands in, and in which order."""
+"""Assignment: choose the queue of every instruction and its position in that queue."""
 
 from __future__ import annotations
 
@@ -11,20 +11,24 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.alike import figures
 from megavm.vm.isa import Instruction, TensorSpec
 
-FLOPS_PER_BYTE = 64  # FLOPs that take as long as moving one byte, roughly, on the machines at hand
+FLOPS_PER_BYTE = 64  # cost model: about this many FLOPs take as long as moving one byte
 
 
 def assign(
     program: Synchronised, tensors: Sequence[TensorSpec], options: CompileOptions
 ) -> list[list[int]]:
-    """The queues: lists of instruction numbers in topological order, so that none blocks for ever.
+    """The queues: lists of instruction numbers.
 
-    ``round_robin``: instruction i of an operation goes to worker i mod workers. ``balanced``: an
-    operation's instructions are cut into runs of about equal cost (neighbours share weights), and
-    the costliest run goes to the worker with the least to do so far. Operations that do not occupy
-    all workers come first, so that the others even out what they leave uneven; they prefer workers
-    that the operation before them does not occupy, which wait for it while it runs. ``dynamic``:
-    one list for all.
+    Every queue is in topological order, so no instruction can block for ever.
+
+    ``round_robin``: instruction i of an operation goes to worker i mod workers.
+
+    ``balanced``: the instructions of an operation are cut into runs of neighbours (which share
+    weights) of about equal cost. The costliest run goes to the least loaded worker. Operations that
+    do not occupy all workers are assigned first, so that the others even out the load; they prefer
+    workers that are idle during the operation before them.
+
+    ``dynamic``: one list that all workers share.
     """
     total = len(program.words)
     if options.assignment == "dynamic":
@@ -39,7 +43,7 @@ def assign(
         return queues
     load = [0] * options.workers
     cost_of = figures(program.words, tensors, 1, lambda inst: (_cost(inst, tensors),))[:, 0]
-    busy: dict[int, set[int]] = {}  # the workers of an operation, by its last instruction
+    busy: dict[int, set[int]] = {}  # last instruction of an operation -> its workers
     for members in sorted(operations, key=lambda m: len(m) >= options.workers):
         costs: list[int] = cost_of[members].tolist()
         runs = _runs(members, costs, options.workers)
@@ -60,7 +64,7 @@ def _cost(inst: Instruction, tensors: Sequence[TensorSpec]) -> int:
 
 
 def _runs(members: Sequence[int], costs: Sequence[int], count: int) -> list[tuple[int, list[int]]]:
-    """At most ``count`` runs of neighbours, with their costs, each about the same."""
+    """Cut ``members`` into at most ``count`` runs of about equal cost: [(cost, run), ...]."""
     total = sum(costs)
     runs: list[tuple[int, list[int]]] = []
     run: list[int] = []

@@ -1,22 +1,23 @@
 """Barriers: turn data dependencies into waits and signals.
 
-Dependencies are found from the regions that instructions declare: read after write, write after
-read and write after write on the same tensor. What another dependency already implies is dropped.
-The rest becomes counters: the instructions of one operation that the same set of readers waits for
-share a barrier, so a reader waits for just what it needs, unless that would take more waits than a
-header holds; then barriers are merged, and as a last resort joined by Noops.
+Dependencies follow from the regions that instructions declare: read after write, write after read
+and write after write on the same tensor. A dependency that others imply is dropped. The remaining
+ones become counters: instructions of one operation that have the same set of readers share a
+barrier, so a reader waits for exactly what it needs. If that takes more waits than a header holds,
+barriers are merged; as a last resort, Noops join them.
 
-Tagged tensors need no counter: reading them is the wait. But a tag speaks for its word alone. Who
-has seen the word knows that its writer had read its inputs (unless that one reads late, see
-isa.TagOrder), and what came before the writer; of the writer's other, untagged writes it knows
-nothing, and its own other reads may have been issued before the word came. How many rows are live
-changes none of this: see happens_before.hpp. What an instruction waits for that writes early orders
-its signal, and not its writes.
+Tagged tensors need no counter: reading the word is the wait. But a tag orders only its own word.
+A reader that has seen the word knows that the writer had read its inputs (unless the writer reads
+late, see isa.TagOrder) and that everything the writer waited for is complete. The tag says nothing
+about the writer's untagged writes, and the reader's other reads may have been issued before the
+word arrived. The number of live rows does not matter: see happens_before.hpp. If an instruction
+writes early, the tags that it waits for order its signal but not its writes.
 
-A program is run step after step without a join of all workers. So that no step overtakes the one
-before, the instructions that wait for nothing inside the step wait for the last ones of the step
-before (target 0). Who reads rows of earlier steps waits for their writers in the same way; nothing
-waits for such a reader, since what it reads is never written again (isa.Region).
+Programs run step after step without a join of all workers. To keep a step from overtaking the one
+before, instructions that wait for nothing inside the step wait for the last instructions of the
+step before (target 0). An instruction that reads rows of earlier steps waits for their writers in
+the same way. Nothing waits for such a reader, because those rows are never written again
+(isa.Region).
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class Synchronised:
 
     words: Words
     labels: list[str]
-    operations: list[int]  # which operation each instruction belongs to
+    operations: list[int]  # number of the operation of each instruction
     barriers: list[str]
 
 
 @dataclass
 class Needs:
-    """What one instruction must come after, by reason."""
+    """The instructions that one instruction must come after, by reason."""
 
     reads: Bits = 0  # it reads what these wrote: they must be complete before it starts
     overwrites: Bits = 0  # it overwrites what these wrote
@@ -72,7 +73,8 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
     late = _bits(np.flatnonzero(orders == TagOrder.READS_LATE.value))
     early = (orders == TagOrder.WRITES_EARLY.value).tolist()
     waits = _reduce(needs, sizes, late, early)
-    # Of who writes early, tagged words do not keep the writes behind the step before.
+    # Tags order an instruction behind the step before, except one that writes early: its writes
+    # precede the tags, so it needs the closing wait.
     roots = [not (waits[i] or (n.tags and not early[i])) for i, n in enumerate(needs)]
     plain = _bits(regions.instruction[regions.write & ~regions.tagged])
     awaited = seen = 0
@@ -85,7 +87,7 @@ def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> 
 
 
 class _Accesses:
-    """Regions of tensors that are written, one a row, by the instruction that declares them."""
+    """The regions that instructions declare on writable tensors, one region a row."""
 
     def __init__(self, words: Words, tensors: Sequence[TensorSpec]) -> None:
         rows = accesses(
@@ -105,7 +107,7 @@ class _Accesses:
         self.tagged = np.array([t.tagged for t in tensors], dtype=bool)[self.tensor]
 
     def table(self, chosen: Ints) -> _Table:
-        """Some of them, all of one tensor."""
+        """The regions ``chosen`` (row numbers), which must be of one tensor."""
         return _Table(self.boxes[chosen], self.instruction[chosen])
 
 
@@ -117,7 +119,7 @@ class _Table:
         self.numbers = np.empty(0, np.int64) if numbers is None else numbers
 
     def overlapping(self, others: _Table) -> Iterator[tuple[int, Bits]]:
-        """Each access of ``others``: its instruction, and those whose accesses here it overlaps."""
+        """For each access of ``others``: its instruction, and the instructions it overlaps here."""
         if not len(self.numbers):
             return
         order = self.numbers.argsort()
@@ -125,8 +127,8 @@ class _Table:
         top, bottom, left, right, indexed = self.boxes[order].T
         different: dict[tuple[int, ...], int] = {}
         which = [different.setdefault(tuple(b), len(different)) for b in others.boxes.tolist()]
-        wanted = np.array(list(different), dtype=np.int64).reshape(-1, 5)
-        first_row, last_row, begin, end, kind = wanted.T[:, :, None]
+        boxes = np.array(list(different), dtype=np.int64).reshape(-1, 5)
+        first_row, last_row, begin, end, kind = boxes.T[:, :, None]
         inside = (top < last_row) & (first_row < bottom) & (left < end) & (begin < right)
         inside |= indexed != kind
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
@@ -134,12 +136,12 @@ class _Table:
         flags = np.zeros((len(different), int(numbers[-1]) - first + 1), dtype=bool)
         flags[:, numbers[starts] - first] = np.logical_or.reduceat(inside, starts, axis=1)
         packed = np.packbits(flags, axis=1, bitorder="little")
-        found = [int.from_bytes(row.tobytes(), "little") << first for row in packed]
+        overlapped = [int.from_bytes(row.tobytes(), "little") << first for row in packed]
         for number, box in zip(others.numbers.tolist(), which, strict=True):
-            yield number, found[box]
+            yield number, overlapped[box]
 
     def update(self, new: _Table, cover: Ints) -> None:
-        """Append ``new``, after dropping what lies inside one of the regions of ``cover``."""
+        """Drop the regions that lie inside a region of ``cover``, then append ``new``."""
         top, bottom, left, right, indexed = self.boxes.T
         gone = np.zeros(len(top), dtype=bool)
         for first, last, begin, end, kind in cover:
@@ -149,7 +151,7 @@ class _Table:
         self.numbers = np.concatenate([self.numbers[~gone], new.numbers])
 
     def filled(self) -> Ints:
-        """The rectangle that an operation's disjoint tiles fill; the tiles if there is none."""
+        """The rectangle that the disjoint tiles of an operation fill, or the tiles themselves."""
         tiles = np.unique(self.boxes, axis=0)
         if not tiles.size:
             return tiles
@@ -162,9 +164,9 @@ class _Table:
 
 
 def _dependencies(regions: _Accesses, sizes: Sequence[int]) -> list[Needs]:
-    """What each instruction must come after; ``sizes``: the instructions of each operation."""
+    """The needs of each instruction; ``sizes``: number of instructions of each operation."""
     needs = [Needs() for _ in range(sum(sizes))]
-    # By tensor: who wrote and read its regions since they were last overwritten.
+    # By tensor: the writes and reads of its regions since these were last overwritten.
     writers: dict[int, _Table] = defaultdict(_Table)
     readers: dict[int, _Table] = defaultdict(_Table)
     ends = np.searchsorted(regions.instruction, np.cumsum(sizes))
@@ -177,24 +179,24 @@ def _dependencies(regions: _Accesses, sizes: Sequence[int]) -> list[Needs]:
             reads, writes = regions.table(mine[~write]), regions.table(mine[write])
             written, read = writers[handle], readers[handle]
             if regions.tagged[mine[0]]:
-                for i, found in written.overlapping(reads):
-                    needs[i].tags |= found
+                for i, others in written.overlapping(reads):
+                    needs[i].tags |= others
                 reads = _Table()
             else:
-                for i, found in written.overlapping(reads):
-                    needs[i].reads |= found
-                for i, found in written.overlapping(writes):
-                    needs[i].overwrites |= found
-                for i, found in read.overlapping(writes):
-                    needs[i].replaces |= found
+                for i, others in written.overlapping(reads):
+                    needs[i].reads |= others
+                for i, others in written.overlapping(writes):
+                    needs[i].overwrites |= others
+                for i, others in read.overlapping(writes):
+                    needs[i].replaces |= others
             cover = writes.filled()
             written.update(writes, cover)
             read.update(reads, cover)
     earlier = np.flatnonzero(regions.earlier)
     for handle in np.unique(regions.tensor[earlier]).tolist():
         mine = earlier[regions.tensor[earlier] == handle]
-        for i, found in writers[handle].overlapping(regions.table(mine)):
-            needs[i].earlier |= found
+        for i, others in writers[handle].overlapping(regions.table(mine)):
+            needs[i].earlier |= others
     return needs
 
 
@@ -203,16 +205,19 @@ def _reduce(
 ) -> list[Bits]:
     """The instructions that each one has to wait for, without those that others imply.
 
-    ``done[i]``: what is complete when i has signalled, i aside; ``read[i]``: what has read its
-    inputs by then. They differ where a tag is the only link. ``late``: those that read after they
-    have tagged words; ``early``: whether an instruction writes before the tagged words that it
-    reads are there. Sets are taken apart by operation (of ``sizes`` instructions): most
-    instructions depend on the same parts.
+    ``late``: the instructions that still read after they have stored tagged words. ``early[i]``:
+    whether instruction i writes before the tagged words that it reads have arrived. ``sizes``:
+    number of instructions of each operation. Sets are processed one operation at a time and the
+    results are cached, because most instructions depend on the same operations.
+
+    Internally, ``done[i]`` holds the other instructions that are complete when i has signalled, and
+    ``read[i]`` those that have read their inputs by then. The two differ where a tag is the only
+    link.
     """
     done: list[Bits] = []
     read: list[Bits] = []
     ends = list(itertools.accumulate(sizes))
-    before = [(1 << end) - 1 for end in ends]  # the sets of all instructions up to there
+    before = [(1 << end) - 1 for end in ends]  # all instructions before each end
 
     @functools.cache
     def through_part(part: Bits) -> tuple[Bits, Bits]:
@@ -238,12 +243,13 @@ def _reduce(
     for needed, is_early in zip(needs, early, strict=True):
         tag_done, tag_read = through_tags(needed.tags)
         before_writes = (0, 0) if is_early else (tag_done, tag_read)
-        # Most tiles of an operation read the same, and that implies the rest.
+        # What an instruction reads is the same for most tiles of an operation (so it is cached),
+        # and it usually implies the other needs.
         implied_done, implied_read = through_waits(needed.reads)
         complete = needed.reads | needed.overwrites & ~before_writes[0] & ~implied_done
-        wanted = complete | needed.replaces & ~before_writes[1] & ~implied_read
-        implied_done, implied_read = through_waits(wanted)
-        kept = complete & ~implied_done | wanted & ~complete & ~implied_read
+        required = complete | needed.replaces & ~before_writes[1] & ~implied_read
+        implied_done, implied_read = through_waits(required)
+        kept = complete & ~implied_done | required & ~complete & ~implied_read
         waits.append(kept)
         wait_done, wait_read = through_waits(kept)
         done.append(tag_done | wait_done | kept)
@@ -280,7 +286,7 @@ def _bits(numbers: Ints) -> Bits:
 
 
 class _Grouping:
-    """Chooses barriers for the needs, then writes the headers."""
+    """Chooses the barriers that meet all needs, then writes the headers."""
 
     def __init__(
         self,
@@ -296,14 +302,14 @@ class _Grouping:
         ]
         self.needs = needs
         self.earlier = earlier
-        self.roots = roots  # depend on nothing in their step
-        self.sinks = sinks  # nothing in the step tells that they are complete
+        self.roots = roots  # whether an instruction depends on nothing in its step
+        self.sinks = sinks  # instructions whose completion nothing else in the step implies
         self.group = [-1] * len(self.operation)
         self.members = functools.cache(_members)
         self._choose_groups()
 
     def _choose_groups(self) -> None:
-        """Producers with the same readers share a barrier; merged where there are too many."""
+        """Give producers with the same readers one barrier; merge barriers that are too many."""
         readers: dict[int, list[int]] = defaultdict(list)
         kinds: dict[Bits, int] = {}
         for needed in (*self.needs, *self.earlier, self.sinks):
@@ -324,31 +330,31 @@ class _Grouping:
                 by_operation: dict[int, set[int]] = defaultdict(set)
                 for i in self.members(needed):
                     by_operation[self.operation[i]].add(self.group[i])
-                found = max(by_operation.values(), key=len)
-                if len(found) > 1:
-                    first = min(found)
-                    self.group = [first if g in found else g for g in self.group]
+                groups_of_one = max(by_operation.values(), key=len)
+                if len(groups_of_one) > 1:
+                    first = min(groups_of_one)
+                    self.group = [first if g in groups_of_one else g for g in self.group]
                     merged = True
         self._join_sinks()
 
     def _join_sinks(self) -> None:
-        """Let sinks of several operations share barriers until the closing wait has room for them.
+        """Merge the barriers of sinks until the closing wait has room for them.
 
-        Nobody waits for them within the step, so that those done early are known late costs
-        nothing. Still, first those that the next step's readers of earlier rows wait for share one:
-        they need not wait for the very end.
+        Nothing waits for sinks within the step, so a shared barrier that completes with the last of
+        them costs nothing. Sinks that readers of earlier rows wait for in the next step are merged
+        first and by themselves: those readers then need not wait for all other sinks.
         """
         awaited = functools.reduce(int.__or__, self.earlier, 0) & self.sinks
-        for some in (awaited, self.sinks):
-            found = self._groups(some)
-            if found and len(self._groups(self.sinks)) > MAX_WAITS:
-                self.group = [found[0] if g in found else g for g in self.group]
+        for sinks in (awaited, self.sinks):
+            groups = self._groups(sinks)
+            if groups and len(self._groups(self.sinks)) > MAX_WAITS:
+                self.group = [groups[0] if g in groups else g for g in self.group]
 
     def _groups(self, needed: Bits) -> list[int]:
         return sorted({self.group[i] for i in self.members(needed)})
 
     def result(self, words: Words) -> Synchronised:
-        """Headers for everybody, and the Noops that join more barriers than a header holds."""
+        """Write all headers, and add Noops that join barriers where a header has too many waits."""
         words = np.concatenate([words, encode([Noop()])])
         noop = len(words) - 1
         chosen: list[int] = []
@@ -368,13 +374,13 @@ class _Grouping:
         def emit(inst: int, waits: list[Wait], signal: int | None, operation: int) -> None:
             label = self.tiles[operation].label
             while len(waits) > MAX_WAITS:
-                some, waits = tuple(waits[:MAX_WAITS]), waits[MAX_WAITS:]
-                if some not in joined:
+                first, waits = tuple(waits[:MAX_WAITS]), waits[MAX_WAITS:]
+                if first not in joined:
                     barrier = len(names)
                     names.append(f"{label}.join{barrier}")
-                    joined[some] = Wait(barrier, 1)
-                    emit(noop, list(some), barrier, operation)
-                waits.append(joined[some])
+                    joined[first] = Wait(barrier, 1)
+                    emit(noop, list(first), barrier, operation)
+                waits.append(joined[first])
             chosen.append(inst)
             headers.append(sync_words(waits, signal))
             labels.append(label)

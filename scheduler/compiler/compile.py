@@ -4,9 +4,9 @@
 
     graph ── rewrite ── allocate ── lower ── add_barriers ── assign ──> Program ── verify
 
-rewrites/ turn operations into those that instructions do, storage.py gives values their tensors,
-lower.py cuts operations into tiles, barriers.py adds the waits and signals, assign.py fills the
-queues.
+rewrites/ turns operations into those that instructions execute, storage.py gives values their
+tensors, lower.py cuts operations into tiles, barriers.py adds waits and signals, and assign.py
+fills the queues.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def compile_graph(
 ) -> Program:
     """Compile ``graph`` for ``options.workers`` workers and verify the result.
 
-    ``verified``: false when the caller verifies it.
+    ``verified=False`` skips the verification, for callers that verify the program themselves.
 
     Raises ValueError when the graph cannot be fused into instructions or does not fit the machine.
     """
@@ -59,12 +59,12 @@ def compile_graph(
 
 
 def unordered(graph: Graph, options: CompileOptions) -> Program:
-    """The instructions of ``graph`` alone: no order, no queues. Kernels are specialised by these.
+    """The instructions of ``graph`` without barriers and queues, to specialise kernels for.
 
     Raises ValueError as ``compile_graph`` does.
     """
     tiles, storage = _tiles(graph, options)
-    instructions = [inst for some in tiles for inst in some.instructions]
+    instructions = [inst for operation in tiles for inst in operation.instructions]
     return Program.build(storage.tensors, instructions, [])
 
 

@@ -1,7 +1,7 @@
-"""A tensor-level graph: what is to be computed, before anything is said about tiles and workers.
+"""The graph of a step: operations on whole tensors, independent of tiles and workers.
 
-Values are matrices [rows, columns]; rows are tokens of a step. The graph is built by calling its
-methods, each of which appends one operation, so the list of operations is in topological order.
+Values are matrices [rows, columns]; rows are tokens of a step. Every method of Graph that adds an
+operation appends it, so the list of operations is in topological order.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A matrix that an operation produces, or (``spec`` set) a tensor that memory holds.
+    """The result of an operation or, where ``spec`` is set, a tensor of the memory.
 
-    ``capacity`` is the number of rows that its tensor has: programs for steps of different size
-    share tensors that are large enough for the largest.
+    ``capacity`` is the number of rows of its tensor, at least ``rows``: programs for steps of
+    different sizes share tensors that are large enough for the largest step.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Value:
 
     @property
     def memory(self) -> TensorSpec:
-        """Its tensor of memory. Raises ValueError for the result of an operation."""
+        """Its tensor in memory. Raises ValueError for the result of an operation."""
         if self.spec is None:
             raise ValueError(
                 f"{self.name} must be a tensor of memory, not the result of an operation"
@@ -71,12 +71,12 @@ class Batch:
 
 
 class Graph:
-    """Operations in topological order, and the tensors of memory that they use.
+    """Operations in topological order, and the tensors in memory that they use.
 
-    ``rows`` is the most rows that a step may have, ``row_count`` the tensor that says how many are
-    live (all of them without it), ``capacity`` the rows of the tensors that hold activations.
+    ``rows``: the largest number of rows of a step. ``row_count``: the tensor that holds the number
+    of live rows; without it all rows are live. ``capacity``: rows of the activation tensors.
 
-    Raises ValueError when shapes or types of an operation's inputs do not fit.
+    The methods raise ValueError when shapes or types of an operation's inputs do not fit.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Graph:
         self.operations: list[Operation] = []
         self._names: set[str] = set()
 
-    # Tensors of memory.
+    # Tensors in memory.
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind) -> Value:
         """A tensor that the host binds or allocates in memory under this name."""
@@ -167,10 +167,10 @@ class Graph:
         *,
         decode: bool = False,
     ) -> Value:
-        """Rotated queries of x; rotated keys and values go to the KV caches. See QkvRope.
+        """Rotated queries of x; rotated keys and values are written to the KV caches. See QkvRope.
 
         ``weights`` has q_weight, k_weight, v_weight and, with biases, q_bias, k_bias, v_bias.
-        ``decode``: the rows of any step are of different sequences.
+        ``decode``: all rows of a step belong to different sequences.
         """
         self._fits(label, x, weights["q_weight"].columns, "q_weight", weights["q_weight"])
         inputs = {
@@ -197,7 +197,10 @@ class Graph:
         scale: float,
         context: int,
     ) -> Value:
-        """Causal attention over the KV caches: [rows, columns of q]; ``context`` is a bound."""
+        """Causal attention over the KV caches: [rows, columns of q].
+
+        ``context``: upper bound of the tokens that a row attends to.
+        """
         inputs = {
             "q": q,
             "k_cache": caches[0],
@@ -227,7 +230,10 @@ class Graph:
         self.operations.append(Operation("sample", label, inputs, outputs))
 
     def output(self, value: Value, name: str) -> Value:
-        """Keep ``value`` in memory under ``name``, for the host to read after a launch."""
+        """Keep ``value`` in memory under ``name``, so that the host can read it after a launch.
+
+        Raises ValueError when no operation of this graph produces ``value``.
+        """
         for i, operation in enumerate(self.operations):
             for key, produced in operation.outputs.items():
                 if produced is value:
@@ -270,7 +276,7 @@ class Graph:
         """Append an operation with one result: [rows of ``like``, ``columns``] of type ``dtype``.
 
         ``kind`` names an instruction whose folder has a lower.py, or an operation that a rewrite
-        joins with others. Without ``like`` the result has the rows of the step.
+        fuses with others. Without ``like`` the result has the rows of the step.
         """
         rows, capacity = (like.rows, like.capacity) if like else (self.rows, self.capacity)
         out = self._value(label, rows, columns, dtype, capacity)
@@ -289,7 +295,7 @@ def readers_of(operations: Iterable[Operation]) -> dict[Value, list[Operation]]:
 
 
 def producers_of(operations: Iterable[Operation]) -> dict[Value, Operation]:
-    """The operation that makes each value."""
+    """The operation that produces each value."""
     return {value: o for o in operations for value in o.outputs.values()}
 
 

@@ -1,8 +1,8 @@
 """Lowering: cut every operation into instructions, each a tile that fits a worker.
 
-How an operation is cut stands with the instruction that does it: ``lower(operation, context)`` in
-``instructions/<kind>/lower.py``. Instructions leave here without waits and signals; barriers.py
-adds those from the regions they declare.
+The cut is defined beside the instruction: ``lower(operation, context)`` in
+``instructions/<kind>/lower.py``. Lowered instructions have no waits and signals yet; barriers.py
+derives those from the regions that the instructions declare.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def lower(
     row_count: TensorSpec | None,
     options: CompileOptions,
 ) -> list[Tiles]:
-    """Instructions of every operation, in topological order.
+    """The instructions of every operation, in topological order.
 
-    Raises ValueError for a kind of operation that has no instruction.
+    Raises ValueError for an operation that no instruction executes.
     """
     handle = NONE if row_count is None else storage.add(row_count)
     context = Lowering(storage, options, handle)
@@ -46,15 +46,15 @@ def lower(
 
 
 def _lowering(operation: Operation) -> Callable[[Operation, Lowering], Iterator[Instruction]]:
-    found = _lowering_of(operation.kind)
-    if found is None:
+    lowering = _lowering_of(operation.kind)
+    if lowering is None:
         raise ValueError(f"{operation.label}: no instruction does {operation.kind}")
-    return found
+    return lowering
 
 
 @functools.cache
 def _lowering_of(kind: str) -> Callable[[Operation, Lowering], Iterator[Instruction]] | None:
-    """``lower`` of instructions/<kind>/lower.py, if there is one."""
+    """``lower`` of instructions/<kind>/lower.py; None where that file does not exist."""
     if kind not in {cls.name() for cls in instruction_set().values()}:
         return None
     name = f"megavm.instructions.{kind}.lower"

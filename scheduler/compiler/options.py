@@ -1,4 +1,4 @@
-"""What a compilation may choose."""
+"""Compile options, and their defaults for each machine."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ Exchange = Literal["barrier", "heads", "tagged"]
 class CompileOptions:
     """How a graph becomes a program.
 
-    ``workers``: SMs or threads. ``machine``: "cpu", "cuda" or "reference"; the program must fit it
-    (megavm.vm.verify). ``assignment``: which queue an instruction goes to (assign.py).
-    ``exchange``: how activations pass from worker to worker: ``barrier`` counters; ``tagged`` words
-    for those of at most ``tagged_bytes`` (storage.py); ``heads``: words for what attention reads in
-    decode steps, which few workers want, and barriers for the rest. ``fuse_norm``: whether RMSNorm
-    is done by the instructions around it (rewrites/norm.py). ``waves``: column tiles per worker and
-    operation; one fat tile each is best for static queues, several let a dynamic queue level out.
-    ``column_unit``: column tiles of products begin at multiples of it. ``min_chunk``: least tokens
-    of a split of attention. ``part_of_k``: products of longer rows are split into parts of at least
-    so many columns, which different workers multiply; 0: not.
+    - ``workers``: number of SMs or threads.
+    - ``machine``: "cpu", "cuda" or "reference"; the program must fit it (megavm.vm.verify).
+    - ``assignment``: which queue an instruction goes to (assign.py).
+    - ``exchange``: how activations pass between workers. ``barrier``: counters. ``tagged``: tagged
+      words for activations of at most ``tagged_bytes``, counters for others (storage.py).
+      ``heads``: tagged words for the inputs of attention in decode steps, which few workers read,
+      and counters for everything else.
+    - ``fuse_norm``: fuse RMSNorm into the operations around it (rewrites/norm.py).
+    - ``waves``: column tiles per worker and operation. One large tile each is best for static
+      queues; several let a dynamic queue balance the load.
+    - ``column_unit``: column tiles of products begin at multiples of it.
+    - ``min_chunk``: smallest number of tokens of a split of attention.
+    - ``part_of_k``: split-K. Products of longer rows are split into parts of at least this many
+      columns, which different workers multiply. 0 turns it off.
 
-    Raises ValueError when a number is not positive, ``column_unit`` odd, or ``part_of_k`` not whole
-    tiles of weights.
+    Raises ValueError when a number is not positive, ``column_unit`` is odd, ``part_of_k`` is not a
+    multiple of PART_COLUMNS, or a name is unknown.
     """
 
     workers: int
@@ -68,12 +72,15 @@ class CompileOptions:
         return TARGETS[self.machine]
 
     def pair_unit(self, head_dim: int) -> int:
-        """Rotation pairs that tiles of QkvRope begin at multiples of: they divide half a head."""
+        """Tiles of QkvRope begin at multiples of this many rotation pairs.
+
+        It divides half a head.
+        """
         return math.gcd(head_dim // 2, self.column_unit // 2)
 
 
 def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
-    """How steps of up to ``rows`` rows are compiled for a machine."""
+    """The options for steps of up to ``rows`` rows on a machine."""
     target = TARGETS[machine]
     exchange = target.row_exchange if rows == 1 else target.rows_exchange
     return CompileOptions(

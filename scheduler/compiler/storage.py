@@ -1,4 +1,4 @@
-"""Storage: give every value a tensor; values that are never alive together share one."""
+"""Storage: give every value a tensor; values whose lifetimes do not overlap share one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Storage:
         return self.tensors[self._handles[value]]
 
     def add(self, spec: TensorSpec) -> int:
-        """The handle of ``spec``, entered into the table if it is new."""
+        """The handle of ``spec``, which is added to the table if it is new.
+
+        Raises ValueError when another tensor has the same name.
+        """
         known = self._by_name.get(spec.name)
         if known is not None:
             if self.tensors[known] != spec:
@@ -40,12 +43,12 @@ class Storage:
         return len(self.tensors) - 1
 
     def place(self, value: Value, handle: int) -> None:
-        """Let ``value`` live in a tensor."""
+        """Store ``value`` in the tensor ``handle``."""
         self._handles[value] = handle
 
 
 def tagged_spec(name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
-    """A tagged activation; those of steps of other sizes have other names."""
+    """A tagged activation. Its name contains the rows: steps of other sizes use other tensors."""
     name = f"{name}.tagged{shape[0]}"
     return TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True)
 
@@ -53,9 +56,9 @@ def tagged_spec(name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
 def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storage:
     """Give every value a tensor.
 
-    Small activations that are exchanged as tagged words get a tensor each: a word is written once
-    per step. Others take a tensor of the same size whose last reader came before; hazards that this
-    makes are the business of barriers.py, which orders them like any other dependency.
+    Activations that are exchanged as tagged words get a tensor of their own, because a word is
+    written once per step. Other activations reuse a tensor of the same shape and type after its
+    last reader. barriers.py orders the hazards of reuse like any other dependency.
     """
     storage = Storage()
     last_use: dict[Value, int] = {}
@@ -65,7 +68,7 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             if value.spec is not None:
                 storage.place(value, storage.add(value.spec))
     free: dict[tuple[int, int, DType], list[int]] = defaultdict(list)
-    made: Counter[tuple[int, int, DType]] = Counter()
+    counts: Counter[tuple[int, int, DType]] = Counter()
     dying: dict[int, list[Value]] = defaultdict(list)
     for value, i in last_use.items():
         if value.spec is None:
@@ -84,8 +87,8 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             if free[key]:
                 storage.place(value, free[key].pop(0))
                 continue
-            name = f"activation{made[key]}.{value.dtype.name.lower()}.{shape[0]}x{shape[1]}"
-            made[key] += 1
+            name = f"activation{counts[key]}.{value.dtype.name.lower()}.{shape[0]}x{shape[1]}"
+            counts[key] += 1
             spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION)
             storage.place(value, storage.add(spec))
         for value in dying[i]:
@@ -96,15 +99,16 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
 
 
 def may_be_tagged(operation: Operation, value: Value, options: CompileOptions) -> bool:
-    """Small, and made of whole words: a word is stored at once, or its tag would speak too soon.
+    """Whether ``value``, a result of ``operation``, may be exchanged as tagged words.
 
-    ``value`` is a result of ``operation``. See ``CompileOptions.exchange``.
+    It must be small, and every store must cover whole words: a tag is valid only if its word is
+    stored at once. See ``CompileOptions.exchange``.
     """
     for_heads = operation.kind == "qkv_rope" and operation.attributes["decode"]
     if options.exchange == "barrier" or (options.exchange == "heads" and not for_heads):
         return False
     row = value.columns * value.dtype.size
     run = row
-    if operation.kind == "qkv_rope":  # stores the two halves of a head apart
+    if operation.kind == "qkv_rope":  # stores the two halves of a head separately
         run = options.pair_unit(operation.inputs["rope"].columns) * value.dtype.size
     return row % 4 == 0 and run % 4 == 0 and value.rows * row <= options.tagged_bytes

@@ -1,4 +1,4 @@
-"""What lowering works with: operands of an operation, and tiles of its result."""
+"""Tools for lowering: the operands of an operation, and the tiles of its result."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ SUMS_BYTES = 128 * 1024  # of sums that a product on the CPU keeps while slices 
 
 @dataclass(frozen=True)
 class Lowering:
-    """What the instructions of an operation may depend on, beside the operation.
+    """The context of a lowering: storage and options.
 
-    ``row_count``: handle of the tensor that says how many rows are live, or NONE.
+    ``row_count``: handle of the tensor that holds the number of live rows, or NONE.
     """
 
     storage: Storage
@@ -27,7 +27,7 @@ class Lowering:
     row_count: int
 
     def handles(self, operation: Operation, *names: str) -> dict[str, Any]:
-        """Handles of those inputs and outputs that the operation has, by name."""
+        """Handles of the named inputs and outputs; names that the operation lacks are left out."""
         values = {**operation.inputs, **operation.outputs}
         return {name: self.storage.handle(values[name]) for name in names if name in values}
 
@@ -35,9 +35,9 @@ class Lowering:
 def column_tiles(
     size: int, unit: int, options: CompileOptions, workers: int | None = None
 ) -> Iterator[Range]:
-    """[0, size) cut into equal tiles, ``waves`` for each worker, at multiples of ``unit``.
+    """Cut [0, size) at multiples of ``unit`` into nearly equal tiles, ``waves`` per worker.
 
-    ``workers``: how many, if not all.
+    ``workers``: number of workers; all by default.
     """
     units = -(-size // unit)
     tiles = min(units, (workers or options.workers) * options.waves)
@@ -55,12 +55,11 @@ def product_tiles(
     options: CompileOptions,
     workers: int | None = None,
 ) -> Iterator[tuple[Range, Range]]:
-    """(columns, rows) of the tiles of a matrix product, tiles of the same weights side by side.
+    """(columns, rows) of each tile of a matrix product; tiles of the same weights are adjacent.
 
-    ``itemsize`` is the bytes of a weight's element, ``width`` how many sums an element of
-    ``columns`` has; ``unit`` and ``workers``: see ``column_tiles``. When all input rows fit into
-    ``INPUT_BYTES`` they stay there while weights stream; otherwise the sums stay, and input and
-    weights stream.
+    ``itemsize``: bytes of an element of the weights. ``width``: sums per column of the result.
+    ``unit`` and ``workers``: see ``column_tiles``. If all input rows fit into ``INPUT_BYTES``, they
+    stay there while weights stream. Otherwise the sums stay, and input and weights stream.
     """
     if rows * k * itemsize <= INPUT_BYTES:
         row_tile, column_tile = rows, columns
@@ -77,7 +76,7 @@ def product_tiles(
 
 
 def cut(size: int, pieces: int) -> Iterator[Range]:
-    """[0, size) in at most ``pieces`` nearly equal ranges."""
+    """Cut [0, size) into at most ``pieces`` nearly equal ranges."""
     pieces = min(size, pieces)
     for i in range(pieces):
         yield size * i // pieces, size * (i + 1) // pieces

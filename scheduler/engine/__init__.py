@@ -1,1 +1,1 @@
-"""Serving many sequences: which rows the next step has, their KV blocks, and their results."""
+"""Serving many sequences: plan the rows of each step, manage KV blocks, collect results."""

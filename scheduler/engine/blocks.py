@@ -1,9 +1,9 @@
-"""KV blocks: which are free, who shares one, and which hold a prefix that may come again.
+"""KV blocks: allocation, sharing, and the prefix cache.
 
-A KV block is *held* (one or more sequences use it), *cached* (nobody uses it, but its contents are
-known and a new sequence may take it up again) or *free*. A full block of tokens is known by its
-digest, which covers every token from the start of the sequence: equal digests, equal keys and
-values. Cached blocks are given away, the least recently used first, when no free one is left.
+A KV block is *held* (one or more sequences use it), *cached* (no sequence uses it, but its contents
+are known and a new sequence may reuse it) or *free*. A full block is identified by its digest,
+which covers every token from the start of the sequence: equal digests mean equal keys and values.
+When no free block is left, the least recently used cached block is reused for other contents.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ NO_PREFIX = b""
 
 
 def block_digest(previous: bytes, tokens: npt.NDArray[np.int32]) -> bytes:
-    """Names the contents of a full block: ``previous`` is the digest of the block before it."""
+    """The digest (16 bytes) of a full block.
+
+    ``previous``: the digest of the block before it in the sequence, NO_PREFIX for the first.
+    """
     return hashlib.blake2b(previous + tokens.tobytes(), digest_size=16).digest()
 
 
 @dataclass
 class PrefixCounters:
-    """What the prefix cache was asked for and had, in blocks."""
+    """Lookups, hits and evictions of the prefix cache, in blocks."""
 
     queries: int = 0
     hits: int = 0
@@ -34,10 +37,10 @@ class PrefixCounters:
 
 
 class BlockManager:
-    """Hands out the KV blocks 0 .. num_blocks - 1, each in constant time.
+    """Allocates the KV blocks 0 .. num_blocks - 1, each in constant time.
 
-    Raises ValueError when a number is not positive, and from the methods when a block is used that
-    the caller cannot hold: such an error is a mistake in the caller, never the effect of a request.
+    Raises ValueError when a number is not positive. Methods raise ValueError for a block that the
+    caller cannot hold; that is a bug in the caller, never the effect of a request.
     """
 
     def __init__(self, num_blocks: int, block_size: int, prefix_caching: bool = True) -> None:
@@ -57,7 +60,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that ``allocate`` can still give."""
+        """Blocks that ``allocate`` can still return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -67,11 +70,11 @@ class BlockManager:
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and whose contents may be taken up again."""
+        """Blocks that no sequence holds and whose contents may be reused."""
         return len(self._cached)
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold the keys and values of ``tokens`` tokens."""
+        """Number of blocks that the keys and values of ``tokens`` tokens need."""
         return -(-tokens // self.block_size)
 
     def allocate(self) -> int:
@@ -91,7 +94,7 @@ class BlockManager:
         return block
 
     def release(self, blocks: Iterable[int]) -> None:
-        """Give up one hold on each block, the last first, so that ends of prefixes age first."""
+        """Release one hold on each block, in reverse: the end of a prefix is evicted first."""
         for block in reversed(list(blocks)):
             holders = self._holders[block]
             if holders < 1:
@@ -105,18 +108,18 @@ class BlockManager:
                 self._cached[block] = None
 
     def match(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks of the longest known prefix of ``digests``; none of them is held by this."""
-        found: list[int] = []
+        """The blocks of the longest known prefix of ``digests``. This does not hold them."""
+        blocks: list[int] = []
         if self.prefix_caching:
             for digest in digests:
                 block = self._block_of.get(digest)
                 if block is None:
                     break
-                found.append(block)
-        return found
+                blocks.append(block)
+        return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold blocks that ``match`` found once more."""
+        """Add one hold to each of the blocks, which ``match`` returned."""
         for block in blocks:
             if self._holders[block] == 0:
                 if block not in self._cached:
@@ -125,13 +128,13 @@ class BlockManager:
             self._holders[block] += 1
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of ``blocks`` nobody holds: sharing them takes as many from ``num_free``."""
+        """How many of ``blocks`` no sequence holds; ``share`` lowers ``num_free`` by as many."""
         return sum(self._holders[block] == 0 for block in blocks)
 
     def publish(self, block: int, digest: bytes) -> None:
-        """Make a held block, whose contents are complete, known by its digest.
+        """Enter a held block with complete contents into the prefix cache, under its digest.
 
-        Of two blocks with the same digest the first stays known.
+        If another block has the same digest already, that one stays and this one is not entered.
         """
         if self._holders[block] < 1:
             raise ValueError(f"KV block {block} is published, but nobody holds it")
@@ -140,16 +143,16 @@ class BlockManager:
             self._block_of[digest] = block
 
     def forget_all(self) -> None:
-        """Drop all knowledge of contents, as after a fault; holds stay as they are."""
+        """Forget the contents of all blocks, as after a fault; holds do not change."""
         self._block_of.clear()
         self._digest = [None] * self.num_blocks
         self._free.extend(self._cached)
         self._cached.clear()
 
     def check(self) -> None:
-        """Count everything once more.
+        """Check that every block is in exactly one state and that the digests agree.
 
-        Raises ValueError when a block is lost, doubled, or known by a wrong digest.
+        Raises ValueError otherwise.
         """
         held = [block for block, holders in enumerate(self._holders) if holders > 0]
         everything = sorted([*held, *self._free, *self._cached])

@@ -1,15 +1,15 @@
-"""The engine: requests in, tokens out, over steps that batch whatever there is to do.
+"""The engine: requests in, tokens out, with continuous batching.
 
 One step is three calls::
 
-    plan = engine.plan()            which rows, slots and KV blocks; touches no memory
-    engine.execute(plan)            the plan into memory, then the machine runs (without the GIL)
-    deltas = engine.collect(plan)   new tokens to text, stop conditions, freed blocks
+    plan = engine.plan()            choose rows, slots and KV blocks; touches no memory
+    engine.execute(plan)            write the plan to memory, run the machine (without the GIL)
+    deltas = engine.collect(plan)   tokens to text, check stop conditions, free blocks
 
-``step`` does it all. With ``overlap`` it keeps one launch running and one waiting behind it: while
-the machine runs launch n, the host collects launch n - 1 and plans launch n + 1, and the machine
-goes from one to the next without waiting for the host. That works because sampled tokens stay in
-memory, where the next launch finds them; the plan needs to know only how many there are.
+``step`` makes all three. With ``overlap`` it keeps one launch running and one queued behind it:
+while the machine runs launch n, the host collects launch n - 1 and plans launch n + 1, so the
+machine never waits for the host. This works because sampled tokens stay in memory, where the next
+launch reads them; a plan depends only on their number.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
 
 
 class StepRunner(Protocol):
-    """Runs steps: memory that the host and the machine share, and a machine (runner.Runner)."""
+    """Runs steps on a machine, in memory that host and machine share (runner.Runner)."""
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -62,14 +62,14 @@ class StepRunner(Protocol):
     @property
     def vocab_size(self) -> int: ...
 
-    tokens: Ints  # [max_num_seqs, max_model_len + 1], read here and written by write_tokens
-    block_table: Ints  # [max_num_seqs, KV blocks of a sequence]
+    tokens: Ints  # [max_num_seqs, max_model_len + 1]; read only, write with write_tokens
+    block_table: Ints  # [max_num_seqs, KV blocks per sequence]
     sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
     sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
 
     @property
     def logits(self) -> Rows:
-        """[max_logit_rows, vocab_size]; row i is that of logit row i of the last step."""
+        """[max_logit_rows, vocab_size]; row i belongs to logit row i of the last step."""
         ...
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
@@ -77,16 +77,16 @@ class StepRunner(Protocol):
         ...
 
     def run(self, step: Step, steps: int = 1) -> None:
-        """Run ``step`` and return when it is done; raises MachineFault when that is impossible.
+        """Run ``step`` and return when it is complete.
 
-        Later steps run even so, unless it is a MachineLost.
+        Raises MachineFault when it fails. Later steps can still run, except after MachineLost.
         """
         ...
 
 
 @dataclass
 class EngineCounters:
-    """What an engine has done since it was made; seconds are of the host's clock."""
+    """Totals since the engine was made; seconds are of the host's clock."""
 
     launches: int = 0
     steps: int = 0
@@ -100,15 +100,19 @@ class EngineCounters:
 
 
 class Engine:
-    """Runs requests in continuous batches. All methods are for one thread, the one that steps.
+    """Runs requests in continuous batches. All methods must be called by one thread.
 
-    A fault of the machine ends the requests that are running; those that wait run in the steps that
-    follow. ``last_fault`` says why the machine stopped last; ``lost``: nothing runs any more, and
-    those that waited have ended too.
+    A fault of the machine ends the running requests; waiting requests run in later steps.
+    ``last_fault`` is the cause of the last fault. When ``lost`` is set, the machine runs nothing
+    any more and waiting requests have ended too.
 
-    ``new_decoder`` makes the decoder of one sequence; without it there is no text and stop strings
-    are refused. ``seed`` feeds the generator from which requests without a seed get theirs.
-    ``steps_per_launch``: tokens that a launch of pure decode may produce before the host looks.
+    ``new_decoder`` makes the decoder of one sequence; without it deltas have no text and stop
+    strings are refused. ``seed`` seeds the generator of seeds for requests without one.
+    ``steps_per_launch``: most steps of a launch of pure decode; the host sees their tokens, one per
+    step and sequence, after the launch.
+
+    Raises ValueError when ``steps_per_launch`` is not positive or the runner's sizes do not fit
+    each other.
     """
 
     def __init__(
@@ -141,25 +145,25 @@ class Engine:
         self._thread: StepThread | None = None
         self._requests: dict[Hashable, Request] = {}
         self._next_id = 0
-        self._ready: list[Delta] = []  # deltas to hand out with the next step
+        self._ready: list[Delta] = []  # deltas that the next step returns
         self.last_fault = ""
         self.lost = False
-        self._outstanding: deque[Plan] = deque()  # made and not collected
-        # Set between a failed launch and its collection.
+        self._outstanding: deque[Plan] = deque()  # plans that are not collected yet
+        # Set from a failed launch until it is collected.
         self._fault: BaseException | None = None
-        # By slot: its sequence chose a stop token in the last launch. Only execute touches it.
+        # By slot: whether its sequence has chosen a stop token. Only execute uses it.
         self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)
 
     # Requests.
 
     @property
     def max_prompt_len(self) -> int:
-        """Tokens of the longest prompt that leaves room for one more token."""
+        """Length in tokens of the longest prompt that leaves room for one more token."""
         return min(self.runner.max_model_len - 1, self.blocks.num_blocks * self.blocks.block_size)
 
     @property
     def has_work(self) -> bool:
-        """Whether ``step`` has anything to do or to hand out."""
+        """Whether ``step`` has work to do or deltas to return."""
         return bool(
             self._ready or self._outstanding or self.planner.running or self.planner.waiting
         )
@@ -175,9 +179,9 @@ class Engine:
         return len(self.planner.waiting)
 
     def validate(self, prompt: TokenIds, params: SamplingParams) -> Ints:
-        """The prompt as an array, if a request for it can be run at all.
+        """The prompt as int32 array.
 
-        Raises ValueError when it cannot.
+        Raises ValueError when a request with this prompt and these parameters can never run.
         """
         length, runner = len(prompt), self.runner
         if length >= runner.max_model_len:
@@ -221,9 +225,9 @@ class Engine:
         return wide.astype(np.int32)
 
     def add(self, prompt: TokenIds, params: SamplingParams, id: Hashable = None) -> Request:
-        """Queue a request; its deltas come out of the steps that follow.
+        """Queue a request; later steps return its deltas.
 
-        Raises ValueError when it cannot be run, or when a request of the same id is there.
+        Raises ValueError when it can never run, or when another request has the same id.
         """
         tokens = self.validate(prompt, params)
         if id is None:
@@ -258,9 +262,9 @@ class Engine:
         return request
 
     def abort(self, id: Hashable) -> bool:
-        """End a request now and free what it holds; False if it is not being worked on.
+        """End a request now and free its slots and KV blocks; False if the id is not active.
 
-        The next step hands out its last deltas, with the finish reason "abort".
+        The next step returns its last deltas, with the finish reason "abort".
         """
         request = self._requests.get(id)
         if request is None:
@@ -280,9 +284,9 @@ class Engine:
     # Steps.
 
     def step(self) -> list[Delta]:
-        """Work until one launch has ended, and return what it added; [] if nothing is to be done.
+        """Work until one launch has ended and return its deltas; [] if there is no work.
 
-        With overlap the next launch is under way when this returns.
+        With overlap the next launch is already running when this returns.
         """
         if not self._overlap:
             return self._plain_step()
@@ -303,14 +307,15 @@ class Engine:
             self.execute(plan)
             return self.collect(plan)
         except KeyboardInterrupt as error:
-            # Between two of these calls: what was planned is taken for computed, and is not.
+            # The interrupt came between two of these calls: the planner counts tokens of this
+            # plan as computed, but they are not.
             if self._outstanding or self.planner.running:
                 self._outstanding.clear()
                 self._clear_fault(error)
             raise
 
     def _launch(self) -> None:
-        """Keep one launch running and one behind it."""
+        """Keep one launch running and one queued behind it."""
         assert self._thread is not None
         while len(self._outstanding) < 2:
             plan = self.plan()
@@ -323,10 +328,10 @@ class Engine:
         return ready
 
     def plan(self) -> Plan | None:
-        """Decide on the next launch, or None if there is nothing that could run now.
+        """Plan the next launch; None if nothing can run now.
 
-        At most one earlier plan may be without its ``collect``; launches are executed and collected
-        in the order of their plans. Raises RuntimeError when two are.
+        Launches are executed and collected in the order of their plans. At most one earlier plan
+        may still be uncollected; raises RuntimeError when two are.
         """
         if len(self._outstanding) > 1:
             raise RuntimeError("two plans are not collected yet: collect the first")
@@ -343,13 +348,13 @@ class Engine:
         return plan
 
     def execute(self, plan: Plan) -> None:
-        """Write what ``plan`` says into memory, run it, and keep what came of it in the plan.
+        """Write ``plan`` to memory, run it, and store the results in the plan.
 
-        Does not raise; may be called by another thread than the rest, as long as that is one
-        thread.
+        Does not raise. One thread must make all calls; it need not be the thread of the other
+        methods.
         """
         if self._fault is not None or plan.generation != self.planner.generation:
-            return  # the launch before it failed: what it builds on is not there
+            return  # the launch before it failed, and this one needs its results
         begin = time.perf_counter()
         try:
             self._write(plan)
@@ -358,8 +363,8 @@ class Engine:
                 self.runner.run(plan.step, plan.steps)
             self._read(plan)
         except BaseException as error:
-            # Kept for ``collect``, which fails the requests; what is not a fault of the machine,
-            # such as Ctrl-C, it raises.
+            # ``collect`` fails the requests, and raises errors that are no fault of the machine,
+            # such as Ctrl-C.
             plan.error = self._fault = error
         self.counters.run_seconds += time.perf_counter() - begin
 
@@ -378,7 +383,7 @@ class Engine:
             runner.sampling_integer[slot, Integer.ENABLED] = 1
 
     def _read(self, plan: Plan) -> None:
-        """Take the chosen tokens out of memory before another launch can change them."""
+        """Copy the chosen tokens from memory before another launch can change them."""
         step, runner, count = plan.step, self.runner, len(plan.samplers)
         choosing = step.logit_row[:count]
         slots = step.row_sequence[choosing]
@@ -402,10 +407,11 @@ class Engine:
             plan.logits[i] = runner.logits[i].copy()
 
     def collect(self, plan: Plan) -> list[Delta]:
-        """Give the tokens of an executed plan to their sequences; free those that have ended.
+        """Append the tokens of an executed plan to their sequences; free those that have ended.
 
-        A fault of the machine ends every running request with its sentence; waiting ones go on.
-        Raises any other error that ``execute`` met, after the same cleaning up.
+        A fault of the machine ends every running request with an error; waiting requests stay
+        queued unless the machine is lost. After the same cleanup, raises any other error that
+        ``execute`` met.
         """
         begin = time.perf_counter()
         self._outstanding.popleft()
@@ -432,7 +438,7 @@ class Engine:
     def _extend(
         self, sequence: Sequence, tokens: list[int], stopped: list[bool], logits: Floats | None
     ) -> Delta:
-        """Append what one launch chose for one sequence, up to its end."""
+        """Append the tokens that one launch chose for one sequence, up to the sequence's end."""
         counters = self.counters
         if not sequence.output:
             counters.prompt_tokens += len(sequence.prompt)
@@ -456,7 +462,7 @@ class Engine:
         return whole
 
     def _score(self, plan: Plan) -> None:
-        """Log-probabilities of the tokens of prompts, from the logits of what is before them."""
+        """Log-probabilities of prompt tokens, each from the logits of the position before it."""
         row = len(plan.samplers)
         for sequence, begin, end in plan.scored:
             request = sequence.request
@@ -468,12 +474,13 @@ class Engine:
                 row += 1
 
     def _clear_fault(self, error: BaseException) -> None:
-        """After a failed launch: end what was running, and rely on nothing that is in memory."""
+        """After a failed launch: end the running requests and distrust all contents of memory."""
         self.counters.faults += 1
         self.last_fault = cause = _cause(error)
         self.lost = isinstance(error, MachineLost)
         planner = self.planner
-        # Sequences whose first plan was made behind the failed launch, which is never executed.
+        # Sequences admitted by a plan behind the failed launch. That plan is never executed, so
+        # they go back to the queue.
         unborn = {s for plan in self._outstanding for s in plan.admitted if s in planner.running}
         ending = dict.fromkeys(s.request for s in planner.running if s not in unborn)
         if self.lost:
@@ -493,10 +500,10 @@ class Engine:
     # Logits of every position.
 
     def logits(self, token_ids: TokenIds) -> Floats:
-        """Raw logits of every position of a text: float32 [n, vocabulary]. Chooses nothing.
+        """Raw logits of every position of a text: float32 [n, vocabulary]. Samples no token.
 
-        Waits for launches that are under way; their deltas come with the next step. Raises
-        ValueError when the text is empty, too long or holds an unknown token, and MachineFault.
+        Waits for running launches; the next step returns their deltas. Raises ValueError when the
+        text is empty, too long or holds an unknown token, and MachineFault when a step fails.
         """
         tokens = self._check_tokens(token_ids)
         length, runner = len(tokens), self.runner
@@ -527,7 +534,10 @@ class Engine:
         return result
 
     def drain(self) -> None:
-        """Wait until no launch is under way; what they brought comes with the next step."""
+        """Wait until no launch is running; the next step returns their deltas.
+
+        Raises RuntimeError when a plan made by the caller is not collected.
+        """
         while self._thread is not None and self._thread.pending:
             self._ready = self.collect(self._thread.wait())
         if self._outstanding:
@@ -543,7 +553,7 @@ class Engine:
 
 
 def _cause(error: BaseException) -> str:
-    """Why a launch failed, for those who wait for its requests."""
+    """Why a launch failed, in the words for a client."""
     if isinstance(error, MachineFault):
         return error.cause
     if isinstance(error, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and of the most likely tokens, from raw logits."""
+"""Log-probabilities of the chosen and the most likely tokens, from raw logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the model thought of one token and of its alternatives, before any sampling parameter.
+    """Log-probabilities of one token and its alternatives, before any sampling parameter.
 
     ``rank`` is 1 for the most likely token; ``top`` holds (token id, log-probability), best first.
     """
@@ -30,7 +30,10 @@ def log_softmax(logits: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
 
 
 def token_logprobs(logits: npt.NDArray[np.float32], token_id: int, count: int) -> TokenLogprobs:
-    """Log-probability and rank of ``token_id``, and the ``count`` likeliest (ties: lowest id)."""
+    """Log-probability and rank of ``token_id``, and the ``count`` most likely tokens.
+
+    ``logits``: [vocabulary]. Of equally likely tokens the lowest ids come first.
+    """
     values = log_softmax(logits)
     own = values[token_id]
     top: tuple[tuple[int, float], ...] = ()

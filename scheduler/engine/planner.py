@@ -1,13 +1,12 @@
-"""Which rows the next step has: who decodes, whose prompt goes on, who is admitted, who must wait.
+"""Planning: choose the rows of the next step, admit waiting sequences, and preempt running ones.
 
-What differs from step to step lives in numpy arrays indexed by slot, so that a step in which nobody
-joins, leaves or needs a KV block costs a few vector operations whatever the batch.
+State that changes every step lives in numpy arrays indexed by slot. A step in which no sequence
+joins, leaves or needs a KV block therefore costs a few vector operations, whatever the batch size.
 
-A plan may be made while the one before it still runs. It then takes for granted that every sequence
-goes on; those that turn out to have ended lose their rows in ``Plan.drop``. Launches run in the
-order of their plans and all writes to memory happen between them, so slots and KV blocks of a
-finished sequence can be given away at once, even if a launch that is under way still writes to
-them.
+A plan may be made while the launch before it still runs. It assumes that every sequence continues;
+``Plan.drop`` removes the rows of sequences that have ended. Launches run in the order of their
+plans, and the host writes to memory only between launches. Slots and KV blocks of a finished
+sequence can therefore be reused at once, even if a running launch still writes to them.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from megavm.scheduler.engine.step import Admission, Ints, Plan, Step
 
 
 class Planner:
-    """The waiting and running sequences, and what the next step does with them.
+    """Decides what the next step does with the waiting and running sequences.
 
-    ``failed`` collects sequences that planning found impossible, each with its sentence; they hold
-    nothing any more.
+    ``failed`` collects sequences that cannot run, each with an error message; they hold no slot and
+    no KV blocks any more.
 
-    Raises ValueError when a batch of decoding sequences would not fit a step.
+    Raises ValueError when ``max_num_seqs`` decoding sequences do not fit into a step.
     """
 
     def __init__(
@@ -61,17 +60,17 @@ class Planner:
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
-        # By slot: the next row's position, the tokens its blocks hold, the last row it may have.
+        # By slot: position of the next row, tokens that its KV blocks hold, last position.
         self._position = np.zeros(max_num_seqs, dtype=np.int32)
         self._capacity = np.zeros(max_num_seqs, dtype=np.int32)
         self._last_row = np.zeros(max_num_seqs, dtype=np.int32)
-        # The decoding sequences in row order and their slots; None when they must be listed again.
+        # Decoding sequences in row order, and their slots. None: the list is out of date.
         self._decoders: tuple[Sequence, ...] | None = ()
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
-        # Contents of blocks that prefilling sequences are going to publish.
+        # Digests of blocks that prefilling sequences will publish.
         self._computing: set[bytes] = set()
-        # Free blocks that an admission leaves to the sequences that are running.
+        # An admission leaves this many free blocks for the running sequences.
         self._watermark = blocks.num_blocks // 100
 
     # Joining and leaving.
@@ -81,7 +80,7 @@ class Planner:
         self.waiting.append(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out, whatever it does, and free what it holds."""
+        """Remove a sequence in any state, and free its slot and KV blocks."""
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         else:
@@ -103,9 +102,9 @@ class Planner:
         sequence.num_planned = 0
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Back to the head of the queue; its keys and values will be computed again.
+        """Put a sequence back at the head of the queue; its keys and values are computed again.
 
-        Tokens that a launch under way chooses for it are still to come.
+        Tokens that a running launch chooses for it still arrive: ``expected`` counts them.
         """
         if sequence.state is State.DECODING:
             sequence.expected = int(self._position[sequence.slot]) + 1
@@ -115,9 +114,9 @@ class Planner:
         self.preemptions += 1
 
     def postpone(self, sequence: Sequence) -> None:
-        """Back to the head of the queue, as if the plan that admitted it had not been made.
+        """Put a sequence back at the head of the queue and undo its admission.
 
-        Only when that plan has not been executed.
+        The plan that admitted it must not have been executed.
         """
         self._give_back(sequence)
         sequence.state = State.WAITING
@@ -126,9 +125,9 @@ class Planner:
         self.waiting.appendleft(sequence)
 
     def borrow(self, tokens: int) -> tuple[int, list[int]]:
-        """A slot and KV blocks for ``tokens`` tokens outside all planning; it preempts others.
+        """Take a slot and KV blocks for ``tokens`` tokens outside of plans; preempts sequences.
 
-        Only when no launch is under way. ``return_borrowed`` gives them back.
+        No launch may be running. ``return_borrowed`` gives slot and blocks back.
         """
         count = self.blocks.blocks_for(tokens)
         while not self._free_slots or self.blocks.num_free < count:
@@ -136,7 +135,7 @@ class Planner:
         return self._free_slots.pop(), [self.blocks.allocate() for _ in range(count)]
 
     def forget_contents(self) -> None:
-        """What the KV blocks hold is not to be relied on any more; nothing may be running."""
+        """Forget the contents of all KV blocks, as after a fault. No sequence may be running."""
         self.blocks.forget_all()
         self._computing.clear()
         self.generation += 1
@@ -144,14 +143,14 @@ class Planner:
             sequence.expected = 0
 
     def return_borrowed(self, slot: int, blocks: list[int]) -> None:
-        """Free what ``borrow`` gave."""
+        """Free the slot and KV blocks that ``borrow`` returned."""
         self.blocks.release(blocks)
         self._free_slots.append(slot)
 
     # Planning.
 
     def plan(self) -> Plan | None:
-        """The next launch, or None when there is nothing to run now."""
+        """The next launch, or None when nothing can run now."""
         plan = Plan(Step(self._rows[:0], self._rows[:0], self._rows[:0], 0), 1, (), self.generation)
         preemptions = self.preemptions
         self._plan_decode(plan)
@@ -160,7 +159,7 @@ class Planner:
         return plan if plan.step.num_rows else None
 
     def _plan_decode(self, plan: Plan) -> None:
-        """One row for every decoding sequence, and the KV blocks that they need for it."""
+        """Plan one row for every decoding sequence, and the KV blocks that it needs."""
         if not self._decoding:
             return
         plan.steps = steps = self._num_steps()
@@ -192,7 +191,10 @@ class Planner:
         return self._decoders, self._slots
 
     def _num_steps(self) -> int:
-        """Passes of the next launch: several only if nobody joins, ends or lacks blocks in it."""
+        """Steps of the next launch.
+
+        Several only if no sequence can join or end during the launch, or lack KV blocks.
+        """
         steps = self.steps_per_launch
         if steps == 1 or self._prefilling or self.waiting:
             return 1
@@ -206,13 +208,13 @@ class Planner:
         return steps if int(needed.clip(0).sum()) <= self.blocks.num_free else 1
 
     def _drain(self, sequence: Sequence) -> None:
-        """Give it no further rows."""
+        """Plan no further rows for a sequence; its last token is still to be collected."""
         del self._decoding[sequence]
         self._decoders = None
         sequence.state = State.DRAINING
 
     def _grow(self, sequence: Sequence, tokens: int, plan: Plan) -> None:
-        """KV blocks for ``tokens`` tokens, if need be taken from the sequences admitted last."""
+        """Give a sequence KV blocks for ``tokens`` tokens; preempt the last admitted if needed."""
         while len(sequence.blocks) * self.blocks.block_size < tokens:
             if self.blocks.num_free == 0 and not self._make_room(sequence):
                 return
@@ -222,7 +224,7 @@ class Planner:
         self._capacity[sequence.slot] = len(sequence.blocks) * self.blocks.block_size
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Preempt whoever was admitted last; False if that ends this sequence's stay."""
+        """Preempt the sequence admitted last; False if ``sequence`` itself gets no block."""
         victim = next(s for s in reversed(self.running) if s.state is not State.DRAINING)
         if victim is not sequence:
             self._preempt(victim)
@@ -230,11 +232,12 @@ class Planner:
         if len(self.running) > 1:
             self._preempt(sequence)
             return False
-        # It has the whole cache to itself. The tokens that are on their way may still end it.
+        # The sequence holds the whole cache. If a running launch still chooses tokens for it, wait
+        # for them: one of them may end it regularly.
         error = self._cache_full(sequence)
-        coming = int(self._position[sequence.slot]) + 1 - len(sequence.prompt)
-        if coming > len(sequence.output):
-            sequence.exhausted, sequence.max_output = error, coming
+        planned = int(self._position[sequence.slot]) + 1 - len(sequence.prompt)
+        if planned > len(sequence.output):
+            sequence.exhausted, sequence.max_output = error, planned
             self._drain(sequence)
         else:
             self._fail(sequence, error)
@@ -253,7 +256,7 @@ class Planner:
         self.failed.append((sequence, error))
 
     def _plan_prefill(self, plan: Plan, admit: bool) -> None:
-        """Chunks of prompts in the rows that decoding leaves, in order of arrival."""
+        """Fill the rows that decoding leaves with chunks of prompts, in order of arrival."""
         step = plan.step
         sequences, positions = [step.row_sequence], [step.row_position]
         logit_rows, score_rows = [step.logit_row], []
@@ -271,7 +274,7 @@ class Planner:
             begin, known = sequence.num_planned, sequence.num_tokens
             end = min(known, begin + budget - rows)
             if sequence.scoring and begin < known - 1:
-                # The last row, which chooses, has a step of its own.
+                # The last row chooses the first token; a later step runs it.
                 end = min(end, known - 1, begin + logit_budget)
                 score_rows.append(np.arange(rows, rows + end - begin, dtype=np.int32))
                 plan.scored.append((sequence, begin, end))
@@ -289,7 +292,8 @@ class Planner:
                 logit_rows.append(np.array([rows - 1], dtype=np.int32))
                 samplers.append(sequence)
                 logit_budget -= 1
-        # Contents become known only now: rows of one step must not rely on each other's prompts.
+        # Publish only after all rows are planned: prompts of one step must not share blocks that
+        # the same step computes.
         for sequence, begin, end in published:
             self._publish(sequence, begin, end)
             if end == sequence.num_tokens:
@@ -326,7 +330,10 @@ class Planner:
             self._decoders = None
 
     def _admit(self, plan: Plan) -> Sequence | None:
-        """Give the first waiting sequence a slot and KV blocks for all its tokens, if possible."""
+        """Give the first waiting sequence a slot and KV blocks for all its tokens.
+
+        None if that is not possible now.
+        """
         blocks = self.blocks
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
@@ -346,11 +353,14 @@ class Planner:
         return None
 
     def _match(self, sequence: Sequence) -> list[int] | None:
-        """KV blocks that hold its first tokens, or None if more are being computed just now."""
+        """Cached KV blocks of the sequence's first tokens.
+
+        None if another sequence is computing the next block: admission then waits for it.
+        """
         blocks = self.blocks
         if not blocks.prefix_caching or sequence.scoring:
             return []
-        # At least one token must be computed, for its logits.
+        # The last token must always be computed: sampling needs its logits.
         count = (sequence.num_tokens - 1) // blocks.block_size
         sequence.extend_digests(blocks.block_size, count)
         digests = sequence.digests[:count]
@@ -384,7 +394,7 @@ class Planner:
         return sequence
 
     def publish_decoded(self, sequence: Sequence) -> None:
-        """After a token was collected: make a block known that its predecessor has filled."""
+        """After a token was collected: publish the KV block that the token before it filled."""
         size = self.blocks.block_size
         computed = sequence.num_tokens - 1
         if computed % size == 0 and 0 < computed // size <= len(sequence.blocks):

@@ -1,4 +1,4 @@
-"""A request and its sequences: tokens so far, where they live, and when they end."""
+"""A request and its sequences: their tokens, slots, KV blocks and stop conditions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WORD = (1 << 64) - 1
 
 @dataclass
 class Times:
-    """When things happened to a request, by ``time.perf_counter``; 0 if they have not yet."""
+    """Times of a request's events, by ``time.perf_counter``; 0 until the event happens."""
 
     arrived: float = field(default_factory=time.perf_counter)
     admitted: float = 0.0
@@ -35,16 +35,16 @@ class Times:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and what is wanted of it. ``params.n`` sequences continue it."""
+    """One prompt and its sampling parameters. ``params.n`` sequences continue it."""
 
     id: Hashable
     prompt: Ints
     params: SamplingParams
     sequences: tuple[Sequence, ...] = ()
     times: Times = field(default_factory=Times)
-    cached_tokens: int = 0  # of the prompt of the first sequence, found in the prefix cache
-    # Of each token of the prompt but the first, where they are asked for; there with the first
-    # delta of the request.
+    cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
+    # One entry per prompt token (None for the first), if params ask for them. Complete when the
+    # request's first delta is returned.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
 
     def __post_init__(self) -> None:
@@ -54,13 +54,13 @@ class Request:
 
 @dataclass(slots=True)
 class Delta:
-    """What one launch added to one sequence.
+    """The tokens and text that one launch added to one sequence.
 
-    ``pieces`` has the text that each token allowed to hand out, and one piece where there is no
-    token; it may lag behind ``token_ids`` (an incomplete character, a possible stop string). The
-    last delta of a sequence carries ``finish_reason``; ``stop_reason`` is the stop string or the
-    stop token id that ended it, None for the model's own end of sequence. ``error`` is a sentence
-    when the reason is "error".
+    ``pieces`` has one piece of text per token, and a single piece if there is no token. Text may
+    lag behind ``token_ids`` while a character is incomplete or a stop string is possible.
+    ``finish_reason`` is set in the last delta of a sequence. ``stop_reason`` is the stop string or
+    stop token id that ended it, None for the model's end-of-sequence token. ``error`` is a sentence
+    when ``finish_reason`` is "error".
     """
 
     request: Request
@@ -78,7 +78,7 @@ class Delta:
         return "".join(self.pieces)
 
     def extend(self, later: Delta) -> None:
-        """Add what a later step of the same launch brought the same sequence."""
+        """Append the delta of a later step of the same launch and sequence."""
         self.token_ids += later.token_ids
         self.pieces += later.pieces
         self.logprobs += later.logprobs
@@ -87,7 +87,7 @@ class Delta:
 
 
 class State(Enum):
-    """Where a sequence is. PREFILLING, DECODING and DRAINING ones hold a slot and KV blocks."""
+    """State of a sequence. In PREFILLING, DECODING and DRAINING it holds a slot and KV blocks."""
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -99,8 +99,8 @@ class State(Enum):
 class Sequence:
     """One continuation of a request's prompt.
 
-    ``max_output`` is how many tokens it may add at most; ``stop_ids`` are the tokens that end it,
-    of which those in ``eos_ids`` do so without being named as the reason.
+    ``max_output``: largest number of tokens that it may add. ``stop_ids``: tokens that end it.
+    ``eos_ids``: stop tokens that are not reported as ``stop_reason``.
     """
 
     __slots__ = (
@@ -148,10 +148,10 @@ class Sequence:
         self.blocks: list[int] = []
         self.digests = digests
         self.num_planned = 0  # positions whose keys and values have been planned
-        self.expected = 0  # tokens that the host must know before it can be admitted again
-        # The logits of its whole prompt are still to be computed, before it chooses anything.
+        self.expected = 0  # tokens that must be collected before it can be admitted again
+        # Whether logits of the whole prompt must be computed before it may choose a token.
         self.scoring = bool(index == 0 and request.prompt_logprobs and len(self.prompt) > 1)
-        self.exhausted = ""  # why it ends at max_output, if that is an error
+        self.exhausted = ""  # error message if reaching max_output is an error
 
     @property
     def num_tokens(self) -> int:
@@ -160,23 +160,23 @@ class Sequence:
 
     @property
     def last_row(self) -> int:
-        """The last position that is ever computed: it chooses the last token."""
+        """The last position that is computed; it chooses the last token."""
         return len(self.prompt) + self.max_output - 2
 
     @property
     def must_wait(self) -> bool:
-        """Whether the request's first sequence must be done with the prompt before this begins."""
+        """Whether this must wait until the request's first sequence has scored the prompt."""
         first = self.request.sequences[0]
         return self is not first and first.scoring and first.state is not State.FINISHED
 
     def token_ids(self) -> Ints:
-        """Prompt and output."""
+        """Prompt and output as int32 array."""
         if not self.output:
             return self.prompt
         return np.concatenate([self.prompt, np.array(self.output, dtype=np.int32)])
 
     def extend_digests(self, block_size: int, count: int) -> None:
-        """Digests of the first ``count`` blocks, all of which must be full of known tokens."""
+        """Compute the digests of the first ``count`` blocks; all must be full of known tokens."""
         have = len(self.digests)
         if have >= count:
             return
@@ -191,7 +191,7 @@ class Sequence:
             self.digests.append(block_digest(previous, block))
 
     def append(self, token: int, stopped: bool, logprobs: TokenLogprobs | None) -> Delta:
-        """Take in the next token; ``stopped`` says that it is a stop token and counts as one."""
+        """Append the next token. ``stopped``: it is a stop token and the output is long enough."""
         if not self.output and not self.request.times.first_token:
             self.request.times.first_token = time.perf_counter()
         self.output.append(token)
@@ -210,7 +210,7 @@ class Sequence:
         return delta
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
-        """End it from outside."""
+        """End the sequence without a token, as for an abort or an error."""
         return self._finish_text(Delta(self.request, self.index, [], [""], []), reason, error=error)
 
     def _finish_text(
@@ -261,13 +261,16 @@ class Sequence:
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
-    """The tokens that end a completion."""
+    """The token ids that end a sequence, without duplicates."""
     own = tuple(params.stop_token_ids or ())
     return tuple(dict.fromkeys(own if params.ignore_eos else (*eos_ids, *own)))
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """The 64-bit seed of sequence ``index`` of a request: the request's own for the first."""
+    """The 64-bit seed of sequence ``index`` of a request; sequence 0 has the request's seed.
+
+    Others are mixed with the finaliser of SplitMix64 (Steele et al. 2014).
+    """
     if index == 0:
         return seed & _WORD
     z = (seed + index * 0x9E3779B97F4A7C15) & _WORD

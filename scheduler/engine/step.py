@@ -1,4 +1,4 @@
-"""A step as the machine sees it, and the plan that a step belongs to."""
+"""Step: the input of the machine. Plan: a step and the host's work for it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ Floats = npt.NDArray[np.float32]
 class Step:
     """One pass over a batch of tokens: decode tokens of many sequences and chunks of prefill.
 
-    Row r stands for the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``;
-    its keys and values are written, and it attends to positions 0 .. row_position[r]. Logits are
-    wanted of the rows ``logit_row``. ``context`` is the largest position + 1. In a launch of
+    Row r is the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``. The step
+    writes its keys and values, and it attends to positions 0 .. row_position[r]. Logits are
+    computed for the rows ``logit_row``. ``context`` is the largest position + 1. In a launch of
     several steps all positions advance by one from step to step.
     """
 
@@ -32,13 +32,13 @@ class Step:
 
     @property
     def num_rows(self) -> int:
-        """Tokens of the step."""
+        """Number of rows, each one token."""
         return len(self.row_sequence)
 
 
 @dataclass(slots=True)
 class Admission:
-    """What is written for a sequence that gets a slot: tokens, KV blocks, parameters."""
+    """The data written to memory when a sequence gets a slot: tokens, KV blocks, parameters."""
 
     slot: int
     tokens: Ints
@@ -49,46 +49,46 @@ class Admission:
 
 @dataclass(slots=True)
 class Plan:
-    """One launch: what the host writes first, the step, and, once it has run, what came of it.
+    """One launch: what the host writes first, the step, and the results once it has run.
 
-    A plan touches memory only in ``Engine.execute``, so that it can be made while the one before it
-    runs.
+    Memory changes only in ``Engine.execute``, so a plan can be made while the one before it runs.
     """
 
     step: Step
-    steps: int  # passes of this launch; more than one only for pure decode
-    samplers: tuple[Sequence, ...]  # whose next token the first logit rows choose
-    generation: int  # faults of the engine before this plan was made
+    steps: int  # steps of this launch; more than one only for pure decode
+    samplers: tuple[Sequence, ...]  # sequence i samples its next token from logit row i
+    generation: int  # number of faults before this plan was made
     admissions: list[Admission] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)  # of each admission
+    admitted: list[Sequence] = field(default_factory=list)  # the sequence of each admission
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
     enabled: list[int] = field(default_factory=list)  # slots whose prompt is scored: choose now
-    # Positions begin .. end - 1 of a prompt, whose logit rows follow those of the samplers.
+    # (sequence, begin, end): positions begin .. end - 1 of a prompt. Their logit rows follow those
+    # of the samplers.
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
-    # Filled in by execute: of each sampler, the tokens chosen, which of them are stop tokens, and
-    # of each logit row the logits where they were asked for.
+    # Set by execute: the chosen tokens [samplers, steps], whether each is a stop token, and the
+    # requested logits by logit row.
     tokens: Ints | None = None
     stopped: npt.NDArray[np.bool_] | None = None
     logits: dict[int, Floats] = field(default_factory=dict)
     error: BaseException | None = None
 
     def drop(self, ended: npt.NDArray[np.bool_]) -> None:
-        """Leave out the rows of slots whose sequence has ended since the plan was made."""
+        """Remove the rows of slots whose sequence has ended since the plan was made."""
         step = self.step
         gone = ended[step.row_sequence]
         if not gone.any():
             return
         kept = ~gone
-        wanted = kept[step.logit_row]
+        logit_kept = kept[step.logit_row]
         index = np.cumsum(kept, dtype=np.int32) - 1
-        # What is scored has not chosen anything yet, so that none of its rows goes.
-        choosing = wanted[: len(self.samplers)].tolist()
+        # Scored prompts have not chosen a token yet, so all of their rows stay.
+        choosing = logit_kept[: len(self.samplers)].tolist()
         self.samplers = tuple(s for s, k in zip(self.samplers, choosing, strict=True) if k)
         positions = step.row_position[kept]
         self.step = Step(
             step.row_sequence[kept],
             positions,
-            index[step.logit_row[wanted]],
+            index[step.logit_row[logit_kept]],
             int(positions.max(initial=-1)) + 1,
         )

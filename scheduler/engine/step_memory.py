@@ -1,7 +1,7 @@
-"""The arrays in which the host describes a step and finds its tokens, wherever the memory is.
+"""The arrays through which the host describes a step and reads its tokens, for any device.
 
-On the CPU they are views of the memory. For a GPU they are copies in pinned memory: what the host
-writes goes over in one copy before a launch, and the tokens that it chose come back in one after.
+On the CPU they are views of the memory. For a GPU they are copies in pinned memory: one copy moves
+the host's writes to the GPU before a launch, and one copy brings the chosen tokens back after it.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 by
 
 
 class AsynchronousExecutable(Executable, Protocol):
-    """A program whose runs can be begun and waited for (cuda_machine.CudaExecutable)."""
+    """A program that can be started and waited for (vm.cuda.machine.CudaExecutable)."""
 
     def launch(self, steps: int = 1) -> None:
-        """Begin to run."""
+        """Start to run without waiting."""
         ...
 
     def finish(self) -> None:
-        """Wait until all is done; raises MachineFault when it was not to be finished."""
+        """Wait until all launches are complete. Raises MachineFault when one fails."""
         ...
 
 
@@ -52,7 +52,7 @@ class StepMemory:
         self.arrays["tokens"][slot, : len(tokens)] = tokens
 
     def run(self, executable: Executable, step: Step, steps: int) -> None:
-        """Run the program of a step that is in the arrays. Raises MachineFault."""
+        """Run the program for the step that the arrays describe. Raises MachineFault."""
         executable.run(steps)
 
 
@@ -71,8 +71,8 @@ class DeviceRows:
 class DeviceStepMemory(StepMemory):
     """The step tensors of a memory on a GPU.
 
-    The inputs are one slab on either side. Tokens, which launches write too, have a mirror that
-    holds what the host wrote and what launches chose for their logit rows.
+    All inputs share one slab on the host and one on the GPU. Launches write tokens too, so these
+    have a mirror on the host, with the host's tokens and those that launches chose.
     """
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
@@ -95,16 +95,16 @@ class DeviceStepMemory(StepMemory):
         self._tokens = memory.storage(tokens.name)
         self._host_tokens = torch.zeros(tokens.shape, dtype=torch.int32, pin_memory=self._on_gpu)
         self.arrays["tokens"] = self._host_tokens.numpy()
-        self._written: list[tuple[int, int]] = []  # (slot, tokens) that the GPU does not have yet
+        self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
         self.logits = DeviceRows(memory, "logits")
         self._reserve(steps["logit_row"].rows)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Torch's copies go to this GPU, in whatever thread."""
+        """Make this GPU current for torch, in any thread."""
         return torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext()
 
     def _reserve(self, count: int) -> None:
-        """Room for ``count`` chosen tokens and their places, on both sides."""
+        """Allocate buffers for ``count`` chosen tokens and their places, on host and GPU."""
         self._places = torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu)
         self._device_places = torch.zeros(count, dtype=torch.int64, device=self._device)
         self._chosen = torch.zeros(count, dtype=torch.int32, pin_memory=self._on_gpu)
@@ -128,11 +128,11 @@ class DeviceStepMemory(StepMemory):
         self.arrays["tokens"].reshape(-1)[places] = self._chosen[: len(places)].numpy()
 
     def _fetch(self, step: Step, steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Begin to copy the tokens that follow the logit rows; their places in the table."""
+        """Start to copy the tokens that follow the logit rows; their flat indices in the table."""
         slots = step.row_sequence[step.logit_row].astype(np.int64)
         following = step.row_position[step.logit_row] + 1
         columns = following[:, None] + np.arange(steps)[None]
-        # What a bad step names is not there: the machine finds that out, not this copy.
+        # A bad step may name places outside the table: clip them, the machine reports the error.
         places = (slots[:, None] * self._tokens.shape[1] + columns).reshape(-1)
         places = places.clip(0, self._tokens.numel() - 1)
         count = len(places)

@@ -1,4 +1,4 @@
-"""Executes plans one after the other in a thread, so that the next can be made meanwhile."""
+"""A thread that executes plans in order, while the caller makes the next one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Plans = queue.SimpleQueue[tuple[Execute, Plan] | None]
 
 
 class StepThread:
-    """One thread and the plans it has been given. Submitting and waiting is for one other thread.
+    """One thread and its queue of plans. Only one other thread may submit and wait.
 
-    The thread refers to its owner only while it executes, and ends when this object is closed or
-    dropped.
+    The thread refers to its owner only while it executes a plan, and ends when this object is
+    closed or garbage-collected.
     """
 
     def __init__(self) -> None:
@@ -32,22 +32,22 @@ class StepThread:
 
     @property
     def pending(self) -> int:
-        """Plans submitted and not yet waited for."""
+        """Number of plans submitted and not yet returned by ``wait``."""
         return self._pending
 
     def submit(self, execute: Execute, plan: Plan) -> None:
-        """Call ``execute``, which must not raise, with ``plan`` after those submitted before."""
+        """Queue the call ``execute(plan)``, which must not raise."""
         self._plans.put((execute, plan))
         self._pending += 1
 
     def wait(self) -> Plan:
-        """The plan submitted first, once it has been executed."""
+        """Wait for the oldest submitted plan to be executed, and return it."""
         plan = self._done.get()
         self._pending -= 1
         return plan
 
     def close(self) -> None:
-        """Execute what is left and end the thread."""
+        """Execute the queued plans and end the thread."""
         self._end()
         self._thread.join()
 
@@ -57,4 +57,4 @@ def _loop(plans: Plans, done: queue.SimpleQueue[Plan]) -> None:
         execute, plan = item
         execute(plan)
         done.put(plan)
-        del item, execute, plan  # nothing may be kept alive while waiting
+        del item, execute, plan  # keep neither the engine nor the plan alive while waiting

@@ -1,4 +1,4 @@
-"""The text of one sequence while it grows: decoding, stop strings, and what must be held back."""
+"""The text of one sequence while it grows: decoding, stop strings, and text held back."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Token ids to text, incomplete characters held back (megavm.tokenizer.StreamDecoder)."""
+    """Token ids to text; holds back incomplete characters (megavm.tokenizer.StreamDecoder)."""
 
     def step(self, token_id: int) -> str:
         """The text that one more token adds."""
         ...
 
     def flush(self) -> str:
-        """The text held back, at the end."""
+        """The text still held back, at the end of the sequence."""
         ...
 
 
 class TextStream:
-    """Text to hand out, piece by piece; it never contains a stop string or the beginning of one.
+    """Turns tokens into pieces of text and ends at stop strings.
 
-    A piece that may be the start of a stop string is held back until the next piece decides.
+    Text that may be the start of a stop string is held back until later text decides.
+    ``include_stop``: return the stop string itself at the end.
     """
 
     def __init__(
@@ -34,14 +35,14 @@ class TextStream:
         self._held = ""
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
-        """Text that may be handed out after one more token, and the stop string that ended it.
+        """Add a token: the text that is certain now, and the stop string that ended it or None.
 
-        With ``may_stop`` false stop strings are ordinary text.
+        With ``may_stop`` false, stop strings are ordinary text.
         """
         return self._append(self._decoder.step(token_id), may_stop)
 
     def finish(self) -> tuple[str, str | None]:
-        """The rest, at the end of the sequence, and a stop string that it completes."""
+        """The rest of the text, and the stop string that it completes or None."""
         text, stop = self._append(self._decoder.flush(), True)
         if stop is None:
             text, self._held = text + self._held, ""
@@ -65,7 +66,7 @@ class TextStream:
         return text[: len(text) - keep], None
 
     def _possible_start(self, text: str) -> int:
-        """Length of the longest end of ``text`` with which a stop string begins."""
+        """Length of the longest suffix of ``text`` that is a prefix of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[-length:]
             if any(stop.startswith(end) for stop in self._stops):

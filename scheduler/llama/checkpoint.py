@@ -1,8 +1,8 @@
-"""Hugging Face model directories: what they say, and their weights on disk.
+"""Hugging Face model directories: their JSON files and their weights on disk.
 
-Nothing is read twice and nothing is copied: a tensor is a view of the mapped file, its pages are
-read on first use and given back with `Checkpoint.release`. torch is imported only when the first
-tensor is asked for, so that reading a configuration stays fast.
+A tensor is a view of the mapped file, without a copy. Its pages are read on first use and released
+with `Checkpoint.release`. torch is imported with the first tensor, so that reading a configuration
+stays fast.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ GENERATION_FILE: Final = "generation_config.json"
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
-_CONVERSION_BYTES: Final = 16 << 20  # source bytes that one conversion keeps mapped at a time
+_CONVERSION_BYTES: Final = 16 << 20  # source bytes resident at a time during a conversion
 
 
 class Checkpoint:
     """One model directory: its configuration, its generation defaults and its weights.
 
-    `generation` is generation_config.json as a dict with `eos_token_id` made a tuple (from
-    config.json where generation_config.json has none). Not safe for use by several threads while
-    files are first opened.
+    `generation` is generation_config.json as a dict. Its `eos_token_id` is a tuple, taken from
+    config.json where generation_config.json has none. Not thread-safe while files are first opened.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class Checkpoint:
 
     @classmethod
     def open(cls, directory: str | Path) -> Checkpoint:
-        """Read the JSON files of `directory`; weights are not looked at before `check` or `tensor`.
+        """Read the JSON files of `directory`; `check` and `tensor` open the weights.
 
         Raises:
             ValueError: a file is missing or invalid, or the configuration is not supported.
@@ -71,7 +70,7 @@ class Checkpoint:
             config = LlamaConfig.from_dict(raw)
         except ValueError as error:
             raise ValueError(f"{directory / CONFIG_FILE}: {error}") from error
-        # A single file wins over an index beside it, as in transformers.
+        # A single file takes precedence over an index beside it, as in transformers.
         sharded = (directory / INDEX_FILE).is_file() and not (directory / SINGLE_FILE).is_file()
         weight_map = read_index(directory / INDEX_FILE) if sharded else None
         checkpoint = cls(directory, config, _read_generation(directory, config), weight_map)
@@ -88,7 +87,7 @@ class Checkpoint:
         return ids
 
     def check(self) -> None:
-        """Check every file header and the place, shape and dtype of every weight; reads no data.
+        """Check every file header and the position, shape and dtype of every weight, not the data.
 
         Raises:
             ValueError: a file or tensor is missing, truncated, corrupt, of another shape, or stored
@@ -110,9 +109,10 @@ class Checkpoint:
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Weight `name` in the shape that `expected_tensors` gives, in `dtype` or as it is stored.
 
-        Without a conversion it is a view of the mapped file: no memory until it is read, at most
-        8-byte aligned, and not to be written. With one it is a fresh contiguous tensor; the source
-        is read in pieces and given back, so that no second copy of a weight is ever resident.
+        Without a conversion it is a view of the mapped file: it takes no memory until it is read,
+        is aligned to 8 bytes at most, and must not be written. With a conversion it is a new
+        contiguous tensor; the source is read and released piece by piece, so that at most 16 MiB of
+        it are resident.
 
         Raises:
             ValueError: no such weight, or it is missing, corrupt, or of another shape or dtype.
@@ -137,10 +137,9 @@ class Checkpoint:
         return result
 
     def release(self, name: str) -> None:
-        """Give the memory that reading weight `name` made resident back to the system.
+        """Release the resident pages of weight `name`, for callers that have copied it elsewhere.
 
-        For callers that copy a weight elsewhere: afterwards only their copy counts. A tensor handed
-        out earlier stays valid; it is read from the file again where it is touched again.
+        A tensor returned earlier stays valid; its pages are read from the file again on access.
         """
         file, stored_name = self._locate(name)
         entry = file.entries[stored_name]
@@ -148,18 +147,18 @@ class Checkpoint:
 
     def stored_bytes(self) -> int:
         """Bytes of all weights as they are stored; a tied LM head counts once."""
-        places = {}
+        entries = {}
         for name in self._expected:
             file, stored_name = self._locate(name)
-            places[stored_name] = file.entries[stored_name]
-        return sum(entry.end - entry.begin for entry in places.values())
+            entries[stored_name] = file.entries[stored_name]
+        return sum(entry.end - entry.begin for entry in entries.values())
 
     def _locate(self, name: str) -> tuple[SafetensorsFile, str]:
-        """The file of weight `name` and its name there; shape and dtype are checked."""
+        """The file of weight `name` and its name in that file; checks shape and dtype."""
         shape = self._expected.get(name)
         if shape is None:
             raise ValueError(f"{name} is not a weight of the model in {self.directory}")
-        # Tied embeddings are one tensor under one of two names; the embedding is the usual one.
+        # Tied embeddings are stored once, under either name; usually that of the embedding.
         names = [name]
         if self.config.tie_word_embeddings and name in (EMBEDDING, LM_HEAD):
             names = [EMBEDDING, LM_HEAD]
@@ -202,7 +201,7 @@ class Checkpoint:
         return self._files[name]
 
     def _refuse_ignored_weights(self) -> None:
-        """A bias that config.json does not announce would change the result if it were skipped."""
+        """Refuse a bias that config.json does not announce: skipping it would change results."""
         modules = {name.removesuffix(".weight") for name in self._expected}
         for name in self.extra_tensors():
             module, _, kind = name.rpartition(".")
@@ -214,7 +213,10 @@ class Checkpoint:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor of a sharded checkpoint; no file outside the directory."""
+    """The file name of each tensor of a sharded checkpoint.
+
+    Raises ValueError when the index is invalid or names a file outside its directory.
+    """
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{path} has no weight_map object")
@@ -229,7 +231,7 @@ def read_index(path: Path) -> dict[str, str]:
 
 
 def _read_generation(directory: Path, config: LlamaConfig) -> dict[str, Any]:
-    """generation_config.json, its types checked; an empty one where the file is absent."""
+    """generation_config.json with its types checked; without the file, only `eos_token_id`."""
     path = directory / GENERATION_FILE
     generation = read_json(path) if path.is_file() else {}
     for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty"):

@@ -1,4 +1,4 @@
-"""config.json of a Llama: what it says, what is refused, and the weights that it asks for."""
+"""config.json of a Llama: its values, the features that are refused, and the expected weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LM_HEAD: Final = "lm_head.weight"
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched; fields that `kind` does not use keep their defaults."""
+    """Scaling of the rotary frequencies; fields that `kind` does not use keep their defaults."""
 
     kind: RopeKind = "default"
     factor: float = 1.0
@@ -53,11 +53,11 @@ class LlamaConfig:
 
     @staticmethod
     def from_dict(config: dict[str, Any]) -> LlamaConfig:
-        """Read the content of config.json, in the spelling of any transformers version.
+        """Read the contents of config.json, as written by any version of transformers.
 
         Raises:
-            ValueError: a key is missing, of the wrong type, out of range, or asks for something
-                that megavm does not compute; the sentence names the key and its value.
+            ValueError: a key is missing, of the wrong type, out of range, or asks for a computation
+                that megavm does not have; the message names the key and its value.
         """
         _refuse_unsupported(config)
         keys = Keys(config)
@@ -115,7 +115,7 @@ class LlamaConfig:
 
 
 def _refuse_unsupported(config: dict[str, Any]) -> None:
-    """Name the first key that asks for a computation megavm does not have."""
+    """Raise ValueError for the first key that asks for a computation megavm does not have."""
 
     def refuse(key: str, reason: str) -> NoReturn:
         raise ValueError(f"config key {key}={short(config[key])} is not supported: {reason}")
@@ -149,7 +149,7 @@ def _refuse_unsupported(config: dict[str, Any]) -> None:
 
 
 def read_dtype(config: dict[str, Any]) -> StoredDtype | None:
-    """The stored dtype that config.json names, or None where it names none."""
+    """The stored dtype that config.json names, or None. Raises ValueError for an unknown one."""
     key = "dtype" if config.get("dtype") is not None else "torch_dtype"
     value = config.get(key)
     if value is None:
@@ -164,7 +164,7 @@ def read_dtype(config: dict[str, Any]) -> StoredDtype | None:
 
 
 def _read_rope(config: dict[str, Any], max_positions: int) -> tuple[float, RopeScaling]:
-    """rope_theta and the scaling, spelt `rope_parameters` or `rope_theta` and `rope_scaling`."""
+    """rope_theta and the scaling, from `rope_parameters` or `rope_theta` and `rope_scaling`."""
     key = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     parameters = config.get(key)
     if parameters is None:
@@ -224,7 +224,8 @@ def rope_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
       low_freq_factor, and between the two (1 - s) f[i] / factor + s f[i] with s = (L / w -
       low_freq_factor) / (high_freq_factor - low_freq_factor)
 
-    Computed in float32 in the order of operations that transformers uses, so that the bits agree.
+    Computed in float32 in the order of operations of transformers, so that results agree bit by
+    bit.
     """
     import torch
 
@@ -247,8 +248,8 @@ def rope_inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
 def expected_tensors(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every weight of a model, in the order in which a forward pass reads them.
 
-    Matrices are [outputs, inputs] as Hugging Face stores them. `lm_head.weight` is always listed:
-    where the embeddings are tied it is the embedding itself and need not be in the file.
+    Matrices are [outputs, inputs] as Hugging Face stores them. `lm_head.weight` is always listed.
+    If embeddings are tied, it is the embedding itself and need not be in the file.
     """
     hidden, intermediate = config.hidden_size, config.intermediate_size
     queries = config.num_heads * config.head_dim

@@ -1,7 +1,7 @@
-"""Llama as a graph: the one place that knows the architecture.
+"""Llama as a graph: the only module that knows the architecture.
 
-The residual stream is float32; queries, attention results and MLP activations have the type of
-the model.
+The residual stream is float32. Queries, attention results and MLP activations have the type of the
+model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from megavm.scheduler.compiler.graph import Batch, Graph, Value
 from megavm.scheduler.llama.config import LlamaConfig, rope_inverse_frequencies
 from megavm.vm.isa import F32, I32, DType, TensorKind, TensorSpec
 
-# The sizes of steps where nothing else is asked for.
+# Default sizes of steps.
 MAX_NUM_SEQS = 16
 MAX_NUM_BATCHED_TOKENS = 512
 MAX_LOGIT_ROWS = 64
@@ -23,7 +23,7 @@ MAX_LOGIT_ROWS = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """The sizes that every program of a model shares."""
+    """The sizes that all programs of a model share. Raises ValueError when one is not positive."""
 
     max_num_seqs: int
     max_model_len: int
@@ -44,9 +44,10 @@ class Limits:
 
 @dataclass(frozen=True)
 class Bucket:
-    """The largest step that a program can run: rows, rows with logits, tokens of context.
+    """The largest step that a program can run: rows, logit rows, tokens of context.
 
-    ``decode``: it runs only steps whose rows are of different sequences, as those of one row are.
+    ``decode``: the program runs only steps whose rows belong to different sequences. Programs of
+    one row are decode programs in any case.
     """
 
     rows: int
@@ -81,7 +82,7 @@ def step_tensors(limits: Limits) -> dict[str, TensorSpec]:
 def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DType) -> Graph:
     """One step of a Llama: the batch's new tokens in, the next token of every logit row out.
 
-    Logits are kept in memory as "logits", float32 [max_logit_rows, vocabulary].
+    The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary].
     """
     steps = step_tensors(limits)
     graph = Graph(bucket.rows, steps["row_count"], limits.max_num_batched_tokens)
@@ -124,8 +125,8 @@ def _layer(
     def weight(part: str, *shape: int) -> Value:
         return graph.weight(f"{name}.{part}.weight", shape, dtype)
 
-    def bias(part: str, size: int, there: bool) -> Value | None:
-        return graph.weight(f"{name}.{part}.bias", (size,), dtype) if there else None
+    def bias(part: str, size: int, present: bool) -> Value | None:
+        return graph.weight(f"{name}.{part}.bias", (size,), dtype) if present else None
 
     shape = (limits.num_blocks, config.num_kv_heads, limits.block_size, config.head_dim)
     k_cache = graph.tensor(f"{label}.k_cache", shape, dtype, STATE)
@@ -183,7 +184,7 @@ def _layer(
 
 
 def rope_table(config: LlamaConfig, positions: int) -> torch.Tensor:
-    """cos and sin of every position's angles: float32 [positions, head_dim], see QkvRope."""
+    """cos and sin of the angles of every position: float32 [positions, head_dim]. See QkvRope."""
     frequencies = rope_inverse_frequencies(config).float()
     angles = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies
     return torch.cat([angles.cos(), angles.sin()], dim=1).contiguous()

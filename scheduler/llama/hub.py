@@ -1,4 +1,4 @@
-"""Where a model is: a directory, a model that ships with megavm, or the Hugging Face hub."""
+"""Find a model: a directory, a model that ships with megavm, or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megavm.scheduler.llama.json_files import one_line, read_json
 
 SHIPPED_MODELS: Final = Path(__file__).resolve().parents[2] / "models"
 
-# What is fetched first: small, and enough to refuse a model before its weights are downloaded.
+# Small files, fetched first: they suffice to refuse a model before its weights are downloaded.
 _DESCRIPTION_FILES: Final = [
     CONFIG_FILE,
     GENERATION_FILE,
@@ -32,11 +32,12 @@ _DESCRIPTION_FILES: Final = [
 
 
 def resolve(model: str) -> Path:
-    """The local directory of `model`, downloading it only if it is nowhere on this machine.
+    """The local directory of `model`; downloads it only if this machine has no copy.
 
-    Tried in order: an existing directory; a model shipped with megavm ("stories"); the cache of
-    Hugging Face; its hub (huggingface_hub respects `HF_HUB_OFFLINE`, `HF_HOME` and `HF_TOKEN`). A
-    model that megavm cannot run is refused by its config.json, before its weights are fetched.
+    Tries, in order: an existing directory; a model shipped with megavm ("stories"); the Hugging
+    Face cache; the Hugging Face hub (huggingface_hub respects `HF_HUB_OFFLINE`, `HF_HOME` and
+    `HF_TOKEN`). A model that megavm cannot run is refused by its config.json, before its weights
+    are fetched.
 
     Raises:
         ValueError: not a directory and not a model id, no such repository, access not granted,
@@ -60,7 +61,7 @@ def resolve(model: str) -> Path:
 
 
 def _resolve_on_hub(model: str) -> Path:
-    """The snapshot directory of a hub id, from the cache if it is complete there."""
+    """The snapshot directory of a hub id; downloads it unless the cache has all of it."""
     try:
         import huggingface_hub
     except ModuleNotFoundError as error:
@@ -91,12 +92,12 @@ def _resolve_on_hub(model: str) -> Path:
 
 
 def _cached_snapshot(model: str) -> Path | None:
-    """The snapshot of `model` in the local cache if its configuration and weights are all there."""
+    """The snapshot of `model` in the local cache; None if configuration or weights are missing."""
     import huggingface_hub
 
     try:
         found = huggingface_hub.try_to_load_from_cache(model, CONFIG_FILE)
-    except ValueError:  # not a valid id: the download says so in full
+    except ValueError:  # not a valid id: the download raises the full error
         return None
     if not isinstance(found, str):
         return None
@@ -119,7 +120,7 @@ def _is_offline(error: Exception) -> bool:
 
 
 def _hub_error(model: str, error: Exception) -> ValueError:
-    """What a failed download means and what to do about it, in one sentence."""
+    """The cause of a failed download and what to do about it, in one sentence."""
     names = {cls.__name__ for cls in type(error).__mro__}
     status = getattr(getattr(error, "response", None), "status_code", None)
     url = f"https://huggingface.co/{model}"
@@ -138,7 +139,7 @@ def _hub_error(model: str, error: Exception) -> ValueError:
             " cannot be reached (offline)"
         )
     elif isinstance(error, ValueError) and "HFValidationError" not in names:
-        return error  # already one of our sentences: the configuration or the index is refused
+        return error  # raised by megavm: it refuses the configuration or the index
     else:
         reason = f"cannot download {model} from the Hugging Face hub: {one_line(error)}"
     return ValueError(reason)

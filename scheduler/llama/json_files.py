@@ -1,4 +1,4 @@
-"""JSON files of a model directory, and typed reads of what they hold."""
+"""JSON files of a model directory, and typed reads of their values."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _MAX_JSON_BYTES: Final = 256 << 20
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a model directory.
+    """The JSON object in a file of a model directory.
 
     Raises:
         ValueError: the file is missing, not a plain file, unreadable, too large, not JSON, or not
@@ -89,11 +89,11 @@ def _is_positive_number(value: object) -> bool:
 
 
 def short(value: object) -> str:
-    """A JSON value for an error message, cut where it is long."""
+    """A JSON value for an error message, cut to 80 characters."""
     text = json.dumps(value) if isinstance(value, str | list | dict) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def one_line(error: BaseException) -> str:
-    """The message of an error, or its class where it has none."""
+    """The message of an error in one line, or its class if it has no message."""
     return " ".join(str(error).split()) or type(error).__name__

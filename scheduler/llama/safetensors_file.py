@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 StoredDtype = Literal["bfloat16", "float32", "float16"]
 
-# Sizes of one element in a safetensors file, and the names of those that hold weights megavm
-# computes with.
+# Bytes of one element of each safetensors dtype; below, the dtypes of weights that megavm reads.
 _ELEMENT_BYTES: Final = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1,
     "F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -35,7 +34,7 @@ _MAX_HEADER_BYTES: Final = 100_000_000  # the limit of the safetensors format it
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies: `begin` and `end` are byte offsets from the start of its file."""
+    """Position of one tensor: `begin` and `end` are byte offsets from the start of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -44,10 +43,10 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One safetensors file: its header read and checked at once, its data mapped on first use.
+    """One safetensors file. Reads and checks the header at once, maps the data on first use.
 
     The format: 8 bytes little-endian header length, a JSON object {name: {dtype, shape,
-    data_offsets}}, then the data of all tensors without holes.
+    data_offsets}}, then the data of all tensors without gaps.
 
     Raises:
         ValueError: the file is missing, truncated, longer than its header says, or its header is
@@ -100,7 +99,7 @@ class SafetensorsFile:
             )
 
     def _check_layout(self, end: int) -> int:
-        """The offset after the last tensor; tensors must follow each other without holes."""
+        """The offset after the last tensor. Raises ValueError for a gap or an overlap."""
         for name, entry in sorted(
             self.entries.items(), key=lambda item: (item[1].begin, item[1].end)
         ):
@@ -111,7 +110,7 @@ class SafetensorsFile:
 
     @functools.cached_property
     def _map(self) -> mmap.mmap:
-        """The whole file, private and copy-on-write: a write to a tensor never reaches the disk."""
+        """The whole file, mapped copy-on-write: a write to a tensor never reaches the disk."""
         try:
             with self.path.open("rb") as file:
                 mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -131,14 +130,14 @@ class SafetensorsFile:
         count = math.prod(entry.shape)
         if count == 0:
             return torch.empty(entry.shape, dtype=dtype)
-        if entry.begin % dtype.itemsize:  # a header of odd length: this tensor has to be copied
+        if entry.begin % dtype.itemsize:  # unaligned, behind a header of odd length: copy it
             data = bytearray(self._map[entry.begin : entry.end])
             return torch.frombuffer(data, dtype=dtype).view(entry.shape)
         flat = torch.frombuffer(self._map, dtype=dtype, count=count, offset=entry.begin)
         return flat.view(entry.shape)
 
     def release(self, begin: int, end: int) -> None:
-        """Give bytes [begin, end) back to the page cache; tensors over them stay valid."""
+        """Release the resident pages of bytes [begin, end); tensors over them stay valid."""
         page = mmap.PAGESIZE
         first, last = -(-begin // page) * page, end // page * page
         if hasattr(mmap, "MADV_DONTNEED") and last > first:
@@ -162,7 +161,7 @@ def _sizes(name: str, entry: dict[str, Any], key: str) -> list[int]:
 
 
 def _read_entry(name: str, entry: object, base: int) -> TensorEntry:
-    """One header entry with its offsets made relative to the file instead of the data section."""
+    """One header entry; offsets are converted from the data section (``base``) to the file."""
     if not isinstance(entry, dict):
         raise ValueError(f"the entry of tensor {name} is not an object")
     dtype = entry.get("dtype")

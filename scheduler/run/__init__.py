@@ -1,1 +1,1 @@
-"""Programs of a model on a machine: compiled for buckets of steps, loaded, run, inspected."""
+"""Compile, load, run and inspect the programs of a model, one per bucket of steps."""

@@ -1,4 +1,4 @@
-"""The program that a model compiles to, for people: statistics, disassembly, verification."""
+"""Text about the program of a model: statistics, disassembly, verification."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ def describe_program(
 ) -> str:
     """Text about the program for steps of up to ``rows`` tokens of ``sequences`` sequences.
 
-    ``rows`` defaults to ``sequences``, ``sequences`` to 1 (one decode step), ``exchange`` to what
-    the machine runs. No weights are read, and no GPU is needed: where there is none, a program for
-    "cuda" is for the workers of an H100 or H200.
+    ``rows`` defaults to ``sequences``, ``sequences`` to 1 (one decode step), ``exchange`` to the
+    default of the machine. Reads no weights and needs no GPU: without a GPU, programs for "cuda"
+    are compiled for the workers of an H100 or H200.
 
     Raises ValueError for a model or sizes that cannot be compiled.
     """
@@ -96,7 +96,7 @@ def describe_program(
 
 
 def _statistics(program: Program, machine: str) -> Iterator[str]:
-    """Tables: instructions by kind, work by worker, and the memory of a worker of the machine."""
+    """Lines about instructions by kind, work per worker, dependencies, and a worker's memory."""
     tensors = program.tensors
     counts: Counter[str] = Counter()
     moved: Counter[str] = Counter()

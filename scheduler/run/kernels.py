@@ -1,4 +1,4 @@
-"""The GPU kernels that a Llama needs: most programs of several rows share one."""
+"""The GPU kernels of a Llama. Most programs of several rows share one kernel."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from megavm.vm.target import TARGETS
 
 @dataclass(frozen=True)
 class ModelKernel:
-    """A kernel, and the sizes of steps (in rows) that it runs."""
+    """A kernel, and the bucket sizes (in rows) of the programs that it runs."""
 
     rows: tuple[int, ...]
     kernel: Kernel
 
 
 def default_limits(config: LlamaConfig) -> Limits:
-    """The sizes of LLM on a GPU, with room for one sequence of the longest context."""
+    """The default sizes of LLM on a GPU, with KV blocks for one sequence of full context."""
     length = config.max_position_embeddings
     block_size = TARGETS["cuda"].block_size
     return Limits(
@@ -48,8 +48,8 @@ def default_limits(config: LlamaConfig) -> Limits:
 def kernel_headers(
     config: LlamaConfig, dtype: DType, workers: int = TARGETS["cuda"].workers, trace: bool = False
 ) -> dict[str, tuple[int, ...]]:
-    """What the kernels of a model are compiled for, each with the rows of the steps it runs."""
-    # All layers are alike, and the kernels know nothing of their number.
+    """The generated header of each kernel of a model -> rows of the buckets that it runs."""
+    # All layers are alike and kernels do not depend on their number: one layer suffices.
     config = replace(config, num_layers=1)
     limits = default_limits(config)
 
@@ -79,9 +79,9 @@ def compile_kernels(
     workers: int = TARGETS["cuda"].workers,
     report: Callable[[str], None] | None = None,
 ) -> list[ModelKernel]:
-    """Compile the kernels of a model, or find them in the cache.
+    """Compile the kernels of a model, or load them from the cache.
 
-    Raises ValueError when the model cannot be compiled, CompileError when a kernel does not.
+    Raises ValueError when the model cannot be compiled, CompileError when a kernel cannot.
     """
     return [
         ModelKernel(rows, compile_kernel(header, architecture, report=report))

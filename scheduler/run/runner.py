@@ -1,4 +1,4 @@
-"""Runner: a model in memory, on a machine, with a program for every size of step."""
+"""Runner: a model in the memory of a machine, with one program per bucket of steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
-OptionsFor = Callable[[int], CompileOptions]  # by the rows of a step
+OptionsFor = Callable[[int], CompileOptions]  # rows of a step -> its compile options
 
 MIN_CONTEXT_BUCKET = 256
 MACHINES = ("auto", "cpu", "cuda", "reference")
@@ -39,9 +39,9 @@ logger = logging.getLogger("megavm")
 
 
 def choose_machine(name: str) -> str:
-    """The machine that ``name`` means here: for "auto" the GPU if there is one that can be used.
+    """Resolve "auto" to "cuda" if a GPU is usable, else to "cpu"; return other names unchanged.
 
-    Raises ValueError when the machine is unknown.
+    Raises ValueError when the name is unknown.
     """
     if name not in MACHINES:
         raise ValueError(f"machine {name!r} is unknown: expected auto, cpu, cuda or reference")
@@ -54,12 +54,12 @@ def choose_machine(name: str) -> str:
 
 
 def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
-    """A machine by name ("auto", "cpu", "reference", "cuda") and the number of its workers.
+    """A machine by name ("auto", "cpu", "reference", "cuda") and its number of workers.
 
-    ``workers`` defaults to the cores of this machine for "cpu", to the SMs of the GPU for "cuda",
-    to 1 for "reference".
+    ``workers`` defaults to the physical cores for "cpu", to the SMs of the GPU for "cuda", to 1 for
+    "reference".
 
-    Raises ValueError when the machine is unknown or not to be had here.
+    Raises ValueError when the machine is unknown or unavailable, or ``workers`` is out of range.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, expected at least 1")
@@ -79,15 +79,18 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
 
 
 class Runner:
-    """Runs steps of a Llama. The host describes a step in arrays that the machine sees.
+    """Runs steps of a Llama. The host describes a step in arrays that the machine reads.
 
-    Attributes: ``tokens`` int32 [max_num_seqs, max_model_len + 1], changed by ``write_tokens``;
-    ``block_table`` int32 [max_num_seqs, blocks per sequence], ``sampling_real`` float32 and
-    ``sampling_integer`` int32 (columns in instructions/sample); ``logits`` float32
-    [max_logit_rows, vocabulary]: row i is valid after a step with more than i logit rows, and
-    indexing gives what it holds then.
+    Attributes:
 
-    ``options``: how steps are compiled, by their number of rows.
+    - ``tokens``: int32 [max_num_seqs, max_model_len + 1]; write with ``write_tokens``.
+    - ``block_table``: int32 [max_num_seqs, blocks per sequence].
+    - ``sampling_real`` float32, ``sampling_integer`` int32: [max_num_seqs, columns], columns as in
+      instructions/sample.
+    - ``logits``: float32 [max_logit_rows, vocabulary]. Row i is valid after a step with more than i
+      logit rows. Indexing reads the values at that time.
+
+    ``options``: compile options by number of rows.
     """
 
     def __init__(
@@ -106,9 +109,9 @@ class Runner:
         self.machine = machine
         self.options = options
         self._programs: dict[Bucket, Program] = {}
-        self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: they trace
+        self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
-        self._running = threading.Lock()  # a recorder comes and goes between two steps
+        self._running = threading.Lock()  # held by a step: ``record`` waits for its end
         logits_shape = (limits.max_logit_rows, config.vocab_size)
         memory.allocate([TensorSpec("logits", logits_shape, F32, TensorKind.ACTIVATION)])
         on_cpu = memory.device.type == "cpu"
@@ -136,13 +139,14 @@ class Runner:
         options: CompileOptions | None = None,
         progress: Progress | None = None,
     ) -> Runner:
-        """Bind a checkpoint's weights and make the machine.
+        """Make the machine and bind a checkpoint's weights.
 
         ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options``
-        replaces the compile options of every step; its ``workers`` is the machine's all the same.
+        replaces the default compile options of every step, except for ``workers`` and ``machine``,
+        which are those of the machine.
 
-        Raises ValueError when a tensor is missing or has another shape, or the machine is not
-        there.
+        Raises ValueError when a tensor is missing or has another shape, or the machine is
+        unavailable.
         """
         device, count = make_machine(machine, workers)
         config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
@@ -167,7 +171,7 @@ class Runner:
                 value = rope_table(config, limits.max_model_len)
             else:
                 value = checkpoint.tensor(spec.name, TORCH_DTYPE[element])
-            # One after the other: on a GPU no more than one tensor is there twice.
+            # Copy and relayout one tensor at a time: at most one is in GPU memory twice.
             memory.bind(spec, value.to(memory.device))
             memory.relayout(spec.name, layouts.get(spec.name, (ROWS,))[0])
             if memory.device.type != "cpu" and spec.name != "rope":
@@ -211,25 +215,25 @@ class Runner:
     # Steps.
 
     def bucket(self, rows: int, logit_rows: int, context: int, *, decode: bool = False) -> Bucket:
-        """The smallest program that runs a step of this size: powers of two, up to the limits.
+        """The smallest bucket for a step of this size. Its sizes are powers of two or the limits.
 
-        ``decode``: the rows are of different sequences. Contexts whose attention is cut alike share
-        a program.
+        ``decode``: the rows belong to different sequences. Contexts for which attention is split in
+        the same way share a bucket.
         """
         return choose_bucket(
             self.config, self.limits, self.options, rows, logit_rows, context, decode=decode
         )
 
     def program(self, bucket: Bucket) -> Program:
-        """The program of a bucket, compiled when it is first asked for."""
+        """The program of a bucket, compiled on first use."""
         return self._executable(bucket).program
 
     def run(self, step: Step, steps: int = 1) -> None:
         """Run a step, or with ``steps`` > 1 that many decode steps of the same rows.
 
-        Raises ValueError for a step beyond the limits, MachineFault when the machine fails: what is
-        in memory is unspecified then, and steps that do not depend on it run; MachineLost when none
-        will run any more.
+        Raises ValueError for a step beyond the limits. Raises MachineFault when the machine fails:
+        the contents of memory are unspecified then, and later steps that do not depend on them can
+        run. Raises MachineLost when no step can run any more.
         """
         rows, logit_rows = len(step.row_sequence), len(step.logit_row)
         limits = self.limits
@@ -253,7 +257,7 @@ class Runner:
             except MachineLost:
                 raise
             except BaseException:
-                # A fault, or Ctrl-C: the counters are those of the middle of a step.
+                # After a fault or Ctrl-C the counters hold values from the middle of a step.
                 executable.reset()
                 raise
             if self._recorder is not None:
@@ -261,9 +265,9 @@ class Runner:
                 self._recorder.add(traced, step.row_position, bucket.rows)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Give what the machine notes of the steps that follow to ``recorder``; None ends that.
+        """Trace the following steps into ``recorder``; None ends the recording.
 
-        Programs are loaded once more for it, on a GPU with kernels that trace.
+        Programs are loaded again for tracing, on a GPU with kernels that trace.
 
         Raises ValueError when the machine cannot trace.
         """
@@ -308,9 +312,9 @@ def choose_bucket(
         return attention_tiling(rows, config.num_kv_heads, limits.block_size, tokens, chosen).splits
 
     longest = limits.max_model_len
-    wanted = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
-    context = longest if splits(wanted) == splits(longest) else wanted
-    # Other programs are the same for all steps.
+    rounded = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
+    context = longest if splits(rounded) == splits(longest) else rounded
+    # ``decode`` changes only programs of several rows that exchange tagged words.
     decode = decode and rows > 1 and chosen.exchange != "barrier"
     return Bucket(rows, logit_rows, context, decode)
 
@@ -318,7 +322,7 @@ def choose_bucket(
 def compile_bucket(
     config: LlamaConfig, limits: Limits, dtype: DType, bucket: Bucket, options: OptionsFor
 ) -> Program:
-    """The program of one size of step."""
+    """The verified program of a bucket."""
     graph = llama_graph(config, limits, bucket, dtype)
     metadata = {"model": "llama", "bucket": vars(bucket)}
     return compile_graph(graph, options(bucket.rows), metadata)
@@ -338,7 +342,7 @@ def choose_dtype(config: LlamaConfig, name: str) -> DType:
 
 
 def weight_specs(config: LlamaConfig, limits: Limits, dtype: DType) -> list[TensorSpec]:
-    """The weights that a Llama's programs name, the rotary table among them."""
+    """The weights that the programs of a Llama use, including the rotary table."""
     graph = llama_graph(config, limits, Bucket(1, 1, limits.max_model_len), dtype)
     specs: dict[str, TensorSpec] = {}
     for operation in graph.operations:

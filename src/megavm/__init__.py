@@ -5,7 +5,7 @@
     llm = LLM("stories")
     print(llm.generate("Once upon a time", SamplingParams(max_tokens=64))[0].outputs[0].text)
 
-Importing the package is cheap: torch is loaded when `LLM` is first named.
+Importing the package is cheap: torch is imported on the first access to `LLM`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m megavm` is the command `megavm`."""
+"""`python -m megavm` runs the command `megavm`."""
 
 import sys
 

@@ -1,7 +1,7 @@
 """The command `megavm`: parses the command line, runs a command, returns its exit code.
 
-Each command is a module of `megavm.commands`: `declare` adds it and its options to the parser, and
-the parser calls its `run`. These modules import nothing heavy at module level, so that
+Each command is a module of `megavm.commands`: its `declare` adds the command and its options to the
+parser, and the parser calls its `run`. These modules import nothing heavy at module level, so that
 `megavm --help` answers at once. Results go to stdout, everything else to stderr. Exit codes: 0
 success, 2 bad input or a known fault (one sentence on stderr), 130 interrupted, 141 the reader of
 stdout closed it.
@@ -61,7 +61,7 @@ Options of a command: megavm COMMAND --help
 
 
 class _ShowVersion(argparse.Action):
-    """--version, which reads the installed package's metadata only when it is asked for."""
+    """--version; reads the metadata of the installed package only when the option is given."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         import megavm
@@ -88,16 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = request.code if isinstance(request.code, int) else 0
     except KeyboardInterrupt:
         if sys.stderr is not None and sys.stderr.isatty():
-            print(file=sys.stderr)  # the shell's prompt goes below the ^C
+            print(file=sys.stderr)  # put the shell's prompt on the line below ^C
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # What is still in the buffer must not raise again when the interpreter exits.
+        # Redirect stdout: flushing its buffer must not raise again when the interpreter exits.
         with suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_BROKEN_PIPE
     except Exception as error:
         if sentence(error) is None:
-            raise  # a bug of ours: its traceback is what helps
+            raise  # a bug in megavm: show the traceback
         with suppress(BrokenPipeError):
             sys.stdout.flush()
         print_error(error)
@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal may lack characters of the text
+            stream.reconfigure(errors="replace")  # the terminal's encoding may lack characters
     parsed, unknown = build_parser().parse_known_args(arguments)
     parser: Parser = parsed.parser
     if unknown := parser.place(parsed, unknown):

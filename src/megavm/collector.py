@@ -1,4 +1,4 @@
-"""Puts what the engine tells of a request, step by step, together to one result."""
+"""Collects the deltas of a request into one result."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from megavm.scheduler.engine.sequence import Delta, Request
 
 
 class Collector:
-    """Puts the deltas of one request together."""
+    """Collects the deltas of one request.
+
+    ``missing`` counts its unfinished sequences. ``text``: the prompt as text, or None.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Collector:
         times = self.request.times
         tokens = sum(len(output.token_ids) for output in self._outputs)
         decoding = times.finished - times.first_token
-        # The first token of each sequence is the work of the prompt's step.
+        # The step of the prompt chooses the first token of each sequence, so decoding excludes it.
         decoded = tokens - len(self._outputs)
         return {
             "queue_seconds": max(times.admitted - times.arrived, 0.0),

@@ -1,7 +1,7 @@
-"""`megavm doctor`: what this machine has, and what would run where and why not.
+"""`megavm doctor`: a report of this computer's hardware and software, and of usable machines.
 
-Looks, never changes: nothing is compiled, downloaded or allocated on a GPU, and what is absent is
-reported rather than raised.
+Only inspects: it compiles, downloads and allocates nothing on a GPU. Missing parts are reported and
+never raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megavm.vm.target import TARGETS
 
 EXTENSION: Final = "megavm.vm._native"
 
-# The extensions of the instruction set that the CPU machine can use, as /proc/cpuinfo spells them.
+# Instruction set extensions that the CPU machine can use, as spelled in /proc/cpuinfo.
 _ISA_FLAGS: Final = (
     "avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16",
     "amx_tile", "amx_bf16", "asimd", "bf16", "sve", "sve2",
@@ -39,7 +39,8 @@ def examine() -> dict[str, Any]:
     """The report as JSON values: versions, CPU, memory (bytes), GPU, and one entry per machine.
 
     `machines` maps "reference", "cpu" and "cuda" to {"available": bool, "reasons": [str, ...]},
-    where the reasons say why not; `auto` is the machine that --machine auto takes, or None.
+    where `reasons` explain why a machine is unavailable; `auto` is the machine that --machine auto
+    takes, or None.
     """
     torch = _examine_torch()
     extension = _examine_extension()
@@ -62,7 +63,7 @@ def examine() -> dict[str, Any]:
 
 
 def format_report(report: dict[str, Any]) -> str:
-    """`examine`'s report as text for people, one fact per line."""
+    """The report of `examine` as text, one fact per line."""
     cpu, memory, gpu, torch = (report[key] for key in ("cpu", "memory", "gpu", "torch"))
     extension = report["extension"]
     packages = ", ".join(
@@ -114,7 +115,7 @@ def _version(package: str) -> str | None:
 def _examine_torch() -> dict[str, Any]:
     try:
         import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of it cannot be loaded
+    except (ImportError, OSError) as error:  # OSError: one of its shared libraries does not load
         return {"available": False, "version": _version("torch"), "error": str(error)}
     return {
         "available": True,
@@ -134,7 +135,7 @@ def _examine_extension() -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name as the operating system reports it."""
     name: str = _examine_cpu()["model"]
     return name
 
@@ -159,7 +160,7 @@ def _examine_cpu() -> dict[str, Any]:
 
 
 def _examine_memory() -> dict[str, int | None]:
-    """Total and available bytes, the limit of the control group counted where there is one."""
+    """Total and available bytes; a control group's limit counts if it is lower."""
     fields = {}
     for line in _read_lines("/proc/meminfo"):
         words = line.replace(":", " ").split()
@@ -186,7 +187,7 @@ def _read_number(path: str) -> int | None:
 
 
 def _examine_gpu() -> dict[str, Any]:
-    """The NVIDIA driver and its devices, from libcuda.so.1 or, without it, from nvidia-smi."""
+    """The NVIDIA driver and its devices, from libcuda.so.1, else from nvidia-smi."""
     report = _ask_libcuda()
     if report["driver"] is None:
         report = _ask_nvidia_smi() or report
@@ -194,13 +195,13 @@ def _examine_gpu() -> dict[str, Any]:
 
 
 def _find_nvrtc() -> str | None:
-    """The version of NVIDIA's run-time compiler, as a package."""
+    """The version of the installed package of NVIDIA's run-time compiler, or None."""
     names = ("nvidia-cuda-nvrtc", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc-cu12")
     return next((version for name in names if (version := _version(name))), None)
 
 
 class _DriverError(Exception):
-    """A call into libcuda failed; says which and with what code."""
+    """A call of libcuda failed; the message names the call and the error code."""
 
 
 class _Libcuda:
@@ -258,7 +259,7 @@ def _ask_libcuda() -> dict[str, Any]:
 
 
 def _ask_nvidia_smi() -> dict[str, Any] | None:
-    """nvidia-smi's answer, for a process that cannot load libcuda; None if it has none."""
+    """The report from nvidia-smi, for when libcuda cannot be loaded; None if that fails too."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -294,7 +295,7 @@ def _ask_nvidia_smi() -> dict[str, Any] | None:
 def _examine_machines(
     torch: dict[str, Any], extension: dict[str, Any], gpu: dict[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """Which machine can execute programs here, and for those that cannot, why."""
+    """For each machine whether it can execute programs here, and if not, why."""
     no_torch = [] if torch["available"] else ["torch cannot be imported"]
     no_extension = [] if extension["available"] else ["the compiled extension is missing"]
     reasons = {

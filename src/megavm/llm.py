@@ -1,4 +1,4 @@
-"""The Python API: a model, loaded, that continues texts, chats, streams and gives logits."""
+"""The Python API: a loaded model that generates, chats, streams and computes logits."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ from megavm.vm.target import TARGETS
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]
-DECODER_CONTEXT: Final = 16  # tokens of the prompt that its decoders are shown
-MAX_KV_BYTES: Final = 4 << 30  # of the default KV cache; the rest of the memory is the user's
-GPU_KV_FRACTION: Final = 0.85  # of what the weights leave of a GPU's memory
+DECODER_CONTEXT: Final = 16  # last tokens of the prompt that decoders get as context
+MAX_KV_BYTES: Final = 4 << 30  # limit of the default KV cache on the CPU
+GPU_KV_FRACTION: Final = 0.85  # default KV cache, as a share of GPU memory beside the weights
 
 
 class LLM:
@@ -58,28 +58,29 @@ class LLM:
             print(llm.generate("Once upon a time",
             SamplingParams(max_tokens=64))[0].outputs[0].text)
 
-    Methods may be called from several threads; they share the batch.
+    Several threads may call the methods; their requests share one batch.
 
     Args:
         model: a Hugging Face model directory, the name of a model that comes with megavm
             ("stories"), or a model id on the Hugging Face hub.
-        machine: what runs the programs; "auto" is the best that this computer has: a GPU that
-            `megavm doctor` finds usable, else the CPU.
-        dtype: of weights and KV cache; "auto" as the weights are stored (float16 as bfloat16).
+        machine: what executes programs; "auto" takes a GPU that `megavm doctor` finds usable, else
+            the CPU.
+        dtype: type of weights and KV cache; "auto" takes the stored type (bfloat16 for float16).
         max_model_len: tokens of the longest sequence, prompt included; None takes the model's
-            limit, or less where a KV cache of the default size cannot hold that many.
+            limit, or less if a KV cache of the default size cannot hold that many.
         max_num_seqs: sequences that run at the same time; others wait.
         max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
-        kv_cache_bytes, num_blocks: size of the KV cache, one way or the other; by default as many
-            blocks as `max_num_seqs` sequences of `max_model_len` need, within 85 % of what the
-            weights leave of a GPU's memory, or on the CPU 4 GiB and a quarter of this computer's.
+        kv_cache_bytes, num_blocks: size of the KV cache; give at most one. By default as many
+            blocks as `max_num_seqs` sequences of `max_model_len` tokens need, but at most 85 % of
+            the GPU memory that the weights leave, or on the CPU at most 4 GiB and a quarter of the
+            computer's memory.
         block_size: tokens of a KV block; None is 64 on a GPU and 16 elsewhere.
-        workers: threads of the machine; None takes its own choice.
-        seed: of the generator that seeds the requests that come without a seed.
-        prefix_caching: keep the keys and values of finished sequences for prompts that begin alike.
-        overlap: plan the next step while one runs; None does so where the processor is not the
-            machine itself, whose threads it would disturb.
-        steps_per_launch: tokens that a sequence may get before its stop conditions are looked at;
+        workers: workers of the machine; None takes the machine's default.
+        seed: seed of the generator of seeds for requests that have none.
+        prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
+        overlap: plan the next step while one runs; None does so on a GPU only, because on the CPU
+            planning would compete with the machine's threads.
+        steps_per_launch: tokens that a sequence may get before its stop conditions are checked;
             None is 8 on a GPU and 1 elsewhere.
         progress: called as progress(phase, done, total) while loading.
 
@@ -175,7 +176,7 @@ class LLM:
         report("ready", 1, 1)
 
     def close(self) -> None:
-        """Abort what runs and give up the model's memory. The LLM cannot be used afterwards."""
+        """Abort all requests and release the memory. The LLM cannot be used afterwards."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -192,28 +193,28 @@ class LLM:
     # Generation.
 
     def default_params(self, **given: Any) -> SamplingParams:
-        """What is given, else what the model's generation_config.json says, else vLLM's defaults.
+        """The given parameters, else those of generation_config.json, else vLLM's defaults.
 
-        It may say temperature, top_p, top_k, min_p and repetition_penalty, or do_sample=false,
-        which is temperature 0.
+        generation_config.json may set temperature, top_p, top_k, min_p, repetition_penalty, and
+        do_sample=false, which means temperature 0.
 
         Raises:
-            ValueError: a value is out of its range.
+            ValueError: a value is out of range.
         """
         return SamplingParams.from_generation_config(self.checkpoint.generation, **given)
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
     ) -> list[RequestOutput]:
-        """Continue one prompt or many at once; the results are in the order of the prompts.
+        """Continue one prompt or several at once; results are in the order of the prompts.
 
-        A prompt is a text or a list of token ids. `params` is for all prompts or a list with one
-        for each; without it `default_params` counts. A request that fails while it runs has
-        `error` set in its output, the others are not affected. A fault of the machine fails all
-        that are running; those that wait, and later calls, run.
+        A prompt is a text or a list of token ids. `params` is one SamplingParams for all prompts or
+        a list with one per prompt; the default is `default_params()`. A request that fails while it
+        runs has `error` set in its output; others are not affected. A fault of the machine fails
+        all running requests; waiting requests and later calls still run.
 
         Raises:
-            ValueError: a prompt or its parameters cannot be used; nothing was run.
+            ValueError: a prompt or its parameters are invalid; nothing has run.
         """
         self._check_open()
         texts, ids, many = read_prompts(prompts, self.tokenizer)
@@ -224,13 +225,13 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Answer a conversation, or many at once, through the model's chat template.
+        """Answer one conversation or several at once, through the model's chat template.
 
-        A message is {"role": "user", "content": "..."}. Without `params`, `default_params` counts
-        and an answer may go on to the end of the context.
+        A message is {"role": "user", "content": "..."}. The default of `params` is
+        `default_params(max_tokens=None)`: an answer may continue to the end of the context.
 
         Raises:
-            ValueError: as for `generate`, or the conversation does not fit the template.
+            ValueError: as for `generate`, or the template refuses the conversation.
         """
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError("messages must be a list of messages, or a list of such lists")
@@ -249,13 +250,13 @@ class LLM:
     def stream(
         self, prompt: str | TokenIds, params: SamplingParams | None = None
     ) -> Generator[Chunk, None, None]:
-        """Continue one prompt and give every token as soon as it is there.
+        """Continue one prompt; yields every token as soon as it is generated.
 
         Closing the generator aborts the request. Other requests may run between two chunks.
 
         Raises:
-            ValueError: the prompt or its parameters cannot be used; raised by this call.
-            GenerationError: from the generator, when the request cannot go on.
+            ValueError: the prompt or its parameters are invalid; raised by this call.
+            GenerationError: raised by the generator when the request fails.
         """
         self._check_open()
         _, ids, many = read_prompts(prompt, self.tokenizer)
@@ -266,7 +267,7 @@ class LLM:
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
     ) -> Generator[Chunk, None, None]:
-        """Answer a conversation and give every token as soon as it is there.
+        """Answer a conversation; yields every token as soon as it is generated.
 
         Raises:
             ValueError: as for `chat`.
@@ -277,10 +278,10 @@ class LLM:
         return self._stream(ids, self.default_params(max_tokens=None) if params is None else params)
 
     def logits(self, token_ids: TokenIds) -> npt.NDArray[np.float32]:
-        """Logits of the next token after each of the tokens: float32 [n, vocabulary].
+        """Logits of the next token after each of the n tokens: float32 [n, vocabulary].
 
         Raises:
-            ValueError: there are no tokens, too many, or one that the model does not have.
+            ValueError: there are no tokens, too many, or one outside the vocabulary.
             MachineFault: the machine failed.
         """
         self._check_open()
@@ -290,7 +291,7 @@ class LLM:
             return self.engine.logits(token_ids)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Give `recorder` what the machine notes of every step from now on; None ends that.
+        """Trace every step from now on into `recorder`; None ends the recording.
 
         Raises:
             ValueError: the machine cannot trace, or this LLM is closed.
@@ -378,7 +379,7 @@ class LLM:
             self._forget([request])
 
     def _split(self, delta: Delta) -> Iterable[Chunk]:
-        """One chunk for each token of a delta, or one without a token."""
+        """One chunk per token of a delta; one chunk without a token if the delta has none."""
         tokens: list[int | None] = [*delta.token_ids] or [None]
         pieces = zip_longest(tokens, delta.pieces, delta.logprobs)
         for i, (token, piece, logprobs) in enumerate(pieces):
@@ -393,7 +394,7 @@ class LLM:
             )
 
     def _step(self) -> None:
-        """One step of the engine, for whoever waits for what it brings."""
+        """Run one step of the engine and pass its deltas to the requests that wait for them."""
         with self._lock:
             if self._closed:
                 raise GenerationError("this LLM was closed while a request was running")
@@ -403,7 +404,7 @@ class LLM:
                     sink(delta)
 
     def _forget(self, requests: Iterable[Request]) -> None:
-        """Stop listening to requests, and abort those that have not ended."""
+        """Drop the sinks of requests, and abort requests that have not ended."""
         with self._lock:
             for request in requests:
                 self._sinks.pop(request.id, None)
@@ -411,7 +412,7 @@ class LLM:
                     self.engine.abort(request.id)
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """vLLM's shape: the chosen token first, then the most likely ones."""
+        """Log-probabilities in vLLM's format: the chosen token first, then the most likely."""
         result = {entry.token_id: self._logprob(entry.token_id, entry.logprob, entry.rank)}
         for rank, (token, logprob) in enumerate(entry.top, 1):
             if token != entry.token_id:
@@ -426,7 +427,7 @@ class LLM:
 
 
 def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
-    """What makes a decoder for each sequence of a request."""
+    """A function that makes the decoder of one sequence of a request."""
 
     def new_decoder(request: Request) -> StreamDecoder:
         context = request.prompt[-DECODER_CONTEXT:].tolist()
@@ -436,15 +437,15 @@ def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
 
 
 def _cpu_kv_bytes() -> int:
-    """Bytes that the default KV cache may take on this computer."""
+    """Largest size in bytes of the default KV cache on this computer."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min(MAX_KV_BYTES, physical // 4)
 
 
 def _gpu_kv_bytes(config: LlamaConfig, itemsize: int) -> int:
-    """Bytes that the default KV cache may take on the GPU, whose weights are not there yet.
+    """Largest size in bytes of the default KV cache on the GPU, before the weights are loaded.
 
-    Raises ValueError when there is no GPU or the weights do not fit.
+    Raises ValueError when no GPU is usable or the weights do not fit.
     """
     reason = cuda_machine.reason_unavailable()
     if reason is not None:
@@ -470,7 +471,10 @@ def _kv_sizes(
     kv_cache_bytes: int | None,
     num_blocks: int | None,
 ) -> tuple[int, int]:
-    """(max_model_len, num_blocks) from what was given."""
+    """(max_model_len, num_blocks) from the given sizes and defaults.
+
+    Raises ValueError when the given sizes contradict each other or exceed the model's limit.
+    """
     if num_blocks is not None and kv_cache_bytes is not None:
         raise ValueError("num_blocks and kv_cache_bytes both give the size of the KV cache")
     longest = config.max_position_embeddings

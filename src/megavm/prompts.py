@@ -1,4 +1,4 @@
-"""Reading what the user gave: prompts, sampling parameters and sizes."""
+"""Checks of user input: prompts, sampling parameters and sizes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ Prompts = str | TokenIds | Sequence[str] | Sequence[TokenIds]
 def read_prompts(
     prompts: Any, tokenizer: Tokenizer
 ) -> tuple[list[str | None], list[TokenIds], bool]:
-    """Texts (None where ids were given), token ids, and whether it was a list of prompts.
+    """(texts, token ids, whether `prompts` is a list of prompts); a text is None for token ids.
 
     Raises:
-        ValueError: there is no prompt, or one is empty or neither a text nor token ids.
+        ValueError: there is no prompt, one is empty or neither a text nor token ids, or texts and
+            token ids are mixed.
     """
     many = isinstance(prompts, list | tuple) and not all(is_integer(p) for p in prompts)
     if isinstance(prompts, list | tuple) and not prompts:
@@ -54,7 +55,11 @@ def read_prompts(
 def read_params(
     params: SamplingParams | Sequence[SamplingParams], count: int
 ) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts."""
+    """The parameters of each of `count` prompts.
+
+    Raises:
+        ValueError: their number differs from `count`, or one is not a SamplingParams.
+    """
     every: list[Any] = list(params) if isinstance(params, list | tuple) else [params] * count
     if len(every) != count:
         raise ValueError(f"{len(every)} SamplingParams for {count} prompts")
@@ -65,7 +70,7 @@ def read_params(
 
 
 class PromptIndex:
-    """Puts the number of the prompt before a ValueError that its reading raises."""
+    """Context manager: puts the number of the prompt before the message of a ValueError."""
 
     def __init__(self, index: int | None, what: str) -> None:
         self._index = index
@@ -79,14 +84,14 @@ class PromptIndex:
 
 
 def check_positive(**values: int | None) -> None:
-    """Refuse a size by its name; None is one that was not given."""
+    """Raise ValueError for a size that is not a positive integer; None means not given."""
     for name, value in values.items():
         if value is not None and (not is_integer(value) or value < 1):
             raise ValueError(f"{name} must be a positive integer, not {value!r}")
 
 
 def is_integer(value: object) -> bool:
-    """Whether a value is an integer, of Python or numpy, and not a truth value."""
+    """Whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -98,7 +103,7 @@ def is_token_ids(value: object) -> bool:
 
 
 def describe(value: object) -> str:
-    """What a value is, for an error."""
+    """A few words about the type of a value, for an error message."""
     if isinstance(value, str):
         return "a text"
     if isinstance(value, Mapping):

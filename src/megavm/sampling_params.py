@@ -1,4 +1,4 @@
-"""How tokens are chosen from the logits, and when a generation ends: vLLM's names and meanings."""
+"""Sampling parameters and stop conditions, with the names and meanings of vLLM."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request; values are checked here, so that a bad one never reaches a batch.
+    """Parameters of one request. The constructor checks all values.
 
     Attributes:
         n: completions per prompt.
@@ -27,22 +27,23 @@ class SamplingParams:
         top_k: keep this many most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this probable relative to the most likely one.
         repetition_penalty: > 1 makes tokens of the prompt and the output less likely.
-        presence_penalty: subtracted from the logits of tokens that are in the output.
-        frequency_penalty: subtracted as often as a token is in the output.
-        seed: the same seed gives the same tokens; None draws a fresh one.
-        stop: strings that end a completion; kept as a tuple.
-        stop_token_ids: token ids that end a completion; kept as a tuple.
-        max_tokens: tokens of one completion; None goes on to the end of the context.
-        min_tokens: tokens before a completion may end by itself.
-        ignore_eos: go on after the model's end-of-sequence token.
-        logprobs: how many alternatives to report with each token; None reports nothing.
-        prompt_logprobs: the same for the tokens of the prompt, none of which is then taken from
-            the prefix cache.
+        presence_penalty: subtracted from the logits of tokens that occur in the output.
+        frequency_penalty: subtracted once per occurrence of a token in the output.
+        seed: the same seed gives the same tokens; None draws a new one.
+        stop: strings that end a completion; stored as a tuple.
+        stop_token_ids: token ids that end a completion; stored as a tuple.
+        max_tokens: most tokens of a completion; None continues to the end of the context.
+        min_tokens: tokens before a stop string or stop token may end a completion.
+        ignore_eos: continue after the model's end-of-sequence token.
+        logprobs: number of alternatives to report per token; None reports nothing.
+        prompt_logprobs: the same for the tokens of the prompt; the prefix cache is not used for
+            this prompt then.
         skip_special_tokens: leave control tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
 
     Raises:
-        ValueError: a parameter has a wrong type or is out of its range; the sentence names both.
+        ValueError: a parameter has a wrong type or is out of range; the message names the
+            parameter and its range.
     """
 
     n: int = 1
@@ -90,7 +91,7 @@ class SamplingParams:
 
     @classmethod
     def from_generation_config(cls, generation: Mapping[str, Any], **given: Any) -> SamplingParams:
-        """Parameters of a request: what is given, else a model's generation_config.json, else ours.
+        """The given parameters, else those of generation_config.json, else the class's defaults.
 
         Raises:
             ValueError: as for the constructor.
@@ -104,7 +105,7 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, empty if there is none."""
+        """`stop` as a tuple, empty if `stop` is None."""
         return tuple(self.stop or ())
 
     @property

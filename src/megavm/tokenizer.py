@@ -1,4 +1,4 @@
-"""Text to token ids and back: a model's tokenizer, its chat template, decoding in a stream."""
+"""Text to token ids and back: a model's tokenizer, its chat template, incremental decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOKENIZER_CONFIG_FILE: Final = "tokenizer_config.json"
 SPECIAL_TOKENS_FILE: Final = "special_tokens_map.json"
 TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_JSON_FILE: Final = "chat_template.json"
-LONG_TEXT: Final = 4096  # characters or tokens; what is longer does not hold up other threads
+LONG_TEXT: Final = 4096  # characters or tokens; longer texts are processed without the GIL
 
 Message = Mapping[str, Any]
 
@@ -27,14 +27,14 @@ Message = Mapping[str, Any]
 class Tokenizer:
     """The tokenizer of one model directory.
 
-    A directory without tokenizer.json gives a tokenizer with `available` false: a model can still
-    be run by token ids, and only the functions that need text raise. Decoding keeps the text as it
-    is (no clean-up of spaces before punctuation). Safe to share between threads.
+    Without tokenizer.json in the directory, `available` is false: the model still runs on token
+    ids, and only functions that need text raise. Decoding does not clean up spaces before
+    punctuation. Safe to share between threads.
 
     Attributes:
-        directory: where it was read from.
-        special_tokens: name to text, such as {"bos_token": "<s>"}; known to chat templates.
-        bos_token_id, eos_token_id: ids of those two, or None.
+        directory: the model directory.
+        special_tokens: name to text, such as {"bos_token": "<s>"}; passed to chat templates.
+        bos_token_id, eos_token_id: ids of these two tokens, or None.
         chat_template: the Jinja source, or None.
     """
 
@@ -42,7 +42,7 @@ class Tokenizer:
         """Read the tokenizer files of `directory`.
 
         Raises:
-            ValueError: a file is there but is not valid.
+            ValueError: a file exists but is invalid.
         """
         self.directory = Path(directory)
         config = self._read_optional(TOKENIZER_CONFIG_FILE)
@@ -62,7 +62,7 @@ class Tokenizer:
 
     @property
     def available(self) -> bool:
-        """Whether text can be encoded and decoded at all."""
+        """Whether the model has a tokenizer, so that text can be encoded and decoded."""
         return self._backend is not None
 
     @property
@@ -74,11 +74,11 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of `text`, with the tokens that begin (and end) a text if `add_special_tokens`.
+        """Ids of `text`; with `add_special_tokens` including those that begin (and end) a text.
 
-        Which ones these are is what tokenizer.json says; as in transformers, add_bos_token and its
-        like in tokenizer_config.json do not change it. A chat prompt holds its special tokens
-        already: encode it with add_special_tokens=False.
+        tokenizer.json defines these tokens; as in transformers, add_bos_token and similar keys of
+        tokenizer_config.json have no effect. A chat prompt already contains its special tokens:
+        encode it with add_special_tokens=False.
 
         Raises:
             ValueError: there is no tokenizer, or `text` is not valid Unicode text.
@@ -91,7 +91,7 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error}") from error
         if len(text) > LONG_TEXT:
-            # Of the library's functions only those of batches let other threads run meanwhile.
+            # Only the library's batch functions release the GIL.
             encoding = backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
         else:
             encoding = backend.encode(text, add_special_tokens=add_special_tokens)
@@ -99,7 +99,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of `ids`; ids beyond the tokenizer's vocabulary (the model's padding) add nothing.
+        """Text of `ids`; ids beyond the tokenizer's vocabulary (the model's padding) are skipped.
 
         Raises:
             ValueError: there is no tokenizer, or an id is not in [0, 2**32).
@@ -114,10 +114,10 @@ class Tokenizer:
         return text
 
     def token_text(self, token_id: int) -> str:
-        """The text that one token adds where it stands inside a text, control tokens included.
+        """The text that one token adds inside a text; control tokens have their text too.
 
-        A token that is a part of a character gives U+FFFD. What `decode` gives for the token alone
-        may lack the space that it begins with.
+        A token that is a part of a character gives U+FFFD. `decode` of the token alone may drop its
+        leading space, so the token is decoded behind another one.
 
         Raises:
             ValueError: as for `decode`.
@@ -131,7 +131,7 @@ class Tokenizer:
         return text
 
     def knows(self, token_id: int) -> bool:
-        """Whether the tokenizer has a token of this id; never raises."""
+        """Whether the tokenizer has a token with this id; never raises."""
         return (
             self._backend is not None
             and isinstance(token_id, int)
@@ -144,7 +144,7 @@ class Tokenizer:
         return token_id in self._special_ids
 
     def chat_prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """The text that the model's chat template makes of `messages`.
+        """Render `messages` with the model's chat template.
 
         A message is {"role": ..., "content": ...}; its content may be a list of parts
         {"type": "text", "text": ...}, which are joined by newlines. `add_generation_prompt` opens
@@ -173,7 +173,7 @@ class Tokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {self.directory} failed: {error}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            # The template is a program of the model's author, and these are its run-time errors.
+            # A template is a program by the model's author; these are its run-time errors.
             raise ValueError(
                 f"the chat template of {self.directory} failed: {type(error).__name__}: {error}"
             ) from error
@@ -181,7 +181,7 @@ class Tokenizer:
             raise ValueError(f"the chat template of {self.directory} recurses forever") from error
 
     def require_chat(self) -> None:
-        """Check that a conversation is possible at all.
+        """Check that the model can chat.
 
         Raises:
             ValueError: there is no tokenizer or no chat template.
@@ -223,10 +223,10 @@ class Tokenizer:
         except Exception as error:  # the library raises plain Exception
             message = " ".join(str(error).split())
             raise ValueError(f"{path} is not a valid tokenizer: {message}") from error
-        # Both are settings of a training run that some files carry along.
+        # Some files contain these settings of a training run.
         backend.no_truncation()
         backend.no_padding()
-        # A special token must be one token in the input and can be left out of the output.
+        # Mark special tokens: each must be encoded as one token, and decode can leave it out.
         backend.add_special_tokens(
             [
                 tokenizers.AddedToken(text, special=True, normalized=False)
@@ -242,18 +242,17 @@ class Tokenizer:
 
 
 class StreamDecoder:
-    """Turns one sequence's token ids into text as they come.
+    """Decodes the token ids of one sequence incrementally.
 
-    Bytes of a character that is not complete yet are held back. The pieces together are what
-    `Tokenizer.decode` gives for all ids at once, wherever the decoding of a text does not depend on
-    what follows it. Never raises, whatever the ids: one that the tokenizer does not know, or any id
-    where there is no tokenizer, adds nothing.
+    Bytes of an incomplete character are held back. All pieces together equal `Tokenizer.decode` of
+    all ids, provided that the decoding of a text does not depend on later ids. Never raises: an
+    unknown id adds nothing, nor does any id if there is no tokenizer.
 
-    `prompt_ids` is what the ids continue: with it, a tokenizer that drops the space at the
-    beginning of a text keeps the one between the prompt and its continuation.
+    `prompt_ids` are the ids before the first one. With them, a tokenizer that drops the space at
+    the beginning of a text keeps the space between the prompt and its continuation.
     """
 
-    # A character has at most 4 bytes: this many tokens without a new text must hold invalid ones.
+    # A character has at most 4 bytes, so this many tokens without new text contain invalid bytes.
     _MAX_PENDING: Final = 8
     _CONTEXT: Final = 5
 
@@ -262,7 +261,7 @@ class StreamDecoder:
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        # The text of _ids[:_context] is out already; what follows it is pending.
+        # The text of _ids[:_context] has been returned; later ids are pending.
         self._ids = [i for i in prompt_ids[-self._CONTEXT :] if self._has_text(i)]
         self._context = len(self._ids)
         self._context_text = self._decode(self._ids)
@@ -279,7 +278,7 @@ class StreamDecoder:
         return self._emit_invalid(text) if pending >= self._MAX_PENDING else ""
 
     def flush(self) -> str:
-        """The text held back, at the end of a sequence; incomplete characters become U+FFFD."""
+        """The text still held back; call it at the end. Incomplete characters become U+FFFD."""
         return self._emit(self._decode(self._ids), len(self._ids))
 
     def _has_text(self, token_id: int) -> bool:
@@ -287,7 +286,7 @@ class StreamDecoder:
         return known and not (self._skip_special_tokens and self._tokenizer.is_special(token_id))
 
     def _emit(self, text: str, end: int) -> str:
-        """Hand out `text`, which _ids[:end] decode to, and make those ids the new context."""
+        """Return the new part of `text`, the decoding of _ids[:end]; those ids become context."""
         new = text[len(self._context_text) :]
         if new:
             self._ids, self._context = self._ids[self._context :], end - self._context
@@ -295,7 +294,7 @@ class StreamDecoder:
         return new
 
     def _emit_invalid(self, text: str) -> str:
-        """Hand out a long run of invalid bytes, but hold back a last character that may yet end."""
+        """Return a long run of invalid bytes, except a last character that may still complete."""
         count = len(self._ids)
         for end in range(count - 1, count - 5, -1):
             head = self._decode(self._ids[:end])
@@ -312,7 +311,7 @@ class StreamDecoder:
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """The entries like "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}, as text."""
+    """Entries such as "bos_token": "<s>" or "bos_token": {"content": "<s>", ...}: name to text."""
     tokens = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -322,7 +321,7 @@ def _named_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
-    """The chat template of a directory: its own file if there is one, else the configuration's."""
+    """The chat template of a directory: from its own file, else from tokenizer_config.json."""
     path = directory / TEMPLATE_FILE
     if path.is_file():
         try:
@@ -372,7 +371,7 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
 
 
 def _template_environment() -> jinja2.Environment:
-    """The environment for which chat templates are written: a sandbox with a few helpers."""
+    """The Jinja environment that chat templates expect: a sandbox with a few helpers."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.nodes import Node
@@ -380,7 +379,7 @@ def _template_environment() -> jinja2.Environment:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class GenerationBlock(Extension):
-        """{% generation %} marks the assistant's words for training; here it is its body."""
+        """{% generation %} marks the assistant's text for training; here it renders its body."""
 
         def parse(self, parser: Parser) -> list[Node]:
             next(parser.stream)
@@ -401,7 +400,7 @@ def _template_environment() -> jinja2.Environment:
         separators: tuple[str, str] | None = None,
         sort_keys: bool = False,
     ) -> str:
-        # Jinja's own filter escapes HTML.
+        # Replaces Jinja's own filter, which escapes HTML.
         return json.dumps(
             value,
             ensure_ascii=ensure_ascii,

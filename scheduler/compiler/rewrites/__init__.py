@@ -1,7 +1,7 @@
-"""Rewrites: turn the operations of a graph into those that instructions do, one module each.
+"""Rewrites: turn the operations of a graph into those that instructions execute; one module each.
 
-Every rewrite is a function of operations and compile options, and returns operations in topological
-order. What one decides stands in the operations: new values, inputs, outputs and attributes.
+Every rewrite takes operations and compile options and returns operations in topological order. Its
+decisions are recorded in the operations: new values, inputs, outputs and attributes.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ REWRITES: tuple[Rewrite, ...] = (
 def rewrite(graph: Graph, options: CompileOptions) -> list[Operation]:
     """The operations of ``graph`` after all rewrites, in topological order.
 
-    Raises ValueError when an operation that only exists joined with others (add, silu_mul, gather)
-    could not be joined.
+    Raises ValueError when an operation that no instruction executes by itself (add, silu_mul,
+    gather) could not be fused.
     """
     operations = list(graph.operations)
     for step in REWRITES:

@@ -1,4 +1,4 @@
-"""Two products of the same input and the silu_mul that joins them: one gate_up."""
+"""Fuse two products of the same input, and the silu_mul of their results, into one gate_up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A gather of rows and the products that read them: products that read rows through an index."""
+"""Fuse a gather into the products that read it: they then read their rows through an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode step passes its newest keys and values to attention as tagged words."""
+"""Pass the newest keys and values of a decode step to attention as tagged words."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megavm.vm.isa import TensorSpec
 def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Operation]:
     """Give qkv_rope of decode steps, and the attention after it, ``k_new`` and ``v_new``.
 
-    Attention then needs nothing of the caches that the step itself writes. Rows of one sequence do
-    need each other's keys and values: those of other steps go through the caches.
+    Attention then reads nothing from the caches that the same step writes. In other steps, rows of
+    one sequence need each other's keys and values, which go through the caches.
     """
-    newest: dict[TensorSpec | None, dict[str, Value]] = {}  # by the cache of keys
+    newest: dict[TensorSpec | None, dict[str, Value]] = {}  # by the key cache
     result = []
     for operation in operations:
         if operation.kind == "qkv_rope" and operation.attributes["decode"]:
-            made = _newest(operation)
-            if all(may_be_tagged(operation, value, options) for value in made.values()):
-                newest[operation.outputs["k_cache"].spec] = made
-                operation = replace(operation, outputs={**operation.outputs, **made})
+            values = _newest(operation)
+            if all(may_be_tagged(operation, value, options) for value in values.values()):
+                newest[operation.outputs["k_cache"].spec] = values
+                operation = replace(operation, outputs={**operation.outputs, **values})
         elif operation.kind == "attention":
-            made = newest.get(operation.inputs["k_cache"].spec, {})
-            operation = replace(operation, inputs={**operation.inputs, **made})
+            values = newest.get(operation.inputs["k_cache"].spec, {})
+            operation = replace(operation, inputs={**operation.inputs, **values})
         result.append(operation)
     return result
 

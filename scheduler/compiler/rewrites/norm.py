@@ -1,7 +1,7 @@
-"""RMSNorm in the operations around it.
+"""Fuse RMSNorm into the operations around it.
 
-The product or embed that makes the rows also leaves them scaled by the gain, and their squares; the
-products that read them divide by the root of the mean square.
+The product or embed that produces the rows also stores the rows times the gain, and sums of their
+squares. The products that read the rows divide by the root of the mean square.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> 
     if not options.fuse_norm:
         return operations
     producers, readers = producers_of(operations), readers_of(operations)
-    norms: dict[Operation, Operation] = {}  # by the operation that makes what is normalised
-    scaled: dict[Value, tuple[Operation, Value, Value]] = {}  # by what the norms would have made
+    norms: dict[Operation, Operation] = {}  # by the operation that produces the norm's input
+    scaled: dict[Value, tuple[Operation, Value, Value]] = {}  # by the norm's result
     for norm in operations:
         maker = producers.get(norm.inputs["x"]) if norm.kind == "rms_norm" else None
         if maker is None or maker.kind not in ("matmul", "embed") or maker in norms:
@@ -55,7 +55,10 @@ def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> 
 
 
 def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
-    """The type of all weights that ``readers`` multiply x with; None if one does something else."""
+    """The one type of the weights that x is multiplied with.
+
+    None if the types differ, or if a reader does anything else with x.
+    """
     weights = {"matmul": "weight", "gate_up": "gate", "qkv_rope": "q_weight"}
     types = set()
     for reader in readers:

@@ -1,4 +1,4 @@
-"""Products of logits keep the largest of each tile: a greedy choice then reads few words."""
+"""Store the largest logit of each tile of the LM head, so that a greedy choice reads few words."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megavm.vm.isa import F32, TensorKind, TensorSpec
 
 
 def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Operation]:
-    """Give products whose results are sampled, and their samples, ``peaks``.
+    """Give products whose results are sampled, and the sample operations, ``peaks``.
 
-    ``peaks`` is float32 [rows, 2 * column tiles]: the largest result of a tile and its column.
+    ``peaks`` is float32 [rows, 2 * column tiles]: the largest result of each tile and its column.
     """
     sampled = {o.inputs["logits"] for o in operations if o.kind == "sample"}
     peaks: dict[Value, Value] = {}
@@ -28,8 +28,8 @@ def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Ope
             peaks[out] = Value.of(spec)
             operation = replace(operation, outputs={**operation.outputs, "peaks": peaks[out]})
         elif operation.kind == "sample" and operation.inputs["logits"] in peaks:
-            found = peaks[operation.inputs["logits"]]
-            operation = replace(operation, inputs={**operation.inputs, "peaks": found})
+            value = peaks[operation.inputs["logits"]]
+            operation = replace(operation, inputs={**operation.inputs, "peaks": value})
         result.append(operation)
     return result
 

@@ -1,4 +1,4 @@
-"""A product and the add of a residual to its result: one product with a residual."""
+"""Fuse a product and the add of a residual to its result into one product with a residual."""
 
 from __future__ import annotations
 

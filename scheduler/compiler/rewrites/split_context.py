@@ -1,4 +1,4 @@
-"""Attention in splits of the context, which different workers take, and a merge of the splits."""
+"""Split the context of attention among workers, and merge their results."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from megavm.vm.isa import F32, TensorKind, TensorSpec
 def split_context(operations: list[Operation], options: CompileOptions) -> list[Operation]:
     """Turn an attention whose context is split into one with ``partial`` and an attention_merge.
 
-    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. Beside tagged keys and values it is
-    tagged whatever its size: one worker reads each of its words.
+    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. If keys and values are tagged, it is
+    tagged too, whatever its size, because only one worker reads each of its words.
     """
     result = []
     for operation in operations:

@@ -1,4 +1,4 @@
-"""Products of long rows in parts: different workers multiply different columns of x."""
+"""Split-K: cut products of long rows into parts; workers multiply different columns of x."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from megavm.vm.isa import F32
 def split_k(operations: list[Operation], options: CompileOptions) -> list[Operation]:
     """Give products that are worth splitting ``part_k``, the columns of a part, and ``addends``.
 
-    ``addends`` float32 [rows, (parts - 1) * columns] passes the sums of all parts but the first,
-    which adds them up. It is tagged whatever its size: one worker reads each of its words.
+    ``addends``, float32 [rows, (parts - 1) * columns], passes the sums of all other parts to the
+    first part, which adds them up. It is tagged whatever its size, because only one worker reads
+    each of its words.
     """
     return [_split(o, options) if o.kind == "matmul" else o for o in operations]
 

@@ -1,5 +1,4 @@
 """The commands of `megavm`, one module each.
 
-They share their options (`options`), what they print (`terminal`) and how they load a model
-(`model`).
+Shared code: `options` declares options, `terminal` prints, `model` loads a model.
 """

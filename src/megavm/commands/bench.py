@@ -1,4 +1,4 @@
-"""`megavm bench`: what a server achieves under load."""
+"""`megavm bench`: measure a server under load."""
 
 from __future__ import annotations
 
@@ -206,7 +206,10 @@ def run(arguments: argparse.Namespace) -> int:
 async def _bench(
     arguments: argparse.Namespace, target: Target, load: Load, prompts: Iterator[Prompt]
 ) -> tuple[Target, Result]:
-    """Wait for the server, warm it up and load it; the target with its model filled in."""
+    """Wait for the server, warm it up and put load on it.
+
+    Returns the target with its model filled in, and the result.
+    """
     from megavm.loadgen.client import open_session
     from megavm.loadgen.run import Load, run, wait_ready
 
@@ -281,7 +284,7 @@ def _load(arguments: argparse.Namespace) -> Load:
 
 
 def _count(arguments: argparse.Namespace) -> int | None:
-    """How many prompts are sent; None: until the time is over."""
+    """Number of prompts to send; None means until the duration is over."""
     count: int | None = arguments.num_prompts
     return _NUM_PROMPTS if count is None and arguments.duration is None else count
 
@@ -314,7 +317,7 @@ def _prompts(arguments: argparse.Namespace) -> Iterator[Prompt]:
 
 
 def _allow_many_connections() -> None:
-    """Raise the limit of open files to what this user may have: a connection is one."""
+    """Raise the limit of open files to the hard limit: every connection is an open file."""
     with suppress(ImportError, OSError, ValueError):
         import resource
 

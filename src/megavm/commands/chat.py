@@ -93,7 +93,7 @@ class Chat:
         """Answer until /bye or the end of the input.
 
         Raises:
-            ValueError: a bad message or command, where nobody is there to correct it.
+            ValueError: a bad message or command, if the input is not interactive.
         """
         if self._interactive:
             with suppress(ImportError):

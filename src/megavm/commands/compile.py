@@ -32,7 +32,7 @@ def declare(megavm: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print what the compiler said and return the exit code."""
+    """Compile the kernels, print a summary and return the exit code."""
     from megavm.scheduler.llama.checkpoint import Checkpoint
     from megavm.scheduler.llama.hub import resolve
     from megavm.scheduler.run.kernels import compile_kernels
@@ -73,9 +73,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _target(architecture: str | None, workers: int | None) -> tuple[str, int]:
-    """Architecture and workers to compile for: those given, else those of the GPU that is there.
+    """Architecture and workers to compile for: those given, else those of this machine's GPU.
 
-    Raises ValueError when none is there and none was given.
+    Raises ValueError when no GPU is usable and no architecture is given.
     """
     from megavm.vm.cuda import machine as cuda_machine
     from megavm.vm.target import TARGETS

@@ -1,4 +1,4 @@
-"""`megavm doctor`: print what `megavm.doctor` finds."""
+"""`megavm doctor`: print the report of `megavm.doctor`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`megavm generate`: continue one text, at once, as a stream or as a JSON object."""
+"""`megavm generate`: continue one text; print text, a stream of text or a JSON object."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _read_prompt(arguments: argparse.Namespace) -> str | list[int]:
 def _generate_stream(
     arguments: argparse.Namespace, llm: LLM, prompt: str | list[int], params: SamplingParams
 ) -> int:
-    """Print the first completion as it comes and the others, complete, after it."""
+    """Stream the first completion to stdout, then print the others."""
     later: dict[int, list[str]] = {index: [] for index in range(1, params.n)}
     failure: str | None = None
     statistics = Statistics()
@@ -165,7 +165,7 @@ def _generate_stream(
 
 
 def _report_failure(sentence: str | None) -> int:
-    """The exit code of a generation that ended with `sentence` as its error, or well."""
+    """Print the error of a generation, if any, and return the exit code."""
     if sentence is None:
         return 0
     sys.stdout.flush()

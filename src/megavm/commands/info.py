@@ -24,7 +24,7 @@ def declare(megavm: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what the model's files say about it and return the exit code."""
+    """Print the model's sizes and return the exit code."""
     facts = _model_facts(arguments.model, arguments.dtype)
     if arguments.json:
         print_json(facts)
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _model_facts(model: str, dtype: str) -> dict[str, Any]:
-    """What a model directory says about itself, its file headers checked; reads no weights."""
+    """The facts about a model from its JSON files and file headers; reads no weights."""
     import dataclasses
 
     from megavm.scheduler.llama.checkpoint import Checkpoint

@@ -1,4 +1,4 @@
-"""The model that a command works with, and the sampling parameters that hold for it."""
+"""Load the model of a command, and merge sampling parameters with the model's defaults."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def load(arguments: argparse.Namespace, **options: Any) -> LLM:
-    """The model, loaded with progress on stderr; `options` are more of those of `LLM`."""
+    """Load the model with progress on stderr; `options` are further arguments of `LLM`."""
     progress = Progress(arguments.quiet)
     if not progress.enabled:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
@@ -44,7 +44,7 @@ def load(arguments: argparse.Namespace, **options: Any) -> LLM:
 
 
 def with_model_defaults(llm: LLM, given: Mapping[str, Any]) -> SamplingParams:
-    """What is given, else what the model's generation_config.json says."""
+    """The given parameters, else those of the model's generation_config.json."""
     from megavm.sampling_params import SamplingParams
 
     return SamplingParams.from_generation_config(llm.checkpoint.generation, **given)

@@ -1,6 +1,6 @@
-"""The parser of the command line, the kinds of options, and the options of several commands.
+"""The command-line parser, the types of options, and options that several commands share.
 
-Imports nothing heavy, because `megavm --help` needs it.
+Imports nothing heavy, so that `megavm --help` is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Run = Callable[[argparse.Namespace], int]
 
 
 class UsageError(ValueError):
-    """The command line or an environment variable does not make sense."""
+    """The command line or an environment variable is invalid."""
 
 
 class _Option(NamedTuple):
@@ -36,13 +36,13 @@ class _Option(NamedTuple):
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of the command line or of one command, whose options the environment can set too.
+    """A parser of the command line or of one command; environment variables can set its options.
 
-    Options parse to None when they are not given; `settle` then fills in the environment's values
-    and the defaults, and is the one place where `MEGAVM_*` variables are read.
+    Options that are not given parse to None; `settle` then fills in values from the environment and
+    defaults. It is the only code that reads `MEGAVM_*` variables of options.
 
-    The parsed arguments hold the parser of their command as `parser`, and as `run` the function
-    that executes the command: None for a parser that only groups commands.
+    In the parsed arguments, `parser` is the parser of the command and `run` the function that
+    executes it; `run` is None for a parser that only groups commands.
     """
 
     def __init__(self, *, run: Run | None = None, **keywords: Any) -> None:
@@ -62,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         run: Run | None = None,
         examples: str | None = None,
     ) -> Parser:
-        """Declare the command `name`; without `run` it groups commands of its own."""
+        """Declare the command `name`; without `run` it only groups subcommands."""
         if self._add_command is None:
             self._add_command = self.add_subparsers(
                 metavar="COMMAND", title="commands", parser_class=Parser, prog=self.prog
@@ -84,12 +84,12 @@ class Parser(argparse.ArgumentParser):
         default: Any = None,
         **keywords: Any,
     ) -> None:
-        """Declare an option in `group`; `default` is what it is without a flag and a variable."""
+        """Declare an option in `group`; `default` applies without flag and variable."""
         action = group.add_argument(*flags, default=None, **keywords)
         self._declared.append(_Option(action, default))
 
     def settle(self, arguments: argparse.Namespace, environment: Mapping[str, str]) -> None:
-        """Fill every option that was not given from the environment, else with its default."""
+        """Set every option that was not given, from the environment or else to its default."""
         for option in self._declared:
             name = option.action.dest
             if getattr(arguments, name) is not None:
@@ -115,13 +115,13 @@ class Parser(argparse.ArgumentParser):
         return [value] if isinstance(action, argparse._AppendAction) else value
 
     def place(self, arguments: argparse.Namespace, unknown: list[str]) -> list[str]:
-        """Give operands that stand behind options their places; what is left has none.
+        """Assign operands that follow options; returns the words that remain unknown.
 
-        argparse looks for all operands at once: in `generate MODEL --seed 1 PROMPT` it takes
-        PROMPT, which may be absent, for absent, and then does not know it.
+        argparse matches all operands at once: in `generate MODEL --seed 1 PROMPT` it treats the
+        optional PROMPT as absent, and then reports it as unknown.
         """
         if any(word.startswith("-") and word != "-" for word in unknown):
-            return unknown  # an option that does not exist, and perhaps its value
+            return unknown  # an unknown option, perhaps with its value
         for action in self._get_positional_actions():
             if unknown and action.nargs == "?" and getattr(arguments, action.dest) is None:
                 setattr(arguments, action.dest, unknown.pop(0))
@@ -132,7 +132,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def integer(text: str) -> int:
-    """An option's integer."""
+    """Type of an option: an integer."""
     try:
         return int(text)
     except ValueError:
@@ -140,7 +140,7 @@ def integer(text: str) -> int:
 
 
 def number(text: str) -> float:
-    """An option's number."""
+    """Type of an option: a number."""
     try:
         return float(text)
     except ValueError:
@@ -148,7 +148,7 @@ def number(text: str) -> float:
 
 
 def length(text: str) -> int:
-    """A positive integer, possibly with a suffix: 8k is 8000 and 8K is 8192, as in vLLM."""
+    """Type of an option: a positive integer, or with a suffix: 8k is 8000, 8K is 8192 (vLLM)."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)
     unit = {"": 1, "k": 1000, "K": 1 << 10, "m": 10**6, "M": 1 << 20}
     value = int(match[1][:19]) * unit[match[2]] if match else 0
@@ -158,7 +158,7 @@ def length(text: str) -> int:
 
 
 def token_ids(text: str) -> list[int]:
-    """Integers separated by commas or spaces; whether the model has them is not known here."""
+    """Type of an option: integers separated by commas or spaces; the vocabulary is not checked."""
     pieces = text.replace(",", " ").split()
     if not pieces or not all(re.fullmatch(r"-?\d{1,19}", piece, re.ASCII) for piece in pieces):
         raise argparse.ArgumentTypeError(f"{text!r} is not a list of token ids such as 1,2,3")
@@ -166,7 +166,7 @@ def token_ids(text: str) -> list[int]:
 
 
 def add_model(parser: Parser) -> None:
-    """Add the operand MODEL to a command that works without it."""
+    """Add the optional operand MODEL to a command."""
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -194,7 +194,7 @@ _SAMPLING: Final = (
 
 
 def add_sampling(parser: Parser, *, max_tokens: int | None) -> None:
-    """Add the sampling options; `max_tokens` counts where --max-tokens is not given."""
+    """Add the sampling options; `max_tokens` is the default of --max-tokens."""
     limit = "to the end of the context" if max_tokens is None else str(max_tokens)
     group = parser.add_argument_group(
         "sampling options", "Without an option: the model's generation_config.json, else off."
@@ -221,7 +221,7 @@ def add_sampling(parser: Parser, *, max_tokens: int | None) -> None:
 
 
 def add_machine(parser: Parser, *names: str) -> None:
-    """Add those of the options that several commands share which `names` lists."""
+    """Add the machine options in `names`."""
     group = parser.add_argument_group("machine options")
     declarations: dict[str, dict[str, Any]] = {
         "machine": {
@@ -252,7 +252,10 @@ def add_machine(parser: Parser, *names: str) -> None:
 
 
 def given_sampling(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The sampling parameters that were given, checked before a model is loaded."""
+    """The sampling parameters given on the command line, checked before a model is loaded.
+
+    Raises ValueError when one is invalid.
+    """
     from megavm.sampling_params import SamplingParams
 
     names = (*_SAMPLING, "n", "logprobs")

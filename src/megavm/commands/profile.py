@@ -1,4 +1,4 @@
-"""`megavm profile`: run a model and record what every instruction of every step did when."""
+"""`megavm profile`: run a model and record a trace of every instruction of every step."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ def declare(megavm: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, write the trace, say what tracing cost, and return the exit code."""
+    """Record and write a trace, print the cost of tracing, and return the exit code."""
     given = given_sampling(arguments)
     if sum(x is not None for x in (arguments.prompt, arguments.prompt_ids, arguments.context)) > 1:
         raise UsageError("give one of PROMPT, --prompt-ids and --context")
     from megavm.profiler.trace import SUFFIX
 
     path = arguments.output or os.path.basename(os.path.normpath(arguments.model)) + SUFFIX
-    # A trace of a prompt that is in the cache would have no prefill.
+    # With the prefix cache the trace would have no prefill: the prompt runs several times.
     llm = load(arguments, prefix_caching=False)
     params = with_model_defaults(llm, {**given, "ignore_eos": True})
     progress = Progress(arguments.quiet)
@@ -115,7 +115,7 @@ def _record(
     path: str,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Run without and with tracing, each once before it counts, and write the trace."""
+    """Run with and without tracing, each after a warm-up run, and write the trace."""
     from megavm.profiler.environment import measure_bandwidth
     from megavm.profiler.recorder import Recorder
 
@@ -155,7 +155,7 @@ def _record(
 
 
 def _milliseconds(llm: LLM, prompt: str | list[int], params: SamplingParams) -> float | None:
-    """Time of one token after the first; None when there was none."""
+    """Time per token after the first, in ms; None without a second token."""
     output = llm.generate(prompt, params)[0]
     if output.error is not None:
         raise ValueError(output.error)

@@ -1,4 +1,4 @@
-"""`megavm program`: the program that a model is compiled to, in numbers or word for word."""
+"""`megavm program`: statistics and disassembly of the program that a model compiles to."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def declare(megavm: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compile, print what was asked for and return the exit code."""
+    """Compile, print the requested output and return the exit code."""
     from megavm.scheduler.run.inspect import describe_program
 
     progress = Progress(arguments.quiet)

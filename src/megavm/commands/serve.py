@@ -1,4 +1,4 @@
-"""`megavm serve`: an HTTP server that OpenAI's clients can use."""
+"""`megavm serve`: an HTTP server for OpenAI's clients."""
 
 from __future__ import annotations
 
@@ -105,12 +105,12 @@ def declare(megavm: Parser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes, and return the exit code.
+    """Serve until a signal arrives, and return the exit code.
 
     Ends the process at once when the machine is lost.
 
     Raises:
-        EngineEnded: the machine fails again and again.
+        EngineEnded: the machine has failed too often in a row.
     """
     from megavm.server.engine_loop import EngineEnded
     from megavm.server.run import serve
@@ -146,14 +146,14 @@ def run(arguments: argparse.Namespace) -> int:
     except EngineEnded as error:
         if not error.lost:
             raise
-        # To give back what a lost context holds may fail, or wait forever.
+        # Releasing the resources of a lost context may fail or block forever.
         print_error(error)
         sys.stderr.flush()
         os._exit(EXIT_ERROR)
 
 
 def _name(model: str) -> str:
-    """What clients call a model: the last part of a directory's path, else as it is given."""
+    """The default name for clients: the last part of a directory's path, else `model` itself."""
     if os.path.isdir(model):
         return os.path.basename(os.path.abspath(model))
     return model

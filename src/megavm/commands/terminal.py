@@ -1,4 +1,4 @@
-"""What the commands print: progress, errors, JSON, statistics."""
+"""Output of the commands: progress, errors, JSON, statistics."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ EXIT_BROKEN_PIPE: Final = 141
 STREAM_FAILED: Final = "the generation ended with an error before it was complete"
 
 _BAR_WIDTH: Final = 30
-_LEAST_BAR_WIDTH: Final = 5  # where less fits there is no bar
-_WORTH_TELLING: Final = 0.05  # seconds; shorter phases are left out of the summary
+_LEAST_BAR_WIDTH: Final = 5  # no bar is drawn if less fits
+_WORTH_TELLING: Final = 0.05  # seconds; the summary leaves out shorter phases
 
 
 class Progress:
-    """One line on stderr that shows the phase that runs; nothing where nobody watches.
+    """One line on stderr that shows the current phase; prints nothing if stderr is no terminal.
 
-    Called as `progress(phase, done, total)` at the beginning of a phase and for every piece of it.
+    Call `progress(phase, done, total)` at the beginning of a phase and after every piece of it.
     """
 
     def __init__(self, quiet: bool) -> None:
@@ -44,7 +44,7 @@ class Progress:
         width = 80
         with suppress(OSError, ValueError):
             width = os.get_terminal_size(sys.stderr.fileno()).columns or width
-        width = max(width - 1, 1)  # a full line would begin the next one
+        width = max(width - 1, 1)  # a full line would wrap
         line = phase
         if total > 1:
             count = f" {done}/{total}  {time.perf_counter() - self._began:.1f} s"
@@ -57,13 +57,13 @@ class Progress:
         sys.stderr.flush()
 
     def clear(self) -> None:
-        """Take the line away."""
+        """Erase the line."""
         if self.enabled:
             sys.stderr.write("\r\x1b[K")
             sys.stderr.flush()
 
     def finish(self, what: str) -> None:
-        """Replace the line by one that says how long `what` took, and which phases took long."""
+        """Replace the line by a summary: the time of `what` and of its longer phases."""
         if not self.enabled:
             return
         self._end_phase()
@@ -112,7 +112,7 @@ class Statistics:
 
 
 def sentence(error: BaseException) -> str | None:
-    """What to tell the user about a known fault; None for what should not have happened."""
+    """The message for the user about a known error; None for an unexpected error (a bug)."""
     if isinstance(error, ImportError):
         if (error.name or "").startswith("megavm"):
             return f"this installation of megavm is incomplete ({error}): install it with pip"
@@ -131,12 +131,12 @@ def sentence(error: BaseException) -> str | None:
 
 
 def print_error(error: BaseException) -> None:
-    """Tell a known fault on stderr, in one line."""
+    """Print a known error on stderr, in one line."""
     print("megavm: error:", " ".join((sentence(error) or "").split()), file=sys.stderr)
 
 
 def write(text: str) -> None:
-    """Print a piece of text at once."""
+    """Print a piece of text and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -154,7 +154,7 @@ def print_json(value: object) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value` with nothing in it that JSON lacks: infinities are +-9999, NaN is null."""
+    """`value` as plain JSON values: infinities become +-9999, NaN becomes None."""
     import dataclasses
     import math
 

@@ -1,4 +1,4 @@
-"""`megavm trace`: reports, comparisons, other formats and the viewer of recorded traces."""
+"""`megavm trace`: report, compare, export and view recorded traces."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _inputs(arguments: argparse.Namespace) -> list[str]:
 
 
 def _output(arguments: argparse.Namespace, *inputs: str) -> str:
-    """Where to write, which is none of the files that are read."""
+    """The output path. Raises UsageError if it is missing or is one of the inputs."""
     if arguments.output is None:
         raise UsageError("say where to write: -o FILE")
     path: str = arguments.output

@@ -1,6 +1,6 @@
-"""Load on an OpenAI-compatible server, and what it measures: `megavm bench serve`.
+"""A load generator for OpenAI-compatible servers: `megavm bench serve`.
 
 `workload` draws prompts and lengths, `client` sends one request and times its stream, `run` sends
-many by a schedule, `report` turns their outcomes into statistics. Nothing here knows megavm's own
-server or needs torch.
+many requests on a schedule, `report` turns their outcomes into statistics. The package depends
+neither on megavm's server nor on torch.
 """

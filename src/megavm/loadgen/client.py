@@ -1,4 +1,4 @@
-"""One request to an OpenAI-compatible server, and when each of its tokens came."""
+"""One request to an OpenAI-compatible server, and the arrival time of each token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import aiohttp
 
 from megavm.loadgen.workload import Prompt
 
-MAX_EXAMPLE: Final = 300  # characters of a server's answer that an error sentence shows
+MAX_EXAMPLE: Final = 300  # characters of a server's answer in an error message
 _MODELS_TIMEOUT: Final = 10  # seconds
 _PATHS: Final = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 _TEXT_FIELDS: Final = ("content", "reasoning_content", "reasoning")
@@ -20,7 +20,7 @@ _TEXT_FIELDS: Final = ("content", "reasoning_content", "reasoning")
 
 @dataclass(frozen=True)
 class Target:
-    """Where requests go and what they have in common. `timeout` is seconds for one request."""
+    """The server, and the fields that all requests share. `timeout`: seconds for one request."""
 
     base_url: str
     model: str
@@ -39,7 +39,7 @@ class Target:
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def body(self, prompt: Prompt) -> bytes:
-        """The JSON of a request for the answer to `prompt`."""
+        """The JSON body of a request with `prompt`."""
         value: dict[str, Any] = {
             "model": self.model,
             "stream": True,
@@ -58,10 +58,11 @@ class Target:
 
 @dataclass
 class Outcome:
-    """What became of one request. Times are seconds of `time.perf_counter`.
+    """The outcome of one request. Times are seconds of `time.perf_counter`.
 
-    `failure` is None for an answer, else the HTTP status or what else went wrong in two words, and
-    `message` the sentence about it. `waited` is how much later than scheduled it was sent.
+    `failure` is None on success, else the HTTP status or the kind of failure in two words;
+    `message` explains it in a sentence. `waited`: how much later than scheduled the request was
+    sent. `gaps`: times between tokens.
     """
 
     started: float
@@ -97,37 +98,37 @@ class Outcome:
 
 
 class _StreamError(Exception):
-    """The server's stream says or shows that it failed; the message is the sentence about it."""
+    """The stream reports an error or is malformed; the message explains it."""
 
 
 class Lines:
-    """Cuts a stream of bytes into the payloads of its `data:` lines."""
+    """Splits a stream of bytes into the payloads of its `data:` lines."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, block: bytes) -> list[bytes]:
-        """The payloads that `block` completes. Comments and empty lines are not among them."""
+        """The payloads that `block` completes, without comments and empty lines."""
         *lines, self._rest = (self._rest + block).split(b"\n")
         return [line[5:].strip() for line in lines if line.startswith(b"data:")]
 
     def end(self) -> list[bytes]:
-        """The payload of a last line that has no end."""
+        """The payload of a last line without a newline."""
         return self.feed(b"\n")
 
 
 class _Answer:
-    """Notes the events of one stream in an outcome."""
+    """Enters the events of one stream into an outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._chunks = 0
         self._usage: Mapping[str, Any] = {}
         self._ended = False
-        self._bare_end: float | None = None  # when a chunk with the finish_reason alone came
+        self._bare_end: float | None = None  # arrival of a chunk with only a finish_reason
 
     def event(self, payload: bytes, now: float) -> None:
-        """Note one event that arrived at `now`. Raises _StreamError when it is an error."""
+        """Enter one event that arrived at `now`. Raises _StreamError for an error event."""
         if payload == b"[DONE]":
             self._ended = True
             return
@@ -164,10 +165,10 @@ class _Answer:
         outcome.last = now
 
     def end(self) -> None:
-        """Conclude the stream. Raises _StreamError when it is not whole."""
+        """Conclude the stream. Raises _StreamError when it is incomplete."""
         if not self._ended:
             raise _StreamError("the stream ended without a finish_reason and without [DONE]")
-        # The end-of-text token, whose text is not shown.
+        # The chunk with only a finish_reason stands for the end-of-text token, which has no text.
         unseen = self._chunks == 0 or self._count("completion_tokens") == self._chunks + 1
         if self._bare_end is not None and unseen:
             self._token(self._bare_end)
@@ -182,9 +183,9 @@ class _Answer:
 
 
 def carries_token(choice: Mapping[str, Any]) -> bool:
-    """Whether a chunk's choice brings a token, which may have no text (a part of a character).
+    """Whether a chunk's choice contains a token; its text may be empty (an incomplete character).
 
-    The chunk with the role alone and the one with the finish_reason alone bring none.
+    Chunks with only a role or only a finish_reason contain none.
     """
     delta = choice.get("delta")
     fields = choice if delta is None else delta
@@ -198,7 +199,7 @@ def carries_token(choice: Mapping[str, Any]) -> bool:
 
 
 def error_sentence(body: Any) -> str:
-    """The sentence in an error answer: of OpenAI's object, FastAPI's, or a flat one."""
+    """The message in an error body: OpenAI's object, FastAPI's, or a flat one."""
     if isinstance(body, dict):
         for name in ("error", "message", "detail"):
             if body.get(name):
@@ -209,7 +210,7 @@ def error_sentence(body: Any) -> str:
 async def send(
     session: aiohttp.ClientSession, target: Target, prompt: Prompt, *, waited: float = 0.0
 ) -> Outcome:
-    """Send one request and read its stream to the end. What goes wrong is in the outcome."""
+    """Send one request and read its stream to the end. Failures are in the outcome."""
     body = target.body(prompt)
     outcome = Outcome(time.perf_counter(), prompt.input_tokens, waited=waited)
     try:
@@ -231,7 +232,7 @@ async def send(
     except aiohttp.ClientConnectorError as error:
         outcome.fail("no connection", str(error))
     except (aiohttp.ClientError, OSError) as error:
-        # A stream that began and broke, or a connection that was closed before an answer.
+        # The stream broke, or the connection was closed before an answer.
         outcome.fail("broken connection", f"{type(error).__name__}: {error}")
     return outcome
 
@@ -251,7 +252,7 @@ async def _read(response: aiohttp.ClientResponse, outcome: Outcome) -> None:
 
 
 async def _error(response: aiohttp.ClientResponse) -> str:
-    """The sentence of an answer that is an error."""
+    """The message of an error response."""
     text = (await response.read()).decode(errors="replace")
     try:
         return error_sentence(json.loads(text))
@@ -260,9 +261,9 @@ async def _error(response: aiohttp.ClientResponse) -> str:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a limit of connections, to be used and closed in one event loop."""
-    # NOTE: servers close idle connections (uvicorn after 5 s). A request that is sent into a
-    # closing one would count as the server's failure, so ours are given up before.
+    """A session without a limit of connections; use and close it in one event loop."""
+    # NOTE: servers close idle connections (uvicorn after 5 s). A request on a closing connection
+    # would count as a failure of the server, so the client closes idle connections first.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=4)
     return aiohttp.ClientSession(connector=connector)
 
@@ -271,8 +272,8 @@ async def find_model(session: aiohttp.ClientSession, base_url: str, api_key: str
     """The id of the first model that the server lists.
 
     Raises:
-        ConnectionError: it is not there yet (no connection, 429 or 503): try again.
-        ValueError: it lists none, or refuses to.
+        ConnectionError: the server is not ready (no connection, 429 or 503): try again.
+        ValueError: the server lists no model, or refuses the request.
     """
     url = base_url + "/v1/models"
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}

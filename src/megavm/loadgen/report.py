@@ -1,4 +1,4 @@
-"""Statistics of a run, as vLLM's benchmark names them, as a table and as one JSON object."""
+"""Statistics of a run under the names of vLLM's benchmark, as a table and as one JSON object."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ METRICS: Final = {
 GOODPUT_METRICS: Final = ("ttft", "tpot", "e2el")
 _WIDTH: Final = 56
 _NAME_WIDTH: Final = 42
-_BUSY: Final = 0.95  # of a core: the client has nothing left
+_BUSY: Final = 0.95  # share of a core from which the client counts as a bottleneck
 
 
 def parse_goodput(texts: Iterable[str]) -> dict[str, float]:
@@ -106,7 +106,7 @@ def _is_good(outcome: Outcome, limits: Mapping[str, float]) -> bool:
 
 
 def _failures(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
-    """How often each kind of failure came, most often first, with the sentence of the first."""
+    """Count and first message of each kind of failure, most frequent first."""
     failed = [outcome for outcome in outcomes if outcome.failure is not None]
     examples: dict[str | None, str] = {}
     for outcome in failed:
@@ -119,7 +119,7 @@ def _failures(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:
 
 
 def _statistics(name: str, seconds: list[float]) -> dict[str, float]:
-    """Mean, median, deviation and percentiles of one metric; zeros where there are no samples."""
+    """Mean, median, standard deviation and percentiles of one metric; zeros without samples."""
     values = np.asarray(seconds or [0.0]) * 1e3
     p90, p99 = np.percentile(values, (90, 99))
     return {
@@ -136,7 +136,7 @@ def _mean_ms(seconds: list[float]) -> float:
 
 
 def _client(result: Result) -> dict[str, Any]:
-    """How the client itself fared; its load is the share of one core that it used."""
+    """Statistics of the client itself; `load` is the share of one core that it used."""
     lags = np.asarray(result.lags or [0.0])
     p99 = float(np.percentile(lags, 99))
     load = result.cpu_seconds / result.seconds if result.seconds > 0 else 0.0
@@ -149,7 +149,7 @@ def _client(result: Result) -> dict[str, Any]:
 
 
 def warnings(report: Mapping[str, Any]) -> list[str]:
-    """Sentences about what makes the numbers of `summarise` doubtful."""
+    """Sentences about reasons to doubt the numbers of `summarise`."""
     client, sentences = report["client"], []
     if client["was_bottleneck"]:
         sentences.append(
@@ -165,7 +165,7 @@ def warnings(report: Mapping[str, Any]) -> list[str]:
 
 
 def format_table(report: Mapping[str, Any]) -> str:
-    """`summarise`'s report as a table for people."""
+    """The report of `summarise` as a table."""
     lines = [" Benchmark of a server ".center(_WIDTH, "=")]
 
     def row(name: str, value: Any) -> None:

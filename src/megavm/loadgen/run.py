@@ -1,4 +1,4 @@
-"""Sends many requests by a schedule, and watches whether the client itself keeps up."""
+"""Sends many requests on a schedule, and measures whether the client itself keeps up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megavm.loadgen.workload import Prompt
 _RETRY_SECONDS: Final = 0.5
 _TICK_SECONDS: Final = 0.01
 _TICKS_PER_REPORT: Final = 20
-# What the client may be late before latencies are not the server's any more.
+# If the client's timer is later than this, measured latencies are no longer the server's.
 LAG_LIMIT_SECONDS: Final = 0.005
 NOT_READY: Final = ("429", "503", "no connection", "broken connection", "timeout")
 
@@ -29,11 +29,11 @@ Report = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Load:
-    """When requests are sent.
+    """The schedule of requests.
 
-    `rate` is requests per second, infinity for no waiting; intervals are gamma distributed with
-    shape `burstiness` (1 is a Poisson process, less is burstier). At most `max_concurrency`
-    requests are under way. No request begins after `duration` seconds.
+    `rate`: requests per second; infinity sends without waiting. Intervals are gamma distributed
+    with shape `burstiness` (1 is a Poisson process, less is burstier). `max_concurrency`: most
+    requests in flight. `duration`: seconds after which no request begins.
     """
 
     rate: float = math.inf
@@ -43,7 +43,7 @@ class Load:
     seed: int = 0
 
     def arrivals(self) -> Iterator[float]:
-        """Seconds from the beginning to each request, without end; the same for the same seed."""
+        """Seconds from the beginning to each request, endless; the same seed gives the same."""
         rng, at = random.Random(self.seed), 0.0
         while True:
             yield at
@@ -53,7 +53,7 @@ class Load:
 
 @dataclass
 class Result:
-    """What a run brought. Times are seconds; `lags` is how late the client's own timer was."""
+    """The result of a run. Times are seconds; `lags`: delays of the client's own timer."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     sent: int = 0
@@ -71,14 +71,14 @@ async def run(
     load: Load,
     report: Report = lambda done, sent: None,
 ) -> Result:
-    """Send `prompts` as `load` says and wait for their answers.
+    """Send `prompts` on the schedule `load` and wait for their answers.
 
-    Cancelled (Ctrl-C), it gives up what is under way and returns the results so far.
-    `report(done, sent)` is called some times a second.
+    When cancelled (Ctrl-C), drops requests in flight and returns the results so far.
+    `report(done, sent)` is called a few times per second.
     """
     result = Result()
-    # NOTE: a full garbage collection among many prompts takes milliseconds, which would be
-    # measured as the server's.
+    # NOTE: a full garbage collection over many prompts takes milliseconds, which would be
+    # attributed to the server.
     gc.collect()
     gc.freeze()
     began, cpu_began = time.perf_counter(), time.process_time()
@@ -104,7 +104,7 @@ async def _send_all(
     result: Result,
     requests: asyncio.TaskGroup,
 ) -> None:
-    """Start a task for every prompt at its time, as soon as there is a slot for it."""
+    """Start a task for every prompt at its scheduled time, or later when a slot is free."""
     slots = asyncio.Semaphore(load.max_concurrency) if load.max_concurrency else None
 
     async def one(prompt: Prompt, waited: float) -> None:
@@ -122,12 +122,12 @@ async def _send_all(
                 late = 0.0 if load.rate == math.inf else time.perf_counter() - began - at
                 requests.create_task(one(prompt, max(late, 0.0)))
                 result.sent += 1
-                under_way = result.sent - len(result.outcomes)
-                result.peak_concurrency = max(result.peak_concurrency, under_way)
+                in_flight = result.sent - len(result.outcomes)
+                result.peak_concurrency = max(result.peak_concurrency, in_flight)
 
 
 async def _watch(result: Result, report: Report) -> None:
-    """Measure how late the event loop calls back: what requests see of the client's own work."""
+    """Measure the delay of the event loop, which adds to the measured latencies."""
     while True:
         due = time.perf_counter() + _TICK_SECONDS
         await asyncio.sleep(_TICK_SECONDS)
@@ -139,10 +139,10 @@ async def _watch(result: Result, report: Report) -> None:
 async def wait_ready(
     session: aiohttp.ClientSession, target: Target, probe: Prompt, limit: float
 ) -> Target:
-    """Wait until the server answers a request for one token; the target with its model filled in.
+    """Wait until the server answers a request for one token; returns the target with its model.
 
     Raises:
-        ValueError: the server refuses the request, or is not there after `limit` seconds.
+        ValueError: the server refuses the request, or is not ready after `limit` seconds.
     """
     end = time.perf_counter() + limit
     probe = replace(probe, output_tokens=1)

@@ -1,4 +1,4 @@
-"""What is asked of the server: prompts and how many tokens they are to be answered with."""
+"""The workload: prompts, and the lengths of their answers in tokens."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-# Ids below are special tokens in many vocabularies.
+# Ids below this one are special tokens in many vocabularies.
 FIRST_TOKEN_ID: Final = 10
-# A common word with its space is one token in large vocabularies, and a token has about 4 letters.
+# In large vocabularies a common word with its space is one token; a token has about 4 letters.
 _WORDS: Final = (
     "the", "and", "time", "way", "year", "day", "thing", "man", "world", "life", "hand", "part",
     "child", "eye", "woman", "place", "work", "week", "case", "point", "house", "water", "room",
@@ -22,12 +22,15 @@ _WORDS: Final = (
     "small", "large", "next", "early", "young", "few", "public", "same",
 )  # fmt: skip
 _LETTERS_PER_TOKEN: Final = 4
-_SHORTEST_CONVERSATION: Final = 4  # tokens; shorter prompts and answers measure nothing
+_SHORTEST_CONVERSATION: Final = 4  # tokens; shorter prompts and answers are left out
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """A distribution of lengths in tokens: fixed, uniform from a to b, or normal, cut at 1."""
+    """A distribution of lengths in tokens: fixed (a), uniform in [a, b], or normal.
+
+    The normal distribution has mean a and standard deviation b and is cut at 1.
+    """
 
     kind: str
     a: float
@@ -69,7 +72,7 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One request to be: a text or token ids, its tokens (estimated for texts), tokens wanted."""
+    """One request: a text or token ids, its length (estimated for texts), tokens to generate."""
 
     content: str | list[int]
     input_tokens: int
@@ -79,12 +82,12 @@ class Prompt:
 def random_prompts(
     input_lengths: Lengths, output_lengths: Lengths, *, text: bool, vocab_size: int, seed: int
 ) -> Iterator[Prompt]:
-    """Prompts without end: random words (`text`), else random ids from 10 to vocab_size - 1.
+    """Endless prompts: random words (`text`), else random token ids from 10 to vocab_size - 1.
 
     The same seed gives the same prompts.
 
     Raises:
-        ValueError: no token id is left below vocab_size.
+        ValueError: vocab_size leaves no token id to draw.
     """
     if not text and vocab_size <= FIRST_TOKEN_ID:
         raise ValueError(f"vocab_size is {vocab_size}, and random ids begin at {FIRST_TOKEN_ID}")
@@ -112,16 +115,16 @@ def sharegpt_prompts(
     longest: int,
     seed: int,
 ) -> Iterator[Prompt]:
-    """Prompts without end from a file of conversations as ShareGPT publishes them.
+    """Endless prompts from a file of conversations in ShareGPT's format.
 
-    A prompt is the first message of a conversation; as many tokens are asked for as its answer
-    has (4 letters are taken for a token), or as `output_lengths` says. Conversations with fewer
-    than 4 or more than `longest` tokens, answer included, are left out. The order is random by
-    `seed`, and begins anew when the file is used up.
+    A prompt is the first message of a conversation. The number of tokens to generate is the length
+    of its answer (estimated as 4 letters per token), or drawn from `output_lengths`. Left out are
+    conversations whose message or answer has fewer than 4 tokens, or that have more than `longest`
+    tokens together. `seed` sets the random order; after the last prompt they are shuffled again.
 
     Raises:
-        ValueError: the file is not such a file, or no conversation is left.
-        OSError: it cannot be read.
+        ValueError: the file has another format, or no conversation is left.
+        OSError: the file cannot be read.
     """
     try:
         value = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -129,19 +132,19 @@ def sharegpt_prompts(
         raise ValueError(f"{os.fspath(path)} is not a JSON file: {error}") from error
     if not isinstance(value, list):
         raise ValueError(f"{os.fspath(path)} is not a list of conversations")
-    found = [
+    prompts = [
         Prompt(question, _estimate(question), _estimate(answer))
         for question, answer in filter(None, map(_first_turns, value))
     ]
     kept = [
         prompt
-        for prompt in found
+        for prompt in prompts
         if min(prompt.input_tokens, prompt.output_tokens) >= _SHORTEST_CONVERSATION
         and prompt.input_tokens + prompt.output_tokens <= longest
     ]
     if not kept:
         raise ValueError(
-            f"{os.fspath(path)} has {len(found)} conversations with a question and an answer,"
+            f"{os.fspath(path)} has {len(prompts)} conversations with a question and an answer,"
             f" none of them of {_SHORTEST_CONVERSATION} to {longest} tokens"
         )
     return _cycle(kept, output_lengths, random.Random(seed))
@@ -167,5 +170,5 @@ def _cycle(
     while True:
         rng.shuffle(prompts)
         for prompt in prompts:
-            wanted = prompt.output_tokens if output_lengths is None else output_lengths.draw(rng)
-            yield Prompt(prompt.content, prompt.input_tokens, wanted)
+            length = prompt.output_tokens if output_lengths is None else output_lengths.draw(rng)
+            yield Prompt(prompt.content, prompt.input_tokens, length)
