@@ -1,4 +1,4 @@
-"""The instruction set: one folder per instruction, found by looking at the folders.
+"""The instruction set: one folder per instruction. Every folder is found and registered.
 
 Each folder ``<name>/`` holds the declaration (``__init__.py``), the meaning in torch (``reference.py``),
 and the kernels of the CPU machine (``cpu.hpp``) and the GPU (``cuda.cuh``).

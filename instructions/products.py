@@ -1,4 +1,4 @@
-"""What the meanings in torch of products, and of their neighbours, share."""
+"""Functions that the torch references of products, and of the instructions around them, share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def product(
 
 
 def norm_scale(m: View, inst: Scaling, rows: Rows) -> torch.Tensor:
-    """1 / RMS of rows of x, from its squares; 1 where there are none. float32 [rows, 1]."""
+    """1 / RMS of rows of x, from ``x_squares``; 1 without ``x_squares``. float32 [rows, 1]."""
     if inst.x_squares == NONE:
         return torch.ones(rows[1] - rows[0], 1)
     squares = m.read(inst.x_squares, rows).sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""What the matrix-product instructions share: the tile they hold, and checks of operand shapes."""
+"""Helpers of the matrix-product instructions: tile sizes, constants, and checks of operand shapes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from megavm.vm.config import (
 from megavm.vm.isa import F32, Constant, Region, TagOrder, TensorSpec, largest, present, union
 
 # On the CPU.
-INPUT_BYTES = 144 * 1024  # of the input that a product holds at a time, at most
+INPUT_BYTES = 144 * 1024  # most bytes of the input that a product holds at a time
 SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
 PANEL_COLUMNS = 32  # input columns are padded to a multiple of this
 CPU_LANES = 16  # elements of a vector
 _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
 _COLUMN_BLOCK = 2 * CPU_LANES  # output columns whose sums are alive at the same time
-_SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and what a way to multiply needs
+_SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and the buffers of a multiplication method
 _ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
 
-SCALED = ("out_gain", "out_scaled", "out_squares")  # of who makes what is normalised
+SCALED = ("out_gain", "out_scaled", "out_squares")  # operands of a producer of rows to normalise
 
 
 def round_up(size: int, unit: int) -> int:
@@ -36,7 +36,7 @@ def round_up(size: int, unit: int) -> int:
 
 
 def aligned(size: int) -> int:
-    """What an allocation of ``size`` bytes takes of the CPU's working memory."""
+    """Bytes of the CPU's working memory that an allocation of ``size`` bytes takes."""
     return round_up(size, 64)
 
 
@@ -65,9 +65,9 @@ def product_constants(
     biases: Sequence[int] = (),
     width: int | None = None,
 ) -> dict[str, Constant]:
-    """What device code for ``x . weight^T`` is compiled for (cuda/config.cuh says what each means).
+    """Constants of the device code for ``x . weight^T`` (cuda/config.cuh defines each).
 
-    ``width``: the columns that are multiplied, if not all.
+    ``width``: the number of columns that are multiplied, if not all.
     """
     spec = tensors[weight]
     width = spec.columns if width is None else width
@@ -106,8 +106,8 @@ def product_tag_order(
 ) -> TagOrder:
     """``Instruction.tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
 
-    It goes through rows in groups, through units in blocks, and through long rows in chunks, once for each
-    block. ``inputs`` are read for each group, ``added`` tensors when a block is finished.
+    A product loops over rows in groups, over units in blocks, and, once for each block, over long rows in
+    chunks. It reads ``inputs`` for each group, and ``added`` tensors when a block is finished.
     """
     groups = -(-rows // (1 if single_row else MAX_GROUP_ROWS))
     blocks = -(-units // BLOCK_UNITS)
@@ -123,7 +123,7 @@ def product_tag_order(
 
 
 def units_of(begin: int, end: int) -> int:
-    """Units of weight rows that hold the rows [begin, end) of a weight."""
+    """Number of units of weight rows that hold the rows [begin, end) of a weight."""
     return -(-end // UNIT_ROWS) - begin // UNIT_ROWS
 
 
@@ -149,7 +149,7 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
 
 
 def squares_of(columns: int) -> int:
-    """Sums of squares that a row of so many columns has."""
+    """Number of sums of squares of a row of ``columns`` columns."""
     return -(-columns // UNIT_ROWS)
 
 

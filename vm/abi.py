@@ -1,7 +1,7 @@
-"""What Python and C++ both name, declared once: enumerations and structs.
+"""Enumerations and structs that Python and C++ share.
 
-codegen.py writes the C++ of a declaration; numpy and ctypes types come from the same one. Needs nothing but
-Python unless such a type is asked for: the C++ build imports it.
+codegen.py writes the C++ of a declaration; numpy and ctypes types are derived from the same declaration. The
+C++ build imports this module, so only the methods that return such types import numpy or ctypes.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 U32: Final = "unsigned int"
 U64: Final = "unsigned long long"
 I64: Final = "std::int64_t"
-_FORMATS = {U32: "<u4", U64: "<u8", I64: "<i8"}  # of numpy
+_FORMATS = {U32: "<u4", U64: "<u8", I64: "<i8"}  # numpy's names
 _ADDRESS = "<u8"
 
 
 class Code(IntEnum):
-    """An enumeration whose codes C++ knows too, each with a description::
+    """An enumeration that C++ shares, with a description of each code::
 
     class Kind(Code):
         FIRST = 0, "what it means"
@@ -63,9 +63,9 @@ class Member:
 
 @dataclass(frozen=True)
 class Struct:
-    """A C++ struct. ``aligned``: its ``alignas``; 0: that of its members.
+    """A C++ struct. ``aligned`` is its ``alignas``; 0: the alignment of its members.
 
-    Raises ValueError when a member would not follow the one before it without a hole.
+    Raises ValueError when C++ would leave a hole before a member.
     """
 
     name: str
@@ -79,7 +79,7 @@ class Struct:
                 raise ValueError(f"{self.name}.{member.name} is at {offset}: C++ leaves a hole")
 
     def offsets(self) -> list[tuple[Member, int]]:
-        """The members, and how many bytes each is from the beginning."""
+        """The members and their offsets in bytes."""
         ends = [0]
         for member in self.members:
             ends.append(ends[-1] + member.size)
@@ -96,11 +96,11 @@ class Struct:
         return -(-end // self.alignment) * self.alignment
 
     def index(self, name: str) -> int:
-        """The number of a member."""
+        """The index of a member among the members."""
         return [member.name for member in self.members].index(name)
 
     def dtype(self) -> np.dtype[np.void]:
-        """The struct as numpy has it."""
+        """The numpy dtype of the struct."""
         import numpy as np
 
         formats: list[Any] = [
@@ -121,7 +121,10 @@ class Struct:
         )
 
     def ctypes_class(self) -> type[ctypes.Structure]:
-        """The struct as ctypes has it; unknown members cannot be set. For structs of numbers and addresses."""
+        """The ctypes class of the struct, in which unknown members cannot be set.
+
+        For structs of numbers and addresses only. Raises ValueError when its size differs from C++.
+        """
         import ctypes
 
         kinds = {U32: ctypes.c_uint32, U64: ctypes.c_uint64, I64: ctypes.c_int64}

@@ -1,7 +1,7 @@
-"""Instructions that declare the same: layers repeat the same tiles on tensors of the same shapes.
+"""Groups instructions that declare the same: layers repeat the same tiles on tensors of the same shapes.
 
-What an instruction declares (regions, bytes, FLOPs, constants, layouts) depends on its operands and on the
-shapes, types and kinds of its tensors alone, so that one of each kind is asked and the answer is spread over all.
+What an instruction declares (regions, bytes, FLOPs, constants, layouts) depends only on its operands and on
+the shapes, types and kinds of its tensors. So one instruction of each kind answers for all of them.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ Declare = Callable[[int, Instruction], Iterable[tuple[int, ...]]]
 
 @dataclass(frozen=True, eq=False)
 class Alike:
-    """m instructions of one class, in k kinds of which all members declare the same.
+    """m instructions of one class, in k kinds; all members of a kind declare the same.
 
-    ``numbers`` are theirs in the program, ``handles`` their tensor operands (NONE: absent), ``kind`` says
-    which are alike, ``representatives`` has one instruction of each kind, and ``rows`` says which.
+    ``numbers`` are their numbers in the program, ``handles`` their tensor operands (NONE: absent) and
+    ``kind`` the kind of each. ``representatives`` holds one instruction of each kind, and ``rows`` its index
+    among the m.
     """
 
     numbers: Ints  # [m]
@@ -37,11 +38,11 @@ class Alike:
 
 
 def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
-    """The instructions of each class in a program, and which of them declare the same.
+    """The instructions of each class in a program, grouped by what they declare.
 
     Opcodes and handles must be valid.
     """
-    # Equal numbers for tensors of the same shape, type and kind, and -1 for none.
+    # Tensors of the same shape, type and kind get the same number, an absent tensor gets -1.
     known: dict[tuple[object, ...], int] = {}
     kinds = [known.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(known)) for t in tensors]
     kind_of_tensor = np.array([*kinds, -1], dtype=np.int64)
@@ -57,13 +58,13 @@ def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: D
 
 
 def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
-    """What instructions declare of tensors, by instruction.
+    """What every instruction declares about its tensors, in the order of the instructions.
 
-    ``declare(number, instruction)`` is asked of one instruction of each kind. It gives tuples of ``width``
-    numbers, of which the first is a tensor that the instruction names. Returns [a, width + 1]: the
-    instruction, its tensor and the other numbers.
+    Calls ``declare(number, instruction)`` for one instruction of each kind. It returns tuples of ``width``
+    numbers, the first of which is a tensor that the instruction names. Returns int64 [a, width + 1]:
+    instruction, tensor and the other numbers.
 
-    Raises ValueError when a tensor is none of the operands.
+    Raises ValueError when a tensor is not an operand.
     """
     found = [np.empty((0, width + 1), np.int64)]
     for same in alike:
@@ -98,7 +99,7 @@ def figures(
     width: int,
     measure: Callable[[Instruction], tuple[int, ...]],
 ) -> Ints:
-    """``width`` numbers for every instruction: int64 [n, width]; one of each kind is asked."""
+    """``width`` numbers for every instruction: int64 [n, width]. Calls ``measure`` once per kind."""
     result = np.zeros((len(words), width), np.int64)
     for same in find_alike(words, tensors):
         measured = [measure(inst) for inst in same.representatives]
@@ -109,7 +110,10 @@ def figures(
 def tag_orders(
     words: Words, tensors: Sequence[TensorSpec], alike: Sequence[Alike] | None = None
 ) -> Ints:
-    """The TagOrder of every instruction, as its number: int64 [n]. ``alike``, if they are known."""
+    """The TagOrder of every instruction, as its number: int64 [n].
+
+    ``alike``: the result of ``find_alike``, if known.
+    """
     result = np.full(len(words), TagOrder.KEPT.value, np.int64)
     if not any(t.tagged for t in tensors):
         return result
@@ -124,7 +128,7 @@ def tag_orders(
 
 
 def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
-    """What instructions read and write of tagged tensors, by instruction.
+    """The regions of tagged tensors that instructions read and write, in the order of the instructions.
 
     Returns [r, 7]: instruction, tensor, rows, columns (two numbers each), and 1 for a write.
     """
@@ -163,7 +167,7 @@ def _alike(cls: type[Instruction], numbers: Ints, words: Words, kind_of_tensor: 
     handles = operands[:, slots]
     key = operands.copy()
     key[:, slots] = kind_of_tensor[np.where(handles == NONE, len(kind_of_tensor) - 1, handles)]
-    # Operands that name the same tensor may conflict with each other: equal handles, equal patterns.
+    # Operands that name the same tensor may conflict, so a kind also fixes which handles are equal.
     pattern = (handles[:, :, None] == handles[:, None, :]).argmax(axis=2) if slots else handles
     key = np.concatenate([key, pattern, np.zeros((len(key), 1), np.int64)], axis=1)
     raw, width = key.tobytes(), key.shape[1] * key.itemsize

@@ -2,9 +2,10 @@
 
 ``isa.hpp`` holds plain structs and constants, for the CPU interpreter and for device code alike;
 ``kernel_table.hpp`` includes every ``instructions/<name>/cpu.hpp`` and lists the kernels by opcode;
-``note.hpp`` holds what the CPU's interpreter notes when it traces. ``launch.hpp`` and ``faults.hpp`` are for
-device code: what host and kernel hand to each other. ``program_header`` makes the header that specialises
+``note.hpp`` holds the record that the CPU's interpreter traces. ``launch.hpp`` and ``faults.hpp`` declare,
+for device code, the data that host and kernel exchange. ``program_header`` makes the header that specialises
 the GPU's kernel for what one program uses.
+
 The build runs this file as a script (``codegen.py <folder>``) with a Python that need not have torch,
 numpy or megavm.
 """
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megavm.vm.program import Program
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH = 100  # of comments that are lines of their own
+WIDTH = 100  # of comments on their own lines
 
 
 def warning(source: str) -> str:
@@ -51,7 +52,7 @@ def constants(module: types.ModuleType) -> Iterator[str]:
 
 
 def own_constants(module: types.ModuleType, *others: types.ModuleType) -> list[str]:
-    """The constants of a module without those that it has from ``others``."""
+    """The constants of a module without those that it imports from ``others``."""
     known = {line for other in others for line in constants(other)}
     return [line for line in constants(module) if line not in known]
 
@@ -218,7 +219,7 @@ def kernel_table(instructions: Iterable[type[Instruction]]) -> str:
 
 
 def faults_header() -> str:
-    """The text of ``faults.hpp``: how device code says what went wrong."""
+    """The text of ``faults.hpp``: how device code reports faults."""
     from megavm.vm.cuda.faults import FAULT_RECORD, Fault, FaultKind, SemaphoreKind
 
     lines = [warning("vm/cuda/faults.py"), "#pragma once", "", "namespace megavm {", ""]
@@ -229,7 +230,7 @@ def faults_header() -> str:
 
 
 def launch_header() -> str:
-    """The text of ``launch.hpp``: what the host hands to a launch, and what it gets back."""
+    """The text of ``launch.hpp``: the arguments and the results of a launch."""
     from megavm.vm.cuda import launch
     from megavm.vm.events import Event
     from megavm.vm.layout import Order
@@ -244,7 +245,7 @@ def launch_header() -> str:
 
 
 def note_header() -> str:
-    """The text of ``note.hpp``: a row of what the CPU's interpreter notes when it traces."""
+    """The text of ``note.hpp``: the record that the CPU's interpreter traces."""
     from megavm.vm.cpu.notes import NOTE
 
     lines = [warning("vm/cpu/notes.py"), "#pragma once", "", "#include <cstdint>", ""]
@@ -252,14 +253,16 @@ def note_header() -> str:
     return "\n".join(lines)
 
 
-MANY_ROWS = 1 << 16  # what a kernel for several rows is told, so that it serves steps of all sizes
+MANY_ROWS = (
+    1 << 16
+)  # least max_rows of a kernel for several rows, so that it serves steps of all sizes
 
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What the GPU's kernel must know of a program: ``used`` instructions, and constants.
+    """What the GPU's kernel is compiled for: the ``used`` instructions, and constants.
 
-    ``common`` are those of the program, ``of_class`` those of the instructions of a class, by its name.
+    ``common`` holds the constants of the program, ``of_class`` those of each instruction class, by name.
     """
 
     used: tuple[type[Instruction], ...]
@@ -270,9 +273,9 @@ class Specialisation:
 def specialisation(
     instructions: Iterable[Instruction], tensors: Sequence[TensorSpec]
 ) -> Specialisation:
-    """Join the constants of instructions (isa.Join says how); of those that are alike one is enough.
+    """Join the constants of instructions (isa.Join says how). One instruction of each kind is enough.
 
-    Raises ValueError when some must agree and do not.
+    Raises ValueError when constants must agree and do not.
     """
     from megavm.instructions import instruction_set
     from megavm.vm.isa import Join, largest
@@ -287,7 +290,7 @@ def specialisation(
             rows = values["row_end"] - values["row_begin"]
             common["max_rows"] = max(common["max_rows"], rows)
         found = inst.constants(tensors)
-        # Most tiles say the same.
+        # Most tiles declare the same: join that only once.
         scratch = inst.scratch_bytes(tensors)
         key = type(inst), scratch, *found.items()
         if key in known:
@@ -309,11 +312,11 @@ def specialisation(
 
 
 def program_header(program: Program, *, trace: bool = False, in_order: bool = False) -> str:
-    """The text of ``program.hpp``: what the GPU's kernel must know of ``program``, and nothing else.
+    """The text of ``program.hpp``: what the GPU's kernel must know about ``program``, and nothing else.
 
-    Programs that differ in other things have the same text, and share the kernel. ``in_order``: a worker
-    begins an instruction only when the one before it is stored, which a program needs whose proof rests on
-    the order of its queues.
+    Programs that differ only in other respects have the same text and share the kernel. With ``in_order`` a
+    worker begins an instruction only when the one before it is stored. A program needs this if its proof
+    relies on the order of its queues.
 
     Raises ValueError when no kernel can be specialised for all of the program.
     """
@@ -350,7 +353,7 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
 def join(known: dict[str, int], found: Mapping[str, Constant], owner: str) -> None:
     """Merge constants into ``known``.
 
-    Raises ValueError when two must agree and do not.
+    Raises ValueError when constants must agree and do not.
     """
     from megavm.vm.isa import Join
 
@@ -377,7 +380,7 @@ def named_constants(values: Mapping[str, int]) -> Iterator[str]:
 
 
 def write_if_changed(path: Path, text: str) -> None:
-    """Leave the file's time alone when nothing changed."""
+    """Write a file unless it has this text already, so that its time stays the same."""
     if not path.exists() or path.read_text(encoding="utf-8") != text:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -396,6 +399,6 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    # The script's own folder is on the path: a module of it must not hide one of the standard library.
+    # Take the script's own folder off the path: its modules must not hide those of the standard library.
     sys.path[:] = [p for p in sys.path if Path(p or ".").resolve() != ROOT / "vm"]
     main(sys.argv[1])

@@ -1,4 +1,4 @@
-"""The differential tool: one program, two machines, instruction by instruction; where do they part?"""
+"""The differential tool: runs a program on two machines and finds the first instruction where they differ."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def first_divergence(
 ) -> Divergence | None:
     """Run ``steps`` steps of ``program`` on two machines from equal memories; None when they agree.
 
-    Works on copies of ``memory`` (read-only tensors are shared). After each instruction what it wrote is
-    compared (workspaces aside), element by element: |a - b| <= absolute + relative * max(|a|, |b|), by dtype; NaN equals NaN.
-    Then the second machine takes over the first one's values, so that every instruction is judged alone.
+    Works on copies of ``memory``, which share read-only tensors. After each instruction, compares what it
+    wrote, except workspaces, element by element: |a - b| <= absolute + relative * max(|a|, |b|), by dtype;
+    NaN equals NaN. Then copies the first machine's values to the second, so that every instruction is
+    judged alone.
 
     Raises ValueError when the program does not verify, MachineFault when an instruction fails.
     """

@@ -1,4 +1,4 @@
-"""What machines note of an instruction when they trace: one vocabulary for machines, device code and profiler."""
+"""The events of an instruction that machines trace; machines, device code and profiler share their names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from megavm.vm.abi import Code
 
 
 class Event(Code):
-    """A point in the life of an instruction, and the role that it is about.
+    """A point in time during an instruction, and the role that it belongs to.
 
-    The members stand in the order of a trace; the value is the event's column in what the GPU notes.
+    The members are in the order of a trace; the value is the event's column in a trace of the GPU.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""An instruction with the tensors it works on: what tests and the differential tool feed to machines."""
+"""Examples: an instruction with the tensors it works on, for tests and the differential tool."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megavm.vm.program import Program
 class Example:
     """``values`` gives the contents of tensors by name; the others hold zeros.
 
-    A tagged tensor that has a value was written in the running step; one that has none was not.
+    A tagged tensor with a value counts as written in the running step, one without a value does not.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Example:
         return memory
 
     def program(self) -> Program:
-        """The instruction alone."""
+        """A program of this one instruction."""
         return Program.build(self.tensors, [self.instruction], [[0]])
 
     def changed(self, *operands: str, **changes: Any) -> Example:
-        """The same with other tensors for these operands: ``changes`` is what is different in their specs."""
+        """A copy with ``changes`` in the specs of these operands' tensors."""
         tensors = list(self.tensors)
         for name in operands:
             handle = getattr(self.instruction, name)
@@ -52,9 +52,9 @@ class Example:
         return replace(self, tensors=tensors)
 
     def tagged_variants(self) -> Iterator[tuple[str, Example]]:
-        """(operand, the example with its tensor tagged) for all that may be tagged and is not.
+        """(operand, the example with its tensor tagged) for every operand that may be tagged and is not.
 
-        Where the instruction does not take the operand tagged alone, all are tagged that may be.
+        If the instruction rejects the example with this operand alone tagged, all such operands are tagged.
         """
         plain = [
             f.name
@@ -70,7 +70,7 @@ class Example:
                     break
 
     def _is_whole_words(self, handle: int) -> bool:
-        """Whether a tensor, and what the instruction writes of it, is made of words of four bytes."""
+        """Whether the rows of a tensor, and the columns that are written, consist of whole 4-byte words."""
         size = self.tensors[handle].dtype.size
         written = [r for r in self.instruction.writes(self.tensors) if r.tensor == handle]
         ends = [self.tensors[handle].columns, *(c for r in written for c in r.columns)]
@@ -81,7 +81,7 @@ class Example:
         values = dict(self.values)
         for region in self.instruction.reads(made.tensors):
             spec = made.tensors[region.tensor]
-            if spec.tagged and not self.tensors[region.tensor].tagged:  # written, if only zeros
+            if spec.tagged and not self.tensors[region.tensor].tagged:  # a value, so it is written
                 values.setdefault(spec.name, torch.zeros(spec.shape))
         names = ", ".join(operands)
         return replace(made, name=f"{self.name}, with {names} tagged", values=values)
@@ -105,7 +105,10 @@ class Table:
         *,
         tagged: bool = False,
     ) -> int:
-        """A tensor with these contents (none: zeros, and a tagged tensor is yet to be written)."""
+        """Add a tensor with these contents and return its handle.
+
+        Without ``value`` it holds zeros, and a tagged tensor does not count as written.
+        """
         self.specs.append(TensorSpec(name, shape, dtype, kind, tagged))
         if value is not None:
             self.values[name] = value
@@ -121,7 +124,7 @@ class Table:
         return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32) * scale)
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
-        """A weight whose products with normal inputs are about normal."""
+        """A weight whose products with normal inputs are approximately normal."""
         return self.add(
             name, shape, dtype, TensorKind.WEIGHT, self.normal(*shape, scale=shape[-1] ** -0.5)
         )
@@ -132,7 +135,7 @@ class Table:
         return self.add(name, (columns,), dtype, TensorKind.WEIGHT, value)
 
     def squares(self, name: str, rows: int, columns: int, *, tagged: bool = False) -> int:
-        """Squares of rows of so many normal elements, as ``out_squares`` of Matmul."""
+        """Sums of squares of rows of ``columns`` normal elements, as in ``out_squares`` of Matmul."""
         shape = (rows, squares_of(columns))
         value = UNIT_ROWS * (1 + self.normal(*shape, scale=0.2).abs())
         return self.add(name, shape, F32, TensorKind.ACTIVATION, value, tagged=tagged)
@@ -159,11 +162,11 @@ class Table:
     def output(
         self, name: str, shape: tuple[int, ...], dtype: DType, *, tagged: bool = False
     ) -> int:
-        """An activation that is yet to be written."""
+        """An activation that has not been written yet."""
         return self.add(name, shape, dtype, TensorKind.ACTIVATION, tagged=tagged)
 
     def integers(self, name: str, value: Sequence[int] | torch.Tensor) -> int:
-        """A step tensor."""
+        """An int32 tensor that the host writes before a step."""
         array = torch.as_tensor(value, dtype=torch.int32)
         return self.add(name, tuple(array.shape), I32, TensorKind.INPUT, array)
 

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from megavm.vm.layout import Layout
 
 T = TypeVar("T", int, float)
-Encoding = bytes  # of an instruction, in whose class ``bytes`` is a method
+Encoding = bytes  # an encoded instruction; inside Instruction ``bytes`` is a method
 
 
 class DType(Enum):
@@ -121,10 +121,10 @@ class TensorSpec:
 
     @functools.cached_property
     def entry_columns(self) -> int:
-        """Columns of a row of an indexed region (see Region).
+        """Columns of one row of an indexed region (see Region).
 
-        In a paged tensor [pages, groups, slots, d] such a row is one slot of all groups: groups * d columns.
-        In others it is a row.
+        In a KV cache [blocks, kv heads, block_size, d] that row is one slot of all KV heads: kv heads * d
+        columns. In any other tensor it is a row of the tensor.
         """
         return self.shape[1] * self.shape[3] if len(self.shape) == 4 else self.columns
 
@@ -137,15 +137,15 @@ class TensorSpec:
 class Region:
     """The rectangle ``rows`` x ``columns`` (half-open ranges) of a tensor that an instruction accesses.
 
-    In an *indexed* region the rows are entries of an index that the host writes, not rows of the tensor:
-    row r of a KV cache stands for the slot that the block table gives to step row r, row i of the token
-    table for the sequence of logit row i. The host sees to it that distinct entries name distinct places,
-    and all indexed regions of one tensor use the same index. An indexed row has TensorSpec.entry_columns
-    columns: in a KV cache column ``kv head * head_dim + element``.
+    The rows of an *indexed* region are entries of an index that the host writes, not rows of the tensor:
+    row r of a KV cache is the slot that the block table assigns to step row r, and row i of the token
+    table belongs to the sequence of logit row i. The host guarantees that distinct entries name distinct
+    places, and all indexed regions of one tensor use the same index. An indexed row has
+    TensorSpec.entry_columns columns: in a KV cache, column ``kv head * head_dim + element``.
 
-    An *earlier* region is an indexed one that is read: of its places only those that earlier steps wrote,
-    and none that this step or a later one writes. So it must come after the writes of the step before,
-    and conflicts with no write of another step.
+    An *earlier* region is an indexed region that is read. The read touches only places that earlier steps
+    wrote and that neither this step nor a later one writes. So it must follow the writes of the previous
+    step, and it conflicts with no other write.
     """
 
     tensor: int
@@ -161,35 +161,35 @@ class Region:
 
 @dataclass(frozen=True)
 class Wait:
-    """Run only when ``barrier`` has been signalled ``target`` times in this step (0: by earlier steps)."""
+    """Run only after ``barrier`` was signalled ``target`` times in this step.
+
+    Target 0 waits for all signals of earlier steps.
+    """
 
     barrier: int
     target: int
 
 
 class TagOrder(Enum):
-    """Whether the GPU kernel of an instruction orders its tagged words by itself, for live rows.
+    """How the GPU kernel of an instruction orders its tagged words, for live rows.
 
-    The verifier assumes that an instruction waits for every tagged word that it declares as read before it
-    stores anything that others see, and that it has read everything before it tags a word.
+    The verifier assumes two rules. First, an instruction waits for every tagged word that it declares as
+    read before it stores anything that others see. Second, it has read everything before it tags a word.
+    It knows the weaker orders below.
     """
 
-    KEPT = 0  # it does
-    READS_LATE = (
-        1  # the first is true; its tags say nothing of its own reads, as the verifier knows
-    )
-    WRITES_EARLY = (
-        2  # the second is true, trivially: it has no tagged results; as the verifier knows
-    )
+    KEPT = 0  # the kernel keeps both rules
+    READS_LATE = 1  # only the first: its tags prove nothing about its own reads
+    WRITES_EARLY = 2  # only the second, trivially: it has no tagged results
     BY_MACHINE = 3  # the machine waits before the kernel and tags after it, in two more round trips
 
 
 class Join(Enum):
-    """How a constant of a kernel is made from what the instructions of a program say."""
+    """How the values that a program's instructions declare become one constant of a kernel."""
 
-    SAME = "same"  # they must agree, within a class
-    LARGEST = "largest"  # within a class, and over the whole program
-    UNION = "union"  # of bits; likewise
+    SAME = "same"  # all instructions of a class must agree
+    LARGEST = "largest"  # maximum, within a class and over the program
+    UNION = "union"  # bitwise or, within a class and over the program
 
 
 @dataclass(frozen=True)
@@ -206,12 +206,12 @@ def same(value: int) -> Constant:
 
 
 def largest(value: int) -> Constant:
-    """A constant of which the largest counts."""
+    """A constant whose largest value counts."""
     return Constant(value, Join.LARGEST)
 
 
 def union(bits: int) -> Constant:
-    """A set of bits, or a truth value, to which every instruction adds."""
+    """A set of bits, or a boolean: the bitwise or over all instructions."""
     return Constant(int(bits), Join.UNION)
 
 
@@ -221,14 +221,14 @@ class FieldKind(Enum):
     REAL = "real"
 
 
-_SHAPE = re.compile(r"\[[^\[\]]+\]")  # of a tensor operand, in its description
+_SHAPE = re.compile(r"\[[^\[\]]+\]")  # finds the shape in the description of a tensor operand
 
 
 class Field(Generic[T]):
     """One operand word. Values live in the instance; the class attribute describes them.
 
-    ``shape`` is the tensor's, in words, and ``rank`` the number of its dimensions: "" and None when
-    the operand may be of any.
+    ``shape`` is the tensor's shape in words and ``rank`` its number of dimensions; "" and None when the
+    operand may have any shape.
     """
 
     name: str
@@ -271,7 +271,7 @@ class Field(Generic[T]):
 
     @property
     def format(self) -> str:
-        """Code of the word in Python's ``struct``."""
+        """Format character of the word in Python's ``struct``."""
         return "f" if self.kind is FieldKind.REAL else "I"
 
     def check(self, value: object, owner: str) -> int | float:
@@ -312,11 +312,11 @@ def tensor(
 ) -> Field[int]:
     """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
 
-    A shape in brackets in ``doc`` is part of the declaration: the tensor has as many dimensions.
+    A shape in brackets in ``doc`` is part of the declaration: the tensor must have as many dimensions.
 
     Unless an operand is ``produced``, no instruction of the program may write it: kernels read it before
-    the instruction's waits are over, and through caches that do not see other workers' writes.
-    ``tagged``: instructions may exchange it as tagged words too; then it is ``produced`` as well. The
+    the instruction's waits end, and through caches that do not see other workers' writes. With ``tagged``
+    instructions may also exchange the operand as tagged words; it is then ``produced`` as well. The
     contents of a ``workspace`` are unspecified after the instruction, and machines may differ in them.
     """
     return Field(
@@ -348,7 +348,7 @@ class Instruction:
 
     opcode: ClassVar[int]
     fields: ClassVar[tuple[Field[Any], ...]]
-    # Other instructions that its GPU kernel serves too, by name, whether or not a program uses them.
+    # Names of further instructions that its GPU kernel includes, even if the program does not use them.
     companions: ClassVar[tuple[str, ...]] = ()
 
     waits: tuple[Wait, ...]
@@ -374,7 +374,7 @@ class Instruction:
             name = field.name
             if name in operands:
                 value = operands.pop(name)
-                # The usual operand is not worth a call: programs have hundreds of thousands.
+                # Skip the call for the usual operand: programs have hundreds of thousands.
                 usual = type(value) is int and 0 <= value < NONE
                 if not usual or field.kind is real_kind:
                     value = field.check(value, cls.__name__)
@@ -423,8 +423,8 @@ class Instruction:
         """Handles of the tensors whose contents it leaves unspecified."""
         return {self.__dict__[f.name] for f in self.fields if f.workspace} - {NONE}
 
-    # What the instruction declares about itself. ``tensors`` is the program's table. Of instructions with
-    # the same operands, on tensors of the same shapes, types and kinds, only one is asked (alike.py).
+    # Declarations of an instruction. ``tensors`` is the program's table. Instructions with the same operands
+    # on tensors of the same shapes, types and kinds share the answers of one of them (alike.py).
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         """Every region whose contents the result depends on, weights and inputs included."""
@@ -444,21 +444,21 @@ class Instruction:
         return sum(r.elements * tensors[r.tensor].dtype.size for r in regions)
 
     def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        """Bytes of working memory that its kernel on the CPU takes, at most."""
+        """Largest number of bytes of working memory that its CPU kernel takes."""
         return 0
 
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        """Bytes of scratch that its kernel on the GPU takes; products share theirs (cuda/memory.py)."""
+        """Bytes of scratch that its GPU kernel takes; cuda/memory.py computes the scratch of products."""
         return 0
 
     def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
-        """What its kernel on the GPU is compiled for, by snake_case name; see codegen.specialisation."""
+        """Constants that its GPU kernel is compiled for, by snake_case name; see codegen.specialisation."""
         return {}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
-        """The layouts in which its GPU kernel takes operands, by name, the best first.
+        """The layouts that its GPU kernel accepts for operands, by name, best first.
 
-        Operands that are not there are taken in natural order alone.
+        The kernel accepts all other operands in natural order only.
         """
         return {}
 
@@ -470,11 +470,11 @@ class Instruction:
         return TagOrder.BY_MACHINE
 
     def sequence_holder(self) -> str:
-        """The operand that has too few sequences when a row's is out of range, for a fault's sentence."""
+        """For the sentence of a fault: the operand with too few sequences when a row's is out of range."""
         return "tokens" if "tokens" in self.__dict__ else "block_table"
 
     def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
-        """The operand that holds only ``limit`` positions when a row's is beyond, for a fault's sentence."""
+        """For the sentence of a fault: the operand with only ``limit`` positions when a row's is beyond."""
         return self.sequence_holder()
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
@@ -495,8 +495,8 @@ class Instruction:
     def decode(cls, data: Encoding | memoryview) -> Self:
         """Inverse of ``encode`` for an instruction known to be of this class.
 
-        Words that no field uses are not looked at: ``verify`` does that. Raises ValueError when length or
-        opcode are wrong.
+        Ignores words that no field uses; ``verify`` checks them. Raises ValueError when the length or the
+        opcode is wrong.
         """
         if len(data) != 4 * INSTRUCTION_WORDS:
             raise ValueError(f"an instruction has {4 * INSTRUCTION_WORDS} bytes, not {len(data)}")
@@ -544,7 +544,7 @@ class Instruction:
 
 
 def sync_words(waits: Sequence[Wait], signal: int | None) -> tuple[int, ...]:
-    """What stands between opcode and operands: the signal, and MAX_WAITS pairs."""
+    """The header words after the opcode: the signal, then MAX_WAITS (barrier, target) pairs."""
     pairs = [word for wait in waits for word in (wait.barrier, wait.target)]
     return (
         NONE if signal is None else signal,
@@ -554,7 +554,7 @@ def sync_words(waits: Sequence[Wait], signal: int | None) -> tuple[int, ...]:
 
 
 def whole(tensors: Sequence[TensorSpec], handle: int) -> Region:
-    """All of a tensor."""
+    """The region that covers a whole tensor."""
     spec = tensors[handle]
     return Region(handle, (0, spec.rows), (0, spec.columns))
 

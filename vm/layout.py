@@ -1,8 +1,8 @@
-"""How the elements of a tensor lie in memory: in their natural order, or as the GPU's kernels want them.
+"""Layouts: tensors store their elements in natural order, or in an order that the GPU's kernels need.
 
-Instructions declare the layouts that their kernels take (``Instruction.layouts``), a machine gives them to
-tensors when it loads a program (cuda/layouts.py), and ``Memory`` converts and hands out values in natural
-order whatever the layout. Device code has ``Order`` as ``Layout``, in ``launch.hpp``.
+Instructions declare the layouts that their kernels accept (``Instruction.layouts``), and a machine applies
+them to tensors when it loads a program (cuda/layouts.py). ``Memory`` converts: it takes and returns values
+in natural order for every layout. Device code calls ``Order`` ``Layout``, in ``launch.hpp``.
 
 This module imports neither torch nor numpy: the C++ build runs it.
 """
@@ -19,7 +19,7 @@ from megavm.vm.isa import BF16, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 8  # elements of bfloat16 that are swizzled together: 16 bytes
+CHUNK = 8  # bfloat16 elements that a swizzle moves together: 16 bytes
 SWIZZLE_COLUMNS = 64  # a row must be whole multiples of this to be swizzled
 
 
@@ -49,7 +49,7 @@ class Layout:
         return self.order.name.lower() + (f"({self.half})" if self.half else "")
 
     def check(self, spec: TensorSpec) -> None:
-        """Raise ValueError when the tensor cannot lie so."""
+        """Raise ValueError when the tensor cannot have this layout."""
         if self.order is Order.ROWS:
             return
         wrong = None
@@ -75,7 +75,7 @@ class Layout:
         return _swizzle(value) if self.order is Order.SWIZZLED else value
 
     def unpack(self, spec: TensorSpec, storage: torch.Tensor) -> torch.Tensor:
-        """The natural-order contents of ``storage``; of ``ROWS`` the storage itself."""
+        """The natural-order contents of ``storage``; for ``ROWS`` the storage itself."""
         if self.order is Order.UNITS:
             return self._unpack_units(spec, storage)
         return _swizzle(storage) if self.order is Order.SWIZZLED else storage
@@ -111,7 +111,7 @@ def units(half: int = 0) -> Layout:
 
 
 def _swizzle(value: torch.Tensor) -> torch.Tensor:
-    """Exchange the chunks of every row; its own inverse."""
+    """Permute the chunks of every row; the permutation is its own inverse."""
     import torch
 
     blocks, heads, slots, columns = value.shape
@@ -123,6 +123,6 @@ def _swizzle(value: torch.Tensor) -> torch.Tensor:
 
 
 def swizzled_if_possible(cache: TensorSpec) -> Layout:
-    """The layout in which the GPU's attention wants a KV cache."""
+    """The layout that the GPU's attention needs for a KV cache."""
     fits = cache.dtype is BF16 and cache.shape[-1] % SWIZZLE_COLUMNS == 0
     return SWIZZLED if fits else ROWS

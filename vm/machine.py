@@ -1,4 +1,4 @@
-"""What every machine does: load a program on a memory, run it for some steps, or fault with its state."""
+"""The interface of machines: load a program on a memory, run it for some steps, or fault with its state."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkerState:
 
 
 class MachineFault(RuntimeError):
-    """A launch ended before its time. ``cause`` is one sentence; ``workers`` the state of each worker.
+    """A launch could not finish. ``cause`` is one sentence, ``workers`` the state of each worker.
 
     The memory's activations and state are unspecified afterwards. The executable runs again after
     ``reset``.
@@ -53,12 +53,12 @@ class MachineLost(MachineFault):
 
 @dataclass(frozen=True, eq=False)
 class Notes:
-    """What a tracing machine noted of one launch: a row for every instruction that it executed.
+    """The trace of one launch: a row for every executed instruction.
 
-    Rows stand worker by worker, step by step, in the order of the queue; of a dynamic queue step by
-    step. ``times`` is int64 [rows, n], on the machine's device, in nanoseconds of one clock for all
-    workers and launches, 0 for what did not happen; ``events`` says which of its columns holds an event
-    of the profiler. ``worker_column`` says who executed what (None: the machine does not note it).
+    Rows are ordered by worker, step and place in the queue; rows of a dynamic queue by step and place.
+    ``times`` is int64 [rows, n] on the machine's device, in nanoseconds of one clock for all workers and
+    launches, 0 for an event that did not happen. ``events`` maps events of the profiler to columns.
+    ``worker_column`` is the column of the executing worker (None: the machine does not record it).
     """
 
     steps: int
@@ -67,7 +67,7 @@ class Notes:
     worker_column: int | None = None
 
     def places(self, program: Program) -> tuple[Ints, Ints, Ints, Ints]:
-        """Worker (-1: unknown), step, slot in the queue and instruction of every row: int32 [rows]."""
+        """Worker (-1: unknown), step, slot in the queue and instruction of every row: int32 [rows] each."""
         lengths = [len(queue) for queue in program.queues]
         order = np.concatenate([np.empty(0, np.int32), *program.queues])
         slots = np.concatenate([np.arange(n, dtype=np.int32) for n in (0, *lengths)])
@@ -100,12 +100,12 @@ class Machine(Protocol):
 
 
 class TracingExecutable(Protocol):
-    """A program on a machine that notes what happens when."""
+    """A program on a machine that traces."""
 
     program: Program
 
     def trace(self) -> list[Notes]:
-        """What every launch since the last call noted, in their order; it is kept until then.
+        """The traces of all launches since the last call, in order. They are kept until this call.
 
         Raises ValueError when the machine does not trace.
         """
@@ -118,24 +118,24 @@ class Executable(Protocol):
     program: Program
 
     def run(self, steps: int = 1) -> None:
-        """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
+        """Run the program ``steps`` times and return when it has finished. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished; nothing runs then before ``reset``.
+        Raises MachineFault when it cannot finish; the executable then needs ``reset`` to run again.
         """
         ...
 
     def reset(self) -> None:
         """Set all counters to those of a fresh load, so that the program runs again after a fault.
 
-        Waits for launches under way and drops what they noted. ``memory.epoch`` stays: a run
-        advances it before it begins, so no word can carry the tag of a later step. Raises
-        MachineLost when the machine cannot run anything any more.
+        Waits for launches in progress and drops their traces. Keeps ``memory.epoch``: a run advances it
+        before it begins, so no word can carry the tag of a later step. Raises MachineLost when the
+        machine cannot run anything any more.
         """
         ...
 
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
 
-        For tools; ``memory.epoch`` stays. Raises MachineFault when the instruction fails.
+        For tools; keeps ``memory.epoch``. Raises MachineFault when the instruction fails.
         """
         ...

@@ -16,9 +16,9 @@ TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: 
 class Memory:
     """Tensors by name, on one device. Programs of one model share a memory.
 
-    A tensor is bound (weights: no copy is made) or allocated, filled with zeros. A tagged tensor is stored
-    as int32 of shape [rows, words, 2]: the value's bits, then the epoch that wrote them; everything else
-    in its own shape and dtype, contiguous, unless a machine has given it another layout (vm/layout.py).
+    A tensor is bound (weights, without a copy) or allocated and filled with zeros. A tagged tensor is stored
+    as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them. Any other tensor is stored
+    contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -27,7 +27,7 @@ class Memory:
         self._storage: dict[str, torch.Tensor] = {}
         self._layouts: dict[str, Layout] = {}
         self.epoch = 0  # steps run on this memory so far; the tag of the last step
-        self.relayouts = 0  # how often storage has moved
+        self.relayouts = 0  # number of times that storage has moved
 
     def __contains__(self, name: object) -> bool:
         return name in self._storage
@@ -62,9 +62,9 @@ class Memory:
         self._storage[spec.name] = value
 
     def allocate(self, specs: Iterable[TensorSpec]) -> None:
-        """Allocate what is not there yet.
+        """Allocate the tensors that are not present yet.
 
-        Raises ValueError when a tensor of the same name but another kind, shape or dtype is there.
+        Raises ValueError when a tensor of the same name is present with another kind, shape or dtype.
         """
         for spec in specs:
             present = self._specs.get(spec.name)
@@ -81,11 +81,11 @@ class Memory:
                 raise ValueError(f"tensor {spec.name} is in memory as {present}, needed as {spec}")
 
     def spec(self, name: str) -> TensorSpec:
-        """What the tensor was bound or allocated as. Raises KeyError when it is not there."""
+        """The spec that the tensor was bound or allocated with. Raises KeyError when it is absent."""
         return self._specs[name]
 
     def require(self, specs: Iterable[TensorSpec], *, rows: bool = False) -> None:
-        """Check that a program's tensors are there; with ``rows`` in natural order.
+        """Check that a program's tensors are present and, with ``rows``, in natural order.
 
         Raises ValueError when one is missing, is another kind, shape or dtype, or has another layout.
         """
@@ -104,13 +104,13 @@ class Memory:
         return self._storage[name]
 
     def layout(self, name: str) -> Layout:
-        """How the elements of the storage are ordered. Raises KeyError when it is not there."""
+        """The layout of the storage. Raises KeyError when the tensor is absent."""
         return self._layouts[name]
 
     def relayout(self, name: str, layout: Layout) -> None:
         """Give a tensor another layout; its storage moves.
 
-        Raises ValueError when the tensor cannot lie so.
+        Raises ValueError when the tensor cannot have it.
         """
         spec, present = self._specs[name], self.layout(name)
         if layout == present:
@@ -123,7 +123,8 @@ class Memory:
     def __getitem__(self, name: str) -> torch.Tensor:
         """The values in natural order, in the shape and dtype of the spec.
 
-        A view where they are stored so; to change a tagged tensor or one of another layout, ``write``.
+        A view if they are stored in that form, otherwise a copy. Change a tagged tensor, or one in another
+        layout, with ``write``.
         """
         storage, spec = self._storage[name], self._specs[name]
         if not spec.tagged:
@@ -132,7 +133,7 @@ class Memory:
         return values.reshape(spec.shape)
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Store values of natural order, whatever the layout; words of a tagged tensor as the next step's.
+        """Store values given in natural order. Words of a tagged tensor get the tag of the next step.
 
         Raises ValueError when the shape is not that of the tensor.
         """
@@ -147,16 +148,17 @@ class Memory:
             storage.copy_(self.layout(name).pack(spec, value))
 
     def take(self, name: str, other: Memory) -> None:
-        """Copy a tensor's contents, tags included, from another memory, whatever device and layouts."""
+        """Copy a tensor's contents, tags included, from a memory on any device and in any layout."""
         if self._specs[name].tagged or self.layout(name) == other.layout(name):
             self._storage[name].copy_(other.storage(name))
         else:
             self.write(name, other[name])
 
     def copy(self, device: torch.device | str | None = None) -> Memory:
-        """A memory of its own with the same contents, on this or another device.
+        """An independent memory with the same contents, on this or another device.
 
-        On the same device tensors that no program writes are shared; on another all are in natural order.
+        On the same device the copy shares tensors that no program writes. On another device all tensors are
+        in natural order.
         """
         twin = Memory(self.device if device is None else device)
         twin._specs = dict(self._specs)

@@ -35,7 +35,7 @@ def encode(instructions: Sequence[Instruction]) -> npt.NDArray[np.uint32]:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Instructions, the queues they stand in, the barriers they use and the tensors they name.
+    """Instructions, the queues that hold them, the barriers they use and the tensors they name.
 
     ``words`` is uint32 [n, 32], one encoded instruction a row. ``queues`` holds instruction numbers:
     with ``dynamic`` one list that all workers draw from in order, otherwise one list per worker. A launch
@@ -107,29 +107,29 @@ class Program:
 
     @functools.cached_property
     def needs_queue_order(self) -> bool:
-        """Whether the values that a run on a GPU gives depend on the order of the static queues.
+        """Whether the results of a run on a GPU depend on the order of the static queues.
 
         False if barriers and tagged words alone order all accesses that conflict, as in every program
         that the compiler makes: a worker may then begin an instruction while the one before it is still
-        being stored. True of a program that does not verify.
+        being stored. True for a program that does not verify.
         """
         from megavm.vm.verify import VerificationError, verify
 
         try:
-            verify(self, "cuda")  # which leaves the answer
+            verify(self, "cuda")  # sets self.__dict__["needs_queue_order"]
         except VerificationError:
             return True
         return bool(self.__dict__["needs_queue_order"])
 
     @functools.cached_property
     def exchanges(self) -> Exchanges:
-        """What a GPU is told of the tagged words that instructions exchange."""
+        """The tables by which a GPU exchanges the tagged words of instructions."""
         from megavm.vm.cuda.exchange import make_exchanges
 
         return make_exchanges(self)
 
     def worker_of(self) -> npt.NDArray[np.int32]:
-        """The queue that each instruction stands in: int32 [n], -1 if in none."""
+        """The queue of each instruction: int32 [n], -1 if it is in none."""
         owner = np.full(len(self), -1, dtype=np.int32)
         for worker, queue in enumerate(self.queues):
             owner[queue] = worker
@@ -229,7 +229,7 @@ class Program:
             raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
 
 
-# What numpy, zipfile, zlib and json raise at files that were damaged, or made to harm.
+# What numpy, zipfile, zlib and json raise for damaged or malicious files.
 _DAMAGED = (
     LookupError,
     TypeError,
@@ -246,7 +246,7 @@ _DAMAGED = (
 
 
 def _check_types(header: Any) -> None:
-    """Raise TypeError when a member of a saved header is not of its type."""
+    """Raise TypeError when a member of a saved header has the wrong type."""
     wanted: dict[str, type] = {
         "dynamic": bool,
         "workers": int,

@@ -120,7 +120,7 @@ def meaning(name: str) -> Callable[[Any, View], None]:
 def sequential_order(program: Program) -> Iterator[int]:
     """Instruction numbers of one step in an order that respects queues, waits and tags.
 
-    Assumes a verified program. Waits for earlier steps are taken as satisfied.
+    Assumes a verified program, and that waits for earlier steps are satisfied.
     """
     if program.dynamic:
         yield from (int(i) for i in program.queues[0])
@@ -204,7 +204,7 @@ class ReferenceExecutable:
                 for index in self._order:
                     self.execute_one(index, step)
         finally:
-            # Even after a fault: words may carry the tags of these steps.
+            # Also after a fault: words may already carry the tags of these steps.
             self.memory.epoch += steps
 
     def reset(self) -> None:

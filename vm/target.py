@@ -1,6 +1,6 @@
-"""What is worth knowing of a machine to compile for it: one Target each.
+"""What the compiler must know about each machine: one Target per machine.
 
-Sizes that kernels are compiled with stand in config.py, for C++ as well.
+config.py has the sizes that kernels are compiled with; C++ shares them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ BF16_BYTES = 2
 class Target:
     """A machine, as the compiler and the engine see it.
 
-    ``workers``: threads or SMs to compile for where the machine is not here. ``compute_capability``:
-    of the GPUs that it runs on, ``architecture`` NVRTC's name of it; None and "" without a GPU.
+    ``workers``: threads or SMs to compile for when the machine is not available here.
+    ``compute_capability`` is that of the GPUs it runs on, ``architecture`` NVRTC's name of it; None and
+    "" without a GPU.
 
     ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
-    the host looks at its stop conditions. ``column_unit``: column tiles of products begin at
+    the host checks its stop conditions. ``column_unit``: column tiles of products begin at
     multiples of it. ``row_exchange`` and ``rows_exchange``: how activations pass between workers in
     steps of one row and of several (CompileOptions.exchange).
 
-    Products of long rows are split into parts of ``part_of_k`` columns (0: not) in steps of 2 to
-    ``parted_rows`` rows, into ``most_parts`` at most, and only while no worker has more than
-    ``summed_columns`` columns of the result: it waits for the other parts each time it finishes as
-    many. From ``many_splits`` splits of a context on, attention leaves workers free for the merges:
-    one split fewer costs less than a late merge. A split has ``min_chunk`` tokens or more.
+    Split K: in steps of 2 to ``parted_rows`` rows, products of long rows are split into parts of
+    ``part_of_k`` columns (0: never), at most ``most_parts``. They are split only while no worker has
+    more than ``summed_columns`` columns of the result, because a worker waits for the other parts each
+    time it has finished that many.
+
+    Split context: from ``many_splits`` splits on, attention leaves workers free for the merges: one
+    split fewer costs less than a late merge. A split has at least ``min_chunk`` tokens.
     """
 
     name: str
@@ -48,7 +51,7 @@ class Target:
     rows_exchange: str = "barrier"
     part_of_k: int = 0
     parted_rows: int = 0
-    most_parts: int = 8  # the worker that adds parts up holds a pair of each in registers
+    most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
     summed_columns: int = BLOCK_UNITS * UNIT_ROWS
     many_splits: int = 8
     min_chunk: int = 256
@@ -68,7 +71,7 @@ TARGETS = {
             column_unit=UNIT_ROWS,
             row_exchange="tagged",
             rows_exchange="heads",
-            # What the kernel takes of a unit of bfloat16 weights, and of rows, at once.
+            # The columns of a unit of bfloat16 weights, and the rows, that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16_BYTES,
             parted_rows=MAX_GROUP_ROWS,
         ),

@@ -39,17 +39,17 @@ class Attention(Instruction):
     writes m = -inf, l = 0), and AttentionMerge joins them. Softmax is computed online over KV blocks
     (Milakov and Gimelshein 2018, arXiv:1805.02867; the split: Flash-Decoding, Dao et al. 2023).
 
-    Sequences of the step may share blocks of the caches only where earlier steps wrote them: of what
-    this step writes, a row reads its own sequence's positions up to p.
+    Sequences of the step may share blocks of the caches only if earlier steps wrote those blocks: a row
+    reads what this step writes only in its own sequence, at positions up to p.
 
-    With ``k_new`` and ``v_new`` the row's own token comes from there: K[p] := k_new[r], V[p] := v_new[r].
-    Of the caches only positions below p are read, which earlier steps wrote: the rows of the step
-    must belong to different sequences. Position p lies in the last chunk, so only the last split
-    reads k_new and v_new.
+    With ``k_new`` and ``v_new`` the row's own token comes from them: K[p] := k_new[r], V[p] := v_new[r].
+    The instruction then reads the caches only at positions below p, which earlier steps wrote, so the rows
+    of the step must belong to different sequences. Position p lies in the last chunk, so only the last
+    split reads k_new and v_new.
     """
 
     opcode = 8
-    # Whether attention is split depends on the context; the kernel need not.
+    # Programs split attention or not, depending on the context; with the merge one kernel serves both.
     companions = ("attention_merge",)
 
     q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
@@ -86,7 +86,7 @@ class Attention(Instruction):
         return tensors[self.q].columns // (cache.shape[1] * cache.shape[3])
 
     def newest(self) -> Iterator[int]:
-        """k_new and v_new, if it reads them."""
+        """k_new and v_new, if this split reads them."""
         return present(self.k_new, self.v_new) if self.split == self.num_splits - 1 else iter(())
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
@@ -161,7 +161,7 @@ class Attention(Instruction):
         }
 
     def is_fast(self, tensors: Sequence[TensorSpec]) -> bool:
-        """Whether the GPU's kernel for common shapes does it (fast.cuh); others take a plain one."""
+        """Whether the GPU's kernel for common shapes applies (fast.cuh); the others use a plain kernel."""
         _, _, block_size, head_dim = tensors[self.k_cache].shape
         types = {tensors[h].dtype for h in (self.k_cache, self.q, *present(self.k_new, self.v_new))}
         whole_blocks = block_size % 8 == 0 and block_size & (block_size - 1) == 0

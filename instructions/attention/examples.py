@@ -37,7 +37,7 @@ class Case:
 APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
-# What the fast kernel of the GPU takes.
+# Arguments of cases that the fast kernel of the GPU accepts.
 FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
 FAST |= {"splits": (0, 1, 16)}
 FAST_HALF = FAST | {"splits": (0, 2, 16)}
@@ -113,7 +113,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def example(rng: np.random.Generator, case: Case) -> Example:
-    """The KV blocks of the sequences are scattered over a cache that is full of other things."""
+    """An example whose KV blocks are scattered over a cache that is full of other values."""
     table = Table(rng)
     d, rows = case.head_dim, len(case.rows)
     per_sequence = -(-64 // case.block_size)

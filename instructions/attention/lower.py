@@ -27,7 +27,7 @@ class Tiling(NamedTuple):
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Attention]:
-    """A tile per range of rows, range of KV heads and split of the context."""
+    """Yield a tile for each range of rows, range of KV heads and split of the context."""
     q = operation.inputs["q"]
     kv_heads = operation.inputs["k_cache"].memory.shape[1]
     tiles = tiling(operation, context.options)
@@ -63,10 +63,10 @@ def attention_tiling(
 ) -> Tiling:
     """How an attention of ``rows`` rows over up to ``context`` tokens is cut.
 
-    Heads are cut first: they cost the same, while the rows of a prompt do not. The context is split
-    only when that gives work to workers that would have none, in three pieces or more of at least
-    ``min_chunk`` tokens: two are not worth a merge. Where it costs few of many splits, workers are
-    left free for the merges: those wait there already when the last split ends.
+    Heads are cut first, because all heads cost the same and the rows of a prompt do not. The context is
+    split only if this gives work to idle workers, into three or more splits of at least ``min_chunk``
+    tokens: two splits do not pay for a merge. If there would be many splits, workers are left free for the
+    merges, which then already wait when the last split ends.
     """
     wanted = options.workers * options.waves
     head_tiles = min(kv_heads, wanted)

@@ -18,8 +18,8 @@ from megavm.vm.isa import (
     whole,
 )
 
-ITEM_ELEMENTS = 32  # of a head, that a warp of the GPU merges at a time
-MAX_ITEMS = 32  # of an instruction, whose results may wait until all warps have read
+ITEM_ELEMENTS = 32  # elements of a head (an item) that a warp of the GPU merges at a time
+MAX_ITEMS = 32  # most items of an instruction that stores only after all its warps have read
 
 
 class AttentionMerge(Instruction):

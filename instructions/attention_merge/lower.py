@@ -1,4 +1,4 @@
-"""AttentionMerge from a graph: what rewrites/split_context.py leaves to be joined."""
+"""AttentionMerge from a graph: joins the splits that rewrites/split_context.py makes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megavm.scheduler.compiler.tiling import Lowering, cut
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[AttentionMerge]:
-    """Tiles of the rows of attention's, cut at KV heads until all workers have one."""
+    """Yield tiles with the rows of attention's tiles, cut between KV heads until all workers have one."""
     out = operation.outputs["out"]
     _, splits, heads, width = operation.inputs["partial"].memory.shape
     kv_heads, row_tile = (int(operation.attributes[n]) for n in ("kv_heads", "rows_per_tile"))

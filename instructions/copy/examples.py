@@ -16,7 +16,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
     kinds = itertools.product((F32, BF16), (False, True), (F32, BF16), (False, True))
     for i, (x_type, x_tagged, out_type, out_tagged) in enumerate(kinds):
         table = Table(rng)
-        # Odd columns of bfloat16 stand in the middle of a tagged word.
+        # An odd column of bfloat16 begins in the middle of a tagged word.
         columns, x_column, out_column = ((38, 0, 0), (33, 3, 1), (1, 5, 7))[i % 3]
         x = table.activation("x", (5, 48), x_type, tagged=x_tagged)
         out = table.output("out", (4, 40), out_type, tagged=out_tagged)

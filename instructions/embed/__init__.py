@@ -28,8 +28,8 @@ class Embed(Instruction):
     """out[r, :] := table[tokens[row_sequence[r], row_position[r] + s], :]
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); ``s`` is the
-    number of the step within its launch, so that a decode launch of many steps needs no help of the host.
-    ``out_scaled`` and ``out_squares`` are those of Matmul.
+    number of the step within its launch, so a decode launch of many steps does not need the host.
+    ``out_scaled`` and ``out_squares`` are as in Matmul.
     """
 
     opcode = 3
@@ -75,7 +75,7 @@ class Embed(Instruction):
         return {"table": (ROWS, units())}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
-        # Where each warp has one row, all of them read before any stores.
+        # If each warp has at most one row, all warps read before any warp stores.
         once = self.row_end - self.row_begin <= NUM_CONSUMER_WARPS
         return TagOrder.KEPT if once else TagOrder.READS_LATE
 

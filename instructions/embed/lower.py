@@ -9,11 +9,11 @@ from megavm.instructions.tiles import SCALED
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut
 
-COLUMN_UNIT = 64  # tiles begin at multiples of so many columns
+COLUMN_UNIT = 64  # tiles begin at multiples of this many columns
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Embed]:
-    """A tile per worker: of rows where they are enough, otherwise of columns."""
+    """Yield a tile for each worker: a range of rows if there are enough rows, otherwise of columns."""
     out, workers = operation.outputs["out"], context.options.workers
     names = ("table", "tokens", "row_sequence", "row_position", "out", *SCALED)
     handles = context.handles(operation, *names)

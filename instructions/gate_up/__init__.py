@@ -35,7 +35,7 @@ class GateUp(Instruction):
     """out[r, c] := silu(s[r] * (x[r] . gate[c]) + gate_bias[c]) * (s[r] * (x[r] . up[c]) + up_bias[c])
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); silu(a) is
-    a / (1 + exp(-a)). The scale s[r], from ``x_squares``, and rounding are those of Matmul. (SwiGLU: Shazeer
+    a / (1 + exp(-a)). The scale s[r], from ``x_squares``, and the rounding are as in Matmul. (SwiGLU: Shazeer
     2020, arXiv:2002.05202.)
     """
 

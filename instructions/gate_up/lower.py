@@ -12,7 +12,7 @@ OPERANDS = ("x", "gate", "up", "gate_bias", "up_bias", "x_squares", "out")
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[GateUp]:
-    """A tile of columns per worker."""
+    """Yield a tile of columns for each worker."""
     gate, out = operation.inputs["gate"], operation.outputs["out"]
     handles = context.handles(operation, *OPERANDS)
     size, unit = gate.dtype.size, context.options.column_unit

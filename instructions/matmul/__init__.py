@@ -36,7 +36,7 @@ from megavm.vm.isa import (
 )
 from megavm.vm.layout import Layout, units
 
-PART_COLUMNS = 32  # parts of the columns of x begin at multiples of this: of tiles of weights
+PART_COLUMNS = 32  # a part of the columns of x begins at a multiple of this, as tiles of weights do
 
 
 class Matmul(Instruction):
@@ -46,23 +46,24 @@ class Matmul(Instruction):
     ``row_index[r]``, or r without it. The input of the product is rounded to the weight's type, sums are
     float32, and the result is rounded once to the type of ``out``.
 
-    RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), h / sqrt(mean(h^2) + eps) * gain, is done by
-    those on both sides of it, in one pass. Who makes h also leaves the product with the gain, rounded
-    once, and squares, each of 8 columns and of the result before it is rounded::
+    RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), h / sqrt(mean(h^2) + eps) * gain, is fused into
+    the instructions before and after it, without a pass of its own. The instruction that makes h also
+    writes h times the gain, rounded once, and sums of squares, each over 8 columns of the unrounded
+    result::
 
         out_scaled[r, c] := out[r, c] * out_gain[c]
         out_squares[r, j] := sum of out[r, c]^2 for the c of [8 j, 8 j + 8)
 
-    Who reads them as x and ``x_squares`` multiplies by the rest, which all columns share:
+    The instruction that reads them as x and ``x_squares`` multiplies by the factor that all columns share:
     scale(i) is 1 / sqrt(sum(x_squares[i]) / k + eps), or 1 without ``x_squares``; x has k columns.
 
     K is the columns [part * part_k, (part + 1) * part_k) of x that exist. A product of long rows may be
-    split: one instruction for each part of the columns, of which all but part 0 leave their results side
-    by side in a tensor (there ``out`` above begins at column (part - 1) * columns), and part 0 adds them
-    up: ``addends`` is the sum of addends[r, j * columns + c] over all j, in their order. A part
-    cannot have ``x_squares``.
+    split into one instruction for each part of the columns. All parts but part 0 write their results side
+    by side into one tensor, where ``out`` above begins at column (part - 1) * columns. Part 0 adds them:
+    ``addends`` is the sum of addends[r, j * columns + c] over all j, in order of j. A part cannot have
+    ``x_squares``.
 
-    With ``peaks`` the instruction also writes the largest result of each row and where it is:
+    With ``peaks`` the instruction also writes the largest result of each row and its column:
     peaks[r, 2 tile] := max out[r, c], or not-a-number if one of them is; peaks[r, 2 tile + 1] := the lowest c
     with out[r, c] equal to it (anything after not-a-number). Column numbers are exact in float32.
     """
@@ -175,12 +176,14 @@ class Matmul(Instruction):
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         gathers = self.row_index != NONE and (self.x_rows > 1 or self.row_begin > 0)
         if gathers and any(tensors[h].tagged for h in present(self.x, self.x_squares)):
-            return TagOrder.BY_MACHINE  # only chosen rows of x are looked at
+            return TagOrder.BY_MACHINE  # the kernel reads only the gathered rows of x
         for handle in present(self.residual):
             spec = tensors[handle]
             paired = spec.dtype is F32 and spec.columns % 2 == 0
             if spec.tagged and not (single_row and paired):
-                return TagOrder.BY_MACHINE  # awaited when its sums are finished
+                return (
+                    TagOrder.BY_MACHINE
+                )  # the kernel waits for it only when its sums are finished
         begin, end = self.k(tensors)
         order = product_tag_order(
             tensors,
@@ -193,7 +196,7 @@ class Matmul(Instruction):
             single_row=single_row,
         )
         if any(tensors[h].tagged for h in present(self.addends)):
-            # Each thread waits for those that it adds.
+            # Each thread waits for the addends that it adds.
             results = present(self.out, self.out_scaled, self.out_squares, self.peaks)
             if any(tensors[h].tagged for h in results) or order is TagOrder.BY_MACHINE:
                 return TagOrder.BY_MACHINE

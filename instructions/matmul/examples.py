@@ -16,7 +16,7 @@ from megavm.vm.isa import BF16, F32, DType
 
 @dataclass(frozen=True)
 class Case:
-    """One instruction; the defaults are the plainest."""
+    """One instruction; the defaults make the simplest one."""
 
     name: str
     rows: int = 1
@@ -30,10 +30,10 @@ class Case:
     extras: bool = False  # bias, squares of x, residual
     scaled: bool = False  # out_gain, out_scaled, out_squares
     gather: bool = False
-    tiles: int = 0  # column tiles that peaks have room for, if there are peaks
+    tiles: int = 0  # column tiles that peaks have room for; 0: no peaks
     part: int = 0
-    part_k: int = 0  # columns of x of a part, if not all
-    parts: int = 0  # that are added
+    part_k: int = 0  # columns of x of a part; 0: all
+    parts: int = 0  # number of parts that are added
 
 
 CASES = [
@@ -117,7 +117,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def example(rng: np.random.Generator, case: Case) -> Example:
-    """The tile is inside larger tensors, so that what it writes beside itself shows."""
+    """An example whose tile lies inside larger tensors, so that stores outside of it are noticed."""
     table = Table(rng)
     column_begin = 1 if case.out is F32 or not case.tagged else 2
     spare = case.columns % 2 + 2  # tagged rows are whole words
@@ -126,7 +126,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     x_rows = case.rows + 4 if case.gather else case.rows + 1
     out_shape = (case.rows + 2, case.columns + spare)
     columns = out_shape[1]
-    left = max(case.part - 1, 0) * columns  # of the result
+    left = max(case.part - 1, 0) * columns  # where the result begins
     small = case.weight
     scaled: dict[str, Any] = {}
     if case.scaled:

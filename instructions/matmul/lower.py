@@ -1,4 +1,4 @@
-"""Matmul from a graph: products of all columns of x, or in parts of them."""
+"""Matmul from a graph: products of all columns of x, or of parts of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPERANDS = ("x", "weight", "bias", "x_squares", "residual", "row_index", "row_co
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Matmul]:
-    """A tile per worker; of a product in parts (rewrites/split_k.py), each part has its workers."""
+    """Yield a tile for each worker. Each part of split K (rewrites/split_k.py) has its own workers."""
     handles: dict[str, Any] = {"row_count": context.row_count}
     handles |= context.handles(operation, *OPERANDS, *SCALED, "addends", "peaks")
     part: dict[str, Any] = {name: handles[name] for name in ("x", "weight", "row_count")}
@@ -25,7 +25,7 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Matmul]:
         part["out"] = handles["addends"]
     gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
     parts = parts_of(operation)
-    # The first part adds up the others, and comes last, as it waits for them.
+    # The first part adds the others. It comes last, because it waits for them.
     for number in reversed(range(len(parts))):
         tiles = tiles_of_part(operation, context.options, number)
         peaks: dict[Range, int] = {}
@@ -62,7 +62,7 @@ def tiles_of_part(
     if "out_squares" in operation.outputs:
         unit = math.lcm(unit, UNIT_ROWS)
     begin, end = parts_of(operation)[number]
-    # Parts have workers by their share of the columns.
+    # The number of workers of a part is proportional to its columns.
     first = options.workers * begin // weight.columns
     last = options.workers * end // weight.columns
     tiles = product_tiles(

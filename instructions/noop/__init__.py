@@ -10,7 +10,7 @@ from megavm.vm.isa import Instruction, Region, TensorSpec
 class Noop(Instruction):
     """(no effect)
 
-    Its waits and its signal are all there is: a join of up to three barriers.
+    It only waits and signals, and so joins up to three barriers into one.
     """
 
     opcode = 1

@@ -5,4 +5,4 @@ from megavm.vm.reference import View
 
 
 def execute(inst: Noop, m: View) -> None:
-    """Nothing."""
+    """Do nothing."""

@@ -46,12 +46,12 @@ class QkvRope(Instruction):
     ``rope`` holds cos t in its first and sin t in its second half of columns (Su et al. 2021,
     arXiv:2104.09864, with the halves paired as in Hugging Face's Llama). Values are not rotated. The slot
     of a row at position p of sequence s is row p % block_size of KV block block_table[s, p // block_size];
-    p is row_position[r] plus the number of the step within its launch. The scale
-    s[r], from ``x_squares``, biases and rounding are those of Matmul.
+    p is row_position[r] plus the number of the step within its launch. The scale s[r], from ``x_squares``,
+    the biases and the rounding are as in Matmul.
 
-    With ``k_new`` and ``v_new`` the rotated key and the value go there as well, to row r:
-    k_new[r], v_new[r] := k_cache[slot(r)], v_cache[slot(r)]. Attention can read them as tagged words,
-    and then no instruction of the step waits for the caches.
+    With ``k_new`` and ``v_new`` the rotated key and the value are also written to row r of these:
+    k_new[r], v_new[r] := k_cache[slot(r)], v_cache[slot(r)]. Attention can read them as tagged words;
+    then no instruction of the step waits for the caches.
     """
 
     opcode = 7

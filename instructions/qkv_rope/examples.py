@@ -103,7 +103,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def example(rng: np.random.Generator, case: Case) -> Example:
-    """The step's rows write to random KV blocks of a cache that holds other things."""
+    """An example whose rows write to random KV blocks of a cache that is full of other values."""
     table = Table(rng)
     d, block_size = case.head_dim, 8
     q_columns, kv_columns = case.heads * d, case.kv_heads * d

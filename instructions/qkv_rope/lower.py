@@ -16,7 +16,7 @@ OPERANDS = (
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[QkvRope]:
-    """A tile of rotation pairs per worker, of queries, keys and values alike."""
+    """Yield a tile of rotation pairs for each worker. Queries, keys and values are cut together."""
     x, weight = operation.inputs["x"], operation.inputs["q_weight"]
     pairs = operation.outputs["q"].columns // 2 + operation.inputs["k_weight"].rows
     handles = context.handles(operation, *OPERANDS)

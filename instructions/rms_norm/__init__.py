@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation of rows, for when it is not fused into the instruction that reads them."""
+"""Root-mean-square normalisation of rows, where it is not fused into the instruction that reads them."""
 
 from __future__ import annotations
 

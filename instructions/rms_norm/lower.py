@@ -1,4 +1,4 @@
-"""RmsNorm from a graph, where no other instruction does it."""
+"""RmsNorm from a graph, for normalisations that are not fused into other instructions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megavm.scheduler.compiler.tiling import Lowering, cut
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[RmsNorm]:
-    """A range of rows per worker."""
+    """Yield a range of rows for each worker."""
     handles = context.handles(operation, "x", "gain", "out")
     for begin, end in cut(operation.outputs["out"].rows, context.options.workers):
         yield RmsNorm(

@@ -46,7 +46,7 @@ class Integer(IntEnum):
 
 REAL_COLUMNS = len(Real)
 INTEGER_COLUMNS = Integer.STOP + MAX_STOP_TOKENS
-CPU_BINS = 2048  # of the histogram with which the CPU finds a value by its rank
+CPU_BINS = 2048  # bins of the histogram with which the CPU finds a value by its rank
 
 
 class Sample(Instruction):
@@ -66,11 +66,11 @@ class Sample(Instruction):
     8. the token is argmax of a_t - log(-log(u_t)) over those left (Gumbel-max: the same distribution as
        sampling from softmax), u_t uniform in (0, 1) from (seed, p, t) as in ``uniform``.
 
-    So the choice depends on the sequence, its seed and its logits alone, and not on the batch.
+    So the choice depends only on the sequence, its seed and its logits, and not on the batch.
 
-    ``peaks`` holds the largest logit and its column for every tile of columns, as Matmul writes them. With it
-    a row of temperature 0 without penalties and masked stop tokens takes the largest pair (the
-    lowest column among equals) and does not read its logits: the same choice.
+    ``peaks`` holds the largest logit and its column for every tile of columns, as Matmul writes them. With
+    ``peaks`` a row of temperature 0 without penalties or masked stop tokens takes the largest pair (the
+    lowest column among equals) and does not read its logits. The choice is the same.
     """
 
     opcode = 10
@@ -128,7 +128,7 @@ class Sample(Instruction):
         return aligned(8 * words) + aligned(8 * CPU_BINS)
 
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        return 8 * 1024 + 256  # a histogram of 1024 bins, and what the warps tell each other
+        return 8 * 1024 + 256  # a histogram of 1024 bins, and values that the warps exchange
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         logits = tensors[self.logits]

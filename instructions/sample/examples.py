@@ -12,7 +12,7 @@ from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.isa import F32, I32, TensorKind
 
-POSITIONS = [5, 0, 11, 30]  # of the last token of each sequence
+POSITIONS = [5, 0, 11, 30]  # position of the last token of each sequence
 LENGTH = 40
 
 Parameters = dict[Real | Integer, float]
@@ -84,10 +84,10 @@ def example(
     steps_of_logit: float = 0.0,
     tile: int = 0,
 ) -> Example:
-    """Four sequences with the same parameters and other seeds; the logit rows stand in another order.
+    """Four sequences with the same parameters and different seeds; their logit rows are in another order.
 
-    With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``.
-    ``misleading`` logits are not those of the peaks: who reads them chooses another token.
+    With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``. ``misleading`` logits
+    contradict the peaks: a kernel that reads them chooses another token.
     """
     table = Table(rng)
     logits = table.normal(4, vocabulary, scale=3.0)

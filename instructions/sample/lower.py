@@ -15,7 +15,7 @@ OPERANDS = (
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Sample]:
-    """A range of logit rows per worker."""
+    """Yield a range of logit rows for each worker."""
     handles = context.handles(operation, *OPERANDS)
     for begin, end in cut(operation.inputs["logits"].rows, context.options.workers):
         yield Sample(**handles, row_begin=begin, row_end=end)

@@ -33,7 +33,7 @@ def execute(inst: Sample, m: View) -> None:
 
 
 def takes_largest(position: int, integers: list[int], reals: list[float]) -> bool:
-    """Whether the choice is the largest logit as it stands."""
+    """Whether the choice is the largest unadjusted logit."""
     masks = position + 1 < integers[Integer.MIN_LENGTH] and integers[Integer.NUM_STOP] > 0
     neutral = {
         Real.TEMPERATURE: 0.0,

@@ -1,1 +1,1 @@
-"""The CPU machine: the interpreter of programs in C++, and its binding."""
+"""The CPU machine: the C++ interpreter of programs, and its binding."""

@@ -13,8 +13,8 @@ from megavm.vm.machine import MachineFault, Notes, WorkerState
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
-# What cpu/bindings.cpp tells of a fault: (instruction, kind of condition, barrier or tensor, row, word,
-# target, value) of each worker, in (kind, cause, worker, reports).
+# cpu/bindings.cpp describes a fault as (kind, cause, worker, reports), with one report per worker:
+# (instruction, kind of condition, barrier or tensor, row, word, target, value).
 Report = tuple[int, str, int, int, int, int, int]
 Fault = tuple[str, str, int, list[Report]]
 
@@ -22,11 +22,11 @@ Fault = tuple[str, str, int, list[Report]]
 class CpuMachine:
     """Runs programs on threads, one per worker of the program.
 
-    ``workers`` is only what schedulers are told to compile for (default: the processors of this process);
-    a program brings its own number, which may be larger than the processors there are. A run in which
-    nothing can happen any more faults after ``timeout`` seconds. ``level`` forces an instruction-set level
-    of ``levels()``; ``check_resources`` makes an instruction fault that uses more working memory than it
-    declares. With ``trace`` executables note when each instruction did what.
+    Schedulers compile for ``workers`` (default: the processors of this process). A program has its own number
+    of workers, which may exceed the number of processors. A run that cannot make progress faults after
+    ``timeout`` seconds. ``level`` forces one of the instruction-set levels of ``levels()``. With
+    ``check_resources`` an instruction faults when it uses more working memory than it declares. With
+    ``trace`` executables record the events of every instruction.
     """
 
     name = "cpu"
@@ -79,7 +79,7 @@ class CpuExecutable:
         self._interpreter = machine._interpreter
         self.arena_used = 0
         self._trace = machine.trace
-        # The pointers stay good as long as the tensors do.
+        # The interpreter holds pointers to the tensors, so keep them alive.
         memory.require(program.tensors, rows=True)
         self._storage = [_resolve(spec.name, memory) for spec in program.tensors]
         self._loaded = self._interpreter.load(
@@ -89,7 +89,7 @@ class CpuExecutable:
                     storage.data_ptr(),
                     spec.rows,
                     spec.columns,
-                    # Kernels look at the sizes of caches, which have four dimensions; more are the same to them.
+                    # Kernels use the shapes of KV caches only, which have four dimensions.
                     list(spec.shape) if len(spec.shape) <= 4 else [spec.rows, spec.columns],
                     spec.dtype.code,
                     spec.tagged,
@@ -115,17 +115,16 @@ class CpuExecutable:
         return self._loaded.barriers
 
     def run(self, steps: int = 1) -> None:
-        """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
+        """Run the program ``steps`` times and return when it has finished. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished; the executable does not run again before
-        ``reset``.
+        Raises MachineFault when it cannot finish; the executable then needs ``reset`` to run again.
         """
         if self._loaded.broken:
             raise MachineFault("an earlier run of this executable ended in the middle: reset it")
         if steps < 1:
             raise ValueError(f"steps is {steps}: a run has at least one step")
         epoch = self.memory.epoch
-        # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
+        # Also after a fault: words may carry the tags of these steps, which no later step may use again.
         self.memory.epoch += steps
         main_thread = threading.current_thread() is threading.main_thread()
         fault = self._interpreter.run(
@@ -141,8 +140,8 @@ class CpuExecutable:
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
 
-        Leaves in ``arena_used`` how many bytes of working memory it took. Raises MachineFault when it
-        faults or reads a tagged word that is not there.
+        Sets ``arena_used`` to the bytes of working memory that it took. Raises MachineFault when it
+        faults or reads a tagged word that this step has not written.
         """
         tag = (self.memory.epoch + step + 1) & 0xFFFFFFFF
         fault, self.arena_used = self._interpreter.execute_one(self._loaded, index, step, tag)
@@ -150,11 +149,11 @@ class CpuExecutable:
             raise self._machine_fault(fault)
 
     def trace(self) -> list[Notes]:
-        """What every run since the last call noted, in nanoseconds of the steady clock.
+        """The traces of all runs since the last call, in nanoseconds of the steady clock.
 
-        A kernel computes and stores in one go, so that ``computed`` is ``end``. ``inputs`` is ``ready``
-        and all the time that the kernel waited for tagged words, at once or here and there. May be
-        called while the program runs. Raises ValueError when the machine does not trace.
+        A kernel does not separate computing from storing, so ``computed`` equals ``end``. ``inputs`` is
+        ``ready`` plus the total time that the kernel waited for tagged words. May be called while the
+        program runs. Raises ValueError when the machine does not trace.
         """
         if not self._trace:
             raise ValueError("nothing is noted: load the program on a CpuMachine(trace=True)")
@@ -195,7 +194,7 @@ class CpuExecutable:
 
 
 def _resolve(name: str, memory: Memory) -> torch.Tensor:
-    """Storage of a tensor, which memory has. Raises ValueError when the interpreter cannot read it."""
+    """Storage of a tensor that memory has. Raises ValueError when the interpreter cannot read it."""
     storage = memory.storage(name)
     if storage.device.type != "cpu" or not storage.is_contiguous():
         raise ValueError(f"tensor {name} must be contiguous and on the CPU")

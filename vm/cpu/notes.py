@@ -1,4 +1,4 @@
-"""What the CPU machine notes of an instruction when it traces. codegen.py makes ``note.hpp`` from here."""
+"""The record that the CPU machine traces for every instruction. codegen.py writes it to ``note.hpp``."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from megavm.vm.events import Event
 
 NOTE = Struct(
     "Note",
-    "When a worker did what with one instruction, in nanoseconds of the steady clock; 0: it did not.",
+    "Times of one instruction on its worker, in nanoseconds of the steady clock; 0: did not happen.",
     (
         Member("fetched", I64),
         Member("ready", I64, "the waits of the header are over"),
-        Member("inputs", I64, "`ready` and all the time that the kernel waited for tagged words"),
+        Member("inputs", I64, "`ready` plus the time that the kernel waited for tagged words"),
         Member("end", I64, "the kernel has returned"),
         Member("signalled", I64, "after the signal"),
         Member("worker", I64),
     ),
 )
-# A worker turns to an instruction when it fetches it, and computes and stores in one go.
+# A worker begins an instruction when it fetches it, and does not separate computing from storing.
 EVENTS = {
     event.label: NOTE.index(member)
     for event, member in (

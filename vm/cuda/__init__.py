@@ -1,1 +1,1 @@
-"""The GPU machine, on the host: compiling kernels, launching programs, saying what went wrong."""
+"""The host side of the GPU machine: compiles kernels, launches programs, reports faults."""

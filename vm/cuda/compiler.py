@@ -1,6 +1,6 @@
-"""Compiles the GPU's kernel for what a program uses, with NVRTC, and keeps the result on disk.
+"""Compiles the GPU's kernel for what a program uses, with NVRTC, and caches the result on disk.
 
-No GPU is needed. A cached kernel is found by the hash of everything that went into it.
+Needs no GPU. The cache key is the hash of everything that goes into the kernel.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from pathlib import Path
 from megavm.vm import codegen
 from megavm.vm.target import TARGETS
 
-ROOT = (
-    Path(__file__).resolve().parents[2]
-)  # of the sources: "cuda/..." and "instructions/..." are below
+# The folder that holds the sources "cuda/..." and "instructions/...".
+ROOT = Path(__file__).resolve().parents[2]
 ENTRY = "cuda/megakernel.cu"
 KERNEL_NAME = "megavm_kernel"
 CACHE_FORMAT = 1
@@ -38,7 +37,7 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class CompilerOptions:
-    """What NVRTC is told beside the architecture."""
+    """Options of NVRTC besides the architecture."""
 
     std: str = "c++20"
     lineinfo: bool = False
@@ -49,8 +48,8 @@ class CompilerOptions:
 class Kernel:
     """A compiled kernel, and what the compiler said about it.
 
-    ``spill_stores`` and ``spill_loads`` are bytes, ``stack`` the bytes of its largest stack frame;
-    ``seconds`` is what the compilation took, when it was made; ``path`` its place in the cache, None
+    ``spill_stores``, ``spill_loads`` and ``stack`` (its largest stack frame) are in bytes. ``seconds`` is
+    the time that the compilation took, also for a cached kernel. ``path`` is its file in the cache, None
     when it could not be stored.
     """
 
@@ -67,7 +66,7 @@ class Kernel:
 
     @property
     def warnings(self) -> list[str]:
-        """The lines of the log that warn."""
+        """The lines of the log that contain a warning."""
         return [line for line in self.log.splitlines() if _WARNING.search(line)]
 
 
@@ -84,7 +83,7 @@ def reason_unavailable() -> str | None:
             f"the package that compiles and loads kernels is not usable ({name}: {error}): install"
             ' megavm with the extra "cuda"'
         )
-    except Exception as error:  # cuda-pathfinder has its own, for a library that it does not find
+    except Exception as error:  # cuda-pathfinder raises its own type for a missing library
         return f"NVRTC, which compiles kernels, cannot be loaded: {error}"
     version = tuple(int(part) for part in re.findall(r"\d+", cuda.core.__version__)[:2])
     if version < (1, 0):
@@ -103,7 +102,7 @@ def compile_kernel(
     root: Path = ROOT,
     entry: str = ENTRY,
 ) -> Kernel:
-    """The kernel that ``program_header`` (codegen.program_header) specialises, compiled or from the cache.
+    """Compile the kernel that ``program_header`` (codegen.program_header) specialises, or load it if cached.
 
     ``report`` is called with one line when a compilation begins. ``root`` and ``entry`` are for tests.
 
@@ -141,7 +140,7 @@ def compile_kernel(
 
 
 def generated_headers(program_header: str) -> dict[str, str]:
-    """Every header that is not a file of the tree, by the name it is included by."""
+    """The generated headers, by the names under which sources include them."""
     from megavm.instructions import instruction_set
 
     return {
@@ -175,13 +174,13 @@ def run_nvrtc(
             include_path=[folder, str(root)],
             no_source_include=True,
             device_as_default_execution_space=True,
-            no_cache=True,  # what comes out of NVRTC's own cache has no report of registers and spills
+            no_cache=True,  # results from NVRTC's own cache lack the report of registers and spills
         )
         program = Program((root / entry).read_text(encoding="utf-8"), "c++", chosen)
         try:
             code = program.compile("cubin", logs=log).code
         except Exception as error:
-            # cuda-core's own type; the log is in its text. Anything else is not of the compiler.
+            # cuda-core raises its own type with the log in its text. Other errors are not the compiler's.
             if "compilation log" not in str(error) and "NVRTC" not in type(error).__name__:
                 raise
             text = str(error).replace(folder + os.sep, "")
@@ -201,7 +200,7 @@ _USAGE = {
 
 
 def resource_usage(log: str) -> dict[str, int]:
-    """Registers, spills and stack from ptxas' report: the largest of all functions."""
+    """Registers, spills and stack from ptxas' report: the maximum over all functions."""
     return {
         name: max((int(found) for found in pattern.findall(log)), default=0)
         for name, pattern in _USAGE.items()
@@ -212,7 +211,7 @@ def resource_usage(log: str) -> dict[str, int]:
 
 
 def cache_directory() -> Path:
-    """$MEGAVM_CACHE_DIR, else megavm in $XDG_CACHE_HOME, else in ~/.cache. Read from nowhere else."""
+    """$MEGAVM_CACHE_DIR, else megavm in $XDG_CACHE_HOME, else in ~/.cache. No other code reads these."""
     own, shared = os.environ.get("MEGAVM_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
     if own:
         return Path(own)
@@ -246,7 +245,7 @@ _INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
 def included_sources(entry: str, generated: Mapping[str, str], root: Path = ROOT) -> Sequence[str]:
     """Names and texts of ``entry`` and all that it includes in quotes, each once, in order of inclusion.
 
-    A header that is in neither place is left to the compiler to complain about.
+    A missing header has an empty text; the compiler reports it.
     """
     seen: dict[str, str] = {}
     pending = [entry]
@@ -266,7 +265,7 @@ def included_sources(entry: str, generated: Mapping[str, str], root: Path = ROOT
 
 
 def read_cached(path: Path) -> Kernel | None:
-    """A kernel from the cache; None when it is not there or damaged."""
+    """A kernel from the cache; None when it is absent or damaged."""
     try:
         header, _, cubin = path.read_bytes().partition(b"\n")
         facts = json.loads(header)

@@ -1,5 +1,5 @@
-"""What the GPU is told of an instruction's exchange of words: its hints, and the tagged regions that
-its kernel does not see to (cuda/tagged_rows.cuh has the rule)."""
+"""Tables for the exchange of tagged words on the GPU: the hints of every instruction, and the tagged regions
+that the machine handles instead of the kernel (cuda/tagged_rows.cuh has the rule)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ from megavm.vm.program import Program
 
 @dataclass(frozen=True, eq=False)
 class Exchanges:
-    """``table`` EXCHANGE [instructions], ``regions`` TAGGED_REGION [r], ``signals`` uint32 [hint counters],
-    ``counts`` uint32 [NUM_COUNTS]: the tensors that hold numbers of live rows, or NONE."""
+    """The exchanges of a program's instructions.
+
+    ``table``: EXCHANGE [instructions]. ``regions``: TAGGED_REGION [r]. ``signals``: uint32 [hint counters],
+    how often one step signals each. ``counts``: uint32 [NUM_COUNTS], the tensors that hold numbers of live
+    rows, or NONE.
+    """
 
     table: npt.NDArray[np.void]
     regions: npt.NDArray[np.void]
@@ -29,7 +33,7 @@ class Exchanges:
 
     @property
     def any_by_machine(self) -> bool:
-        """Whether all words of some instructions are left to the machine."""
+        """Whether the machine handles all tagged words of some instruction."""
         return bool(self.table["tag_mask"].any())
 
 
@@ -46,7 +50,7 @@ def make_exchanges(program: Program) -> Exchanges:
         return Exchanges(table, np.zeros(1, TAGGED_REGION.dtype()), signals, counts)
     number, tensor, *box, written = found.T
     ways = _ways(program)
-    ways[_mixed(found), 1] = NONE  # left to the machine
+    ways[_mixed(found), 1] = NONE  # the machine handles all their words
     handles = np.unique(ways[ways[:, 1] != NONE, 1])[:NUM_COUNTS]
     counts[: len(handles)] = handles
     ways[~np.isin(ways[:, 1], handles), 1] = NONE
@@ -71,8 +75,11 @@ def make_exchanges(program: Program) -> Exchanges:
 
 
 def _ways(program: Program) -> npt.NDArray[np.int64]:
-    """By instruction: 1 if some of its words may be left to the machine, the tensor that holds its number
-    of live rows (NONE: all words are left to the machine), and its rows."""
+    """How the machine takes part in the exchange of every instruction: int64 [n, 4].
+
+    Columns: 1 if the machine may handle some of its words, the tensor that holds its number of live rows
+    (NONE: the machine handles all its words), its first row, and the end of its rows.
+    """
     ways = np.zeros((len(program), 4), np.int64)
     ways[:, 1] = NONE
     by_machine = tag_orders(program.words, program.tensors) == TagOrder.BY_MACHINE.value
@@ -92,9 +99,10 @@ def _ways(program: Program) -> npt.NDArray[np.int64]:
 
 
 def _mixed(regions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Instructions that read a region of several rows of which not every writer has all rows.
+    """Instructions that read a region of several rows where some writer has only a part of the rows.
 
-    ``regions``: columns in words. Of others a live row's words speak for the dead rows' words.
+    ``regions`` has columns in words. In all other regions the words of a live row stand for those of the dead
+    rows, because every writer has all rows.
     """
     several = regions[(regions[:, 6] == 0) & (regions[:, 3] - regions[:, 2] > 1)]
     written = np.unique(regions[regions[:, 6] != 0][:, [1, 2, 3]], axis=0)

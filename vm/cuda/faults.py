@@ -1,6 +1,6 @@
-"""What a launch on the GPU leaves behind when it fails, and the sentences that this becomes.
+"""The records that a failed launch on the GPU leaves behind, and the sentences made from them.
 
-Device code includes the enumerations and the record as ``faults.hpp``, which codegen makes from here.
+codegen.py writes the enumerations and the record to ``faults.hpp``, for device code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megavm.vm.isa import FieldKind, Instruction, TensorSpec
 
 
 class FaultKind(Code):
-    """Why a warp stopped, and what the words of its record are then."""
+    """Why a warp stopped, and what the words of its record mean then."""
 
     NONE = 0
     BARRIER = 1, "thing: barrier; value, target: of its counter"
@@ -39,33 +39,33 @@ class FaultKind(Code):
 
 
 class SemaphoreKind(Code):
-    """What a semaphore stands for, and what a warp that waits for it waits for."""
+    """The event that a semaphore stands for, in the words of a fault: a warp waits for ..."""
 
     PAGE_ARRIVED = 0, "page {number} to arrive"
     PAGE_FINISHED = 1, "page {number} to be free"
     STAGE_RESOLVED = (
         2,
         "the instruction of stage {number}",
-    )  # which may be read then, with its operands
+    )  # the instruction and its operands may be read
     STAGE_READY = 3, "the waits of stage {number} to end"
     STAGE_STORED = 4, "the results of stage {number} to be stored"
     STAGE_RELEASED = 5, "stage {number} to be free"
     STAGE_HINTED = (
         6,
         "the hint of stage {number}",
-    )  # that the tagged words that it reads are likely there
+    )  # its tagged inputs are likely available
     CONSUMERS = 7, "the other consumers"
     SUMS_ARRIVED = 8, "block {number} of sums to arrive"
     SUMS_FINISHED = (
         9,
         "block {number} of sums to be stored",
-    )  # its half of the scratch may be overwritten then
+    )  # its half of the scratch may be overwritten
 
 
 class Fault(Code):
-    """What an instruction can find wrong with its data, in the sentences of the CPU's kernels.
+    """Errors that an instruction finds in its data, in the sentences of the CPU's kernels.
 
-    {holder}: the tensor that the value indexes.
+    {holder} is the tensor that the value indexes.
     """
 
     ROW_SEQUENCE = 0, "row_sequence of row {row} is {value}, {holder} has {target} sequences"
@@ -101,14 +101,14 @@ def recorded(doc: str = "") -> Any:
 
 @dataclass(frozen=True)
 class Record:
-    """What one warp left behind: its FaultRecord, whose words but for the kind are declared here."""
+    """The FaultRecord of one warp; the words after its kind are declared here."""
 
     worker: int
     warp: int
     kind: FaultKind
-    waited: FaultKind  # of an aborted warp: the kind of wait that it was in, or NONE
+    waited: FaultKind  # the kind of wait that an aborted warp was in, or NONE
     position: int = recorded("static: place in the worker's queue; dynamic: instruction number")
-    step: int = recorded("of the launch")
+    step: int = recorded("step within the launch")
     thing: int = recorded()
     row: int = recorded()
     word: int = recorded()
@@ -129,12 +129,12 @@ class Record:
 
     @property
     def condition(self) -> FaultKind:
-        """What it waited for, whether it gave up itself or not."""
+        """The condition that it waited for, whether it timed out itself or was aborted."""
         return self.waited if self.kind is FaultKind.ABORTED else self.kind
 
     @property
     def rank(self) -> tuple[bool, int, int, int]:
-        """Records that say more about the cause come first."""
+        """Sort key: records that say more about the cause come first."""
         order = (FaultKind.INSTRUCTION, FaultKind.BARRIER, FaultKind.TAG, FaultKind.SEMAPHORE)
         telling = order.index(self.condition) if self.condition in order else len(order)
         return (self.kind is FaultKind.ABORTED, telling, self.worker, self.warp)
@@ -142,9 +142,9 @@ class Record:
 
 FAULT_RECORD = Struct(
     "FaultRecord",
-    "What a warp that stops leaves behind.",
+    "What a stopped warp leaves behind.",
     (
-        Member("kind", U32, "FaultKind; of an aborted warp kAborted << 8 | kind of wait"),
+        Member("kind", U32, "FaultKind; for an aborted warp kAborted << 8 | kind of wait"),
         *(Member(f.name, U32, f.metadata["doc"]) for f in fields(Record) if "doc" in f.metadata),
     ),
     aligned=32,
@@ -152,7 +152,7 @@ FAULT_RECORD = Struct(
 
 
 def sentence(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
-    """What an instruction found wrong."""
+    """The sentence for an error that an instruction found in its data."""
     try:
         template = Fault(record.thing).doc
     except ValueError:
@@ -169,7 +169,7 @@ def sentence(record: Record, inst: Instruction | None, tensors: Sequence[TensorS
 
 
 def _holder(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
-    """Which tensor a position or a sequence was too large for."""
+    """The tensor for which a position or a sequence is too large."""
     if inst is None:
         return "block_table"
     if record.thing == Fault.POSITION:

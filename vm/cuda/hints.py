@@ -1,4 +1,4 @@
-"""Hints: relaxed counters that tell when tagged words are likely there; they order nothing."""
+"""Hints: relaxed counters that tell when tagged words are likely available. They order nothing."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ def make_hints(
 ) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint32]]:
     """The hints of every instruction, uint32 [n, 2] (signal, wait), and the signals of their counters.
 
-    Of the tagged regions that an instruction reads, the largest has a counter, if several
-    instructions write it and about as many read it: they would all poll. Whose results begin in
-    several such regions signals the largest. Counters are numbered after the program's barriers.
-    ``regions``: the program's tagged regions, if they are known.
+    The largest tagged region that an instruction reads has a counter if several instructions write it and
+    at least half as many read it; without a hint all readers would poll its words. An instruction whose
+    results begin in several such regions signals the largest. Counters are numbered after the program's
+    barriers. ``regions``: the program's tagged regions, if known.
     """
     if regions is None:
         regions = tagged_regions(program.words, program.tensors)
@@ -29,7 +29,7 @@ def make_hints(
     numbered = [known.setdefault(tuple(region), len(known)) for region in largest[:, 1:].tolist()]
     source = np.array(numbered, np.int64)
     regions = np.array(list(known), np.int64).reshape(-1, 5)
-    # Whose results begin in which of these: rows (place among the writes, instruction, region).
+    # Instructions whose results begin in one of these: rows (place among the writes, instruction, region).
     begun = [np.empty((0, 3), np.int64)]
     for tensor in np.unique(regions[:, 0]):
         here = np.flatnonzero(writes[:, 1] == tensor)
@@ -58,6 +58,6 @@ def make_hints(
 def _first_largest(
     instruction: npt.NDArray[np.int64], width: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Which row of each instruction has the largest width; the first where several have."""
+    """The row with the largest width of each instruction; the first of equals."""
     order = np.lexsort((-width, instruction))
     return order[np.unique(instruction[order], return_index=True)[1]]

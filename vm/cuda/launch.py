@@ -1,6 +1,6 @@
-"""What the host hands to a launch on the GPU, and what it finds when the launch is over.
+"""The arguments of a launch on the GPU, and the results that it leaves for the host.
 
-Device code includes it as ``launch.hpp``, which codegen makes from here.
+codegen.py writes these declarations to ``launch.hpp``, for device code.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from megavm.vm.abi import U32, U64, Member, Struct
 from megavm.vm.events import Event
 
 BARRIER_STRIDE = 32  # words from counter to counter: each has a 128-byte line of its own
-NUM_COUNTS = 32  # tensors of numbers of live rows: a lane of the controller looks at each
+NUM_COUNTS = 32  # tensors with numbers of live rows: one lane of the controller reads each
 
-# What a Tensor's address holds above its 48 bits.
+# Fields of Tensor::address above the 48 bits of the address.
 DTYPE_SHIFT = 48  # four bits
 TAGGED_SHIFT = 52  # one bit
 LAYOUT_SHIFT = 56  # four bits: vm.layout.Order
 
 # The trace of a launch is uint64 [instructions of all queues x steps, TRACE_COLUMNS]: worker by worker,
-# step by step. An event has the column of its number, in nanoseconds of the global timer.
-WORKER_COLUMN = len(Event)  # who executes the instruction
+# step by step. The number of an event is its column; times are nanoseconds of the global timer.
+WORKER_COLUMN = len(Event)  # the worker that executes the instruction
 TRACE_COLUMNS = WORKER_COLUMN + 1
 
 TENSOR = Struct(
     "Tensor",
     "A tensor as instructions see it: a matrix.",
     (
-        Member("address", U64, "and, above its 48 bits, dtype, whether it is tagged, and layout"),
+        Member("address", U64, "48 bits; above them dtype, whether it is tagged, and layout"),
         Member("rows", U32),
         Member("columns", U32),
     ),
@@ -34,38 +34,38 @@ TENSOR = Struct(
 
 HINT = Struct(
     "Hint",
-    "Counters that tell, without any ordering, that tagged words are likely there: so that one warp polls one "
-    "word where all would poll their data. They stand behind the barriers and are counted alike; kNone: no hint.",
+    "Counters that tell, without any ordering, that tagged words are likely available: one warp polls one word "
+    "instead of all warps polling their data. They follow the barriers and count alike; kNone: no hint.",
     (
         Member(
             "signal", U32, "counts the instructions that have stored their part of a tagged tensor"
         ),
-        Member("wait", U32, "of the tagged tensor that the instruction reads as a whole"),
+        Member("wait", U32, "counter of the tagged tensor that the instruction reads as a whole"),
     ),
 )
 
 EXCHANGE = Struct(
     "Exchange",
-    "How an instruction exchanges words with others, beside its header: hints, and the tagged regions that "
-    "cuda/tagged_rows.cuh sees to, of which the rows that are not live, or all.",
+    "How an instruction exchanges words with others, besides its header: hints, and the tagged regions that "
+    "cuda/tagged_rows.cuh handles, either for the dead rows only or for all rows.",
     (
         Member("hint", HINT),
-        Member("num_regions", U32, "0 of most instructions"),
-        Member("regions_begin", U32, "in Launch::regions"),
-        Member("row_count", U32, "which of Launch::counts; kNone: all rows, whatever is live"),
+        Member("num_regions", U32, "0 for most instructions"),
+        Member("regions_begin", U32, "index into Launch::regions"),
+        Member("row_count", U32, "index into Launch::counts; kNone: all rows, live or dead"),
         Member("row_begin", U32, "the rows of the instruction"),
         Member("row_end", U32),
-        Member("tag_mask", U32, "the kernel stores the step's tag, exclusive-or'ed with this"),
+        Member("tag_mask", U32, "the kernel stores the step's tag exclusive-or this"),
     ),
     aligned=32,
 )
 
 TAGGED_REGION = Struct(
     "TaggedRegion",
-    "Words of a tagged tensor that an instruction declares.",
+    "Words of a tagged tensor that an instruction declares to read or write.",
     (
-        Member("operand", U32, "word of the tensor"),
-        Member("written", U32, "0: it is read"),
+        Member("operand", U32, "operand word that names the tensor"),
+        Member("written", U32, "1: written; 0: read"),
         Member("row_begin", U32),
         Member("row_end", U32),
         Member("word_begin", U32),
@@ -97,7 +97,7 @@ LAUNCH = Struct(
             "const Exchange*",
             "of the instructions, in the order of `instructions`",
         ),
-        Member("regions", "const TaggedRegion*", "that the exchanges name"),
+        Member("regions", "const TaggedRegion*", "of all exchanges"),
         Member("faults", "FaultRecord*", "[workers][kNumWarps]"),
         Member("abort", f"{U32}*", "0, or 1 when a warp has faulted"),
         Member(
@@ -117,11 +117,11 @@ LAUNCH = Struct(
         Member(
             "counts",
             f"const {U32}*",
-            "[kNumCounts] tensors of numbers of live rows that exchanges name, or kNone",
+            "[kNumCounts] tensors with the numbers of live rows that exchanges name, or kNone",
         ),
     ),
     aligned=16,
 )
 
-# In the order in which they name each other.
+# A struct comes after those that it names.
 STRUCTS = (TENSOR, HINT, EXCHANGE, TAGGED_REGION, LAUNCH)

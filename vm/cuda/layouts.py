@@ -1,4 +1,4 @@
-"""The layouts that the GPU's kernels need the tensors of a program to have."""
+"""Finds the layouts of a program's tensors that all its GPU kernels accept."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ Choice = tuple[Layout, ...]
 
 
 def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> dict[str, Choice]:
-    """The layouts in which each tensor that a program names may lie, by name, the best first.
+    """The layouts that all instructions accept for each tensor that a program names, by name, best first.
 
-    A kernel that declares no layout of an operand takes it in natural order alone. ``alike``: the
-    program's, if they are known.
+    A kernel that declares no layout of an operand accepts it in natural order only. ``alike``: the result of
+    ``find_alike``, if known.
 
-    Raises ValueError when two instructions have none in common, or a tensor cannot lie so.
+    Raises ValueError when instructions have no layout of a tensor in common, or the tensor cannot have it.
     """
     tensors = program.tensors
     known: dict[Choice, int] = {(ROWS,): 0}
-    named = []  # (handles, choices), of all operands of instructions of one class
+    named = []  # (handles, choices) of all tensor operands, one pair per class
     for same in find_alike(program.words, tensors) if alike is None else alike:
         fields = [f for f in same.representatives[0].fields if f.kind is FieldKind.TENSOR]
         slots = {field.name: slot for slot, field in enumerate(fields)}
@@ -39,7 +39,7 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
     for handles, numbers in named:
         wanted[np.where(handles == NONE, len(tensors), handles), numbers] = True
     found: dict[str, Choice] = {}
-    common_of: dict[bytes, Choice] = {}  # tensors that are named alike have the same
+    common_of: dict[bytes, Choice] = {}  # tensors with the same set of choices share the result
     for handle in np.flatnonzero(wanted[:-1].any(axis=1)).tolist():
         pattern = wanted[handle].tobytes()
         if pattern not in common_of:
@@ -54,7 +54,7 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
 
 
 def _conflict(program: Program, handle: int, several: list[Choice]) -> str:
-    """Who wants a tensor in which of several layouts that have nothing in common."""
+    """A sentence that names the instructions whose layouts of a tensor have nothing in common."""
     pairs = [(a, b) for a, b in itertools.combinations(several, 2) if not set(a) & set(b)]
     chosen = pairs[0] if pairs else several
     wanted: dict[Choice, str] = {}

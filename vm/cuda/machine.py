@@ -1,4 +1,4 @@
-"""CudaMachine: programs as one launch of a persistent kernel, compiled for what they use."""
+"""CudaMachine: runs a program as one launch of a persistent kernel that is compiled for what it uses."""
 
 from __future__ import annotations
 
@@ -59,13 +59,13 @@ def reason_unavailable(device: int = 0) -> str | None:
 
 
 def free_memory(device: int = 0) -> int:
-    """Bytes of a GPU's memory that nobody uses; what torch keeps for later use counts as free."""
+    """Free bytes of a GPU's memory; memory that torch's allocator caches counts as free."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 class CudaError(RuntimeError):
-    """A call of the CUDA driver failed. ``name`` is that of the error."""
+    """A call of the CUDA driver failed. ``name`` is the name of the error."""
 
     def __init__(self, name: str, call: str) -> None:
         super().__init__(f"{call} failed with {name}")
@@ -73,13 +73,13 @@ class CudaError(RuntimeError):
 
 
 class _Driver:
-    """The calls of the CUDA driver that launches are made of, on torch's context of one GPU."""
+    """The CUDA driver calls that launches need, on torch's context of one GPU."""
 
     def __init__(self, device: int) -> None:
         from cuda.bindings import driver
 
         self.api: Any = driver
-        torch.zeros(1, device=f"cuda:{device}")  # torch makes the context as it likes it
+        torch.zeros(1, device=f"cuda:{device}")  # torch creates the context with its own flags
         self.context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
         self._handle = int(self.context)
 
@@ -92,7 +92,7 @@ class _Driver:
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
-        """Make the context this thread's while it lasts."""
+        """Make the context current on this thread inside a ``with`` block."""
         if int(self.call("cuCtxGetCurrent")) == self._handle:
             yield
             return
@@ -103,7 +103,7 @@ class _Driver:
             self.api.cuCtxPopCurrent()
 
     def function(self, cubin: bytes) -> Any:
-        """The kernel of a cubin, with all of an SM's shared memory."""
+        """Load the kernel of a cubin and allow it all of an SM's shared memory."""
         with self.current():
             module = self.call("cuModuleLoadData", cubin)
             function = self.call("cuModuleGetFunction", module, cuda_compiler.KERNEL_NAME.encode())
@@ -115,14 +115,14 @@ class _Driver:
 
 
 class CudaMachine:
-    """Runs programs on a GPU, one block of its persistent kernel per worker and SM.
+    """Runs programs on a GPU, one CTA of its persistent kernel per worker and SM.
 
-    ``workers`` is the number of SMs, what schedulers are told to compile for. A wait that takes longer
-    than ``timeout`` seconds ends the launch with a fault. With ``trace`` executables note when each
-    instruction did what. ``root``: where the sources of kernels are. ``report`` is called with a line
-    when a kernel is compiled.
+    ``workers`` is the number of SMs; schedulers compile for it. A wait that takes longer than ``timeout``
+    seconds ends the launch with a fault. With ``trace`` executables record the events of every instruction.
+    ``root`` is the folder of the kernels' sources. ``report`` is called with one line when a kernel is
+    compiled.
 
-    Raises ValueError when there is no such GPU here, or it cannot be used.
+    Raises ValueError when the GPU does not exist or cannot be used.
     """
 
     name = "cuda"
@@ -144,12 +144,12 @@ class CudaMachine:
         self.trace = trace
         self.root = root
         self.report: cuda_compiler.Report | None = None
-        self.lost = ""  # the error after which the context is of no use
+        self.lost = ""  # name of the error that made the context unusable
         self._driver = _Driver(device)
         self._functions: dict[str, Any] = {}  # by the header that specialises them
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
-        """Verify the program, compile its kernel and give tensors of ``memory`` the layouts it wants.
+        """Verify the program, compile its kernel and give tensors of ``memory`` the layouts it accepts.
 
         Raises ValueError for a program that does not verify or does not fit the GPU, or a tensor that
         memory does not have on it; CompileError when the kernel does not compile.
@@ -181,7 +181,7 @@ class CudaMachine:
         return CudaExecutable(self, program, memory, layouts, self._function(program))
 
     def check_alive(self) -> None:
-        """Raise MachineLost when an earlier error has taken the context away."""
+        """Raise MachineLost when an earlier error has made the context unusable."""
         if self.lost:
             raise MachineLost(
                 f"the process's CUDA context is lost since {self.lost}: start the process again"
@@ -199,7 +199,7 @@ class CudaMachine:
         return self._functions[header]
 
     def _fault(self, error: CudaError) -> MachineFault:
-        """What an error of the driver means; remembers when it is the end of the context."""
+        """The fault for a driver error. Sets ``lost`` when the error made the context unusable."""
         sticky = False
         try:
             with self._driver.current():
@@ -254,10 +254,10 @@ class CudaExecutable:
         self._abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         self._aborted = self._abort.numpy()
         self._alone: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-        self._traces = machine.trace  # as the kernel was compiled
-        self._noting: list[Notes] = []  # of launches that have not been waited for
+        self._traces = machine.trace  # whether the kernel was compiled with traces
+        self._noting: list[Notes] = []  # of launches that ``finish`` has not waited for
         self._noted: list[Notes] = []
-        self._stream: int | None = None  # of the launches that have not been waited for
+        self._stream: int | None = None  # of launches that ``finish`` has not waited for
         self._resolve()
         self._parameters = LaunchParameters(
             instructions=self._instructions.data_ptr(),
@@ -276,7 +276,7 @@ class CudaExecutable:
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._parameters))
 
-    # What lies on the GPU.
+    # Data on the GPU.
 
     def _upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
@@ -286,9 +286,9 @@ class CudaExecutable:
         return torch.zeros(words, dtype=torch.int32, device=self._machine.memory_device)
 
     def _resolve(self) -> None:
-        """Make the table of tensors; their storage is kept as long as it is in use.
+        """Build the table of tensors on the GPU and keep their storage alive.
 
-        Raises MachineFault when a tensor has since been given a layout that the program cannot read.
+        Raises MachineFault when a tensor meanwhile has a layout that the program cannot read.
         """
         for name, choice in self._layouts.items():
             if self.memory.layout(name) not in choice:
@@ -322,16 +322,16 @@ class CudaExecutable:
     # Running.
 
     def run(self, steps: int = 1) -> None:
-        """Run the program ``steps`` times and return when all is done. Advances ``memory.epoch``.
+        """Run the program ``steps`` times and return when it has finished. Advances ``memory.epoch``.
 
-        Raises MachineFault when it cannot be finished: the executable does not run again before
-        ``reset``; MachineLost when the CUDA context is lost.
+        Raises MachineFault when it cannot finish: the executable then needs ``reset`` to run again;
+        MachineLost when the CUDA context is lost.
         """
         self.launch(steps)
         self.finish()
 
     def launch(self, steps: int = 1) -> None:
-        """Begin to run, on torch's current stream; ``finish`` waits for it. Launches run one by one.
+        """Start a run on torch's current stream and return; ``finish`` waits for it. Launches run in order.
 
         Raises MachineFault when the launch is refused.
         """
@@ -353,7 +353,7 @@ class CudaExecutable:
             )
         parameters.epoch = self.memory.epoch & 0xFFFFFFFF
         parameters.steps = steps
-        # Even after a fault: words may carry the tags of these steps, and must not pass for later ones.
+        # Also after a fault: words may carry the tags of these steps, which no later step may use again.
         self.memory.epoch += steps
         try:
             self._start(self._pointers, self.program.workers)
@@ -363,7 +363,7 @@ class CudaExecutable:
         parameters.steps_before = (parameters.steps_before + steps) & 0xFFFFFFFF
 
     def finish(self) -> None:
-        """Wait for all launches. Raises MachineFault when one of them could not be finished."""
+        """Wait for all launches. Raises MachineFault when one of them could not finish."""
         try:
             faulted = self._finish()
         except CudaError as error:
@@ -376,9 +376,9 @@ class CudaExecutable:
         self._noting = []
 
     def reset(self) -> None:
-        """Set counters and fault records to those of a fresh load; the program runs again then.
+        """Set counters and fault records to those of a fresh load, so that the program runs again.
 
-        Waits for launches under way: those behind a broken one find its abort word and end. Raises
+        Waits for launches in progress: those behind a broken one read its abort word and end. Raises
         MachineLost when the CUDA context is lost.
         """
         self._machine.check_alive()
@@ -400,8 +400,8 @@ class CudaExecutable:
     def execute_one(self, index: int, step: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
 
-        For tools; ``memory.epoch`` stays. Raises MachineFault when the instruction fails or reads a tagged
-        word that is not there.
+        For tools; keeps ``memory.epoch``. Raises MachineFault when the instruction fails or reads a tagged
+        word that this step has not written.
         """
         if not 0 <= index < len(self.program):
             raise IndexError(f"instruction {index} of a program of {len(self.program)}")
@@ -434,7 +434,7 @@ class CudaExecutable:
             raise self._machine_fault(lambda _: index)
 
     def _instruction_at(self, record: Record) -> int | None:
-        """Number of the instruction at which a warp was; None when it had none."""
+        """Number of the instruction that a warp was at; None past the end of its queue."""
         queue = 0 if self.program.dynamic else record.worker
         place = int(self._begin[queue]) + record.position
         return int(self._order[place]) if place < self._begin[queue + 1] else None
@@ -456,7 +456,7 @@ class CudaExecutable:
         self._stream = stream
 
     def _finish(self) -> bool:
-        """Wait; whether a warp has faulted."""
+        """Wait for the stream. Returns whether a warp has faulted."""
         if self._stream is None:
             return False
         with self._driver.current():
@@ -467,7 +467,7 @@ class CudaExecutable:
     # Faults.
 
     def _machine_fault(self, index_of: IndexOf) -> MachineFault:
-        """What the records say; clears them."""
+        """The fault that the records describe. Clears the records."""
         words = self._faults.cpu().numpy().view(np.uint32).reshape(-1, RECORD_WORDS)[1:]
         records = [
             Record.read(i // NUM_WARPS, i % NUM_WARPS, words[i].tolist())
@@ -476,7 +476,7 @@ class CudaExecutable:
         self._faults.zero_()
         if not records:
             return MachineFault("a worker stopped and did not say why")
-        # Of the warps of one role, the one that says most.
+        # Of all warps of one worker and role, keep the record that says most.
         telling: dict[tuple[int, str], Record] = {}
         for record in sorted(records, key=lambda r: r.rank):
             telling.setdefault((record.worker, record.role), record)
@@ -506,9 +506,9 @@ class CudaExecutable:
     # Traces.
 
     def trace(self) -> list[Notes]:
-        """What every finished launch since the last call noted, in ns of the GPU's global timer.
+        """The traces of all launches finished since the last call, in ns of the GPU's global timer.
 
-        It stays on the GPU. Raises ValueError when the machine does not trace.
+        The data stay on the GPU. Raises ValueError when the machine does not trace.
         """
         if not self._traces:
             raise ValueError("nothing is noted: load the program on a CudaMachine(trace=True)")

@@ -1,6 +1,6 @@
-"""How the kernel of a program shares out the shared memory of a worker.
+"""How the kernel of a program divides the shared memory of a worker.
 
-codegen.py writes these sizes into the header of the kernel, whose layout in cuda/config.cuh is made of them.
+codegen.py writes these sizes into the header of the kernel, and cuda/config.cuh derives the layout from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megavm.vm.config import (
     UNIT_ROWS,
 )
 
-SCRATCH_UNIT = 128  # scratch is a multiple of it
+SCRATCH_UNIT = 128  # the bytes of scratch are a multiple of this
 SCRATCH_BYTES = (SHARED_BYTES - FIXED_BYTES - MIN_PAGES * PAGE_BYTES) // SCRATCH_UNIT * SCRATCH_UNIT
 
 
@@ -32,29 +32,30 @@ SCRATCH_BYTES = (SHARED_BYTES - FIXED_BYTES - MIN_PAGES * PAGE_BYTES) // SCRATCH
 class KernelMemory:
     """Sizes of one kernel.
 
-    Its products take *groups* of ``group_rows`` rows, and of the ``unit_pages`` that a unit of weights has
-    at most ``chunk_pages`` at a time. They share the scratch: for a row of the input its *panel*, then
-    two halves, each of partial sums and of a scale for every row. Other instructions use all of it.
+    Products take *groups* of ``group_rows`` rows. A unit of weights has ``unit_pages`` pages, and products
+    take at most ``chunk_pages`` of them at a time. All products divide the scratch alike: the *panel* of an
+    input row (in steps of one row), then two halves, each with partial sums and one scale per row. Other
+    instructions use all of the scratch.
     """
 
     group_rows: int
     unit_pages: int
     chunk_pages: int
     panel_bytes: int
-    partial_floats: int  # of a half
-    scales: int  # of a half
+    partial_floats: int  # per half
+    scales: int  # per half
     scratch_bytes: int
     pages: int
 
 
 def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
-    """The sizes of a kernel that is specialised by these constants (codegen.specialisation).
+    """The sizes of a kernel that these constants specialise (codegen.specialisation).
 
     Raises ValueError when its scratch leaves too few pages.
     """
     one_row = constants["max_rows"] <= 1
     element_bytes = 4 if constants.get("any_f32_weights") else 2
-    page_columns = TILES_PER_PAGE * TILE_ROW_BYTES // element_bytes  # of one row
+    page_columns = TILES_PER_PAGE * TILE_ROW_BYTES // element_bytes  # columns of a row in one page
     unit_pages = max(1, -(-constants.get("max_k", 0) // page_columns))
     chunk_pages = min(ROW_CHUNK_PAGES if one_row else ROWS_CHUNK_PAGES, unit_pages)
     group_rows = 1 if one_row else MAX_GROUP_ROWS

@@ -1,4 +1,4 @@
-"""Small programs of copies, and the sentence with which the verifier rejects a program."""
+"""Small programs of copies, and a function that returns the verifier's sentence about a program."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Every execution of a tiny program: what withholding claims to find is found here by force.
+"""Explores every execution of a tiny program, to check by brute force what withholding.py finds.
 
-An access of one place by one instruction is an event of its own here, as is the arrival of one tagged word.
-As long as every event finds what it finds when instructions run one by one, memory is a function of the set
-of events that have happened; so states are sets of events, as the bits of an integer.
+Each access of one place by one instruction is an event, and so is the arrival of one tagged word. As long as
+every event finds the version of the sequential order, memory depends only on the set of events that have
+happened. So a state is a set of events, stored as the bits of an integer.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Event:
     execution: Execution
     kind: Kind
     place: int
-    expected: int  # the version that it must find
+    expected: int  # the version that the event must find
     bit: int
 
 
 class TooLarge(Exception):
-    """There are more states than may be visited."""
+    """The program has more states than the limit."""
 
 
 class Explorer:
@@ -80,9 +80,9 @@ class Explorer:
             self.signals[execution.signal].append(event.bit)
 
     def is_good(self, limit: int) -> bool:
-        """Whether no execution hangs, or finds anything but the sequential versions.
+        """Whether no execution hangs, and all find the sequential versions only.
 
-        Raises TooLarge.
+        Raises TooLarge when there are more than ``limit`` states.
         """
         if self.meaning.fault is not None:
             return False

@@ -1,4 +1,4 @@
-"""The verifier's verdicts on many programs beside those of the simulator."""
+"""Compares the verifier's verdicts on many programs with those of the simulator."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WALK = 16  # mutants of a base program, one after the other
 class Verdict:
     """What the verifier says of a program (``rule`` None: accepted) and what the simulator finds.
 
-    Programs of wrong form have no meaning and are not simulated.
+    Programs of invalid form have no meaning and are not simulated.
     """
 
     program: Program
@@ -49,9 +49,10 @@ class Verdict:
 
 
 def check(program: Program, rng: random.Random) -> Verdict:
-    """Ask both. An accepted program is also run with some of its rows live, and seldom for more steps.
+    """Ask verifier and simulator.
 
-    One that does not need the order of its static queues is run without it.
+    An accepted program is also simulated with some of its rows live, and seldom for more steps.
+    A program that does not need the order of its static queues runs without it.
     """
     try:
         verify(program)
@@ -77,7 +78,7 @@ Ask = Callable[[Program, random.Random], Verdict]
 
 @contextmanager
 def varied_tag_orders(rng: random.Random) -> Iterator[None]:
-    """Let the instructions of each class order tagged words in another way than their GPU kernels do."""
+    """Replace the tag order of each instruction class by a random one that it may have."""
     late = {cls: rng.random() < 0.6 for cls in instruction_set().values()}
     early = {cls: rng.random() < 0.6 for cls in instruction_set().values()}
 
@@ -93,7 +94,7 @@ def varied_tag_orders(rng: random.Random) -> Iterator[None]:
 
 
 def check_tag_orders(program: Program, rng: random.Random) -> Verdict:
-    """Ask both about machine "cuda", with varied tag orders."""
+    """Ask verifier and simulator about machine "cuda", with varied tag orders."""
     with varied_tag_orders(rng):
         orders = tag_orders(program.words, program.tensors)
         try:
@@ -114,7 +115,7 @@ def check_tag_orders(program: Program, rng: random.Random) -> Verdict:
 
 
 def mutants(walk: int, seed: int, ask: Ask = check) -> Iterator[Verdict]:
-    """Changes of one toy program: those that are accepted are changed further."""
+    """Verdicts on changes of one toy program. Accepted programs are changed further."""
     rng = random.Random(f"{seed} mutants {walk}")
     program = rng.choice(toy_programs()) if rng.random() < 0.7 else random_program(rng)
     for _ in range(WALK):
@@ -128,7 +129,7 @@ def mutants(walk: int, seed: int, ask: Ask = check) -> Iterator[Verdict]:
 
 
 def random_verdict(number: int, seed: int, ask: Ask = check) -> Verdict:
-    """A random program, seldom with a change."""
+    """The verdict on a random program, which seldom has a change."""
     rng = random.Random(f"{seed} program {number}")
     program = random_program(rng)
     if rng.random() < 0.3:

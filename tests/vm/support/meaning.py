@@ -17,13 +17,13 @@ UNWRITTEN = -1
 
 
 class Action(IntEnum):
-    """What an instruction does at once, as far as others can tell. ``WORD + k`` is its k-th tagged piece."""
+    """A part of an instruction that others see as one action. ``WORD + k`` is its k-th tagged piece."""
 
     EARLY = 0  # reads of rows that earlier steps wrote
     READ = 1  # plain reads
     POLL = 2  # waiting for tagged words, and reading them
     WRITE = 3  # plain writes
-    AGAIN = 4  # reading tagged words once more, of instructions that read late
+    AGAIN = 4  # reading tagged words once more, in instructions that read late
     SIGNAL = 5
     WORD = 6
 
@@ -48,10 +48,10 @@ class Execution:
     step: int
     needs: list[tuple[int, int]]
     signal: int | None
-    behind: Execution | None  # the one before it in a static queue
-    ticket: int  # in a dynamic queue
+    behind: Execution | None  # the previous execution of its static queue
+    ticket: int  # its number in a dynamic queue
     accesses: dict[int, Ints]  # by action
-    polls: Ints  # tagged words that it waits for; of those it reads the live ones
+    polls: Ints  # tagged words that it waits for; it reads only those of live rows
     number: int = -1  # in the sequential order
     expected: dict[int, Ints] = field(default_factory=dict)
     in_place: bool = False  # it writes plainly what it reads
@@ -61,9 +61,9 @@ class Execution:
 class Meaning:
     """What a program does when instructions run one after the other, step by step.
 
-    ``fault`` is what goes wrong even then. Without ``queue_order`` the executions of a worker do not wait for
-    one another when schedules are tried. ``tag_orders`` are the TagOrders of the instructions, as numbers; by
-    default all keep the order.
+    ``fault`` is what goes wrong even in this order. Without ``queue_order`` the executions of a worker do not
+    wait for one another when schedules are tried. ``tag_orders`` are the TagOrders of the instructions, as
+    numbers; by default all are KEPT.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Meaning:
         )
 
     def _drop_reads_of_constants(self, pending: list[list[Execution]]) -> None:
-        """Reads of places that nothing writes always find the same."""
+        """Drop reads of places that no instruction writes: they always find the same version."""
         written = self.activations.copy()
         for execution in (e for made in pending for e in made):
             written[execution.accesses[Action.WRITE]] = True
@@ -168,7 +168,7 @@ class Meaning:
                 execution.accesses[action] = places[written[places]]
 
     def _run(self, pending: list[list[Execution]], lengths: list[int]) -> None:
-        """Run what can run, step by step, and note what every execution finds."""
+        """Run the executions that can run, step by step, and record the versions that each finds."""
         counters = [0] * len(self.program.barriers)
         versions = np.full(self.places.count, UNWRITTEN, np.int32)
         tags = np.zeros(self.places.count, np.int32)

@@ -1,4 +1,4 @@
-"""Changes of programs: what a compiler might do wrong, and what it might do otherwise."""
+"""Changes of programs: errors that a compiler might make, and valid alternatives."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Draft:
         return self.rng.choice((0, full, full, self.rng.randint(0, full)))
 
     def follow(self, barrier: int, before: int) -> None:
-        """Let those that waited for all signals of a barrier do so again, most of the time."""
+        """Update the waits for all signals of a barrier to its new number of signals, most of the time."""
         after = self.signals(barrier)
         if self.rng.random() < 0.2:
             return
@@ -98,7 +98,7 @@ class Draft:
         return [HEADER_WORDS + k for k, f in enumerate(fields) if f.kind is FieldKind.TENSOR]
 
     def append(self, words: npt.NDArray[np.uint32], queue: list[int], at: int) -> None:
-        """Put one more instruction into a queue."""
+        """Insert a new instruction into a queue."""
         queue.insert(at, len(self.words))
         self.words.append(words)
         self.labels.append("")
@@ -152,7 +152,7 @@ class Draft:
             self.follow(barrier, before)
 
     def move_signal(self) -> None:
-        """To another barrier, or a new one."""
+        """An instruction signals another barrier, or a new one."""
         i, barrier = self.instruction(), self.rng.randint(0, self.barriers)
         self.barriers = max(self.barriers, barrier + 1)
         touched = {b: self.signals(b) for b in (self.signal(i), barrier) if b is not None}
@@ -174,7 +174,7 @@ class Draft:
             self.header(i, waits, one if signal == two else signal)
 
     def split_barrier(self) -> None:
-        """Some of its signals go to a new barrier, which all that wait for all also wait for."""
+        """Move some signals to a new barrier. Instructions that waited for all signals wait for both."""
         if not self.barriers:
             return
         barrier, new = self.rng.randrange(self.barriers), self.barriers
@@ -193,7 +193,7 @@ class Draft:
                 self.header(i, list(waits.items()), self.signal(i))
 
     def join(self) -> None:
-        """A Noop, in any queue, waits in the place of an instruction."""
+        """A new Noop, in any queue, waits in place of an instruction."""
         if found := self.waiting():
             i, waits, _ = found
             queue, at = self.place(i)
@@ -227,7 +227,7 @@ class Draft:
             target.insert(self.rng.randint(0, len(target)), entry)
 
     def split_queue(self) -> None:
-        """Some entries go to a worker more, in the same order."""
+        """Move some entries to a new worker, in the same order."""
         if not self.dynamic:
             queue = self.rng.choice(self.queues)
             moved = [entry for entry in queue if self.rng.random() < 0.5]
@@ -244,7 +244,7 @@ class Draft:
             self.workers -= 1
 
     def other_queues(self) -> None:
-        """Static queues become a dynamic one, or the other way round."""
+        """Turn static queues into a dynamic one, or a dynamic queue into static ones."""
         if self.dynamic:
             workers = self.rng.randint(1, 4)
             queues: list[list[int]] = [[] for _ in range(workers)]
@@ -257,7 +257,7 @@ class Draft:
     # Tiles and tensors.
 
     def change_tile(self) -> None:
-        """One end, or both, of the rows or columns."""
+        """Move one end, or both ends, of the rows or columns."""
         i = self.instruction()
         names = ("row", "column", "pair", "head")
         ends = [(self.field(i, f"{n}_begin"), self.field(i, f"{n}_end")) for n in names]
@@ -279,7 +279,7 @@ class Draft:
             self.words[i][word] = max(int(self.words[i][word]) + self.rng.choice((-2, -1, 1, 2)), 0)
 
     def split_tile(self) -> None:
-        """Two instructions do the work of one."""
+        """Split an instruction into two that do its work."""
         i = self.instruction()
         name = self.rng.choice(("row", "column"))
         begin, end = self.field(i, f"{name}_begin"), self.field(i, f"{name}_end")
@@ -319,7 +319,7 @@ class Draft:
             self.follow(barrier, before)
 
     def change_tensor(self) -> None:
-        """Another tensor of the same shape."""
+        """Replace a tensor by another of the same shape."""
         i = self.instruction()
         words = [w for w in self.tensor_words(i) if int(self.words[i][w]) < len(self.tensors)]
         if words:
@@ -384,7 +384,7 @@ WORK: tuple[Callable[[Draft], None], ...] = (
 
 
 def mutate(program: Program, rng: random.Random) -> Program | None:
-    """The program with one change, seldom with more; None if it cannot even be written down."""
+    """The program with one change, seldom with more; None if no Program can be built from it."""
     draft = Draft(program, rng)
     for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
         kinds = SYNCHRONISATION if rng.random() < 0.65 else WORK

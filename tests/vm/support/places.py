@@ -1,4 +1,4 @@
-"""Places: what instructions access, cut into pieces that each accesses as a whole or not at all."""
+"""Places: pieces of tensors that every instruction accesses as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Grid:
 class Places:
     """Numbers for all places that instructions access.
 
-    An indexed row may be any row of its tensor. So where a tensor is accessed both ways, every access that is not
-    indexed also touches all indexed rows. What earlier reads mean are places of their own: one for every indexed
-    row and step that writes it, and for what was there before the launch.
+    An indexed row may be any row of its tensor. So in a tensor with both kinds of access, every access that
+    is not indexed also touches all indexed rows. Earlier reads have places of their own: one for every
+    indexed row and step that writes it, and one for its contents before the launch.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Places:
                 self.count += (steps + 1) * self.indexed[handle].size
 
     def of(self, region: Region, step: int, write: bool) -> list[int]:
-        """The places that an instruction accesses in a step."""
+        """The places of a region that an instruction accesses in a step."""
         handle = region.tensor
         if not region.indexed:
             places = self.plain[handle].places(region.rows, region.columns)
@@ -90,12 +90,12 @@ class Places:
         return now
 
     def _written_in(self, step: int, places: Sequence[int], handle: int) -> list[int]:
-        """The places that the indexed rows of a step are to later ones."""
+        """The places by which later steps read the indexed rows of a step."""
         grid = self.indexed[handle]
         return [p - grid.base + self.history[handle] + (step + 1) * grid.size for p in places]
 
     def _indexed_under(self, region: Region) -> list[int]:
-        """All indexed rows, of now and before, that a region that is not indexed may hit."""
+        """All indexed rows, of this step and earlier ones, that a region that is not indexed may touch."""
         handle, grid = region.tensor, self.indexed[region.tensor]
         four_dimensions = len(self.tensors[handle].shape) == 4
         now = [
@@ -124,7 +124,7 @@ class Places:
 
 
 def numbers(places: Iterable[int]) -> Ints:
-    """Each of them once."""
+    """The distinct places."""
     return np.array(sorted(set(places)), np.int32)
 
 
@@ -133,7 +133,7 @@ def overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
 
 
 def whole_words(tensors: Sequence[TensorSpec], region: Region) -> Region:
-    """The region, or of a tagged tensor the words that it touches."""
+    """The region; in a tagged tensor, extended to the whole words that it touches."""
     spec = tensors[region.tensor]
     if not spec.tagged:
         return region
@@ -144,7 +144,10 @@ def whole_words(tensors: Sequence[TensorSpec], region: Region) -> Region:
 
 
 def live_part(inst: Instruction, region: Region, live: int | None) -> Region | None:
-    """The live rows of a region, if ``live`` rows of those that the instruction counts are."""
+    """The live rows of a region if ``live`` of the rows that the instruction counts are live.
+
+    None if there are none; the whole region if the instruction does not count its rows.
+    """
     row_count = vars(inst).get("row_count", NONE)
     mine = (vars(inst).get("row_begin"), vars(inst).get("row_end"))
     if live is None or row_count == NONE or region.rows != mine:

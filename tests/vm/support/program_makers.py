@@ -1,4 +1,4 @@
-"""Small programs to judge: what the compiler makes of toy graphs, and random ones."""
+"""Small programs to judge: toy graphs that the compiler compiled, and random programs."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def llama(rows: int, layers: int, decode: bool) -> Graph:
 
 @functools.cache
 def toy_programs() -> tuple[Program, ...]:
-    """What the compiler makes of toy graphs: both exchanges, static and dynamic queues."""
+    """Compiled toy graphs, with both exchanges and with static and dynamic queues."""
     unit: dict[str, Any] = {"column_unit": 2, "min_chunk": 4}
     dynamic: dict[str, Any] = {**unit, "assignment": "dynamic"}
     tagged: dict[str, Any] = {**unit, "exchange": "tagged"}
@@ -171,7 +171,7 @@ def random_tile(t: Table) -> Instruction:
 
 
 def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) -> Instruction:
-    """Writes keys and values, or attends to them and perhaps to the newest."""
+    """An instruction that writes keys and values, or attends to them and perhaps to the newest."""
     rng = t.rng
     place: dict[str, Any] = {
         name: t.add(name, t.rows, dtype=I32) for name in ("row_sequence", "row_position")
@@ -221,7 +221,7 @@ Accesses = tuple[set[int], set[int], set[int]]  # places read, written, and read
 
 
 def accesses_of(tensors: Sequence[TensorSpec], tiles: Sequence[Instruction]) -> list[Accesses]:
-    """The places that each tile accesses, of tensors that can change."""
+    """The places in writable tensors that each tile accesses."""
     regions = [
         [
             (whole_words(tensors, region), write)
@@ -245,7 +245,7 @@ def accesses_of(tensors: Sequence[TensorSpec], tiles: Sequence[Instruction]) -> 
 
 
 def random_tiles(t: Table, count: int) -> list[Instruction]:
-    """Tiles of which most read what those before them wrote."""
+    """Random tiles; most read what earlier tiles wrote."""
     tiles: list[Instruction] = []
     while len(tiles) < count:
         tile = random_tile(t)
@@ -266,7 +266,7 @@ def random_tiles(t: Table, count: int) -> list[Instruction]:
 
 
 def random_program(rng: random.Random, most: int = 7) -> Program:
-    """Two or more tiles, which mostly wait for what they conflict with."""
+    """A program of two or more tiles, most of which wait for the tiles they conflict with."""
     t = Table(rng)
     tiles = random_tiles(t, rng.randint(2, most))
     dynamic = rng.random() < 0.35
@@ -279,7 +279,7 @@ def random_program(rng: random.Random, most: int = 7) -> Program:
     return assemble(t.specs, tiles, waits, barrier_of, queues, dynamic, rng)
 
 
-Waits = list[dict[int, int]]  # of every tile: barrier and target
+Waits = list[dict[int, int]]  # for every tile: barrier to target
 
 
 def needed_waits(
@@ -289,7 +289,7 @@ def needed_waits(
     dynamic: bool,
     rng: random.Random,
 ) -> Waits:
-    """Waits for what each tile conflicts with, in this step and in the one before. Few are forgotten."""
+    """Waits for the conflicts of each tile with this step and the one before. A few are left out."""
     forget = rng.choice((0.0, 0.0, 0.05, 0.2))
     by_queue = not dynamic and rng.random() < 0.6  # lean on the order of queues
     waits: Waits = [{} for _ in accesses]
@@ -318,7 +318,7 @@ def assemble(
     dynamic: bool,
     rng: random.Random,
 ) -> Program:
-    """Number barriers and instructions; a Noop joins waits when there are more than a header holds."""
+    """Number barriers and instructions. A Noop joins waits when a header cannot hold them all."""
     barriers = max(barrier_of) + 1
     instructions: list[Instruction] = []
     used = sorted(set(queue_of))

@@ -1,11 +1,11 @@
-"""Programs whose results show when a machine is early with what the verifier counts on.
+"""Programs whose results differ when a machine breaks an ordering rule that the verifier relies on.
 
-The verifier accepts all of them. Each counts on one sentence about instructions:
+The verifier accepts all of them. Each relies on one rule for instructions:
 
-* ``dead_rows``: an instruction whose rows are dead waits for its tagged words all the same.
+* ``dead_rows``: an instruction whose rows are dead still waits for its tagged words.
 * ``dead_words``: the tagged words of dead rows get their tags.
-* ``writes_before_inputs``: nothing is written before all tagged words that are read are there.
-* ``words_before_inputs``: no tagged word is visible before all that is read has been read.
+* ``writes_before_inputs``: an instruction writes nothing before all its tagged inputs have arrived.
+* ``words_before_inputs``: no tagged word is visible before the instruction has read all its inputs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ WEIGHT, INPUT, STATE, ACTIVATION = (
     TensorKind.ACTIVATION,
 )
 K = 32  # columns of the rows that are normalised
-EPS = 100.0  # so large that the length of a row shows after it was normalised
-SLOW = 512  # rows and columns of what delays a worker
+EPS = 100.0  # so large that the result of a normalisation depends on the length of the row
+SLOW = 512  # rows and columns of a copy that delays a worker
 
 
 def copy(
@@ -42,7 +42,7 @@ def copy(
     waits: Sequence[tuple[int, int]] = (),
     signal: int | None = None,
 ) -> Copy:
-    """A copy to ``rows`` and ``columns`` of ``out``, from the same place of x unless it says where."""
+    """A copy to ``rows`` and ``columns`` of ``out``, from the same place of x by default."""
     return Copy(
         x=x,
         out=out,
@@ -58,7 +58,7 @@ def copy(
 
 
 def add(x: int, weight: int, bias: int, residual: int, out: int, rows: int) -> Matmul:
-    """out := x . weight [+ bias] [+ residual] of the first rows."""
+    """out := x . weight [+ bias] [+ residual] for the first ``rows`` rows."""
     return Matmul(
         x=x,
         weight=weight,
@@ -89,19 +89,19 @@ class Tensors:
         return len(self.specs) - 1
 
     def delays(self, count: int) -> list[Copy]:
-        """Instructions that take their time and concern nobody."""
+        """Slow instructions on tensors that no other instruction uses."""
         source = self("slow", SLOW, SLOW, kind=INPUT)
         sinks = [self(f"slow {i}", SLOW, SLOW, kind=ACTIVATION) for i in range(count)]
         return [copy(source, sink, (0, SLOW), (0, SLOW)) for sink in sinks]
 
 
 def dead_rows(tagged_results: bool = False, delays: int = 3) -> Program:
-    """The steps add up ``x``, normalise it in two rows, and add up what came out in ``total``.
+    """Each step adds 1 to ``x``, normalises its two rows, and adds the results to ``total``.
 
-    Worker 0 makes x and writes both rows of the tagged T, takes its time, and normalises row 0; worker 1
+    Worker 0 makes x, writes both rows of the tagged T, is delayed, and normalises row 0; worker 1
     normalises row 1; worker 2 reads both results when b has been signalled twice. With one live row the
-    second RmsNorm has nothing to do: on a machine where it does not wait for T it runs steps ahead, its
-    signals stand for those of the first, and worker 2 reads row 0 before it is there.
+    second RmsNorm has nothing to do. On a machine where it does not wait for T it runs steps ahead, its
+    signals count in place of the first one's, and worker 2 reads row 0 before it is written.
 
     With ``tagged_results`` the results pass as tagged words (``dead_words``).
     """
@@ -132,7 +132,7 @@ def dead_rows(tagged_results: bool = False, delays: int = 3) -> Program:
         )
 
     row, both = [(0, 1), (1, 2)], (0, 2)
-    # The next step begins when this one's results were read.
+    # The next step begins after the results of this step were read.
     first: list[Instruction] = [
         add(x, identity, one, none, y, 2),
         copy(y, x, both, (0, K)),
@@ -152,7 +152,7 @@ def dead_rows(tagged_results: bool = False, delays: int = 3) -> Program:
 
 
 def dead_words() -> Program:
-    """``dead_rows``, whose results are tagged words that worker 2 awaits, those of dead rows too."""
+    """``dead_rows`` with tagged results: worker 2 waits for their words, also for those of dead rows."""
     return dead_rows(tagged_results=True)
 
 
@@ -165,15 +165,16 @@ def prepare_rows(memory: Memory, live: int) -> None:
 
 
 def total_of_rows(steps: int) -> float:
-    """What ``total`` of a live row must be: in step s, x is s + 1 everywhere."""
+    """The expected ``total`` of a live row: all elements of x are s in step s = 1, 2, ..."""
     return sum(float(s / (s * s + EPS) ** 0.5) for s in range(1, steps + 1))
 
 
 def writes_before_inputs(delays: int = 6) -> Program:
-    """Q = P, and then P = T = A: with zeros in P and ones in A, zeros are left in Q.
+    """Q = P, and then P = T = A: with zeros in P and ones in A, Q must end as zeros.
 
-    Worker 1 copies P to Q, late, and only then row 1 of A to T. So the copy of T to P on worker 0, of both
-    rows, comes after it. On a machine where it writes row 0 before row 1 of T is there, Q is [1, 1, 0, 0].
+    Worker 1 is delayed, copies P to Q, and only then copies row 1 of A to T. So worker 0's copy of both rows
+    of T to P comes after it. On a machine where that copy writes row 0 before row 1 of T arrives, Q is
+    [1, 1, 0, 0].
     """
     t = Tensors()
     a, p, q = t("A", 2, 2, kind=INPUT), t("P", 2, 2, kind=STATE), t("Q", 2, 2, kind=STATE)
@@ -196,10 +197,10 @@ WORDS_ROWS, WORDS_COLUMNS = 512, 2048  # of T in words_before_inputs
 
 
 def words_before_inputs() -> Program:
-    """T = P, and then the last words of P = the first of T: with zeros at the end of P, T ends with them.
+    """T = P, and then the last words of P = the first words of T: T must end with the old zeros of P.
 
-    P begins with 7. Worker 0 waits for the first words of T and writes the last elements of P. On a machine
-    where those words are visible while worker 1 still copies, T ends with 7.
+    P begins with 7 and ends with zeros. Worker 0 waits for the first words of T and writes the last elements
+    of P. On a machine where those words are visible while worker 1 still copies, T ends with 7.
     """
     t = Tensors()
     rows, columns = (0, WORDS_ROWS), (0, WORDS_COLUMNS)

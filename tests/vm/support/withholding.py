@@ -1,31 +1,33 @@
 """Judges programs by running them while single actions are withheld as long as possible.
 
-The verifier promises of a program that it accepts: no order of execution hangs, races, or gives other values
-than the sequential meaning. This simulator knows nothing of its proof. It knows what machines may do:
+The verifier promises that no order of execution of an accepted program hangs, races, or gives other values
+than the sequential meaning. This simulator does not know the verifier's proof. It knows what machines may do:
 
 1. A worker runs its queue once per step, in order; an instruction begins when the one before has signalled.
    Entries of a dynamic queue are drawn in order, by any number of workers.
-2. An instruction first waits for its header. Its plain reads may be made at any time from then on. It waits
-   until all tagged words that it declares to read carry the tag of the step. Then its plain writes may become
-   visible, at any time. Its tagged words may as soon as all that it reads has been read, plain writes or not.
-   It signals when all is visible.
-3. *Earlier* reads may be made as soon as the header is satisfied, whatever the worker still runs.
-   Instructions whose ``tag_order`` is READS_LATE make their tagged words visible before all is read, and read
-   tagged words once more until they signal. Those whose order is WRITES_EARLY, which have no tagged results,
-   make plain writes visible before their tagged words are there.
-4. An instruction that writes plainly where it also reads, as Sample does, is taken to read all of that first.
-   Whether kernels do so for two operands that overlap is not judged.
-5. Rows at or past the count of ``row_count`` are dead: neither read nor written, but tagged words of dead rows
-   are awaited, and get their tags, as all others do.
+2. An instruction first waits for its header. From then on it may make its plain reads at any time. It waits
+   until all tagged words that it declares to read carry the tag of the step. After that, its plain writes may
+   become visible at any time. Its tagged words may become visible as soon as it has read all its inputs, even
+   before its plain writes. It signals when all its writes are visible.
+3. An instruction may make its *earlier* reads as soon as its header is satisfied, even while its worker
+   still runs other instructions. An instruction whose ``tag_order`` is READS_LATE makes its tagged words
+   visible before it has read everything, and reads tagged words once more until it signals. One whose order
+   is WRITES_EARLY has no tagged results, and makes plain writes visible before its tagged words arrive.
+4. An instruction that writes plainly where it also reads, as Sample does, is assumed to read all of that
+   first. The simulator does not judge whether kernels do so for two operands that overlap.
+5. Rows at or past the count of ``row_count`` are dead: instructions neither read nor write them, but wait for
+   and tag the tagged words of dead rows like all others.
 
-What an instruction does falls into *actions* (``Action``). No other instruction waits for one of its plain
-reads, or for one of its plain writes, but only for tagged words and the signal. So to withhold all of its plain
-reads delays no more than to withhold one of them, and they are one action; its tagged words are one each.
+An instruction consists of *actions* (``Action``). Other instructions wait only for its tagged words and its
+signal, never for a single plain read or plain write. So withholding all of its plain reads delays no more
+than withholding one of them: all plain reads are one action, all plain writes another. Every tagged word is
+an action of its own.
 
-A *schedule* withholds some actions, lets everything else go on until nothing can, releases them, and so on.
+A *schedule* withholds some actions, runs everything else until nothing can go on, releases them, and so on.
 One schedule for every action of the first steps finds every conflict of two accesses: if any execution makes
-the second of them before the first, then so does the one that withholds the first alone, as whatever can happen
-without it does. More schedules withhold random sets. All of them run side by side: arrays have a column for each.
+the second access before the first, then so does the one that withholds only the first, because everything that
+can happen without it happens. More schedules withhold random sets. All schedules run side by side: arrays have
+a column for each.
 
 Memory holds *versions*, not values: the number of the execution that wrote a place last. Every read and every
 write must find the version that it finds when instructions run one after the other.
@@ -47,10 +49,10 @@ from megavm.vm.isa import TagOrder
 from megavm.vm.program import Program
 
 STEPS = 4
-HELD_STEPS = 2  # actions of the first steps are withheld; the others show what goes by
-ANY_NUMBER = 1 << 30  # of workers: every entry of a dynamic queue is drawn at once
+HELD_STEPS = 2  # only actions of the first steps are withheld; later steps may overtake them
+ANY_NUMBER = 1 << 30  # so many workers that every entry of a dynamic queue is drawn at once
 
-Held = Mapping[tuple[int, int], Mask]  # by number of the execution and action: in which columns
+Held = Mapping[tuple[int, int], Mask]  # (number of the execution, action): columns that withhold it
 
 
 class Found(Exception):
@@ -81,7 +83,7 @@ class Schedules:
         self.ready = [self.nowhere if e.needs else self.everywhere for e in meaning.order]
 
     def _not_begun(self, execution: Execution) -> dict[int, Mask]:
-        """Which actions are done, by column; of actions that an instruction does not have, all."""
+        """Which actions are done, by column. Actions that an instruction does not have count as done."""
         done = {
             a: np.zeros(self.columns, np.bool_) if execution.accesses[a].size else self.everywhere
             for a in (Action.EARLY, Action.READ, Action.WRITE, Action.AGAIN)
@@ -93,9 +95,9 @@ class Schedules:
         }
 
     def run(self, phases: Sequence[Held]) -> Mask:
-        """Run until nothing can happen, with one set of actions withheld after the other.
+        """Run until nothing can happen, withholding one set of actions after the other.
 
-        Returns the columns that come to their end. Raises Found.
+        Returns the columns in which all executions end. Raises Found.
         """
         rest = list(range(len(self.done)))
         for number, held in enumerate((*phases, {})):
@@ -111,7 +113,7 @@ class Schedules:
         return ended
 
     def _advance(self, execution: Execution, held: Held) -> bool:
-        """Do what an execution can do, in every column. Whether anything was done."""
+        """Do all that an execution can do, in every column. Returns whether it did anything."""
         number, done = execution.number, self.done[execution.number]
         if not (ready := self.ready[number]).all():
             for barrier, count in execution.needs:
@@ -147,7 +149,10 @@ class Schedules:
         return moved | self._act(execution, Action.SIGNAL, ending, held)
 
     def _act(self, execution: Execution, action: int, can: Mask, held: Held) -> bool:
-        """Do one action in the columns where it can be done and is neither done nor withheld."""
+        """Do one action in the columns where it is possible, not yet done and not withheld.
+
+        Returns whether there are such columns.
+        """
         done = self.done[execution.number]
         can = can > done[action]
         if (mask := held.get((execution.number, action))) is not None:
@@ -201,7 +206,7 @@ class Schedules:
 
 
 def each_action(order: Sequence[Execution], steps: int) -> Iterator[tuple[int, int]]:
-    """The actions, but for signals, of the first steps."""
+    """The actions of the first ``steps`` steps, except signals."""
     for execution in order:
         if execution.step < steps:
             for action in (Action.EARLY, Action.READ, Action.WRITE, Action.AGAIN):
@@ -223,9 +228,9 @@ def judge(
     seed: int = 0,
     random_schedules: int = 32,
 ) -> Finding | None:
-    """What is wrong with a program of valid form, of whose rows ``live`` are live (None: all).
+    """What is wrong with a program of valid form when ``live`` rows are live (None: all); None: nothing.
 
-    Without ``queue_order`` static queues are no order either: workers begin instructions before others end.
+    Without ``queue_order`` static queues give no order: a worker begins instructions before others end.
     ``tag_orders``: how instructions order their tagged words; see ``Meaning``.
     """
     meaning = Meaning(program, steps, live, queue_order, tag_orders)
@@ -262,7 +267,7 @@ def judge(
 
 
 def replay(meaning: Meaning, phases: Sequence[Held], workers: Ints, column: int) -> Finding:
-    """Run the schedule of one column again and tell what happens."""
+    """Run the schedule of one column again and describe what happens."""
     alone = [
         {action: mask[[column]] for action, mask in held.items() if mask[column]} for held in phases
     ]
@@ -290,14 +295,14 @@ def replay(meaning: Meaning, phases: Sequence[Held], workers: Ints, column: int)
 
 
 def live_counts(program: Program) -> list[int]:
-    """Numbers of live rows to try if instructions count them: none, one, some."""
+    """Numbers of live rows to try if instructions count them: 0, 1, half of the rows, all but one."""
     counting = [i for i in program.instructions if vars(i).get("row_count", NONE) != NONE]
     most = max((int(vars(i).get("row_end", 1)) for i in counting), default=0)
     return sorted({n for n in (0, 1, most // 2, most - 1) if n < most})
 
 
 def judge_all(program: Program, *, steps: int = STEPS, seed: int = 0) -> Finding | None:
-    """``judge`` with all rows live and, if instructions count them, with some, one and none."""
+    """``judge`` with all rows live and, if instructions count them, with the numbers of ``live_counts``."""
     for live in (None, *live_counts(program)):
         finding = judge(program, live=live, steps=steps, seed=seed)
         if finding is not None:
