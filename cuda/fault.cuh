@@ -23,8 +23,8 @@ struct alignas(16) Control {
 };
 static_assert(sizeof(Control) <= kControlBytes);
 
-// The instruction that a warp executes and, when it stops, the cause. The fields have the meaning
-// of those in FaultRecord.
+// The instruction that a warp executes and, when it stops, the cause. FaultRecord has the same
+// fields and says what they mean.
 struct alignas(16) Current {
   uint32_t position;
   uint32_t step;

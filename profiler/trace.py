@@ -14,7 +14,7 @@ import numpy.typing as npt
 from megavm.vm import events
 
 MAX_TIME: Final = 1 << 60  # nanoseconds
-SUFFIX: Final = ".megatrace"  # of file names
+SUFFIX: Final = ".megatrace"  # trace files end with it
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]

@@ -1,8 +1,7 @@
 """How an instruction is declared, encoded, decoded and described.
 
 An instruction is a class in ``instructions/<name>/__init__.py``. Its fields are its encoding: everything
-else (the C++ struct, the disassembler, the verifier's view of it, the tables in the docs) is derived from
-the declaration::
+else (the C++ struct, the disassembler, the verifier's view of it) is derived from the declaration::
 
     class RmsNorm(Instruction):
         "y[r, :] := x[r, :] / sqrt(mean(x[r, :]^2) + eps) * gain"

@@ -67,8 +67,7 @@ class Memory:
         Raises ValueError when a tensor of the same name is present with another kind, shape or dtype.
         """
         for spec in specs:
-            present = self._specs.get(spec.name)
-            if present is None:
+            if spec.name not in self._specs:
                 self._specs[spec.name] = spec
                 self._layouts[spec.name] = ROWS
                 shape: tuple[int, ...] = spec.shape
@@ -77,8 +76,8 @@ class Memory:
                     shape = (spec.rows, spec.columns * spec.dtype.size // 4, 2)
                     dtype = torch.int32
                 self._storage[spec.name] = torch.zeros(shape, dtype=dtype, device=self.device)
-            elif present != spec:
-                raise ValueError(f"tensor {spec.name} is in memory as {present}, needed as {spec}")
+            else:
+                self.require([spec])
 
     def spec(self, name: str) -> TensorSpec:
         """The spec that the tensor was bound or allocated with. Raises KeyError when it is absent."""

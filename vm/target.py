@@ -6,6 +6,7 @@ config.py has the sizes that kernels are compiled with; C++ shares them.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from megavm.vm.config import (
     BLOCK_UNITS,
@@ -14,8 +15,9 @@ from megavm.vm.config import (
     ROWS_CHUNK_PAGES,
     UNIT_ROWS,
 )
+from megavm.vm.isa import BF16
 
-BF16_BYTES = 2
+Exchange = Literal["barrier", "heads", "tagged"]  # see CompileOptions
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Target:
     block_size: int = 16
     steps_per_launch: int = 1
     column_unit: int = 16
-    row_exchange: str = "barrier"
-    rows_exchange: str = "barrier"
+    row_exchange: Exchange = "barrier"
+    rows_exchange: Exchange = "barrier"
     part_of_k: int = 0
     parted_rows: int = 0
     most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
@@ -72,7 +74,7 @@ TARGETS = {
             row_exchange="tagged",
             rows_exchange="heads",
             # The columns of a unit of bfloat16 weights, and the rows, that the kernel takes at once.
-            part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16_BYTES,
+            part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
             parted_rows=MAX_GROUP_ROWS,
         ),
         Target("reference"),

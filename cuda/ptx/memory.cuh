@@ -256,8 +256,8 @@ __device__ __forceinline__ void store_shared4(uint32_t address, const Words4& v)
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, transposed. Lane i passes the address of row i % 8
-// of matrix i / 8.
+// Loads four 8 x 8 matrices of 16-bit elements, transposed. Lane i passes an address: row i % 8 of
+// matrix i / 8.
 __device__ __forceinline__ Words4 load_matrices_transposed(uint32_t address) {
   Words4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -5,10 +5,10 @@
 
 namespace megavm::ptx {
 
-// D += A . B (m16n8k16, bf16). With i = lane / 4 and j = 2 (lane % 4), a lane holds
-//   of A: row i, columns j, j + 1 in x; row 8 + i in y; the same rows, columns 8 further, in z, w;
-//   of B: column i, rows j, j + 1 in b0, and 8 further in b1;
-//   of D: row i, columns j, j + 1 in sums[0..1]; row 8 + i in sums[2..3].
+// D += A . B (m16n8k16, bf16). With i = lane / 4 and j = 2 (lane % 4), a lane holds:
+//   A: x has row i, columns j and j + 1; y has row 8 + i; z and w have these rows, 8 columns on;
+//   B: b0 has column i, rows j and j + 1; b1 has the rows 8 further on;
+//   D: sums[0..1] have row i, columns j and j + 1; sums[2..3] have row 8 + i.
 __device__ __forceinline__ void mma(float (&sums)[4], const Words4& a, uint32_t b0, uint32_t b1) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "

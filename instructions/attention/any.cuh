@@ -32,8 +32,8 @@ struct AnyAttention {
     float highest = -kInfinity, total = 0.0f, sum[kElements];
 #pragma unroll
     for (float& s : sum) s = 0.0f;
-    // NOTE: an empty split waits for its queries too. Otherwise it could store its partial result
-    // of a later step before the merge of this step has read the one of this step.
+    // NOTE: an empty split waits for its queries too. Otherwise it could run a step ahead, and
+    // overwrite its partial result before the merge of this step has read it.
     for (uint32_t e = lane; e < d; e += kLanes)
       read_element(in[&Attention::q], row, query * d + e, in.tag(), in.word(&Attention::q));
     __syncwarp();

@@ -11,7 +11,7 @@ struct MatmulPlan : ProductPlan<Matmul> {
   static constexpr uint32_t kHalfItems = 2 * kItemsPerUnit;
 
   uint32_t first_unit;
-  float result[2];  // of the item finished last
+  float result[2];  // the last finished item has these two sums
   float squares = 0.0f;
   uint32_t result_column = kNone;
 

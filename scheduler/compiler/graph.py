@@ -93,10 +93,6 @@ class Graph:
     def tensor(self, name: str, shape: tuple[int, ...], dtype: DType, kind: TensorKind) -> Value:
         """A tensor that the host binds or allocates in memory under this name."""
         spec = TensorSpec(name, shape, dtype, kind)
-        return self.memory(spec)
-
-    def memory(self, spec: TensorSpec) -> Value:
-        """The tensor that ``spec`` describes."""
         return Value.of(spec)
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: DType) -> Value:

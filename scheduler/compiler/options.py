@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Literal
 
 from megavm.instructions.matmul import PART_COLUMNS
-from megavm.vm.target import TARGETS, Target
+from megavm.vm.target import TARGETS, Exchange, Target
 
 Assignment = Literal["balanced", "round_robin", "dynamic"]
-Exchange = Literal["barrier", "heads", "tagged"]
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class CompileOptions:
     tagged_bytes: int = 128 * 1024
     fuse_norm: bool = True
     waves: int = 1
-    column_unit: int = 16
-    min_chunk: int = 256
+    column_unit: int = TARGETS["cpu"].column_unit
+    min_chunk: int = TARGETS["cpu"].min_chunk
     part_of_k: int = 0
 
     def __post_init__(self) -> None:
@@ -82,11 +81,10 @@ class CompileOptions:
 def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     """The options for steps of up to ``rows`` rows on a machine."""
     target = TARGETS[machine]
-    exchange = target.row_exchange if rows == 1 else target.rows_exchange
     return CompileOptions(
         workers,
         machine=machine,
-        exchange=cast(Exchange, exchange),
+        exchange=target.row_exchange if rows == 1 else target.rows_exchange,
         column_unit=target.column_unit,
         min_chunk=target.min_chunk,
         part_of_k=target.part_of_k if 1 < rows <= target.parted_rows else 0,

@@ -22,10 +22,6 @@ class Storage:
         """The handle of a value of the graph."""
         return self._handles[value]
 
-    def spec(self, value: Value) -> TensorSpec:
-        """The tensor of a value of the graph."""
-        return self.tensors[self._handles[value]]
-
     def add(self, spec: TensorSpec) -> int:
         """The handle of ``spec``, which is added to the table if it is new.
 

@@ -12,7 +12,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 
 Range = tuple[int, int]  # half-open
-SUMS_BYTES = 128 * 1024  # of sums that a product on the CPU keeps while slices of x pass by
+SUMS_BYTES = 128 * 1024  # a product on the CPU keeps this much of its sums while x streams
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,8 @@ class Plan:
     admitted: list[Sequence] = field(default_factory=list)  # the sequence of each admission
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
     enabled: list[int] = field(default_factory=list)  # slots whose prompt is scored: choose now
-    # (sequence, begin, end): positions begin .. end - 1 of a prompt. Their logit rows follow those
-    # of the samplers.
+    # (sequence, begin, end): positions begin .. end - 1 of a prompt. The samplers' logit rows come
+    # before theirs.
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
     # Set by execute: the chosen tokens [samplers, steps], whether each is a stop token, and the

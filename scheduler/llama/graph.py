@@ -86,7 +86,7 @@ def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DTyp
     """
     steps = step_tensors(limits)
     graph = Graph(bucket.rows, steps["row_count"], limits.max_num_batched_tokens)
-    batch = Batch(**{name: graph.memory(spec) for name, spec in steps.items()})
+    batch = Batch(**{name: Value.of(spec) for name, spec in steps.items()})
     hidden, eps = config.hidden_size, config.rms_norm_eps
     rope = graph.weight("rope", (limits.max_model_len, config.head_dim), F32)
     embeddings = graph.weight("model.embed_tokens.weight", (config.vocab_size, hidden), dtype)

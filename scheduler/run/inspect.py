@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.options import Assignment, Exchange, default_options
+from megavm.scheduler.compiler.options import Assignment, default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.hub import resolve
@@ -19,7 +19,7 @@ from megavm.vm.config import PAGE_BYTES, WORKING_BYTES
 from megavm.vm.cuda.machine import reason_unavailable
 from megavm.vm.cuda.memory import kernel_memory
 from megavm.vm.program import Program
-from megavm.vm.target import TARGETS
+from megavm.vm.target import TARGETS, Exchange
 from megavm.vm.verify import verify as verify_program
 
 DEFAULT_CONTEXT = 1024

@@ -119,7 +119,6 @@ def _tensor_words(program: Program) -> npt.NDArray[np.bool_]:
     """Which operand words of each instruction are handles: bool [n, OPERAND_WORDS]."""
     words = np.zeros((len(program), program.words.shape[1] - HEADER_WORDS), bool)
     for opcode, cls in instruction_set().items():
-        for k, field in enumerate(cls.fields):
-            if field.kind is FieldKind.TENSOR:
-                words[program.words[:, 0] == opcode, k] = True
+        are_tensors = [field.kind is FieldKind.TENSOR for field in cls.fields]
+        words[program.words[:, 0] == opcode, : len(are_tensors)] = are_tensors
     return words

@@ -7,6 +7,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 
 
 def join_gate_and_up(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Replace silu_mul of two products, which nothing else reads, by gate_up."""
     readers, producers = readers_of(operations), producers_of(operations)
     result: list[Operation] = []
     for operation in operations:

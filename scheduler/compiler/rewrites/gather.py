@@ -7,6 +7,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 
 
 def gather_in_product(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Give products ``row_index`` and ``row_count`` in place of the gather that only they read."""
     producers, readers = producers_of(operations), readers_of(operations)
     fused = {
         o

@@ -15,6 +15,7 @@ from megavm.vm.isa import F32, DType
 
 
 def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Replace rms_norm by ``out_scaled`` and ``out_squares`` of its producer, and ``x_squares``."""
     if not options.fuse_norm:
         return operations
     producers, readers = producers_of(operations), readers_of(operations)

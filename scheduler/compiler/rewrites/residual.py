@@ -7,6 +7,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 
 
 def add_in_product(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Give a product ``residual`` in place of the add that alone reads its result."""
     readers, producers = readers_of(operations), producers_of(operations)
     result: list[Operation] = []
     for operation in operations:

@@ -19,10 +19,11 @@ def split_context(operations: list[Operation], options: CompileOptions) -> list[
     """
     result = []
     for operation in operations:
-        if operation.kind != "attention" or tiling(operation, options).splits == 1:
+        tiles = tiling(operation, options) if operation.kind == "attention" else None
+        if tiles is None or tiles.splits == 1:
             result.append(operation)
             continue
-        q, tiles = operation.inputs["q"], tiling(operation, options)
+        q = operation.inputs["q"]
         _, kv_heads, _, head_dim = operation.inputs["k_cache"].memory.shape
         shape = (q.rows, tiles.splits, q.columns // head_dim, head_dim + 2)
         name = f"partial.{'x'.join(map(str, shape))}"

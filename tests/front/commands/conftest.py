@@ -40,7 +40,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
     def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
         data = stdin.encode() if isinstance(stdin, str) else (stdin or b"")
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
-        capsys.readouterr()  # what the test itself printed before
+        capsys.readouterr()  # drop what the test itself printed
         code = cli.main(list(arguments))
         captured = capsys.readouterr()
         return Result(code, captured.out, captured.err)
