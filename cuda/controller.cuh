@@ -85,15 +85,32 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
   StageCursor drawn;  // the stage that must be released before another ticket is drawn
   uint32_t count = 0;
   while (true) {
-    // Wait for a free stage.
-    if (!cursor.released().wait_watching(cursor.phase ^ 1)) return report_faults();
     if (launch.dynamic && count >= kDynamicAhead) {
       if (!drawn.released().wait_watching(drawn.phase)) return report_faults();
       drawn.advance();
     }
     ++count;
-    Stage& stage = stage_at(cursor.slot);
+    // Fetch the words of the next instruction, one per lane, and look up the tensors that they
+    // name, before its stage is free: in steps of many small instructions the other roles wait for
+    // stages.
     const bool more = queue.next();
+    uint32_t word = 0, tagged_row = kNone;
+    bool names_tensor = false;
+    ptx::Words4 entry = {};
+    Exchange exchange = {};
+    if (more) {
+      word = __ldg(queue.words() + lane);
+      exchange = queue.exchange();
+      const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
+      const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
+      names_tensor = lane < kOperandWords && (mask >> lane & 1) && handle != kNone;
+      if (names_tensor)
+        entry = ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
+      tagged_row = first_tagged_row(exchange, live);
+    }
+    // Wait for a free stage.
+    if (!cursor.released().wait_watching(cursor.phase ^ 1)) return report_faults();
+    Stage& stage = stage_at(cursor.slot);
     if (lane == 0) {
       set_current(queue.position, queue.step);
       stage.position = queue.position;
@@ -103,18 +120,8 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
-      // Fetch the words, one per lane, and look up the tensors that they name.
-      const uint32_t word = __ldg(queue.words() + lane);
-      const Exchange exchange = queue.exchange();
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
-      const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
-      const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
-      if (lane < kOperandWords && (mask >> lane & 1) && handle != kNone) {
-        const ptx::Words4 entry =
-            ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
-        ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
-      }
-      const uint32_t tagged_row = first_tagged_row(exchange, live);
+      if (names_tensor) ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
       if (lane == 0) stage.exchange = exchange, stage.tagged_row = tagged_row;
     }
     __syncwarp();

@@ -92,11 +92,10 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     begin_tagged_rows(launch, stage);
-    const uint32_t first_row = stage.tagged_row;
     if constexpr (kStorerFinishes) finish_row<Used>(stage, storer);
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
-    end_tagged_rows(launch, stage, first_row);
+    end_tagged_rows(launch, stage, stage.tagged_row);
     if (lane_index() == 0) {
       storer.publish(stage);
       storer.note(stage, Event::kSignalled);

@@ -69,12 +69,18 @@ __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& s
 __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
                                                 uint32_t first_row) {
   if (__builtin_expect(first_row == kNone, 1)) return;
-  if (!is_by_machine(stage) && first_row == stage.exchange.row_begin)
-    await_tagged_rows(launch, stage, first_row);
-  each_tagged_word(
-      launch, stage, true, first_row, [&](OperandWord, uint64_t address, uint32_t, uint32_t) {
-        ptx::store_relaxed_tagged(address, ptx::load_relaxed_tagged(address).x, stage.tag);
-      });
+  // Both passes share the loop: code beside the storer's path costs every instruction time.
+  const bool awaited = is_by_machine(stage) || first_row != stage.exchange.row_begin;
+#pragma unroll 1
+  for (uint32_t written = awaited; written < 2; ++written)
+    each_tagged_word(launch, stage, written, first_row,
+                     [&](OperandWord operand, uint64_t address, uint32_t row, uint32_t word) {
+                       if (written)
+                         ptx::store_relaxed_tagged(address, ptx::load_relaxed_tagged(address).x,
+                                                   stage.tag);
+                       else
+                         read_tagged(address, stage.tag, operand, row, word);
+                     });
 }
 
 }  // namespace megavm
