@@ -90,7 +90,7 @@ def test_chunks_of_a_swizzled_cache_are_exchanged_by_slot(columns: int) -> None:
     ("spec", "wanted", "message"),
     [
         (TensorSpec("w", (8, 2, 4), F32, WEIGHT), units(), "not a matrix"),
-        (TensorSpec("w", (12, 4), F32, WEIGHT), units(4), "not heads of 8"),
+        (TensorSpec("w", (12, 4), F32, WEIGHT), units(4), "not groups of 8"),
         (TensorSpec("k", (2, 2, 4, 64), F32, STATE), SWIZZLED, "not a KV cache of bfloat16"),
         (TensorSpec("k", (2, 2, 4, 80), BF16, STATE), SWIZZLED, "multiples of 64"),
         (TensorSpec("t", (2, 64), F32, TensorKind.ACTIVATION, True), units(), "it is tagged"),
