@@ -130,7 +130,11 @@ class TensorSpec:
         """
         first = specs[0]
         for spec in specs:
-            if (spec.shape[1:], spec.dtype, spec.kind) != (first.shape[1:], first.dtype, first.kind):
+            if (spec.shape[1:], spec.dtype, spec.kind) != (
+                first.shape[1:],
+                first.dtype,
+                first.kind,
+            ):
                 raise ValueError(f"tensor {name} cannot join {spec} and {first}")
         parts = [part for spec in specs for part in spec.parts or (Part(spec.name, spec.rows),)]
         shape = (sum(spec.rows for spec in specs), *first.shape[1:])
@@ -143,6 +147,11 @@ class TensorSpec:
     @functools.cached_property
     def columns(self) -> int:
         return math.prod(self.shape[1:])
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of its parts; its own name if it has none."""
+        return tuple(part.name for part in self.parts) or (self.name,)
 
     @property
     def bytes(self) -> int:
@@ -459,7 +468,7 @@ class Instruction:
         return {self.__dict__[f.name] for f in self.fields if f.workspace} - {NONE}
 
     # Declarations of an instruction. ``tensors`` is the program's table. Instructions with the same operands
-    # on tensors of the same shapes, types and kinds share the answers of one of them (alike.py).
+    # on tensors of the same shapes, types, kinds and parts share the answers of one of them (alike.py).
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         """Every region whose contents the result depends on, weights and inputs included."""
