@@ -148,9 +148,7 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
             yield f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {expected}"
 
 
-def whole_groups(
-    tensors: Sequence[TensorSpec], group: int, **operands: int
-) -> Iterator[str]:
+def whole_groups(tensors: Sequence[TensorSpec], group: int, **operands: int) -> Iterator[str]:
     """A sentence for every operand ``name=handle`` with a part that is not whole groups of ``group`` rows.
 
     A handle NONE is skipped.
