@@ -270,7 +270,7 @@ def test_an_operand_that_must_not_be_produced_is_refused_when_a_copy_writes_it(
         for field, spec in operands_of(example):
             if field.produced:
                 continue
-            made = example.changed(field.name, kind=TensorKind.STATE)
+            made = example.changed(field.name, kind=TensorKind.STATE, parts=())
             source = TensorSpec("source of the copy", spec.shape, spec.dtype, TensorKind.INPUT)
             copy = Copy(
                 x=len(made.tensors),

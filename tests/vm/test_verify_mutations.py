@@ -249,7 +249,7 @@ class Model:
     def mlp(self, x: int, out: int, name: str) -> None:
         k = self.tensors[x].columns
         hidden = self.tensor(f"{name}.hidden", self.rows, 2 * k)
-        weight = self.weight(f"{name}.weight", 4 * k, k)
+        weight = self.weight(f"{name}.gate_up_weight", 4 * k, k)
         self.add(
             f"{name}.gate_up",
             (
@@ -284,7 +284,7 @@ class Model:
         q = self.tensor(f"{name}.q", rows, heads * d)
         if self.newest:
             cache |= {f"{c}_new": self.tensor(f"{name}.{c}_new", rows, heads * d) for c in "kv"}
-        weight = self.weight(f"{name}.weight", 3 * heads * d, k)
+        weight = self.weight(f"{name}.qkv_weight", 3 * heads * d, k)
         self.add(
             f"{name}.qkv",
             (
