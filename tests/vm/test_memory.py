@@ -145,7 +145,7 @@ def test_a_tensor_without_parts_is_bound_to_one_value(count: int) -> None:
         Memory().bind(WEIGHT, *[torch.ones(1, 3)] * count)
 
 
-@pytest.mark.parametrize("layout", [ROWS, units(), units(1)], ids=str)
+@pytest.mark.parametrize("layout", [ROWS, units(), units(1), units(3)], ids=str)
 def test_a_relayout_joins_the_parts(layout: Layout) -> None:
     spec = TensorSpec("qk", (6, 3), F32, TensorKind.WEIGHT, parts=(Part("q", 4), Part("k", 2)))
     memory, q, k = Memory(), torch.randn(4, 3), torch.randn(2, 3)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.isa import TensorKind, TensorSpec
@@ -52,6 +50,12 @@ def _joined(gate: TensorSpec, up: TensorSpec) -> Value:
 
 def _joined_name(gate: str, up: str) -> str:
     """``mlp.gate_proj.weight`` and ``mlp.up_proj.weight`` as ``mlp.gate_up_proj.weight``."""
-    pattern = r"(?s)\A(.*)(.*?)(.*)\n\1(.*?)\3\Z"  # what both begin with, and what both end with
-    begin, first, end, second = re.findall(pattern, f"{gate}\n{up}")[0]
-    return f"{begin}{first}_{second}{end}"
+    begin = _begin_alike(gate, up)
+    end = _begin_alike(gate[begin:][::-1], up[begin:][::-1])
+    return f"{gate[: len(gate) - end]}_{up[begin:]}"
+
+
+def _begin_alike(one: str, two: str) -> int:
+    """Number of characters with which both begin."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))
