@@ -107,7 +107,8 @@ def make(model: str, layers: int | None, max_len: int, machine: str) -> Contende
         if spec.name == "rope":
             memory.bind(spec, rope_table(config, max_len).to(memory.device))
         else:
-            memory.bind(spec, weights[spec.name].to(torch.bfloat16).clone())
+            parts = [weights[name].to(torch.bfloat16).clone() for name in spec.part_names]
+            memory.bind(spec, *parts)
 
     def options(rows: int) -> CompileOptions:
         return default_options(machine, workers, rows)

@@ -22,7 +22,7 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.scheduler.compiler.tiling import SUMS_BYTES
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import BF16, F32, DType, Instruction, Part, TensorKind, TensorSpec
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 
@@ -89,9 +89,17 @@ def build(
     queues: list[list[int]] = [[] for _ in range(workers)]
     for copy in range(copies):
         handle = len(tensors)
-        for half in range(2 if shape.gated else 1):
-            name = f"weight{copy}.{half}"
-            tensors.append(TensorSpec(name, (shape.columns, shape.k), dtype, TensorKind.WEIGHT))
+        name = f"weight{copy}"
+        parts = [Part(f"{name}.{part}", shape.columns) for part in ("gate", "up") if shape.gated]
+        tensors.append(
+            TensorSpec(
+                name,
+                (shape.weight_rows, shape.k),
+                dtype,
+                TensorKind.WEIGHT,
+                parts=tuple(parts),
+            )
+        )
         for worker, begin, end, top in tiles(shape, rows, workers, row_tile, column_tile):
             common: dict[str, Any] = {
                 "x": 0,
@@ -104,7 +112,7 @@ def build(
             }
             queues[worker].append(len(instructions))
             if shape.gated:
-                instructions.append(GateUp(gate=handle, up=handle + 1, **common))
+                instructions.append(GateUp(weight=handle, **common))
             else:
                 bottom = min(top + row_tile, rows)
                 whole: dict[str, Any] = {"part": 0, "part_k": shape.k}
@@ -131,7 +139,7 @@ def torch_product(shape: Shape, x: torch.Tensor, weights: list[torch.Tensor]) ->
 
     def run() -> None:
         if shape.gated:
-            for gate, up in zip(weights[::2], weights[1::2], strict=True):
+            for gate, up in (weight.chunk(2) for weight in weights):
                 a, b = torch.nn.functional.linear(x, gate), torch.nn.functional.linear(x, up)
                 torch.nn.functional.silu(a).mul_(b)
         else:
@@ -210,7 +218,7 @@ def measure(
             value = torch.empty(spec.shape, dtype=TORCH_DTYPE[dtype]).normal_(
                 0, 0.02, generator=generator
             )
-            memory.bind(spec, value)
+            memory.bind(spec, *value.chunk(max(len(spec.parts), 1)))
             weights.append(value)
     memory.allocate(program.tensors)
     x = memory.storage("x")

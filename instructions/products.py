@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from megavm.vm.config import NONE, UNIT_ROWS
+from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.reference import Rows, View
 
 
@@ -40,12 +41,10 @@ def product(
     ``x`` [rows, k] is rounded to the weight's type; ``scale`` is [rows, 1]. With ``k``, ``x`` holds
     only those columns of the weight.
     """
-    w = m.raw(weight)[columns[0] : columns[1]]
-    if k is not None:
-        w = w[:, k[0] : k[1]]
-    out = scale * (x.to(w.dtype).float() @ w.float().T)
+    dtype = TORCH_DTYPE[m.tensors[weight].dtype]
+    out = scale * (x.to(dtype).float() @ m.read(weight, columns, k).T)
     if bias != NONE:
-        out += m.raw(bias)[columns[0] : columns[1]].float()
+        out += m.read(bias, columns).T
     return out
 
 

@@ -62,7 +62,7 @@ def product_constants(
     x: int,
     weight: int,
     x_squares: int,
-    biases: Sequence[int] = (),
+    bias: int = NONE,
     width: int | None = None,
 ) -> dict[str, Constant]:
     """Constants of the device code for ``x . weight^T`` (cuda/config.cuh defines each).
@@ -89,7 +89,7 @@ def product_constants(
         "any_bf16_weights": union(spec.dtype is not F32),
         "any_inputs": union(1 << (2 * (source.dtype is F32) + source.tagged)),
         "any_squares": union(squares),
-        "any_bias": union(any(b != NONE for b in biases)),
+        "any_bias": union(bias != NONE),
     }
 
 
@@ -146,6 +146,20 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
         if spec.columns != columns or rows not in (None, spec.rows):
             expected = f"{'any' if rows is None else rows} x {columns}"
             yield f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {expected}"
+
+
+def whole_groups(tensors: Sequence[TensorSpec], group: int, **operands: int) -> Iterator[str]:
+    """A sentence for every operand ``name=handle`` with a part that is not whole groups of ``group`` rows.
+
+    A handle NONE is skipped.
+    """
+    for name, handle in operands.items():
+        for part in () if handle == NONE else tensors[handle].parts:
+            if part.rows % group:
+                yield (
+                    f"{name} is {tensors[handle].name}, whose part {part.name} has {part.rows} rows: "
+                    f"not a multiple of {group}"
+                )
 
 
 def squares_of(columns: int) -> int:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-# (address, rows, columns, shape, dtype code, tagged)
-_Tensor = tuple[int, int, int, Sequence[int], int, bool]
+# (address and rows of each part, rows, columns, shape, dtype code, tagged)
+_Tensor = tuple[Sequence[tuple[int, int]], int, int, Sequence[int], int, bool]
 # (instruction, kind of condition, barrier or tensor, row, word, target, value)
 _Report = tuple[int, str, int, int, int, int, int]
 # (kind, cause, worker, reports of all workers)

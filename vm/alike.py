@@ -1,7 +1,7 @@
 """Groups instructions that declare the same: layers repeat the same tiles on tensors of the same shapes.
 
 What an instruction declares (regions, bytes, FLOPs, constants, layouts) depends only on its operands and on
-the shapes, types and kinds of its tensors. So one instruction of each kind answers for all of them.
+the shapes, types, kinds and parts' rows of its tensors. So one instruction of each kind answers for all of them.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
 
     Opcodes and handles must be valid.
     """
-    # Tensors of the same shape, type and kind get the same number, an absent tensor gets -1.
+    # Tensors of the same shape, type, kind and parts' rows get the same number, an absent tensor gets -1.
     known: dict[tuple[object, ...], int] = {}
-    kinds = [known.setdefault((t.shape, t.dtype, t.kind, t.tagged), len(known)) for t in tensors]
+    forms = ((t.shape, t.dtype, t.kind, t.tagged, *(p.rows for p in t.parts)) for t in tensors)
+    kinds = [known.setdefault(form, len(known)) for form in forms]
     kind_of_tensor = np.array([*kinds, -1], dtype=np.int64)
     for opcode, cls in instruction_set().items():
         numbers = np.flatnonzero(words[:, 0] == opcode)

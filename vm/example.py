@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,8 @@ import torch
 
 from megavm.instructions.tiles import squares_of
 from megavm.vm.config import NONE, UNIT_ROWS
-from megavm.vm.isa import F32, I32, DType, Instruction, TensorKind, TensorSpec
-from megavm.vm.memory import Memory
+from megavm.vm.isa import F32, I32, DType, Instruction, Part, TensorKind, TensorSpec
+from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 
 
@@ -32,6 +33,11 @@ class Example:
         """A fresh memory with the values, after ``epoch`` steps."""
         memory = Memory(device)
         memory.epoch = epoch
+        for spec in self.tensors:
+            if spec.parts:
+                whole = torch.zeros(spec.shape, dtype=TORCH_DTYPE[spec.dtype], device=device)
+                parts = torch.split(whole, [part.rows for part in spec.parts])
+                memory.bind(spec, *(part.clone() for part in parts))
         memory.allocate(self.tensors)
         for spec in self.tensors:
             value = self.values.get(spec.name)
@@ -123,11 +129,23 @@ class Table:
         """Normally distributed float32."""
         return torch.from_numpy(self.rng.standard_normal(shape, dtype=np.float32) * scale)
 
-    def weight(self, name: str, shape: tuple[int, ...], dtype: DType) -> int:
-        """A weight whose products with normal inputs are approximately normal."""
-        return self.add(
-            name, shape, dtype, TensorKind.WEIGHT, self.normal(*shape, scale=shape[-1] ** -0.5)
-        )
+    def weight(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: DType,
+        *,
+        parts: Mapping[str, int] = MappingProxyType({}),
+    ) -> int:
+        """A weight whose products with normal inputs are approximately normal.
+
+        ``parts``: the rows of its parts, by their names within the tensor's.
+        """
+        value = self.normal(*shape, scale=shape[-1] ** -0.5)
+        handle = self.add(name, shape, dtype, TensorKind.WEIGHT, value)
+        named = tuple(Part(f"{name}.{part}", rows) for part, rows in parts.items())
+        self.specs[handle] = replace(self.specs[handle], parts=named)
+        return handle
 
     def gain(self, name: str, columns: int, dtype: DType) -> int:
         """A gain around 1."""

@@ -37,7 +37,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar, overload
 
 from megavm.vm.config import (
     HEADER_WORDS,
@@ -78,12 +78,20 @@ class TensorKind(Enum):
     ACTIVATION = "activation"  # written and read inside one step
 
 
+class Part(NamedTuple):
+    """A named tensor of ``rows`` rows that is a range of the rows of another one."""
+
+    name: str
+    rows: int
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A named tensor that programs address by handle (its index in the program's table).
 
     Instructions see every tensor as a matrix: ``rows`` is the first dimension, ``columns`` the product of
-    the others.
+    the others. A weight may consist of ``parts``, one below the other, which the host has as tensors of
+    their own; no parts: the host has the tensor as a whole.
     """
 
     name: str
@@ -91,6 +99,7 @@ class TensorSpec:
     dtype: DType
     kind: TensorKind
     tagged: bool = False
+    parts: tuple[Part, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.shape or any(d <= 0 for d in self.shape):
@@ -104,6 +113,32 @@ class TensorSpec:
                 f"tagged tensor {self.name} has rows of {self.columns} {self.dtype.name}: "
                 "a row must be whole 4-byte words"
             )
+        if self.parts and self.kind is not TensorKind.WEIGHT:
+            raise ValueError(f"tensor {self.name} has parts but is {self.kind.value}, not weight")
+        for part in self.parts:
+            if part.rows <= 0:
+                raise ValueError(f"part {part.name} of tensor {self.name} has {part.rows} rows")
+        if self.parts and sum(part.rows for part in self.parts) != self.rows:
+            rows = " + ".join(str(part.rows) for part in self.parts)
+            raise ValueError(f"tensor {self.name} has {self.rows} rows, its parts have {rows}")
+
+    @classmethod
+    def joined(cls, name: str, specs: Sequence[TensorSpec]) -> TensorSpec:
+        """The tensor whose parts are the weights ``specs``, one below the other.
+
+        Raises ValueError when they differ in type or in the shape of a row, or are no weights.
+        """
+        first = specs[0]
+        for spec in specs:
+            if (spec.shape[1:], spec.dtype, spec.kind) != (
+                first.shape[1:],
+                first.dtype,
+                first.kind,
+            ):
+                raise ValueError(f"tensor {name} cannot join {spec} and {first}")
+        parts = [part for spec in specs for part in spec.parts or (Part(spec.name, spec.rows),)]
+        shape = (sum(spec.rows for spec in specs), *first.shape[1:])
+        return cls(name, shape, first.dtype, first.kind, parts=tuple(parts))
 
     @functools.cached_property
     def rows(self) -> int:
@@ -112,6 +147,11 @@ class TensorSpec:
     @functools.cached_property
     def columns(self) -> int:
         return math.prod(self.shape[1:])
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """Names of its parts; its own name if it has none."""
+        return tuple(part.name for part in self.parts) or (self.name,)
 
     @property
     def bytes(self) -> int:
@@ -242,6 +282,7 @@ class Field(Generic[T]):
         workspace: bool = False,
         produced: bool = False,
         tagged: bool = False,
+        parts: bool = False,
         least: float = -math.inf,
     ) -> None:
         self.kind = kind
@@ -251,6 +292,7 @@ class Field(Generic[T]):
         self.workspace = workspace
         self.produced = produced or tagged
         self.tagged = tagged
+        self.parts = parts
         self.least = least
         found = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
         self.shape = found[0] if found else ""
@@ -308,6 +350,7 @@ def tensor(
     workspace: bool = False,
     produced: bool = False,
     tagged: bool = False,
+    parts: bool = False,
 ) -> Field[int]:
     """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
 
@@ -315,8 +358,9 @@ def tensor(
 
     Unless an operand is ``produced``, no instruction of the program may write it: kernels read it before
     the instruction's waits end, and through caches that do not see other workers' writes. With ``tagged``
-    instructions may also exchange the operand as tagged words; it is then ``produced`` as well. The
-    contents of a ``workspace`` are unspecified after the instruction, and machines may differ in them.
+    instructions may also exchange the operand as tagged words; it is then ``produced`` as well. With
+    ``parts`` the tensor may consist of parts (TensorSpec). The contents of a ``workspace`` are unspecified
+    after the instruction, and machines may differ in them.
     """
     return Field(
         FieldKind.TENSOR,
@@ -326,6 +370,7 @@ def tensor(
         workspace=workspace,
         produced=produced,
         tagged=tagged,
+        parts=parts,
     )
 
 
@@ -423,7 +468,7 @@ class Instruction:
         return {self.__dict__[f.name] for f in self.fields if f.workspace} - {NONE}
 
     # Declarations of an instruction. ``tensors`` is the program's table. Instructions with the same operands
-    # on tensors of the same shapes, types and kinds share the answers of one of them (alike.py).
+    # on tensors of the same shapes, types, kinds and parts share the answers of one of them (alike.py).
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         """Every region whose contents the result depends on, weights and inputs included."""

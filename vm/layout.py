@@ -37,7 +37,7 @@ class Layout:
 
     ``ROWS``: natural. ``units(half)``, for weights [N, K]: units of 8 rows, each a sequence of tiles of
     8 rows x 64 bytes, so that a tile is 512 contiguous bytes; N and K are padded with zeros. With
-    ``half`` > 0 the rows j and j + half of each head of 2 * half rows are neighbours. ``SWIZZLED``, for
+    ``half`` > 0 the rows j and j + half of each group of 2 * half rows are neighbours. ``SWIZZLED``, for
     bfloat16 KV caches [blocks, kv heads, block_size, d]: chunk c of 16 bytes of slot t lies at chunk
     c ^ (t & 7).
     """
@@ -59,7 +59,7 @@ class Layout:
             if len(spec.shape) != 2:
                 wrong = "it is not a matrix"
             elif self.half and spec.rows % (2 * self.half):
-                wrong = f"its rows are not heads of {2 * self.half}"
+                wrong = f"its rows are not groups of {2 * self.half}"
         elif len(spec.shape) != 4 or spec.dtype is not BF16 or spec.shape[3] % SWIZZLE_COLUMNS:
             wrong = "it is not a KV cache of bfloat16 whose rows are multiples of 64"
         if wrong:

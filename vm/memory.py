@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from megavm.vm.isa import DType, TensorSpec
+from megavm.vm.isa import DType, Part, TensorSpec
 from megavm.vm.layout import ROWS, Layout
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
@@ -18,13 +18,14 @@ class Memory:
 
     A tensor is bound (weights, without a copy) or allocated and filled with zeros. A tagged tensor is stored
     as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them. Any other tensor is stored
-    contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py).
+    contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py). A
+    tensor that is bound in parts (TensorSpec) is stored in parts until ``relayout`` joins them.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self.device = torch.device(device)
         self._specs: dict[str, TensorSpec] = {}
-        self._storage: dict[str, torch.Tensor] = {}
+        self._storage: dict[str, tuple[torch.Tensor, ...]] = {}  # one, or one for each part
         self._layouts: dict[str, Layout] = {}
         self.epoch = 0  # steps run on this memory so far; the tag of the last step
         self.relayouts = 0  # number of times that storage has moved
@@ -35,31 +36,38 @@ class Memory:
     def __iter__(self) -> Iterator[str]:
         return iter(self._storage)
 
-    def bind(self, spec: TensorSpec, value: torch.Tensor) -> None:
-        """Use ``value`` as the tensor of ``spec``, without copying it.
+    def bind(self, spec: TensorSpec, *values: torch.Tensor) -> None:
+        """Use one value, or one for each part, as the tensor of ``spec``, without copying them.
 
-        Raises ValueError when name, shape, dtype, device or layout do not fit.
+        Raises ValueError when name, number, shape, dtype, device or layout do not fit.
         """
         if spec.name in self._storage:
             raise ValueError(f"tensor {spec.name} is in this memory already")
         if spec.tagged:
             raise ValueError(f"tensor {spec.name} is tagged: it can only be allocated")
-        if tuple(value.shape) != spec.shape:
+        parts = spec.parts if len(values) > 1 else (Part(spec.name, spec.rows),)
+        if len(values) != len(parts):
             raise ValueError(
-                f"tensor {spec.name} has shape {tuple(value.shape)}, expected {spec.shape}"
+                f"tensor {spec.name} of {len(spec.parts)} parts cannot be bound to {len(values)} values"
             )
-        if value.dtype != TORCH_DTYPE[spec.dtype]:
-            raise ValueError(
-                f"tensor {spec.name} holds {value.dtype}, expected {TORCH_DTYPE[spec.dtype]}"
-            )
-        if value.device != self.device or not value.is_contiguous():
-            raise ValueError(
-                f"tensor {spec.name} must be contiguous and on {self.device}; it is on {value.device} "
-                f"with strides {value.stride()}"
-            )
+        for part, value in zip(parts, values, strict=True):
+            shape = (part.rows, *spec.shape[1:])
+            if tuple(value.shape) != shape:
+                raise ValueError(
+                    f"tensor {part.name} has shape {tuple(value.shape)}, expected {shape}"
+                )
+            if value.dtype != TORCH_DTYPE[spec.dtype]:
+                raise ValueError(
+                    f"tensor {part.name} holds {value.dtype}, expected {TORCH_DTYPE[spec.dtype]}"
+                )
+            if value.device != self.device or not value.is_contiguous():
+                raise ValueError(
+                    f"tensor {part.name} must be contiguous and on {self.device}; it is on "
+                    f"{value.device} with strides {value.stride()}"
+                )
         self._specs[spec.name] = spec
         self._layouts[spec.name] = ROWS
-        self._storage[spec.name] = value
+        self._storage[spec.name] = values
 
     def allocate(self, specs: Iterable[TensorSpec]) -> None:
         """Allocate the tensors that are not present yet.
@@ -75,7 +83,7 @@ class Memory:
                 if spec.tagged:
                     shape = (spec.rows, spec.columns * spec.dtype.size // 4, 2)
                     dtype = torch.int32
-                self._storage[spec.name] = torch.zeros(shape, dtype=dtype, device=self.device)
+                self._storage[spec.name] = (torch.zeros(shape, dtype=dtype, device=self.device),)
             else:
                 self.require([spec])
 
@@ -99,7 +107,17 @@ class Memory:
                 raise ValueError(f"tensor {spec.name} has the layout {layout}, not rows")
 
     def storage(self, name: str) -> torch.Tensor:
-        """The bytes that machines work on (see the class for tagged tensors and layouts)."""
+        """The bytes that machines work on (see the class for tagged tensors and layouts).
+
+        Raises ValueError when the tensor is stored in parts.
+        """
+        parts = self._storage[name]
+        if len(parts) > 1:
+            raise ValueError(f"tensor {name} is stored in {len(parts)} parts, not as one tensor")
+        return parts[0]
+
+    def stored_parts(self, name: str) -> tuple[torch.Tensor, ...]:
+        """The storage of each part, in order; of the whole tensor if it is stored as one."""
         return self._storage[name]
 
     def layout(self, name: str) -> Layout:
@@ -107,25 +125,31 @@ class Memory:
         return self._layouts[name]
 
     def relayout(self, name: str, layout: Layout) -> None:
-        """Give a tensor another layout; its storage moves.
+        """Store a tensor as one, in a layout; its storage moves if that changes anything.
 
         Raises ValueError when the tensor cannot have it.
         """
         spec, present = self._specs[name], self.layout(name)
-        if layout == present:
+        if layout == present and len(self._storage[name]) == 1:
             return
         layout.check(spec)
-        self._storage[name] = layout.pack(spec, present.unpack(spec, self._storage[name]))
-        self._layouts[name] = layout
+        if len(self._storage[name]) > 1:
+            # Releases the parts before packing: with them the tensor would be in memory three times.
+            self._storage[name] = (torch.cat(self._storage[name]),)
+        if layout != present:
+            packed = layout.pack(spec, present.unpack(spec, self.storage(name)))
+            self._storage[name] = (packed,)
+            self._layouts[name] = layout
         self.relayouts += 1
 
     def __getitem__(self, name: str) -> torch.Tensor:
         """The values in natural order, in the shape and dtype of the spec.
 
-        A view if they are stored in that form, otherwise a copy. Change a tagged tensor, or one in another
-        layout, with ``write``.
+        A view if they are stored in that form, otherwise a copy. Change a tagged tensor, or one in parts or
+        in another layout, with ``write``.
         """
-        storage, spec = self._storage[name], self._specs[name]
+        parts, spec = self._storage[name], self._specs[name]
+        storage = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not spec.tagged:
             return self.layout(name).unpack(spec, storage)
         values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
@@ -136,20 +160,26 @@ class Memory:
 
         Raises ValueError when the shape is not that of the tensor.
         """
-        storage, spec = self._storage[name], self._specs[name]
+        parts, spec = self._storage[name], self._specs[name]
         if tuple(value.shape) != spec.shape:
             raise ValueError(f"tensor {name} has shape {spec.shape}, not {tuple(value.shape)}")
         value = value.to(self.device, TORCH_DTYPE[spec.dtype]).contiguous()
         if spec.tagged:
-            storage[..., 0] = value.reshape(spec.rows, -1).view(torch.int32)
-            storage[..., 1] = int(np.uint32((self.epoch + 1) & 0xFFFFFFFF).view(np.int32))
+            parts[0][..., 0] = value.reshape(spec.rows, -1).view(torch.int32)
+            parts[0][..., 1] = int(np.uint32((self.epoch + 1) & 0xFFFFFFFF).view(np.int32))
         else:
-            storage.copy_(self.layout(name).pack(spec, value))
+            packed = self.layout(name).pack(spec, value)
+            sizes = [len(part) for part in parts]
+            for part, rows in zip(parts, torch.split(packed, sizes), strict=True):
+                part.copy_(rows)
 
     def take(self, name: str, other: Memory) -> None:
         """Copy a tensor's contents, tags included, from a memory on any device and in any layout."""
-        if self._specs[name].tagged or self.layout(name) == other.layout(name):
-            self._storage[name].copy_(other.storage(name))
+        mine, theirs = self._storage[name], other.stored_parts(name)
+        alike = self.layout(name) == other.layout(name) and len(mine) == len(theirs)
+        if self._specs[name].tagged or alike:
+            for part, source in zip(mine, theirs, strict=True):
+                part.copy_(source)
         else:
             self.write(name, other[name])
 
@@ -164,19 +194,22 @@ class Memory:
         twin.epoch = self.epoch
         if twin.device != self.device:
             twin._storage = {
-                name: (t if self._specs[name].tagged else self[name]).to(twin.device)
-                for name, t in self._storage.items()
+                name: tuple(
+                    p.to(twin.device)
+                    for p in (parts if self._layouts[name] == ROWS else (self[name],))
+                )
+                for name, parts in self._storage.items()
             }
             twin._layouts = dict.fromkeys(self._layouts, ROWS)
             return twin
         twin._layouts = dict(self._layouts)
         twin._storage = {
-            name: t.clone() if self._specs[name].writable else t
-            for name, t in self._storage.items()
+            name: tuple(p.clone() for p in parts) if self._specs[name].writable else parts
+            for name, parts in self._storage.items()
         }
         return twin
 
     @property
     def bytes(self) -> int:
         """Bytes of all storage."""
-        return sum(t.numel() * t.element_size() for t in self._storage.values())
+        return sum(p.numel() * p.element_size() for parts in self._storage.values() for p in parts)

@@ -19,12 +19,12 @@ import numpy.typing as npt
 
 from megavm.instructions import decode
 from megavm.vm.config import HEADER_WORDS, INSTRUCTION_WORDS, NONE
-from megavm.vm.isa import DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import DType, Instruction, Part, TensorKind, TensorSpec
 
 if TYPE_CHECKING:
     from megavm.vm.cuda.exchange import Exchanges
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def encode(instructions: Sequence[Instruction]) -> npt.NDArray[np.uint32]:
@@ -166,7 +166,8 @@ class Program:
             "workers": self.workers,
             "barriers": list(self.barriers),
             "tensors": [
-                [t.name, list(t.shape), t.dtype.name, t.kind.value, t.tagged] for t in self.tensors
+                [t.name, t.shape, t.dtype.name, t.kind.value, t.tagged, t.parts]
+                for t in self.tensors
             ],
         }
 
@@ -212,8 +213,15 @@ class Program:
                 raise ValueError(f"{len(header['labels'])} labels for {len(words)} instructions")
             _check_types(header)
             tensors = tuple(
-                TensorSpec(name, tuple(shape), DType[dtype], TensorKind(kind), tagged)
-                for name, shape, dtype, kind, tagged in header["tensors"]
+                TensorSpec(
+                    name,
+                    tuple(shape),
+                    DType[dtype],
+                    TensorKind(kind),
+                    tagged,
+                    tuple(Part(*part) for part in parts),
+                )
+                for name, shape, dtype, kind, tagged, parts in header["tensors"]
             )
             return cls(
                 tensors=tensors,
@@ -261,11 +269,14 @@ def _check_types(header: Any) -> None:
     for name in ("barriers", "labels"):
         if not all(isinstance(text, str) for text in header[name]):
             raise TypeError(f"{name} are not all strings")
-    for name, shape, _, _, tagged in header["tensors"]:
+    for name, shape, _, _, tagged, parts in header["tensors"]:
         if not isinstance(name, str) or type(tagged) is not bool:
             raise TypeError(f"tensor {name!r} has no name or is tagged {tagged!r}")
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise TypeError(f"tensor {name} has shape {shape!r}")
+        for part in parts:
+            if [type(member) for member in part] != [str, int]:
+                raise TypeError(f"tensor {name} has part {part!r}, not a name and rows")
 
 
 def with_header(

@@ -50,10 +50,15 @@ class View:
         """
         spec = self.tensors[handle]
         begin, end = columns or (0, spec.columns)
-        storage = self.memory.storage(spec.name)
         if not spec.tagged:
-            return storage.reshape(spec.rows, -1)[rows[0] : rows[1], begin:end].float()
+            parts, first = [], 0
+            for part in self.memory.stored_parts(spec.name):
+                inside = slice(max(rows[0] - first, 0), max(rows[1] - first, 0))
+                parts.append(part.reshape(len(part), -1)[inside, begin:end])
+                first += len(part)
+            return torch.cat(parts).float()
         self.check_tags(Region(handle, rows, (begin, end)))
+        storage = self.memory.storage(spec.name)
         values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
         return values[rows[0] : rows[1], begin:end].float()
 

@@ -12,6 +12,7 @@ from megavm.instructions.tiles import (
     shapes,
     squares_of,
     units_of,
+    whole_groups,
 )
 from megavm.vm.isa import (
     BF16,
@@ -32,20 +33,18 @@ from megavm.vm.layout import Layout, units
 
 
 class GateUp(Instruction):
-    """out[r, c] := silu(s[r] * (x[r] . gate[c]) + gate_bias[c]) * (s[r] * (x[r] . up[c]) + up_bias[c])
+    """out[r, c] := silu(s[r] * (x[r] . weight[c]) + bias[c]) * (s[r] * (x[r] . weight[C + c]) + bias[C + c])
 
-    for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); silu(a) is
-    a / (1 + exp(-a)). The scale s[r], from ``x_squares``, and the rounding are as in Matmul. (SwiGLU: Shazeer
-    2020, arXiv:2002.05202.)
+    for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); C is half of the
+    weight's rows, and silu(a) is a / (1 + exp(-a)). The scale s[r], from ``x_squares``, and the rounding are
+    as in Matmul. (SwiGLU: Shazeer 2020, arXiv:2002.05202.)
     """
 
     opcode = 6
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
-    gate = tensor("gate weight [columns, k]", F32, BF16)
-    up = tensor("up weight [columns, k]", F32, BF16)
-    gate_bias = tensor("gate bias [columns]", F32, BF16, optional=True)
-    up_bias = tensor("up bias [columns]", F32, BF16, optional=True)
+    weight = tensor("gate rows, then up rows [2 * columns, k]", F32, BF16, parts=True)
+    bias = tensor("bias of these rows [2 * columns]", F32, BF16, optional=True, parts=True)
     x_squares = tensor(
         "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
     )
@@ -58,72 +57,73 @@ class GateUp(Instruction):
     eps = real("added to the mean square of x_squares", least=0.0)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        k = tensors[self.gate].columns
-        yield Region(self.x, rows, (0, k))
-        yield Region(self.gate, columns, (0, k))
-        yield Region(self.up, columns, (0, k))
+        rows, weight = (self.row_begin, self.row_end), tensors[self.weight]
+        yield Region(self.x, rows, (0, weight.columns))
+        for first in (0, weight.rows // 2):
+            columns = (first + self.column_begin, first + self.column_end)
+            yield Region(self.weight, columns, (0, weight.columns))
+            for handle in present(self.bias):
+                yield Region(handle, columns, (0, 1))
         for handle in present(self.x_squares):
             yield Region(handle, rows, (0, tensors[handle].columns))
         for handle in present(self.row_count):
             yield whole(tensors, handle)
-        for handle in present(self.gate_bias, self.up_bias):
-            yield Region(handle, columns, (0, 1))
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
-        return tile * (4 * tensors[self.gate].columns + 5)
+        return tile * (4 * tensors[self.weight].columns + 5)
 
     def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        gate = tensors[self.gate]
+        weight = tensors[self.weight]
         return product_working_bytes(
             self.row_end - self.row_begin,
             2 * (self.column_end - self.column_begin),
-            gate.columns,
-            gate.dtype.size,
+            weight.columns,
+            weight.dtype.size,
         )
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         return product_constants(
             tensors,
             x=self.x,
-            weight=self.gate,
+            weight=self.weight,
             x_squares=self.x_squares,
-            biases=(self.gate_bias, self.up_bias),
+            bias=self.bias,
         )
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
-        return {"gate": (units(),), "up": (units(),)}
+        return {"weight": (units(tensors[self.weight].rows // 2),)}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
-        gate = tensors[self.gate]
+        weight = tensors[self.weight]
         return product_tag_order(
             tensors,
             rows=self.row_end - self.row_begin,
-            units=2 * units_of(self.column_begin, self.column_end),
-            k=gate.columns,
-            itemsize=gate.dtype.size,
+            units=units_of(2 * self.column_begin, 2 * self.column_end),
+            k=weight.columns,
+            itemsize=weight.dtype.size,
             inputs=(self.x, self.x_squares),
             single_row=single_row,
         )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
-        x, gate, out = tensors[self.x], tensors[self.gate], tensors[self.out]
+        x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]
+        if weight.rows % 2:
+            yield f"weight is {weight.name} of {weight.rows} rows: gate and up have equally many"
+            return
+        columns = weight.rows // 2
         yield from ranges(
             rows=(self.row_begin, self.row_end, min(x.rows, out.rows)),
-            columns=(self.column_begin, self.column_end, min(gate.rows, out.columns)),
+            columns=(self.column_begin, self.column_end, min(columns, out.columns)),
         )
         yield from shapes(
             tensors,
-            x=(self.x, None, gate.columns),
-            x_squares=(self.x_squares, None, squares_of(gate.columns)),
-            up=(self.up, gate.rows, gate.columns),
-            gate_bias=(self.gate_bias, gate.rows, 1),
-            up_bias=(self.up_bias, gate.rows, 1),
+            x=(self.x, None, weight.columns),
+            x_squares=(self.x_squares, None, squares_of(weight.columns)),
+            bias=(self.bias, weight.rows, 1),
             row_count=(self.row_count, 1, 1),
         )
-        if tensors[self.up].dtype is not gate.dtype:
-            yield f"up holds {tensors[self.up].dtype.name}, gate {gate.dtype.name}"
+        yield from whole_groups(tensors, columns, weight=self.weight, bias=self.bias)

@@ -14,7 +14,7 @@ from megavm.vm.isa import BF16, F32
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:
     cases = [
-        # name, rows, k, columns, weights, x, out, live, tagged, squares and biases
+        # name, rows, k, columns, weights, x, out, live, tagged, squares and bias and parts
         ("vector", 1, 64, 32, F32, F32, F32, None, False, False),
         ("tails", 3, 45, 21, F32, F32, F32, 2, False, True),
         ("sums stay", 40, 1040, 18, F32, F32, F32, None, False, True),
@@ -28,12 +28,11 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
     for name, rows, k, columns, weight, x_type, out_type, live, tagged, extras in cases:
         table = Table(rng)
         width = columns + columns % 2 + 2
+        parts = {"gate": width, "up": width} if extras else {}
         inst = GateUp(
             x=table.activation("x", (rows + 1, k), x_type, tagged=tagged),
-            gate=table.weight("gate", (width, k), weight),
-            up=table.weight("up", (width, k), weight),
-            gate_bias=table.weight("gate_bias", (width,), weight) if extras else NONE,
-            up_bias=table.weight("up_bias", (width,), weight) if extras else NONE,
+            weight=table.weight("weight", (2 * width, k), weight, parts=parts),
+            bias=table.weight("bias", (2 * width,), weight, parts=parts) if extras else NONE,
             x_squares=table.squares("x_squares", rows + 1, k, tagged=tagged) if extras else NONE,
             out=table.output("out", (rows + 2, width), out_type, tagged=tagged),
             row_count=table.count("row_count", None if live is None else live + 1),

@@ -8,16 +8,16 @@ from megavm.instructions.gate_up import GateUp
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.tiling import Lowering, product_tiles
 
-OPERANDS = ("x", "gate", "up", "gate_bias", "up_bias", "x_squares", "out")
+OPERANDS = ("x", "weight", "bias", "x_squares", "out")
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[GateUp]:
     """Yield a tile of columns for each worker."""
-    gate, out = operation.inputs["gate"], operation.outputs["out"]
+    weight, out = operation.inputs["weight"], operation.outputs["out"]
     handles = context.handles(operation, *OPERANDS)
-    size, unit = gate.dtype.size, context.options.column_unit
+    size, unit = weight.dtype.size, context.options.column_unit
     for columns, rows in product_tiles(
-        out.rows, out.columns, gate.columns, size, unit, 2, context.options
+        out.rows, out.columns, weight.columns, size, unit, 2, context.options
     ):
         yield GateUp(
             **handles,

@@ -11,6 +11,9 @@ def execute(inst: GateUp, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
     columns = (inst.column_begin, inst.column_end)
     x, scale = m.read(inst.x, rows), norm_scale(m, inst, rows)
-    gate = product(m, x, inst.gate, columns, scale, inst.gate_bias)
-    up = product(m, x, inst.up, columns, scale, inst.up_bias)
+    half = m.tensors[inst.weight].rows // 2
+    gate, up = (
+        product(m, x, inst.weight, (first + columns[0], first + columns[1]), scale, inst.bias)
+        for first in (0, half)
+    )
     m.write(inst.out, rows, columns, silu(gate) * up)

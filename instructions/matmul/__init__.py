@@ -163,7 +163,7 @@ class Matmul(Instruction):
                 x=self.x,
                 weight=self.weight,
                 x_squares=self.x_squares,
-                biases=(self.bias,),
+                bias=self.bias,
                 width=end - begin,
             ),
             "max_addends": largest(parts),

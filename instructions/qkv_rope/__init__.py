@@ -12,6 +12,7 @@ from megavm.instructions.tiles import (
     shapes,
     squares_of,
     units_of,
+    whole_groups,
 )
 from megavm.vm.config import NONE
 from megavm.vm.isa import (
@@ -34,12 +35,12 @@ from megavm.vm.layout import Layout, swizzled_if_possible, units
 
 
 class QkvRope(Instruction):
-    """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(s[r] * (x[r] . q_weight^T)), rope(... k_weight^T), ... v_weight^T
+    """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(queries), rope(keys), values of s[r] * (x[r] . weight^T)
 
-    for the live rows of [row_begin, row_end) and the *rotation pairs* [pair_begin, pair_end). Pairs are
-    counted over the query heads, then the key heads, then the value heads: pair p belongs to head
-    p // (d / 2) and stands for that head's elements j = p % (d / 2) and j + d / 2, which ``rope`` rotates
-    together (d = head_dim)::
+    for the live rows of [row_begin, row_end) and the *rotation pairs* [pair_begin, pair_end). The weight has
+    the rows of the query heads, then of the key heads, then of the value heads. Pair p belongs to head
+    p // (d / 2) of these and stands for that head's elements j = p % (d / 2) and j + d / 2, which ``rope``
+    rotates together (d = head_dim)::
 
         (a_j, a_{j+d/2}) := (a_j cos t - a_{j+d/2} sin t, a_{j+d/2} cos t + a_j sin t),  t = angle[position, j]
 
@@ -47,7 +48,7 @@ class QkvRope(Instruction):
     arXiv:2104.09864, with the halves paired as in Hugging Face's Llama). Values are not rotated. The slot
     of a row at position p of sequence s is row p % block_size of KV block block_table[s, p // block_size];
     p is row_position[r] plus the number of the step within its launch. The scale s[r], from ``x_squares``,
-    the biases and the rounding are as in Matmul.
+    the bias and the rounding are as in Matmul.
 
     With ``k_new`` and ``v_new`` the rotated key and the value are also written to row r of these:
     k_new[r], v_new[r] := k_cache[slot(r)], v_cache[slot(r)]. Attention can read them as tagged words;
@@ -57,12 +58,12 @@ class QkvRope(Instruction):
     opcode = 7
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
-    q_weight = tensor("query weight [heads * d, k]", F32, BF16)
-    k_weight = tensor("key weight [kv heads * d, k]", F32, BF16)
-    v_weight = tensor("value weight [kv heads * d, k]", F32, BF16)
-    q_bias = tensor("query bias [heads * d]", F32, BF16, optional=True)
-    k_bias = tensor("key bias [kv heads * d]", F32, BF16, optional=True)
-    v_bias = tensor("value bias [kv heads * d]", F32, BF16, optional=True)
+    weight = tensor(
+        "query, key and value rows [(heads + 2 kv heads) * d, k]", F32, BF16, parts=True
+    )
+    bias = tensor(
+        "bias of these rows [(heads + 2 kv heads) * d]", F32, BF16, optional=True, parts=True
+    )
     x_squares = tensor(
         "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
     )
@@ -82,41 +83,28 @@ class QkvRope(Instruction):
     pair_end = integer("end of the rotation pairs")
     eps = real("added to the mean square of x_squares", least=0.0)
 
-    def parts(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int, int, int]]:
-        """The contiguous column ranges covered: (part, begin, end, k) with part 0, 1, 2 for q, k, v.
-
-        ``k`` is the number of columns of the weight.
-        """
+    def _weight_rows(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int]]:
+        """The contiguous ranges of the weight's rows that belong to the pairs."""
         head_dim = tensors[self.rope].columns
-        half = head_dim // 2
-        first = 0
-        for part, handle in enumerate((self.q_weight, self.k_weight, self.v_weight)):
-            weight = tensors[handle]
-            count = weight.rows // 2
-            begin, end = max(self.pair_begin - first, 0), min(self.pair_end - first, count)
-            first += count
-            while begin < end:
-                head, low = divmod(begin, half)
-                if low == 0 and end - begin >= half:
-                    stop = end // half * half
-                    yield part, 2 * begin, 2 * stop, weight.columns
-                else:
-                    stop = min(end, (head + 1) * half)
-                    high = stop - head * half
-                    yield part, head * head_dim + low, head * head_dim + high, weight.columns
-                    second = head * head_dim + half
-                    yield part, second + low, second + high, weight.columns
-                begin = stop
+        half, begin = head_dim // 2, self.pair_begin
+        while begin < self.pair_end:
+            head, low = divmod(begin, half)
+            if low == 0 and self.pair_end - begin >= half:
+                stop = self.pair_end // half * half
+                yield 2 * begin, 2 * stop
+            else:
+                stop = min(self.pair_end, (head + 1) * half)
+                for first in (head * head_dim + low, head * head_dim + half + low):
+                    yield first, first + stop - begin
+            begin = stop
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
         yield Region(self.x, rows, (0, tensors[self.x].columns))
-        weights = (self.q_weight, self.k_weight, self.v_weight)
-        biases = (self.q_bias, self.k_bias, self.v_bias)
-        for part, begin, end, k in self.parts(tensors):
-            yield Region(weights[part], (begin, end), (0, k))
-            for handle in present(biases[part]):
-                yield Region(handle, (begin, end), (0, 1))
+        for weight_rows in self._weight_rows(tensors):
+            yield Region(self.weight, weight_rows, (0, tensors[self.weight].columns))
+            for handle in present(self.bias):
+                yield Region(handle, weight_rows, (0, 1))
         for handle in present(self.x_squares):
             yield Region(handle, rows, (0, tensors[handle].columns))
         yield Region(self.row_sequence, rows, (0, 1))
@@ -126,18 +114,25 @@ class QkvRope(Instruction):
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
-        outputs = (self.q, self.k_cache, self.v_cache)
-        copies = (NONE, self.k_new, self.v_new)
-        for part, begin, end, _ in self.parts(tensors):
-            yield Region(outputs[part], rows, (begin, end), indexed=part > 0)
-            for handle in present(copies[part]):
-                yield Region(handle, rows, (begin, end))
+        queries, keys = tensors[self.q].columns, tensors[self.k_cache].entry_columns
+        outputs = (
+            (0, queries, self.q, NONE),
+            (queries, keys, self.k_cache, self.k_new),
+            (queries + keys, keys, self.v_cache, self.v_new),
+        )
+        for begin, end in self._weight_rows(tensors):
+            for first, size, output, copy in outputs:
+                columns = max(begin - first, 0), min(end - first, size)
+                if columns[0] < columns[1]:
+                    yield Region(output, rows, columns, indexed=output != self.q)
+                    for handle in present(copy):
+                        yield Region(handle, rows, columns)
 
     def bytes(self, tensors: Sequence[TensorSpec]) -> int:
         rows = self.row_end - self.row_begin
         k = tensors[self.x].columns
         columns = 2 * (self.pair_end - self.pair_begin)
-        x, weight, q = tensors[self.x], tensors[self.q_weight], tensors[self.q]
+        x, weight, q = tensors[self.x], tensors[self.weight], tensors[self.q]
         copied = sum(
             r.elements * tensors[r.tensor].dtype.size
             for r in self.writes(tensors)
@@ -151,7 +146,7 @@ class QkvRope(Instruction):
         return tile * (2 * tensors[self.x].columns + 3)
 
     def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        weight = tensors[self.q_weight]
+        weight = tensors[self.weight]
         return product_working_bytes(
             self.row_end - self.row_begin,
             2 * (self.pair_end - self.pair_begin),
@@ -163,9 +158,9 @@ class QkvRope(Instruction):
         return product_constants(
             tensors,
             x=self.x,
-            weight=self.q_weight,
+            weight=self.weight,
             x_squares=self.x_squares,
-            biases=(self.q_bias, self.k_bias, self.v_bias),
+            bias=self.bias,
         ) | {"block_size": same(tensors[self.k_cache].shape[2])}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
@@ -173,21 +168,14 @@ class QkvRope(Instruction):
             name: (swizzled_if_possible(tensors[cache]),)
             for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
         }
-        pairs = (units(tensors[self.rope].columns // 2),)
-        return dict.fromkeys(("q_weight", "k_weight", "v_weight"), pairs) | caches
+        return {"weight": (units(tensors[self.rope].columns // 2),), **caches}
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
-        weight = tensors[self.q_weight]
-        units = first = 0
-        for handle in (self.q_weight, self.k_weight, self.v_weight):
-            pairs = tensors[handle].rows // 2
-            begin, end = max(self.pair_begin - first, 0), min(self.pair_end - first, pairs)
-            first += pairs
-            units += units_of(2 * begin, 2 * end) if begin < end else 0
+        weight = tensors[self.weight]
         return product_tag_order(
             tensors,
             rows=self.row_end - self.row_begin,
-            units=units,
+            units=units_of(2 * self.pair_begin, 2 * self.pair_end),
             k=weight.columns,
             itemsize=weight.dtype.size,
             inputs=(self.x, self.x_squares),
@@ -208,10 +196,10 @@ class QkvRope(Instruction):
             )
             return
         kv_columns = k_cache.shape[1] * head_dim
-        pairs = q.columns // 2 + kv_columns
+        weight_rows = q.columns + 2 * kv_columns
         yield from ranges(
             rows=(self.row_begin, self.row_end, min(x.rows, q.rows)),
-            pairs=(self.pair_begin, self.pair_end, pairs),
+            pairs=(self.pair_begin, self.pair_end, weight_rows // 2),
         )
         if k_cache.shape[3] != head_dim or q.columns % head_dim:
             yield (
@@ -219,26 +207,20 @@ class QkvRope(Instruction):
             )
         yield from shapes(
             tensors,
-            q_weight=(self.q_weight, q.columns, x.columns),
+            weight=(self.weight, weight_rows, x.columns),
+            bias=(self.bias, weight_rows, 1),
             x_squares=(self.x_squares, None, squares_of(x.columns)),
-            k_weight=(self.k_weight, kv_columns, x.columns),
-            v_weight=(self.v_weight, kv_columns, x.columns),
-            q_bias=(self.q_bias, q.columns, 1),
-            k_bias=(self.k_bias, kv_columns, 1),
-            v_bias=(self.v_bias, kv_columns, 1),
             k_new=(self.k_new, None, kv_columns),
             v_new=(self.v_new, None, kv_columns),
             row_count=(self.row_count, 1, 1),
         )
+        yield from whole_groups(tensors, head_dim, weight=self.weight, bias=self.bias)
         yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):
             for spec in (tensors[h] for h in present(getattr(self, name))):
                 if spec.tagged and head_dim // 2 * spec.dtype.size % 4:
                     half = f"half a head of {head_dim} {spec.dtype.name}"
                     yield f"{name} {spec.name} is tagged, but {half} is no whole words"
-        types = {tensors[h].dtype for h in (self.q_weight, self.k_weight, self.v_weight)}
-        if len(types) != 1:
-            yield f"the three weights hold {', '.join(sorted(t.name for t in types))}"
 
 
 def check_newest(

@@ -12,8 +12,7 @@ struct Slot {
 
 // One block of work: up to 16 rotation pairs of one head.
 struct Pairs {
-  uint32_t part;  // 0: query, 1: key, 2: value
-  int64_t head;
+  int64_t head;   // counted over query, key and value heads
   int64_t first;  // first element within the head; the partner of an element is d / 2 further
   int count;
 };
@@ -29,8 +28,8 @@ struct QkvRopeTile {
   QkvRopeTile(const QkvRope& inst, Worker& worker) : inst(inst), worker(worker) {
     half = worker.tensor(inst.rope).columns / 2;
     blocks_per_head = (half + kLanes - 1) / kLanes;
-    heads = worker.tensor(inst.q_weight).rows / (2 * half);
-    kv_heads = worker.tensor(inst.k_weight).rows / (2 * half);
+    heads = worker.tensor(inst.q).columns / (2 * half);
+    kv_heads = worker.tensor(inst.k_cache).shape[1];
   }
 
   // Number of the block that holds a rotation pair, counted over all heads.
@@ -47,31 +46,31 @@ struct QkvRopeTile {
   // The rotation pairs in block b of the tile.
   Pairs pairs_of(int b) const {
     const int64_t number = block_number(inst.pair_begin) + b;
-    int64_t head = number / blocks_per_head;
+    const int64_t head = number / blocks_per_head;
     const int64_t first_pair = head * half;
     int64_t begin = number % blocks_per_head * kLanes;
     int64_t end = begin + kLanes < half ? begin + kLanes : half;
     begin = first_pair + begin < inst.pair_begin ? inst.pair_begin - first_pair : begin;
     end = first_pair + end > inst.pair_end ? inst.pair_end - first_pair : end;
-    uint32_t part = 0;
-    if (head >= heads) {
-      part = head < heads + kv_heads ? 1 : 2;
-      head = (head - heads) % kv_heads;
-    }
-    return {part, head, begin, static_cast<int>(end - begin)};
+    return {head, begin, static_cast<int>(end - begin)};
   }
 
+  // The weight's row of the first of the pairs; that of the partner is d / 2 further.
+  int64_t weight_row(const Pairs& p) const { return p.head * 2 * half + p.first; }
+
   // Store p.count results of a row, from `element` of the head on, as query, key or value.
-  void store_part(const Pairs& p, int64_t row, const Slot& slot, int64_t element,
+  void store_half(const Pairs& p, int64_t row, const Slot& slot, int64_t element,
                   const Vec& value) const {
-    if (p.part == 0)
+    if (p.head < heads)
       return store_row(worker, inst.q, row, p.head * 2 * half + element, value, p.count);
-    const uint32_t copy = p.part == 1 ? inst.k_new : inst.v_new;
-    if (copy != kNone) store_row(worker, copy, row, p.head * 2 * half + element, value, p.count);
-    const Tensor& cache = worker.tensor(p.part == 1 ? inst.k_cache : inst.v_cache);
+    const bool is_key = p.head < heads + kv_heads;
+    const int64_t head = (p.head - heads) % kv_heads;
+    const uint32_t copy = is_key ? inst.k_new : inst.v_new;
+    if (copy != kNone) store_row(worker, copy, row, head * 2 * half + element, value, p.count);
+    const Tensor& cache = worker.tensor(is_key ? inst.k_cache : inst.v_cache);
     const int64_t offset =
-        ((slot.block * cache.shape[1] + p.head) * cache.shape[2] + slot.position % cache.shape[2]) *
-            2 * half +
+        ((slot.block * kv_heads + head) * cache.shape[2] + slot.position % cache.shape[2]) * 2 *
+            half +
         element;
     if (cache.dtype == DType::kBf16)
       return store(static_cast<Bf16*>(cache.data) + offset, value, p.count);
@@ -79,32 +78,28 @@ struct QkvRopeTile {
   }
 
   void finish(const Pairs& p, int64_t row, const Slot& slot, Vec a, Vec b) const {
-    const uint32_t bias = p.part == 0 ? inst.q_bias : p.part == 1 ? inst.k_bias : inst.v_bias;
-    if (bias != kNone) {
-      a = a + load_row(worker, bias, 0, p.head * 2 * half + p.first, p.count);
-      b = b + load_row(worker, bias, 0, p.head * 2 * half + half + p.first, p.count);
+    if (inst.bias != kNone) {
+      a = a + load_bias(worker, inst.bias, weight_row(p), p.count);
+      b = b + load_bias(worker, inst.bias, weight_row(p) + half, p.count);
     }
-    if (p.part < 2) {
+    if (p.head < heads + kv_heads) {
       const Vec cos = load_row(worker, inst.rope, slot.position, p.first, p.count);
       const Vec sin = load_row(worker, inst.rope, slot.position, half + p.first, p.count);
       const Vec turned = a * cos - b * sin;
       b = b * cos + a * sin;
       a = turned;
     }
-    store_part(p, row, slot, p.first, a);
-    store_part(p, row, slot, half + p.first, b);
+    store_half(p, row, slot, p.first, a);
+    store_half(p, row, slot, half + p.first, b);
   }
 };
 
 template <typename Weight>
 inline void qkv_rope(const QkvRopeTile& tile, const Input& in, const Slot* slots,
                      int64_t first_row) {
-  const QkvRope& inst = tile.inst;
-  const uint32_t handles[3] = {inst.q_weight, inst.k_weight, inst.v_weight};
   const auto block_at = [&](int b) {
     const Pairs p = tile.pairs_of(b);
-    const Weight* rows =
-        tile.worker.data<const Weight>(handles[p.part]) + (p.head * 2 * tile.half + p.first) * in.k;
+    const Weight* rows = tile.worker.weight_row<Weight>(tile.inst.weight, tile.weight_row(p));
     return Block<Weight>{{rows, rows + tile.half * in.k}, {p.count, p.count}};
   };
   product<Weight>(tile.worker, in, tile.num_blocks(), block_at,
@@ -133,12 +128,12 @@ inline void execute(const QkvRope& inst, Worker& worker) {
   const Input in{inst.x,
                  inst.x_squares,
                  inst.eps,
-                 worker.tensor(inst.q_weight).columns,
+                 worker.tensor(inst.weight).columns,
                  static_cast<int>(inst.row_end - inst.row_begin),
                  static_cast<int>(live.end - live.begin),
                  input_rows(worker, live, kNone, inst.row_end)};
   const QkvRopeTile tile(inst, worker);
-  with_weight_type(worker, inst.q_weight, [&]<typename Weight>(const Weight*) {
+  with_weight_type(worker, inst.weight, [&]<typename Weight>(const Weight*) {
     qkv_rope<Weight>(tile, in, slots, live.begin);
   });
 }

@@ -34,7 +34,7 @@ class Case:
     q: DType = F32
     cache: DType = F32
     tagged: bool = False
-    extras: bool = False
+    extras: bool = False  # bias, x_squares, and weight and bias in parts
     newest: bool = False  # k_new and v_new
 
 
@@ -121,17 +121,15 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         for name in ("k_new", "v_new")
         if case.newest
     }
-    biases: dict[str, Any] = {
-        name: table.weight(name, (columns,), case.weight) if case.extras else NONE
-        for name, columns in (("q_bias", q_columns), ("k_bias", kv_columns), ("v_bias", kv_columns))
-    }
-    pairs = case.pairs or (0, q_columns // 2 + kv_columns)
+    weight_rows = q_columns + 2 * kv_columns
+    parts = {"q": q_columns, "k": kv_columns, "v": kv_columns} if case.extras else {}
+    pairs = case.pairs or (0, weight_rows // 2)
     inst = QkvRope(
         x=table.activation("x", (num_rows, case.k), case.x, tagged=case.tagged),
-        q_weight=table.weight("q_weight", (q_columns, case.k), case.weight),
-        k_weight=table.weight("k_weight", (kv_columns, case.k), case.weight),
-        v_weight=table.weight("v_weight", (kv_columns, case.k), case.weight),
-        **biases,
+        weight=table.weight("weight", (weight_rows, case.k), case.weight, parts=parts),
+        bias=table.weight("bias", (weight_rows,), case.weight, parts=parts)
+        if case.extras
+        else NONE,
         x_squares=table.squares("x_squares", len(case.rows), case.k, tagged=case.tagged)
         if case.extras
         else NONE,

@@ -9,7 +9,7 @@ from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.tiling import Lowering, product_tiles
 
 OPERANDS = (
-    *("x", "q_weight", "k_weight", "v_weight", "q_bias", "k_bias", "v_bias", "x_squares"),
+    *("x", "weight", "bias", "x_squares"),
     *("q", "k_new", "v_new", "k_cache", "v_cache"),
     *("rope", "row_sequence", "row_position", "block_table"),
 )
@@ -17,12 +17,11 @@ OPERANDS = (
 
 def lower(operation: Operation, context: Lowering) -> Iterator[QkvRope]:
     """Yield a tile of rotation pairs for each worker. Queries, keys and values are cut together."""
-    x, weight = operation.inputs["x"], operation.inputs["q_weight"]
-    pairs = operation.outputs["q"].columns // 2 + operation.inputs["k_weight"].rows
+    x, weight = operation.inputs["x"], operation.inputs["weight"]
     handles = context.handles(operation, *OPERANDS)
     unit = context.options.pair_unit(operation.inputs["rope"].columns)
     for tile, rows in product_tiles(
-        x.rows, pairs, weight.columns, weight.dtype.size, unit, 2, context.options
+        x.rows, weight.rows // 2, weight.columns, weight.dtype.size, unit, 2, context.options
     ):
         yield QkvRope(
             **handles,

@@ -99,6 +99,10 @@ class Graph:
         """A read-only tensor, bound by the host."""
         return self.tensor(name, shape, dtype, TensorKind.WEIGHT)
 
+    def joined(self, name: str, *weights: Value) -> Value:
+        """The weights one below the other, as one tensor; the host binds its parts."""
+        return Value.of(TensorSpec.joined(name, [weight.memory for weight in weights]))
+
     # Operations.
 
     def embed(self, label: str, table: Value, batch: Batch) -> Value:
@@ -155,29 +159,32 @@ class Graph:
         self,
         label: str,
         x: Value,
-        weights: Mapping[str, Value],
+        weight: Value,
         caches: tuple[Value, Value],
         rope: Value,
         batch: Batch,
         dtype: DType,
+        bias: Value | None = None,
         *,
         decode: bool = False,
     ) -> Value:
         """Rotated queries of x; rotated keys and values are written to the KV caches. See QkvRope.
 
-        ``weights`` has q_weight, k_weight, v_weight and, with biases, q_bias, k_bias, v_bias.
+        ``weight`` and ``bias`` have the rows of the queries, then of the keys, then of the values.
         ``decode``: all rows of a step belong to different sequences.
         """
-        self._fits(label, x, weights["q_weight"].columns, "q_weight", weights["q_weight"])
+        self._fits(label, x, weight.columns, "weight", weight)
         inputs = {
             "x": x,
-            **weights,
+            "weight": weight,
+            **({} if bias is None else {"bias": bias}),
             "rope": rope,
             "row_sequence": batch.row_sequence,
             "row_position": batch.row_position,
             "block_table": batch.block_table,
         }
-        q = self._value(f"{label}.q", x.rows, weights["q_weight"].rows, dtype, x.capacity)
+        columns = weight.rows - sum(cache.memory.entry_columns for cache in caches)
+        q = self._value(f"{label}.q", x.rows, columns, dtype, x.capacity)
         outputs = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
         attributes = {"decode": decode}
         self.operations.append(Operation("qkv_rope", label, inputs, outputs, attributes))

@@ -133,15 +133,26 @@ def _layer(
     v_cache = graph.tensor(f"{label}.v_cache", shape, dtype, STATE)
 
     normed = graph.rms_norm(f"{label}.input_norm", x, weight("input_layernorm", hidden), eps)
-    weights: dict[str, Value] = {}
-    for part, size in (("q", query), ("k", kv), ("v", kv)):
-        weights[f"{part}_weight"] = weight(f"self_attn.{part}_proj", size, hidden)
-        part_bias = bias(f"self_attn.{part}_proj", size, config.attention_bias)
-        if part_bias is not None:
-            weights[f"{part}_bias"] = part_bias
+    parts = [(f"self_attn.{p}_proj", size) for p, size in (("q", query), ("k", kv), ("v", kv))]
+    qkv = f"{name}.self_attn.qkv_proj"
+    qkv_weight = graph.joined(
+        f"{qkv}.weight", *(weight(part, size, hidden) for part, size in parts)
+    )
+    biases = [bias(part, size, config.attention_bias) for part, size in parts]
+    qkv_bias = graph.joined(f"{qkv}.bias", *filter(None, biases)) if config.attention_bias else None
     caches = (k_cache, v_cache)
     decode = bucket.decode or bucket.rows == 1
-    q = graph.qkv_rope(f"{label}.qkv", normed, weights, caches, rope, batch, dtype, decode=decode)
+    q = graph.qkv_rope(
+        f"{label}.qkv",
+        normed,
+        qkv_weight,
+        caches,
+        rope,
+        batch,
+        dtype,
+        qkv_bias,
+        decode=decode,
+    )
     attended = graph.attention(
         f"{label}.attention",
         q,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 from megavm.instructions.attention.lower import attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions, default_options
+from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.engine.step import Floats, Ints, Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
@@ -20,7 +21,7 @@ from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
-from megavm.vm.layout import ROWS, Layout
+from megavm.vm.layout import Layout
 from megavm.vm.machine import Executable, Machine, MachineLost, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
@@ -168,14 +169,16 @@ class Runner:
         weights = weight_specs(config, limits, element)
         for done, spec in enumerate(weights):
             if spec.name == "rope":
-                value = rope_table(config, limits.max_model_len)
+                values = [rope_table(config, limits.max_model_len)]
             else:
-                value = checkpoint.tensor(spec.name, TORCH_DTYPE[element])
-            # Copy and relayout one tensor at a time: at most one is in GPU memory twice.
-            memory.bind(spec, value.to(memory.device))
-            memory.relayout(spec.name, layouts.get(spec.name, (ROWS,))[0])
+                values = [checkpoint.tensor(n, TORCH_DTYPE[element]) for n in spec.part_names]
+            # Copy, join and relayout one tensor at a time: all others are in GPU memory once.
+            memory.bind(spec, *(value.to(memory.device) for value in values))
+            if spec.name in layouts:
+                memory.relayout(spec.name, layouts[spec.name][0])
             if memory.device.type != "cpu" and spec.name != "rope":
-                checkpoint.release(spec.name)
+                for name in spec.part_names:
+                    checkpoint.release(name)
             if progress is not None:
                 progress("reading weights", done + 1, len(weights))
         runner = cls(config, memory, limits, element, device, options_for)
@@ -345,7 +348,7 @@ def weight_specs(config: LlamaConfig, limits: Limits, dtype: DType) -> list[Tens
     """The weights that the programs of a Llama use, including the rotary table."""
     graph = llama_graph(config, limits, Bucket(1, 1, limits.max_model_len), dtype)
     specs: dict[str, TensorSpec] = {}
-    for operation in graph.operations:
+    for operation in rewrite(graph, CompileOptions(workers=1)):
         for value in operation.inputs.values():
             if value.spec is not None and value.spec.kind is TensorKind.WEIGHT:
                 specs[value.spec.name] = value.spec

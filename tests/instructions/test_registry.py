@@ -20,7 +20,17 @@ from megavm.vm import config
 from megavm.vm.cpu.machine import CpuMachine, levels
 from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.example import Example
-from megavm.vm.isa import I32, DType, Field, FieldKind, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import (
+    I32,
+    DType,
+    Field,
+    FieldKind,
+    Instruction,
+    Part,
+    TensorKind,
+    TensorSpec,
+    Wait,
+)
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
@@ -210,11 +220,30 @@ def test_an_operand_that_must_not_be_tagged_is_refused_tagged(cls: type[Instruct
         for field, spec in operands_of(example):
             if field.tagged or spec.columns * spec.dtype.size % 4:
                 continue
-            tagged = example.changed(field.name, kind=TensorKind.ACTIVATION, tagged=True)
+            tagged = example.changed(field.name, kind=TensorKind.ACTIVATION, tagged=True, parts=())
             text = refusal(tagged.program())
             assert f": {field.name} is {spec.name}, which is tagged" in text, example.name
             wanted.discard(field.name)
     assert not wanted, "no example has them"
+
+
+@every_instruction
+def test_only_a_weight_whose_operand_may_have_parts_is_accepted_in_parts(
+    cls: type[Instruction],
+) -> None:
+    accepted = set()
+    for example in examples_of(cls):
+        for field, spec in operands_of(example):
+            if field.parts:
+                accepted |= {field.name} if spec.parts else set()
+                continue
+            part = Part("part", spec.rows)
+            changed = example.changed(
+                field.name, kind=TensorKind.WEIGHT, tagged=False, parts=(part,)
+            )
+            text = refusal(changed.program())
+            assert f": {field.name} is {spec.name}, which has parts: kernels" in text, example.name
+    assert accepted == {f.name for f in cls.fields if f.parts}, "no example has them"
 
 
 @every_instruction
@@ -241,7 +270,7 @@ def test_an_operand_that_must_not_be_produced_is_refused_when_a_copy_writes_it(
         for field, spec in operands_of(example):
             if field.produced:
                 continue
-            made = example.changed(field.name, kind=TensorKind.STATE)
+            made = example.changed(field.name, kind=TensorKind.STATE, parts=())
             source = TensorSpec("source of the copy", spec.shape, spec.dtype, TensorKind.INPUT)
             copy = Copy(
                 x=len(made.tensors),

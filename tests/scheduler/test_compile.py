@@ -107,8 +107,58 @@ def test_an_mlp_compiles_and_equals_torch(
     values = memory.copy("cpu")
     x = values["x"]
     normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5) * values["gain"]
-    h = silu(normed @ values["gate.w"].T) * (normed @ values["up.w"].T)
+    gate, up = values["gate_up.w"].chunk(2)
+    h = silu(normed @ gate.T) * (normed @ up.T)
     torch.testing.assert_close(values["y"], x + h @ values["down.w"].T, rtol=1e-4, atol=1e-5)
+
+
+def gated_graph(gate_bias: bool, up_bias: bool, shared: bool = False) -> Graph:
+    """silu_mul of two products; with ``shared`` a third product has the weight of the first."""
+    graph = Graph(2)
+    x = graph.tensor("x", (2, 16), F32, TensorKind.INPUT)
+    weights = {name: graph.weight(f"{name}.w", (18, 16), F32) for name in ("gate", "up")}
+    gate, up = (
+        graph.linear(
+            name,
+            x,
+            weights[name],
+            graph.weight(f"{name}.b", (18,), F32) if has_bias else None,
+            F32,
+        )
+        for name, has_bias in (("gate", gate_bias), ("up", up_bias))
+    )
+    graph.output(graph.silu_mul("gated", gate, up), "y")
+    if shared:
+        graph.output(graph.linear("again", x, weights["gate"], dtype=F32), "z")
+    return graph
+
+
+def test_gate_and_up_are_joined_and_their_weights_stay_usable_elsewhere(machine: Machine) -> None:
+    program = compile_graph(gated_graph(True, True, shared=True), CompileOptions(2))
+    specs = {spec.name: spec for spec in program.tensors}
+    assert specs["gate_up.w"].parts == (("gate.w", 18), ("up.w", 18))
+    assert specs["gate_up.b"].parts == (("gate.b", 18), ("up.b", 18))
+    torch.manual_seed(1)
+    values = {name: torch.randn(18, 16) for name in ("gate.w", "up.w")}
+    values |= {name: torch.randn(18) for name in ("gate.b", "up.b")}
+    memory = Memory(machine.memory_device)
+    for name in ("gate_up.w", "gate_up.b", "gate.w"):
+        parts = (values[part].to(memory.device) for part in specs[name].part_names)
+        memory.bind(specs[name], *parts)
+    memory.allocate(program.tensors)
+    x = torch.randn(2, 16)
+    memory.write("x", x)
+    machine.load(program, memory).run()
+    found = memory.copy("cpu")
+    gate, up = (x @ values[f"{n}.w"].T + values[f"{n}.b"] for n in ("gate", "up"))
+    torch.testing.assert_close(found["y"], silu(gate) * up, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found["z"], x @ values["gate.w"].T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("biases", [(True, False), (False, True)])
+def test_gate_and_up_of_which_one_has_a_bias_are_refused(biases: tuple[bool, bool]) -> None:
+    with pytest.raises(ValueError, match="gated: no instruction does silu_mul"):
+        compile_graph(gated_graph(*biases), CompileOptions(1))
 
 
 def tiny_llama(workers: int, rows: int = 4, **options: Any) -> Program:

@@ -10,13 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from model_directories import write_model
 
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.config import expected_tensors
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run.inspect import describe_program
-from megavm.scheduler.run.runner import Runner, choose_machine, make_machine
+from megavm.scheduler.run.runner import Runner, choose_machine, make_machine, weight_specs
 from megavm.vm.program import Program
 
 LIMITS = Limits(
@@ -48,6 +50,24 @@ def make_runner(directory: Path, workers: int = 2, limits: Limits = LIMITS) -> R
     checkpoint = Checkpoint.open(directory)
     options = CompileOptions(workers)
     return Runner.for_checkpoint(checkpoint, limits, workers=workers, options=options)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_cpu_reads_weights_in_the_mapped_file(tmp_path: Path, bias: bool) -> None:
+    write_model(tmp_path, torch_dtype="bfloat16", attention_bias=bias, mlp_bias=bias)
+    checkpoint = Checkpoint.open(tmp_path)
+    runner = Runner.for_checkpoint(checkpoint, LIMITS, machine="cpu", workers=2)
+    row = np.zeros(1, np.int32)
+    runner.run(Step(row, row, row, 1))
+    mapped = []
+    for spec in weight_specs(checkpoint.config, LIMITS, runner.dtype):
+        if spec.name == "rope":
+            continue
+        stored = runner.memory.stored_parts(spec.name)
+        for name, tensor in zip(spec.part_names, stored, strict=True):
+            assert tensor.data_ptr() == checkpoint.tensor(name).data_ptr()
+            mapped.append(name)
+    assert sorted(mapped) == sorted(expected_tensors(checkpoint.config))
 
 
 def test_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:

@@ -90,7 +90,7 @@ def test_chunks_of_a_swizzled_cache_are_exchanged_by_slot(columns: int) -> None:
     ("spec", "wanted", "message"),
     [
         (TensorSpec("w", (8, 2, 4), F32, WEIGHT), units(), "not a matrix"),
-        (TensorSpec("w", (12, 4), F32, WEIGHT), units(4), "not heads of 8"),
+        (TensorSpec("w", (12, 4), F32, WEIGHT), units(4), "not groups of 8"),
         (TensorSpec("k", (2, 2, 4, 64), F32, STATE), SWIZZLED, "not a KV cache of bfloat16"),
         (TensorSpec("k", (2, 2, 4, 80), BF16, STATE), SWIZZLED, "multiples of 64"),
         (TensorSpec("t", (2, 64), F32, TensorKind.ACTIVATION, True), units(), "it is tagged"),
@@ -173,8 +173,8 @@ def llama(dtype: DType, head_dim: int, tied: bool = True) -> Program:
 def test_a_llamas_weights_are_units_its_caches_swizzled_and_the_rest_rows() -> None:
     wanted = program_layouts(llama(BF16, 64))
     assert wanted["model.embed_tokens.weight"] == (units(),)  # the LM head reads it too
-    assert wanted["model.layers.1.self_attn.k_proj.weight"] == (units(32),)
-    assert wanted["model.layers.0.mlp.up_proj.weight"] == (units(),)
+    assert wanted["model.layers.1.self_attn.qkv_proj.weight"] == (units(32),)
+    assert wanted["model.layers.0.mlp.gate_up_proj.weight"] == (units(96),)
     assert wanted["layers.0.k_cache"] == (SWIZZLED,)
     for name in ("model.norm.weight", "rope", "step.tokens", "logits"):
         assert wanted[name] == (ROWS,)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavm.vm.isa import BF16, F32, TensorKind, TensorSpec
+from megavm.vm.isa import BF16, F32, Part, TensorKind, TensorSpec
+from megavm.vm.layout import ROWS, Layout, units
 from megavm.vm.memory import Memory
 
 WEIGHT = TensorSpec("w", (2, 3), F32, TensorKind.WEIGHT)
@@ -75,9 +76,126 @@ def test_a_copy_shares_weights_and_nothing_else() -> None:
         ({"shape": ()}, "every size must be positive"),
         ({"kind": TensorKind.WEIGHT, "tagged": True}, "is tagged but weight"),
         ({"shape": (2, 3), "dtype": BF16, "tagged": True}, "whole 4-byte words"),
+        ({"parts": (Part("p", 2),)}, "s has parts but is activation, not weight"),
+        (
+            {"kind": TensorKind.WEIGHT, "parts": (Part("p", 2), Part("q", 1))},
+            r"s has 2 rows, its parts have 2 \+ 1",
+        ),
+        (
+            {"kind": TensorKind.WEIGHT, "parts": (Part("p", 2), Part("q", 0))},
+            "part q of tensor s has 0 rows",
+        ),
     ],
 )
 def test_an_impossible_spec_is_refused(arguments: dict[str, object], message: str) -> None:
     usual: dict[str, object] = {"shape": (2, 2), "dtype": F32, "kind": TensorKind.ACTIVATION}
     with pytest.raises(ValueError, match=message):
         TensorSpec("s", **(usual | arguments))  # type: ignore[arg-type]
+
+
+# Weights in parts.
+
+JOINED = TensorSpec("qk", (5, 3), F32, TensorKind.WEIGHT, parts=(Part("q", 4), Part("k", 1)))
+
+
+def in_parts() -> tuple[Memory, torch.Tensor, torch.Tensor]:
+    memory, q, k = Memory(), torch.randn(4, 3), torch.randn(1, 3)
+    memory.bind(JOINED, q, k)
+    return memory, q, k
+
+
+def test_parts_are_bound_without_a_copy_and_read_as_one_tensor() -> None:
+    memory, q, k = in_parts()
+    assert [p.data_ptr() for p in memory.stored_parts("qk")] == [q.data_ptr(), k.data_ptr()]
+    assert torch.equal(memory["qk"], torch.cat([q, k]))
+    assert memory.bytes == 5 * 3 * 4
+    memory.require([JOINED], rows=True)
+    with pytest.raises(ValueError, match="qk is stored in 2 parts, not as one tensor"):
+        memory.storage("qk")
+
+
+def test_a_tensor_with_parts_may_be_bound_or_allocated_as_one() -> None:
+    memory, value = Memory(), torch.randn(5, 3)
+    memory.bind(JOINED, value)
+    assert memory["qk"].data_ptr() == value.data_ptr()
+    other = Memory()
+    other.allocate([JOINED])
+    other["qk"].fill_(2)
+    assert bool((other.storage("qk") == 2).all())
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        ([(4, 3), (1, 3), (1, 3)], "qk of 2 parts cannot be bound to 3 values"),
+        ([], "qk of 2 parts cannot be bound to 0 values"),
+        ([(1, 3), (4, 3)], r"tensor q has shape \(1, 3\), expected \(4, 3\)"),
+        ([(4, 3), (1, 2)], r"tensor k has shape \(1, 2\), expected \(1, 3\)"),
+        ([(4, 3)], r"tensor qk has shape \(4, 3\), expected \(5, 3\)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(shapes: list[tuple[int, int]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Memory().bind(JOINED, *(torch.ones(shape) for shape in shapes))
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_tensor_without_parts_is_bound_to_one_value(count: int) -> None:
+    with pytest.raises(ValueError, match=f"w of 0 parts cannot be bound to {count} values"):
+        Memory().bind(WEIGHT, *[torch.ones(1, 3)] * count)
+
+
+@pytest.mark.parametrize("layout", [ROWS, units(), units(1), units(3)], ids=str)
+def test_a_relayout_joins_the_parts(layout: Layout) -> None:
+    spec = TensorSpec("qk", (6, 3), F32, TensorKind.WEIGHT, parts=(Part("q", 4), Part("k", 2)))
+    memory, q, k = Memory(), torch.randn(4, 3), torch.randn(2, 3)
+    memory.bind(spec, q, k)
+    memory.relayout("qk", layout)
+    assert memory.layout("qk") == layout
+    assert torch.equal(memory.storage("qk"), layout.pack(spec, torch.cat([q, k])))
+    assert torch.equal(memory["qk"], torch.cat([q, k]))
+    assert memory.relayouts == 1
+    memory.relayout("qk", layout)
+    assert memory.relayouts == 1
+
+
+def test_values_are_written_to_the_parts() -> None:
+    memory, q, k = in_parts()
+    value = torch.randn(5, 3)
+    memory.write("qk", value)
+    assert torch.equal(q, value[:4])
+    assert torch.equal(k, value[4:])
+
+
+@pytest.mark.parametrize("layout", [None, ROWS, units()], ids=str)
+def test_contents_pass_between_parts_and_other_forms(layout: Layout | None) -> None:
+    memory, q, k = in_parts()
+    other = Memory()
+    other.allocate([JOINED])
+    if layout is None:
+        other = Memory()
+        other.bind(JOINED, torch.zeros(4, 3), torch.zeros(1, 3))
+    else:
+        other.relayout("qk", layout)
+    other.take("qk", memory)
+    assert torch.equal(other["qk"], torch.cat([q, k]))
+    q.zero_()
+    memory.take("qk", other)
+    assert torch.equal(memory["qk"], other["qk"])
+    assert bool(q.any())
+
+
+def test_a_copy_shares_the_parts_and_another_device_gets_its_own() -> None:
+    memory, q, k = in_parts()
+    assert [p.data_ptr() for p in memory.copy().stored_parts("qk")] == [q.data_ptr(), k.data_ptr()]
+    assert [p.shape for p in memory.copy("meta").stored_parts("qk")] == [(4, 3), (1, 3)]
+    memory.relayout("qk", units())
+    assert [p.shape for p in memory.copy("meta").stored_parts("qk")] == [(5, 3)]
+
+
+def test_a_joined_tensor_has_the_parts_of_its_parts() -> None:
+    joined = TensorSpec.joined("wqk", [WEIGHT, JOINED])
+    assert joined.shape == (7, 3)
+    assert joined.parts == (("w", 2), ("q", 4), ("k", 1))
+    with pytest.raises(ValueError, match="tensor both cannot join"):
+        TensorSpec.joined("both", [WEIGHT, TensorSpec("v", (2, 4), F32, TensorKind.WEIGHT)])

@@ -15,13 +15,16 @@ import pytest
 from megavm.instructions.copy import Copy
 from megavm.instructions.noop import Noop
 from megavm.vm.config import NONE
-from megavm.vm.isa import BF16, F32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import BF16, F32, Instruction, Part, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program, with_header
 
 TENSORS = (
     TensorSpec("source", (2, 8), F32, TensorKind.STATE),
     TensorSpec("between", (2, 8), BF16, TensorKind.ACTIVATION, tagged=True),
     TensorSpec("result", (2, 8), F32, TensorKind.ACTIVATION),
+    TensorSpec(
+        "joined", (8, 4), F32, TensorKind.WEIGHT, parts=(Part("upper", 6), Part("lower", 2))
+    ),
 )
 
 
@@ -78,7 +81,7 @@ def test_a_program_gives_back_what_it_was_built_from(program: Program) -> None:
     assert program.worker_of().tolist() == [0, 1, 1]
     assert program.signals.tolist() == [1, 1]
     assert str(program) == (
-        "program of 3 instructions, 2 barriers, 3 tensors, static queues for 2 workers"
+        "program of 3 instructions, 2 barriers, 4 tensors, static queues for 2 workers"
     )
 
 
@@ -243,7 +246,7 @@ def write(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) 
 
 
 HOSTILE: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
-    (lambda h, a: h.update(format=2), "format 2, this version reads 1"),
+    (lambda h, a: h.update(format=1), "format 1, this version reads 2"),
     (lambda h, a: h.pop("format"), "format"),
     (lambda h, a: h.update(workers="8"), "workers is '8', not int"),
     (lambda h, a: h.update(workers=True), "workers is True, not int"),
@@ -262,6 +265,10 @@ HOSTILE: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
     (lambda h, a: h["tensors"][0].__setitem__(2, "F8"), "F8"),
     (lambda h, a: h["tensors"][0].__setitem__(3, "register"), "register"),
     (lambda h, a: h["tensors"][0].__setitem__(4, 1), "is tagged 1"),
+    (lambda h, a: h["tensors"][3].__setitem__(5, [["upper", True]]), "part ['upper', True]"),
+    (lambda h, a: h["tensors"][3].__setitem__(5, [["upper", 9]]), "8 rows, its parts have 9"),
+    (lambda h, a: h["tensors"][0].__setitem__(5, [["x", 2]]), "has parts but is state"),
+    (lambda h, a: h["tensors"][0].__setitem__(5, 7), "not iterable"),
     (lambda h, a: a.pop("words"), "words"),
     (lambda h, a: a.pop("header"), "header"),
     (lambda h, a: a.update(words=a["words"][:, :31]), "instruction words of shape (3, 31)"),

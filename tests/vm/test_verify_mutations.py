@@ -249,14 +249,13 @@ class Model:
     def mlp(self, x: int, out: int, name: str) -> None:
         k = self.tensors[x].columns
         hidden = self.tensor(f"{name}.hidden", self.rows, 2 * k)
-        gate, up = self.weight(f"{name}.gate", 2 * k, k), self.weight(f"{name}.up", 2 * k, k)
+        weight = self.weight(f"{name}.gate_up_weight", 4 * k, k)
         self.add(
             f"{name}.gate_up",
             (
                 GateUp(
                     x=x,
-                    gate=gate,
-                    up=up,
+                    weight=weight,
                     out=hidden,
                     row_begin=0,
                     row_end=self.rows,
@@ -285,14 +284,13 @@ class Model:
         q = self.tensor(f"{name}.q", rows, heads * d)
         if self.newest:
             cache |= {f"{c}_new": self.tensor(f"{name}.{c}_new", rows, heads * d) for c in "kv"}
-        weights: dict[str, Any] = {
-            f"{c}_weight": self.weight(f"{name}.{c}_weight", heads * d, k) for c in "qkv"
-        }
+        weight = self.weight(f"{name}.qkv_weight", 3 * heads * d, k)
         self.add(
             f"{name}.qkv",
             (
                 QkvRope(
                     x=x,
+                    weight=weight,
                     q=q,
                     rope=self.given("rope", 4, d, dtype=F32),
                     pair_begin=begin,
@@ -300,7 +298,6 @@ class Model:
                     row_begin=0,
                     row_end=rows,
                     eps=0.0,
-                    **weights,
                     **cache,
                     **step,
                 )
@@ -1269,9 +1266,7 @@ def random_tile(m: Model, rng: random.Random) -> Instruction:
             q=out,
             k_cache=m.state(f"c{rng.randrange(2)}", 2, 2, 2, 2),
             v_cache=m.state(f"c{rng.randrange(2)}", 2, 2, 2, 2),
-            q_weight=m.weight("w", 4, 4),
-            k_weight=m.weight("w", 4, 4),
-            v_weight=m.weight("w", 4, 4),
+            weight=m.weight("qkv", 12, 4),
             rope=m.given("rope", 4, 2, dtype=F32),
             row_sequence=m.given("one", 1),
             row_position=m.given("one", 1),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from copy_programs import ACTIVATION, STATE, WEIGHT, copy, edit, fault
+import pytest
+from copy_programs import ACTIVATION, INPUT, STATE, WEIGHT, copy, edit, fault
 from gathered_product import GATHERED, gathered
 from llama_decode import llama
 
 from megavm.instructions.copy import Copy
+from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.vm.isa import F32, TensorSpec
+from megavm.vm.isa import F32, I32, Part, TensorSpec
 from megavm.vm.program import Program
 from megavm.vm.verify import verify
 
@@ -23,6 +26,52 @@ def test_a_tagged_weight_is_refused() -> None:
     assert fault(gathered(w={"kind": ACTIVATION, "tagged": True})) == (
         "instruction 0 (matmul): weight is w, which is tagged: "
         "kernels read and write no tags of this operand"
+    )
+
+
+def test_a_weight_in_parts_is_refused_where_kernels_take_none() -> None:
+    assert fault(gathered(w={"kind": WEIGHT, "parts": (Part("upper", 3), Part("lower", 5))})) == (
+        "instruction 0 (matmul): weight is w, which has parts: "
+        "kernels read this operand as one tensor"
+    )
+
+
+@pytest.mark.parametrize("operand", ["weight", "bias"])
+@pytest.mark.parametrize(("cls", "group"), [(GateUp, 4), (QkvRope, 6)])
+def test_parts_that_end_within_gate_up_or_a_head_are_refused(
+    cls: type[GateUp | QkvRope], group: int, operand: str
+) -> None:
+    tensors = {
+        "x": TensorSpec("x", (1, 5), F32, INPUT),
+        "weight": TensorSpec("w", (8 if cls is GateUp else 18, 5), F32, WEIGHT),
+        "bias": TensorSpec("b", (8 if cls is GateUp else 18,), F32, WEIGHT),
+        "out": TensorSpec("y", (1, 4), F32, STATE),
+        "q": TensorSpec("q", (1, 6), F32, STATE),
+        "k_cache": TensorSpec("k", (1, 1, 2, 6), F32, STATE),
+        "v_cache": TensorSpec("v", (1, 1, 2, 6), F32, STATE),
+        "rope": TensorSpec("rope", (2, 6), F32, WEIGHT),
+        "row_sequence": TensorSpec("s", (1,), I32, INPUT),
+        "row_position": TensorSpec("p", (1,), I32, INPUT),
+        "block_table": TensorSpec("blocks", (1, 1), I32, INPUT),
+        "row_count": TensorSpec("n", (1,), I32, INPUT),
+    }
+    tile = {"column_begin": 0, "column_end": 4, "pair_begin": 0, "pair_end": 9}
+    tile |= {name: handle for handle, name in enumerate(tensors)}
+    operands: Any = {field.name: tile[field.name] for field in cls.fields if field.name in tile}
+    inst = cls(row_begin=0, row_end=1, eps=0.0, **operands)
+
+    def program(*rows: int) -> Program:
+        parts = tuple(Part(f"part{i}", count) for i, count in enumerate(rows))
+        changed = tensors | {operand: replace(tensors[operand], parts=parts)}
+        return Program.build(list(changed.values()), [inst], [[0]])
+
+    rows = tensors[operand].rows
+    verify(program(group, rows - group))
+    verify(program(rows))
+    text = fault(program(group + 1, rows - group - 1))
+    assert text == (
+        f"instruction 0 ({cls.name()}): {operand} is {tensors[operand].name}, whose part part0 has "
+        f"{group + 1} rows: not a multiple of {group}"
     )
 
 

@@ -17,19 +17,29 @@ void bind_happens_before(py::module_& module);
 namespace megavm {
 namespace {
 
-// (address, rows, columns, shape of at most four dimensions, dtype code, tagged)
-using TensorTuple = std::tuple<uintptr_t, int64_t, int64_t, std::vector<int64_t>, uint32_t, bool>;
+// (address and rows of each part, rows, columns, shape of at most four dimensions, dtype code,
+// tagged)
+using TensorTuple = std::tuple<std::vector<std::pair<uintptr_t, int64_t>>, int64_t, int64_t,
+                               std::vector<int64_t>, uint32_t, bool>;
 
-Tensor make_tensor(const TensorTuple& from) {
-  const auto& [address, rows, columns, shape, dtype, tagged] = from;
+void add_tensor(const TensorTuple& from, Executable& e) {
+  const auto& [parts, rows, columns, shape, dtype, tagged] = from;
+  std::vector<StoredRows>& stored = e.parts.emplace_back();
+  int64_t stored_rows = 0;
+  for (const auto& [address, count] : parts) {
+    stored.push_back({reinterpret_cast<void*>(address), count});
+    stored_rows += count;
+  }
+  if (stored_rows != rows) throw py::value_error("the parts of a tensor do not add up to it");
   Tensor tensor{};
-  tensor.data = reinterpret_cast<void*>(address);
+  tensor.data = stored[0].data;
+  tensor.parts = stored.data();
   tensor.rows = rows;
   tensor.columns = columns;
   for (size_t i = 0; i < 4; ++i) tensor.shape[i] = i < shape.size() ? shape[i] : 1;
   tensor.dtype = static_cast<DType>(dtype);
   tensor.tagged = tagged;
-  return tensor;
+  e.tensors.push_back(tensor);
 }
 
 template <typename Element>
@@ -106,7 +116,7 @@ std::unique_ptr<Executable> load(const Interpreter& interpreter, const py::bytes
                                  const std::vector<uint32_t>& arena_limits) {
   auto e = std::make_unique<Executable>();
   e->instructions = copy_bytes<Words>(words);
-  for (const TensorTuple& tensor : tensors) e->tensors.push_back(make_tensor(tensor));
+  for (const TensorTuple& tensor : tensors) add_tensor(tensor, *e);
   for (const py::bytes& queue : queues) e->queues.push_back(copy_bytes<int32_t>(queue));
   e->dynamic = dynamic;
   e->workers = workers;

@@ -34,6 +34,7 @@ struct TaggedRegion {
 struct Executable {
   std::vector<Words> instructions;
   std::vector<Tensor> tensors;
+  std::vector<std::vector<StoredRows>> parts;  // of each tensor
   std::vector<std::vector<int32_t>> queues;
   bool dynamic = false;
   uint32_t workers = 1;

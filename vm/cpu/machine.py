@@ -86,7 +86,7 @@ class CpuExecutable:
             words=program.words.astype("<u4").tobytes(),
             tensors=[
                 (
-                    storage.data_ptr(),
+                    [(part.data_ptr(), len(part)) for part in parts],
                     spec.rows,
                     spec.columns,
                     # Kernels use the shapes of KV caches only, which have four dimensions.
@@ -94,7 +94,7 @@ class CpuExecutable:
                     spec.dtype.code,
                     spec.tagged,
                 )
-                for spec, storage in zip(program.tensors, self._storage, strict=True)
+                for spec, parts in zip(program.tensors, self._storage, strict=True)
             ],
             queues=[queue.astype("<i4").tobytes() for queue in program.queues],
             dynamic=program.dynamic,
@@ -193,9 +193,9 @@ class CpuExecutable:
         return WorkerState(number, "worker", index, text, waiting)
 
 
-def _resolve(name: str, memory: Memory) -> torch.Tensor:
+def _resolve(name: str, memory: Memory) -> tuple[torch.Tensor, ...]:
     """Storage of a tensor that memory has. Raises ValueError when the interpreter cannot read it."""
-    storage = memory.storage(name)
-    if storage.device.type != "cpu" or not storage.is_contiguous():
+    parts = memory.stored_parts(name)
+    if any(part.device.type != "cpu" or not part.is_contiguous() for part in parts):
         raise ValueError(f"tensor {name} must be contiguous and on the CPU")
-    return storage
+    return parts

@@ -108,6 +108,13 @@ MEGAVM_INLINE Vec load_row(const Worker& worker, uint32_t handle, int64_t row, i
   });
 }
 
+// Load up to 16 elements of a bias, from `row` on; it may have parts, which they do not span.
+MEGAVM_INLINE Vec load_bias(const Worker& worker, uint32_t handle, int64_t row, int count) {
+  if (worker.tensor(handle).dtype == DType::kBf16)
+    return load(worker.weight_row<Bf16>(handle, row), count);
+  return load(worker.weight_row<float>(handle, row), count);
+}
+
 MEGAVM_INLINE void store_words(Word* to, const uint32_t* values, int count, uint32_t epoch) {
   for (int i = 0; i < count; ++i) store_word(to + i, {values[i], unpublished(epoch)});
 }

@@ -14,9 +14,16 @@
 
 namespace megavm {
 
+// Rows of a tensor that are stored together.
+struct StoredRows {
+  void* data;
+  int64_t count;
+};
+
 // A tensor of the program, resolved. Instructions see a matrix of `rows` x `columns`.
 struct Tensor {
-  void* data;
+  void* data;               // of the first part
+  const StoredRows* parts;  // one, unless it is a weight in parts
   int64_t rows;
   int64_t columns;
   int64_t shape[4];
@@ -67,6 +74,14 @@ struct Worker {
   template <typename T>
   MEGAVM_INLINE T* data(uint32_t handle) const {
     return static_cast<T*>(tensors[handle].data);
+  }
+
+  // Address of a row of a weight that may have parts. The next rows of the same part follow it.
+  template <typename T>
+  MEGAVM_INLINE const T* weight_row(uint32_t handle, int64_t row) const {
+    const StoredRows* part = tensors[handle].parts;
+    for (; row >= part->count; ++part) row -= part->count;
+    return static_cast<const T*>(part->data) + row * tensors[handle].columns;
   }
 
   // `count` uninitialised elements, aligned to a cache line.

@@ -175,9 +175,10 @@ class CudaMachine:
                 raise ValueError(
                     f"tensor {name} has the layout {present}, needed is {names(choice)}"
                 )
-        for name, choice in layouts.items():
-            if memory.layout(name) not in choice:
-                memory.relayout(name, choice[0])
+        for spec in program.tensors:
+            present = memory.layout(spec.name)
+            choice = layouts.get(spec.name, (present,))
+            memory.relayout(spec.name, present if present in choice else choice[0])  # joins parts
         return CudaExecutable(self, program, memory, layouts, self._function(program))
 
     def check_alive(self) -> None:

@@ -104,12 +104,11 @@ class _Verifier:
         self.tensors = program.tensors
         self.words = program.words
         # One tensor of each form, and the form of every tensor; the last entry stands for no tensor.
-        forms = {(t.dtype, t.tagged, len(t.shape)): t for t in self.tensors}
+        form_of = [(t.dtype, t.tagged, len(t.shape), bool(t.parts)) for t in self.tensors]
+        forms = dict(zip(form_of, self.tensors, strict=True))
         self._forms = list(forms.values())
         numbers = {form: number for number, form in enumerate(forms)}
-        self._form_of = np.array(
-            [*(numbers[t.dtype, t.tagged, len(t.shape)] for t in self.tensors), len(forms)]
-        )
+        self._form_of = np.array([*(numbers[form] for form in form_of), len(forms)])
 
     def verify(self) -> None:
         self._check_shape()
@@ -561,6 +560,8 @@ def _misfit(field: Field[Any], spec: TensorSpec) -> str:
         return f"{what} of {spec.dtype.name}, expected {allowed}"
     if spec.tagged and not field.tagged:
         return f"{what}, which is tagged: kernels read and write no tags of this operand"
+    if spec.parts and not field.parts:
+        return f"{what}, which has parts: kernels read this operand as one tensor"
     if field.rank not in (None, len(spec.shape)):
         return f"{what} of shape {spec.shape}, expected {field.shape}"
     return ""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
+from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.vm.isa import TensorKind, TensorSpec
 
 
 def join_gate_and_up(operations: list[Operation], options: CompileOptions) -> list[Operation]:
-    """Replace silu_mul of two products, which nothing else reads, by gate_up."""
+    """Replace silu_mul of two products, which nothing else reads, by gate_up.
+
+    Its weight consists of the two weights, and its bias of the two biases: both products have one,
+    or neither.
+    """
     readers, producers = readers_of(operations), producers_of(operations)
     result: list[Operation] = []
     for operation in operations:
@@ -18,18 +23,39 @@ def join_gate_and_up(operations: list[Operation], options: CompileOptions) -> li
                 and up is not None
                 and gate.kind == up.kind == "matmul"
                 and gate.inputs["x"] is up.inputs["x"]
+                and gate.inputs.keys() == up.inputs.keys()
+                and all(_can_be_joined(gate, up, name) for name in gate.inputs.keys() - {"x"})
                 and len(readers[gate.outputs["out"]]) == len(readers[up.outputs["out"]]) == 1
             ):
                 inputs = {
-                    "x": gate.inputs["x"],
-                    "gate": gate.inputs["weight"],
-                    "up": up.inputs["weight"],
+                    name: value if name == "x" else _joined(value.memory, up.inputs[name].memory)
+                    for name, value in gate.inputs.items()
                 }
-                for name, part in (("gate_bias", gate), ("up_bias", up)):
-                    if "bias" in part.inputs:
-                        inputs[name] = part.inputs["bias"]
                 result.remove(gate)
                 result.remove(up)
                 operation = Operation("gate_up", operation.label, inputs, operation.outputs)
         result.append(operation)
     return result
+
+
+def _can_be_joined(gate: Operation, up: Operation, name: str) -> bool:
+    values = gate.inputs[name], up.inputs[name]
+    weights = all(v.spec is not None and v.spec.kind is TensorKind.WEIGHT for v in values)
+    return weights and values[0].dtype is values[1].dtype
+
+
+def _joined(gate: TensorSpec, up: TensorSpec) -> Value:
+    return Value.of(TensorSpec.joined(_joined_name(gate.name, up.name), [gate, up]))
+
+
+def _joined_name(gate: str, up: str) -> str:
+    """``mlp.gate_proj.weight`` and ``mlp.up_proj.weight`` as ``mlp.gate_up_proj.weight``."""
+    begin = _begin_alike(gate, up)
+    end = _begin_alike(gate[begin:][::-1], up[begin:][::-1])
+    return f"{gate[: len(gate) - end]}_{up[begin:]}"
+
+
+def _begin_alike(one: str, two: str) -> int:
+    """Number of characters with which both begin."""
+    pairs = enumerate(zip(one, two, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(two)))

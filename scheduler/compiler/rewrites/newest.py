@@ -32,7 +32,8 @@ def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Op
 
 
 def _newest(operation: Operation) -> dict[str, Value]:
-    shape = (operation.inputs["x"].rows, operation.inputs["k_weight"].rows)
+    cache = operation.outputs["k_cache"].memory
+    shape = (operation.inputs["x"].rows, cache.entry_columns)
     return {
         f"{part}_new": Value.of(
             tagged_spec(

@@ -60,10 +60,9 @@ def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
 
     None if the types differ, or if a reader does anything else with x.
     """
-    weights = {"matmul": "weight", "gate_up": "gate", "qkv_rope": "q_weight"}
     types = set()
     for reader in readers:
-        if reader.kind not in weights or reader.inputs["x"] is not x:
+        if reader.kind not in ("matmul", "gate_up", "qkv_rope") or reader.inputs["x"] is not x:
             return None
-        types.add(reader.inputs[weights[reader.kind]].dtype)
+        types.add(reader.inputs["weight"].dtype)
     return types.pop() if len(types) == 1 else None

@@ -120,22 +120,18 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
             )
             for name in "kv"
         }
-        qkv: dict[str, Any] = {
-            "q_weight": weight(f"{at}.q_weight", hidden, hidden),
-            "k_weight": weight(f"{at}.k_weight", kv_heads * d, hidden),
-            "v_weight": weight(f"{at}.v_weight", kv_heads * d, hidden),
-        }
+        qkv = weight(f"{at}.qkv_weight", hidden + 2 * kv_heads * d, hidden)
         b.add(
             f"{at}.qkv",
             (
                 QkvRope(
                     x=x,
+                    weight=qkv,
                     q=q,
                     rope=rope,
                     eps=1e-5,
                     pair_begin=first,
                     pair_end=last,
-                    **qkv,
                     **cache,
                     **step,
                     **row,
@@ -218,11 +214,11 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
             )
 
         product(f"{at}.o_proj", attended, x, between, hidden)
-        mlp: dict[str, Any] = {n: weight(f"{at}.{n}", inter, hidden) for n in ("gate", "up")}
+        mlp = weight(f"{at}.gate_up_weight", 2 * inter, hidden)
         b.add(
             f"{at}.gate_up",
             (
-                GateUp(x=between, out=act, eps=1e-5, **mlp, **count, **columns(*c))
+                GateUp(x=between, weight=mlp, out=act, eps=1e-5, **count, **columns(*c))
                 for c in b.cut(inter, 16)
             ),
             wait=every_wait,

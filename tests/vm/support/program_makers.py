@@ -186,16 +186,14 @@ def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) 
     if rng.random() < 0.5:
         first, last = rng.choice(((0, 4), (2, 6), (0, 6), (2, 4)))
         rope = t.add("rope", 4, 2)
-        names = ("q_weight", "k_weight", "v_weight")
-        weights: dict[str, Any] = dict.fromkeys(names, t.weight())
         return QkvRope(
             x=t.some(),
+            weight=t.add("qkv_weight", 12, 4, kind=WEIGHT),
             q=t.some(),
             rope=rope,
             pair_begin=first,
             pair_end=last,
             eps=0.0,
-            **weights,
             **place,
             **newest,
             **rows,
