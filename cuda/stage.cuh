@@ -1,8 +1,8 @@
 // Stages: the ring of instructions in flight in a worker, with their operands resolved.
 #pragma once
 
+#include "cuda/exchange.cuh"
 #include "cuda/semaphore.cuh"
-#include "cuda/tensor.cuh"
 
 namespace megavm {
 

@@ -35,40 +35,6 @@ __device__ __forceinline__ uint64_t word_at(const Tensor& t, uint32_t row, uint3
 // Index of the operand word that names a tensor; fault records use it.
 using OperandWord = uint32_t;
 
-// Stop this warp because a tagged word does not carry the tag it waits for.
-[[noreturn]] __device__ __forceinline__ void stop_at_tag(OperandWord operand, uint32_t row,
-                                                         uint32_t word, uint32_t found,
-                                                         uint32_t wanted) {
-  stop(FaultKind::kTag, operand, row, word, found, wanted);
-  __builtin_unreachable();
-}
-
-// Wait until a tagged word carries `tag`, and return its value.
-__device__ __forceinline__ uint32_t read_tagged(uint64_t address, uint32_t tag, OperandWord operand,
-                                                uint32_t row, uint32_t word) {
-  ptx::Words2 found = ptx::load_relaxed_tagged(address);
-  while (found.y != tag) {
-    if (__builtin_expect(is_stopping(), 0)) stop_at_tag(operand, row, word, found.y, tag);
-    found = ptx::load_relaxed_tagged(address);
-  }
-  return found.x;
-}
-
-// An element that other instructions may write, as float32. Waits for the tag if it is tagged.
-__device__ __forceinline__ float read_element(const Tensor& t, uint32_t row, uint32_t column,
-                                              uint32_t tag, OperandWord operand) {
-  if (is_tagged(t)) {
-    const uint32_t per_word = 4 / element_bytes(t);
-    const uint32_t word =
-        read_tagged(word_at(t, row, column), tag, operand, row, column / per_word);
-    if (is_f32(t)) return __uint_as_float(word);
-    return column % 2 ? ptx::high_bf16(word) : ptx::low_bf16(word);
-  }
-  const uint64_t address = element_at(t, row, column);
-  if (is_f32(t)) return __uint_as_float(ptx::load_relaxed1(address));
-  return ptx::from_bf16(ptx::load_relaxed_half(address));
-}
-
 // An element of a weight or of another tensor that no instruction writes.
 __device__ __forceinline__ float constant_element(const Tensor& t, uint32_t row, uint32_t column) {
   const uint64_t address = element_at(t, row, column);

@@ -7,65 +7,9 @@ namespace megavm {
 
 constexpr uint32_t kLaneColumns = kTileColumns / 8;  // columns of a tile that a lane converts
 
-// kLaneColumns neighbouring elements of x as loaded from memory.
+// The columns of a tile that a lane converts, as loaded from memory.
 template <bool kF32, bool kTagged>
-struct RawInput {
-  static constexpr uint32_t kWordsIn = kLaneColumns * (kF32 ? 4 : 2) / 4;
-  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged float32 input
-
-  __device__ __forceinline__ void clear(uint32_t not_a_tag) {
-    low = ptx::zero4();
-    low.y = not_a_tag;
-    if constexpr (kTagged && kWordsIn == 4) high = ptx::zero4();
-  }
-
-  __device__ __forceinline__ void load(uint64_t address) {
-    if constexpr (kTagged && kWordsIn == 4) {
-      low = ptx::load_relaxed_tagged2(address);
-      high = ptx::load_relaxed_tagged2(address + 16);
-    } else if constexpr (kTagged && kWordsIn == 2) {
-      low = ptx::load_relaxed_tagged2(address);
-    } else if constexpr (kTagged) {
-      const ptx::Words2 word = ptx::load_relaxed_tagged(address);
-      low.x = word.x, low.y = word.y;
-    } else if constexpr (kWordsIn == 4) {
-      low = ptx::load_relaxed4(address);
-    } else if constexpr (kWordsIn == 2) {
-      const ptx::Words2 words = ptx::load_relaxed2(address);
-      low.x = words.x, low.y = words.y;
-    } else {
-      low.x = ptx::load_relaxed1(address);
-    }
-  }
-
-  // `tag` if all words carry it; else a tag that differs.
-  __device__ __forceinline__ uint32_t check(uint32_t tag) const {
-    if constexpr (!kTagged) return tag;
-    uint32_t found = low.y;
-    if constexpr (kWordsIn >= 2) found = found == tag ? low.w : found;
-    if constexpr (kWordsIn == 4) {
-      found = found == tag ? high.y : found;
-      found = found == tag ? high.w : found;
-    }
-    return found;
-  }
-
-  __device__ __forceinline__ uint32_t word(uint32_t i) const {
-    if constexpr (kTagged) {
-      if (i == 0) return low.x;
-      if (i == 1) return low.z;
-      return i == 2 ? high.x : high.z;
-    }
-    if (i == 0) return low.x;
-    if (i == 1) return low.y;
-    return i == 2 ? low.z : low.w;
-  }
-
-  __device__ __forceinline__ float value(uint32_t i) const {
-    if constexpr (kF32) return __uint_as_float(word(i));
-    return i % 2 ? ptx::high_bf16(word(i / 2)) : ptx::low_bf16(word(i / 2));
-  }
-};
+using RawInput = Loaded<kF32, kTagged, kLaneColumns>;
 
 // The *panel*: the row of x, or a chunk of it, in shared memory. It has the element type of the
 // weights, and the order of operand A (see product.cuh).
@@ -153,11 +97,11 @@ class RowInput {
   static constexpr uint32_t kWords = 8;  // Words4 that a lane has in flight
 
   template <bool kF32, bool kTagged>
-  static constexpr uint32_t kEach = kTagged && RawInput<kF32, kTagged>::kWordsIn == 4 ? 2 : 1;
+  static constexpr uint32_t kEach = RawInput<kF32, kTagged>::kFours;
   template <bool kF32, bool kTagged>
   static constexpr uint32_t kBatch = kWords / kEach<kF32, kTagged>;  // pages of 1 or 2 chunks
   template <bool kF32, bool kTagged>
-  static constexpr uint32_t kPageStride = kPageColumns * (kF32 ? 4 : 2) * (kTagged ? 2 : 1);
+  static constexpr uint32_t kPageStride = kPageColumns * RawInput<kF32, kTagged>::column_bytes();
 
   // Call the visitor for the kind of x. Only kinds that the program has are compiled.
   template <class Visitor>
@@ -180,15 +124,17 @@ class RowInput {
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ RawInput<kF32, kTagged> raw(uint32_t i) const {
     RawInput<kF32, kTagged> found;
-    found.low = words_[i * kEach<kF32, kTagged>];
-    found.high = words_[i * kEach<kF32, kTagged> + kEach<kF32, kTagged> - 1];
+#pragma unroll
+    for (uint32_t j = 0; j < kEach<kF32, kTagged>; ++j)
+      found.raw[j] = words_[i * kEach<kF32, kTagged> + j];
     return found;
   }
 
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void set(uint32_t i, const RawInput<kF32, kTagged>& raw) {
-    words_[i * kEach<kF32, kTagged>] = raw.low;
-    if constexpr (kEach<kF32, kTagged> == 2) words_[2 * i + 1] = raw.high;
+#pragma unroll
+    for (uint32_t j = 0; j < kEach<kF32, kTagged>; ++j)
+      words_[i * kEach<kF32, kTagged> + j] = raw.raw[j];
   }
 
   // Reset the words to a tag that is not the step's, so that all count as missing.
@@ -212,7 +158,7 @@ class RowInput {
 #pragma unroll
     for (uint32_t i = 0; i < kBatch<kF32, kTagged>; ++i) {
       RawInput<kF32, kTagged> now = raw<kF32, kTagged>(i);
-      if (begin + i < pages && (!kTagged || now.check(tag) != tag)) {
+      if (begin + i < pages && (!kTagged || !now.has(tag))) {
         now.load(from + begin * kStride + i * kStride);
         set<kF32, kTagged>(i, now);
       }
@@ -224,23 +170,20 @@ class RowInput {
   __device__ __forceinline__ void wait(uint32_t begin) {
     constexpr uint32_t kBatch = RowInput::kBatch<kF32, kTagged>;
     const uint32_t pages = this->pages(), tag = panel_.stage.tag;
-    while (true) {
-      // Reload the words that are still missing. All loads are issued before any tag is checked.
-      load_missing<kF32, kTagged>(begin);
-      if constexpr (!kTagged) return;
-      uint32_t missing = kBatch, found = tag;
+    await([&] { load_missing<kF32, kTagged>(begin); },
+          [&] {
+            uint32_t missing = kNone;
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        const uint32_t there = raw<kF32, kTagged>(i).check(tag);
-        if (begin + i < pages && there != tag) missing = i, found = there;
-      }
-      if (missing == kBatch) return;
-      if (__builtin_expect(is_stopping(), 0))
-        stop_at_tag(input_.x, row_,
-                    (input_.first_column() + panel_.column + (begin + missing) * kPageColumns) /
-                        (kF32 ? 1 : 2),
-                    found, tag);
-    }
+            for (uint32_t i = 0; i < kBatch; ++i)
+              if (begin + i < pages && !raw<kF32, kTagged>(i).has(tag)) missing = i;
+            return missing;
+          },
+          [&](uint32_t missing) {
+            using Raw = RawInput<kF32, kTagged>;
+            Raw::find_missing(
+                Raw::row_of(panel_.x(), row_, tag, input_.x),
+                input_.first_column() + panel_.column + (begin + missing) * kPageColumns);
+          });
   }
 
   template <bool kF32, bool kTagged>

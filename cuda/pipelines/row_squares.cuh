@@ -6,49 +6,13 @@
 
 namespace megavm {
 
-// Four neighbouring sums of squares, as loaded from memory.
-struct FourSquares {
-  static constexpr bool kMayBeTagged = program::kAnySquares & 2;
-  ptx::Words4 low, high;  // high: words 2 and 3 of a tagged tensor
-
-  __device__ __forceinline__ void clear() {
-    low = ptx::zero4();
-    if constexpr (kMayBeTagged) high = ptx::zero4();
-  }
-
-  __device__ __forceinline__ void load(const Tensor& squares, uint32_t row, uint32_t column) {
-    if (kMayBeTagged && is_tagged(squares)) {
-      low = ptx::load_relaxed_tagged2(word_at(squares, row, column));
-      high = ptx::load_relaxed_tagged2(word_at(squares, row, column + 2));
-    } else {
-      low = ptx::load_relaxed4(element_at(squares, row, column));
-    }
-  }
-
-  // Of a tagged tensor: `tag` if all words carry it; else a tag that differs.
-  __device__ __forceinline__ uint32_t check(uint32_t tag) const {
-    if (low.y != tag) return low.y;
-    if (low.w != tag) return low.w;
-    return high.y != tag ? high.y : high.w;
-  }
-
-  __device__ __forceinline__ float sum(bool tagged) const {
-    if (kMayBeTagged && tagged)
-      return __uint_as_float(low.x) + __uint_as_float(low.z) +
-             (__uint_as_float(high.x) + __uint_as_float(high.z));
-    return __uint_as_float(low.x) + __uint_as_float(low.y) +
-           (__uint_as_float(low.z) + __uint_as_float(low.w));
-  }
-};
-
 // A warp reads the squares of a row; each lane has kBatch times four in flight. `ask` issues the
 // first loads, `scale` waits for them.
 class RowSquares {
  public:
   __device__ __forceinline__ RowSquares(const Stage& stage, const ProductInput& input)
       : stage_(stage), input_(input) {
-#pragma unroll
-    for (FourSquares& four : four_) four.clear();
+    forget();
   }
 
   // Issue the first loads. `row`: a row of x.
@@ -67,11 +31,14 @@ class RowSquares {
     } else {
 #pragma unroll 1
       for (uint32_t begin = 0; begin * kLanes * 4 < squares().columns; begin += kBatch) {
-        if (begin > 0) load(begin);
+        if (begin > 0) {
+          forget();
+          load(begin);
+        }
         wait(begin);
 #pragma unroll
         for (uint32_t i = 0; i < kBatch; ++i)
-          if (exists(begin + i)) sum += four_[i].sum(is_tagged(squares()));
+          if (exists(begin + i)) sum += sum_of(four_[i]);
       }
     }
     __syncwarp();
@@ -82,40 +49,50 @@ class RowSquares {
  private:
   static constexpr uint32_t kBatch = 2;
   static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
+  static constexpr bool kMayBeTagged = program::kAnySquares & 2;
+  using FourSquares = Loaded<true, kMayBeTagged, 4>;
 
   __device__ __forceinline__ const Tensor& squares() const {
     return stage_.tensors[input_.x_squares];
+  }
+  __device__ __forceinline__ bool tagged() const { return kMayBeTagged && is_tagged(squares()); }
+  __device__ __forceinline__ SourceRow source() const {
+    return FourSquares::row_of(squares(), row_, stage_.tag, input_.x_squares, tagged());
   }
   static __device__ __forceinline__ uint32_t column(uint32_t i) {
     return (i * kLanes + lane_index()) * 4;
   }
   __device__ __forceinline__ bool exists(uint32_t i) const { return column(i) < squares().columns; }
 
+  // NOTE: every register is written before a batch is loaded. Otherwise its second load waits until
+  // the first has arrived, in case that its registers are still being loaded.
+  __device__ __forceinline__ void forget() {
+#pragma unroll
+    for (FourSquares& four : four_)
+#pragma unroll
+      for (ptx::Words4& words : four.raw) words = ptx::zero4();
+  }
+
   __device__ __forceinline__ void load(uint32_t begin) {
 #pragma unroll
     for (uint32_t i = 0; i < kBatch; ++i)
-      if (exists(begin + i)) four_[i].load(squares(), row_, column(begin + i));
+      if (exists(begin + i))
+        four_[i].load(
+            source().address + uint64_t{column(begin + i)} * FourSquares::column_bytes(tagged()),
+            tagged());
+  }
+
+  __device__ __forceinline__ float sum_of(const FourSquares& four) const {
+    return four.value(0, tagged()) + four.value(1, tagged()) +
+           (four.value(2, tagged()) + four.value(3, tagged()));
   }
 
   // Reload the squares that are missing until all have arrived.
   __device__ __forceinline__ void wait(uint32_t begin) {
-    if constexpr (FourSquares::kMayBeTagged) {
-      const uint32_t tag = stage_.tag;
-      while (is_tagged(squares())) {
-        uint32_t missing = 0, found = tag;
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i)
-          if (exists(begin + i) && four_[i].check(tag) != tag)
-            missing = column(begin + i), found = four_[i].check(tag);
-        if (found == tag) return;
-        if (__builtin_expect(is_stopping(), 0))
-          stop_at_tag(input_.x_squares, row_, missing, found, tag);
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i)
-          if (exists(begin + i) && four_[i].check(tag) != tag)
-            four_[i].load(squares(), row_, column(begin + i));
-      }
-    }
+    if (!tagged()) return;
+    await<true>(
+        source(), four_, [&](uint32_t i) { return exists(begin + i); },
+        [&](uint32_t i) { return column(begin + i); });
   }
 
   const Stage& stage_;

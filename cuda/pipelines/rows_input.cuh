@@ -10,52 +10,6 @@ static_assert(kSingleRow || kChunkPages <= 2);
 // A *piece* is a lane's columns of a row of x in one tile: 16 bytes in the weights' element type.
 constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
-// A piece as loaded from memory.
-template <bool kF32, bool kTagged>
-struct RawPiece {
-  static constexpr uint32_t kElementBytes = kF32 ? 4 : 2;
-  static constexpr uint32_t kWords = kPieceColumns * kElementBytes / 4;
-  static constexpr uint32_t kTags = kTagged ? kWords : 1;
-  uint32_t word[kWords];
-  uint32_t tag[kTags];
-
-  __device__ __forceinline__ void load(uint64_t address) {
-    if constexpr (kTagged) {
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; i += 2) {
-        const ptx::Words4 two = ptx::load_relaxed_tagged2(address + 8 * i);
-        word[i] = two.x, tag[i] = two.y;
-        word[i + 1] = two.z, tag[i + 1] = two.w;
-      }
-    } else if constexpr (kWords == 2) {
-      const ptx::Words2 words = ptx::load_relaxed2(address);
-      word[0] = words.x, word[1] = words.y;
-    } else {
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; i += 4) {
-        const ptx::Words4 words = ptx::load_relaxed4(address + 4 * i);
-        word[i] = words.x, word[i + 1] = words.y;
-        word[i + 2] = words.z, word[i + 3] = words.w;
-      }
-    }
-  }
-
-  // `wanted` if all words carry this tag; else a tag that differs.
-  __device__ __forceinline__ uint32_t check(uint32_t wanted) const {
-    uint32_t found = wanted;
-    if constexpr (kTagged)
-#pragma unroll
-      for (uint32_t i = 0; i < kWords; ++i)
-        if (tag[i] != wanted) found = tag[i];
-    return found;
-  }
-
-  __device__ __forceinline__ float value(uint32_t i) const {
-    if constexpr (kF32) return __uint_as_float(word[i]);
-    return i % 2 ? ptx::high_bf16(word[i / 2]) : ptx::low_bf16(word[i / 2]);
-  }
-};
-
 // A warp's operands A for a chunk of a group's rows of x. A lane holds row lane / 4 of the group.
 class RowsInput {
  public:
@@ -107,6 +61,11 @@ class RowsInput {
     return (page * kTilesPerPage + tile) * kTileColumns;
   }
 
+  // This lane's first column in the warp's tile i.
+  __device__ __forceinline__ uint32_t lane_column(uint32_t chunk, uint32_t i) const {
+    return tile_column(chunk, i) + lane_index() % 4 * kPieceColumns;
+  }
+
   // A piece as 16 bytes in the weights' element type.
   static __device__ __forceinline__ ptx::Words4 packed(const float (&value)[kPieceColumns]) {
     if constexpr (kF32Weights)
@@ -125,32 +84,33 @@ class RowsInput {
 
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fetch(uint32_t chunk) {
-    using Raw = RawPiece<kF32, kTagged>;
+    using Raw = Loaded<kF32, kTagged, kPieceColumns>;
     // Pieces that a lane has in flight: all loads are issued before any tag is checked.
-    constexpr uint32_t kBatch =
-        min_of(kChunkTiles, 64 / (Raw::kWords + (kTagged ? Raw::kTags : 0)));
+    constexpr uint32_t kBatch = min_of(kChunkTiles, 64 / Raw::kRegisters);
     static_assert(kChunkTiles % kBatch == 0);
-    constexpr uint32_t kBytes = (kTagged ? 2 : 1) * Raw::kElementBytes;  // per column
-    const Tensor& x = this->x();
-    const uint64_t row =
-        base_of(x) + (uint64_t{x_row_} * x.columns + input_.first_column()) * kBytes;
+    constexpr uint32_t kBytes = Raw::column_bytes();
+    const SourceRow from = Raw::row_of(x(), x_row_, stage_.tag, input_.x);
+    const uint64_t row = from.address + input_.first_column() * kBytes;
 #pragma unroll
     for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
       Raw raw[kBatch];
       uint32_t column[kBatch];
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        column[i] = tile_column(chunk, first + i) + lane_index() % 4 * kPieceColumns;
+        column[i] = lane_column(chunk, first + i);
         // NOTE: no load is conditional, even for columns that do not exist. The result of a
         // conditional load merges with another value, and the merge would wait for the load.
         raw[i].load(row + (exists(column[i]) ? column[i] : 0) * kBytes);
       }
-      if constexpr (kTagged) wait(raw, row, column);
+      if constexpr (kTagged)
+        await<true>(
+            from, raw, [&](uint32_t i) { return exists(column[i]); },
+            [&](uint32_t i) { return input_.first_column() + lane_column(chunk, first + i); });
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         ptx::Words4& words = words_[first + i];
         if constexpr (!kF32 && !kF32Weights) {
-          words = operand({raw[i].word[0], raw[i].word[1], raw[i].word[2], raw[i].word[3]});
+          words = operand({raw[i].word(0), raw[i].word(1), raw[i].word(2), raw[i].word(3)});
         } else {
           float value[kPieceColumns];
 #pragma unroll
@@ -163,35 +123,12 @@ class RowsInput {
     }
   }
 
-  // Reload the pieces with missing words until all have arrived.
-  template <class Raw, uint32_t kBatch>
-  __device__ __forceinline__ void wait(Raw (&raw)[kBatch], uint64_t row,
-                                       const uint32_t (&column)[kBatch]) const {
-    const uint32_t tag = stage_.tag;
-    while (true) {
-      uint32_t missing = 0, found = tag;
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i)
-        if (exists(column[i]) && raw[i].check(tag) != tag)
-          missing = column[i], found = raw[i].check(tag);
-      if (found == tag) return;
-      if (__builtin_expect(is_stopping(), 0))
-        stop_at_tag(input_.x, x_row_, (input_.first_column() + missing) * Raw::kElementBytes / 4,
-                    found, tag);
-#pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i)
-        if (exists(column[i]) && raw[i].check(tag) != tag)
-          raw[i].load(row + column[i] * 2 * Raw::kElementBytes);
-    }
-  }
-
   // The same for rows that do not consist of whole tiles, element by element.
   __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
 #pragma unroll 1
     for (uint32_t i = 0; i < kChunkTiles; ++i) {
       float value[kPieceColumns];
-      read_ragged(stage_, input_, x_row_, tile_column(chunk, i) + lane_index() % 4 * kPieceColumns,
-                  value);
+      read_ragged(stage_, input_, x_row_, lane_column(chunk, i), value);
       const ptx::Words4 words = operand(packed(value));
 #pragma unroll
       for (uint32_t k = 0; k < kChunkTiles; ++k)

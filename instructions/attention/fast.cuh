@@ -90,28 +90,15 @@ struct FastAttention {
     float total;    // this lane's share of the sum of weights
   };
 
-  // Eight bf16 elements, in four words, as loaded from memory.
-  struct RawWords {
-    ptx::Words4 low, high;  // high: words 2 and 3 of a tagged tensor
+  // Neighbouring elements of a query, key or value, as loaded from memory.
+  using Eight = Loaded<false, true, 8>;
+  using Pair = Loaded<false, true, 2>;
 
-    __device__ __forceinline__ void load(const Tensor& t, uint32_t row, uint32_t column) {
-      if (is_tagged(t)) {
-        const uint64_t address = word_at(t, row, column);
-        low = ptx::load_relaxed_tagged2(address);
-        high = ptx::load_relaxed_tagged2(address + 16);
-      } else {
-        low = ptx::load_relaxed4(element_at(t, row, column));
-      }
-    }
-    __device__ __forceinline__ bool has(uint32_t tag) const {
-      return low.y == tag && low.w == tag && high.y == tag && high.w == tag;
-    }
-    // Words 0, 2, 1, 3: the order of operand A, see cuda/pipelines/product.cuh.
-    __device__ __forceinline__ ptx::Words4 words(bool tagged) const {
-      if (tagged) return {low.x, high.x, low.z, high.z};
-      return {low.x, low.z, low.y, low.w};
-    }
-  };
+  // Words 0, 2, 1, 3: the order of operand A, see cuda/pipelines/product.cuh.
+  static __device__ __forceinline__ ptx::Words4 operand(const Eight& eight, bool tagged) {
+    return {eight.word(0, tagged), eight.word(2, tagged), eight.word(1, tagged),
+            eight.word(3, tagged)};
+  }
 
   // Load the queries and initialise the state; with `newest` (one warp), with the newest token. All
   // loads are issued before any tag is checked, and repeated until all words have arrived.
@@ -119,54 +106,62 @@ struct FastAttention {
                                                uint32_t head, bool newest, State& state) {
     const uint32_t lane = lane_index(), chunk = lane % 4 * 8, tag = in.tag();
     const uint32_t query = head * kGroup + min_of(lane / 4, kGroup - 1);
-    const Tensor q = in[&Attention::q];
-    const bool tagged = is_tagged(q);
-    RawWords queries[kKeyChunks], key[kKeyChunks];
-    ptx::Words2 value[kValueTiles];
+    const bool tagged = is_tagged(in[&Attention::q]);
+    const bool new_tagged = newest && is_tagged(in[&Attention::k_new]);
+    Eight queries[kKeyChunks], key[kKeyChunks];
+    Pair value[kValueTiles];
 #pragma unroll
     for (uint32_t i = 0; i < kKeyChunks; ++i)
-      key[i].low = key[i].high = {ptx::zero(), tag, ptx::zero(), tag};
+      key[i].raw[0] = key[i].raw[1] = {ptx::zero(), tag, ptx::zero(), tag};
 #pragma unroll
-    for (uint32_t i = 0; i < kValueTiles; ++i) value[i] = {ptx::zero(), tag};
-    const bool new_tagged = newest && is_tagged(in[&Attention::k_new]);
-    // Load the newest value; returns whether all its words have arrived.
-    const auto load_value = [&] {
-      const Tensor v = in[&Attention::v_new];
+    for (uint32_t i = 0; i < kValueTiles; ++i)
+      value[i].raw[0].x = ptx::zero(), value[i].raw[0].y = tag;
+    // Load words from column `column` on, kStep columns apart.
+    // NOTE: the branch is around the loads. With a predicate for each of them, ptxas checks some
+    // tags between the loads.
+    const auto load = [&]<uint32_t kStep>(auto& loaded, uint32_t Attention::* operand, bool tagged,
+                                          uint32_t column) {
+      const auto load_all = [&](bool tagged) {
+        const SourceRow from = Eight::row_of(in[operand], row, tag, in.word(operand), tagged);
+        const uint32_t bytes = Eight::column_bytes(tagged);
+#pragma unroll
+        for (uint32_t i = 0; i < sizeof(loaded) / sizeof(loaded[0]); ++i)
+          loaded[i].load(from.address + uint64_t{column} * bytes + i * kStep * bytes, tagged);
+      };
+      if (tagged)
+        load_all(true);
+      else
+        load_all(false);
+    };
+    // Whether all words of `loaded` have arrived.
+    const auto has = [&](const auto& loaded, bool tagged) {
       bool complete = true;
 #pragma unroll
-      for (uint32_t i = 0; i < kValueTiles; ++i) {
-        const uint32_t column = head * kD + i * 8 + lane % 4 * 2;
-        if (new_tagged)
-          value[i] = ptx::load_relaxed_tagged(word_at(v, row, column));
-        else
-          value[i].x = ptx::load_relaxed1(element_at(v, row, column));
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kValueTiles; ++i) complete &= value[i].y == tag;
+      for (const auto& words : loaded) complete &= !tagged || words.has(tag);
       return complete;
     };
+    const auto load_value = [&] {
+      load.template operator()<8>(value, &Attention::v_new, new_tagged, head * kD + lane % 4 * 2);
+    };
+    const auto find = [&](uint32_t) { find_missing(in, row, head, newest); };
     // Long heads have too many words to be in flight all at once: load the value after the keys.
     constexpr bool kValueLater = kD > 64;
-    while (true) {
-      bool complete = true;
+    await(
+        [&] {
+          load.template operator()<32>(queries, &Attention::q, tagged, query * kD + chunk);
+          if (!newest) return;
+          load.template operator()<32>(key, &Attention::k_new, new_tagged, head * kD + chunk);
+          if constexpr (!kValueLater) load_value();
+        },
+        [&] {
+          bool complete = kValueLater || has(value, new_tagged);
+          complete &= has(key, new_tagged);
+          complete &= has(queries, tagged);
+          return complete ? kNone : 0;
+        },
+        find);
 #pragma unroll
-      for (uint32_t i = 0; i < kKeyChunks; ++i)
-        queries[i].load(q, row, query * kD + i * 32 + chunk);
-      if (newest) {
-        const Tensor k = in[&Attention::k_new];
-#pragma unroll
-        for (uint32_t i = 0; i < kKeyChunks; ++i) key[i].load(k, row, head * kD + i * 32 + chunk);
-        if constexpr (!kValueLater) complete = load_value();
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= !tagged || queries[i].has(tag);
-#pragma unroll
-      for (uint32_t i = 0; i < kKeyChunks; ++i) complete &= !new_tagged || key[i].has(tag);
-      if (complete) break;
-      if (__builtin_expect(is_stopping(), 0)) stop_at_missing(in, row, head, newest);
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kKeyChunks; ++i) state.q[i] = queries[i].words(tagged);
+    for (uint32_t i = 0; i < kKeyChunks; ++i) state.q[i] = operand(queries[i], tagged);
     state.highest = -kInfinity;
     state.total = 0.0f;
 #pragma unroll
@@ -175,7 +170,7 @@ struct FastAttention {
     float score = 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kKeyChunks; ++i) {
-      const ptx::Words4 other = key[i].words(new_tagged);
+      const ptx::Words4 other = operand(key[i], new_tagged);
       const uint32_t words[4] = {state.q[i].x, state.q[i].y, state.q[i].z, state.q[i].w};
       const uint32_t k[4] = {other.x, other.y, other.z, other.w};
 #pragma unroll
@@ -186,38 +181,31 @@ struct FastAttention {
     score += __shfl_xor_sync(~0u, score, 1);
     score += __shfl_xor_sync(~0u, score, 2);
     if constexpr (kValueLater)
-      while (!load_value())
-        if (__builtin_expect(is_stopping(), 0)) stop_at_missing(in, row, head, newest);
+      await(load_value, [&] { return has(value, new_tagged) ? kNone : 0; }, find);
     state.highest = score * in.inst.scale * kLog2E;
     state.total = lane % 4 == 0 ? 1.0f : 0.0f;
 #pragma unroll
     for (uint32_t i = 0; i < kValueTiles; ++i) {
-      state.sum[i][0] = ptx::low_bf16(value[i].x);
-      state.sum[i][1] = ptx::high_bf16(value[i].x);
+      state.sum[i][0] = value[i].value(0);
+      state.sum[i][1] = value[i].value(1);
     }
   }
 
-  // Find a word that is missing, report it, and stop.
-  [[noreturn]] static __device__ __forceinline__ void stop_at_missing(const Operands<Attention>& in,
-                                                                      uint32_t row, uint32_t head,
-                                                                      bool newest) {
-    const uint32_t tag = in.tag();
+  // Called when the worker is stopping: stop at a word that is missing.
+  static __device__ __forceinline__ void find_missing(const Operands<Attention>& in, uint32_t row,
+                                                      uint32_t head, bool newest) {
 #pragma unroll 1
     for (uint32_t operand = 0; operand < 3; ++operand) {
+      if (operand > 0 && !newest) break;
       const OperandWord word = in.word(operand == 0   ? &Attention::q
                                        : operand == 1 ? &Attention::k_new
                                                       : &Attention::v_new);
-      const uint32_t width = (operand == 0 ? kGroup : 1) * kD;
-      if (operand > 0 && !newest) break;
       if (!is_tagged(in.stage.tensors[word])) continue;
+      const uint32_t width = (operand == 0 ? kGroup : 1) * kD;
+      const SourceRow from = Pair::row_of(in.stage.tensors[word], row, in.tag(), word);
 #pragma unroll 1
-      for (uint32_t c = head * width; c < (head + 1) * width; c += 2) {
-        const ptx::Words2 found = ptx::load_relaxed_tagged(word_at(in.stage.tensors[word], row, c));
-        if (found.y != tag) stop_at_tag(word, row, c / 2, found.y, tag);
-      }
+      for (uint32_t c = head * width; c < (head + 1) * width; c += 2) Pair::find_missing(from, c);
     }
-    stop_at_tag(in.word(&Attention::q), row, 0, tag, tag);
-    __builtin_unreachable();
   }
 
   // Process 16 tokens of each of two pages, from `first` on; the first `tokens` of them are valid.

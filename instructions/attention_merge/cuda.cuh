@@ -32,9 +32,11 @@ struct Kernel<AttentionMerge> : NoPages {
     const Tensor& partial = in[&AttentionMerge::partial];
     const Tensor& out = in[&AttentionMerge::out];
     const uint32_t d = inst.head_dim, heads = out.columns / d, splits = inst.num_splits;
-    const uint32_t parts = ceil_div(d, kLanes), lane = lane_index(), tag = in.tag();
+    const uint32_t parts = ceil_div(d, kLanes), lane = lane_index();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
-    constexpr uint32_t kBytes = kTagged ? 8 : 4;  // per element
+    using Score = Loaded<true, kTagged, 2>;  // the largest score and the total of a split
+    using Sum = Loaded<true, kTagged, 1>;
+    constexpr uint32_t kBytes = Sum::column_bytes();
     const auto store = [&](uint32_t item, float value) {
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t head = inst.head_begin + item % per_row / parts;
@@ -59,65 +61,52 @@ struct Kernel<AttentionMerge> : NoPages {
       const uint32_t head = inst.head_begin + item % per_row / parts;
       const uint32_t e = item % parts * kLanes + lane;
       const uint32_t base = head * (d + 2), stride = heads * (d + 2);  // stride: between splits
-      const uint64_t from = base_of(partial) + (uint64_t{row} * partial.columns + base) * kBytes;
+      const SourceRow from = Sum::row_of(partial, row, in.tag(), in.word(&AttentionMerge::partial));
       float highest = -kInfinity, total = 0.0f, sum = 0.0f;  // total: of this lane's splits
 #pragma unroll 1
       for (uint32_t first = 0; first < splits; first += kBatch) {
         const uint32_t count = min_of(kBatch, splits - first);
         const bool has_score = lane < count, has_sums = e < d;
-        ptx::Words4 score = {0, tag, 0, tag};
-        ptx::Words2 sums[kBatch] = {};
-        while (true) {
-          uint64_t split = from + uint64_t{first} * stride * kBytes;
-          if (has_score) {
-            const uint64_t at = split + (uint64_t{lane} * stride + d) * kBytes;
-            if constexpr (kTagged) {
-              score = ptx::load_relaxed_tagged2(at);
-            } else {
-              const ptx::Words2 words = ptx::load_relaxed2(at);
-              score.x = words.x, score.z = words.y;
-            }
-          }
-          split += e * kBytes;
+        // NOTE: no load is conditional: lanes without words of their own load others. With a
+        // predicate for every load, some tags would be checked before all loads are issued.
+        const uint32_t score_column = base + (first + min_of(lane, count - 1)) * stride + d;
+        const auto column = [&](uint32_t i) {
+          return base + (first + min_of(i, count - 1)) * stride + min_of(e, d - 1);
+        };
+        Score score;
+        Sum sums[kBatch];
+        await(
+            [&] {
+              score.load(from.address + uint64_t{score_column} * kBytes);
 #pragma unroll
-          for (uint32_t i = 0; i < kBatch; ++i) {
-            if (i < count && has_sums) {
-              if constexpr (kTagged)
-                sums[i] = ptx::load_relaxed_tagged(split);
+              for (uint32_t i = 0; i < kBatch; ++i)
+                sums[i].load(from.address + uint64_t{column(i)} * kBytes);
+            },
+            [&] {
+              uint32_t missing = kNone;
+#pragma unroll
+              for (uint32_t i = 0; i < kBatch; ++i)
+                if (!sums[i].has(from.tag)) missing = column(i);
+              return score.has(from.tag) ? missing : score_column;
+            },
+            [&](uint32_t missing) {
+              if (missing == score_column)
+                Score::find_missing(from, missing);
               else
-                sums[i].x = ptx::load_relaxed1(split);
-            }
-            split += stride * kBytes;
-          }
-          if constexpr (!kTagged) break;
-          uint32_t found = tag, wrong = 0;
-#pragma unroll
-          for (uint32_t i = 0; i < kBatch; ++i)
-            if (i < count && has_sums && sums[i].y != tag)
-              found = sums[i].y, wrong = i * stride + e;
-          if (score.y != tag || score.w != tag)
-            found = score.y != tag ? score.y : score.w, wrong = lane * stride + d;
-          const uint32_t late = __ballot_sync(~0u, found != tag);
-          if (late == 0) break;
-          if (is_stopping()) {
-            const uint32_t lowest = __ffs(late) - 1;
-            wrong = base + first * stride + __shfl_sync(~0u, wrong, lowest);
-            found = __shfl_sync(~0u, found, lowest);
-            stop_at_tag(in.word(&AttentionMerge::partial), row, wrong, found, tag);
-          }
-        }
+                Sum::find_missing(from, missing);
+            });
         if (item == warp && first == 0) consumer.note(in.stage, Event::kInputs);
-        const float m = has_score ? __uint_as_float(score.x) : -kInfinity;
+        const float m = has_score ? score.value(0) : -kInfinity;
         const float before = highest;
         highest = fmaxf(highest, largest_of_warp(m));
         const float rescale = factor(before, highest), mine = factor(m, highest);
         total *= rescale, sum *= rescale;
-        if (has_score) total = fmaf(mine, __uint_as_float(score.z), total);
+        if (has_score) total = fmaf(mine, score.value(1), total);
 #pragma unroll
         for (uint32_t i = 0; i < kBatch; ++i) {
           if (i >= count) continue;
           const float f = __shfl_sync(~0u, mine, i);
-          if (has_sums) sum = fmaf(f, __uint_as_float(sums[i].x), sum);
+          if (has_sums) sum = fmaf(f, sums[i].value(0), sum);
         }
       }
 #pragma unroll

@@ -10,65 +10,22 @@ template <>
 struct Kernel<RmsNorm> : NoPages {
   static constexpr uint32_t kBatch = 4;  // pairs of columns that a lane has in flight
 
-  // Two neighbouring elements, the first in an even column, as loaded from memory.
-  template <bool kF32, bool kTagged>
-  struct Raw {
-    ptx::Words4 words;
-
-    __device__ __forceinline__ void load(const Tensor& x, uint32_t row, uint32_t column) {
-      if constexpr (kTagged && kF32) {
-        words = ptx::load_relaxed_tagged2(word_at(x, row, column));
-      } else if constexpr (kTagged) {
-        const ptx::Words2 w = ptx::load_relaxed_tagged(word_at(x, row, column));
-        words.x = w.x, words.y = w.y;
-      } else if constexpr (kF32) {
-        const ptx::Words2 w = ptx::load_relaxed2(element_at(x, row, column));
-        words.x = w.x, words.z = w.y;
-      } else {
-        words.x = ptx::load_relaxed1(element_at(x, row, column));
-      }
-    }
-    // `tag` if all words carry it; else a tag that differs.
-    __device__ __forceinline__ uint32_t check(uint32_t tag) const {
-      if constexpr (!kTagged) return tag;
-      if constexpr (kF32) return words.y == tag ? words.w : words.y;
-      return words.y;
-    }
-    __device__ __forceinline__ float first() const {
-      return kF32 ? __uint_as_float(words.x) : ptx::low_bf16(words.x);
-    }
-    __device__ __forceinline__ float second() const {
-      return kF32 ? __uint_as_float(words.z) : ptx::high_bf16(words.x);
-    }
-  };
-
   // Call use(column, first, second) for the pairs `begin`, begin + kLanes, ... below `end` of a
   // row, as soon as they have arrived.
   template <bool kF32, bool kTagged, class Use>
   static __device__ __forceinline__ void each_pair(const Operands<RmsNorm>& in, uint32_t row,
                                                    uint32_t begin, uint32_t end, Use&& use) {
-    const Tensor& x = in[&RmsNorm::x];
+    using Pair = Loaded<kF32, kTagged, 2>;
+    const SourceRow from = Pair::row_of(in[&RmsNorm::x], row, in.tag(), in.word(&RmsNorm::x));
 #pragma unroll 1
     for (uint32_t pair = begin; pair < end; pair += kBatch * kLanes) {
-      Raw<kF32, kTagged> raw[kBatch] = {};
-      while (true) {
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i)
-          if (pair + i * kLanes < end) raw[i].load(x, row, (pair + i * kLanes) * 2);
-        uint32_t found = in.tag(), wrong = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i) {
-          if (pair + i * kLanes >= end || raw[i].check(in.tag()) == in.tag()) continue;
-          found = raw[i].check(in.tag());
-          wrong = pair + i * kLanes;
-        }
-        if (found == in.tag()) break;
-        if (is_stopping())
-          stop_at_tag(in.word(&RmsNorm::x), row, kF32 ? wrong * 2 : wrong, found, in.tag());
-      }
+      Pair raw[kBatch] = {};
+      const auto exists = [&](uint32_t i) { return pair + i * kLanes < end; };
+      const auto column = [&](uint32_t i) { return (pair + i * kLanes) * 2; };
+      await(from, raw, exists, column);
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i)
-        if (pair + i * kLanes < end) use((pair + i * kLanes) * 2, raw[i].first(), raw[i].second());
+        if (exists(i)) use(column(i), raw[i].value(0), raw[i].value(1));
     }
   }
 

@@ -13,43 +13,25 @@ struct Kernel<Sample> : NoPages {
   static __device__ __forceinline__ void take_largest(const Choice& choice) {
     const Operands<Sample>& in = choice.in;
     const Tensor& peaks = in[&Sample::peaks];
-    const OperandWord operand = in.word(&Sample::peaks);
-    const uint32_t pairs = peaks.columns / 2, lane = lane_index(), tag = in.tag();
+    const uint32_t pairs = peaks.columns / 2, lane = lane_index();
     const bool tagged = is_tagged(peaks);
+    using Pair = Loaded<true, true, 2>;  // value, column
+    const SourceRow from =
+        Pair::row_of(peaks, choice.row, in.tag(), in.word(&Sample::peaks), tagged);
     uint64_t best = 0;
 #pragma unroll 1
     for (uint32_t first = lane; first < pairs; first += kBatch * kLanes) {
-      ptx::Words4 raw[kBatch] = {};  // value, its tag, column, its tag
-      while (true) {
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i) {
-          const uint32_t column = (first + i * kLanes) * 2;
-          if (first + i * kLanes >= pairs) continue;
-          if (tagged) {
-            raw[i] = ptx::load_relaxed_tagged2(word_at(peaks, choice.row, column));
-          } else {
-            raw[i].x = ptx::load_relaxed1(element_at(peaks, choice.row, column));
-            raw[i].z = ptx::load_relaxed1(element_at(peaks, choice.row, column + 1));
-          }
-        }
-        if (!tagged) break;
-        uint32_t found = tag, wrong = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i) {
-          if (first + i * kLanes >= pairs || (raw[i].y == tag && raw[i].w == tag)) continue;
-          found = raw[i].y != tag ? raw[i].y : raw[i].w;
-          wrong = (first + i * kLanes) * 2;
-        }
-        if (found == tag) break;
-        if (is_stopping()) stop_at_tag(operand, choice.row, wrong, found, tag);
-      }
+      Pair raw[kBatch] = {};
+      const auto exists = [&](uint32_t i) { return first + i * kLanes < pairs; };
+      const auto column = [&](uint32_t i) { return (first + i * kLanes) * 2; };
+      await(from, raw, exists, column, tagged);
       bool unordered = false;
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        if (first + i * kLanes >= pairs) continue;
-        const float value = __uint_as_float(raw[i].x);
+        if (!exists(i)) continue;
+        const float value = raw[i].value(0, tagged);
         unordered |= value != value;
-        const uint64_t other = candidate(value, static_cast<uint32_t>(__uint_as_float(raw[i].z)));
+        const uint64_t other = candidate(value, static_cast<uint32_t>(raw[i].value(1, tagged)));
         best = other > best ? other : best;
       }
       if (unordered) stop_instruction(Fault::kNanLogits, choice.row, 0, 0, 0);
