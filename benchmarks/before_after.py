@@ -4,7 +4,8 @@
 
 SOURCES is a checkout, SITE a folder into which it was installed (pip install --target SITE ...).
 Each turn runs benchmarks/llama_cuda.py of a checkout in its own process. The first turn compiles
-kernels and does not count.
+kernels and does not count; --warm leaves it out. Refuses to measure a version that another
+installation hides, as an editable one does: then both would be the same.
 """
 
 from __future__ import annotations
@@ -24,12 +25,25 @@ LINE = re.compile(r"batch (\d+) context +(\d+): +([\d.]+) us per token")
 Times = dict[tuple[int, int], float]  # us per step, by batch and context
 
 
+def importing(site: str) -> dict[str, str]:
+    """The environment of a process that imports megavm from ``site``."""
+    return os.environ | {"PYTHONPATH": site}
+
+
+def check_site(site: str) -> None:
+    """Exit when a process with ``site`` on its path imports megavm from elsewhere."""
+    command = [sys.executable, "-c", "import megavm; print(megavm.__file__)"]
+    run = subprocess.run(command, capture_output=True, text=True, env=importing(site), check=False)
+    found = run.stdout.strip()
+    if not found or not Path(found).resolve().is_relative_to(Path(site).resolve()):
+        raise SystemExit(f"megavm is imported from {found or 'nowhere'}, not from {site}")
+
+
 def turn(sources: str, site: str, model: str, contexts: list[int], batches: list[int]) -> Times:
     """One run of benchmarks/llama_cuda.py of a checkout. Exits when it fails."""
     command = [sys.executable, str(Path(sources) / "benchmarks/llama_cuda.py"), "--model", model]
     command += ["--context", *map(str, contexts), "--batch", *map(str, batches), "--rounds", "40"]
-    environment = os.environ | {"PYTHONPATH": site}
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, env=importing(site), check=False)
     if run.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-2000:]}")
     return {(int(b), int(c)): float(us) for b, c, us in LINE.findall(run.stdout)}
@@ -43,13 +57,16 @@ def main() -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[240])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--warm", action="store_true", help="kernels are compiled already")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    for _, site in (args.before, args.after):
+        check_site(site)
     sys.path.insert(0, args.after[1])  # the saved environment names this version
     results = []
     for model in args.model:
         found: dict[str, list[Times]] = defaultdict(list)
-        for number in range(args.turns + 1):
+        for number in range(int(args.warm), args.turns + 1):
             for name in ("before", "after"):
                 sources, site = getattr(args, name)
                 times = turn(sources, site, model, args.context, args.batch)

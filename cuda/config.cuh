@@ -78,6 +78,12 @@ constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPage
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
+template <class... Sizes>
+constexpr uint32_t largest_of(Sizes... sizes) {
+  uint32_t largest = 0;
+  ((largest = max_of(largest, sizes)), ...);
+  return largest;
+}
 constexpr uint32_t kChunkPages = program::kChunkPages;          // a unit's pages in a chunk
 constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // a chunk holds any whole input
 // The input of one row lies in shared memory (the panel), that of several rows in registers.

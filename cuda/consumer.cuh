@@ -48,6 +48,14 @@ class Consumer {
     other.finished().wait(other.phase() ^ 1);
   }
 
+  // Wait until no warp uses the scratch any more for an earlier instruction.
+  __device__ __forceinline__ void wait_scratch() {
+    if constexpr (kStorerFinishes)
+      wait_all_sums();
+    else
+      sync();
+  }
+
   // Between these two calls the consumers wait for results of other workers, and the loader keeps
   // fewer copies in flight.
   __device__ __forceinline__ void begin_waiting() const { set_waiting(1); }

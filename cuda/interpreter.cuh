@@ -10,14 +10,13 @@
 #pragma once
 
 #include "cuda/controller.cuh"
-#include "cuda/pipelines/product_row.cuh"
-#include "cuda/pipelines/product_rows.cuh"
+#include "cuda/kernel.cuh"
 #include "cuda/storer.cuh"
 #include "cuda/tagged_rows.cuh"
 
 namespace megavm {
 
-// Used: the List of instructions of the program.
+// Used: the KernelList of the program.
 template <class Used>
 __device__ __forceinline__ void run_loader(const Launch& launch) {
   Loader loader;
@@ -29,19 +28,8 @@ __device__ __forceinline__ void run_loader(const Launch& launch) {
       set_current(stage.position, stage.step - launch.first_step);
       note(launch, stage, Event::kLoadBegin);
     }
-    ProductInput product = {};
-    WeightRows weights = {};
-    Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
-      if constexpr (IsProduct<Instruction>) {
-        const typename Kernel<Instruction>::Plan plan(stage);
-        product = plan.input();
-        weights = plan.weights();
-      } else {
-        Kernel<Instruction>::load(Operands<Instruction>(stage), loader);
-      }
-    });
-    if constexpr (program::kAnyProduct)
-      if (product.tiling.units > 0) load_product(stage, product, weights, loader);
+    Used::dispatch(stage.words.header.opcode,
+                   [&]<class K>(K*) { K::load(stage, loader); });
     __syncwarp();
     if (lane_index() == 0) note(launch, stage, Event::kLoadIssued);
     loader.stage.released().arrive_together();
@@ -58,26 +46,10 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     consumer.note(stage, Event::kBegin);
-    bool is_product = false;
-    Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
-      if constexpr (IsProduct<Instruction>) {
-        is_product = true;
-      } else {
-        // Instructions that are not products lay the scratch out their own way, so no warp may
-        // still use it.
-        if constexpr (kStorerFinishes)
-          consumer.wait_all_sums();
-        else
-          consumer.sync();
-        Kernel<Instruction>::consume(Operands<Instruction>(stage), consumer);
-      }
+    Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) {
+      K::consume(stage, consumer);
+      if constexpr (!K::kStores) consumer.note(stage, Event::kEnd);
     });
-    if constexpr (kStorerFinishes) {
-      if (is_product) product_row<Used>(stage, consumer);
-    } else if constexpr (program::kAnyProduct) {
-      if (is_product) product_rows<Used>(stage, consumer);
-    }
-    if (!kStorerFinishes || !is_product) consumer.note(stage, Event::kEnd);
     consumer.stage.stored().arrive_together();
     consumer.stage.advance();
   }
@@ -92,7 +64,8 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     begin_tagged_rows(launch, stage);
-    if constexpr (kStorerFinishes) finish_row<Used>(stage, storer);
+    Used::dispatch(stage.words.header.opcode,
+                   [&]<class K>(K*) { K::store(stage, storer); });
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
     end_tagged_rows(launch, stage, stage.tagged_row);

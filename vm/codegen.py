@@ -343,8 +343,14 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
         lines += [f"{space} {{", *named_constants(values), f"}}  // {space}", ""]
     lines += ['#include "cuda/interpreter.cuh"', ""]
     lines += [f'#include "instructions/{cls.name()}/cuda.cuh"' for cls in found.used]
-    listed = ", ".join(cls.__name__ for cls in found.used)
-    lines += ["", "namespace megavm {", "", f"using Used = List<{listed}>;", ""]
+    families: dict[str, list[str]] = {}
+    # Families come last: the code after their branch is then what all kernels have in common.
+    for cls in sorted(found.used, key=lambda cls: bool(cls.family)):
+        families.setdefault(cls.family or f"Alone {cls.__name__}", []).append(cls.__name__)
+    listed = ", ".join(
+        f"{family.split()[0]}<{', '.join(names)}>" for family, names in families.items()
+    )
+    lines += ["", "namespace megavm {", "", f"using Used = KernelList<{listed}>;", ""]
     lines += ["}  // namespace megavm", ""]
     return "\n".join(lines)
 

@@ -394,6 +394,9 @@ class Instruction:
     fields: ClassVar[tuple[Field[Any], ...]]
     # Names of further instructions that its GPU kernel includes, even if the program does not use them.
     companions: ClassVar[tuple[str, ...]] = ()
+    # Name of the C++ template that is the GPU kernel of all instructions of this family; they share one copy
+    # of its code. Empty: the instruction has a kernel of its own.
+    family: ClassVar[str] = ""
 
     waits: tuple[Wait, ...]
     signal: int | None

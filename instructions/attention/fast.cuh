@@ -94,7 +94,7 @@ struct FastAttention {
   using Eight = Loaded<false, true, 8>;
   using Pair = Loaded<false, true, 2>;
 
-  // Words 0, 2, 1, 3: the order of operand A, see cuda/pipelines/product.cuh.
+  // Words 0, 2, 1, 3: the order of operand A, see instructions/product/product.cuh.
   static __device__ __forceinline__ ptx::Words4 operand(const Eight& eight, bool tagged) {
     return {eight.word(0, tagged), eight.word(2, tagged), eight.word(1, tagged),
             eight.word(3, tagged)};

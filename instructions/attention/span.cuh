@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/pipelines/rows.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 

@@ -1,11 +1,11 @@
 #pragma once
 
-#include "cuda/pipelines/rows.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 
 template <>
-struct Kernel<AttentionMerge> : NoPages {
+struct Kernel<AttentionMerge> : KernelDefaults {
   static constexpr uint32_t kBatch = 8;  // splits in flight
   static constexpr float kLog2E = 1.4426950408889634f;
 
@@ -86,8 +86,8 @@ struct Kernel<AttentionMerge> : NoPages {
               uint32_t missing = kNone;
 #pragma unroll
               for (uint32_t i = 0; i < kBatch; ++i)
-                if (!sums[i].has(from.tag)) missing = column(i);
-              return score.has(from.tag) ? missing : score_column;
+                if (kTagged && !sums[i].has(from.tag)) missing = column(i);
+              return kTagged && !score.has(from.tag) ? score_column : missing;
             },
             [&](uint32_t missing) {
               if (missing == score_column)

@@ -5,7 +5,7 @@
 namespace megavm {
 
 template <>
-struct Kernel<Copy> : NoPages {
+struct Kernel<Copy> : KernelDefaults {
   // Store two neighbouring elements, the first in an even column, as far as they lie in
   // [begin, end).
   static __device__ __forceinline__ void write(const Tensor& out, uint32_t row, uint32_t column,

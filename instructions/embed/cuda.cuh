@@ -1,6 +1,6 @@
 #pragma once
 
-#include "cuda/pipelines/rows.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 
@@ -8,7 +8,7 @@ namespace megavm {
 // thread computes the address of the token of its first row. After the wait, two dependent loads
 // follow, the token and its embedding, and the store.
 template <>
-struct Kernel<Embed> : NoPages {
+struct Kernel<Embed> : KernelDefaults {
   static constexpr uint32_t kBatch = 4;  // pairs of columns that a thread has in flight
 
   // Addresses of the elements of a row of the table.

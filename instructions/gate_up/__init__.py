@@ -41,6 +41,7 @@ class GateUp(Instruction):
     """
 
     opcode = 6
+    family = "Products"
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("gate rows, then up rows [2 * columns, k]", F32, BF16, parts=True)

@@ -1,66 +1,41 @@
 #pragma once
 
-#include "cuda/pipelines/plan.cuh"
+#include "instructions/product/products.cuh"
 
 namespace megavm {
 
-// Units of gate and up alternate, so that both sums of a column belong to the same block.
-struct GateUpPlan : ProductPlan<GateUp> {
-  static constexpr uint32_t kPairs = 2;  // an item is two columns of gate and the same two of up
-  static constexpr uint32_t kItemsPerUnit = kUnitRows / 2;  // per unit of gate with its unit of up
-  static constexpr uint32_t kHalfItems = kItemsPerUnit;
-  static_assert(kBlockUnits % 2 == 0);
+// A pair is the gate and the up row of one column. A thread stores two columns: its own, and that of
+// its neighbour.
+template <>
+struct Epilogue<GateUp> : EpilogueBase<GateUp> {
+  struct Early {
+    PairPlace place;  // of the two columns, the first even; without a kind, each is stored alone
+    PairSums bias;
+  };
 
-  uint32_t first_unit;
+  __device__ __forceinline__ explicit Epilogue(const Stage& stage) : EpilogueBase(stage) {}
 
-  __device__ __forceinline__ explicit GateUpPlan(const Stage& stage)
-      : ProductPlan(stage), first_unit(in.inst.column_begin / kUnitRows) {}
-
-  __device__ __forceinline__ ProductInput input() const {
-    return input_of(in[&GateUp::gate].columns,
-                    2 * (ceil_div(in.inst.column_end, kUnitRows) - first_unit), kHalfItems);
-  }
-  __device__ __forceinline__ WeightRows weights() const {
-    const uint64_t skipped = first_unit * unit_bytes(in[&GateUp::gate]);
-    return {{base_of(in[&GateUp::gate]) + skipped, base_of(in[&GateUp::up]) + skipped, 0},
-            {0, 0, 0},
-            true,
-            unit_bytes(in[&GateUp::gate])};
+  __device__ __forceinline__ Product product() const {
+    return product_of(in.inst.column_begin, in.inst.column_end);
   }
 
-  static __device__ __forceinline__ void place(uint32_t item, uint32_t pair, uint32_t& unit,
-                                               uint32_t& column) {
-    unit = item / kItemsPerUnit * 2 + pair;
-    column = item % kItemsPerUnit * 2;
-  }
-  __device__ __forceinline__ uint32_t column_of(uint32_t item, uint32_t unit) const {
-    return (first_unit + unit / 2) * kUnitRows + item * 2;
+  __device__ __forceinline__ void begin(uint32_t row, uint32_t column, Early& early) const {
+    early.bias = load_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column);
+    early.place =
+        place_of(in[&GateUp::out], row, column & ~1u, in.inst.column_begin, in.inst.column_end);
   }
 
-  __device__ __forceinline__ void prefetch(uint32_t item, uint32_t unit, uint32_t row,
-                                           Prefetched& out) const {
-    const uint32_t column = column_of(item, unit);
-    load_bias(in, &GateUp::gate_bias, column, out.value[0], out.value[1]);
-    load_bias(in, &GateUp::up_bias, column, out.value[2], out.value[3]);
-    out.set_place(
-        place_of(in[&GateUp::out], row, column, in.inst.column_begin, in.inst.column_end));
-  }
-
-  __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
-                                         float (&values)[4], const Prefetched& early) {
-    float result[2];
-#pragma unroll
-    for (uint32_t j = 0; j < 2; ++j) {
-      const float gate = values[j] + early.value[j], up = values[2 + j] + early.value[2 + j];
-      result[j] = __fdividef(gate, 1.0f + __expf(-gate)) * up;
-    }
-    if (early.kind != kNone) return early.place().store(result[0], result[1], in.out_tag());
-    write_columns(in[&GateUp::out], row, column_of(item, unit), in.inst.column_begin,
-                  in.inst.column_end, result[0], result[1], in.out_tag());
+  __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
+                                         Kept&) const {
+    const float gate = sums.first + early.bias.first, up = sums.second + early.bias.second;
+    const float result = __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    const float next = __shfl_down_sync(~0u, result, at.apart);
+    if (!at.active) return;
+    if (early.place.kind == kNone)
+      write_element(in[&GateUp::out], at.row, at.pair, result, in.out_tag());
+    else if (at.pair % 2 == 0)
+      early.place.store(result, next, in.out_tag());
   }
 };
-
-template <>
-struct Kernel<GateUp> : ProductKernel<GateUpPlan> {};
 
 }  // namespace megavm

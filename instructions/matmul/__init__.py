@@ -69,6 +69,7 @@ class Matmul(Instruction):
     """
 
     opcode = 5
+    family = "Products"
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("weight [columns, k]", F32, BF16)

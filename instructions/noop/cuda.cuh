@@ -5,7 +5,7 @@
 namespace megavm {
 
 template <>
-struct Kernel<Noop> : NoPages {
+struct Kernel<Noop> : KernelDefaults {
   static __device__ __forceinline__ void consume(const Operands<Noop>&, Consumer& consumer) {
     consumer.wait_ready();
   }

@@ -56,6 +56,7 @@ class QkvRope(Instruction):
     """
 
     opcode = 7
+    family = "Products"
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor(

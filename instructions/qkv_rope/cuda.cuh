@@ -1,194 +1,145 @@
 #pragma once
 
-#include "cuda/pipelines/plan.cuh"
+#include "instructions/product/products.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 
-// Weights are stored with the two rows of a rotation pair next to each other (layout kUnits with
-// halves), so a unit of 8 rows is 4 rotation pairs of one of the three weights.
-struct QkvRopePlan : ProductPlan<QkvRope> {
-  static constexpr uint32_t kPairs = 2;  // an item is two rotation pairs
-  static constexpr uint32_t kPairsPerUnit = kUnitRows / 2;
-  static constexpr uint32_t kItemsPerUnit = kPairsPerUnit / 2;
-  static constexpr uint32_t kHalfItems = 2 * kItemsPerUnit;
-
-  __device__ __forceinline__ explicit QkvRopePlan(const Stage& stage) : ProductPlan(stage) {}
-
-  // The instruction's share of the query (0), key (1) or value (2) weight.
-  struct Part {
-    uint32_t begin, end;  // rotation pairs
-    uint32_t first_unit;  // the unit that holds pair `begin`
-    uint32_t units;
+// A pair is a rotation pair: elements j and j + d / 2 of a head. Heads are numbered over queries,
+// keys and values. A thread with an even j stores the first elements of its pair and of the next
+// one, its neighbour the second elements of both.
+template <>
+struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
+  struct Early {
+    PairPlace place;   // of the two elements in q, k_new or v_new
+    uint64_t cached;   // their address in the cache; 0: none
+    uint32_t alone;    // 1: every element is stored alone
+    PairSums bias;
+    float cosine, sine;
   };
-  __device__ __forceinline__ Part part(uint32_t number) const {
-    const uint32_t q = in[&QkvRope::q_weight].rows / 2, k = in[&QkvRope::k_weight].rows / 2;
-    const uint32_t first = number == 0 ? 0 : number == 1 ? q : q + k;
-    const uint32_t pairs = number == 0 ? q : k;
-    const uint32_t lowest = max_of(in.inst.pair_begin, first);
-    const uint32_t highest = min_of(in.inst.pair_end, first + pairs);
-    if (lowest >= highest) return {0, 0, 0, 0};
-    Part p = {lowest - first, highest - first, (lowest - first) / kPairsPerUnit, 0};
-    p.units = ceil_div(p.end, kPairsPerUnit) - p.first_unit;
-    return p;
+
+  __device__ __forceinline__ explicit Epilogue(const Stage& stage) : EpilogueBase(stage) {}
+
+  __device__ __forceinline__ Product product() const {
+    return product_of(in.inst.pair_begin, in.inst.pair_end);
   }
 
-  __device__ __forceinline__ uint32_t half() const { return in[&QkvRope::rope].columns / 2; }
-  __device__ __forceinline__ const Tensor& weight(uint32_t part) const {
-    return in.stage.tensors[in.word(&QkvRope::q_weight) + part];
-  }
+  // Where a rotation pair belongs.
+  struct Head {
+    uint32_t part;    // 0: query, 1: key, 2: value
+    uint32_t number;  // among the heads of its part
+    uint32_t j;       // first element
+    uint32_t half;    // the second element is this much further
 
-  // The weight that a unit belongs to, the unit's number in it, and the instruction's pairs of it.
-  struct Unit {
-    uint32_t part, number, begin, end;
+    __device__ __forceinline__ Head(const Operands<QkvRope>& in, uint32_t pair) {
+      half = in[&QkvRope::rope].columns / 2;
+      number = pair / half;
+      j = pair % half;
+      part = 0;
+      const uint32_t queries = in[&QkvRope::q].columns / (2 * half);
+      if (number < queries) return;
+      const uint32_t keys = (in[&QkvRope::weight].rows / (2 * half) - queries) / 2;
+      number -= queries;
+      part = number < keys ? 1 : 2;
+      if (part == 2) number -= keys;
+    }
+    // Column of element e of the head in q, k_new and v_new.
+    __device__ __forceinline__ uint32_t column(uint32_t e) const { return number * 2 * half + e; }
   };
-  __device__ __forceinline__ Unit unit_of(uint32_t unit) const {
-    Unit found = {0, 0, 0, 0};
-    uint32_t before = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < 3; ++i) {
-      const Part p = part(i);
-      if (unit >= before && unit < before + p.units)
-        found = {i, p.first_unit + unit - before, p.begin, p.end};
-      before += p.units;
-    }
-    return found;
-  }
 
-  __device__ __forceinline__ ProductInput input() const {
-    return input_of(weight(0).columns, part(0).units + part(1).units + part(2).units, kHalfItems);
-  }
-  __device__ __forceinline__ WeightRows weights() const {
-    WeightRows rows = {};
-    rows.unit_bytes = unit_bytes(weight(0));
-    uint32_t units = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < 3; ++i) {
-      const Part p = part(i);
-      rows.from[i] = base_of(weight(i)) + p.first_unit * unit_bytes(weight(i));
-      rows.upto[i] = units += p.units;
-    }
-    return rows;
-  }
-
-  static __device__ __forceinline__ void place(uint32_t item, uint32_t pair, uint32_t& unit,
-                                               uint32_t& column) {
-    unit = item / kItemsPerUnit;
-    column = item % kItemsPerUnit * 4 + 2 * pair;
-  }
-  // First rotation pair of an item, within its weight.
-  static __device__ __forceinline__ uint32_t first_pair(const Unit& u, uint32_t item) {
-    return u.number * kPairsPerUnit + item % kItemsPerUnit * 2;
-  }
-
-  // Fetch cosines, sines and biases of both rotation pairs, and the row's KV block and slot.
-  __device__ __forceinline__ void prefetch(uint32_t item, uint32_t unit, uint32_t row,
-                                           Prefetched& out) const {
-    const Unit u = unit_of(unit + item / kItemsPerUnit);
-    const uint32_t pair = first_pair(u, item), half = this->half();
-    const Tensor& rope = in[&QkvRope::rope];
+  // The slot of a row in the KV cache.
+  struct Slot {
+    uint32_t block, number, position;
+  };
+  __device__ __forceinline__ Slot slot_of(uint32_t row) const {
     const Tensor& table = in[&QkvRope::block_table];
-    const uint32_t limit = min_of(rope.rows, table.columns * qkv_rope::kBlockSize);
+    const uint32_t limit =
+        min_of(in[&QkvRope::rope].rows, table.columns * qkv_rope::kBlockSize);
     const uint32_t position = position_of(in[&QkvRope::row_position], row, in.step(), limit);
     const uint32_t sequence = sequence_of(in[&QkvRope::row_sequence], row, table);
-    out.number[0] =
-        kv_block(table, sequence, position / qkv_rope::kBlockSize, in[&QkvRope::k_cache].rows);
-    out.number[1] = position % qkv_rope::kBlockSize;
-#pragma unroll
-    for (uint32_t m = 0; m < 2; ++m) {
-      const uint32_t j = (pair + m) % half;
-      out.value[m] = 1.0f;
-      out.value[2 + m] = 0.0f;
-      if (u.part < 2 && pair + m < u.end) {
-        out.value[m] = constant_element(rope, position, j);
-        out.value[2 + m] = constant_element(rope, position, half + j);
-      }
-      out.value[4 + m] = out.value[6 + m] = 0.0f;
-      if (program::kAnyBias && (&in.inst.q_bias)[u.part] != kNone && pair + m < u.end) {
-        const Tensor& bias = in.stage.tensors[in.word(&QkvRope::q_bias) + u.part];
-        const uint32_t at = (pair + m) / half * 2 * half + j;
-        out.value[4 + m] = constant_element(bias, at, 0);
-        out.value[6 + m] = constant_element(bias, at + half, 0);
-      }
-    }
-    // Places of both rotation pairs: elements j, j + 1 and half + j, half + j + 1 of a head.
-    out.kind = kNone;
-    out.to[1] = 0;
-    if (half % 2 != 0 || pair < u.begin || pair + 1 >= u.end) return;
-    const uint32_t head = pair / half, j = pair % half, d = 2 * half;
-    if (u.part == 0) {
-      out.set_place({in[&QkvRope::q], row, head * d + j});
-      return;
-    }
-    const Tensor& cache = in.stage.tensors[in.word(&QkvRope::k_cache) + u.part - 1];
-    if (dtype_of(cache) != DType::kBf16) return;
-    if ((&in.inst.k_new)[u.part - 1] != kNone)
-      out.set_place({in.stage.tensors[in.word(&QkvRope::k_new) + u.part - 1], row, head * d + j});
-    if ((&in.inst.k_new)[u.part - 1] != kNone && out.kind == kNone) return;
+    return {kv_block(table, sequence, position / qkv_rope::kBlockSize, in[&QkvRope::k_cache].rows),
+            position % qkv_rope::kBlockSize, position};
+  }
+
+  // Column of an element of a head in the row of a cache that holds a block.
+  static __device__ __forceinline__ uint32_t cache_column(const Tensor& cache, const Head& head,
+                                                          uint32_t slot, uint32_t e) {
     const bool swizzled = layout_of(cache) == Layout::kSwizzled;
-    const uint32_t base = (head * qkv_rope::kBlockSize + out.number[1]) * d;
-    out.to[1] =
-        element_at(cache, out.number[0], base + swizzled_element(swizzled, out.number[1], j));
-    out.to[2] = element_at(cache, out.number[0],
-                           base + swizzled_element(swizzled, out.number[1], half + j));
+    return (head.number * qkv_rope::kBlockSize + slot) * 2 * head.half +
+           swizzled_element(swizzled, slot, e);
   }
 
-  // Store element e and, with `both`, e + 1 of a head.
-  __device__ __forceinline__ void put(uint32_t part, uint32_t row, uint32_t head, uint32_t e,
-                                      float first, float second, bool both,
-                                      const Prefetched& early) const {
-    const uint32_t d = 2 * half();
-    if (part == 0)
-      return write_pair(in[&QkvRope::q], row, head * d + e, first, second, both, in.out_tag());
-    const uint32_t block = early.number[0], slot = early.number[1];
-    if ((&in.inst.k_new)[part - 1] != kNone)
-      write_pair(in.stage.tensors[in.word(&QkvRope::k_new) + part - 1], row, head * d + e, first,
-                 second, both, in.out_tag());
-    const Tensor& cache = in.stage.tensors[in.word(&QkvRope::k_cache) + part - 1];
-    const uint32_t at = swizzled_element(layout_of(cache) == Layout::kSwizzled, slot, e);
-    write_pair(cache, block, (head * qkv_rope::kBlockSize + slot) * d + at, first, second, both, 0);
+  __device__ __forceinline__ void begin(uint32_t row, uint32_t pair, Early& early) const {
+    const Head head(in, pair);
+    const Slot slot = slot_of(row);
+    const uint32_t half = head.half;
+    early.cosine = 1.0f;
+    early.sine = 0.0f;
+    if (head.part < 2) {
+      early.cosine = constant_element(in[&QkvRope::rope], slot.position, head.j);
+      early.sine = constant_element(in[&QkvRope::rope], slot.position, half + head.j);
+    }
+    const uint32_t weight_row = pair / half * 2 * half + head.j;
+    early.bias = load_bias(in, &QkvRope::bias, weight_row, weight_row + half);
+    early.alone = 1;
+    const uint32_t first = pair & ~1u;
+    if (half % 2 != 0 || first < in.inst.pair_begin || first + 1 >= in.inst.pair_end) return;
+    const uint32_t e = (head.j & ~1u) + pair % 2 * half;
+    const OperandWord copy = copy_of(head);
+    if (copy != kNone) {
+      early.place = PairPlace(in.stage.tensors[copy], row, head.column(e));
+      if (early.place.kind == kNone) return;
+    }
+    if (head.part > 0) {
+      const Tensor& cache = cache_of(head);
+      if (dtype_of(cache) != DType::kBf16) return;
+      early.cached = element_at(cache, slot.block, cache_column(cache, head, slot.number, e));
+    }
+    early.alone = 0;
   }
 
-  __device__ __forceinline__ void finish(uint32_t item, uint32_t unit, uint32_t row,
-                                         float (&values)[4], const Prefetched& early) {
-    float low[2], high[2];
-#pragma unroll
-    for (uint32_t m = 0; m < 2; ++m) {
-      const float a = values[2 * m] + early.value[4 + m];
-      const float b = values[2 * m + 1] + early.value[6 + m];
-      low[m] = a * early.value[m] - b * early.value[2 + m];
-      high[m] = b * early.value[m] + a * early.value[2 + m];
-    }
-    if (early.kind != kNone) {
-      const PairPlace place = early.place();
-      place.store(low[0], low[1], in.out_tag());
-      place.after(half()).store(high[0], high[1], in.out_tag());
-    }
-    if (early.to[1] != 0) {
-      ptx::store(early.to[1], ptx::pack_bf16(low[0], low[1]));
-      ptx::store(early.to[2], ptx::pack_bf16(high[0], high[1]));
-    }
-    if (early.kind != kNone || early.to[1] != 0) return;
-    const Unit u = unit_of(unit + item / kItemsPerUnit);
-    const uint32_t pair = first_pair(u, item), half = this->half();
-    if (half % 2 == 0 && pair >= u.begin && pair + 1 < u.end) {
-      const uint32_t head = pair / half, j = pair % half;
+  __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
+                                         Kept&) const {
+    const float a = sums.first + early.bias.first, b = sums.second + early.bias.second;
+    const float low = a * early.cosine - b * early.sine;
+    const float high = b * early.cosine + a * early.sine;
+    // An even pair passes its second element on, and gets the first element of the odd one.
+    const bool even = at.pair % 2 == 0;
+    const float other = __shfl_xor_sync(~0u, even ? high : low, at.apart);
+    if (!at.active) return;
+    if (early.alone) return store_alone(at.row, at.pair, low, high);
+    const float first = even ? low : other, second = even ? other : high;
+    if (early.place.kind != kNone) early.place.store(first, second, in.out_tag());
+    if (early.cached != 0) ptx::store(early.cached, ptx::pack_bf16(first, second));
+  }
+
+ private:
+  // Operand word of the tensor beside the cache that a head is stored in; kNone: there is none.
+  __device__ __forceinline__ OperandWord copy_of(const Head& head) const {
+    if (head.part == 0) return in.word(&QkvRope::q);
+    return word_if_there(head.part == 1 ? &QkvRope::k_new : &QkvRope::v_new);
+  }
+  __device__ __forceinline__ const Tensor& cache_of(const Head& head) const {
+    return in[head.part == 1 ? &QkvRope::k_cache : &QkvRope::v_cache];
+  }
+
+  // Store both elements of a pair, each alone.
+  __device__ __forceinline__ void store_alone(uint32_t row, uint32_t pair, float low,
+                                              float high) const {
+    const Head head(in, pair);
+    const Slot slot = slot_of(row);
 #pragma unroll 1
-      for (uint32_t side = 0; side < 2; ++side)
-        put(u.part, row, head, side * half + j, side ? high[0] : low[0], side ? high[1] : low[1],
-            true, early);
-      return;
-    }
-#pragma unroll 1
-    for (uint32_t i = 0; i < 4; ++i) {
-      const uint32_t at = pair + i / 2, side = i % 2;
-      const float value = i == 0 ? low[0] : i == 1 ? high[0] : i == 2 ? low[1] : high[1];
-      if (at >= u.begin && at < u.end)
-        put(u.part, row, at / half, side * half + at % half, value, 0.0f, false, early);
+    for (uint32_t side = 0; side < 2; ++side) {
+      const uint32_t e = head.j + side * head.half;
+      const float value = side ? high : low;
+      const OperandWord copy = copy_of(head);
+      if (copy != kNone)
+        write_element(in.stage.tensors[copy], row, head.column(e), value, in.out_tag());
+      if (head.part > 0)
+        write_element(cache_of(head), slot.block,
+                      cache_column(cache_of(head), head, slot.number, e), value, 0);
     }
   }
 };
-
-template <>
-struct Kernel<QkvRope> : ProductKernel<QkvRopePlan> {};
 
 }  // namespace megavm

@@ -1,13 +1,13 @@
 #pragma once
 
-#include "cuda/pipelines/rows.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 
 // One warp computes a row. When there are fewer rows than warps, several warps share a row: each
 // sums the squares of the whole row and stores its share of the result.
 template <>
-struct Kernel<RmsNorm> : NoPages {
+struct Kernel<RmsNorm> : KernelDefaults {
   static constexpr uint32_t kBatch = 4;  // pairs of columns that a lane has in flight
 
   // Call use(column, first, second) for the pairs `begin`, begin + kLanes, ... below `end` of a

@@ -6,7 +6,7 @@
 namespace megavm {
 
 template <>
-struct Kernel<Sample> : NoPages {
+struct Kernel<Sample> : KernelDefaults {
   static constexpr uint32_t kBatch = 8;  // pairs that a lane has in flight
 
   // One warp chooses the token of a row: the largest of `peaks`.

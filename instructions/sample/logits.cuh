@@ -1,7 +1,7 @@
 // A row of logits, its order and its sequence: what a choice of a token works with.
 #pragma once
 
-#include "cuda/pipelines/rows.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 

@@ -1,11 +1,12 @@
 // Products of one row, where latency counts. The consumers issue the loads of the input first, take
 // weights into registers while they are in flight, and leave partial sums for the storer. The
 // storer computes where results go before the sums are complete, and finishes the sums while the
-// consumers begin the next instruction. See product.cuh.
+// consumers begin the next instruction. See product.cuh and epilogue.cuh.
 #pragma once
 
-#include "cuda/pipelines/row_input.cuh"
-#include "cuda/pipelines/row_squares.cuh"
+#include "instructions/product/epilogue.cuh"
+#include "instructions/product/row_input.cuh"
+#include "instructions/product/row_squares.cuh"
 #include "cuda/storer.cuh"
 
 namespace megavm {
@@ -67,11 +68,11 @@ __device__ __forceinline__ bool is_paired(uint32_t pages) {
 }
 
 // The consumers: multiply, and leave partial sums block by block.
-template <class Used>
-__device__ __forceinline__ void product_row(const Stage& stage, Consumer& consumer) {
-  ProductInput input = no_input();
-  dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
-  const uint32_t warp = consumer.warp(), first_pages = input.tiling.pages_of(0);
+__device__ __forceinline__ void product_row(const Stage& stage, const Product& input,
+                                            Consumer& consumer) {
+  // NOTE: functions, because values would occupy registers that the pages need.
+  const auto warp = [&] { return consumer.warp(); };
+  const uint32_t first_pages = input.tiling.pages_of(0);
   const bool live = live_end(stage, input) > input.row_begin;
   const Panel panel(stage, input, consumer);
   RowInput x(panel, input, live);
@@ -90,7 +91,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
     for (uint32_t i = 0; i < kPreload; ++i) {
       early[i].clear();
       if (i < num_early) {
-        early[i].load(page.address(), warp);
+        early[i].load(page.address(), warp());
         page.advance();
       }
     }
@@ -108,23 +109,24 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
 
   RowSums sums;
   sums.clear();
-  const uint32_t units = input.tiling.units, chunks = input.tiling.chunks();
+  const uint32_t units = input.tiling.units;
+  const auto chunks = [&] { return input.tiling.chunks(); };  // likewise
   uint32_t chunk = 0, pages = first_pages;  // pages: of a unit in the chunk
   uint32_t page = 0, unit = 0;              // page of the chunk, unit of the block
   const auto panel_page = [&] { return scratch_at(page * kTilesPerPage * kTileRowBytes); };
   const auto flush = [&] {
     if (page < pages) return;
-    sums.flush(partials_at(consumer.sums.half(), unit, warp), chunk > 0);
+    sums.flush(partials_at(consumer.sums.half(), unit, warp()), chunk > 0);
     page = 0;
     ++unit;
   };
   const auto add = [&](const PageTiles& tiles) {
-    sums.add(tiles, panel_page(), warp, input.tiling.tiles_of(chunk * kChunkPages + page));
+    sums.add(tiles, panel_page(), warp(), input.tiling.tiles_of(chunk * kChunkPages + page));
     ++page;
     flush();
   };
   const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
-    sums.add_pair(first, second, panel_page(), warp,
+    sums.add_pair(first, second, panel_page(), warp(),
                   input.tiling.tiles_of(chunk * kChunkPages + page + 1));
     page += 2;
     flush();
@@ -132,7 +134,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   const auto take = [&](PageTiles& tiles) {
     page_arrived(consumer.page.slot).wait(consumer.page.phase);
     consumer.note(stage, Event::kLoadArrived);
-    tiles.load(consumer.page.address(), warp);
+    tiles.load(consumer.page.address(), warp());
     consumer.finish(consumer.page);
     consumer.page.advance();
   };
@@ -150,8 +152,8 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
     const uint32_t block = min_of(kBlockUnits, units - first_unit);
     if (first_unit > 0) consumer.wait_sums();
 #pragma unroll 1
-    for (chunk = 0; chunk < chunks; ++chunk) {
-      if (!kOneChunk && (first_unit > 0 || chunk > 0) && chunks > 1) {
+    for (chunk = 0; chunk < chunks(); ++chunk) {
+      if (!kOneChunk && (first_unit > 0 || chunk > 0) && chunks() > 1) {
         if (live) x.fill(chunk);
         pages = input.tiling.pages_of(chunk);
       }
@@ -180,74 +182,57 @@ __device__ __forceinline__ void product_row(const Stage& stage, Consumer& consum
   }
 }
 
-// The storer: finish the sums, block by block.
-template <class Used>
+// The storer: finish the sums, block by block; a lane finishes a pair of each block.
+template <class Instruction>
 __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
-  dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-    Plan plan(stage);
-    const ProductInput input = plan.input();
-    // Number of lanes that share an item: each adds up the sums of some warps.
-    constexpr uint32_t kShare = Plan::kPairs;
-    static_assert(kBlockUnits * Plan::kHalfItems / 2 * kShare == kLanes);
-    const uint32_t item = lane_index() / kShare, part = lane_index() % kShare;
-    const uint32_t row = input.row_begin, units = input.tiling.units;
-    const bool live = live_end(stage, input) > row;
-    float scale = 1.0f;
-    float best = -kInfinity;
-    uint32_t best_column = kNone;
+  static_assert(kBlockUnits * kUnitPairs == kLanes);
+  const Epilogue<Instruction> epilogue(stage);
+  const Product input = epilogue.product();
+  const uint32_t row = input.row_begin, units = input.tiling.units;
+  const bool live = live_end(stage, input) > row;
+  float scale = 1.0f;
+  typename Epilogue<Instruction>::Kept kept = {};
 #pragma unroll 1
-    for (uint32_t first_unit = 0; first_unit < units; first_unit += kBlockUnits) {
-      const uint32_t items = min_of(kBlockUnits, units - first_unit) * Plan::kHalfItems / 2;
-      const bool active = live && item < items;
-      Prefetched early;
-      // Every lane waits here for the residual words of the block. The lanes synchronise below, so
-      // no result is stored before all of these words have arrived.
-      if (active) {
-        plan.prefetch(item, first_unit, row, early);
-        plan.await_residual(item, first_unit, row, early);
-      }
-      if (live && input.x_squares != kNone && first_unit == 0) {
-        storer.stage.ready().wait(storer.stage.phase);
-        storer.stage.hinted().wait(storer.stage.phase);
-        RowSquares squares(stage, input);
-        squares.ask(x_row(stage, input, row));
-        scale = squares.scale();
-      }
-      storer.sums.arrived().wait(storer.sums.phase());
-      float values[2 * Plan::kPairs] = {};
-      if (active) {
-#pragma unroll
-        for (uint32_t i = 0; i < Plan::kPairs; ++i) {
-          uint32_t unit, column;
-          plan.place(item, i, unit, column);
-          const uint32_t from = partials_at(storer.sums.half(), unit, part) + 4 * column;
-#pragma unroll
-          for (uint32_t warp = 0; warp < kNumConsumers; warp += kShare) {
-            const ptx::Words2 sums = ptx::load_shared2(from + 4 * warp * kGroupRows * kUnitRows);
-            values[2 * i] += __uint_as_float(sums.x);
-            values[2 * i + 1] += __uint_as_float(sums.y);
-          }
-        }
-      }
-#pragma unroll
-      for (uint32_t offset = 1; offset < kShare; offset *= 2)
-#pragma unroll
-        for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
-      hold_stores(1);
-      if (active && part == 0) {
-#pragma unroll
-        for (float& value : values) value *= scale;
-        plan.finish(item, first_unit, row, values, early);
-        if (input.wants_end) plan.consider(best, best_column);
-      }
-      __syncwarp();
-      plan.end_item(active && part == 0, item, first_unit, row, kShare);
-      storer.sums.finished().arrive_together();
-      storer.sums.advance();
+  for (uint32_t first_unit = 0; first_unit < units; first_unit += kBlockUnits) {
+    const uint32_t pair = input.pair(first_unit, lane_index());
+    const bool active = live && input.finishes(pair);
+    typename Epilogue<Instruction>::Early early = {};
+    if (active) epilogue.begin(row, pair, early);
+    storer.stage.ready().wait(storer.stage.phase);
+    // Every lane waits here for the words of its pair. The lanes synchronise below, so no result is
+    // stored before all of these words have arrived.
+    if (active) epilogue.await(row, pair, early);
+    if (live && input.x_squares != kNone && first_unit == 0) {
+      storer.stage.hinted().wait(storer.stage.phase);
+      RowSquares squares(stage, input);
+      squares.ask(x_row(stage, input, row));
+      scale = squares.scale();
     }
-    if (input.wants_end && live) plan.end_row(row, best, best_column);
-    if (lane_index() == 0) storer.note(stage, Event::kEnd);
-  });
+    storer.sums.arrived().wait(storer.sums.phase());
+    PairSums sums = {};
+    if (active) {
+      const uint32_t from = partials_at(storer.sums.half(), lane_index() / kUnitPairs, 0) +
+                            8 * (lane_index() % kUnitPairs);
+      // Issue all loads before the first addition.
+      ptx::Words2 partial[kNumConsumers];
+#pragma unroll
+      for (uint32_t warp = 0; warp < kNumConsumers; ++warp)
+        partial[warp] = ptx::load_shared2(from + 4 * warp * kGroupRows * kUnitRows);
+#pragma unroll
+      for (const ptx::Words2& words : partial) {
+        sums.first += __uint_as_float(words.x);
+        sums.second += __uint_as_float(words.y);
+      }
+    }
+    hold_stores(1);
+    sums.first *= scale, sums.second *= scale;
+    __syncwarp();
+    epilogue.finish({row, pair, active, 1}, sums, early, kept);
+    storer.sums.finished().arrive_together();
+    storer.sums.advance();
+  }
+  if (epilogue.keeps() && live) epilogue.end(row, merge_lanes(kept));
+  if (lane_index() == 0) storer.note(stage, Event::kEnd);
 }
 
 }  // namespace megavm

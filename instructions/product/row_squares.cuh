@@ -2,7 +2,7 @@
 // products of the row are multiplied with it; see Matmul.
 #pragma once
 
-#include "cuda/pipelines/product.cuh"
+#include "instructions/product/product.cuh"
 
 namespace megavm {
 
@@ -10,7 +10,7 @@ namespace megavm {
 // first loads, `scale` waits for them.
 class RowSquares {
  public:
-  __device__ __forceinline__ RowSquares(const Stage& stage, const ProductInput& input)
+  __device__ __forceinline__ RowSquares(const Stage& stage, const Product& input)
       : stage_(stage), input_(input) {
     forget();
   }
@@ -96,7 +96,7 @@ class RowSquares {
   }
 
   const Stage& stage_;
-  const ProductInput& input_;
+  const Product& input_;
   uint32_t row_ = 0;
   FourSquares four_[kBatch];
 };

@@ -1,4 +1,4 @@
-// The matrix product behind matmul, gate_up and qkv_rope: weights stream through the ring in units
+// The matrix product of matmul, gate_up and qkv_rope: weights stream through the ring in units
 // of 8 rows, each warp multiplies its share of every tile row with the input, and the partial sums
 // meet in shared memory.
 //
@@ -13,11 +13,11 @@
 // halves are ignored. A lane's operand A is 16 bytes of its row as well: words 0, 2, 1, 3 of the
 // columns 8j .. 8j+7.
 //
-// A *plan* declares the operands of a product and finishes its sums, see
-// instructions/matmul/cuda.cuh. An *item* is the columns of a row that are finished together. All
-// product instructions run one copy of this code, which so stays in the instruction cache; only
-// finishing an item is their own. This file has the common code of programs of one row
-// (product_row.cuh) and of several (product_rows.cuh).
+// The sums of two neighbouring rows of the stored weight, a *pair*, are finished together, by the
+// epilogue of the instruction (epilogue.cuh). Loader and consumers run one copy of this code for all
+// product instructions: with a copy for each, a step of one row took 2 % more time. This file has
+// what programs of one row (row.cuh) and of several (rows.cuh) have in common; products.cuh makes
+// the kernel.
 #pragma once
 
 #include "cuda/kernel.cuh"
@@ -25,6 +25,7 @@
 namespace megavm {
 
 static_assert(kPreload % 2 == 0);
+constexpr uint32_t kUnitPairs = kUnitRows / 2;
 constexpr uint32_t kScalesAt = kPanelBytes;
 constexpr uint32_t kPartialsAt = kScalesAt + 2 * 4 * kScales;
 static_assert(!program::kAnyProduct || kPartialsAt + 2 * 4 * kPartialFloats <= kScratch);
@@ -32,7 +33,7 @@ static_assert(!program::kAnyProduct || kPartialsAt + 2 * 4 * kPartialFloats <= k
 // The weight rows of a product, as a rectangle of tiles.
 struct Tiling {
   uint32_t k;      // columns
-  uint32_t units;  // units of the instruction, over all weights
+  uint32_t units;  // units of the instruction
 
   __device__ __forceinline__ uint32_t tiles() const { return ceil_div(k, kTileColumns); }
   __device__ __forceinline__ uint32_t pages() const { return ceil_div(k, kPageColumns); }
@@ -48,27 +49,13 @@ struct Tiling {
   }
 };
 
-// The weights of a product: up to three tensors. Their units follow one another, or two tensors
-// alternate.
-struct WeightRows {
-  uint64_t from[3];  // address of the first unit of each tensor
-  uint32_t upto[3];  // units of this tensor and the tensors before it
-  bool alternate;    // unit u belongs to tensor u % 2
-  uint64_t unit_bytes;
-
-  __device__ __forceinline__ uint64_t unit(uint32_t u) const {
-    if (alternate) return (u % 2 ? from[1] : from[0]) + u / 2 * unit_bytes;
-    if (u < upto[0]) return from[0] + u * unit_bytes;
-    if (u < upto[1]) return from[1] + (u - upto[0]) * unit_bytes;
-    return from[2] + (u - upto[1]) * unit_bytes;
-  }
-};
-
-// Operands of a product, as the common code needs them.
-struct ProductInput {
+// A product, as loader and consumers see it.
+struct Product {
   Tiling tiling;
-  uint32_t half_items;  // twice the items of one row in a unit
-  bool wants_end;       // whether the plan has work at the end of a group (peaks)
+  uint64_t weights;  // address of the first unit; the others follow
+  uint64_t unit_bytes;
+  uint32_t pair_begin;  // pairs of the weight whose sums are finished; a unit may have others too
+  uint32_t pair_end;
   OperandWord x;
   OperandWord x_squares;  // kNone: no normalisation
   OperandWord row_index;  // kNone: row r of x for row r
@@ -82,41 +69,21 @@ struct ProductInput {
   __device__ __forceinline__ uint32_t first_column() const {
     return program::kAnyPartOfK ? first_k : 0;
   }
+
+  // A number of pair `i` of the units that begin at `unit`, and whether it is finished.
+  __device__ __forceinline__ uint32_t pair(uint32_t unit, uint32_t i) const {
+    return (pair_begin / kUnitPairs + unit) * kUnitPairs + i;
+  }
+  __device__ __forceinline__ bool finishes(uint32_t pair) const {
+    return pair >= pair_begin && pair < pair_end;
+  }
 };
 
-// Data that a thread fetched or computed for its item before the sums were complete. Each plan uses
-// the members in its own way.
-struct Prefetched {
-  float value[8];
-  uint32_t number[2];
-  uint64_t to[3];
-  uint32_t kind;         // kind of the PairPlace with address to[0]
-  uint32_t scaled_kind;  // the same for to[1], the place of the scaled copy of the result
+__device__ __forceinline__ uint64_t unit_bytes(const Tensor& weight) {
+  return uint64_t{ceil_div(weight.columns, kTileColumns)} * kTileBytes;
+}
 
-  __device__ __forceinline__ Prefetched() {
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i)
-      value[i] = i < 4 || program::kAnyBias || program::kAnyOutScaled ? __uint_as_float(ptx::zero())
-                                                                      : 0.0f;
-    number[0] = number[1] = ptx::zero();
-#pragma unroll
-    for (uint64_t& address : to) address = ptx::zero();
-    kind = scaled_kind = ptx::zero();
-  }
-
-  __device__ __forceinline__ void set_place(const PairPlace& place) {
-    to[0] = place.address;
-    kind = place.kind;
-  }
-  __device__ __forceinline__ void set_scaled_place(const PairPlace& place) {
-    to[1] = place.address;
-    scaled_kind = place.kind;
-  }
-  __device__ __forceinline__ PairPlace place() const { return {to[0], kind}; }
-  __device__ __forceinline__ PairPlace scaled_place() const { return {to[1], scaled_kind}; }
-};
-
-__device__ __forceinline__ uint32_t live_end(const Stage& stage, const ProductInput& p) {
+__device__ __forceinline__ uint32_t live_end(const Stage& stage, const Product& p) {
   if (p.row_count == kNone) return p.row_end;
   const uint32_t count = static_cast<uint32_t>(constant_integer(stage.tensors[p.row_count], 0, 0));
   return max_of(p.row_begin, min_of(p.row_end, count));
@@ -124,13 +91,13 @@ __device__ __forceinline__ uint32_t live_end(const Stage& stage, const ProductIn
 
 // The number of groups of rows: 1 if the instruction has rows for only one, live or not; else the
 // number of groups with live rows.
-__device__ __forceinline__ uint32_t num_groups(const Stage& stage, const ProductInput& p) {
+__device__ __forceinline__ uint32_t num_groups(const Stage& stage, const Product& p) {
   if (p.row_end - p.row_begin <= kGroupRows) return 1;
   return ceil_div(live_end(stage, p) - p.row_begin, kGroupRows);
 }
 
 // The row of x for a row of the result.
-__device__ __forceinline__ uint32_t x_row(const Stage& stage, const ProductInput& p, uint32_t row) {
+__device__ __forceinline__ uint32_t x_row(const Stage& stage, const Product& p, uint32_t row) {
   if (p.row_index == kNone) return row;
   const uint32_t found =
       static_cast<uint32_t>(constant_integer(stage.tensors[p.row_index], row, 0));
@@ -139,8 +106,8 @@ __device__ __forceinline__ uint32_t x_row(const Stage& stage, const ProductInput
 }
 
 // The loader: stream the weights, page by page, in the order above.
-__device__ __forceinline__ void load_product(const Stage& stage, const ProductInput& p,
-                                             const WeightRows& weights, Loader& loader) {
+__device__ __forceinline__ void load_product(const Stage& stage, const Product& p,
+                                             Loader& loader) {
   const Tiling& tiling = p.tiling;
   const uint32_t groups = num_groups(stage, p), chunks = tiling.chunks();
 #pragma unroll 1
@@ -154,7 +121,7 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
         const uint32_t end_page = first_page + tiling.pages_of(chunk);
 #pragma unroll 1
         for (uint32_t unit = first; unit < end; ++unit) {
-          const uint64_t from = weights.unit(unit);
+          const uint64_t from = p.weights + unit * p.unit_bytes;
 #pragma unroll 1
           for (uint32_t page = first_page; page < end_page; ++page) {
             const uint32_t bytes = tiling.tiles_of(page) * kTileBytes;
@@ -170,7 +137,7 @@ __device__ __forceinline__ void load_product(const Stage& stage, const ProductIn
 // Columns of a row of x, element by element, for rows that do not consist of whole tiles; 0 beyond
 // the last column.
 template <uint32_t kCount>
-__device__ __forceinline__ void read_ragged(const Stage& stage, const ProductInput& p, uint32_t row,
+__device__ __forceinline__ void read_ragged(const Stage& stage, const Product& p, uint32_t row,
                                             uint32_t column, float (&value)[kCount]) {
 #pragma unroll
   for (uint32_t j = 0; j < kCount; ++j)
@@ -191,19 +158,11 @@ __device__ __forceinline__ uint32_t partials_at(uint32_t half, uint32_t unit, ui
          4 * (half * kPartialFloats + (unit * kNumConsumers + warp) * kGroupRows * kUnitRows);
 }
 
-__device__ __forceinline__ ProductInput no_input() {
-  return {{ptx::zero(), ptx::zero()},
-          ptx::zero(),
-          ptx::zero() != 0,
-          ptx::zero(),
-          ptx::zero(),
-          ptx::zero(),
-          ptx::zero(),
-          ptx::zero(),
-          ptx::zero(),
-          ptx::zero(),
-          __uint_as_float(ptx::zero()),
-          ptx::zero()};
+// A product all of whose members are written, see ptx::zero.
+__device__ __forceinline__ Product no_product() {
+  const auto zero = [] { return ptx::zero(); };
+  return {{zero(), zero()}, zero(), zero(), zero(), zero(), zero(), zero(), zero(), zero(),
+          zero(),           zero(), zero(), __uint_as_float(zero()), zero()};
 }
 
 // Delay stores, for tests; see kHoldStores.
@@ -290,14 +249,5 @@ struct UnitSums {
     clear();
   }
 };
-
-// Call `visitor` with a null pointer of the plan type of a product instruction.
-template <class Used, class Visitor>
-__device__ __forceinline__ void dispatch_product(const Stage& stage, Visitor&& visitor) {
-  Used::dispatch(stage.words.header.opcode, [&]<class Instruction>(Instruction*) {
-    if constexpr (IsProduct<Instruction>)
-      visitor(static_cast<typename Kernel<Instruction>::Plan*>(nullptr));
-  });
-}
 
 }  // namespace megavm

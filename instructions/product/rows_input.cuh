@@ -1,7 +1,7 @@
 // The input of products of several rows: a warp holds its operands A in registers.
 #pragma once
 
-#include "cuda/pipelines/product.cuh"
+#include "instructions/product/product.cuh"
 
 namespace megavm {
 
@@ -13,7 +13,7 @@ constexpr uint32_t kPieceColumns = kTileColumns / 4;
 // A warp's operands A for a chunk of a group's rows of x. A lane holds row lane / 4 of the group.
 class RowsInput {
  public:
-  __device__ __forceinline__ RowsInput(const Stage& stage, const ProductInput& input,
+  __device__ __forceinline__ RowsInput(const Stage& stage, const Product& input,
                                        const Consumer& consumer)
       : stage_(stage), input_(input), consumer_(consumer) {
 #pragma unroll
@@ -137,7 +137,7 @@ class RowsInput {
   }
 
   const Stage& stage_;
-  const ProductInput& input_;
+  const Product& input_;
   const Consumer& consumer_;
   uint32_t x_row_ = 0;  // the row of x that this lane holds
   ptx::Words4 words_[kChunkTiles];

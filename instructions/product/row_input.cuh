@@ -1,7 +1,7 @@
 // The input of products of one row: its loads in flight (RowInput), and the panel in shared memory.
 #pragma once
 
-#include "cuda/pipelines/product.cuh"
+#include "instructions/product/product.cuh"
 
 namespace megavm {
 
@@ -15,13 +15,13 @@ using RawInput = Loaded<kF32, kTagged, kLaneColumns>;
 // weights, and the order of operand A (see product.cuh).
 struct Panel {
   const Stage& stage;
-  const ProductInput& input;
+  const Product& input;
   const Consumer& consumer;
   uint32_t tile;     // the tile of every page that this lane converts
   uint32_t in_tile;  // the first byte of the tile that this lane stores
   uint32_t column;   // the lane's first column in page 0
 
-  __device__ __forceinline__ Panel(const Stage& stage, const ProductInput& input,
+  __device__ __forceinline__ Panel(const Stage& stage, const Product& input,
                                    const Consumer& consumer)
       : stage(stage), input(input), consumer(consumer) {
     // NOTE: read again here: values derived from it would occupy registers in the whole kernel.
@@ -64,7 +64,7 @@ struct Panel {
 // The row of x on its way to the panel: a lane's loads in flight, whose tags are not yet checked.
 class RowInput {
  public:
-  __device__ __forceinline__ RowInput(const Panel& panel, const ProductInput& input, bool live)
+  __device__ __forceinline__ RowInput(const Panel& panel, const Product& input, bool live)
       : panel_(panel), input_(input) {
     row_ = input.row_index == kNone ? input.row_begin
            : live                   ? x_row(panel.stage, input, input.row_begin)
@@ -175,7 +175,7 @@ class RowInput {
             uint32_t missing = kNone;
 #pragma unroll
             for (uint32_t i = 0; i < kBatch; ++i)
-              if (begin + i < pages && !raw<kF32, kTagged>(i).has(tag)) missing = i;
+              if (kTagged && begin + i < pages && !raw<kF32, kTagged>(i).has(tag)) missing = i;
             return missing;
           },
           [&](uint32_t missing) {
@@ -222,7 +222,7 @@ class RowInput {
   }
 
   const Panel& panel_;
-  const ProductInput& input_;
+  const Product& input_;
   uint32_t row_;
   bool asked_ = false;  // whether words_ holds a batch that was waited for
   ptx::Words4 words_[kWords];

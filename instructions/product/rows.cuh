@@ -3,8 +3,9 @@
 // registers. It loads them from memory in operand order; no other warp needs them. See product.cuh.
 #pragma once
 
-#include "cuda/pipelines/row_squares.cuh"
-#include "cuda/pipelines/rows_input.cuh"
+#include "instructions/product/epilogue.cuh"
+#include "instructions/product/row_squares.cuh"
+#include "instructions/product/rows_input.cuh"
 
 namespace megavm {
 
@@ -32,85 +33,100 @@ struct RowsSums : UnitSums {
   }
 };
 
-// The item of a block that this thread finishes, alone or with neighbouring threads. A thread has
-// the same row in every block. Four neighbouring items belong to the same row; in matmul they are
-// the items of one unit.
-struct ItemShare {
-  uint32_t threads;  // threads that share the item
+// The pair of a block that this thread finishes, alone or with neighbouring threads. A thread has
+// the same row in every block. Four neighbouring pairs of a row, those of a unit, belong to
+// neighbouring threads.
+struct PairShare {
+  uint32_t threads;  // threads that share the pair
   uint32_t part;     // this thread's number among them
   uint32_t row;      // of the group
-  uint32_t item;     // among the row's items in the block
+  uint32_t pair;     // among the pairs of the block's units
 
-  // `most`: items of a row in a full block.
-  __device__ __forceinline__ ItemShare(uint32_t most, uint32_t thread) {
-    const uint32_t total = ceil_div(most, kNeighbours) * kNeighbours * kGroupRows;
+  // `units`: those of a full block.
+  __device__ __forceinline__ PairShare(uint32_t units, uint32_t thread) {
+    const uint32_t total = units * kUnitPairs * kGroupRows;
     threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
     part = thread % threads;
     const uint32_t number = thread / threads;
     row = row_of(number);
-    item = number / kNeighbours / kGroupRows * kNeighbours + number % kNeighbours;
+    pair = number / kUnitPairs / kGroupRows * kUnitPairs + number % kUnitPairs;
   }
 
-  // The row of item `number` of the group; the item of a thread has number thread / threads.
+  // The row of pair `number` of the group; the pair of a thread has number thread / threads.
   static __device__ __forceinline__ uint32_t row_of(uint32_t number) {
-    return number / kNeighbours % kGroupRows;
+    return number / kUnitPairs % kGroupRows;
   }
+};
+static_assert(kSingleRow || kBlockUnits * kUnitPairs * kGroupRows <= kNumConsumerThreads);
 
- private:
-  static constexpr uint32_t kNeighbours = 4;
+struct MyPair {
+  PairShare share;
+  PairAt at;
 };
 
-// Add up the partial sums of this thread's item, and finish it.
-template <class Plan>
-__device__ __forceinline__ void finish_block(Plan& plan, const Consumer& consumer,
-                                             const ItemShare& share, bool active,
-                                             uint32_t first_unit, uint32_t first_row, float scale,
-                                             const Prefetched& prefetched) {
-  constexpr uint32_t kPairs = Plan::kPairs;
-  float values[2 * kPairs] = {};
+// Add up the partial sums of this thread's pair. The first thread of a pair gets all of them.
+__device__ __forceinline__ PairSums add_partials(const Consumer& consumer, const PairShare& share,
+                                                 bool active) {
+  PairSums total = {};
   if (active) {
+    const uint32_t from =
+        partials_at(consumer.sums.half(), share.pair / kUnitPairs, share.part) +
+        4 * (share.row * kUnitRows + share.pair % kUnitPairs * 2);
+    // Issue all loads before the first addition.
+    ptx::Words2 partial[kNumConsumers];
 #pragma unroll
-    for (uint32_t i = 0; i < kPairs; ++i) {
-      uint32_t unit, column;
-      plan.place(share.item, i, unit, column);
-      const uint32_t from = partials_at(consumer.sums.half(), unit, share.part) +
-                            4 * (share.row * kUnitRows + column);
-      // Issue all loads before the first addition.
-      ptx::Words2 sums[kNumConsumers];
+    for (uint32_t warp = 0; warp < kNumConsumers; ++warp) {
+      partial[warp] = {0, 0};
+      if (warp * share.threads + share.part < kNumConsumers)
+        partial[warp] =
+            ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
+    }
 #pragma unroll
-      for (uint32_t warp = 0; warp < kNumConsumers; ++warp) {
-        sums[warp] = {0, 0};
-        if (warp * share.threads + share.part < kNumConsumers)
-          sums[warp] = ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
-      }
-#pragma unroll
-      for (const ptx::Words2& sum : sums) {
-        values[2 * i] += __uint_as_float(sum.x);
-        values[2 * i + 1] += __uint_as_float(sum.y);
-      }
+    for (const ptx::Words2& words : partial) {
+      total.first += __uint_as_float(words.x);
+      total.second += __uint_as_float(words.y);
     }
   }
 #pragma unroll 1
-  for (uint32_t offset = 1; offset < share.threads; offset *= 2)
-#pragma unroll
-    for (float& value : values) value += __shfl_xor_sync(~0u, value, offset);
-  active = active && share.part == 0;
-  hold_stores(consumer.warp());
-  if (active) {
-#pragma unroll
-    for (float& value : values) value *= scale;
-    plan.finish(share.item, first_unit, first_row + share.row, values, prefetched);
+  for (uint32_t offset = 1; offset < share.threads; offset *= 2) {
+    total.first += __shfl_xor_sync(~0u, total.first, offset);
+    total.second += __shfl_xor_sync(~0u, total.second, offset);
   }
-  plan.end_item(active, share.item, first_unit, first_row + share.row, share.threads);
+  return total;
 }
 
-// The consumers: multiply and finish.
+// When all pairs of a group's rows are finished: one warp for each row stores what its threads kept.
+template <class Instruction, class Kept>
+__device__ __forceinline__ void end_rows(const Epilogue<Instruction>& epilogue, Consumer& consumer,
+                                         uint32_t units, uint32_t first_row, uint32_t rows,
+                                         const Kept& kept) {
+  constexpr uint32_t kBytes = sizeof(Kept);
+  static_assert(kBytes == 8 && 4 * kPartialFloats >= kBytes * kNumConsumerThreads, "room for all");
+  const PairShare share(units, consumer.thread());
+  const uint32_t from = partials_at(consumer.sums.half(), 0, 0);
+  const auto mine = __builtin_bit_cast(ptx::Words2, kept);
+  ptx::store_shared2(from + kBytes * consumer.thread(), mine.x, mine.y);
+  consumer.sync();
+#pragma unroll 1
+  for (uint32_t row = consumer.warp(); row < rows; row += kNumConsumers) {
+    Kept all = {};
+#pragma unroll 1
+    for (uint32_t thread = lane_index(); thread < kNumConsumerThreads; thread += kLanes)
+      if (PairShare::row_of(thread / share.threads) == row)
+        all.merge(__builtin_bit_cast(Kept, ptx::load_shared2(from + kBytes * thread)));
+    epilogue.end(first_row + row, merge_lanes(all));
+  }
+  consumer.sums.advance();
+}
+
+// The consumers: multiply and finish. Used: the List of product instructions.
 template <class Used>
-__device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consumer) {
-  ProductInput input = no_input();
-  uint32_t best_column = kNone;
-  float best = -kInfinity;
-  dispatch_product<Used>(stage, [&]<class Plan>(Plan*) { input = Plan(stage).input(); });
+__device__ __forceinline__ void product_rows(const Stage& stage, const Product& input,
+                                             Consumer& consumer) {
+  const auto with_epilogue = [&](auto&& use) {
+    Used::dispatch(stage.words.header.opcode,
+                   [&]<class I>(I*) { use(Epilogue<I>(stage)); });
+  };
   const Tiling& tiling = input.tiling;
   RowsInput x(stage, input, consumer);
 
@@ -121,20 +137,27 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
   for (uint32_t group = 0; group < groups; ++group) {
     const uint32_t first_row = input.row_begin + group * kGroupRows;
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
-    const uint32_t most = min_of(kBlockUnits, tiling.units) * input.half_items / 2;
+    const uint32_t full_block = min_of(kBlockUnits, tiling.units);
+    typename Used::Kept kept;
     x.begin(first_row, rows);
     float scale = 1.0f;  // of this thread's row
 #pragma unroll 1
     for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += kBlockUnits) {
       const uint32_t units = min_of(kBlockUnits, tiling.units - first_unit);
-      const auto share = [&] { return ItemShare(most, ptx::thread_index()); };
-      const auto is_active = [&](const ItemShare& mine) {
-        return mine.item < units * input.half_items / 2 && mine.row < rows;
+      // NOTE: computed anew where it is needed, so that it occupies no registers in between.
+      const auto mine = [&] {
+        const PairShare share(full_block, ptx::thread_index());
+        const uint32_t pair = input.pair(first_unit, share.pair);
+        const bool active =
+            share.pair < units * kUnitPairs && share.row < rows && input.finishes(pair);
+        return MyPair{share, {first_row + share.row, pair, active, share.threads}};
       };
-      Prefetched prefetched;
-      if (const ItemShare mine = share(); is_active(mine))
-        dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-          Plan(stage).prefetch(mine.item, first_unit, first_row + mine.row, prefetched);
+      typename Used::Early looked_up;
+      if (const PairAt at = mine().at; at.active)
+        with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+          typename Epilogue<I>::Early found = {};
+          epilogue.begin(at.row, at.pair, found);
+          looked_up.set(found);
         });
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
@@ -169,9 +192,11 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
         if (tiling.chunks() > 1 || first_unit == 0) x.fetch(chunk, rows > 0);
         if (scales) squares.ask(x_row(stage, input, first_row + consumer.warp()));
         if (chunk == 0)
-          if (const ItemShare mine = share(); is_active(mine))
-            dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-              Plan(stage).prefetch_ready(mine.item, first_unit, first_row + mine.row, prefetched);
+          if (const PairAt at = mine().at; at.active)
+            with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+              auto found = looked_up.template get<typename Epilogue<I>::Early>();
+              epilogue.await(at.row, at.pair, found);
+              looked_up.set(found);
             });
         if (!waited) consumer.end_waiting();
         waited = true;
@@ -233,21 +258,26 @@ __device__ __forceinline__ void product_rows(const Stage& stage, Consumer& consu
       }
       consumer.sync();
       if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
-      dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-        Plan plan(stage);
-        const ItemShare mine = share();
-        if (input.x_squares != kNone && first_unit == 0)
-          scale = __uint_as_float(ptx::load_shared(scale_at(consumer.sums.half(), mine.row)));
-        finish_block(plan, consumer, mine, is_active(mine), first_unit, first_row, scale,
-                     prefetched);
-        plan.consider(best, best_column);
+      MyPair my = mine();
+      if (input.x_squares != kNone && first_unit == 0)
+        scale = __uint_as_float(ptx::load_shared(scale_at(consumer.sums.half(), my.share.row)));
+      PairSums sums = add_partials(consumer, my.share, my.at.active);
+      sums.first *= scale, sums.second *= scale;
+      my.at.active &= my.share.part == 0;
+      hold_stores(consumer.warp());
+      with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+        auto so_far = kept.template get<typename Epilogue<I>::Kept>();
+        epilogue.finish(my.at, sums, looked_up.template get<typename Epilogue<I>::Early>(), so_far);
+        kept.set(so_far);
       });
       consumer.sums.advance();
     }
-    if (input.wants_end)
-      dispatch_product<Used>(stage, [&]<class Plan>(Plan*) {
-        Plan(stage).end_group(consumer, first_row, rows, most, best, best_column);
-      });
+    with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+      if constexpr (kWordsOf<typename Epilogue<I>::Kept> > 0)
+        if (epilogue.keeps())
+          end_rows(epilogue, consumer, full_block, first_row, rows,
+                   kept.template get<typename Epilogue<I>::Kept>());
+    });
   }
   if (!waited) consumer.wait_ready();
 }

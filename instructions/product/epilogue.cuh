@@ -1,0 +1,180 @@
+// Epilogues: what an instruction does with the sums of a matrix product.
+//
+// A product multiplies pairs of neighbouring stored rows of the weight with x. An epilogue sees one
+// row of x, one pair, and its two sums; it knows nothing of tiles, fragments or warps. Which rows of
+// the weight are neighbours is the layout's matter: columns 2 p and 2 p + 1 (matmul), gate and up of
+// column p (gate_up), the two elements of rotation pair p (qkv_rope).
+//
+// instructions/<name>/cuda.cuh specialises Epilogue<Instruction>, derives it from EpilogueBase, and
+// declares
+//   struct Early;   what a thread looks up for its pair while the weights stream
+//   struct Kept;    what a thread keeps from pair to pair. Zeros mean that nothing is kept, and
+//                   merge(other) adds what another thread kept of the same row
+//   Product product() const;                      the product, see product.cuh
+//   void begin(row, pair, Early&) const;          look up constants and destinations. The
+//                                                 instruction's waits may not be over
+//   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
+//                                                 it. The instruction's waits are over
+//   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of the warp
+//                                                 call it together
+//   bool keeps() const;                           whether `end` has work
+//   void end(row, kept) const;                    when all pairs of a row are finished: store what
+//                                                 their threads kept. One warp calls it
+#pragma once
+
+#include "instructions/product/product.cuh"
+
+namespace megavm {
+
+template <class Instruction>
+struct Epilogue;
+
+// The two sums of a pair of weight rows.
+struct PairSums {
+  float first, second;
+};
+
+// Where the threads of a warp stand when they finish their pairs.
+struct PairAt {
+  uint32_t row;
+  uint32_t pair;
+  bool active;     // whether this thread finishes a pair; if not, row and pair mean nothing
+  uint32_t apart;  // pair p is `apart` lanes before pair p + 1, within four pairs that begin at a
+                   // multiple of four
+};
+
+struct Nothing {
+  __device__ __forceinline__ void merge(const Nothing&) {}
+};
+
+template <class Instruction>
+struct EpilogueBase {
+  using Kept = Nothing;
+  const Operands<Instruction> in;
+
+  __device__ __forceinline__ explicit EpilogueBase(const Stage& stage) : in(stage) {}
+
+  __device__ __forceinline__ OperandWord word_if_there(uint32_t Instruction::* operand) const {
+    return in.has(operand) ? in.word(operand) : kNone;
+  }
+
+  // The product of pairs [pair_begin, pair_end) of the instruction's weight with its rows of x.
+  __device__ __forceinline__ Product product_of(uint32_t pair_begin, uint32_t pair_end) const {
+    const Tensor& weight = in[&Instruction::weight];
+    const uint32_t first_unit = pair_begin / kUnitPairs;
+    Product p = {};
+    p.tiling = {weight.columns, ceil_div(pair_end, kUnitPairs) - first_unit};
+    p.weights = base_of(weight) + first_unit * unit_bytes(weight);
+    p.unit_bytes = unit_bytes(weight);
+    p.pair_begin = pair_begin;
+    p.pair_end = pair_end;
+    p.x = in.word(&Instruction::x);
+    p.x_squares = word_if_there(&Instruction::x_squares);
+    p.row_index = kNone;
+    p.row_count = word_if_there(&Instruction::row_count);
+    p.x_rows = p.row_end = in.inst.row_end;
+    p.row_begin = in.inst.row_begin;
+    p.eps = in.inst.eps;
+    return p;
+  }
+
+  // Defaults of epilogues that read nothing of other instructions, and keep nothing.
+  template <class Early>
+  __device__ __forceinline__ void await(uint32_t, uint32_t, Early&) const {}
+  __device__ __forceinline__ bool keeps() const { return false; }
+  __device__ __forceinline__ void end(uint32_t, const Nothing&) const {}
+};
+
+// Size of a type in words; 0 if it is empty.
+template <class T>
+constexpr uint32_t kWordsOf = sizeof(T) / 4;
+
+template <class T>
+struct alignas(T) ImageOf {
+  uint32_t word[max_of(1, kWordsOf<T>)];
+};
+
+// What all lanes of the warp kept.
+template <class Kept>
+__device__ __forceinline__ Kept merge_lanes(Kept kept) {
+  if constexpr (kWordsOf<Kept> > 0) {
+#pragma unroll
+    for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2) {
+      auto image = __builtin_bit_cast(ImageOf<Kept>, kept);
+#pragma unroll
+      for (uint32_t& word : image.word) word = __shfl_xor_sync(~0u, word, offset);
+      kept.merge(__builtin_bit_cast(Kept, image));
+    }
+  }
+  return kept;
+}
+
+// Objects of different types in the same registers. The code that all products share carries an
+// epilogue's `Early` and `Kept` from place to place in them, without knowing their types.
+template <class... Types>
+class SharedRegisters {
+ public:
+  // NOTE: all words are written, by instructions that the compiler cannot remove. So they are not
+  // live before this point.
+  __device__ __forceinline__ SharedRegisters() {
+#pragma unroll
+    for (uint32_t& word : words_) word = ptx::zero();
+  }
+
+  template <class T>
+  __device__ __forceinline__ T get() const {
+    if constexpr (kWordsOf<T> == 0) {
+      return {};
+    } else {
+      ImageOf<T> image;
+#pragma unroll
+      for (uint32_t i = 0; i < kWordsOf<T>; ++i) image.word[i] = words_[i];
+      return __builtin_bit_cast(T, image);
+    }
+  }
+
+  template <class T>
+  __device__ __forceinline__ void set(const T& value) {
+    if constexpr (kWordsOf<T> > 0) {
+      const auto image = __builtin_bit_cast(ImageOf<T>, value);
+#pragma unroll
+      for (uint32_t i = 0; i < kWordsOf<T>; ++i) words_[i] = image.word[i];
+    }
+  }
+
+ private:
+  uint32_t words_[max_of(1, largest_of(kWordsOf<Types>...))];
+};
+
+// Biases of the two rows of a pair; 0 if the instruction has no bias.
+template <class Instruction>
+__device__ __forceinline__ PairSums load_bias(const Operands<Instruction>& in,
+                                              uint32_t Instruction::* bias, uint32_t first,
+                                              uint32_t second) {
+  if (!program::kAnyBias || !in.has(bias)) return {0.0f, 0.0f};
+  const Tensor& tensor = in[bias];
+  return {first < tensor.rows ? constant_element(tensor, first, 0) : 0.0f,
+          second < tensor.rows ? constant_element(tensor, second, 0) : 0.0f};
+}
+
+// The place of two neighbouring columns. Its kind is kNone unless both lie in [begin, end) and one
+// store can write both.
+__device__ __forceinline__ PairPlace place_of(const Tensor& out, uint32_t row, uint32_t column,
+                                              uint32_t begin, uint32_t end) {
+  if (column < begin || column + 1 >= end) return {};
+  return {out, row, column};
+}
+
+// Store two neighbouring columns, the first of them even, as far as they lie in [begin, end).
+__device__ __forceinline__ void write_columns(const Tensor& out, uint32_t row, uint32_t column,
+                                              uint32_t begin, uint32_t end, float first,
+                                              float second, uint32_t tag) {
+  if (column >= begin && column + 1 < end)
+    write_pair(out, row, column, first, second, true, tag);
+  else if (column >= begin && column < end)
+    write_element(out, row, column, first, tag);
+  else if (column + 1 >= begin && column + 1 < end)
+    write_element(out, row, column + 1, second, tag);
+}
+
+}  // namespace megavm

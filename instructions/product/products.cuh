@@ -1,0 +1,50 @@
+// The kernel of all product instructions of a program, see kernel.cuh.
+#pragma once
+
+#include "instructions/product/row.cuh"
+#include "instructions/product/rows.cuh"
+
+namespace megavm {
+
+template <class... Instructions>
+struct Products {
+  using Used = List<Instructions...>;
+
+  static constexpr bool kStores = kStorerFinishes;
+
+  // What product_rows keeps in registers for the epilogues.
+  struct Shared : Used {
+    using Early = SharedRegisters<typename Epilogue<Instructions>::Early...>;
+    using Kept = SharedRegisters<typename Epilogue<Instructions>::Kept...>;
+  };
+
+  static __device__ __forceinline__ bool has(uint32_t opcode) {
+    return ((opcode == Instructions::kOpcode) || ...);
+  }
+
+  static __device__ __forceinline__ Product product(const Stage& stage) {
+    Product found = no_product();
+    Used::dispatch(stage.words.header.opcode,
+                   [&]<class I>(I*) { found = Epilogue<I>(stage).product(); });
+    return found;
+  }
+
+  static __device__ __forceinline__ void load(const Stage& stage, Loader& loader) {
+    load_product(stage, product(stage), loader);
+  }
+
+  static __device__ __forceinline__ void consume(const Stage& stage, Consumer& consumer) {
+    if constexpr (kStorerFinishes)
+      product_row(stage, product(stage), consumer);
+    else
+      product_rows<Shared>(stage, product(stage), consumer);
+  }
+
+  static __device__ __forceinline__ void store(const Stage& stage, Storer& storer) {
+    if constexpr (kStorerFinishes)
+      Used::dispatch(stage.words.header.opcode,
+                     [&]<class I>(I*) { finish_row<I>(stage, storer); });
+  }
+};
+
+}  // namespace megavm
