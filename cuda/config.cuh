@@ -25,7 +25,9 @@ constexpr uint32_t kAnyInputs = 0;
 // Kinds of squares of product inputs that occur: bit (is tagged); bit 2: the number of squares of
 // some rows is not a multiple of four.
 constexpr uint32_t kAnySquares = 0;
-// Whether the storer handles all tagged words of some instructions (tagged_rows.cuh).
+// Whether the storer handles tagged words of some instructions: of dead rows, or all of them; and
+// whether it handles all words of some (tagged_rows.cuh).
+constexpr uint32_t kAnyTaggedRows = 0;
 constexpr uint32_t kAnyByMachine = 0;
 // Whether some instructions also store results scaled by a gain, for readers that normalise them.
 constexpr uint32_t kAnyOutScaled = 0;

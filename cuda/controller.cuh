@@ -42,6 +42,10 @@ class Queue {
 
   __device__ __forceinline__ Exchange exchange() const {
     const uint64_t from = reinterpret_cast<uint64_t>(launch_.exchanges + begin_ + position);
+    if constexpr (!program::kAnyTaggedRows) {
+      const ptx::Words2 hint = ptx::load_constant2(from);
+      return {{hint.x, hint.y}, 0, 0, 0, 0, 0, 0};
+    }
     const ptx::Words4 low = ptx::load_constant4(from), high = ptx::load_constant4(from + 16);
     return {{low.x, low.y}, low.z, low.w, high.x, high.y, high.z, high.w};
   }
@@ -68,6 +72,7 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
 // The first row of an instruction whose words the storer handles; kNone, the usual case, if it
 // handles none. `live`: lane i has the number of live rows that Launch::counts[i] names.
 __device__ __forceinline__ uint32_t first_tagged_row(const Exchange& exchange, uint32_t live) {
+  if constexpr (!program::kAnyTaggedRows) return kNone;
   live = __shfl_sync(~0u, live, exchange.row_count % kLanes);
   if (exchange.num_regions == 0) return kNone;
   if (exchange.row_count == kNone) return 0;
@@ -78,7 +83,7 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
   const uint32_t lane = lane_index();
   static_assert(kNumCounts == kLanes && kInstructionWords == kLanes, "one lane for each");
   // The numbers of live rows are constant within a launch, so they are read once.
-  const uint32_t counted = __ldg(launch.counts + lane);
+  const uint32_t counted = program::kAnyTaggedRows ? __ldg(launch.counts + lane) : kNone;
   const uint32_t live = counted == kNone ? 0 : constant_integer(launch.tensors[counted], 0, 0);
   Queue queue(launch);
   StageCursor cursor;
@@ -122,7 +127,9 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
     if (more) {
       reinterpret_cast<uint32_t*>(&stage.words)[lane] = word;
       if (names_tensor) ptx::store_shared4(ptx::shared_address(&stage.tensors[lane]), entry);
-      if (lane == 0) stage.exchange = exchange, stage.tagged_row = tagged_row;
+      if (lane == 0) stage.exchange.hint = exchange.hint;
+      if (program::kAnyTaggedRows && lane == 0)
+        stage.exchange = exchange, stage.tagged_row = tagged_row;
     }
     __syncwarp();
     if (lane == 0 && more) {

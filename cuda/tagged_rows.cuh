@@ -68,7 +68,7 @@ __device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& s
 // If no row is live, no warp has waited for the words that the instruction reads, so wait first.
 __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stage& stage,
                                                 uint32_t first_row) {
-  if (__builtin_expect(first_row == kNone, 1)) return;
+  if (!program::kAnyTaggedRows || __builtin_expect(first_row == kNone, 1)) return;
   // Both passes share the loop: code beside the storer's path costs every instruction time.
   const bool awaited = is_by_machine(stage) || first_row != stage.exchange.row_begin;
 #pragma unroll 1

@@ -326,6 +326,9 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
     alike = find_alike(program.words, program.tensors)
     found = specialisation((i for same in alike for i in same.representatives), program.tensors)
     constants = {**found.common, **vars(kernel_memory(found.common))}
+    # Programs of several rows share a kernel, whether or not they pass tagged words.
+    several = constants["max_rows"] > 1
+    constants["any_tagged_rows"] = int(several or program.exchanges.any_tagged_rows)
     constants["any_by_machine"] = int(program.exchanges.any_by_machine)
     lines = [warning("a program"), "#pragma once", ""]
     lines += ["namespace megavm::program {", ""]

@@ -68,7 +68,7 @@ class Attention(Instruction):
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
     block_table = tensor("KV blocks of every sequence [sequences, max blocks]", I32)
-    row_count = tensor("number of live rows [1]", I32)
+    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     head_begin = integer("first KV head")
@@ -103,7 +103,8 @@ class Attention(Instruction):
         yield Region(self.row_sequence, rows, (0, 1))
         yield Region(self.row_position, rows, (0, 1))
         yield whole(tensors, self.block_table)
-        yield whole(tensors, self.row_count)
+        for handle in present(self.row_count):
+            yield whole(tensors, handle)
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)

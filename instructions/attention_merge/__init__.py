@@ -14,6 +14,7 @@ from megavm.vm.isa import (
     TagOrder,
     TensorSpec,
     integer,
+    present,
     tensor,
     whole,
 )
@@ -33,7 +34,7 @@ class AttentionMerge(Instruction):
 
     partial = tensor("[rows, splits, heads, d + 2]", F32, tagged=True)
     out = tensor("result [rows, heads * d]", F32, BF16, tagged=True)
-    row_count = tensor("number of live rows [1]", I32)
+    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     head_begin = integer("first query head")
@@ -48,7 +49,8 @@ class AttentionMerge(Instruction):
             yield Region(
                 self.partial, (self.row_begin, self.row_end), (first * width, last * width)
             )
-        yield whole(tensors, self.row_count)
+        for handle in present(self.row_count):
+            yield whole(tensors, handle)
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         yield Region(

@@ -38,7 +38,7 @@ class Embed(Instruction):
     tokens = tensor("token ids of every sequence [sequences, max length]", I32, produced=True)
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
-    row_count = tensor("number of live rows [1]", I32)
+    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     out = tensor("hidden state [rows, hidden]", F32, BF16, tagged=True)
     out_gain = tensor("gain of the normalisation of out [hidden]", F32, BF16, optional=True)
     out_scaled = tensor("out times its gain [rows, hidden]", F32, BF16, optional=True, tagged=True)
@@ -55,7 +55,8 @@ class Embed(Instruction):
         yield whole(tensors, self.tokens)
         yield Region(self.row_sequence, rows, (0, 1))
         yield Region(self.row_position, rows, (0, 1))
-        yield whole(tensors, self.row_count)
+        for handle in present(self.row_count):
+            yield whole(tensors, handle)
         for handle in present(self.out_gain):
             yield Region(handle, (self.column_begin, self.column_end), (0, 1))
 

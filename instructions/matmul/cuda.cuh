@@ -139,7 +139,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
         column + 1 < end) {
       const bool tagged = is_tagged(from);
       Columns words[1];
-      await(Columns::row_of(from, row, tag, word, tagged), words, [](uint32_t) { return true; },
+      megavm::await(Columns::row_of(from, row, tag, word, tagged), words, [](uint32_t) { return true; },
             [&](uint32_t) { return at; }, tagged);
       sums.first += words[0].value(0, tagged), sums.second += words[0].value(1, tagged);
       return;
@@ -165,7 +165,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     }
     constexpr uint32_t kMost = max_of(1, program::kMaxAddends);
     Columns words[kMost];
-    await(Columns::row_of(addends, row, tag, word), words,
+    megavm::await(Columns::row_of(addends, row, tag, word), words,
           [&](uint32_t part) { return part < parts; },
           [&](uint32_t part) { return part * size + column; });
 #pragma unroll

@@ -77,7 +77,7 @@ class QkvRope(Instruction):
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
     block_table = tensor("KV blocks of every sequence [sequences, max blocks]", I32)
-    row_count = tensor("number of live rows [1]", I32)
+    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     pair_begin = integer("first rotation pair")
@@ -110,7 +110,7 @@ class QkvRope(Instruction):
             yield Region(handle, rows, (0, tensors[handle].columns))
         yield Region(self.row_sequence, rows, (0, 1))
         yield Region(self.row_position, rows, (0, 1))
-        for handle in (self.rope, self.block_table, self.row_count):
+        for handle in present(self.rope, self.block_table, self.row_count):
             yield whole(tensors, handle)
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:

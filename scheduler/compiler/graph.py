@@ -122,9 +122,14 @@ class Graph:
             "rms_norm", label, {"x": x, "gain": gain}, x.columns, F32, {"eps": eps}, like=x
         )
 
-    def gather(self, label: str, x: Value, index: Value, count: Value, rows: int) -> Value:
-        """The rows of x that the first ``count`` (at most ``rows``) entries of ``index`` name."""
-        inputs = {"x": x, "index": index, "count": count}
+    def gather(
+        self, label: str, x: Value, index: Value, count: Value | None, rows: int
+    ) -> Value:
+        """The rows of x that the first ``count`` entries of ``index`` name, at most ``rows``.
+
+        Without ``count``: those that the first ``rows`` entries name.
+        """
+        inputs = {"x": x, "index": index} | ({} if count is None else {"count": count})
         like = self._value(f"{label}.rows", rows, x.columns, x.dtype, index.rows)
         return self.append("gather", label, inputs, x.columns, x.dtype, like=like)
 

@@ -85,7 +85,11 @@ def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DTyp
     The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary].
     """
     steps = step_tensors(limits)
-    graph = Graph(bucket.rows, steps["row_count"], limits.max_num_batched_tokens)
+    # A step has at least one row, so the row of a program for one row is always live: nothing counts
+    # rows, and kernels need no code for dead ones. A step that wants no logits computes them anyway.
+    counted = bucket.rows > 1
+    row_count = steps["row_count"] if counted else None
+    graph = Graph(bucket.rows, row_count, limits.max_num_batched_tokens)
     batch = Batch(**{name: Value.of(spec) for name, spec in steps.items()})
     hidden, eps = config.hidden_size, config.rms_norm_eps
     rope = graph.weight("rope", (limits.max_model_len, config.head_dim), F32)
@@ -95,9 +99,8 @@ def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DTyp
         x = _layer(graph, config, limits, bucket, batch, rope, dtype, layer, x)
     gain = graph.weight("model.norm.weight", (hidden,), dtype)
     normed = graph.rms_norm("norm", x, gain, eps)
-    chosen = graph.gather(
-        "logit_rows", normed, batch.logit_row, batch.logit_count, bucket.logit_rows
-    )
+    count = batch.logit_count if counted else None
+    chosen = graph.gather("logit_rows", normed, batch.logit_row, count, bucket.logit_rows)
     head = embeddings
     if not config.tie_word_embeddings:
         head = graph.weight("lm_head.weight", (config.vocab_size, hidden), dtype)

@@ -250,6 +250,8 @@ class Runner:
         arrays["row_position"][:rows] = step.row_position
         arrays["row_count"][0] = rows
         arrays["logit_row"][:logit_rows] = step.logit_row
+        if not logit_rows:
+            arrays["logit_row"][0] = 0  # a program of one row computes its logits in any case
         arrays["logit_count"][0] = logit_rows
         decode = len(set(step.row_sequence.tolist())) == rows
         bucket = self.bucket(rows, logit_rows, step.context + steps - 1, decode=decode)

@@ -32,6 +32,11 @@ class Exchanges:
     counts: npt.NDArray[np.uint32]
 
     @property
+    def any_tagged_rows(self) -> bool:
+        """Whether the machine handles tagged words of some instruction, of dead rows or all of them."""
+        return bool(self.table["num_regions"].any())
+
+    @property
     def any_by_machine(self) -> bool:
         """Whether the machine handles all tagged words of some instruction."""
         return bool(self.table["tag_mask"].any())

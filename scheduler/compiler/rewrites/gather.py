@@ -24,8 +24,9 @@ def gather_in_product(operations: list[Operation], options: CompileOptions) -> l
                 **operation.inputs,
                 "x": gather.inputs["x"],
                 "row_index": gather.inputs["index"],
-                "row_count": gather.inputs["count"],
             }
+            if "count" in gather.inputs:
+                inputs["row_count"] = gather.inputs["count"]
             operation = Operation(
                 "matmul", operation.label, inputs, operation.outputs, operation.attributes
             )
