@@ -6,8 +6,10 @@ squares. The products that read the rows divide by the root of the mean square.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
+from megavm.instructions import instruction_set
 from megavm.instructions.tiles import squares_of
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
@@ -62,7 +64,14 @@ def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
     """
     types = set()
     for reader in readers:
-        if reader.kind not in ("matmul", "gate_up", "qkv_rope") or reader.inputs["x"] is not x:
+        if not _takes_squares(reader.kind) or reader.inputs["x"] is not x:
             return None
         types.add(reader.inputs["weight"].dtype)
     return types.pop() if len(types) == 1 else None
+
+
+@functools.cache
+def _takes_squares(kind: str) -> bool:
+    """Whether operations of this kind are products of an ``x`` that ``x_squares`` may normalise."""
+    classes = (cls for cls in instruction_set().values() if cls.name() == kind)
+    return any(field.name == "x_squares" for cls in classes for field in cls.fields)
