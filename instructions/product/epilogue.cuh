@@ -8,11 +8,12 @@
 // instructions/<name>/cuda.cuh specialises Epilogue<Instruction>, derives it from EpilogueBase, and
 // declares
 //   struct Early;   what a thread looks up for its pair while the weights stream
-//   struct Kept;    what a thread keeps from pair to pair. Zeros mean that nothing is kept, and
-//                   merge(other) adds what another thread kept of the same row
+//   struct Kept;    what a thread keeps from pair to pair: 8 bytes, or nothing. Zeros mean that
+//                   nothing is kept, and merge(other) adds what another thread kept of the same row
 //   Product product() const;                      the product, see product.cuh
 //   void begin(row, pair, Early&) const;          look up constants and destinations. The
-//                                                 instruction's waits may not be over
+//                                                 instruction's waits may not be over. Several
+//                                                 threads may look up a pair, one finishes it
 //   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
 //                                                 it. The instruction's waits are over
 //   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of the warp
@@ -87,7 +88,12 @@ struct EpilogueBase {
 
 // Size of a type in words; 0 if it is empty.
 template <class T>
-constexpr uint32_t kWordsOf = sizeof(T) / 4;
+constexpr uint32_t words_of() {
+  static_assert(__is_empty(T) || sizeof(T) % 4 == 0, "whole words travel in registers");
+  return __is_empty(T) ? 0 : sizeof(T) / 4;
+}
+template <class T>
+constexpr uint32_t kWordsOf = words_of<T>();
 
 template <class T>
 struct alignas(T) ImageOf {
