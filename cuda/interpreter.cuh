@@ -28,8 +28,7 @@ __device__ __forceinline__ void run_loader(const Launch& launch) {
       set_current(stage.position, stage.step - launch.first_step);
       note(launch, stage, Event::kLoadBegin);
     }
-    Used::dispatch(stage.words.header.opcode,
-                   [&]<class K>(K*) { K::load(stage, loader); });
+    Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) { K::load(stage, loader); });
     __syncwarp();
     if (lane_index() == 0) note(launch, stage, Event::kLoadIssued);
     loader.stage.released().arrive_together();
@@ -64,8 +63,7 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     begin_tagged_rows(launch, stage);
-    Used::dispatch(stage.words.header.opcode,
-                   [&]<class K>(K*) { K::store(stage, storer); });
+    Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) { K::store(stage, storer); });
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
     end_tagged_rows(launch, stage, stage.tagged_row);

@@ -206,7 +206,7 @@ class Steps:
 def paged_step(
     table: Table,
     rows: Sequence[tuple[int, int]],
-    live: int,
+    live: int | None,
     blocks_per_sequence: int,
     num_blocks: int,
 ) -> Steps:
@@ -220,5 +220,5 @@ def paged_step(
             "block_table",
             torch.from_numpy(blocks.reshape(sequences, blocks_per_sequence).astype(np.int32)),
         ),
-        row_count=table.integers("row_count", [live]),
+        row_count=table.count("row_count", live),
     )

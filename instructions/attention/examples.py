@@ -23,7 +23,7 @@ class Case:
     kv_heads: int
     head_dim: int
     rows: list[tuple[int, int]]
-    live: int
+    live: int | None  # None: there is no count, all rows are live
     block_size: int = 8
     q: DType = F32
     cache: DType = F32
@@ -104,6 +104,7 @@ CASES = [
     Case("fast, newest, tagged, first of two", 4, 1, 64, APART, 4, **(FAST_HALF | NEWEST)),
     Case("fast, newest, tagged, last of two", 4, 1, 64, APART, 5, **(FAST_HALF | LAST | NEWEST)),
     Case("no live row", 2, 2, 16, MIXED, 0, tagged=True),
+    Case("not counted", 2, 2, 16, MIXED, None),
 ]
 
 

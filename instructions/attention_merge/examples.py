@@ -21,6 +21,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("tagged", 2, 20, 3, (0, 2), BF16, True, 5),
         ("long heads", 1, 130, 2, (0, 1), F32, True, 3),
         ("no live row", 4, 16, 2, (0, 4), F32, True, 1),
+        ("not counted", 4, 16, 2, (0, 4), F32, True, None),
     ]
     for name, heads, d, splits, head_range, out_type, tagged, live in cases:
         table = Table(rng)

@@ -17,6 +17,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("all rows", F32, F32, False, 4, (0, 40), 40, None),
         ("dead rows", BF16, F32, False, 2, (0, 40), 40, None),
         ("no live row", BF16, BF16, False, 0, (0, 40), 40, BF16),
+        ("not counted", F32, F32, True, None, (0, 40), 40, None),
         ("some columns", BF16, BF16, False, 4, (16, 39), 40, None),
         ("tagged", BF16, F32, True, 3, (8, 40), 40, None),
         ("tagged bf16", F32, BF16, True, 3, (8, 40), 40, None),
@@ -33,7 +34,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
             "tokens": table.add("tokens", (3, 9), I32, TensorKind.STATE, table.tensor(tokens)),
             "row_sequence": table.integers("row_sequence", [2, 0, 0, 1]),
             "row_position": table.integers("row_position", [8, 0, 1, 3]),
-            "row_count": table.integers("row_count", [live]),
+            "row_count": table.count("row_count", live),
             "out": table.output("out", (4, size), out_type, tagged=tagged),
         }
         if scaled is not None:

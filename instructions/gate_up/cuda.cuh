@@ -4,8 +4,8 @@
 
 namespace megavm {
 
-// A pair is the gate and the up row of one column. A thread stores two columns: its own, and that of
-// its neighbour.
+// A pair is the gate and the up row of one column. A thread stores two columns: its own, and that
+// of its neighbour.
 template <>
 struct Epilogue<GateUp> : EpilogueBase<GateUp> {
   struct Early {

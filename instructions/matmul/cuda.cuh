@@ -118,8 +118,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ void store_squares(const PairAt& at, uint32_t column,
                                                 const PairSums& result) const {
     float sum = at.active && column < in.inst.column_end ? result.first * result.first : 0.0f;
-    if (at.active && column + 1 < in.inst.column_end)
-      sum = fmaf(result.second, result.second, sum);
+    if (at.active && column + 1 < in.inst.column_end) sum = fmaf(result.second, result.second, sum);
     sum += __shfl_xor_sync(~0u, sum, at.apart);
     sum += __shfl_xor_sync(~0u, sum, 2 * at.apart);
     if (at.active && at.pair % kUnitPairs == 0)
@@ -139,8 +138,9 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
         column + 1 < end) {
       const bool tagged = is_tagged(from);
       Columns words[1];
-      megavm::await(Columns::row_of(from, row, tag, word, tagged), words, [](uint32_t) { return true; },
-            [&](uint32_t) { return at; }, tagged);
+      megavm::await(
+          Columns::row_of(from, row, tag, word, tagged), words, [](uint32_t) { return true; },
+          [&](uint32_t) { return at; }, tagged);
       sums.first += words[0].value(0, tagged), sums.second += words[0].value(1, tagged);
       return;
     }
@@ -165,9 +165,10 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     }
     constexpr uint32_t kMost = max_of(1, program::kMaxAddends);
     Columns words[kMost];
-    megavm::await(Columns::row_of(addends, row, tag, word), words,
-          [&](uint32_t part) { return part < parts; },
-          [&](uint32_t part) { return part * size + column; });
+    megavm::await(
+        Columns::row_of(addends, row, tag, word), words,
+        [&](uint32_t part) { return part < parts; },
+        [&](uint32_t part) { return part * size + column; });
 #pragma unroll
     for (uint32_t part = 0; part < kMost; ++part) {
       if (part >= parts) break;

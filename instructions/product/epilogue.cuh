@@ -1,9 +1,9 @@
 // Epilogues: what an instruction does with the sums of a matrix product.
 //
 // A product multiplies pairs of neighbouring stored rows of the weight with x. An epilogue sees one
-// row of x, one pair, and its two sums; it knows nothing of tiles, fragments or warps. Which rows of
-// the weight are neighbours is the layout's matter: columns 2 p and 2 p + 1 (matmul), gate and up of
-// column p (gate_up), the two elements of rotation pair p (qkv_rope).
+// row of x, one pair, and its two sums; it knows nothing of tiles, fragments or warps. Which rows
+// of the weight are neighbours is the layout's matter: columns 2 p and 2 p + 1 (matmul), gate and
+// up of column p (gate_up), the two elements of rotation pair p (qkv_rope).
 //
 // instructions/<name>/cuda.cuh specialises Epilogue<Instruction>, derives it from EpilogueBase, and
 // declares
@@ -16,7 +16,8 @@
 //                                                 threads may look up a pair, one finishes it
 //   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
 //                                                 it. The instruction's waits are over
-//   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of the warp
+//   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of the
+//   warp
 //                                                 call it together
 //   bool keeps() const;                           whether `end` has work
 //   void end(row, kept) const;                    when all pairs of a row are finished: store what

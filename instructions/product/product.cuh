@@ -14,10 +14,10 @@
 // columns 8j .. 8j+7.
 //
 // The sums of two neighbouring rows of the stored weight, a *pair*, are finished together, by the
-// epilogue of the instruction (epilogue.cuh). Loader and consumers run one copy of this code for all
-// product instructions: with a copy for each, a step of one row took 2 % more time. This file has
-// what programs of one row (row.cuh) and of several (rows.cuh) have in common; products.cuh makes
-// the kernel.
+// epilogue of the instruction (epilogue.cuh). Loader and consumers run one copy of this code for
+// all product instructions: with a copy for each, a step of one row took 2 % more time. This file
+// has what programs of one row (row.cuh) and of several (rows.cuh) have in common; products.cuh
+// makes the kernel.
 #pragma once
 
 #include "cuda/kernel.cuh"
@@ -70,7 +70,8 @@ struct Product {
     return program::kAnyPartOfK ? first_k : 0;
   }
 
-  // A number of pair `i` of the units that begin at `unit`, and whether it is finished.
+  // The number in the weight of pair `i` after the beginning of the instruction's unit `unit`, and
+  // whether the instruction finishes that pair.
   __device__ __forceinline__ uint32_t pair(uint32_t unit, uint32_t i) const {
     return (pair_begin / kUnitPairs + unit) * kUnitPairs + i;
   }
@@ -106,8 +107,7 @@ __device__ __forceinline__ uint32_t x_row(const Stage& stage, const Product& p, 
 }
 
 // The loader: stream the weights, page by page, in the order above.
-__device__ __forceinline__ void load_product(const Stage& stage, const Product& p,
-                                             Loader& loader) {
+__device__ __forceinline__ void load_product(const Stage& stage, const Product& p, Loader& loader) {
   const Tiling& tiling = p.tiling;
   const uint32_t groups = num_groups(stage, p), chunks = tiling.chunks();
 #pragma unroll 1
@@ -161,8 +161,20 @@ __device__ __forceinline__ uint32_t partials_at(uint32_t half, uint32_t unit, ui
 // A product all of whose members are written, see ptx::zero.
 __device__ __forceinline__ Product no_product() {
   const auto zero = [] { return ptx::zero(); };
-  return {{zero(), zero()}, zero(), zero(), zero(), zero(), zero(), zero(), zero(), zero(),
-          zero(),           zero(), zero(), __uint_as_float(zero()), zero()};
+  return {{zero(), zero()},
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          zero(),
+          __uint_as_float(zero()),
+          zero()};
 }
 
 // Delay stores, for tests; see kHoldStores.

@@ -42,8 +42,7 @@ struct Products {
 
   static __device__ __forceinline__ void store(const Stage& stage, Storer& storer) {
     if constexpr (kStorerFinishes)
-      Used::dispatch(stage.words.header.opcode,
-                     [&]<class I>(I*) { finish_row<I>(stage, storer); });
+      Used::dispatch(stage.words.header.opcode, [&]<class I>(I*) { finish_row<I>(stage, storer); });
   }
 };
 

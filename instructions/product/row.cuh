@@ -4,10 +4,10 @@
 // consumers begin the next instruction. See product.cuh and epilogue.cuh.
 #pragma once
 
+#include "cuda/storer.cuh"
 #include "instructions/product/epilogue.cuh"
 #include "instructions/product/row_input.cuh"
 #include "instructions/product/row_squares.cuh"
-#include "cuda/storer.cuh"
 
 namespace megavm {
 
@@ -111,8 +111,8 @@ __device__ __forceinline__ void product_row(const Stage& stage, const Product& i
   sums.clear();
   const uint32_t units = input.tiling.units;
   const auto chunks = [&] { return input.tiling.chunks(); };  // likewise
-  uint32_t chunk = 0, pages = first_pages;  // pages: of a unit in the chunk
-  uint32_t page = 0, unit = 0;              // page of the chunk, unit of the block
+  uint32_t chunk = 0, pages = first_pages;                    // pages: of a unit in the chunk
+  uint32_t page = 0, unit = 0;  // page of the chunk, unit of the block
   const auto panel_page = [&] { return scratch_at(page * kTilesPerPage * kTileRowBytes); };
   const auto flush = [&] {
     if (page < pages) return;

@@ -69,17 +69,15 @@ __device__ __forceinline__ PairSums add_partials(const Consumer& consumer, const
                                                  bool active) {
   PairSums total = {};
   if (active) {
-    const uint32_t from =
-        partials_at(consumer.sums.half(), share.pair / kUnitPairs, share.part) +
-        4 * (share.row * kUnitRows + share.pair % kUnitPairs * 2);
+    const uint32_t from = partials_at(consumer.sums.half(), share.pair / kUnitPairs, share.part) +
+                          4 * (share.row * kUnitRows + share.pair % kUnitPairs * 2);
     // Issue all loads before the first addition.
     ptx::Words2 partial[kNumConsumers];
 #pragma unroll
     for (uint32_t warp = 0; warp < kNumConsumers; ++warp) {
       partial[warp] = {0, 0};
       if (warp * share.threads + share.part < kNumConsumers)
-        partial[warp] =
-            ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
+        partial[warp] = ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
     }
 #pragma unroll
     for (const ptx::Words2& words : partial) {
@@ -95,7 +93,8 @@ __device__ __forceinline__ PairSums add_partials(const Consumer& consumer, const
   return total;
 }
 
-// When all pairs of a group's rows are finished: one warp for each row stores what its threads kept.
+// When all pairs of a group's rows are finished: one warp for each row stores what its threads
+// kept.
 template <class Instruction, class Kept>
 __device__ __forceinline__ void end_rows(const Epilogue<Instruction>& epilogue, Consumer& consumer,
                                          uint32_t units, uint32_t first_row, uint32_t rows,
@@ -124,8 +123,7 @@ template <class Used>
 __device__ __forceinline__ void product_rows(const Stage& stage, const Product& input,
                                              Consumer& consumer) {
   const auto with_epilogue = [&](auto&& use) {
-    Used::dispatch(stage.words.header.opcode,
-                   [&]<class I>(I*) { use(Epilogue<I>(stage)); });
+    Used::dispatch(stage.words.header.opcode, [&]<class I>(I*) { use(Epilogue<I>(stage)); });
   };
   const Tiling& tiling = input.tiling;
   RowsInput x(stage, input, consumer);

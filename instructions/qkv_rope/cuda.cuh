@@ -11,9 +11,9 @@ namespace megavm {
 template <>
 struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   struct Early {
-    PairPlace place;   // of the two elements in q, k_new or v_new
-    uint64_t cached;   // their address in the cache; 0: none
-    uint32_t alone;    // 1: every element is stored alone
+    PairPlace place;  // of the two elements in q, k_new or v_new
+    uint64_t cached;  // their address in the cache; 0: none
+    uint32_t alone;   // 1: every element is stored alone
     PairSums bias;
     float cosine, sine;
   };
@@ -53,8 +53,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   };
   __device__ __forceinline__ Slot slot_of(uint32_t row) const {
     const Tensor& table = in[&QkvRope::block_table];
-    const uint32_t limit =
-        min_of(in[&QkvRope::rope].rows, table.columns * qkv_rope::kBlockSize);
+    const uint32_t limit = min_of(in[&QkvRope::rope].rows, table.columns * qkv_rope::kBlockSize);
     const uint32_t position = position_of(in[&QkvRope::row_position], row, in.step(), limit);
     const uint32_t sequence = sequence_of(in[&QkvRope::row_sequence], row, table);
     return {kv_block(table, sequence, position / qkv_rope::kBlockSize, in[&QkvRope::k_cache].rows),

@@ -26,7 +26,7 @@ class Case:
     kv_heads: int
     head_dim: int
     rows: list[tuple[int, int]]
-    live: int
+    live: int | None  # None: there is no count, all rows are live
     k: int = 48
     pairs: tuple[int, int] | None = None
     weight: DType = F32
@@ -94,6 +94,7 @@ CASES = [
     ),
     Case("prefill, float32", 2, 1, 24, LONG, 35, k=1100),
     Case("no live row", 2, 1, 8, MIXED, 0, tagged=True),
+    Case("not counted", 2, 1, 8, MIXED, None),
 ]
 
 

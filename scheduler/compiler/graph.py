@@ -122,9 +122,7 @@ class Graph:
             "rms_norm", label, {"x": x, "gain": gain}, x.columns, F32, {"eps": eps}, like=x
         )
 
-    def gather(
-        self, label: str, x: Value, index: Value, count: Value | None, rows: int
-    ) -> Value:
+    def gather(self, label: str, x: Value, index: Value, count: Value | None, rows: int) -> Value:
         """The rows of x that the first ``count`` entries of ``index`` name, at most ``rows``.
 
         Without ``count``: those that the first ``rows`` entries name.

@@ -85,8 +85,8 @@ def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DTyp
     The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary].
     """
     steps = step_tensors(limits)
-    # A step has at least one row, so the row of a program for one row is always live: nothing counts
-    # rows, and kernels need no code for dead ones. A step that wants no logits computes them anyway.
+    # A step has at least one row, so a program for one row counts none: its row is live, and its
+    # kernel needs no code for dead rows. It computes logits even for a step that wants none.
     counted = bucket.rows > 1
     row_count = steps["row_count"] if counted else None
     graph = Graph(bucket.rows, row_count, limits.max_num_batched_tokens)

@@ -317,7 +317,9 @@ def memory_of_decode(program: Program, device: str = "cpu") -> Memory:
     memory = random_memory(program, device=device)
     blocks = memory["step.block_table"]
     rows = len(blocks)
-    memory["step.row_count"][0] = memory["step.logit_count"][0] = rows
+    memory["step.logit_count"][0] = rows
+    if rows > 1:  # a program of one row counts none
+        memory["step.row_count"][0] = rows
     memory["step.row_sequence"][:] = memory["step.logit_row"][:] = torch.arange(rows)
     blocks[:] = torch.randperm(blocks.numel()).reshape(blocks.shape)
     memory["step.tokens"][:, 0] = torch.arange(3, 3 + rows)

@@ -71,7 +71,7 @@ def test_a_program_header_names_what_the_program_uses() -> None:
         '#include "cuda/interpreter.cuh"',
         '#include "instructions/copy/cuda.cuh"',
     ]
-    assert "using Used = List<Copy>;" in header
+    assert "using Used = KernelList<Alone<Copy>>;" in header
     assert "kTrace = true" in codegen.program_header(program_of(copy_rows(0, 1)), trace=True)
 
 
@@ -86,7 +86,7 @@ def test_attention_brings_its_merge_whether_it_is_split_or_not() -> None:
     module = importlib.import_module(f"{attention.__module__}.examples")
     example = next(iter(module.examples(np.random.default_rng(0))))
     header = codegen.program_header(example.program())
-    assert "using Used = List<Attention, AttentionMerge>;" in header
+    assert "using Used = KernelList<Alone<Attention>, Alone<AttentionMerge>>;" in header
     assert "kUsesAttentionMerge = true" in header
 
 
