@@ -88,10 +88,11 @@ struct Loaded {
     }
   }
 
-  // Of tagged words: whether all of them carry the tag.
+  // Whether all words carry the tag; words that are not tagged count as if they did.
   // NOTE: selects, because the compiler makes branches of a conjunction. A load behind such a
   // branch waits for the loads before it.
   __device__ __forceinline__ bool has(uint32_t tag) const {
+    if constexpr (!kTagged) return true;
     uint32_t found = tag;
 #pragma unroll
     for (uint32_t i = 0; i < kWords; ++i)

@@ -86,8 +86,8 @@ struct Kernel<AttentionMerge> : KernelDefaults {
               uint32_t missing = kNone;
 #pragma unroll
               for (uint32_t i = 0; i < kBatch; ++i)
-                if (kTagged && !sums[i].has(from.tag)) missing = column(i);
-              return kTagged && !score.has(from.tag) ? score_column : missing;
+                if (!sums[i].has(from.tag)) missing = column(i);
+              return score.has(from.tag) ? missing : score_column;
             },
             [&](uint32_t missing) {
               if (missing == score_column)

@@ -175,7 +175,7 @@ class RowInput {
             uint32_t missing = kNone;
 #pragma unroll
             for (uint32_t i = 0; i < kBatch; ++i)
-              if (kTagged && begin + i < pages && !raw<kF32, kTagged>(i).has(tag)) missing = i;
+              if (begin + i < pages && !raw<kF32, kTagged>(i).has(tag)) missing = i;
             return missing;
           },
           [&](uint32_t missing) {
