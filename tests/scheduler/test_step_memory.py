@@ -40,6 +40,8 @@ class Launched:
 
     def finish(self) -> None:
         self.calls.append("finish")
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # as an executable waits for what follows its launches
 
     def run(self, steps: int = 1) -> None:
         self.launch(steps)
