@@ -16,8 +16,7 @@
 //                                                 threads may look up a pair, one finishes it
 //   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
 //                                                 it. The instruction's waits are over
-//   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of the
-//   warp
+//   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of a warp
 //                                                 call it together
 //   bool keeps() const;                           whether `end` has work
 //   void end(row, kept) const;                    when all pairs of a row are finished: store what
