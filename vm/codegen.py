@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from megavm.vm.program import Program
 
 ROOT = Path(__file__).resolve().parents[1]
-WIDTH = 100  # of comments on their own lines
+WIDTH = 100  # characters in a line of comments
 
 
 def warning(source: str) -> str:
@@ -347,13 +347,12 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
     lines += ['#include "cuda/interpreter.cuh"', ""]
     lines += [f'#include "instructions/{cls.name()}/cuda.cuh"' for cls in found.used]
     families: dict[str, list[str]] = {}
-    # Families come last: the code after their branch is then what all kernels have in common.
-    for cls in sorted(found.used, key=lambda cls: bool(cls.family)):
-        families.setdefault(cls.family or f"Alone {cls.__name__}", []).append(cls.__name__)
-    listed = ", ".join(
-        f"{family.split()[0]}<{', '.join(names)}>" for family, names in families.items()
-    )
-    lines += ["", "namespace megavm {", "", f"using Used = KernelList<{listed}>;", ""]
+    for cls in found.used:
+        if cls.family:
+            families.setdefault(cls.family, []).append(cls.__name__)
+    kernels = [f"Alone<{cls.__name__}>" for cls in found.used if not cls.family]
+    kernels += [f"{family}<{', '.join(names)}>" for family, names in families.items()]
+    lines += ["", "namespace megavm {", "", f"using Used = KernelList<{', '.join(kernels)}>;", ""]
     lines += ["}  // namespace megavm", ""]
     return "\n".join(lines)
 

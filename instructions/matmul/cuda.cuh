@@ -49,9 +49,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     early.bias = load_bias(in, &Matmul::bias, column, column + 1);
     early.place = place_of(in[&Matmul::out], row, to + column, to + begin, to + end);
     if (!is_scaled()) return;
-    const Tensor& gain = in[&Matmul::out_gain];
-    if (column < gain.rows) early.gain.first = constant_element(gain, column, 0);
-    if (column + 1 < gain.rows) early.gain.second = constant_element(gain, column + 1, 0);
+    early.gain = load_pair(in[&Matmul::out_gain], column, column + 1);
     early.scaled_place = place_of(in[&Matmul::out_scaled], row, column, begin, end);
   }
 
@@ -125,7 +123,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       write_element(in[&Matmul::out_squares], at.row, at.pair / kUnitPairs, sum, in.out_tag());
   }
 
-  using Columns = Loaded<true, true, 2>;  // of a tensor that may be tagged
+  using Columns = Loaded<true, true, 2>;  // two columns of a tensor that may be tagged
 
   // Add the elements of two neighbouring columns of a tensor, as far as they are the instruction's.
   // `skipped`: columns of the tensor before column 0 of the result. Waits for tagged words.

@@ -5,10 +5,6 @@
 namespace megavm {
 
 template <>
-struct Kernel<Noop> : KernelDefaults {
-  static __device__ __forceinline__ void consume(const Operands<Noop>&, Consumer& consumer) {
-    consumer.wait_ready();
-  }
-};
+struct Kernel<Noop> : KernelDefaults {};
 
 }  // namespace megavm

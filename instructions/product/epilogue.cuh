@@ -1,9 +1,9 @@
 // Epilogues: what an instruction does with the sums of a matrix product.
 //
 // A product multiplies pairs of neighbouring stored rows of the weight with x. An epilogue sees one
-// row of x, one pair, and its two sums; it knows nothing of tiles, fragments or warps. Which rows
-// of the weight are neighbours is the layout's matter: columns 2 p and 2 p + 1 (matmul), gate and
-// up of column p (gate_up), the two elements of rotation pair p (qkv_rope).
+// row of x, one pair, and its two sums; it knows nothing of tiles, fragments or warps. The layout
+// of the weight decides which rows are neighbours. Pair p is columns 2 p and 2 p + 1 in matmul,
+// gate and up of column p in gate_up, and the two elements of rotation pair p in qkv_rope.
 //
 // instructions/<name>/cuda.cuh specialises Epilogue<Instruction>, derives it from EpilogueBase, and
 // declares
@@ -29,11 +29,6 @@ namespace megavm {
 
 template <class Instruction>
 struct Epilogue;
-
-// The two sums of a pair of weight rows.
-struct PairSums {
-  float first, second;
-};
 
 // Where the threads of a warp stand when they finish their pairs.
 struct PairAt {
@@ -152,15 +147,20 @@ class SharedRegisters {
   uint32_t words_[max_of(1, largest_of(kWordsOf<Types>...))];
 };
 
+// Elements of a vector that no instruction writes; 0 where it has no such element.
+__device__ __forceinline__ PairSums load_pair(const Tensor& vector, uint32_t first,
+                                              uint32_t second) {
+  return {first < vector.rows ? constant_element(vector, first, 0) : 0.0f,
+          second < vector.rows ? constant_element(vector, second, 0) : 0.0f};
+}
+
 // Biases of the two rows of a pair; 0 if the instruction has no bias.
 template <class Instruction>
 __device__ __forceinline__ PairSums load_bias(const Operands<Instruction>& in,
                                               uint32_t Instruction::* bias, uint32_t first,
                                               uint32_t second) {
   if (!program::kAnyBias || !in.has(bias)) return {0.0f, 0.0f};
-  const Tensor& tensor = in[bias];
-  return {first < tensor.rows ? constant_element(tensor, first, 0) : 0.0f,
-          second < tensor.rows ? constant_element(tensor, second, 0) : 0.0f};
+  return load_pair(in[bias], first, second);
 }
 
 // The place of two neighbouring columns. Its kind is kNone unless both lie in [begin, end) and one

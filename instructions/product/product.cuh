@@ -185,6 +185,22 @@ __device__ __forceinline__ void hold_stores(uint32_t times) {
 
 // ---- Sums.
 
+// The two sums of a pair of weight rows.
+struct PairSums {
+  float first, second;
+};
+
+// Add up the sums of several warps, in order.
+__device__ __forceinline__ PairSums add_up(const ptx::Words2 (&partial)[kNumConsumers]) {
+  PairSums total = {};
+#pragma unroll
+  for (const ptx::Words2& words : partial) {
+    total.first += __uint_as_float(words.x);
+    total.second += __uint_as_float(words.y);
+  }
+  return total;
+}
+
 // A warp's tiles of one page.
 struct PageTiles {
   ptx::Words4 tile[kTilesPerWarp];

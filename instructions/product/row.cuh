@@ -110,7 +110,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, const Product& i
   RowSums sums;
   sums.clear();
   const uint32_t units = input.tiling.units;
-  const auto chunks = [&] { return input.tiling.chunks(); };  // likewise
+  const auto chunks = [&] { return input.tiling.chunks(); };  // a function, as warp
   uint32_t chunk = 0, pages = first_pages;                    // pages: of a unit in the chunk
   uint32_t page = 0, unit = 0;  // page of the chunk, unit of the block
   const auto panel_page = [&] { return scratch_at(page * kTilesPerPage * kTileRowBytes); };
@@ -218,11 +218,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
 #pragma unroll
       for (uint32_t warp = 0; warp < kNumConsumers; ++warp)
         partial[warp] = ptx::load_shared2(from + 4 * warp * kGroupRows * kUnitRows);
-#pragma unroll
-      for (const ptx::Words2& words : partial) {
-        sums.first += __uint_as_float(words.x);
-        sums.second += __uint_as_float(words.y);
-      }
+      sums = add_up(partial);
     }
     hold_stores(1);
     sums.first *= scale, sums.second *= scale;

@@ -39,7 +39,7 @@ struct RowsSums : UnitSums {
 struct PairShare {
   uint32_t threads;  // threads that share the pair
   uint32_t part;     // this thread's number among them
-  uint32_t row;      // of the group
+  uint32_t row;      // index of its row in the group
   uint32_t pair;     // among the pairs of the block's units
 
   // `units`: those of a full block.
@@ -79,11 +79,7 @@ __device__ __forceinline__ PairSums add_partials(const Consumer& consumer, const
       if (warp * share.threads + share.part < kNumConsumers)
         partial[warp] = ptx::load_shared2(from + 4 * warp * share.threads * kGroupRows * kUnitRows);
     }
-#pragma unroll
-    for (const ptx::Words2& words : partial) {
-      total.first += __uint_as_float(words.x);
-      total.second += __uint_as_float(words.y);
-    }
+    total = add_up(partial);
   }
 #pragma unroll 1
   for (uint32_t offset = 1; offset < share.threads; offset *= 2) {
@@ -138,7 +134,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
     const uint32_t full_block = min_of(kBlockUnits, tiling.units);
     typename Used::Kept kept;
     x.begin(first_row, rows);
-    float scale = 1.0f;  // of this thread's row
+    float scale = 1.0f;  // RMSNorm scale of the row that this thread finishes
 #pragma unroll 1
     for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += kBlockUnits) {
       const uint32_t units = min_of(kBlockUnits, tiling.units - first_unit);
