@@ -192,12 +192,12 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       waiting = true;
     }
     if (waiting) continue;
-    // Consumers may begin an instruction while the storer or another consumer still stores results
-    // of the one before. That is correct where barriers and tagged words order all conflicting
-    // accesses, as in every program of the compiler. Where a program relies on the order of its
-    // queue (kInOrder), an instruction becomes ready only when the storer has released the one
-    // before. All its results are stored then. Semaphores make them visible to this worker's
-    // warps; the storer's fence orders them before any later word that another worker reads.
+    // Consumers may begin an instruction while results of the previous one are still being stored.
+    // In programs of the compiler, barriers and tagged words order all conflicting accesses, so
+    // this is correct. A program may also rely on the order of its queue (kInOrder). Then an
+    // instruction becomes ready when the storer has released the previous one, so that all of its
+    // results are stored. Semaphores make them visible to this worker's warps; the storer's fence
+    // orders them before any later word that another worker reads.
     if constexpr (program::kInOrder)
       if (!hints && !is_first && !before.released().is_over(before.phase)) {
         if (__builtin_expect(is_stopping(), 0)) before.released().give_up(before.phase);

@@ -42,8 +42,8 @@ __device__ __forceinline__ float read_element(const Tensor& t, uint32_t row, uin
 
 // A row that a warp reads, and what a fault says of its words. See Loaded::row_of.
 struct SourceRow {
-  uint64_t address;  // of its first element
-  uint32_t tag;      // that its words must carry
+  uint64_t address;  // address of the first element
+  uint32_t tag;      // the tag for which the reader waits
   OperandWord operand;
   uint32_t row;
 };
@@ -127,8 +127,9 @@ struct Loaded {
 // tags: it returns the number of a group of words that is incomplete, or kNone. The two alternate
 // until all words have arrived. When the worker is stopping, `find` stops at a missing word of the
 // group. kAsked: the caller has issued the first loads.
-// NOTE: no tag may be checked before all loads are issued. A number keeps it so. With a conjunction
-// of comparisons, ptxas runs out of predicates and checks some tags between the loads.
+// NOTE: no tag may be checked before all loads are issued. So `missing` returns a number: ptxas
+// needs a predicate for each term of a conjunction, runs out of them, and then checks some tags
+// between the loads.
 template <bool kAsked = false, class Load, class Missing, class Find>
 __device__ __forceinline__ void await(Load&& load, Missing&& missing, Find&& find) {
   while (true) {

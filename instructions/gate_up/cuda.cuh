@@ -4,12 +4,12 @@
 
 namespace megavm {
 
-// A pair is the gate and the up row of one column. A thread stores two columns: its own, and that
-// of its neighbour.
+// A pair is the gate and the up row of one column. The thread of an even column stores its own
+// result and the next thread's.
 template <>
 struct Epilogue<GateUp> : EpilogueBase<GateUp> {
   struct Early {
-    PairPlace place;  // of the two columns, the first even; without a kind, each is stored alone
+    PairPlace place;  // where both results go; kind kNone: each thread stores its own
     PairSums bias;
   };
 

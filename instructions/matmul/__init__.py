@@ -182,9 +182,8 @@ class Matmul(Instruction):
             spec = tensors[handle]
             paired = spec.dtype is F32 and spec.columns % 2 == 0
             if spec.tagged and not (single_row and paired):
-                return (
-                    TagOrder.BY_MACHINE
-                )  # the kernel waits for it only when its sums are finished
+                # Stricter than the kernel, which waits for it while its weights stream.
+                return TagOrder.BY_MACHINE
         begin, end = self.k(tensors)
         order = product_tag_order(
             tensors,

@@ -11,8 +11,8 @@ namespace megavm {
 template <>
 struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   struct Early {
-    PairPlace place;  // of the two elements in q, k_new or v_new
-    uint64_t cached;  // their address in the cache; 0: none
+    PairPlace place;  // where two elements go in q, k_new or v_new
+    uint64_t cached;  // where they go in the cache; 0: nowhere
     uint32_t alone;   // 1: every element is stored alone
     PairSums bias;
     float cosine, sine;
