@@ -121,7 +121,6 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
       stage.position = queue.position;
       stage.step = launch.first_step + queue.step;
       stage.tag = launch.epoch + launch.first_step + queue.step + 1;
-      if (program::kAnyByMachine) stage.is_held = 1;
       stage.trace_row = more ? queue.trace_row() : kNone;
     }
     if (more) {
@@ -205,17 +204,10 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
         next_wait = end;
         continue;
       }
-    // The storer first waits for all words of some instructions (tagged_rows.cuh), and clears
-    // is_held with a release; this acquire pairs with it. It also reports the fault on a stop.
-    if (!hints && is_by_machine(stage) &&
-        ptx::load_shared_acquire(ptx::shared_address(&stage.is_held)) != 0) {
-      if (__builtin_expect(is_stopping(), 0)) return;
-      __nanosleep(20);
-      next_wait = end;
-      continue;
-    }
     if (!hints) note(launch, stage, Event::kReady);
     (hints ? cursor.hinted() : cursor.ready()).arrive();
+    // The second arrival, in place of the storer, which looks for no words of this instruction.
+    if (program::kAnyByMachine && !hints && !is_by_machine(stage)) cursor.ready().arrive();
     cursor.released().arrive();
     before = cursor;
     is_first = false;

@@ -59,10 +59,10 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
   Storer storer(launch);
   while (true) {
     storer.stage.resolved().wait(storer.stage.phase);
-    Stage& stage = stage_at(storer.stage.slot);
+    const Stage& stage = stage_at(storer.stage.slot);
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
-    begin_tagged_rows(launch, stage);
+    begin_tagged_rows(launch, stage, storer.stage);
     Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) { K::store(stage, storer); });
     storer.stage.stored().wait(storer.stage.phase);
     __syncwarp();
@@ -87,7 +87,7 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
     for (uint32_t i = 0; i < kStages; ++i) {
       const StageCursor stage{i, 0};
       stage.resolved().init(kWarpArrivals);
-      stage.ready().init(1);
+      stage.ready().init(program::kAnyByMachine ? 2 : 1);  // waiter; storer, or the waiter again
       stage.stored().init(kNumConsumers * kWarpArrivals);
       stage.hinted().init(1);
       stage.released().init(2 * kWarpArrivals + 2);  // loader, storer; waiter (waits, hints)

@@ -13,7 +13,6 @@ struct Stage {
   uint32_t step;                  // number of the step within its launch
   uint32_t tag;                   // the tag of this step
   Exchange exchange;
-  uint32_t is_held;     // 1: the storer has yet to find the words that the instruction reads
   uint32_t trace_row;   // see trace.cuh; kNone: no instruction, the queue has ended
   uint32_t tagged_row;  // the first row whose words the storer handles; kNone: it handles none
 };
@@ -35,7 +34,8 @@ __device__ __forceinline__ Stage& stage_at(uint32_t slot) {
 
 // A position in the worker's sequence of instructions. The semaphores of its stage:
 //   resolved  the controller has filled the stage
-//   ready     the instruction's barriers have reached their targets
+//   ready     the instruction's barriers have reached their targets; the storer has found the words
+//             that it reads, if it looks for all of them (tagged_rows.cuh)
 //   hinted    the tagged words that it reads have likely been stored
 //   stored    the consumers are done with it
 //   released  loader, storer and waiter are done with it: the stage may be reused

@@ -56,11 +56,12 @@ __device__ __forceinline__ void await_tagged_rows(const Launch& launch, const St
 }
 
 // Called when an instruction begins. If the storer handles all its words: wait for those that it
-// reads, then let the waiter make it ready.
-__device__ __forceinline__ void begin_tagged_rows(const Launch& launch, Stage& stage) {
+// reads. Until then the instruction is not ready.
+__device__ __forceinline__ void begin_tagged_rows(const Launch& launch, const Stage& stage,
+                                                  const StageCursor& cursor) {
   if (!is_by_machine(stage)) return;
   await_tagged_rows(launch, stage, 0);
-  if (lane_index() == 0) ptx::store_shared_release(ptx::shared_address(&stage.is_held), 0);
+  if (lane_index() == 0) cursor.ready().arrive();
   __syncwarp();
 }
 

@@ -235,17 +235,6 @@ __device__ __forceinline__ void store_shared(uint32_t address, uint32_t x) {
   asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
 }
 
-// Release store and acquire load between the warps of this CTA: a warp that loads the value also
-// sees every store that the storing thread made or observed before.
-__device__ __forceinline__ void store_shared_release(uint32_t address, uint32_t x) {
-  asm volatile("st.release.cta.shared.u32 [%0], %1;" ::"r"(address), "r"(x) : "memory");
-}
-__device__ __forceinline__ uint32_t load_shared_acquire(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.acquire.cta.shared.u32 %0, [%1];" : "=r"(v) : "r"(address) : "memory");
-  return v;
-}
-
 __device__ __forceinline__ void store_shared2(uint32_t address, uint32_t x, uint32_t y) {
   asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }

@@ -201,7 +201,9 @@ __device__ __forceinline__ PairSums add_up(const ptx::Words2 (&partial)[kNumCons
   return total;
 }
 
-// A warp's tiles of one page.
+// A warp's tiles of one page. Tiles beyond the last column are zero, and so is the input there:
+// every page is multiplied as if it were whole. A branch at each tile in place of the zeros cost
+// TinyLlama 10 % of a step of one row.
 struct PageTiles {
   ptx::Words4 tile[kTilesPerWarp];
 
@@ -210,11 +212,14 @@ struct PageTiles {
     for (ptx::Words4& t : tile) t = ptx::zero4();
   }
 
-  __device__ __forceinline__ void load(uint32_t page_address, uint32_t warp) {
+  // `tiles`: of the page; read only if the program has partial pages.
+  __device__ __forceinline__ void load(uint32_t page_address, uint32_t warp, uint32_t tiles) {
     const uint32_t from = page_address + warp * kTileBytes + lane_index() * 16;
 #pragma unroll
-    for (uint32_t i = 0; i < kTilesPerWarp; ++i)
+    for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
       tile[i] = ptx::load_shared4(from + i * kNumConsumers * kTileBytes);
+      if (program::kAnyPartialPages && i * kNumConsumers + warp >= tiles) tile[i] = {0, 0, 0, 0};
+    }
   }
 };
 

@@ -13,13 +13,11 @@ namespace megavm {
 
 // The sums of one unit, with the input in the panel.
 struct RowSums : UnitSums {
-  __device__ __forceinline__ void add(const PageTiles& page, uint32_t panel_page, uint32_t warp,
-                                      uint32_t tiles) {
+  __device__ __forceinline__ void add(const PageTiles& page, uint32_t panel_page, uint32_t warp) {
     const uint32_t lane = lane_index();
 #pragma unroll
     for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
       const uint32_t tile = i * kNumConsumers + warp;
-      if (program::kAnyPartialPages && tile >= tiles) break;
       const ptx::Words4 a = ptx::load_shared4(panel_page + tile * kTileRowBytes + lane % 4 * 16);
       const ptx::Words4& w = page.tile[i];
       if constexpr (kF32Weights) {
@@ -30,12 +28,12 @@ struct RowSums : UnitSums {
     }
   }
 
-  // Two whole pages of the same unit: their loads and products overlap.
+  // Two pages of the same unit: their loads and products overlap.
   __device__ __forceinline__ void add_pair(const PageTiles& first, const PageTiles& second,
-                                           uint32_t panel_page, uint32_t warp, uint32_t tiles) {
-    if constexpr (kF32Weights || program::kAnyPartialPages) {
-      add(first, panel_page, warp, kTilesPerPage);
-      add(second, panel_page + kTilesPerPage * kTileRowBytes, warp, tiles);
+                                           uint32_t panel_page, uint32_t warp) {
+    if constexpr (kF32Weights) {
+      add(first, panel_page, warp);
+      add(second, panel_page + kTilesPerPage * kTileRowBytes, warp);
     } else {
       const uint32_t from = panel_page + warp * kTileRowBytes + lane_index() % 4 * 16;
       ptx::Words4 a[2 * kTilesPerWarp];
@@ -91,7 +89,7 @@ __device__ __forceinline__ void product_row(const Stage& stage, const Product& i
     for (uint32_t i = 0; i < kPreload; ++i) {
       early[i].clear();
       if (i < num_early) {
-        early[i].load(page.address(), warp());
+        early[i].load(page.address(), warp(), input.tiling.tiles_of(i % first_pages));
         page.advance();
       }
     }
@@ -121,20 +119,21 @@ __device__ __forceinline__ void product_row(const Stage& stage, const Product& i
     ++unit;
   };
   const auto add = [&](const PageTiles& tiles) {
-    sums.add(tiles, panel_page(), warp(), input.tiling.tiles_of(chunk * kChunkPages + page));
+    sums.add(tiles, panel_page(), warp());
     ++page;
     flush();
   };
   const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
-    sums.add_pair(first, second, panel_page(), warp(),
-                  input.tiling.tiles_of(chunk * kChunkPages + page + 1));
+    sums.add_pair(first, second, panel_page(), warp());
     page += 2;
     flush();
   };
-  const auto take = [&](PageTiles& tiles) {
+  // Take page `ahead` after the next one to add.
+  const auto take = [&](PageTiles& tiles, uint32_t ahead) {
     page_arrived(consumer.page.slot).wait(consumer.page.phase);
     consumer.note(stage, Event::kLoadArrived);
-    tiles.load(consumer.page.address(), warp());
+    tiles.load(consumer.page.address(), warp(),
+               input.tiling.tiles_of(chunk * kChunkPages + page + ahead));
     consumer.finish(consumer.page);
     consumer.page.advance();
   };
@@ -161,15 +160,15 @@ __device__ __forceinline__ void product_row(const Stage& stage, const Product& i
 #pragma unroll 1
         while (unit < block) {
           PageTiles first, second;
-          take(first);
-          take(second);
+          take(first, 0);
+          take(second, 1);
           add_pair(first, second);
         }
       } else {
 #pragma unroll 1
         while (unit < block) {
           PageTiles tiles;
-          take(tiles);
+          take(tiles, 0);
           add(tiles);
         }
       }

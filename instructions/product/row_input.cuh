@@ -202,14 +202,16 @@ class RowInput {
       put<kF32, kTagged, kMaxChunkPages>(begin);
   }
 
-  // Store the words from number `kFirst` on to the panel, as the chunk that begins at this page.
+  // Store the words from number `kFirst` on to the panel, as the chunk that begins at this page:
+  // whole pages, with zeros beyond the last column.
   template <bool kF32, bool kTagged, uint32_t kFirst>
   __device__ __forceinline__ void put(uint32_t begin) {
-    const uint32_t pages = this->pages();
+    const uint32_t pages = input_.tiling.pages();
 #pragma unroll
     for (uint32_t i = 0; i < kChunkPages; ++i) {
       if (begin + i >= pages) break;
-      const RawInput<kF32, kTagged> now = raw<kF32, kTagged>((kFirst + i) % kBatch<kF32, kTagged>);
+      RawInput<kF32, kTagged> now = raw<kF32, kTagged>((kFirst + i) % kBatch<kF32, kTagged>);
+      if (program::kAnyPartialPages && begin + i >= this->pages()) now = {};
       if constexpr (!kF32 && !kF32Weights) {
         panel_.put(i, now.word(0), now.word(1));
       } else {

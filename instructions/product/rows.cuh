@@ -12,11 +12,9 @@ namespace megavm {
 // The sums of one unit, with the input in registers.
 struct RowsSums : UnitSums {
   // Add the products of a page, which is page `number` of the chunk.
-  __device__ __forceinline__ void add(const PageTiles& page, const RowsInput& x, uint32_t number,
-                                      uint32_t warp, uint32_t tiles) {
+  __device__ __forceinline__ void add(const PageTiles& page, const RowsInput& x, uint32_t number) {
 #pragma unroll
     for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
-      if (program::kAnyPartialPages && i * kNumConsumers + warp >= tiles) break;
       const ptx::Words4 &a = x[number * kTilesPerWarp + i], &w = page.tile[i];
       if constexpr (kF32Weights) {
 #pragma unroll
@@ -156,6 +154,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
         const uint32_t pages = tiling.pages_of(chunk);
+        const uint32_t last_tiles = tiling.tiles_of(chunk * kChunkPages + pages - 1);
         // Take the weight pages that have arrived into registers, before the input arrives.
         // NOTE: every register is written on every path. A register that keeps its old value on
         // some path would be live in the whole kernel.
@@ -168,7 +167,8 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
           early[i].clear();
           if (i == num_early && i < units * pages &&
               has_arrived(consumer.page, paired && i % 2 == 0)) {
-            early[i].load(consumer.page.address(), consumer.warp());
+            early[i].load(consumer.page.address(), consumer.warp(),
+                          paired && i % 2 == 0 ? kTilesPerPage : last_tiles);
             consumer.finish(consumer.page);
             consumer.page.advance();
             num_early = i + 1;
@@ -202,14 +202,13 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
           sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
           ++unit;
         };
-        const uint32_t last_tiles = tiling.tiles_of(chunk * kChunkPages + pages - 1);
         const auto add = [&](const PageTiles& tiles) {
-          sums.add(tiles, x, 0, consumer.warp(), last_tiles);
+          sums.add(tiles, x, 0);
           end_unit();
         };
         const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
-          sums.add(first, x, 0, consumer.warp(), kTilesPerPage);
-          sums.add(second, x, kChunkPages - 1, consumer.warp(), last_tiles);
+          sums.add(first, x, 0);
+          sums.add(second, x, kChunkPages - 1);
           end_unit();
         };
         if (paired) {
@@ -224,8 +223,8 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
             page_arrived(consumer.page.slot).wait(consumer.page.phase);
             page_arrived(next.slot).wait(next.phase);
             consumer.note(stage, Event::kLoadArrived);
-            first.load(consumer.page.address(), consumer.warp());
-            second.load(next.address(), consumer.warp());
+            first.load(consumer.page.address(), consumer.warp(), kTilesPerPage);
+            second.load(next.address(), consumer.warp(), last_tiles);
             consumer.finish_pages(2);
             add_pair(first, second);
           }
@@ -238,7 +237,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
             PageTiles tiles;
             page_arrived(consumer.page.slot).wait(consumer.page.phase);
             consumer.note(stage, Event::kLoadArrived);
-            tiles.load(consumer.page.address(), consumer.warp());
+            tiles.load(consumer.page.address(), consumer.warp(), last_tiles);
             consumer.finish_pages(1);
             add(tiles);
           }
