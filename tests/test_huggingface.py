@@ -71,7 +71,7 @@ compile_options = st.builds(
     CompileOptions,
     workers=st.integers(1, 5),
     assignment=st.sampled_from(["balanced", "round_robin", "dynamic"]),
-    exchange=st.sampled_from(["barrier", "heads", "tagged"]),
+    exchange=st.sampled_from(["barrier", "preferred", "tagged"]),
     fuse_norm=st.booleans(),
     waves=st.integers(1, 2),
     min_chunk=st.sampled_from([4, 256]),
@@ -201,7 +201,7 @@ def test_float32_logits_of_a_batch_are_bit_for_bit_those_of_each_sequence_alone(
         np.testing.assert_array_equal(logits, single)
 
 
-@pytest.mark.parametrize("exchange", ["barrier", "heads", "tagged"])
+@pytest.mark.parametrize("exchange", ["barrier", "preferred", "tagged"])
 def test_greedy_tokens_of_many_steps_in_one_launch_equal_transformers(
     make_llama: Make, machine: Machine, exchange: Any
 ) -> None:

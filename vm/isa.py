@@ -34,7 +34,7 @@ import functools
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, Self, TypeVar, overload
@@ -515,6 +515,15 @@ class Instruction:
         ``single_row``: no instruction of the program has more than one row.
         """
         return TagOrder.BY_MACHINE
+
+    @classmethod
+    def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
+        """Whether its GPU kernel has activations sooner as tagged words than behind a barrier.
+
+        ``operands``: the names of the operands that it has. ``rows``: of the step. The default is what
+        was measured for products: words in steps of one row, barriers in others (docs/techniques.md).
+        """
+        return rows == 1
 
     def sequence_holder(self) -> str:
         """For the sentence of a fault: the operand with too few sequences when a row's is out of range."""

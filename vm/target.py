@@ -17,7 +17,7 @@ from megavm.vm.config import (
 )
 from megavm.vm.isa import BF16
 
-Exchange = Literal["barrier", "heads", "tagged"]  # see CompileOptions
+Exchange = Literal["barrier", "preferred", "tagged"]  # see CompileOptions
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Target:
 
     ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
     the host checks its stop conditions. ``column_unit``: column tiles of products begin at
-    multiples of it. ``row_exchange`` and ``rows_exchange``: how activations pass between workers in
-    steps of one row and of several (CompileOptions.exchange).
+    multiples of it. ``exchange``: how activations pass between workers (CompileOptions.exchange).
 
     Split K: in steps of 2 to ``parted_rows`` rows, products of long rows are split into parts of
     ``part_of_k`` columns (0: never), at most ``most_parts``. They are split only while no worker has
@@ -49,8 +48,7 @@ class Target:
     block_size: int = 16
     steps_per_launch: int = 1
     column_unit: int = 16
-    row_exchange: Exchange = "barrier"
-    rows_exchange: Exchange = "barrier"
+    exchange: Exchange = "barrier"
     part_of_k: int = 0
     parted_rows: int = 0
     most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
@@ -71,8 +69,7 @@ TARGETS = {
             block_size=64,
             steps_per_launch=8,
             column_unit=UNIT_ROWS,
-            row_exchange="tagged",
-            rows_exchange="heads",
+            exchange="preferred",
             # The columns of a unit of bfloat16 weights, and the rows, that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
             parted_rows=MAX_GROUP_ROWS,

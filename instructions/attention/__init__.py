@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megavm.instructions.qkv_rope import check_newest
 from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up, shapes
@@ -169,6 +169,11 @@ class Attention(Instruction):
         return (
             types == {BF16} and head_dim in (64, 128) and self.group(tensors) <= 8 and whole_blocks
         )
+
+    @classmethod
+    def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
+        # One worker reads each word. Without k_new it waits for a barrier, because of the caches.
+        return rows == 1 or "k_new" in operands
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin

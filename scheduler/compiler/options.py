@@ -21,8 +21,8 @@ class CompileOptions:
     - ``assignment``: which queue an instruction goes to (assign.py).
     - ``exchange``: how activations pass between workers. ``barrier``: counters. ``tagged``: tagged
       words for activations of at most ``tagged_bytes``, counters for others (storage.py).
-      ``heads``: tagged words for the inputs of attention in decode steps, which few workers read,
-      and counters for everything else.
+      ``preferred``: the same, but counters for values that some reader has sooner that way
+      (Instruction.prefers_words).
     - ``fuse_norm``: fuse RMSNorm into the operations around it (rewrites/norm.py).
     - ``waves``: column tiles per worker and operation. One large tile each is best for static
       queues; several let a dynamic queue balance the load.
@@ -62,8 +62,8 @@ class CompileOptions:
             raise ValueError(
                 f"assignment {self.assignment!r} is not balanced, round_robin or dynamic"
             )
-        if self.exchange not in ("barrier", "heads", "tagged"):
-            raise ValueError(f"exchange {self.exchange!r} is not barrier, heads or tagged")
+        if self.exchange not in ("barrier", "preferred", "tagged"):
+            raise ValueError(f"exchange {self.exchange!r} is not barrier, preferred or tagged")
 
     @property
     def target(self) -> Target:
@@ -84,7 +84,7 @@ def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     return CompileOptions(
         workers,
         machine=machine,
-        exchange=target.row_exchange if rows == 1 else target.rows_exchange,
+        exchange=target.exchange,
         column_unit=target.column_unit,
         min_chunk=target.min_chunk,
         part_of_k=target.part_of_k if 1 < rows <= target.parted_rows else 0,

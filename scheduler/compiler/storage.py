@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
+from megavm.instructions import instruction_set
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.isa import DType, TensorKind, TensorSpec
@@ -56,6 +57,7 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
     written once per step. Other activations reuse a tensor of the same shape and type after its
     last reader. barriers.py orders the hazards of reuse like any other dependency.
     """
+    tagged = _tagged(operations, options)
     storage = Storage()
     last_use: dict[Value, int] = {}
     for i, operation in enumerate(operations):
@@ -73,7 +75,11 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
         for value in operation.outputs.values():
             if value.spec is not None:
                 continue
-            if last_use[value] > i and may_be_tagged(operation, value, options):
+            if (
+                last_use[value] > i
+                and value in tagged
+                and consists_of_words(operation, value, options)
+            ):
                 shape = (value.rows, value.columns)
                 spec = tagged_spec(value.name, shape, value.dtype)
                 storage.place(value, storage.add(spec))
@@ -94,15 +100,28 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
     return storage
 
 
-def may_be_tagged(operation: Operation, value: Value, options: CompileOptions) -> bool:
-    """Whether ``value``, a result of ``operation``, may be exchanged as tagged words.
+def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Value]:
+    """The values that ``CompileOptions.exchange`` passes as tagged words, if they may be."""
+    if options.exchange == "barrier":
+        return set()
+    outputs = {value for operation in operations for value in operation.outputs.values()}
+    if options.exchange == "tagged":
+        return outputs
+    rows = max((value.rows for value in outputs if value.spec is None), default=0)
+    classes = {cls.name(): cls for cls in instruction_set().values()}
+    for operation in operations:
+        reader = classes.get(operation.kind)
+        if reader is not None and not reader.prefers_words(operation.inputs.keys(), rows):
+            outputs.difference_update(operation.inputs.values())
+    return outputs
+
+
+def consists_of_words(operation: Operation, value: Value, options: CompileOptions) -> bool:
+    """Whether ``value``, a result of ``operation``, may be a tagged tensor.
 
     It must be small, and every store must cover whole words: a tag is valid only if its word is
-    stored at once. See ``CompileOptions.exchange``.
+    stored at once.
     """
-    for_heads = operation.kind == "qkv_rope" and operation.attributes["decode"]
-    if options.exchange == "barrier" or (options.exchange == "heads" and not for_heads):
-        return False
     row = value.columns * value.dtype.size
     run = row
     if operation.kind == "qkv_rope":  # stores the two halves of a head separately

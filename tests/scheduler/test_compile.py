@@ -335,11 +335,11 @@ TAGGED = [
     CompileOptions(40, exchange="tagged", column_unit=8, min_chunk=8),
 ]
 IN_PARTS = CompileOptions(8, exchange="tagged", column_unit=8, part_of_k=32)
-HEADS = [replace(options, exchange="heads") for options in [*TAGGED, IN_PARTS]]
+PREFERRED = [replace(options, exchange="preferred") for options in [*TAGGED, IN_PARTS]]
 
 
 @pytest.mark.parametrize(
-    ("options", "rows"), [*((o, 1) for o in [*TAGGED, IN_PARTS]), *((o, 5) for o in HEADS)]
+    ("options", "rows"), [*((o, 1) for o in [*TAGGED, IN_PARTS]), *((o, 5) for o in PREFERRED)]
 )
 def test_decode_steps_with_words_choose_what_steps_with_barriers_choose(
     machine: Machine, options: CompileOptions, rows: int
@@ -356,7 +356,7 @@ def test_decode_steps_with_words_choose_what_steps_with_barriers_choose(
     assert all(len(set(chosen)) > 3 for chosen in tokens[0])
 
 
-@pytest.mark.parametrize("options", HEADS, ids=name_of)
+@pytest.mark.parametrize("options", PREFERRED, ids=name_of)
 def test_attention_of_a_decode_step_waits_for_no_barrier_of_its_step(
     options: CompileOptions,
 ) -> None:
@@ -376,9 +376,9 @@ def test_attention_of_a_decode_step_waits_for_no_barrier_of_its_step(
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-def test_steps_that_do_not_decode_pass_no_words_between_heads(rows: int) -> None:
+def test_steps_that_do_not_decode_pass_no_words_to_attention(rows: int) -> None:
     """A single row always decodes."""
-    program = tiny_llama(3, rows=rows, exchange="heads")
+    program = tiny_llama(3, rows=rows, exchange="preferred")
     assert any(t.tagged for t in program.tensors) == (rows == 1)
 
 

@@ -39,7 +39,7 @@ def test_dead_rows_of_a_decode_step_do_not_run_ahead(rows: int, machine: Machine
     )
     limits, bucket = Limits(16, 512, 16, 16, 512, 16), Bucket(16, 16, 512, decode=True)
     graph = llama_graph(config, limits, bucket, F32)
-    options = CompileOptions(132, exchange="heads", column_unit=8)
+    options = CompileOptions(132, exchange="preferred", column_unit=8)
     program, plain = compile_graph(graph, options), compile_graph(graph, CompileOptions(1))
     case = Case(1, config, limits, bucket, options, program, plain, 16, 16, steps=6)
     assert not check(with_rows(case, rows), machine, runs=10)

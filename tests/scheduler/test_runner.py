@@ -78,12 +78,12 @@ def test_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
     assert runner.bucket(8, 0, 1) == Bucket(8, 1, 4096)
 
 
-def test_decode_steps_have_programs_of_their_own_where_words_pass_between_heads(
+def test_decode_steps_have_programs_of_their_own_where_words_pass_to_attention(
     directory: Path,
 ) -> None:
     runner = make_runner(directory, workers=1)
     assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096)
-    runner.options = lambda rows: CompileOptions(1, exchange="heads")
+    runner.options = lambda rows: CompileOptions(1, exchange="preferred")
     assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096, decode=True)
     assert runner.bucket(1, 1, 1, decode=True) == runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
 
@@ -93,7 +93,7 @@ def test_a_step_decodes_if_its_rows_are_of_different_sequences(
     directory: Path, sequences: list[int], decode: bool
 ) -> None:
     runner = make_runner(directory)
-    runner.options = lambda rows: CompileOptions(2, exchange="heads")
+    runner.options = lambda rows: CompileOptions(2, exchange="preferred")
     rows = np.arange(3, dtype=np.int32)
     runner.run(Step(np.array(sequences, np.int32), rows, rows, 3))
     assert set(runner._programs) == {Bucket(4, 4, 4096, decode)}
@@ -144,9 +144,9 @@ def test_cuda_without_a_gpu_is_refused_and_auto_is_the_cpu(monkeypatch: pytest.M
     assert choose_machine("auto") == "cpu"
 
 
-def test_steps_of_one_row_pass_tagged_words_on_a_gpu_and_those_of_several_between_heads() -> None:
-    assert default_options("cuda", 132, 1).exchange == "tagged"
-    assert default_options("cuda", 132, 2).exchange == "heads"
+def test_gpu_programs_exchange_what_their_instructions_prefer() -> None:
+    assert default_options("cuda", 132, 1).exchange == "preferred"
+    assert default_options("cuda", 132, 2).exchange == "preferred"
     assert default_options("cpu", 8, 1) == CompileOptions(8)
 
 

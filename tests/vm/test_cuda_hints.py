@@ -18,7 +18,7 @@ from megavm.vm.program import Program
 OPTIONS = [
     CompileOptions(6, exchange="tagged", column_unit=8),
     CompileOptions(12, exchange="tagged", column_unit=8, part_of_k=32),
-    CompileOptions(6, exchange="heads", column_unit=8),
+    CompileOptions(6, exchange="preferred", column_unit=8),
 ]
 
 
@@ -35,7 +35,7 @@ def overlap(one: Region, two: Region) -> bool:
     return all(max(a[0], b[0]) < min(a[1], b[1]) for a, b in pairs)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=["words", "parts", "heads"])
+@pytest.mark.parametrize("options", OPTIONS, ids=["words", "parts", "preferred"])
 @pytest.mark.parametrize("rows", [1, 4])
 def test_a_hint_counts_instructions_that_write_what_the_reader_reads(
     options: CompileOptions, rows: int

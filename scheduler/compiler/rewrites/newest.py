@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.scheduler.compiler.storage import may_be_tagged, tagged_spec
+from megavm.scheduler.compiler.storage import consists_of_words, tagged_spec
 from megavm.vm.isa import TensorSpec
 
 
@@ -21,7 +21,9 @@ def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Op
     for operation in operations:
         if operation.kind == "qkv_rope" and operation.attributes["decode"]:
             values = _newest(operation)
-            if all(may_be_tagged(operation, value, options) for value in values.values()):
+            if options.exchange != "barrier" and all(
+                consists_of_words(operation, value, options) for value in values.values()
+            ):
                 newest[operation.outputs["k_cache"].spec] = values
                 operation = replace(operation, outputs={**operation.outputs, **values})
         elif operation.kind == "attention":

@@ -41,9 +41,9 @@ def declare(megavm: Parser) -> None:
     program.option(
         how,
         "--exchange",
-        choices=("barrier", "heads", "tagged"),
-        help="how workers wait for each other's small results: by counters, by the data, or by the "
-        "data for what attention reads in decode steps (as the machine runs it)",
+        choices=("barrier", "preferred", "tagged"),
+        help="how workers wait for each other's small results: by counters, by the data, or by "
+        "what is faster for the instructions that read them (as the machine runs it)",
     )
     result = program.add_argument_group("output")
     program.option(

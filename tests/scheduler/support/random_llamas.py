@@ -104,7 +104,7 @@ def random_case(seed: int, *, most_workers: int = 132) -> Case:
     options = CompileOptions(
         workers,
         assignment=pick.choice(["balanced", "balanced", "round_robin", "dynamic"]),
-        exchange=pick.choice(["heads", "heads", "tagged", "tagged", "barrier"]),
+        exchange=pick.choice(["preferred", "preferred", "tagged", "tagged", "barrier"]),
         waves=pick.choice([1, 1, 2]),
         column_unit=pick.choice([8, 8, 16]),
         min_chunk=pick.choice([16, 256]),

@@ -70,7 +70,7 @@ def toy_programs() -> tuple[Program, ...]:
     unit: dict[str, Any] = {"column_unit": 2, "min_chunk": 4}
     dynamic: dict[str, Any] = {**unit, "assignment": "dynamic"}
     tagged: dict[str, Any] = {**unit, "exchange": "tagged"}
-    heads: dict[str, Any] = {**unit, "exchange": "heads"}
+    preferred: dict[str, Any] = {**unit, "exchange": "preferred"}
     return tuple(
         compile_graph(graph, CompileOptions(workers, **options))
         for graph, workers, options in (
@@ -82,7 +82,7 @@ def toy_programs() -> tuple[Program, ...]:
             (mlp(1, F32, False), 3, dynamic),
             (mlp(2, F32, True), 2, {**unit, "assignment": "round_robin"}),
             (llama(1, 1, True), 2, tagged),
-            (llama(2, 1, True), 3, heads),
+            (llama(2, 1, True), 3, preferred),
             (llama(2, 1, False), 2, unit),
             (llama(1, 1, True), 3, {**dynamic, "exchange": "tagged"}),
             (llama(2, 1, True), 2, dynamic),
