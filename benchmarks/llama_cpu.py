@@ -26,7 +26,8 @@ from environment import save
 from megavm import LLM, SamplingParams
 
 PROMPT_DECODE = 16
-PROMPT_PREFILL = 128
+PROMPTS_PREFILL = (128, 2000)
+KINDS = ("decode", *(f"prefill_{length}" for length in PROMPTS_PREFILL))  # prefill_LENGTH: tokens
 
 
 def make_model(layers: int, directory: Path) -> None:
@@ -77,7 +78,7 @@ class Megavm:
 
     def __init__(self, directory: Path, dtype: Literal["bfloat16", "float32"]) -> None:
         self.llm = LLM(
-            str(directory), machine="cpu", dtype=dtype, max_model_len=512, max_num_seqs=1
+            str(directory), machine="cpu", dtype=dtype, max_model_len=2048, max_num_seqs=1
         )
 
     def _seconds(self, prompt: list[int], tokens: int) -> float:
@@ -121,33 +122,37 @@ def main() -> None:
             "transformers float32": Transformers(Path(directory), torch.float32),
         }
         times: dict[str, dict[str, list[float]]] = {
-            n: {"decode": [], "prefill": []} for n in contenders
+            n: {kind: [] for kind in KINDS} for n in contenders
         }
         for contender in contenders.values():  # warm up: compile programs, page weights in
             contender.decode(prompt(PROMPT_DECODE), 2)
-            contender.prefill(prompt(PROMPT_PREFILL))
+            for length in PROMPTS_PREFILL:
+                contender.prefill(prompt(length))
         for _ in range(arguments.rounds):
             for name, contender in contenders.items():
                 gc.collect()
                 decode = contender.decode(prompt(PROMPT_DECODE), arguments.tokens)
                 times[name]["decode"].append(decode)
-                times[name]["prefill"].append(contender.prefill(prompt(PROMPT_PREFILL)))
-    print(f"{'':24}{'decode ms/token':>18}{'prefill of 128, ms':>20}")
+                for length in PROMPTS_PREFILL:
+                    seconds = contender.prefill(prompt(length))
+                    times[name][f"prefill_{length}"].append(seconds)
+    print(f"{'':24}" + "".join(f"{kind:>16}" for kind in KINDS) + "  (ms)")
     medians = {
         name: {kind: statistics.median(v) * 1e3 for kind, v in kinds.items()}
         for name, kinds in times.items()
     }
     for name, kinds in medians.items():
-        print(f"{name:24}{kinds['decode']:18.2f}{kinds['prefill']:20.1f}")
+        print(f"{name:24}" + "".join(f"{kinds[kind]:16.1f}" for kind in KINDS))
     ratios = {
-        kind: min(medians[f"transformers {d}"][kind] for d in ("bfloat16", "float32"))
-        / medians["megavm bfloat16"][kind]
-        for kind in ("decode", "prefill")
+        dtype: {
+            kind: medians[f"transformers {dtype}"][kind] / medians[f"megavm {dtype}"][kind]
+            for kind in KINDS
+        }
+        for dtype in ("bfloat16", "float32")
     }
-    print(
-        f"megavm bfloat16 against the faster of transformers' two: decode {ratios['decode']:.2f}x, "
-        f"prefill {ratios['prefill']:.2f}x as fast"
-    )
+    for dtype, kinds in ratios.items():
+        found = ", ".join(f"{kind} {ratio:.2f}x" for kind, ratio in kinds.items())
+        print(f"megavm against transformers in {dtype}: {found} as fast")
     if arguments.save:
         print(
             save(

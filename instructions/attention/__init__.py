@@ -25,6 +25,11 @@ from megavm.vm.isa import (
 )
 from megavm.vm.layout import Layout, swizzled_if_possible
 
+# The CPU's kernel reads a KV block once for so many rows of a sequence, and weighs the scores of KV
+# blocks with so many tokens together.
+ROWS_AT_ONCE = 8
+RUN_TOKENS = 64
+
 
 class Attention(Instruction):
     """out[r, h] := softmax(scale * q[r, h] . K[0..p, g(h)]) . V[0..p, g(h)]
@@ -136,9 +141,13 @@ class Attention(Instruction):
         _, _, block_size, head_dim = tensors[self.k_cache].shape
         group, size = self.group(tensors), tensors[self.k_cache].dtype.size
         newest = 0 if self.k_new == NONE else 2 * aligned(block_size * head_dim * size)
-        rows = 2 * aligned(4 * group * round_up(head_dim, CPU_LANES))  # queries and sums
-        scores = aligned(4 * group * round_up(block_size, CPU_LANES))
-        return newest + rows + scores + 3 * aligned(4 * group)
+        values = aligned(4 * block_size * head_dim) if size != 4 else 0  # of a KV block, as float32
+        width = round_up(head_dim, CPU_LANES)
+        heads = min(self.row_end - self.row_begin, ROWS_AT_ONCE) * group
+        keys = aligned(4 * width * CPU_LANES)
+        queries = 2 * aligned(4 * heads * width)  # and sums
+        scores = aligned(4 * heads * round_up(max(RUN_TOKENS, block_size), CPU_LANES))
+        return newest + values + keys + queries + scores + 2 * aligned(4 * heads)
 
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         # Every consumer leaves sums, highest score and total weight of every query head.

@@ -4,28 +4,32 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
-// State of one row and one KV head: the query heads that share the KV head, and their online
-// softmax so far.
+using megavm::attention::kRowsAtOnce;
+using megavm::attention::kRunTokens;
+
+// The query heads that share one KV head, those of one row after those of another, and their online
+// softmax so far. A *run* is the tokens, of several KV blocks, whose scores are weighed at a time.
+// What is computed for a row depends neither on the rows beside it nor on their number.
 struct AttentionState {
-  int heads;       // query heads per KV head
+  int heads;       // of all rows
   int64_t d;       // elements of a head
   int64_t stride;  // stride of q and sums: d, rounded up to whole vectors
-  int64_t slots;   // stride of scores: tokens of a KV block, rounded up to whole vectors
-  float* q;        // [heads][stride], zeros after d
-  float* scores;   // [heads][slots]: scores of a KV block, then their exponentials
+  int64_t slots;   // stride of scores: tokens of a run, rounded up to whole vectors
+  float* q;        // [heads][stride], scaled
+  float* scores;   // [heads][slots]: scores of a run, then their exponentials
   float* sums;     // [heads][stride]: weighted values
   float* highest;  // [heads]
   float* total;    // [heads]: sum of the weights
-  float* rescale;  // [heads]: factor that adapts sums to a new highest score
+  float* keys;     // [d][16]: the keys of up to 16 tokens
 
-  AttentionState(Worker& worker, int heads, int64_t d, int64_t block_size)
-      : heads(heads), d(d), stride(ceil_to(d, kLanes)), slots(ceil_to(block_size, kLanes)) {
+  AttentionState(Worker& worker, int heads, int64_t d, int64_t run)
+      : heads(heads), d(d), stride(ceil_to(d, kLanes)), slots(ceil_to(run, kLanes)) {
     q = worker.allocate<float>(heads * stride);
     scores = worker.allocate<float>(heads * slots);
     sums = worker.allocate<float>(heads * stride);
     highest = worker.allocate<float>(heads);
     total = worker.allocate<float>(heads);
-    rescale = worker.allocate<float>(heads);
+    keys = worker.allocate<float>(stride * kLanes);
   }
 
   void start() const {
@@ -37,84 +41,88 @@ struct AttentionState {
   }
 };
 
-// Scores of kHeads query heads with all tokens of a KV block, kTokens at a time.
-template <int kHeads, int kTokens, typename Element>
-MEGAVM_INLINE void score_heads(const AttentionState& state, int head, const Element* keys,
-                               int tokens, float scale) {
-  static_assert(kHeads * kTokens <= kLanes);
-  const float* q = state.q + head * state.stride;
-  for (int begin = 0; begin < tokens; begin += kTokens) {
-    Vec products[kLanes];
-    MEGAVM_UNROLL
-    for (int i = 0; i < kLanes; ++i) products[i] = zero();
-    // A missing token repeats the last one; its score is not used.
-    const Element* rows[kTokens];
-    MEGAVM_UNROLL
-    for (int t = 0; t < kTokens; ++t)
-      rows[t] = keys + (begin + t < tokens ? begin + t : tokens - 1) * state.d;
-    for (int64_t c = 0; c < state.d; c += kLanes) {
-      const int count = lanes_at(c, state.d);
-      Vec queries[kHeads];
-      MEGAVM_UNROLL
-      for (int h = 0; h < kHeads; ++h) queries[h] = load(q + h * state.stride + c);
-      MEGAVM_UNROLL
-      for (int t = 0; t < kTokens; ++t) {
-        const Vec key = count == kLanes ? load(rows[t] + c) : load(rows[t] + c, count);
-        MEGAVM_UNROLL
-        for (int h = 0; h < kHeads; ++h)
-          products[h * kTokens + t] = fma(queries[h], key, products[h * kTokens + t]);
-      }
-    }
-    float result[kLanes];
-    store(result, splat(scale) * sums<kHeads * kTokens>(products));
-    const int count = tokens - begin < kTokens ? tokens - begin : kTokens;
-    MEGAVM_UNROLL
-    for (int h = 0; h < kHeads; ++h)
-      std::memcpy(state.scores + (head + h) * state.slots + begin, result + h * kTokens,
-                  sizeof(float) * count);
+// Transpose the keys of up to 16 tokens into the state; missing tokens get zeros.
+template <typename Element>
+MEGAVM_INLINE void take_keys(const AttentionState& state, const Element* keys, int tokens) {
+  for (int64_t c = 0; c < state.d; c += kLanes) {
+    const int count = lanes_at(c, state.d);
+    Vec rows[kLanes];
+    for (int t = 0; t < kLanes; ++t)
+      rows[t] = t >= tokens       ? zero()
+                : count == kLanes ? load(keys + t * state.d + c)
+                                  : load(keys + t * state.d + c, count);
+    transpose(rows);
+    for (int i = 0; i < kLanes; ++i) store(state.keys + (c + i) * kLanes, rows[i]);
   }
 }
 
-// Turn a head's scores into weights relative to the highest score so far.
-MEGAVM_INLINE void weigh(const AttentionState& state, int head, int tokens) {
+// Scores of kHeads query heads with the tokens whose keys were taken: tokens [at, at + 16) of the
+// run. Even and odd elements of a head have sums of their own.
+template <int kHeads>
+MEGAVM_INLINE void score_heads(const AttentionState& state, int head, int64_t at) {
+  const float* q = state.q + head * state.stride;
+  Vec even[kHeads], odd[kHeads];
+  MEGAVM_UNROLL
+  for (int h = 0; h < kHeads; ++h) even[h] = odd[h] = zero();
+  for (int64_t c = 0; c < state.stride; c += 2) {
+    const Vec first = load(state.keys + c * kLanes), second = load(state.keys + (c + 1) * kLanes);
+    MEGAVM_UNROLL
+    for (int h = 0; h < kHeads; ++h) {
+      even[h] = fma(splat(q[h * state.stride + c]), first, even[h]);
+      odd[h] = fma(splat(q[h * state.stride + c + 1]), second, odd[h]);
+    }
+  }
+  const int count = lanes_at(at, state.slots);
+  MEGAVM_UNROLL
+  for (int h = 0; h < kHeads; ++h)
+    store(state.scores + (head + h) * state.slots + at, even[h] + odd[h], count);
+}
+
+// Turn a head's scores into weights relative to the highest score so far, and adapt its sums.
+MEGAVM_INLINE void weigh(const AttentionState& state, int head, int64_t tokens) {
   float* scores = state.scores + head * state.slots;
+  float* sums = state.sums + head * state.stride;
   const Vec lowest = splat(-__builtin_inff());
   const int64_t end = ceil_to(tokens, kLanes);
   for (int64_t t = tokens; t < end; ++t) scores[t] = -__builtin_inff();
   Vec peaks = lowest;
   for (int64_t t = 0; t < end; t += kLanes) peaks = max(load(scores + t), peaks);
   const float peak = largest(peaks);
-  const float highest = peak > state.highest[head] ? peak : state.highest[head];
-  state.rescale[head] = first_lane(exp(splat(state.highest[head] - highest)));
-  state.highest[head] = highest;
+  if (peak > state.highest[head]) {
+    const Vec rescale = exp(splat(state.highest[head] - peak));
+    for (int64_t c = 0; c < state.d; c += kLanes) store(sums + c, load(sums + c) * rescale);
+    state.total[head] *= first_lane(rescale);
+    state.highest[head] = peak;
+  }
   Vec weights = zero();
   for (int64_t t = 0; t < end; t += kLanes) {
-    const Vec weight = exp(load(scores + t) - splat(highest));
+    const Vec weight = exp(load(scores + t) - splat(state.highest[head]));
     store(scores + t, weight);
     weights = weights + weight;
   }
-  state.total[head] = state.total[head] * state.rescale[head] + sum(weights);
+  state.total[head] += sum(weights);
 }
 
-// Add the weighted values to kVectors vectors of the sums of kHeads heads, from column c on.
-template <int kHeads, int kVectors, typename Element>
-MEGAVM_INLINE void add_values(const AttentionState& state, int head, const Element* values,
-                              int tokens, int64_t c, int count) {
+// Add the weighted values of tokens, the first of which is token `at` of the run, to kVectors
+// vectors of the sums of kHeads heads, from column c on.
+template <int kHeads, int kVectors>
+MEGAVM_INLINE void add_columns(const AttentionState& state, int head, const float* values,
+                               int64_t at, int64_t tokens, int64_t c, int count) {
   Vec out[kHeads][kVectors];
   MEGAVM_UNROLL
   for (int h = 0; h < kHeads; ++h) MEGAVM_UNROLL
   for (int v = 0; v < kVectors; ++v)
-    out[h][v] = load(state.sums + (head + h) * state.stride + c + v * kLanes) *
-                splat(state.rescale[head + h]);
-  for (int t = 0; t < tokens; ++t) {
-    const Element* row = values + t * state.d + c;
+    out[h][v] = load(state.sums + (head + h) * state.stride + c + v * kLanes);
+  const float* weights = state.scores + head * state.slots + at;
+  for (int64_t t = 0; t < tokens; ++t) {
+    const float* row = values + t * state.d + c;
     Vec value[kVectors];
     MEGAVM_UNROLL
     for (int v = 0; v < kVectors; ++v)
       value[v] = count == kLanes ? load(row + v * kLanes) : load(row, count);
     MEGAVM_UNROLL
     for (int h = 0; h < kHeads; ++h) {
-      const Vec weight = splat(state.scores[(head + h) * state.slots + t]);
+      const Vec weight = splat(weights[h * state.slots + t]);
       MEGAVM_UNROLL
       for (int v = 0; v < kVectors; ++v) out[h][v] = fma(weight, value[v], out[h][v]);
     }
@@ -125,18 +133,43 @@ MEGAVM_INLINE void add_values(const AttentionState& state, int head, const Eleme
     store(state.sums + (head + h) * state.stride + c + v * kLanes, out[h][v]);
 }
 
-template <int kHeads, typename Element>
-MEGAVM_INLINE void attend_heads(const AttentionState& state, int head, const Element* keys,
-                                const Element* values, int tokens, float scale) {
+template <int kHeads>
+MEGAVM_INLINE void add_values(const AttentionState& state, int head, const float* values,
+                              int64_t at, int64_t tokens) {
   constexpr int kVectors = kNative == 16 ? 4 : 2;
-  score_heads<kHeads, (kNative == 16 ? kLanes : 4) / kHeads>(state, head, keys, tokens, scale);
-  MEGAVM_UNROLL
-  for (int h = 0; h < kHeads; ++h) weigh(state, head + h, tokens);
   int64_t c = 0;
   for (; c + kVectors * kLanes <= state.d; c += kVectors * kLanes)
-    add_values<kHeads, kVectors>(state, head, values, tokens, c, kLanes);
+    add_columns<kHeads, kVectors>(state, head, values, at, tokens, c, kLanes);
   for (; c < state.d; c += kLanes)
-    add_values<kHeads, 1>(state, head, values, tokens, c, lanes_at(c, state.d));
+    add_columns<kHeads, 1>(state, head, values, at, tokens, c, lanes_at(c, state.d));
+}
+
+// Call `use` for the heads [head, end), several at a time: use<kHeads>(first head).
+template <typename Use>
+MEGAVM_INLINE void each_heads(int head, int end, Use use) {
+  constexpr int kMany = kNative == 16 ? 4 : 2;
+  for (; head + kMany <= end; head += kMany) use.template operator()<kMany>(head);
+  for (; head < end; ++head) use.template operator()<1>(head);
+}
+
+// The tokens to which a row attends, in its sequence.
+struct RowTokens {
+  int64_t sequence;
+  Range tokens;
+  bool has_newest;  // the last of them is the row's own, from k_new and v_new
+};
+
+MEGAVM_INLINE RowTokens tokens_of(const Attention& inst, const Worker& worker, int64_t row,
+                                  int64_t limit) {
+  const int64_t sequence =
+      sequence_of(worker, inst.row_sequence, row, inst.block_table, "block_table");
+  const int64_t context = position_of(worker, inst.row_position, row, limit, "block_table") + 1;
+  // The split's share of the chunks.
+  const int64_t chunks = (context + inst.chunk - 1) / inst.chunk;
+  const int64_t begin = inst.split * chunks / inst.num_splits * inst.chunk;
+  const int64_t end = (int64_t{inst.split} + 1) * chunks / inst.num_splits * inst.chunk;
+  const Range tokens{begin, end < context ? end : context};
+  return {sequence, tokens, inst.k_new != kNone && tokens.end == context};
 }
 
 template <typename Element>
@@ -148,6 +181,7 @@ struct AttentionTile {
   // Space for a copy of the KV block that holds the row's own token; k_new and v_new complete it.
   Element* keys_of_last;
   Element* values_of_last;
+  float* wide_values;  // space for the values of a KV block as float32, if they are bfloat16
 
   // The rows of one KV block and KV head in the cache of keys or values.
   const Element* block_of(const Tensor& cache, int64_t block, int64_t head) const {
@@ -156,7 +190,7 @@ struct AttentionTile {
   }
 
   // Copy `before` rows of a KV block to `room`, followed by the row's own key or value.
-  const Element* with_newest(Element* room, const Element* block, int before, uint32_t newest,
+  const Element* with_newest(Element* room, const Element* block, int64_t before, uint32_t newest,
                              int64_t row, int64_t kv_head) const {
     const int64_t d = k_cache.shape[3];
     std::memcpy(room, block, sizeof(Element) * before * d);
@@ -167,34 +201,83 @@ struct AttentionTile {
     return room;
   }
 
-  // Attend to tokens of a row's sequence, for the query heads of one KV head. `has_newest`: the
-  // last token is the row's own, and is not read from the caches.
-  void attend(const AttentionState& state, int64_t row, int64_t sequence, int64_t kv_head,
-              const Range& tokens, bool has_newest) const {
-    constexpr int kMany = kNative == 16 ? 4 : 2;
-    const int64_t block_size = k_cache.shape[2];
-    for (int64_t begin = tokens.begin; begin < tokens.end; begin += block_size) {
-      const int64_t block =
-          kv_block(worker, inst.block_table, sequence, begin / block_size, k_cache.shape[0]);
-      const int count =
-          static_cast<int>(tokens.end - begin < block_size ? tokens.end - begin : block_size);
-      const Element* keys = block_of(k_cache, block, kv_head);
-      const Element* values = block_of(v_cache, block, kv_head);
-      if (has_newest && begin + count == tokens.end) {
-        keys = with_newest(keys_of_last, keys, count - 1, inst.k_new, row, kv_head);
-        values = with_newest(values_of_last, values, count - 1, inst.v_new, row, kv_head);
+  // Values of the first tokens of a KV block, as float32.
+  const float* widened(const Element* values, int64_t tokens) const {
+    if constexpr (sizeof(Element) == sizeof(float)) {
+      return values;
+    } else {
+      const int64_t elements = tokens * v_cache.shape[3];
+      for (int64_t i = 0; i < elements; i += kLanes) {
+        const int count = lanes_at(i, elements);
+        store(wide_values + i, load(values + i, count), count);
       }
-      int head = 0;
-      for (; head + kMany <= state.heads; head += kMany)
-        attend_heads<kMany>(state, head, keys, values, count, inst.scale);
-      for (; head < state.heads; ++head)
-        attend_heads<1>(state, head, keys, values, count, inst.scale);
+      return wide_values;
     }
   }
 
-  void finish(const AttentionState& state, int64_t row, int64_t first_head) const {
+  // All heads of the state attend to the tokens of their rows, which belong to one sequence and
+  // begin at the same token. The first row is `row`; it has a k_new only if it is alone.
+  void attend(const AttentionState& state, int64_t row, const RowTokens* rows, int count,
+              int64_t kv_head) const {
+    const int64_t block_size = k_cache.shape[2], d = state.d;
+    const int64_t run =
+        kRunTokens / block_size > 1 ? kRunTokens / block_size * block_size : block_size;
+    const int heads = state.heads / count;
+    int64_t end = 0;  // of the row that sees most
+    for (int i = 0; i < count; ++i) end = rows[i].tokens.end > end ? rows[i].tokens.end : end;
+    // Call use(first token of a block, its block in the caches, tokens of it, whether it is the
+    // last) for the blocks of a run.
+    const auto each_block = [&](int64_t from, int64_t to, auto use) {
+      for (int64_t at = from; at < to; at += block_size) {
+        const int64_t block =
+            kv_block(worker, inst.block_table, rows[0].sequence, at / block_size, k_cache.shape[0]);
+        use(at, block, to - at < block_size ? to - at : block_size,
+            rows[0].has_newest && at + block_size >= end);
+      }
+    };
+    for (int64_t from = rows[0].tokens.begin; from < end; from += run) {
+      const int64_t to = end - from < run ? end : from + run;
+      // Tokens of [at, at + most) that row i sees.
+      const auto seen = [&](int i, int64_t at, int64_t most) {
+        const int64_t left = rows[i].tokens.end - at;
+        return left < 0 ? 0 : left < most ? left : most;
+      };
+      each_block(from, to, [&](int64_t at, int64_t block, int64_t tokens, bool last) {
+        const Element* keys = block_of(k_cache, block, kv_head);
+        if (last) keys = with_newest(keys_of_last, keys, tokens - 1, inst.k_new, row, kv_head);
+        for (int64_t t = 0; t < tokens; t += kLanes) {
+          take_keys(state, keys + t * d, lanes_at(t, tokens));
+          each_heads(0, state.heads, [&]<int kHeads>(int head) {
+            score_heads<kHeads>(state, head, at - from + t);
+          });
+        }
+      });
+      for (int i = 0; i < count; ++i)
+        if (const int64_t tokens = seen(i, from, run); tokens > 0)
+          for (int h = i * heads; h < (i + 1) * heads; ++h) weigh(state, h, tokens);
+      each_block(from, to, [&](int64_t at, int64_t block, int64_t tokens, bool last) {
+        const Element* stored = block_of(v_cache, block, kv_head);
+        if (last)
+          stored = with_newest(values_of_last, stored, tokens - 1, inst.v_new, row, kv_head);
+        const float* values = widened(stored, tokens);
+        for (int i = 0, next = 0; i < count; i = next) {
+          // Rows that see the same tokens of the block.
+          const int64_t both = seen(i, at, tokens);
+          for (next = i + 1; next < count && seen(next, at, tokens) == both;) ++next;
+          each_heads(i * heads, next * heads, [&]<int kHeads>(int head) {
+            add_values<kHeads>(state, head, values, at - from, both);
+          });
+        }
+      });
+    }
+  }
+
+  // Store the results of the state's heads [head, end), those of `row`.
+  void finish(const AttentionState& state, int head, int end, int64_t row,
+              int64_t first_head) const {
     const int64_t d = state.d, all_heads = worker.tensor(inst.q).columns / d;
-    for (int h = 0; h < state.heads; ++h) {
+    first_head -= head;
+    for (int h = head; h < end; ++h) {
       const float* sums = state.sums + h * state.stride;
       if (inst.partial == kNone) {
         const Vec total = splat(state.total[h]);
@@ -217,34 +300,43 @@ inline void attention(const Attention& inst, Worker& worker) {
   const Tensor& k_cache = worker.tensor(inst.k_cache);
   const int64_t d = k_cache.shape[3], block_size = k_cache.shape[2];
   const int64_t room = inst.k_new == kNone ? 0 : block_size * d;
-  const AttentionTile<Element> tile{inst,
-                                    worker,
-                                    k_cache,
-                                    worker.tensor(inst.v_cache),
-                                    worker.allocate<Element>(room),
-                                    worker.allocate<Element>(room)};
-  const int heads = static_cast<int>(worker.tensor(inst.q).columns / (tile.k_cache.shape[1] * d));
+  const AttentionTile<Element> tile{
+      inst,
+      worker,
+      k_cache,
+      worker.tensor(inst.v_cache),
+      worker.allocate<Element>(room),
+      worker.allocate<Element>(room),
+      worker.allocate<float>(sizeof(Element) == sizeof(float) ? 0 : block_size * d)};
+  const int heads = static_cast<int>(worker.tensor(inst.q).columns / (k_cache.shape[1] * d));
   const int64_t limit = worker.tensor(inst.block_table).columns * block_size;
-  const AttentionState state(worker, heads, d, block_size);
+  const int64_t all = inst.row_end - inst.row_begin;
+  const int most = static_cast<int>(all < int64_t{kRowsAtOnce} ? all : int64_t{kRowsAtOnce});
+  AttentionState state(worker, most * heads, d,
+                       block_size > kRunTokens ? block_size : int64_t{kRunTokens});
   const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
-  for (int64_t row = live.begin; row < live.end; ++row) {
-    const int64_t sequence =
-        sequence_of(worker, inst.row_sequence, row, inst.block_table, "block_table");
-    const int64_t context = position_of(worker, inst.row_position, row, limit, "block_table") + 1;
-    // The split's share of the chunks.
-    const int64_t chunks = (context + inst.chunk - 1) / inst.chunk;
-    const int64_t begin = inst.split * chunks / inst.num_splits * inst.chunk;
-    const int64_t end = (int64_t{inst.split} + 1) * chunks / inst.num_splits * inst.chunk;
-    const Range tokens{begin, end < context ? end : context};
-    const bool has_newest = inst.k_new != kNone && tokens.end == context;
+  int count = 0;
+  for (int64_t row = live.begin; row < live.end; row += count) {
+    // Rows of one sequence that begin at the same token read each KV block together.
+    RowTokens rows[kRowsAtOnce];
+    for (count = 0; count < most && row + count < live.end; ++count) {
+      rows[count] = tokens_of(inst, worker, row + count, limit);
+      if (count > 0 && (inst.k_new != kNone || rows[count].sequence != rows[0].sequence ||
+                        rows[count].tokens.begin != rows[0].tokens.begin))
+        break;
+    }
+    state.heads = count * heads;
     for (int64_t kv_head = inst.head_begin; kv_head < inst.head_end; ++kv_head) {
-      for (int h = 0; h < heads; ++h)
+      const int64_t first_head = kv_head * heads;
+      for (int h = 0; h < state.heads; ++h)
         for (int64_t c = 0; c < d; c += kLanes)
           store(state.q + h * state.stride + c,
-                load_row(worker, inst.q, row, (kv_head * heads + h) * d + c, lanes_at(c, d)));
+                splat(inst.scale) * load_row(worker, inst.q, row + h / heads,
+                                             (first_head + h % heads) * d + c, lanes_at(c, d)));
       state.start();
-      tile.attend(state, row, sequence, kv_head, tokens, has_newest);
-      tile.finish(state, row, kv_head * heads);
+      tile.attend(state, row, rows, count, kv_head);
+      for (int i = 0; i < count; ++i)
+        tile.finish(state, i * heads, (i + 1) * heads, row + i, first_head);
     }
   }
 }

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
 from megavm.instructions.matmul import Matmul
@@ -541,3 +542,76 @@ def test_rounding_to_bfloat16_is_that_of_torch(level: str) -> None:
     )
     executable.run()
     assert torch.equal(memory["y"], values.to(TORCH_DTYPE[BF16]))
+
+
+@pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize(
+    ("block_size", "group", "head_dim"), [(16, 4, 64), (24, 3, 20), (80, 1, 7)]
+)
+def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
+    level: str, block_size: int, group: int, head_dim: int
+) -> None:
+    """Bit for bit in float32, and as torch computes it."""
+    # Two sequences of a step: the first has 21 rows up to position 149, the other two rows.
+    sequences = [0] * 21 + [1] * 2
+    positions = [*range(129, 150), 0, 1]
+    rows, kv_heads, blocks = len(sequences), 2, -(-150 // block_size)
+    generator = torch.Generator().manual_seed(block_size)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    values = {
+        "q": random(rows, kv_heads * group * head_dim),
+        "k": random(2 * blocks, kv_heads, block_size, head_dim),
+        "v": random(2 * blocks, kv_heads, block_size, head_dim),
+        "sequence": torch.tensor(sequences, dtype=torch.int32),
+        "position": torch.tensor(positions, dtype=torch.int32),
+        "table": torch.arange(2 * blocks, dtype=torch.int32).flip(0).view(2, blocks),
+    }
+    tensors = [
+        TensorSpec(name, tuple(value.shape), I32 if value.dtype == torch.int32 else F32, STATE)
+        for name, value in values.items()
+    ]
+    tensors.append(TensorSpec("out", tuple(values["q"].shape), F32, STATE))
+
+    def run(top: int, bottom: int) -> torch.Tensor:
+        inst = Attention(
+            q=0,
+            k_cache=1,
+            v_cache=2,
+            row_sequence=3,
+            row_position=4,
+            block_table=5,
+            out=6,
+            row_begin=top,
+            row_end=bottom,
+            head_begin=0,
+            head_end=kv_heads,
+            split=0,
+            num_splits=1,
+            chunk=block_size,
+            context=150,
+            step_rows=rows,
+            scale=0.25,
+        )
+        executable, memory = load(
+            Program.build(tensors, [inst], [[0]]), CpuMachine(level=level), values
+        )
+        executable.run()
+        return memory["out"][top:bottom].clone()
+
+    together = run(0, rows)
+    for row in range(rows):
+        assert torch.equal(run(row, row + 1), together[row : row + 1]), row
+    for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
+        keys, weighted = (
+            values[name][values["table"][sequence].long()]  # [blocks, kv_heads, block_size, d]
+            .transpose(0, 1)
+            .reshape(kv_heads, -1, head_dim)[:, : position + 1]
+            .repeat_interleave(group, 0)
+            for name in "kv"
+        )
+        q = values["q"][row].view(kv_heads * group, 1, head_dim)
+        want = torch.nn.functional.scaled_dot_product_attention(q, keys, weighted, scale=0.25)
+        torch.testing.assert_close(together[row], want.flatten(), rtol=1e-5, atol=1e-5)

@@ -10,33 +10,6 @@ namespace megavm::MEGAVM_LEVEL {
 
 constexpr int kAmxRows = 2;  // fewest rows for AMX: one row is as fast with dot products
 
-// Transpose 16 x 16 words in place.
-MEGAVM_INLINE void transpose(__m512i (&rows)[16]) {
-  __m512i pairs[16];
-  for (int i = 0; i < 8; ++i) {
-    pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
-    pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
-  }
-  // quads[4 i + j]: words j, j + 4, j + 8, j + 12 of rows 4 i .. 4 i + 3.
-  __m512i quads[16];
-  for (int i = 0; i < 4; ++i) {
-    quads[4 * i] = _mm512_unpacklo_epi64(pairs[4 * i], pairs[4 * i + 2]);
-    quads[4 * i + 1] = _mm512_unpackhi_epi64(pairs[4 * i], pairs[4 * i + 2]);
-    quads[4 * i + 2] = _mm512_unpacklo_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
-    quads[4 * i + 3] = _mm512_unpackhi_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
-  }
-  for (int j = 0; j < 4; ++j) {
-    const __m512i a = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88);
-    const __m512i b = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88);
-    const __m512i c = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd);
-    const __m512i d = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd);
-    rows[j] = _mm512_shuffle_i32x4(a, b, 0x88);
-    rows[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
-    rows[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
-    rows[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
-  }
-}
-
 // The operand of ldtilecfg.
 struct alignas(64) TileConfig {
   uint8_t palette = 1;

@@ -72,17 +72,24 @@ MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x
 template <typename Weight>
 constexpr int64_t kPiece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : int64_t{1} << 40;
 
-// Add the products of kTokens panel rows with 16 weight rows to their sums.
+// Columns of the panel and of the weights that many rows multiply before they go on to the next,
+// and weight rows that they share meanwhile: 16 KiB of weights and 8 KiB of inputs stay in the
+// first-level cache.
+template <typename Weight>
+constexpr int64_t kCachedColumns = 2048 / sizeof(Weight);
+constexpr int kCachedRows = 8;
+
+// Add the products of kTokens panel rows with the weight rows [begin, end) of a half to their sums.
 template <int kTokens, typename Weight>
 MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* weight, int64_t k,
-                            int count, int64_t width, float* sums, int half, bool first) {
+                            int begin, int end, int64_t width, float* sums, int half, bool first) {
   constexpr int kWeights = weight_rows_at_once(kTokens);
-  for (int begin = 0; begin < count; begin += kWeights) {
+  for (; begin < end; begin += kWeights) {
     // A missing row repeats the last row; its sum is not used.
     const Weight* weights[kWeights];
     MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w)
-      weights[w] = weight + (begin + w < count ? begin + w : count - 1) * k;
+      weights[w] = weight + (begin + w < end ? begin + w : end - 1) * k;
     for (int64_t c = 0; c < width; c += kPiece<Weight>) {
       Vec lanes[kTokens][kWeights];
       dot(lanes, panel.data + row * panel.stride + c, panel.stride, weights,
@@ -119,18 +126,21 @@ inline void dot_block(const Input& in, const Panel<Weight>& panel, const Block<W
     if (count == 0) continue;
     const Weight* weight = block.half[half] + begin;
     int row = 0;
-    for (; row + kMaxTokens <= in.num_rows; row += kMaxTokens)
-      dot_half<kMaxTokens>(panel, row, weight, in.k, count, width, sums, half, first);
+    for (int from = 0; from < count; from += kCachedRows) {
+      const int end = from + kCachedRows < count ? from + kCachedRows : count;
+      for (row = 0; row + kMaxTokens <= in.num_rows; row += kMaxTokens)
+        dot_half<kMaxTokens>(panel, row, weight, in.k, from, end, width, sums, half, first);
+    }
     switch (in.num_rows - row) {
       case 1:
-        dot_half<1>(panel, row, weight, in.k, count, width, sums, half, first);
+        dot_half<1>(panel, row, weight, in.k, 0, count, width, sums, half, first);
         break;
       case 2:
-        dot_half<kMaxTokens == 2 ? 1 : 2>(panel, row, weight, in.k, count, width, sums, half,
+        dot_half<kMaxTokens == 2 ? 1 : 2>(panel, row, weight, in.k, 0, count, width, sums, half,
                                           first);
         break;
       case 3:
-        dot_half<kMaxTokens == 2 ? 1 : 3>(panel, row, weight, in.k, count, width, sums, half,
+        dot_half<kMaxTokens == 2 ? 1 : 3>(panel, row, weight, in.k, 0, count, width, sums, half,
                                           first);
         break;
     }
@@ -156,7 +166,7 @@ struct DotPath {
                               int64_t begin, int64_t width, float* sums, bool first) {
     // With few rows, each weight row is read to its end. More rows share a piece of the weights
     // while it is in the cache.
-    const int64_t piece = in.num_rows <= kMaxTokens ? width : kPiece<Weight>;
+    const int64_t piece = in.num_rows <= kMaxTokens ? width : kCachedColumns<Weight>;
     Panel<Weight> part = panel;
     for (int64_t c = 0; c < width; c += piece) {
       dot_block(in, part, block, begin + c, width - c < piece ? width - c : piece, sums,

@@ -20,6 +20,11 @@ namespace avx512 {
 extern const Level kLevel;
 }
 #endif
+#if defined(MEGAVM_HAVE_AVX512BF16)
+namespace avx512bf16 {
+extern const Level kLevel;
+}
+#endif
 #if defined(MEGAVM_HAVE_AMX)
 namespace amx {
 extern const Level kLevel;
@@ -58,8 +63,12 @@ std::vector<const Level*> find_levels() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512) found.push_back(&avx512::kLevel);
+#if defined(MEGAVM_HAVE_AVX512BF16)
+  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+  if (bf16) found.push_back(&avx512bf16::kLevel);
 #if defined(MEGAVM_HAVE_AMX)
-  if (avx512 && __builtin_cpu_supports("avx512bf16") && has_amx()) found.push_back(&amx::kLevel);
+  if (bf16 && has_amx()) found.push_back(&amx::kLevel);
+#endif
 #endif
 #endif
   return found;

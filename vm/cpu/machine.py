@@ -49,7 +49,7 @@ class CpuMachine:
 
     @property
     def level(self) -> str:
-        """Which kernels run: "generic", "avx2", "avx512" or "amx"."""
+        """Which kernels run: "generic", "avx2", "avx512", "avx512bf16" or "amx"."""
         return self._interpreter.level
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CpuExecutable:

@@ -55,7 +55,8 @@ struct Bf16 {
 
 MEGAVM_INLINE Vec splat(float value) {
   Vec out;
-  MEGAVM_EACH_PART out.part[i_] = NativeFloats{} + value;
+  // NOTE: the compiler drops a subtraction of 0; an addition it keeps, for the sake of -0.
+  MEGAVM_EACH_PART out.part[i_] = value - NativeFloats{};
   return out;
 }
 
@@ -279,6 +280,80 @@ MEGAVM_INLINE Vec exp(const Vec& x) {
     out.part[i_] = raw == raw ? result : raw;
   }
   return out;
+}
+
+// ---- Transposition.
+
+#if defined(__AVX512F__)
+// Transpose 16 x 16 words in place.
+MEGAVM_INLINE void transpose(__m512i (&rows)[16]) {
+  __m512i pairs[16];
+  for (int i = 0; i < 8; ++i) {
+    pairs[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+    pairs[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+  }
+  // quads[4 i + j]: words j, j + 4, j + 8, j + 12 of rows 4 i .. 4 i + 3.
+  __m512i quads[16];
+  for (int i = 0; i < 4; ++i) {
+    quads[4 * i] = _mm512_unpacklo_epi64(pairs[4 * i], pairs[4 * i + 2]);
+    quads[4 * i + 1] = _mm512_unpackhi_epi64(pairs[4 * i], pairs[4 * i + 2]);
+    quads[4 * i + 2] = _mm512_unpacklo_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
+    quads[4 * i + 3] = _mm512_unpackhi_epi64(pairs[4 * i + 1], pairs[4 * i + 3]);
+  }
+  for (int j = 0; j < 4; ++j) {
+    const __m512i a = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0x88);
+    const __m512i b = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(quads[j], quads[4 + j], 0xdd);
+    const __m512i d = _mm512_shuffle_i32x4(quads[8 + j], quads[12 + j], 0xdd);
+    rows[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    rows[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    rows[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    rows[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+}
+#elif defined(__AVX2__)
+// Rows [8 part, 8 part + 8) of the transposed matrix, from part `part` of all rows.
+MEGAVM_INLINE void transpose_part(const Vec (&rows)[kLanes], int part, Vec (&out)[kLanes]) {
+  for (int half = 0; half < 2; ++half) {
+    const Vec* from = rows + 8 * half;
+    __m256 pairs[8], quads[8];
+    for (int i = 0; i < 4; ++i) {
+      pairs[2 * i] = _mm256_unpacklo_ps(from[2 * i].part[part], from[2 * i + 1].part[part]);
+      pairs[2 * i + 1] = _mm256_unpackhi_ps(from[2 * i].part[part], from[2 * i + 1].part[part]);
+    }
+    for (int i = 0; i < 2; ++i) {
+      quads[4 * i] = _mm256_shuffle_ps(pairs[4 * i], pairs[4 * i + 2], 0x44);
+      quads[4 * i + 1] = _mm256_shuffle_ps(pairs[4 * i], pairs[4 * i + 2], 0xee);
+      quads[4 * i + 2] = _mm256_shuffle_ps(pairs[4 * i + 1], pairs[4 * i + 3], 0x44);
+      quads[4 * i + 3] = _mm256_shuffle_ps(pairs[4 * i + 1], pairs[4 * i + 3], 0xee);
+    }
+    for (int j = 0; j < 4; ++j) {
+      out[8 * part + j].part[half] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x20);
+      out[8 * part + 4 + j].part[half] = _mm256_permute2f128_ps(quads[j], quads[4 + j], 0x31);
+    }
+  }
+}
+#endif
+
+// Transpose 16 x 16 lanes in place.
+MEGAVM_INLINE void transpose(Vec (&rows)[kLanes]) {
+#if defined(__AVX512F__)
+  __m512i words[kLanes];
+  for (int i = 0; i < kLanes; ++i) words[i] = (__m512i)rows[i].part[0];
+  transpose(words);
+  for (int i = 0; i < kLanes; ++i) rows[i].part[0] = (NativeFloats)words[i];
+#elif defined(__AVX2__)
+  Vec out[kLanes];
+  transpose_part(rows, 0, out);
+  transpose_part(rows, 1, out);
+  for (int i = 0; i < kLanes; ++i) rows[i] = out[i];
+#else
+  float from[kLanes][kLanes], to[kLanes][kLanes];
+  for (int i = 0; i < kLanes; ++i) store(from[i], rows[i]);
+  for (int i = 0; i < kLanes; ++i)
+    for (int j = 0; j < kLanes; ++j) to[j][i] = from[i][j];
+  for (int i = 0; i < kLanes; ++i) rows[i] = load(to[i]);
+#endif
 }
 
 // ---- Multiply-accumulate of one step (64 bytes) of two rows, in 16 lanes.
