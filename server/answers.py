@@ -51,6 +51,7 @@ class Token:
     is_first: bool
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    num_tokens: int = 0  # tokens of the continuation so far
 
 
 class Answer(ABC):
@@ -73,8 +74,9 @@ class Answer(ABC):
         self._created = int(time.time())
         self._with_ids = bool(body.return_token_ids)
         self._include_usage = body.include_usage
+        self._continuous_usage = body.continuous_usage
         self._silent = body.wanted_max_tokens() == 0  # one token is generated but not shown
-        self._num_tokens = 0
+        self._num_tokens = [0] * generation.num_sequences
         self._templates: dict[int, Template] = {}
 
     @abstractmethod
@@ -89,12 +91,10 @@ class Answer(ABC):
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: tokens of the prompts and of the answer so far."""
         requests = self.generation.requests
-        prompt = sum(len(prompt) for prompt in self.generation.prompts)
+        cached = sum(request.cached_tokens for request in requests)
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": self._num_tokens,
-            "total_tokens": prompt + self._num_tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(r.cached_tokens for r in requests)},
+            **_usage(sum(map(len, self.generation.prompts)), sum(self._num_tokens)),
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
 
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -123,9 +123,9 @@ class Answer(ABC):
                     choice.token_ids += delta.token_ids
                     choice.pieces += delta.pieces
                     choice.logprobs += delta.logprobs
-        self._num_tokens = sum(len(choice.token_ids) for choice in choices)
+        self._num_tokens = [len(choice.token_ids) for choice in choices]
         # Serialising log-probabilities takes long, so count those of echoed prompts too.
-        params, tokens = self.generation.params, self._num_tokens
+        params, tokens = self.generation.params, sum(self._num_tokens)
         if params.prompt_logprobs is not None:
             tokens += params.n * sum(map(len, self.generation.prompts))
         return await self._service.call(tokens * (1 + (params.logprobs or 0)), self._write, choices)
@@ -142,12 +142,13 @@ class Answer(ABC):
     def render(self, batch: Batch) -> bytes:
         """One event per token. Events that differ only in their text come from a template."""
         lines: list[str] = []
+        only_text = not self._with_ids and not self._continuous_usage
         for index, delta in batch:
-            if not self._silent:
-                self._num_tokens += len(delta.token_ids)
+            before, new = self._num_tokens[index], 0 if self._silent else len(delta.token_ids)
+            self._num_tokens[index] += new
             template = self._templates.get(index)
             pieces = delta.pieces
-            plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
+            plain = delta.finish_reason is None and not delta.logprobs and only_text
             if template is not None and plain:
                 lines += map(template.line, pieces)
                 continue
@@ -162,6 +163,7 @@ class Answer(ABC):
                     template is None,
                     reason,
                     stop_reason,
+                    before + min(i + 1, new),
                 )
                 lines.append(line(self._part(token)))
                 if template is None:
@@ -186,10 +188,24 @@ class Answer(ABC):
     def _part(self, token: Token) -> dict[str, Any]:
         choice = {**self.part_choice(token), **self._ids(token.token_ids)}
         content = self._envelope(self.part_object, [choice])
-        return {**content, "usage": None} if self._include_usage else content
+        if not self._include_usage:
+            return content
+        usage = None
+        if self._continuous_usage:  # of this choice alone, as in vLLM
+            prompt = self.generation.prompts[token.choice // self.generation.params.n]
+            usage = _usage(len(prompt), token.num_tokens)
+        return {**content, "usage": usage}
 
     def _template(self, index: int) -> Template:
         return Template(lambda text: self._part(Token(index, text, [], None, is_first=False)))
+
+
+def _usage(prompt: int, completion: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+    }
 
 
 async def read_generation(

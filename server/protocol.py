@@ -113,7 +113,9 @@ class StreamOptions(Body):
     include_usage: bool | None = Field(
         default=None, description="one event with the usage, at the end"
     )
-    continuous_usage_stats: bool | None = Field(default=None, description="not supported")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="with include_usage: the usage so far in every event"
+    )
 
 
 class GenerationRequest(Body):
@@ -149,6 +151,13 @@ class GenerationRequest(Body):
     def include_usage(self) -> bool:
         """Whether a stream must end with an event that holds its usage."""
         return bool(self.stream_options is not None and self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every event of a stream must hold the usage so far; as in vLLM, this takes both
+        options."""
+        options = self.stream_options
+        return self.include_usage and bool(options and options.continuous_usage_stats)
 
     @abstractmethod
     def wanted_max_tokens(self) -> int | None:
@@ -191,12 +200,6 @@ class GenerationRequest(Body):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request(
                 f"best_of is only supported where it equals n, and it is {self.best_of}", "best_of"
-            )
-        options = self.stream_options
-        if options is not None and options.continuous_usage_stats:
-            raise bad_request(
-                "stream_options.continuous_usage_stats is not supported by this server",
-                "stream_options",
             )
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if isinstance(stops, list):

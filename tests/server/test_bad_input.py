@@ -134,7 +134,10 @@ def test_a_bad_field_is_named(server: RunningServer, field: str, value: Any) -> 
         ({"messages": CHAT, "logprobs": 1}, "logprobs"),
         ({"messages": CHAT, "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
-        ({"messages": CHAT, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        (
+            {"messages": CHAT, "stream_options": {"include_usage": "yes"}},
+            "stream_options.include_usage",
+        ),
     ],
 )
 def test_a_bad_conversation_is_refused(

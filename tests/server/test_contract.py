@@ -102,6 +102,28 @@ def test_usage_is_null_until_it_comes(server: RunningServer) -> None:
     assert usage["id"] == tokens[0]["id"]
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_continuous_usage_counts_the_tokens_of_each_choice(
+    any_server: RunningServer, path: str
+) -> None:
+    source = {"messages": CHAT} if "chat" in path else {"prompt": PROMPT}
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    fields = {**source, "n": 2, "max_tokens": 6, "ignore_eos": True}
+    *tokens, whole = any_server.stream(path, stream_options=both, **fields)
+    prompt = whole["usage"]["prompt_tokens"]
+    for choice in (0, 1):
+        usages = [e["usage"] for e in tokens if e["choices"][0]["index"] == choice]
+        assert usages == [
+            {"prompt_tokens": prompt, "completion_tokens": i, "total_tokens": prompt + i}
+            for i in range(1, 7)
+        ]
+    assert whole["choices"] == []
+    assert whole["usage"]["completion_tokens"] == 12
+    # As in vLLM, continuous_usage_stats alone asks for nothing.
+    alone = {"continuous_usage_stats": True}
+    assert all("usage" not in e for e in any_server.stream(path, stream_options=alone, **fields))
+
+
 def test_text_beyond_ascii_is_escaped_and_comes_through(server: RunningServer, llm: LLM) -> None:
     prompt = "Ünïcödé \u2028 日本"
     answer = server.complete(prompt=prompt, echo=True, max_tokens=1)
