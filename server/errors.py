@@ -80,6 +80,21 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param=param)
 
 
+def context_exceeded(context: int, prompt: int, completion: int, field: str) -> ApiError:
+    """400: a prompt of `prompt` tokens in `field` leaves no room for a completion.
+
+    Clients look for OpenAI's code and for its sentence, to shorten the prompt and ask again.
+    """
+    return ApiError(
+        400,
+        f"This model's maximum context length is {context} tokens. However, you requested"
+        f" {prompt + completion} tokens ({prompt} in the {field}, {completion} in the completion)."
+        f" Please reduce the length of the {field} or completion.",
+        param=field,
+        code="context_length_exceeded",
+    )
+
+
 def unknown_model(name: str) -> ApiError:
     """404: the server does not serve this model."""
     return ApiError(

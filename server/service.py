@@ -12,7 +12,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
-from megavm.server.errors import bad_request, queue_full, unavailable
+from megavm.server.errors import bad_request, context_exceeded, queue_full, unavailable
 from megavm.server.logs import log
 from megavm.server.metrics import Metrics
 from megavm.server.settings import Settings
@@ -359,8 +359,10 @@ class Service:
         Raises:
             ApiError: a prompt cannot be continued.
         """
-        checked = []
+        checked, context = [], self.context
         for i, prompt in enumerate(prompts):
+            if len(prompt) >= context:
+                raise context_exceeded(context, len(prompt), params.max_tokens or 1, field)
             try:
                 checked.append(self.llm.engine.validate(prompt, params))
             except ValueError as error:

@@ -7,7 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving import RunningServer
+from serving import RunningServer, serving
 
 from megavm import LLM, SamplingParams
 from megavm.server.completions import CompletionAnswer
@@ -207,6 +207,37 @@ def test_errors_are_the_classes_of_the_client(server: RunningServer) -> None:
             **GREEDY,
         )
     assert tools.value.param == "tools"
+
+
+def test_a_prompt_over_the_context_is_said_as_openai_says_it(server: RunningServer) -> None:
+    client, long = server.client(), [5] * 1024
+    with pytest.raises(openai.BadRequestError) as error:
+        client.completions.create(model="stories", prompt=long, max_tokens=7)
+    assert error.value.code == "context_length_exceeded"
+    assert error.value.param == "prompt"
+    assert error.value.body["message"] == (  # type: ignore[index]
+        "This model's maximum context length is 1024 tokens. However, you requested 1031 tokens"
+        " (1024 in the prompt, 7 in the completion). Please reduce the length of the prompt or"
+        " completion."
+    )
+    messages: Any = [{"role": "user", "content": "word " * 2000}]
+    with pytest.raises(openai.BadRequestError, match=r"in the messages, 1 in the compl") as error:
+        client.chat.completions.create(model="stories", messages=messages)
+    assert error.value.code == "context_length_exceeded"
+    assert error.value.param == "messages"
+    # A prompt that leaves room is answered up to the end of the context.
+    answer = client.completions.create(model="stories", prompt=long[:1020], max_tokens=100)
+    assert answer.usage is not None
+    assert answer.usage.completion_tokens <= 4
+
+
+def test_a_prompt_over_the_kv_cache_is_said_with_what_fits() -> None:
+    with serving(num_blocks=4, block_size=16) as server:
+        response = server.post("/v1/completions", {"prompt": [5] * 65, "max_tokens": 1})
+        assert response.error["code"] == "context_length_exceeded"
+        assert "maximum context length is 65 tokens" in response.error["message"]
+        assert "you requested 66 tokens" in response.error["message"]
+        assert server.post("/v1/completions", {"prompt": [5] * 64, "max_tokens": 1}).status == 200
 
 
 def test_a_fault_of_the_machine_is_an_error_of_the_client_and_no_end_of_the_server(
