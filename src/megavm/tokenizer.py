@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -143,16 +144,22 @@ class Tokenizer:
         """Whether this id is a control token, which `decode` leaves out by default."""
         return token_id in self._special_ids
 
-    def chat_prompt(self, messages: Sequence[Message], add_generation_prompt: bool = True) -> str:
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """Render `messages` with the model's chat template.
 
         A message is {"role": ..., "content": ...}; its content may be a list of parts
-        {"type": "text", "text": ...}, which are joined by newlines. `add_generation_prompt` opens
-        the assistant's turn at the end.
+        {"type": "text", "text": ...}, which are joined by newlines. The arguments of its
+        tool_calls may be JSON, as OpenAI's clients send them, or a dict. `add_generation_prompt`
+        opens the assistant's turn at the end. `tools`: OpenAI's descriptions of functions.
 
         Raises:
-            ValueError: the model has no chat template, a message is malformed, or the template
-            refuses.
+            ValueError: the model has no chat template, a message or a tool is malformed, or the
+            template refuses.
         """
         import jinja2
 
@@ -160,13 +167,16 @@ class Tokenizer:
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not plain:
             raise ValueError("messages must hold at least one message")
+        for index, tool in enumerate(tools or ()):
+            if not isinstance(tool, Mapping):
+                raise ValueError(f"tool {index} must be a dict, not {type(tool).__name__}")
         try:
             if self._template is None:
                 self._template = _template_environment().from_string(template)
             return self._template.render(
                 messages=plain,
                 add_generation_prompt=add_generation_prompt,
-                tools=None,
+                tools=tools or None,
                 documents=None,
                 **self.special_tokens,
             )
@@ -348,7 +358,7 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
 
 
 def _plain_message(index: int, message: Message) -> dict[str, Any]:
-    """A copy of one chat message with its content as one string."""
+    """A copy of one chat message: its content as one string, arguments of its calls as dicts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"message {index} must be a dict with a string under role")
     content = message.get("content")
@@ -367,7 +377,37 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
         content = "\n".join(parts)
     if content is not None and not isinstance(content, str):
         raise ValueError(f"the content of message {index} must be text or a list of text parts")
-    return {**message, "content": content}
+    plain = {**message, "content": content}
+    # Templates ask whether the key is there, not what it holds.
+    calls = plain.pop("tool_calls", None)
+    if calls:
+        plain["tool_calls"] = _plain_calls(index, calls)
+    return plain
+
+
+def _plain_calls(index: int, calls: Any) -> list[dict[str, Any]]:
+    """Copies of the tool calls of message `index`, with their arguments as dicts.
+
+    Arguments that are not the JSON of an object become {}, as in vLLM: the model wrote them, and
+    refusing them would end the conversation.
+    """
+    if not isinstance(calls, list | tuple):
+        raise ValueError(f"tool_calls of message {index} must be a list")
+    plain = []
+    for call in calls:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(
+                f"a tool call of message {index} must be a dict with a function that has a name"
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments)
+        if not isinstance(arguments, Mapping):
+            arguments = {}
+        plain.append({**call, "function": {**function, "arguments": arguments}})
+    return plain
 
 
 def _template_environment() -> jinja2.Environment:

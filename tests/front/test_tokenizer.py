@@ -236,6 +236,74 @@ def test_chat_prompts_are_those_of_transformers(
     assert Tokenizer(tmp_path).chat_prompt(CHAT, add_generation_prompt) == expected
 
 
+# As Llama 3.1's template does: it asks whether the key is there, takes one call, writes JSON.
+TOOLS_TEMPLATE = (
+    "{% if tools is not none %}{% for tool in tools %}{{ tool | tojson }};{% endfor %}{% endif %}"
+    "{% for m in messages %}{% if 'tool_calls' in m %}"
+    "{% if not m.tool_calls | length == 1 %}{{ raise_exception('single tool-calls') }}{% endif %}"
+    "{% set call = m.tool_calls[0].function %}"
+    '{"name": "{{ call.name }}", "parameters": {{ call.arguments | tojson }}}'
+    "{% else %}{{ m.role }}: {{ m.content }};{% endif %}{% endfor %}"
+)
+
+
+def test_no_tool_calls_are_none_however_they_are_written(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=TOOLS_TEMPLATE))
+    absent: list[Any] = [None, []]
+    for calls in absent:
+        message = {"role": "assistant", "content": "Hi", "tool_calls": calls}
+        assert tokenizer.chat_prompt([message]) == "assistant: Hi;"
+        assert message["tool_calls"] is calls
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rendered"),
+    [
+        ('{"city": "Köln", "days": [1, 2.5]}', '{"city": "Köln", "days": [1, 2.5]}'),
+        ({"city": "Köln"}, '{"city": "Köln"}'),
+        ("{}", "{}"),
+        ("", "{}"),
+        (None, "{}"),
+        # What a model wrote wrongly must not end the conversation.
+        ('{"city": ', "{}"),
+        ("[1]", "{}"),
+        ("[" * 100_000, "{}"),
+        ("9" * 5000, "{}"),
+        (5, "{}"),
+    ],
+)
+def test_arguments_of_tool_calls_reach_the_template_as_an_object(
+    tmp_path: Path, arguments: Any, rendered: str
+) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=TOOLS_TEMPLATE))
+    function = {"name": "weather", "arguments": arguments}
+    call = {"id": "1", "type": "function", "function": function}
+    prompt = tokenizer.chat_prompt([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    assert prompt == f'{{"name": "weather", "parameters": {rendered}}}'
+    assert function["arguments"] is arguments
+
+
+@pytest.mark.parametrize(
+    "calls", ["call", [5], [{}], [{"function": "f"}], [{"function": {}}], {"a": 1}]
+)
+def test_malformed_tool_calls_are_refused(tmp_path: Path, calls: Any) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=TOOLS_TEMPLATE))
+    message = {"role": "assistant", "content": None, "tool_calls": calls}
+    with pytest.raises(ValueError, match="message 0 must be"):
+        tokenizer.chat_prompt([message])
+
+
+def test_tools_are_rendered_as_transformers_does(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template=TOOLS_TEMPLATE)
+    tools: list[Any] = [{"type": "function", "function": {"name": "weather", "parameters": {}}}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(CHAT, tools=tools, tokenize=False)
+    assert Tokenizer(tmp_path).chat_prompt(CHAT, False, tools) == expected
+    assert Tokenizer(tmp_path).chat_prompt(CHAT, False, []).startswith("system: ")
+    with pytest.raises(ValueError, match="tool 1 must be a dict, not str"):
+        Tokenizer(tmp_path).chat_prompt(CHAT, False, [*tools, "weather"])  # type: ignore[list-item]
+
+
 def test_the_template_file_wins_over_the_configuration(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, chat_template="from the configuration")
     (tmp_path / "chat_template.json").write_text(json.dumps({"chat_template": "from json"}))
