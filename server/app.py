@@ -34,7 +34,6 @@ from megavm.server.protocol import (
     TokenizeRequest,
     check_model,
     read_body,
-    read_messages,
 )
 from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import Settings
@@ -136,13 +135,12 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         """Token ids of a text, or of a conversation after the chat template."""
         llm = service.llm
         body = await read_body(request, TokenizeRequest)
+        body.check_supported()
         check_model(body.model, service.settings.model_names)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("give either prompt or messages", "prompt")
         if body.messages is not None:
-            size = len(await request.body())
-            opened = body.add_generation_prompt is not False
-            text = await service.render_chat(read_messages(body.messages), opened, size)
+            text = await service.render_chat(body, len(await request.body()))
             ids = await service.encode(text, "messages", bool(body.add_special_tokens))
         else:
             special = body.add_special_tokens is not False

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from megavm.server.answers import Answer, Choice, Token, read_generation, respond
 from megavm.server.logprobs import chat_logprobs
-from megavm.server.protocol import ChatRequest, read_messages
+from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
 
 
@@ -51,13 +51,10 @@ async def chat(request: Request, service: Service) -> Response:
         ApiError: the request is invalid, or the server cannot answer it.
     """
     body, params = await read_generation(request, service, ChatRequest)
-    messages = read_messages(body.messages)
     service.admit(params.n)
-    text = await service.render_chat(
-        messages, body.add_generation_prompt is not False, len(await request.body())
-    )
+    text = await service.render_chat(body, len(await request.body()))
     # The chat template has already inserted the special tokens.
-    ids = await service.encode(text, "messages", add_special_tokens=False)
+    ids = await service.encode(text, "messages", bool(body.add_special_tokens))
     prompts = service.check_prompts([ids], params, "messages")
     generation = service.generation(prompts, params, whole=not body.stream)
     return await respond(request, service, body, ChatAnswer(service, body, generation))

@@ -89,7 +89,8 @@ async def complete(request: Request, service: Service) -> Response:
         params = replace(params, prompt_logprobs=params.logprobs)
     prompts = read_prompts(body.prompt, service.max_sequences)
     service.admit(len(prompts) * params.n)
-    ids = await service.encode_prompts(prompts, "prompt")
+    special = body.add_special_tokens is not False
+    ids = await service.encode_prompts(prompts, "prompt", special)
     checked = service.check_prompts(ids, params, "prompt")
     texts = await service.decode_prompts(prompts, "prompt") if body.echo else None
     generation = service.generation(checked, params, whole=not body.stream)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Final, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, WithJsonSchema
 from pydantic_core import from_json
 from starlette.requests import Request
 
@@ -21,31 +21,101 @@ DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
 _SEEDS: Final = 1 << 63
 _PARAMETERS: Final = frozenset(field.name for field in fields(SamplingParams))
 
-# Unsupported fields that would change the answer, with the values that request no change.
-_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    "audio": (),
+# Fields of OpenAI, vLLM, SGLang and llama.cpp that would change the answer and are not supported,
+# each with the values that ask for nothing, beside those of _NOTHING.
+_UNSUPPORTED_OF_PROMPTS: Final[dict[str, tuple[object, ...]]] = {
     "chat_template": (),
     "chat_template_kwargs": (),
     "continue_final_message": (),
+    "documents": (),
+    "input_ids": (),
+    "truncate_prompt_tokens": (),
+}
+_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
+    **_UNSUPPORTED_OF_PROMPTS,
+    "cache_salt": (),
+    "echo": (),
     "function_call": ("none", "auto"),
     "functions": (),
+    "prompt_embeds": (),
+    "suffix": (),
+    "tool_choice": ("none", "auto"),
+    "tools": (),
+    # Which tokens may be chosen.
+    "allowed_token_ids": (),
+    "bad_words": (),
+    "custom_logit_processor": (),
+    "ebnf": (),
+    "grammar": (),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "json_schema": (),
     "logit_bias": (),
+    "logits_processors": (),
+    "n_indent": (0,),
+    "regex": (),
+    "response_format": ({"type": "text"},),
+    "structural_tag": (),
+    "structured_outputs": (),
+    # How one of them is chosen.
+    "adaptive_target": (-1,),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "lora": (),
+    "lora_path": (),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "repeat_last_n": (-1,),
+    "repeat_penalty": (1,),
+    "samplers": (),
+    "sampling_seed": (),
+    "top_n_sigma": (-1,),
+    "typical_p": (1,),
+    "use_beam_search": (),
+    "vllm_xargs": (),
+    "watermarking": (),
+    "xtc_probability": (0,),
+    # How many there are.
+    "max_completion_tokens": (),
+    "max_new_tokens": (),
+    "min_new_tokens": (0,),
+    "n_cmpl": (1,),
+    "n_predict": (),
+    "repetition_detection": (),
+    "stop_regex": (),
+    "t_max_predict_ms": (0, -1),
+    "thinking_token_budget": (-1,),
+    # What the answer holds.
+    "audio": (),
+    "logprob_token_ids": (),
     "modalities": (["text"],),
+    "n_probs": (0,),
+    "no_stop_trim": (),
+    "post_sampling_probs": (),
     "prediction": (),
     "prompt_logprobs": (),
     "reasoning_effort": ("none",),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "suffix": (),
-    "tool_choice": ("none", "auto"),
-    "tools": (),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (),
+    "return_hidden_states": (),
+    "return_routed_experts": (),
+    "return_tokens": (),
+    "return_tokens_as_token_ids": (),
+    "verbosity": ("medium",),
     "web_search_options": (),
+}
+# This server's name for what an unsupported field asks for.
+_OUR_NAMES: Final = {
+    "max_completion_tokens": "max_tokens",  # in completions
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "n_cmpl": "n",
+    "n_predict": "max_tokens",
+    "n_probs": "logprobs",
+    "no_stop_trim": "include_stop_str_in_output",
+    "repeat_penalty": "repetition_penalty",
+    "return_tokens": "return_token_ids",
+    "sampling_seed": "seed",
 }
 # Fields that may be ignored without changing an answer.
 _HARMLESS: Final = {
@@ -59,6 +129,15 @@ _HARMLESS: Final = {
     "user",
 }
 _NOTHING: Final[tuple[object, ...]] = (None, False, "", [], {})
+_ANY_JSON: Final = {"guided_json", "json_schema"}  # {} asks these for any JSON
+
+
+def _whole(value: object) -> object:
+    """A float without a fraction as an int: to JSON, 5.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Int = Annotated[int, BeforeValidator(_whole)]
 
 
 def _list(items: dict[str, Any], **rest: Any) -> WithJsonSchema:
@@ -104,7 +183,15 @@ Stop = Annotated[
 class Body(BaseModel):
     """The body of a request. Unknown fields are accepted; null means absent."""
 
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = _UNSUPPORTED
     model_config = ConfigDict(extra="allow", strict=True)
+
+    def check_supported(self) -> None:
+        """Raise ApiError for a field that would change the answer and is not supported."""
+        for name, value in (self.model_extra or {}).items():
+            if name in self.unsupported and not _asks_for_nothing(name, value):
+                use = f", use {_OUR_NAMES[name]}" if name in _OUR_NAMES else ""
+                raise bad_request(f"{name} is not supported by this server{use}", name)
 
 
 class StreamOptions(Body):
@@ -126,20 +213,20 @@ class GenerationRequest(Body):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
+    n: Int | None = None
+    best_of: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    seed: int | None = None
+    seed: Int | None = None
     stop: Stop = None
     stop_token_ids: TokenIds = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: Int | None = None
+    min_tokens: Int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -194,9 +281,7 @@ class GenerationRequest(Body):
         return params
 
     def _check(self) -> None:
-        for name, value in (self.model_extra or {}).items():
-            if name in _UNSUPPORTED and not _asks_for_nothing(value, _UNSUPPORTED[name]):
-                raise bad_request(f"{name} is not supported by this server", name)
+        self.check_supported()
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise bad_request(
                 f"best_of is only supported where it equals n, and it is {self.best_of}", "best_of"
@@ -232,7 +317,8 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Prompt
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Int | None = None
+    add_special_tokens: bool | None = None
 
     def wanted_max_tokens(self) -> int | None:
         return DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
@@ -247,17 +333,30 @@ class ChatRequest(GenerationRequest):
     source = "messages"
 
     messages: Messages
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Int | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
     add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+
+    def check_supported(self) -> None:
+        super().check_supported()
+        # Tools that must not be called are a part of the prompt, as in vLLM.
+        if self.tools and self.tool_choice != "none":
+            raise bad_request(
+                'tools is not supported by this server, except with tool_choice "none"', "tools"
+            )
+        if not _asks_for_nothing("tool_choice", self.tool_choice):
+            raise bad_request("tool_choice is not supported by this server", "tool_choice")
 
     def wanted_max_tokens(self) -> int | None:
         given = self.max_completion_tokens
         return self.max_tokens if given is None else given
 
     def wanted_logprobs(self) -> int | None:
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
         if not self.logprobs:
             return None
@@ -278,9 +377,20 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a prompt or messages."""
 
+    unsupported = _UNSUPPORTED_OF_PROMPTS
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+                {"required": ["messages"], "properties": {"messages": {"type": "array"}}},
+            ]
+        }
+    )
+
     model: str | None = None
     prompt: str | None = None
     messages: Messages = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -296,12 +406,16 @@ class DetokenizeRequest(Body):
 class ProfileRequest(Body):
     """The body of POST /v1/profile."""
 
-    steps: int = Field(default=100, ge=1, le=10_000, description="steps to record")
+    steps: Int = Field(default=100, ge=1, le=10_000, description="steps to record")
     timeout: float = Field(default=60.0, gt=0, le=600, description="seconds to wait for them")
 
 
-def _asks_for_nothing(value: object, others: tuple[object, ...]) -> bool:
-    return any(type(value) is type(known) and value == known for known in (*_NOTHING, *others))
+def _asks_for_nothing(name: str, value: object) -> bool:
+    """Whether a field of _UNSUPPORTED changes nothing with this value."""
+    if value == {} and name in _ANY_JSON:
+        return False
+    value, known = _whole(value), (*_NOTHING, *_UNSUPPORTED[name])
+    return any(type(value) is type(nothing) and value == nothing for nothing in known)
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

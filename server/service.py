@@ -15,6 +15,7 @@ from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
 from megavm.server.errors import bad_request, context_exceeded, queue_full, unavailable
 from megavm.server.logs import log
 from megavm.server.metrics import Metrics
+from megavm.server.protocol import ChatRequest, TokenizeRequest, read_messages
 from megavm.server.settings import Settings
 from megavm.tokenizer import LONG_TEXT
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
     from megavm.scheduler.engine.step import Ints
     from megavm.scheduler.run.runner import Progress
-    from megavm.tokenizer import Message, Tokenizer
+    from megavm.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
@@ -267,7 +268,7 @@ class Service:
         return await self._read(len(ids), field, self.tokenizer.decode, ids, False)
 
     async def encode_prompts(
-        self, prompts: Sequence[str | list[int]], field: str
+        self, prompts: Sequence[str | list[int]], field: str, add_special_tokens: bool = True
     ) -> list[list[int]]:
         """Token ids of prompts; prompts that are lists are returned unchanged.
 
@@ -279,7 +280,10 @@ class Service:
         encode = self.tokenizer.encode
 
         def encode_all() -> list[list[int]]:
-            return [encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            return [
+                encode(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+                for prompt in prompts
+            ]
 
         size = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
         return await self._read(size, field, encode_all)
@@ -321,16 +325,15 @@ class Service:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._reader, function, *given)
 
-    async def render_chat(
-        self, messages: Sequence[Message], add_generation_prompt: bool, size: int
-    ) -> str:
-        """Render messages of about `size` characters with the chat template.
+    async def render_chat(self, body: ChatRequest | TokenizeRequest, size: int) -> str:
+        """Render the messages and tools of a body of `size` bytes with the chat template.
 
         Raises:
-            ApiError: the template fails or refuses the messages.
+            ApiError: there are no messages, or the template fails or refuses them.
         """
+        messages, opened = read_messages(body.messages), body.add_generation_prompt is not False
         render = self.tokenizer.chat_prompt
-        return await self._read(size, "messages", render, messages, add_generation_prompt)
+        return await self._read(size, "messages", render, messages, opened, body.tools)
 
     @property
     def max_sequences(self) -> int:

@@ -6,12 +6,14 @@ import http.client
 import json
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from serving import RunningServer, assert_idle, serving
 
 from megavm import LLM, SamplingParams
+from megavm.server.protocol import _UNSUPPORTED
 
 PROMPT = "Once upon a time"
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -146,6 +148,148 @@ def test_a_bad_conversation_is_refused(
     response = server.post("/v1/chat/completions", fields)
     assert response.status == 400, response.content[:300]
     assert response.error["param"] == param
+
+
+# Fields that other servers take and that would change the answer.
+UNSUPPORTED: dict[str, Any] = {
+    # OpenAI
+    "functions": [{"name": "f"}],
+    "logit_bias": {"5": 10},
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "tools": [{"type": "function", "function": {"name": "f"}}],
+    "verbosity": "low",
+    # vLLM
+    "allowed_token_ids": [5, 6],
+    "bad_words": ["fox"],
+    "cache_salt": "x",
+    "documents": [{"title": "a", "text": "b"}],
+    "guided_json": {},
+    "guided_regex": "a*",
+    "logprob_token_ids": [5],
+    "prompt_embeds": "AAAA",
+    "repetition_detection": {"max_pattern_size": 4},
+    "return_tokens_as_token_ids": True,
+    "structured_outputs": {"choice": ["a", "b"]},
+    "thinking_token_budget": 5,
+    "truncate_prompt_tokens": 5,
+    # SGLang
+    "custom_logit_processor": "x",
+    "ebnf": "root ::= 'a'",
+    "input_ids": [5],
+    "json_schema": '{"type": "object"}',
+    "lora_path": "x",
+    "no_stop_trim": True,
+    "regex": "a*",
+    "return_hidden_states": True,
+    "stop_regex": "a*",
+    # llama.cpp
+    "dry_multiplier": 0.8,
+    "dynatemp_range": 0.5,
+    "grammar": "root ::= 'a'",
+    "lora": [{"id": 0, "scale": 1.0}],
+    "min_keep": 2,
+    "mirostat": 2,
+    "n_indent": 4,
+    "n_predict": 5,
+    "n_probs": 3,
+    "repeat_last_n": 64,
+    "repeat_penalty": 1.1,
+    "samplers": ["top_k"],
+    "t_max_predict_ms": 100,
+    "top_n_sigma": 1.0,
+    "typical_p": 0.9,
+    "xtc_probability": 0.5,
+}
+# Values of such fields that ask for nothing.
+NEUTRAL: dict[str, Any] = {
+    "bad_words": [],
+    "dry_multiplier": 0.0,
+    "dynatemp_range": 0,
+    "grammar": "",
+    "json_schema": None,
+    "lora": [],
+    "mirostat": 0,
+    "regex": None,
+    "repeat_penalty": 1.0,
+    "response_format": {"type": "text"},
+    "return_hidden_states": False,
+    "t_max_predict_ms": -1,
+    "thinking_token_budget": -1,
+    "tool_choice": "none",
+    "tools": [],
+    "top_n_sigma": -1,
+    "typical_p": 1,
+    "xtc_probability": 0.0,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_field_of_another_server_that_would_change_the_answer_is_refused(
+    server: RunningServer, path: str
+) -> None:
+    source = {"messages": CHAT} if "chat" in path else {"prompt": PROMPT}
+    for name, value in UNSUPPORTED.items():
+        response = server.post(path, {**source, "max_tokens": 2, name: value})
+        assert response.status == 400, name
+        assert response.error["param"] == name
+        assert response.error["message"].startswith(f"{name} is not supported by this server")
+    assert server.post(path, {**source, "max_tokens": 2, **NEUTRAL}).status == 200
+
+
+def test_the_documentation_names_every_field_that_is_refused() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+    for name in _UNSUPPORTED:
+        assert f"`{name}`" in text or name.startswith("guided_"), name
+
+
+def test_a_name_of_another_server_is_answered_with_ours(server: RunningServer) -> None:
+    for name, value, ours in (
+        ("n_predict", 5, "max_tokens"),
+        ("max_new_tokens", 5, "max_tokens"),
+        ("max_completion_tokens", 5, "max_tokens"),
+        ("repeat_penalty", 1.2, "repetition_penalty"),
+    ):
+        error = server.post("/v1/completions", {"prompt": PROMPT, name: value}).error
+        assert error["message"] == f"{name} is not supported by this server, use {ours}"
+
+
+def test_tokenize_refuses_what_would_change_the_prompt_only(server: RunningServer) -> None:
+    body = {"messages": CHAT, "guided_regex": "a*", "logit_bias": {"5": 1}}
+    assert server.post("/tokenize", body).status == 200
+    body = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
+    assert server.post("/tokenize", body).error["param"] == "chat_template_kwargs"
+
+
+def test_harmless_values_are_taken(server: RunningServer) -> None:
+    plain: dict[str, Any] = {"messages": CHAT, "temperature": 0, "max_tokens": 5}
+    expected = server.post("/v1/chat/completions", plain).json["choices"][0]["message"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for more in (
+        {"logprobs": False, "top_logprobs": 0},
+        {"tools": tools, "tool_choice": "none"},
+        {"max_tokens": 5.0, "n": 1.0, "top_k": 0.0, "seed": 7.0},
+        {"max_tokens": None, "max_completion_tokens": 5.0},
+        {"tool_choice": "auto"},
+    ):
+        response = server.post("/v1/chat/completions", {**plain, **more})
+        assert response.status == 200, response.content
+        assert response.json["choices"][0]["message"] == expected
+        assert response.json["usage"]["completion_tokens"] == 5
+
+
+def test_special_tokens_of_a_prompt_may_be_left_out(server: RunningServer) -> None:
+    ids = server.post("/tokenize", {"prompt": PROMPT}).json["tokens"]
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 5}
+    without = server.complete(add_special_tokens=False, **fields)
+    assert without["usage"]["prompt_tokens"] == len(ids) - 1
+    assert (
+        without["choices"][0]["text"]
+        == server.complete(prompt=ids[1:], **fields)["choices"][0]["text"]
+    )
+    chat = {"messages": CHAT, **fields}
+    plain = server.post("/v1/chat/completions", chat).json["usage"]["prompt_tokens"]
+    response = server.post("/v1/chat/completions", {**chat, "add_special_tokens": True})
+    assert response.json["usage"]["prompt_tokens"] == plain + 1
 
 
 @pytest.mark.parametrize(

@@ -219,5 +219,7 @@ def test_tokenize_and_detokenize(server: RunningServer, llm: LLM) -> None:
     chat = server.post("/tokenize", {"messages": CHAT}).json
     text = llm.tokenizer.chat_prompt(CHAT)
     assert chat["tokens"] == llm.tokenizer.encode(text, add_special_tokens=False)
+    with_special = server.post("/tokenize", {"messages": CHAT, "add_special_tokens": True}).json
+    assert with_special["tokens"] == llm.tokenizer.encode(text)
     text = server.post("/detokenize", {"tokens": ids}).json["prompt"]
     assert text == llm.tokenizer.decode(ids, skip_special_tokens=False)
