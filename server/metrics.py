@@ -72,13 +72,18 @@ class EngineMetrics:
             "request_queue_time_seconds": Histogram(SECONDS),
             "request_prefill_time_seconds": Histogram(SECONDS),
             "request_decode_time_seconds": Histogram(SECONDS),
+            "request_inference_time_seconds": Histogram(SECONDS),
             "request_prompt_tokens": Histogram(TOKENS),
             "request_generation_tokens": Histogram(TOKENS),
+            "request_max_num_generation_tokens": Histogram(TOKENS),
+            "request_params_n": Histogram(TOKENS),
+            "request_params_max_tokens": Histogram(TOKENS),
             "iteration_tokens_total": Histogram(TOKENS),
             "step_seconds": Histogram(SECONDS),
         }
         self._latency = self.histograms["inter_token_latency_seconds"]
         self._last: dict[tuple[Request, int], float] = {}  # time of each sequence's last token
+        self._ended: dict[Request, int] = {}  # sequences that have ended, of requests that have not
 
     def step(self, deltas: Sequence[Delta], seconds: float) -> None:
         """Count the deltas of one step."""
@@ -90,6 +95,8 @@ class EngineMetrics:
             before = last.get(key)
             if before is not None and count:
                 self._latency.observe((now - before) / count, count)
+            elif count:
+                tokens += len(delta.request.prompt)
             if delta.finish_reason is None:
                 last[key] = now
             else:
@@ -106,15 +113,23 @@ class EngineMetrics:
         observe = self._observe
         observe("request_generation_tokens", len(request.sequences[delta.index].output))
         observe("e2e_request_latency_seconds", times.finished - times.arrived)
-        if delta.index:
+        ended = self._ended.pop(request, 0) + 1
+        if ended < request.params.n:
+            self._ended[request] = ended
             return
+        first = request.sequences[0]
         observe("request_prompt_tokens", len(request.prompt))
+        most = max(len(sequence.output) for sequence in request.sequences)
+        observe("request_max_num_generation_tokens", most)
+        observe("request_params_n", request.params.n)
+        observe("request_params_max_tokens", request.params.max_tokens or first.max_output)
         if times.admitted:
             observe("request_queue_time_seconds", times.admitted - times.arrived)
         if times.first_token:
             observe("time_to_first_token_seconds", times.first_token - times.arrived)
             observe("request_prefill_time_seconds", times.first_token - times.admitted)
             observe("request_decode_time_seconds", times.finished - times.first_token)
+            observe("request_inference_time_seconds", times.finished - times.admitted)
 
     def _observe(self, name: str, value: float) -> None:
         self.histograms[name].observe(value)
@@ -239,8 +254,12 @@ _HELP: Final = {
     "request_queue_time_seconds": "From the arrival of a request to its place in the batch.",
     "request_prefill_time_seconds": "From there to its first token.",
     "request_decode_time_seconds": "From there to its end.",
+    "request_inference_time_seconds": "From its place in the batch to its end.",
     "request_prompt_tokens": "Tokens of a prompt.",
     "request_generation_tokens": "Tokens of a completion.",
-    "iteration_tokens_total": "Tokens that one launch generated.",
+    "request_max_num_generation_tokens": "Tokens of a request's longest completion.",
+    "request_params_n": "Completions that a request asked for.",
+    "request_params_max_tokens": "Largest number of tokens of a completion, as asked for.",
+    "iteration_tokens_total": "Tokens of a launch: those generated, and prompts that it completed.",
     "step_seconds": "Time that a launch took, with what the host did meanwhile.",
 }

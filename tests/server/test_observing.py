@@ -7,6 +7,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from serving import RunningServer, assert_idle, serving, wait_until
 
@@ -34,6 +35,10 @@ KNOWN = {
     "request_prompt_tokens": "histogram",
     "request_generation_tokens": "histogram",
     "iteration_tokens_total": "histogram",
+    "request_inference_time_seconds": "histogram",
+    "request_max_num_generation_tokens": "histogram",
+    "request_params_n": "histogram",
+    "request_params_max_tokens": "histogram",
 }
 
 
@@ -79,6 +84,35 @@ def test_metrics_count_what_was_asked_and_given() -> None:
         assert steps >= 9
         latency = server.metric("inter_token_latency_seconds_count")
         assert latency >= 6 + 2 + 2
+
+
+def test_a_request_is_observed_once_when_its_last_completion_ends() -> None:
+    with serving(max_num_batched_tokens=16) as server:
+        prompt = [5 + i for i in range(40)]  # three steps
+        fields = {"prompt": prompt, "n": 3, "max_tokens": 6, "temperature": 1, "seed": 3}
+        choices = server.complete(**fields, return_token_ids=True)["choices"]
+        server.complete(prompt=prompt, max_tokens=1)
+        chat = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
+        answer = server.post("/v1/chat/completions", chat).json["usage"]
+        lengths = [len(choice["token_ids"]) for choice in choices]
+        room = 1024 - answer["prompt_tokens"]  # what a chat without max_tokens asks for
+        for name, values in {
+            "request_params_n": (3, 1, 1),
+            "request_params_max_tokens": (6, 1, room),
+            "request_max_num_generation_tokens": (max(lengths), 1, answer["completion_tokens"]),
+            "request_prompt_tokens": (40, 40, answer["prompt_tokens"]),
+        }.items():
+            assert server.metric(f"{name}_count") == 3
+            assert server.metric(f"{name}_sum") == sum(values)
+        assert server.metric("request_generation_tokens_count") == 5
+        phases = ("request_prefill_time_seconds_sum", "request_decode_time_seconds_sum")
+        inference = server.metric("request_inference_time_seconds_sum")
+        assert inference == pytest.approx(sum(map(server.metric, phases)))
+        # As in vLLM, a prompt counts in the step that generates its first token.
+        iterations = server.metric("iteration_tokens_total_sum")
+        names = ("prompt_tokens_total", "generation_tokens_total")
+        assert iterations == sum(map(server.metric, names))
+        assert server.engine.counters.steps > server.metric("iteration_tokens_total_count")
 
 
 def test_a_histogram_counts_up_to_each_bound() -> None:

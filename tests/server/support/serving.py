@@ -151,6 +151,9 @@ def assert_idle(server: RunningServer) -> None:
     assert engine.blocks.num_held == 0
     assert engine.num_running == engine.num_waiting == 0
     engine.blocks.check()
+    metrics = server.service.metrics.of_engine
+    assert not metrics._last
+    assert not metrics._ended
     # What is left in the event loop: the server itself, and this look at it.
     wait_until(lambda: num_tasks(server) <= 3)
 
