@@ -38,6 +38,25 @@ def test_a_random_load_gets_what_each_request_gets_alone(options: dict[str, Any]
         assert server.metric("kv_cache_usage_perc") == 0
 
 
+def test_in_float32_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch() -> None:
+    with serving(max_num_seqs=16, prefix_caching=True) as server, ThreadPoolExecutor(16) as pool:
+
+        def ask(i: int) -> Any:
+            prompt = "The little fox " * i + "Once upon a time"
+            fields = {"max_tokens": 60, "ignore_eos": True, "logprobs": 2, "seed": i}
+            choice = server.complete(prompt=prompt, temperature=1.0, **fields)["choices"][0]
+            return choice["text"], choice["logprobs"]
+
+        alone = [ask(i) for i in range(16)]
+        assert len({text for text, _ in alone}) == 16
+        steps = server.engine.counters.steps
+        # Log-probabilities too are equal in every bit, in both orders of sending.
+        assert list(pool.map(ask, range(16))) == alone
+        assert list(pool.map(ask, reversed(range(16)))) == alone[::-1]
+        assert server.engine.counters.steps - steps < 16 * 60  # of 2 * 16 * 60 tokens
+        assert_idle(server)
+
+
 def test_more_load_than_there_is_room_for_is_refused_and_not_queued() -> None:
     with serving({"max_queue": 4}, max_num_seqs=4) as server:
         most = 0
