@@ -51,7 +51,7 @@ class Token:
     is_first: bool
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_tokens: int = 0  # tokens of the continuation so far
+    num_tokens: int | None = None  # of the continuation so far; None: not said
 
 
 class Answer(ABC):
@@ -142,15 +142,18 @@ class Answer(ABC):
     def render(self, batch: Batch) -> bytes:
         """One event per token. Events that differ only in their text come from a template."""
         lines: list[str] = []
-        only_text = not self._with_ids and not self._continuous_usage
         for index, delta in batch:
             before, new = self._num_tokens[index], 0 if self._silent else len(delta.token_ids)
             self._num_tokens[index] += new
             template = self._templates.get(index)
             pieces = delta.pieces
-            plain = delta.finish_reason is None and not delta.logprobs and only_text
+            plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
             if template is not None and plain:
-                lines += map(template.line, pieces)
+                if self._continuous_usage:
+                    usages = (self._usage_of(index, before + i + 1) for i in range(new))
+                    lines += map(template.line_with_usage, pieces, usages)
+                else:
+                    lines += map(template.line, pieces)
                 continue
             final = len(pieces) - 1
             for i, piece in enumerate(pieces):
@@ -191,10 +194,13 @@ class Answer(ABC):
         if not self._include_usage:
             return content
         usage = None
-        if self._continuous_usage:  # of this choice alone, as in vLLM
-            prompt = self.generation.prompts[token.choice // self.generation.params.n]
-            usage = _usage(len(prompt), token.num_tokens)
-        return {**content, "usage": usage}
+        if self._continuous_usage and token.num_tokens is not None:
+            usage = self._usage_of(token.choice, token.num_tokens)
+        return {**content, "usage": usage}  # usage is the last key: see Template
+
+    def _usage_of(self, choice: int, num_tokens: int) -> dict[str, Any]:
+        """The usage of one choice alone, as vLLM sends it beside a token."""
+        return _usage(len(self.generation.prompts[choice // self.generation.params.n]), num_tokens)
 
     def _template(self, index: int) -> Template:
         return Template(lambda text: self._part(Token(index, text, [], None, is_first=False)))

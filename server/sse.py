@@ -22,6 +22,7 @@ _HEADERS: Final = {
     "x-accel-buffering": "no",
 }
 _LAST_WORD_SECONDS: Final = 5.0  # to send the last event of a stream
+_NO_USAGE: Final = "null}\n\n"  # the end of an event whose last key, usage, is null
 _HOLE: Final = "\0"  # placeholder of the text in an event; occurs nowhere else in it
 
 Result = TypeVar("Result")
@@ -52,6 +53,11 @@ class Template:
     def line(self, text: str) -> str:
         """The event for a text."""
         return self._head + encode_basestring_ascii(text) + self._tail
+
+    def line_with_usage(self, text: str, usage: dict[str, Any]) -> str:
+        """The event for a text and a usage; its last key must be usage, null in `content`."""
+        tail = self._tail.removesuffix(_NO_USAGE)
+        return f"{self._head}{encode_basestring_ascii(text)}{tail}{to_json(usage)}}}\n\n"
 
 
 def line(content: dict[str, Any]) -> str:
