@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -12,6 +12,8 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
+
+from megavm.server.logs import note
 
 RETRY_AFTER_SECONDS: Final = 1
 _MAX_SHOWN: Final = 300  # characters of a message that come from the client
@@ -158,6 +160,23 @@ def too_late(message: str, code: str) -> ApiError:
     return ApiError(408, message, kind="timeout_error", code=code, headers=headers)
 
 
+def headers_too_late(seconds: float) -> ApiError:
+    """408: the headers of a request were not complete in time."""
+    message = f"The headers of the request were not complete within {seconds:g} s."
+    return too_late(message, "header_timeout")
+
+
+def too_many_connections(limit: int) -> ApiError:
+    """503: the server has as many connections as it takes."""
+    return ApiError(
+        503,
+        f"The server has {limit} connections and takes no more.",
+        kind="server_error",
+        code="too_many_connections",
+        headers={"retry-after": str(RETRY_AFTER_SECONDS)},
+    )
+
+
 def failed(message: str) -> ApiError:
     """500: the server failed."""
     return ApiError(500, message, kind="server_error", code="internal_error")
@@ -181,21 +200,30 @@ def shorten(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
 
 
+def note_error(scope: MutableMapping[str, Any], error: ApiError) -> None:
+    """Add an error to the log line of a request (its ASGI scope)."""
+    note(scope, param=error.param, error=error.message)
+
+
 def add_error_handlers(app: FastAPI) -> None:
     """Let `app` answer errors with OpenAI's error object."""
 
+    def answer(request: Request, error: ApiError) -> Response:
+        note_error(request.scope, error)
+        return error.response()
+
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)
-        return error.response()
+        return answer(request, error)
 
     async def on_http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         message = f"{error.detail}: {request.method} {shorten(request.url.path)}"
-        return ApiError(error.status_code, message, headers=error.headers).response()
+        return answer(request, ApiError(error.status_code, message, headers=error.headers))
 
     async def on_validation_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        return invalid_fields(error).response()
+        return answer(request, invalid_fields(error))
 
     app.add_exception_handler(ApiError, on_api_error)
     app.add_exception_handler(HTTPException, on_http_error)

@@ -5,15 +5,24 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import logging.handlers
+import os
+import queue
 import re
+import select
 import sys
-from collections.abc import MutableMapping
+import time
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 logger: Final = logging.getLogger("megavm.server")
 
 NOTICE: Final = 25  # level of lines that are written even with --quiet
 NOTES: Final = "megavm.notes"  # key of an ASGI scope
+_REPEAT_SECONDS: Final = 10.0
+_MAX_LINES: Final = 10_000  # that wait for the reader of stderr
+_FLUSH_SECONDS: Final = 1.0
 _PLAIN: Final = re.compile(r"[\w.:/@+,\[\]-]+", re.ASCII)
 
 
@@ -41,16 +50,107 @@ def note(scope: MutableMapping[str, Any], **fields: object) -> None:
     scope.setdefault(NOTES, {}).update(fields)
 
 
-def configure(level: int) -> None:
-    """Send megavm's and uvicorn's records to stderr."""
+class Repeated:
+    """An event that may occur often: one line at once, then at most one every 10 s with a count."""
+
+    def __init__(self, level: int, event: str) -> None:
+        self._level = level
+        self._event = event
+        self._count = 0
+        self._next = 0.0
+
+    def __call__(self, **fields: object) -> None:
+        """Count an event, and write a line unless one was written a moment ago."""
+        self._count += 1
+        now = time.monotonic()
+        if now >= self._next:
+            log(self._level, self._event, count=self._count, **fields)
+            self._count, self._next = 0, now + _REPEAT_SECONDS
+
+
+@contextmanager
+def logging_to_stderr(level: int) -> Iterator[None]:
+    """Send the records of megavm, uvicorn and asyncio to stderr.
+
+    Lines are written by a thread. While nobody reads stderr they wait, up to _MAX_LINES of them;
+    further lines are dropped and counted, so that the server never waits for the reader.
+    """
     logging.addLevelName(NOTICE, "NOTICE")
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(LineFormatter())
-    for name, least in (("megavm", level), ("uvicorn", logging.WARNING)):
+    lines = _Lines(queue.Queue(_MAX_LINES))
+    lines.setFormatter(LineFormatter())
+    writer = _Writer(lines, sys.stderr.fileno()) if sys.stderr is not None else None
+    handler = lines if writer is not None else logging.NullHandler()
+    for name, least in (("megavm", level), ("uvicorn", logging.WARNING), ("asyncio", level)):
         chosen = logging.getLogger(name)
         chosen.handlers = [handler]
         chosen.setLevel(max(level, least))
         chosen.propagate = False
+    try:
+        if writer is not None:
+            writer.start()
+        yield
+    finally:
+        if writer is not None:
+            writer.stop()
+
+
+class _Lines(logging.handlers.QueueHandler):
+    """Formats records, and queues the lines; while the queue is full it drops and counts them."""
+
+    queue: queue.Queue[Any]
+    _dropped = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue a record. Called with the handler's lock."""
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self._dropped += 1
+
+    def take_dropped(self) -> int:
+        """Number of lines dropped since the last call."""
+        self.acquire()
+        dropped, self._dropped = self._dropped, 0
+        self.release()
+        return dropped
+
+
+class _Writer(logging.handlers.QueueListener):
+    """Writes queued lines to a file descriptor.
+
+    It uses neither a handler nor sys.stderr: both have locks, and the process could not end while
+    a write that never returns holds one.
+    """
+
+    def __init__(self, lines: _Lines, descriptor: int) -> None:
+        super().__init__(lines.queue)
+        self._lines = lines
+        self._descriptor = descriptor
+
+    def handle(self, record: logging.LogRecord) -> None:
+        """Write a line, which is the message of the record."""
+        if dropped := self._lines.take_dropped():
+            fields = {"count": dropped}
+            facts = {"msg": "log lines were dropped", "levelname": "WARNING", "fields": fields}
+            self._write(self._lines.format(logging.makeLogRecord(facts)))
+        self._write(record.msg)
+
+    def stop(self) -> None:
+        """Write what is queued, unless that takes longer than a second."""
+        with suppress(queue.Full):
+            self._lines.queue.put(None, timeout=_FLUSH_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_FLUSH_SECONDS)
+
+    def _write(self, line: str) -> None:
+        data = f"{line}\n".encode(errors="backslashreplace")
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data) :]
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])
+            except OSError:
+                return  # the reader is gone
 
 
 def _value(value: object, spaces: bool = False) -> str:

@@ -14,7 +14,15 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megavm.server.auth import ApiKeys
-from megavm.server.errors import ApiError, fault, shorten, timed_out, too_large, unauthorized
+from megavm.server.errors import (
+    ApiError,
+    fault,
+    note_error,
+    shorten,
+    timed_out,
+    too_large,
+    unauthorized,
+)
 from megavm.server.logs import NOTES, log, logger
 from megavm.server.service import Service
 from megavm.server.sse import ClientDisconnected
@@ -59,6 +67,7 @@ class Gate:
             answer = error if isinstance(error, ApiError) else fault()
             if not isinstance(error, ApiError):
                 logger.exception("a request failed")
+            note_error(scope, answer)
             if not status:
                 await answer.response()(scope, receive, send_with_id)
         finally:
@@ -110,9 +119,18 @@ class Gate:
             logging.DEBUG if path in _PROBES else logging.INFO,
             "request",
             id=request_id,
+            client=_address(scope),
             method=scope["method"],
             path=shorten(path),
             status=status,
             seconds=seconds,
             **notes,
         )
+
+
+def _address(scope: Scope) -> str | None:
+    """The client's address; without a port if a proxy has named the client."""
+    host, port = scope.get("client") or (None, 0)
+    if host is None or not port:
+        return host
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

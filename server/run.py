@@ -15,7 +15,8 @@ from typing import Final
 import uvicorn
 
 from megavm.server.app import create_app
-from megavm.server.logs import NOTICE, configure, log
+from megavm.server.connections import Connections
+from megavm.server.logs import NOTICE, log, logging_to_stderr
 from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import KEEP_ALIVE, Settings
 
@@ -57,19 +58,33 @@ class Server(uvicorn.Server):
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal arrives or `should_exit` is set."""
         self._event_loop = asyncio.get_running_loop()
-        await super().serve([self._listener])
+        await super().serve()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections; until the model is loaded, requests get its progress."""
         # When the machine ends a step, the engine's thread must get the GIL soon.
         sys.setswitchinterval(_SWITCH_SECONDS)
-        await super().startup(sockets)
+        await super().startup([])  # uvicorn accepts no connections, `_connections` does
+        self._connections = Connections(
+            self._listener,
+            self.service.settings,
+            self.config,
+            self.server_state,
+            self.lifespan.state,
+            lambda status: self.service.metrics.count_answer("other", status),
+        )
+        self._connections.start()
         log(logging.INFO, "listening", url=self._url)
         self._tasks = [
             asyncio.create_task(self._announce()),
             asyncio.create_task(self._drain()),
             asyncio.create_task(self._watch()),
         ]
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more connections, and end those that there are."""
+        self._connections.close()
+        await super().shutdown([])
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Handle SIGINT or SIGTERM."""
@@ -124,19 +139,20 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
 
-def serve(load_model: LoadModel, settings: Settings, host: str, port: int, quiet: bool) -> int:
+def serve(load_model: LoadModel, settings: Settings, host: str, port: int, log_level: int) -> int:
     """Serve until a signal arrives, and return the exit code of the process.
 
-    `load_model(progress)` makes the LLM. Port 0 takes a free port.
+    `load_model(progress)` makes the LLM. Port 0 takes a free port. Records below `log_level` are
+    not written to stderr.
 
     Raises:
         OSError: the address is not available.
         EngineEnded: the engine stopped for good.
         Exception: any error of `load_model`.
     """
-    configure(NOTICE if quiet else logging.INFO)
-    server = Server(load_model, settings, listen(host, port))
-    server.run()
+    with logging_to_stderr(log_level):
+        server = Server(load_model, settings, listen(host, port))
+        server.run()
     if server.service.failure is not None:
         raise server.service.failure
     return EXIT_INTERRUPTED if server.received == signal.SIGINT else 0

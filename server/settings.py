@@ -8,7 +8,9 @@ from typing import Final
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_N: Final = 128
 MAX_QUEUE: Final = 256
+MAX_CONNECTIONS: Final = 8192
 REQUEST_TIMEOUT: Final = 600.0
+HEADER_TIMEOUT: Final = 60.0
 SHUTDOWN_TIMEOUT: Final = 30.0
 KEEP_ALIVE: Final = 75
 
@@ -24,7 +26,9 @@ class Settings:
         max_body_bytes: largest body of a request.
         max_n: largest number of completions per prompt.
         max_queue: largest number of sequences that wait while the batch is full.
+        max_connections: largest number of open connections.
         request_timeout: seconds that a request may take, including waiting.
+        header_timeout: seconds until the headers of a request must be complete.
         shutdown_timeout: seconds that running requests get when the server shuts down.
         log_prompts: whether prompts are written to the log.
 
@@ -38,7 +42,9 @@ class Settings:
     max_body_bytes: int = MAX_BODY_BYTES
     max_n: int = MAX_N
     max_queue: int = MAX_QUEUE
+    max_connections: int = MAX_CONNECTIONS
     request_timeout: float = REQUEST_TIMEOUT
+    header_timeout: float = HEADER_TIMEOUT
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     log_prompts: bool = False
 
@@ -51,10 +57,13 @@ class Settings:
             ("max_body_bytes", 1),
             ("max_n", 1),
             ("max_queue", 0),
+            ("max_connections", 1),
             ("shutdown_timeout", 0),
         ):
             value = getattr(self, name)
             if not value >= least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
-        if not self.request_timeout > 0:
-            raise ValueError(f"request_timeout must be positive, not {self.request_timeout}")
+        for name in ("request_timeout", "header_timeout"):
+            value = getattr(self, name)
+            if not value > 0:
+                raise ValueError(f"{name} must be positive, not {value}")

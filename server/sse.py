@@ -12,8 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megavm.server.engine_loop import Batch, Generation
-from megavm.server.errors import ApiError, fault, timed_out, to_json
-from megavm.server.logs import logger, note
+from megavm.server.errors import ApiError, fault, note_error, timed_out, to_json
+from megavm.server.logs import logger
 
 DONE: Final = b"data: [DONE]\n\n"
 _HEADERS: Final = {
@@ -111,7 +111,7 @@ class EventStream(Response):
                 await send({"type": "http.response.body", "body": last + DONE})
 
     def _failure(self, scope: Scope, error: ApiError) -> bytes:
-        note(scope, error=error.message)
+        note_error(scope, error)
         return line(error.body()).encode()
 
     async def _send_events(self, send: Send) -> None:

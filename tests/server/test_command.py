@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import megavm.llm
 from megavm import cli
 from megavm.server import run as server_run
+from megavm.server.logs import NOTICE
 from megavm.server.settings import Settings
 
 
@@ -19,13 +21,15 @@ class Served:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.settings: Settings | None = None
         self.address: tuple[str, int] | None = None
-        self.quiet: bool | None = None
+        self.log_level: int | None = None
         self.model: tuple[Any, dict[str, Any]] | None = None
         monkeypatch.setattr(server_run, "serve", self._serve)
         monkeypatch.setattr(megavm.llm, "LLM", self._make)
 
-    def _serve(self, load_model: Any, settings: Settings, host: str, port: int, quiet: bool) -> int:
-        self.settings, self.address, self.quiet = settings, (host, port), quiet
+    def _serve(
+        self, load_model: Any, settings: Settings, host: str, port: int, log_level: int
+    ) -> int:
+        self.settings, self.address, self.log_level = settings, (host, port), log_level
         load_model(None)
         return 7
 
@@ -42,7 +46,7 @@ def test_without_options_everything_is_as_documented(served: Served) -> None:
     assert cli.main(["serve"]) == 7
     assert served.settings == Settings(("stories",))
     assert served.address == ("127.0.0.1", 8000)
-    assert served.quiet is False
+    assert served.log_level == logging.INFO
     assert served.model is not None
     name, options = served.model
     assert name == "stories"
@@ -55,6 +59,7 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
     directory.mkdir()
     arguments = f"serve {directory} --host 0.0.0.0 --port 80 --api-key a --api-key b --max-n 4"
     arguments += " --max-queue 9 --max-body-bytes 64K --request-timeout 2.5 --shutdown-timeout 0"
+    arguments += " --max-connections 5 --header-timeout 1.5"
     arguments += " --allowed-origin * --log-prompts --no-prefix-caching --max-num-seqs 3"
     arguments += " --max-num-batched-tokens 32 --max-model-len 1K --quiet --machine cpu"
     assert cli.main(arguments.split()) == 7
@@ -65,17 +70,25 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
         max_body_bytes=65536,
         max_n=4,
         max_queue=9,
+        max_connections=5,
         request_timeout=2.5,
+        header_timeout=1.5,
         shutdown_timeout=0.0,
         log_prompts=True,
     )
     assert served.address == ("0.0.0.0", 80)
-    assert served.quiet is True
+    assert served.log_level == NOTICE
     assert served.model is not None
     options = served.model[1]
     assert options["prefix_caching"] is False
     assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == (3, 32)
     assert (options["max_model_len"], options["machine"]) == (1024, "cpu")
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error", "critical"])
+def test_the_level_of_the_log_is_an_option(served: Served, level: str) -> None:
+    assert cli.main(["serve", "--log-level", level, "--quiet"]) == 7
+    assert served.log_level == getattr(logging, level.upper())
 
 
 def test_the_environment_counts_where_no_option_is_given(

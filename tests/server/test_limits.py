@@ -381,6 +381,8 @@ def test_a_fault_of_the_server_is_a_500_and_a_traceback_in_the_log(
         {"max_body_bytes": 0},
         {"request_timeout": 0.0},
         {"request_timeout": float("nan")},
+        {"header_timeout": 0.0},
+        {"max_connections": 0},
         {"shutdown_timeout": -1.0},
     ],
 )

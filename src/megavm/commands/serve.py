@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import sys
 from typing import TYPE_CHECKING, Final
@@ -80,7 +81,17 @@ def declare(megavm: Parser) -> None:
         limits, "--max-body-bytes", metavar="N", type=length, help="size of a request (4M)"
     )
     serve.option(
+        limits, "--max-connections", metavar="N", type=length, help="open connections (8192)"
+    )
+    serve.option(
         limits, "--request-timeout", metavar="S", type=number, help="seconds of a request (600)"
+    )
+    serve.option(
+        limits,
+        "--header-timeout",
+        metavar="S",
+        type=number,
+        help="seconds until the headers of a request must be complete (60)",
     )
     serve.option(
         limits,
@@ -90,6 +101,12 @@ def declare(megavm: Parser) -> None:
         help="seconds that running requests get when the server ends (30)",
     )
     logs = serve.add_argument_group("logs and batches")
+    serve.option(
+        logs,
+        "--log-level",
+        choices=("debug", "info", "warning", "error", "critical"),
+        help="what is logged (info); --quiet logs the address and warnings",
+    )
     serve.option(logs, "--log-prompts", action="store_true", help="write prompts to the log")
     serve.option(
         logs, "--no-prefix-caching", action="store_true", help="compute every prompt from its start"
@@ -113,11 +130,20 @@ def run(arguments: argparse.Namespace) -> int:
         EngineEnded: the machine has failed too often in a row.
     """
     from megavm.server.engine_loop import EngineEnded
+    from megavm.server.logs import NOTICE
     from megavm.server.run import serve
     from megavm.server.settings import Settings
 
     given = vars(arguments)
-    names = ("max_body_bytes", "max_n", "max_queue", "request_timeout", "shutdown_timeout")
+    names = (
+        "max_body_bytes",
+        "max_n",
+        "max_queue",
+        "max_connections",
+        "request_timeout",
+        "header_timeout",
+        "shutdown_timeout",
+    )
     settings = Settings(
         model_names=tuple(arguments.served_model_name or [_name(arguments.model)]),
         api_keys=tuple(arguments.api_key or ()),
@@ -127,6 +153,10 @@ def run(arguments: argparse.Namespace) -> int:
     )
     if not 0 <= arguments.port <= 65535:
         raise UsageError(f"--port must be in [0, 65535], not {arguments.port}")
+
+    level = NOTICE if arguments.quiet else logging.INFO
+    if arguments.log_level is not None:
+        level = logging.getLevelNamesMapping()[arguments.log_level.upper()]
 
     def load_model(progress: Progress) -> LLM:
         from megavm.llm import LLM
@@ -142,7 +172,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
 
     try:
-        return serve(load_model, settings, arguments.host, arguments.port, bool(arguments.quiet))
+        return serve(load_model, settings, arguments.host, arguments.port, level)
     except EngineEnded as error:
         if not error.lost:
             raise
