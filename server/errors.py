@@ -117,6 +117,25 @@ def unauthorized() -> ApiError:
     )
 
 
+def unknown_host(host: str) -> ApiError:
+    """403: the `Host` header names a host that the server does not answer for."""
+    return ApiError(
+        403,
+        f"The server does not answer for the host {shorten(host)!r}: use its IP address or"
+        " localhost, or start it with --allowed-host NAME.",
+        code="host_not_allowed",
+    )
+
+
+def ambiguous_length() -> ApiError:
+    """400: two headers say where the body ends. The connection ends, as RFC 9112 asks."""
+    return ApiError(
+        400,
+        "The request has both content-length and transfer-encoding.",
+        headers={"connection": "close"},
+    )
+
+
 def too_large(limit: int) -> ApiError:
     """413: the body has more than `limit` bytes."""
     return ApiError(

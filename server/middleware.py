@@ -1,4 +1,4 @@
-"""Middleware for every request: request id, API key, limit of the body, log line."""
+"""Middleware for every request: request id, host, API key, limit of the body, log line."""
 
 from __future__ import annotations
 
@@ -16,13 +16,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from megavm.server.auth import ApiKeys
 from megavm.server.errors import (
     ApiError,
+    ambiguous_length,
     fault,
     note_error,
     shorten,
     timed_out,
     too_large,
     unauthorized,
+    unknown_host,
 )
+from megavm.server.hosts import AllowedHosts
 from megavm.server.logs import NOTES, log, logger
 from megavm.server.service import Service
 from megavm.server.sse import ClientDisconnected
@@ -41,6 +44,7 @@ class Gate:
         self._app = app
         self._service = service
         self._keys = ApiKeys(service.settings.api_keys)
+        self._hosts = AllowedHosts(service.settings.allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -74,6 +78,11 @@ class Gate:
             self._log(scope, request_id, status, time.perf_counter() - began)
 
     async def _answer(self, scope: Scope, headers: Headers, receive: Receive, send: Send) -> None:
+        host = headers.get("host", "")
+        if not self._hosts.allow(host):
+            raise unknown_host(host)
+        if "content-length" in headers and "transfer-encoding" in headers:
+            raise ambiguous_length()
         if not scope["path"].startswith(_GUARDED):
             await self._app(scope, receive, send)
             return

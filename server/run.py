@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import ipaddress
 import logging
 import signal
 import socket
 import sys
 import time
+from dataclasses import replace
 from types import FrameType
 from typing import Final
 
@@ -16,6 +18,7 @@ import uvicorn
 
 from megavm.server.app import create_app
 from megavm.server.connections import Connections
+from megavm.server.hosts import is_address
 from megavm.server.logs import NOTICE, log, logging_to_stderr
 from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import KEEP_ALIVE, Settings
@@ -143,7 +146,8 @@ def serve(load_model: LoadModel, settings: Settings, host: str, port: int, log_l
     """Serve until a signal arrives, and return the exit code of the process.
 
     `load_model(progress)` makes the LLM. Port 0 takes a free port. Records below `log_level` are
-    not written to stderr.
+    not written to stderr. At a loopback address, only its names and `settings.allowed_hosts` are
+    answered, though `settings.allowed_hosts` is None.
 
     Raises:
         OSError: the address is not available.
@@ -151,7 +155,11 @@ def serve(load_model: LoadModel, settings: Settings, host: str, port: int, log_l
         Exception: any error of `load_model`.
     """
     with logging_to_stderr(log_level):
-        server = Server(load_model, settings, listen(host, port))
+        listener = listen(host, port)
+        if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+            names = () if is_address(host) else (host,)
+            settings = replace(settings, allowed_hosts=(*names, *(settings.allowed_hosts or ())))
+        server = Server(load_model, settings, listener)
         server.run()
     if server.service.failure is not None:
         raise server.service.failure

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
+from megavm.server.hosts import check_pattern
+
 MAX_BODY_BYTES: Final = 4 << 20
 MAX_N: Final = 128
 MAX_QUEUE: Final = 256
@@ -23,6 +25,7 @@ class Settings:
         model_names: names under which clients may request the model; answers show the first.
         api_keys: a client must send one of them; if empty, every client is allowed.
         allowed_origins: other origins whose web pages may use the server ("*": all).
+        allowed_hosts: names by which clients may reach the server (None: all), see hosts.py.
         max_body_bytes: largest body of a request.
         max_n: largest number of completions per prompt.
         max_queue: largest number of sequences that wait while the batch is full.
@@ -33,12 +36,13 @@ class Settings:
         log_prompts: whether prompts are written to the log.
 
     Raises:
-        ValueError: there is no name, a key is empty, or a limit is out of range.
+        ValueError: there is no name, a key is empty, a host is no name, or a limit is out of range.
     """
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    allowed_hosts: tuple[str, ...] | None = None
     max_body_bytes: int = MAX_BODY_BYTES
     max_n: int = MAX_N
     max_queue: int = MAX_QUEUE
@@ -53,6 +57,8 @@ class Settings:
             raise ValueError("the model that is served needs a name")
         if not all(self.api_keys):
             raise ValueError("an API key must not be empty")
+        for pattern in self.allowed_hosts or ():
+            check_pattern(pattern)
         for name, least in (
             ("max_body_bytes", 1),
             ("max_n", 1),

@@ -60,6 +60,7 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
     arguments = f"serve {directory} --host 0.0.0.0 --port 80 --api-key a --api-key b --max-n 4"
     arguments += " --max-queue 9 --max-body-bytes 64K --request-timeout 2.5 --shutdown-timeout 0"
     arguments += " --max-connections 5 --header-timeout 1.5"
+    arguments += " --allowed-host a.example --allowed-host *.b.example"
     arguments += " --allowed-origin * --log-prompts --no-prefix-caching --max-num-seqs 3"
     arguments += " --max-num-batched-tokens 32 --max-model-len 1K --quiet --machine cpu"
     assert cli.main(arguments.split()) == 7
@@ -67,6 +68,7 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
         ("my-model",),
         api_keys=("a", "b"),
         allowed_origins=("*",),
+        allowed_hosts=("a.example", "*.b.example"),
         max_body_bytes=65536,
         max_n=4,
         max_queue=9,

@@ -21,6 +21,7 @@ from serving import RunningServer, assert_idle, running, serving, wait_until
 from megavm import LLM
 from megavm.scheduler.llama.hub import resolve
 from megavm.server.auth import ApiKeys
+from megavm.server.hosts import AllowedHosts
 from megavm.server.logs import LineFormatter
 from megavm.server.settings import Settings
 
@@ -54,6 +55,57 @@ def test_keys_are_compared_whole() -> None:
     for wrong in (b"", b"Bearer", b"Bearer ", b"Bearer secre", b"Bearer secret2", b"Bearer \xff"):
         assert not keys.allow(wrong)
     assert ApiKeys([]).allow(b"")
+
+
+# Hosts.
+
+
+def test_a_host_is_a_name_of_the_server_localhost_or_an_address() -> None:
+    hosts = AllowedHosts(("Example.com", "*.example.org"))
+    for host in (
+        "",
+        "localhost",
+        "localhost:8000",
+        "LOCALHOST.:80",
+        "app.localhost",
+        "127.0.0.1:8000",
+        "[::1]:8000",
+        "192.168.1.7",
+        "example.com:443",
+        "a.b.example.org",
+    ):
+        assert hosts.allow(host), host
+    for host in (
+        "evil.example",
+        "evil.example:8000",
+        "example.com.evil.example",
+        "notexample.org",
+        "example.org",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@evil.example",
+        "[::1].evil.example",
+        "localhost:8000:80",
+        "a/b",
+    ):
+        assert not hosts.allow(host), host
+    for everything in (AllowedHosts(None), AllowedHosts(("*",))):
+        assert everything.allow("evil.example")
+    assert not AllowedHosts(()).allow("example.com")
+
+
+def test_a_page_of_another_name_gets_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="megavm.server")
+    caplog.handler.setFormatter(LineFormatter())
+    with serving({"allowed_hosts": ("example.com",)}) as server:
+        for path in ("/", "/health", "/metrics", "/v1/models", "/v1/completions"):
+            response = server.get(path, host="evil.example:8000")
+            assert response.status == 403
+            assert response.error["code"] == "host_not_allowed"
+            assert "'evil.example:8000'" in response.error["message"]
+        assert server.get("/v1/models", host="example.com").status == 200
+        assert server.get("/v1/models").status == 200
+        wait_until(lambda: caplog.text.count("--allowed-host NAME") == 3)
 
 
 # The queue and the time.
@@ -190,6 +242,24 @@ def test_half_a_request_holds_up_nobody(server: RunningServer) -> None:
             b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{"
         )
         assert server.complete(max_tokens=2)
+
+
+def test_a_request_with_two_lengths_is_refused_and_ends_the_connection(
+    server: RunningServer,
+) -> None:
+    smuggled = b"0\r\n\r\nGET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    head = (
+        b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n" % len(smuggled)
+    )
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        connection.sendall(head + smuggled)
+        received = b""
+        while part := connection.recv(4096):
+            received += part
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"connection: close" in received
+    assert received.count(b"HTTP/1.1") == 1
 
 
 # While there is no model.
@@ -377,6 +447,9 @@ def test_a_fault_of_the_server_is_a_500_and_a_traceback_in_the_log(
     [
         {"model_names": ()},
         {"api_keys": ("",)},
+        {"allowed_hosts": ("",)},
+        {"allowed_hosts": ("http://example.com",)},
+        {"allowed_hosts": ("*example.com",)},
         {"max_queue": -1},
         {"max_body_bytes": 0},
         {"request_timeout": 0.0},

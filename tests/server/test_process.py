@@ -69,6 +69,23 @@ def test_a_server_says_what_it_serves_and_ends_when_it_is_told_to() -> None:
         assert "Traceback" not in server.said
 
 
+def test_at_the_default_address_only_names_of_this_machine_are_answered() -> None:
+    with started("--allowed-host", "proxy.example") as server:
+        server.wait_for(" listening ")
+        connection = server.connect()
+        for host, status in (("evil.example", 403), ("proxy.example", 200), ("localhost:1", 200)):
+            connection.request("GET", "/health", headers={"host": host})
+            response = connection.getresponse()
+            assert (response.status, bool(response.read())) == (status, True)
+        connection.close()
+    with started("--host", "0.0.0.0") as server:
+        server.wait_for(" listening ")
+        connection = server.connect()
+        connection.request("GET", "/health", headers={"host": "anything.example"})
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
 def test_sigterm_lets_requests_end_and_takes_no_new_ones() -> None:
     with started() as server:
         server.wait_for(" ready ")

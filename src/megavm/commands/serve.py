@@ -72,6 +72,13 @@ def declare(megavm: Parser) -> None:
         action="append",
         help="web pages from there may use the server, *: all (may be repeated)",
     )
+    serve.option(
+        address,
+        "--allowed-host",
+        metavar="NAME",
+        action="append",
+        help="a name of this server, *: any (at a loopback address: localhost; may be repeated)",
+    )
     limits = serve.add_argument_group("limits")
     serve.option(
         limits, "--max-queue", metavar="N", type=integer, help="sequences that may wait (256)"
@@ -148,6 +155,7 @@ def run(arguments: argparse.Namespace) -> int:
         model_names=tuple(arguments.served_model_name or [_name(arguments.model)]),
         api_keys=tuple(arguments.api_key or ()),
         allowed_origins=tuple(arguments.allowed_origin or ()),
+        allowed_hosts=tuple(arguments.allowed_host) if arguments.allowed_host else None,
         log_prompts=bool(arguments.log_prompts),
         **{name: given[name] for name in names if given[name] is not None},
     )
