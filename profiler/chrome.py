@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import Any, Final
 
+from megavm.profiler.output import open_output
 from megavm.profiler.slices import ROLES, Lane, arrows, counter, inner, lanes, title
 from megavm.profiler.trace import Trace
 
@@ -26,7 +27,7 @@ def save_chrome(trace: Trace, path: str | os.PathLike[str]) -> None:
     """
     own = lanes(trace)
     facts = {name: getattr(trace, name) for name in ("created", "megavm", "machine", "model")}
-    with open(path, "w", encoding="utf-8") as file:
+    with open_output(path, "w", encoding="utf-8") as file:
         file.write('{"displayTimeUnit": "ns", "otherData": ')
         file.write(json.dumps({name: json.dumps(_plain(value)) for name, value in facts.items()}))
         file.write(',\n"traceEvents": [\n')

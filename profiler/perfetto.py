@@ -12,8 +12,9 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import BinaryIO, Final
+from typing import IO, Any, Final
 
+from megavm.profiler.output import open_output
 from megavm.profiler.slices import INSIDE, ROLES, Lane, arrows, counter, inner, lanes, title
 from megavm.profiler.trace import Trace, TraceProgram
 
@@ -86,12 +87,12 @@ def save_perfetto(trace: Trace, path: str | os.PathLike[str]) -> None:
     cannot be written.
     """
     own = lanes(trace)
-    with open(path, "wb") as file:
+    with open_output(path, "wb") as file:
         _Writer(trace, own, file).write()
 
 
 class _Writer:
-    def __init__(self, trace: Trace, own: Sequence[Lane], file: BinaryIO) -> None:
+    def __init__(self, trace: Trace, own: Sequence[Lane], file: IO[Any]) -> None:
         self.trace = trace
         self.lanes = own
         self.file = file

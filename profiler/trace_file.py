@@ -17,6 +17,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from megavm.profiler.output import open_output
 from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, TraceProgram
 
 FORMAT: Final = "megavm-trace"
@@ -79,7 +80,13 @@ _PROGRAM: Final = {
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace. Raises OSError when that fails."""
+    """Write a trace. Raises OSError when that fails; there is no new file then."""
+    with open_output(path, "wb") as file:
+        file.write(encode(trace))
+
+
+def encode(trace: Trace) -> bytes:
+    """A trace as the bytes of its file."""
     header = {
         "created": trace.created,
         "megavm": trace.megavm,
@@ -95,9 +102,7 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
         columns |= {f"program.{p}.{name}": getattr(program, name) for name in _PROGRAM_COLUMNS}
     text = json.dumps(header, allow_nan=False)
     metadata = {"format": FORMAT, "version": VERSION, "header": text}
-    data = save({n: np.ascontiguousarray(v) for n, v in columns.items()}, metadata=metadata)
-    with open(path, "wb") as file:
-        file.write(data)
+    return save({n: np.ascontiguousarray(v) for n, v in columns.items()}, metadata=metadata)
 
 
 def read(path: str | os.PathLike[str]) -> Trace:

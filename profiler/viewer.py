@@ -19,6 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Final
 
+from megavm.profiler.output import open_output
 from megavm.profiler.trace import TraceError
 
 PAGE: Final = Path(__file__).parent / "ui" / "dist" / "index.html"
@@ -172,7 +173,8 @@ def save_html(
     elements = "".join(map(_element, map(_check, paths)))
     page = _page_with(elements, before="<script>")
     try:
-        Path(out_path).write_text(page, encoding="utf-8", newline="\n")
+        with open_output(out_path, "w", encoding="utf-8", newline="\n") as file:
+            file.write(page)
     except OSError as error:
         raise TraceError(
             f"cannot write {os.fspath(out_path)}: {error.strerror or error}"

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from contextlib import suppress
-from pathlib import Path
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.trace import SUFFIX, TraceError
+from megavm.profiler.trace_file import encode
 from megavm.server.errors import ApiError, too_late
 from megavm.server.protocol import ProfileRequest, read_body
 from megavm.server.service import Service
@@ -63,7 +62,7 @@ class Profiler:
             self._running = False
             await engine_loop.call(lambda: llm.record(None))
         try:
-            content = await asyncio.to_thread(_file, recorder)
+            content = await asyncio.to_thread(lambda: encode(recorder.trace()))
         except TraceError as error:
             message = (
                 f"No step ran within {body.timeout:g} s: send requests while a trace is recorded."
@@ -76,14 +75,6 @@ class Profiler:
             headers={"content-disposition": disposition},
             media_type="application/octet-stream",
         )
-
-
-def _file(recorder: Recorder) -> bytes:
-    """The trace as the bytes of its file."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / f"trace{SUFFIX}"
-        recorder.trace().save(path)
-        return path.read_bytes()
 
 
 def _plain(name: str) -> str:
