@@ -28,7 +28,7 @@ from megavm.commands import (
     serve,
     trace,
 )
-from megavm.commands.options import Parser
+from megavm.commands.options import Parser, UsageError
 from megavm.commands.terminal import (
     EXIT_BROKEN_PIPE,
     EXIT_ERROR,
@@ -82,8 +82,9 @@ def build_parser() -> Parser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line (`sys.argv[1:]` by default) and return the exit code of the process."""
     try:
+        _fill_closed_streams()
         code = _run(arguments)
-        sys.stdout.flush()
+        _flush()
     except SystemExit as request:  # --help and --version
         code = request.code if isinstance(request.code, int) else 0
     except KeyboardInterrupt:
@@ -99,10 +100,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if sentence(error) is None:
             raise  # a bug in megavm: show the traceback
         with suppress(BrokenPipeError):
-            sys.stdout.flush()
+            _flush()
         print_error(error)
         code = EXIT_ERROR
     return code
+
+
+def _flush() -> None:
+    if sys.stdout is not None:
+        sys.stdout.flush()
+
+
+def _fill_closed_streams() -> None:
+    """Open /dev/null for closed standard streams, so that no other file gets their descriptors."""
+    if None in (sys.stdin, sys.stdout, sys.stderr):
+        while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(descriptor)
 
 
 def _run(arguments: Sequence[str] | None) -> int:
@@ -116,6 +130,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     if parsed.run is None:
         parser.print_help()
         return 0
+    if parser.needs_stdout and sys.stdout is None:
+        raise UsageError("stdout is closed: the result cannot be printed")
     parser.settle(parsed, os.environ)
     code: int = parsed.run(parsed)
     return code

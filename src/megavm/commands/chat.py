@@ -71,6 +71,8 @@ def declare(megavm: Parser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Talk until /bye or the end of the input, and return the exit code."""
+    if sys.stdin is None:
+        raise UsageError("stdin is closed: there are no messages to read")
     given = given_sampling(arguments)
     llm = load(arguments)
     llm.tokenizer.require_chat()
@@ -85,7 +87,7 @@ class Chat:
         self._given = given
         self._params = with_model_defaults(llm, given)
         self._system = system
-        self._quiet = quiet
+        self._quiet = quiet or sys.stderr is None
         self._messages: list[dict[str, str]] = []
         self._interactive = self._is_interactive()
 

@@ -43,7 +43,12 @@ class Parser(argparse.ArgumentParser):
 
     In the parsed arguments, `parser` is the parser of the command and `run` the function that
     executes it; `run` is None for a parser that only groups commands.
+
+    Attributes:
+        needs_stdout: whether the command prints a result.
     """
+
+    needs_stdout = True
 
     def __init__(self, *, run: Run | None = None, **keywords: Any) -> None:
         super().__init__(

@@ -40,6 +40,7 @@ def declare(megavm: Parser) -> None:
     """Declare `megavm serve`."""
     summary = "answer OpenAI's clients over HTTP"
     serve = megavm.command("serve", "[MODEL]", summary, run, _EXAMPLES)
+    serve.needs_stdout = False
     add_model(serve)
     address = serve.add_argument_group("address and clients")
     serve.option(address, "--host", default="127.0.0.1", help="address to listen at (127.0.0.1)")

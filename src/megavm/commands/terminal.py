@@ -132,6 +132,8 @@ def sentence(error: BaseException) -> str | None:
 
 def print_error(error: BaseException) -> None:
     """Print a known error on stderr, in one line."""
+    if sys.stderr is None:
+        return
     print("megavm: error:", " ".join((sentence(error) or "").split()), file=sys.stderr)
 
 

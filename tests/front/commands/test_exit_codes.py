@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -124,3 +125,36 @@ def test_ctrl_c_ends_the_command_quietly_with_130() -> None:
         _, err = process.communicate(timeout=10)
         assert err == ""
         assert process.returncode == 130
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("generate stories x >&-", "stdout is closed: the result cannot be printed"),
+        ("generate stories x --stream >&-", "stdout is closed: the result cannot be printed"),
+        ("info stories >&-", "stdout is closed: the result cannot be printed"),
+        ("chat stories <&-", "stdin is closed: there are no messages to read"),
+        ("chat stories </dev/null >&-", "stdout is closed: the result cannot be printed"),
+    ],
+)
+def test_a_closed_stream_is_one_sentence(words: str, said: str) -> None:
+    done = _in_a_shell(words)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"megavm: error: {said}\n"
+
+
+def test_an_error_is_not_printed_as_a_result_if_stderr_is_closed() -> None:
+    done = _in_a_shell("generate no/such/model x 2>&-")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+def test_a_server_needs_no_standard_streams() -> None:
+    done = _in_a_shell("serve no/such/model --port 0 <&- >&-")
+    assert done.returncode == 2
+    assert "no/such/model" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+def _in_a_shell(words: str) -> subprocess.CompletedProcess[str]:
+    command = f"{shlex.quote(sys.executable)} -m megavm {words}"
+    return subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
