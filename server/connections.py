@@ -49,7 +49,8 @@ class Connections:
 
     Attributes:
         limit: largest number of connections.
-        waiting: connections without a request, longest first, and since when.
+        waiting: connections without a request, longest first, and since when. Those whose TLS
+            handshake is not complete are among them.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class Connections:
         self._state = state
         self._app_state = app_state
         self._loop = asyncio.get_running_loop()
-        self._opening: set[asyncio.Protocol] = set()
+        self._opening: dict[asyncio.Protocol, asyncio.Task[None]] = {}  # not yet in `state`
         self._tasks: set[asyncio.Task[None]] = set()
         self._refusals: set[_Refusal] = set()
         self._retry: asyncio.TimerHandle | None = None
@@ -111,14 +112,15 @@ class Connections:
             self._limit_unread(connection)
             if self._num_open() < self.limit or self._make_room():
                 protocol = Connection(self, self._config, self._state, self._app_state)
-                self._opening.add(protocol)
-                self._open(connection, protocol, self.settings.header_timeout)
+                self.waiting[protocol] = self._loop.time()
+                task = self._open(connection, protocol, self.settings.header_timeout)
+                self._opening[protocol] = task
             else:
                 self._refuse(connection)
 
     def opened(self, protocol: Connection) -> None:
         """A connection has been made; uvicorn counts it from now on."""
-        self._opening.discard(protocol)
+        del self._opening[protocol]
 
     def _num_open(self) -> int:
         return len(self._state.connections) + len(self._opening)
@@ -135,7 +137,10 @@ class Connections:
         if oldest is None or self._loop.time() - self.waiting[oldest] < _LEAST_WAIT:
             return False
         del self.waiting[oldest]
-        oldest.transport.close()
+        if oldest in self._opening:
+            self._opening[oldest].cancel()
+        else:
+            oldest.transport.close()
         self._full(limit=self.limit, done="closed the one that was idle longest")
         return True
 
@@ -151,10 +156,13 @@ class Connections:
                     connection.send(self._answer)  # lost if the request arrives after the close
             connection.close()
 
-    def _open(self, connection: socket.socket, protocol: asyncio.Protocol, seconds: float) -> None:
+    def _open(
+        self, connection: socket.socket, protocol: asyncio.Protocol, seconds: float
+    ) -> asyncio.Task[None]:
         task = self._loop.create_task(self._connect(connection, protocol, seconds))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _connect(
         self, connection: socket.socket, protocol: asyncio.Protocol, seconds: float
@@ -169,7 +177,8 @@ class Connections:
         except OSError as error:
             log(logging.DEBUG, "a connection failed", cause=str(error))
         finally:
-            self._opening.discard(protocol)
+            if self._opening.pop(protocol, None) is not None:  # the handshake has failed
+                self.waiting.pop(cast(Connection, protocol), None)
 
 
 class Connection(HttpProtocol):
@@ -221,7 +230,7 @@ class Connection(HttpProtocol):
         super().connection_lost(exc)
 
     def _wait(self) -> None:
-        self._owner.waiting[self] = self.loop.time()
+        self._owner.waiting.setdefault(self, self.loop.time())
 
     def _start_timer(self) -> None:
         if self._timer is None:

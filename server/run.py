@@ -49,12 +49,15 @@ class Server(uvicorn.Server):
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=_CLOSING_SECONDS,
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
         )
+        _load(config)
         super().__init__(config)
         self.service: Service = app.state.service
         self.received: int | None = None
         self._listener = listener
-        self._url = url_of(listener)
+        self._url = url_of(listener, config.is_ssl)
         self._signal = asyncio.Event()
         self._again = False
 
@@ -150,7 +153,7 @@ def serve(load_model: LoadModel, settings: Settings, host: str, port: int, log_l
     answered, though `settings.allowed_hosts` is None.
 
     Raises:
-        OSError: the address is not available.
+        OSError: the address is not available, or a certificate cannot be used.
         EngineEnded: the engine stopped for good.
         Exception: any error of `load_model`.
     """
@@ -186,7 +189,19 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, tls: bool = False) -> str:
     """The URL of a listening socket."""
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _load(config: uvicorn.Config) -> None:
+    """Load a configuration. Raises OSError if its certificate or its key cannot be used."""
+    try:
+        config.load()
+    except OSError as error:
+        certificate, key = config.ssl_certfile, config.ssl_keyfile
+        files = f"{certificate} with the key {key}" if key else f"{certificate}"
+        reason = getattr(error, "reason", None) or error.strerror or error
+        raise OSError(f"cannot use the certificate {files}: {reason}") from error

@@ -33,10 +33,13 @@ class Settings:
         request_timeout: seconds that a request may take, including waiting.
         header_timeout: seconds until the headers of a request must be complete.
         shutdown_timeout: seconds that running requests get when the server shuts down.
+        ssl_certfile: certificate (chain) for HTTPS; None: HTTP.
+        ssl_keyfile: private key of the certificate; None: it is in the same file.
         log_prompts: whether prompts are written to the log.
 
     Raises:
-        ValueError: there is no name, a key is empty, a host is no name, or a limit is out of range.
+        ValueError: there is no name, a key is empty, a host is no name, a certificate is missing,
+            or a limit is out of range.
     """
 
     model_names: tuple[str, ...]
@@ -50,6 +53,8 @@ class Settings:
     request_timeout: float = REQUEST_TIMEOUT
     header_timeout: float = HEADER_TIMEOUT
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     log_prompts: bool = False
 
     def __post_init__(self) -> None:
@@ -59,6 +64,8 @@ class Settings:
             raise ValueError("an API key must not be empty")
         for pattern in self.allowed_hosts or ():
             check_pattern(pattern)
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ValueError(f"the key {self.ssl_keyfile} needs a certificate: give --ssl-certfile")
         for name, least in (
             ("max_body_bytes", 1),
             ("max_n", 1),

@@ -61,6 +61,7 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
     arguments += " --max-queue 9 --max-body-bytes 64K --request-timeout 2.5 --shutdown-timeout 0"
     arguments += " --max-connections 5 --header-timeout 1.5"
     arguments += " --allowed-host a.example --allowed-host *.b.example"
+    arguments += " --ssl-certfile cert.pem --ssl-keyfile key.pem"
     arguments += " --allowed-origin * --log-prompts --no-prefix-caching --max-num-seqs 3"
     arguments += " --max-num-batched-tokens 32 --max-model-len 1K --quiet --machine cpu"
     assert cli.main(arguments.split()) == 7
@@ -69,6 +70,8 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
         api_keys=("a", "b"),
         allowed_origins=("*",),
         allowed_hosts=("a.example", "*.b.example"),
+        ssl_certfile="cert.pem",
+        ssl_keyfile="key.pem",
         max_body_bytes=65536,
         max_n=4,
         max_queue=9,

@@ -8,7 +8,10 @@ import http.client
 import json
 import logging
 import resource
+import shutil
 import socket
+import ssl
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -302,3 +305,77 @@ def test_the_soft_limit_of_descriptors_is_raised() -> None:
     finally:
         server.process.kill()
         server.end()
+
+
+# TLS.
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A certificate for 127.0.0.1, and its key."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is not installed")
+    directory = tmp_path_factory.mktemp("tls")
+    paths = (str(directory / "cert.pem"), str(directory / "key.pem"))
+    words = "req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext"
+    names = "subjectAltName=IP:127.0.0.1"
+    command = ["openssl", *words.split(), names, "-out", paths[0], "-keyout", paths[1]]
+    subprocess.run(command, check=True, capture_output=True)
+    return paths
+
+
+def get_health(port: int, certificate: str) -> tuple[int, Any]:
+    context = ssl.create_default_context(cafile=certificate)
+    connection = http.client.HTTPSConnection("127.0.0.1", port, timeout=30, context=context)
+    with contextlib.closing(connection):
+        connection.request("GET", "/health")
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+
+
+def test_a_certificate_makes_it_https(certificate: tuple[str, str]) -> None:
+    files: dict[str, Any] = dict(zip(("ssl_certfile", "ssl_keyfile"), certificate, strict=True))
+    with running(header_timeout=0.5, **files) as server:
+        assert server.server._url == f"https://127.0.0.1:{server.port}"
+        assert get_health(server.port, certificate[0]) == (200, {"status": "loading"})
+        with server.connect() as silent:
+            assert read_all(silent) == b""
+        with server.connect(HALF_HEAD + b"\r\n") as plain, contextlib.suppress(ConnectionError):
+            assert b"HTTP" not in read_all(plain)
+        wait_until(lambda: not server.server._connections.waiting)
+
+
+def test_connections_without_a_handshake_count_and_make_room(certificate: tuple[str, str]) -> None:
+    files: dict[str, Any] = dict(zip(("ssl_certfile", "ssl_keyfile"), certificate, strict=True))
+    with running(max_connections=2, **files) as server:
+        silent = [server.connect() for _ in range(2)]
+        wait_until(lambda: len(server.server._connections.waiting) == 2)
+        status, body = get_health(server.port, certificate[0])
+        assert (status, body["error"]["code"]) == (503, "too_many_connections")
+        time.sleep(1.1)
+        assert get_health(server.port, certificate[0])[0] == 200
+        assert read_all(silent[0]) == b""
+        for connection in silent:
+            connection.close()
+
+
+def test_a_certificate_that_cannot_be_used_is_named(
+    certificate: tuple[str, str], tmp_path: Path
+) -> None:
+    def refused(certfile: str, keyfile: str | None) -> str:
+        settings = Settings(("x",), ssl_certfile=certfile, ssl_keyfile=keyfile)
+        with (
+            listen("127.0.0.1", 0) as listener,
+            pytest.raises(OSError, match="cannot use") as failure,
+        ):
+            Server(lambda progress: pytest.fail("it began"), settings, listener)
+        return str(failure.value)
+
+    missing = str(tmp_path / "missing.pem")
+    assert (
+        refused(missing, None) == f"cannot use the certificate {missing}: No such file or directory"
+    )
+    assert f"{certificate[0]} with the key {missing}: No such file" in refused(
+        certificate[0], missing
+    )
+    assert refused(certificate[0], certificate[0]).startswith("cannot use the certificate")

@@ -448,6 +448,7 @@ def test_a_fault_of_the_server_is_a_500_and_a_traceback_in_the_log(
         {"model_names": ()},
         {"api_keys": ("",)},
         {"allowed_hosts": ("",)},
+        {"ssl_keyfile": "key.pem"},
         {"allowed_hosts": ("http://example.com",)},
         {"allowed_hosts": ("*example.com",)},
         {"max_queue": -1},

@@ -80,6 +80,12 @@ def declare(megavm: Parser) -> None:
         action="append",
         help="a name of this server, *: any (at a loopback address: localhost; may be repeated)",
     )
+    serve.option(
+        address, "--ssl-certfile", metavar="FILE", help="serve HTTPS with this certificate (PEM)"
+    )
+    serve.option(
+        address, "--ssl-keyfile", metavar="FILE", help="its private key (in the same file)"
+    )
     limits = serve.add_argument_group("limits")
     serve.option(
         limits, "--max-queue", metavar="N", type=integer, help="sequences that may wait (256)"
@@ -157,6 +163,8 @@ def run(arguments: argparse.Namespace) -> int:
         api_keys=tuple(arguments.api_key or ()),
         allowed_origins=tuple(arguments.allowed_origin or ()),
         allowed_hosts=tuple(arguments.allowed_host) if arguments.allowed_host else None,
+        ssl_certfile=arguments.ssl_certfile,
+        ssl_keyfile=arguments.ssl_keyfile,
         log_prompts=bool(arguments.log_prompts),
         **{name: given[name] for name in names if given[name] is not None},
     )
