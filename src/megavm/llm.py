@@ -76,6 +76,7 @@ class LLM:
             computer's memory.
         block_size: tokens of a KV block; None is 64 on a GPU and 16 elsewhere.
         workers: workers of the machine; None takes the machine's default.
+        chat_template: a file with a Jinja template that takes the place of the model's.
         seed: seed of the generator of seeds for requests that have none.
         prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
         overlap: plan the next step while one runs; None does so on a GPU only, because on the CPU
@@ -101,6 +102,7 @@ class LLM:
         num_blocks: int | None = None,
         block_size: int | None = None,
         workers: int | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
         overlap: bool | None = None,
@@ -150,7 +152,7 @@ class LLM:
             block_size=block_size,
         )
         report("reading the tokenizer", 0, 1)
-        self.tokenizer = Tokenizer(directory)
+        self.tokenizer = Tokenizer(directory, chat_template)
         self.runner = Runner.for_checkpoint(
             self.checkpoint,
             limits,

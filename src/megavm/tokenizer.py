@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -39,19 +40,29 @@ class Tokenizer:
         chat_template: the Jinja source, or None.
     """
 
-    def __init__(self, directory: str | Path) -> None:
+    def __init__(
+        self, directory: str | Path, chat_template: str | os.PathLike[str] | None = None
+    ) -> None:
         """Read the tokenizer files of `directory`.
 
+        `chat_template` is a file with a Jinja template that takes the place of the model's.
+
         Raises:
-            ValueError: a file exists but is invalid.
+            ValueError: a file exists but is invalid, or `chat_template` cannot be read.
         """
         self.directory = Path(directory)
         config = self._read_optional(TOKENIZER_CONFIG_FILE)
         self.special_tokens = _named_tokens(
             self._read_optional(SPECIAL_TOKENS_FILE)
         ) | _named_tokens(config)
-        self.chat_template = _read_template(self.directory, config)
         self._template: jinja2.Template | None = None
+        if chat_template is None:
+            self.chat_template = _read_template(self.directory, config)
+            self._template_name = f"the chat template of {self.directory}"
+        else:
+            self.chat_template = _read_text(Path(chat_template))
+            self._template_name = f"the chat template {Path(chat_template).name}"
+            self._compile_template(self.chat_template)
         self._backend = self._read_backend()
         self._special_ids: frozenset[int] = frozenset()
         self._token_texts: dict[int, str] = {}
@@ -171,9 +182,7 @@ class Tokenizer:
             if not isinstance(tool, Mapping):
                 raise ValueError(f"tool {index} must be a dict, not {type(tool).__name__}")
         try:
-            if self._template is None:
-                self._template = _template_environment().from_string(template)
-            return self._template.render(
+            return self._compile_template(template).render(
                 messages=plain,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools or None,
@@ -181,14 +190,25 @@ class Tokenizer:
                 **self.special_tokens,
             )
         except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template of {self.directory} failed: {error}") from error
+            raise ValueError(f"{self._template_name} failed: {error}") from error
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             # A template is a program by the model's author; these are its run-time errors.
             raise ValueError(
-                f"the chat template of {self.directory} failed: {type(error).__name__}: {error}"
+                f"{self._template_name} failed: {type(error).__name__}: {error}"
             ) from error
         except RecursionError as error:
-            raise ValueError(f"the chat template of {self.directory} recurses forever") from error
+            raise ValueError(f"{self._template_name} recurses forever") from error
+
+    def _compile_template(self, template: str) -> jinja2.Template:
+        import jinja2
+
+        if self._template is None:
+            try:
+                self._template = _template_environment().from_string(template)
+            except jinja2.TemplateSyntaxError as error:
+                where = f"line {error.lineno}: {error.message}"
+                raise ValueError(f"{self._template_name} is not valid: {where}") from error
+        return self._template
 
     def require_chat(self) -> None:
         """Check that the model can chat.
@@ -334,10 +354,7 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     """The chat template of a directory: from its own file, else from tokenizer_config.json."""
     path = directory / TEMPLATE_FILE
     if path.is_file():
-        try:
-            return path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
+        return _read_text(path)
     path = directory / TEMPLATE_JSON_FILE
     if path.is_file():
         template = read_json(path).get("chat_template")
@@ -355,6 +372,14 @@ def _read_template(directory: Path, config: dict[str, Any]) -> str | None:
     if template is not None and not isinstance(template, str):
         raise ValueError(f"chat_template in {path} is a {type(template).__name__}, not a string")
     return template
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"cannot read {path}: {reason}") from error
 
 
 def _plain_message(index: int, message: Message) -> dict[str, Any]:

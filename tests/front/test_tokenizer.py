@@ -459,3 +459,19 @@ def test_the_texts_of_tokens_make_up_the_text(tokenizer: Tokenizer) -> None:
     for token in filter(tokenizer.is_special, range(tokenizer.vocab_size)):
         text = tokenizer.token_text(token)
         assert tokenizer.encode(text, add_special_tokens=False) == [token]
+
+
+def test_a_template_from_a_file_takes_the_place_of_the_model_s(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template="the model's")
+    file = tmp_path / "own.jinja"
+    file.write_text("own: {{ messages[0].role }}")
+    assert Tokenizer(tmp_path, file).chat_prompt(CHAT) == f"own: {CHAT[0]['role']}"
+    file.write_text("line 1\n{% if %}")
+    with pytest.raises(ValueError, match=r"the chat template own\.jinja is not valid: line 2: "):
+        Tokenizer(tmp_path, file)
+    file.write_text("{{ raise_exception('not so') }}")
+    with pytest.raises(ValueError, match=r"the chat template own\.jinja failed: not so"):
+        Tokenizer(tmp_path, file).chat_prompt(CHAT)
+    file.unlink()
+    with pytest.raises(ValueError, match=f"cannot read {file}: No such file or directory"):
+        Tokenizer(tmp_path, file)

@@ -62,6 +62,7 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
     arguments += " --max-connections 5 --header-timeout 1.5"
     arguments += " --allowed-host a.example --allowed-host *.b.example"
     arguments += " --ssl-certfile cert.pem --ssl-keyfile key.pem"
+    arguments += " --chat-template chat.jinja"
     arguments += " --allowed-origin * --log-prompts --no-prefix-caching --max-num-seqs 3"
     arguments += " --max-num-batched-tokens 32 --max-model-len 1K --quiet --machine cpu"
     assert cli.main(arguments.split()) == 7
@@ -86,6 +87,7 @@ def test_options_arrive(served: Served, tmp_path: Path) -> None:
     assert served.model is not None
     options = served.model[1]
     assert options["prefix_caching"] is False
+    assert options["chat_template"] == "chat.jinja"
     assert (options["max_num_seqs"], options["max_num_batched_tokens"]) == (3, 32)
     assert (options["max_model_len"], options["machine"]) == (1024, "cpu")
 

@@ -13,6 +13,7 @@ from megavm.commands.options import (
     ENGINE_OPTIONS,
     Parser,
     UsageError,
+    add_chat_template,
     add_machine,
     add_model,
     add_sampling,
@@ -65,6 +66,7 @@ def declare(megavm: Parser) -> None:
     chat = megavm.command("chat", "[MODEL]", "talk to a model", run, _EXAMPLES)
     add_model(chat)
     chat.option(chat, "--system", metavar="TEXT", help="what the model is told before you speak")
+    add_chat_template(chat, chat)
     add_sampling(chat, max_tokens=None)
     add_machine(chat, *ENGINE_OPTIONS)
 
@@ -74,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if sys.stdin is None:
         raise UsageError("stdin is closed: there are no messages to read")
     given = given_sampling(arguments)
-    llm = load(arguments)
+    llm = load(arguments, chat_template=arguments.chat_template)
     llm.tokenizer.require_chat()
     return Chat(llm, given, arguments.system, arguments.quiet).run()
 

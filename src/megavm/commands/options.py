@@ -181,6 +181,16 @@ def add_model(parser: Parser) -> None:
     )
 
 
+def add_chat_template(parser: Parser, group: argparse._ActionsContainer) -> None:
+    """Add --chat-template to a group of a command."""
+    parser.option(
+        group,
+        "--chat-template",
+        metavar="FILE",
+        help="a Jinja template of conversations in place of the model's",
+    )
+
+
 _SAMPLING: Final = (
     "temperature",
     "top_p",

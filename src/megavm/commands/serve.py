@@ -12,6 +12,7 @@ from megavm.commands.options import (
     ENGINE_OPTIONS,
     Parser,
     UsageError,
+    add_chat_template,
     add_machine,
     add_model,
     integer,
@@ -114,7 +115,7 @@ def declare(megavm: Parser) -> None:
         type=number,
         help="seconds that running requests get when the server ends (30)",
     )
-    logs = serve.add_argument_group("logs and batches")
+    logs = serve.add_argument_group("logs, batches and conversations")
     serve.option(
         logs,
         "--log-level",
@@ -132,6 +133,7 @@ def declare(megavm: Parser) -> None:
         type=length,
         help="tokens of one step; longer prompts are read in chunks (512)",
     )
+    add_chat_template(serve, logs)
     add_machine(serve, *ENGINE_OPTIONS)
 
 
@@ -178,7 +180,13 @@ def run(arguments: argparse.Namespace) -> int:
     def load_model(progress: Progress) -> LLM:
         from megavm.llm import LLM
 
-        engine = ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "workers")
+        engine = (
+            "chat_template",
+            "max_model_len",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "workers",
+        )
         return LLM(
             arguments.model,
             machine=arguments.machine,

@@ -102,3 +102,8 @@ def test_on_a_terminal_an_error_leaves_the_conversation_as_it_was(
 def test_chat_without_a_template_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTokenizer, "chats", False)
     assert "no chat template" in run("chat", "m", stdin="hello\n").error
+
+
+def test_a_chat_template_is_passed_on(run: Run) -> None:
+    assert run("chat", "m", "--chat-template", "own.jinja", stdin="hello\n").code == 0
+    assert FakeLLM.made[-1].keywords["chat_template"] == "own.jinja"
