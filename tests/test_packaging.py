@@ -5,6 +5,7 @@ Wheels are built without their extension module, which takes seconds instead of 
 
 from __future__ import annotations
 
+import email
 import subprocess
 import sys
 import tarfile
@@ -75,6 +76,17 @@ def test_wheel_has_the_files_that_megavm_reads(wheel: set[str]) -> None:
     page = {name for name in wheel if name.startswith("megavm/profiler/ui/")}
     assert page == {"megavm/profiler/ui/dist/index.html"}
     assert {"megavm/py.typed", "megavm/server/pages/playground.html"} <= wheel
+
+
+def test_metadata_says_what_the_package_is(sdist: Path) -> None:
+    metadata = email.message_from_string((sdist / "PKG-INFO").read_text(encoding="utf-8"))
+    classifiers = metadata.get_all("Classifier", [])
+    assert "Environment :: GPU :: NVIDIA CUDA" in classifiers
+    assert "Programming Language :: Python :: 3.11" in classifiers
+    assert "Typing :: Typed" in classifiers
+    assert metadata["License-Expression"] == "Apache-2.0"  # PyPI refuses a classifier beside it
+    assert not any(classifier.startswith("License ::") for classifier in classifiers)
+    assert metadata["Keywords"]
 
 
 def test_sdist_has_every_file_once(sdist: Path) -> None:
