@@ -136,11 +136,18 @@ class _Writer(logging.handlers.QueueListener):
         self._write(record.msg)
 
     def stop(self) -> None:
-        """Write what is queued, unless that takes longer than a second."""
+        """Write what is queued, unless that takes longer than a second.
+
+        In that case nobody reads stderr, and it becomes /dev/null: the last words of the process
+        would block as well.
+        """
         with suppress(queue.Full):
             self._lines.queue.put(None, timeout=_FLUSH_SECONDS)
-        if self._thread is not None:
-            self._thread.join(_FLUSH_SECONDS)
+        assert self._thread is not None
+        self._thread.join(_FLUSH_SECONDS)
+        if self._thread.is_alive():
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self._descriptor)
 
     def _write(self, line: str) -> None:
         data = f"{line}\n".encode(errors="backslashreplace")

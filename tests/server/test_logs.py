@@ -135,11 +135,12 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("loggers")
 def test_the_end_waits_for_a_reader_only_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:
-    Pipe(monkeypatch)
+    pipe = Pipe(monkeypatch)
     began = time.monotonic()
     with logging_to_stderr(logging.INFO):
         for _ in range(20_000):
             log(logging.INFO, "a line", filling="x" * 100)
+    os.write(pipe.fileno(), b"the last words of the process" * 10_000)
     assert time.monotonic() - began < 10
 
 
