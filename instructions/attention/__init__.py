@@ -25,9 +25,10 @@ from megavm.vm.isa import (
 )
 from megavm.vm.layout import Layout, swizzled_if_possible
 
-# The CPU's kernel reads a KV block once for so many rows of a sequence, and weighs the scores of KV
-# blocks with so many tokens together.
+# The CPU's kernel reads a KV block once for up to so many rows of a sequence, as long as their queries for
+# one KV head have no more elements than this, and weighs the scores of so many tokens together.
 ROWS_AT_ONCE = 8
+QUERY_ELEMENTS = 8192
 RUN_TOKENS = 64
 
 
@@ -143,7 +144,8 @@ class Attention(Instruction):
         newest = 0 if self.k_new == NONE else 2 * aligned(block_size * head_dim * size)
         values = aligned(4 * block_size * head_dim) if size != 4 else 0  # of a KV block, as float32
         width = round_up(head_dim, CPU_LANES)
-        heads = min(self.row_end - self.row_begin, ROWS_AT_ONCE) * group
+        rows = min(ROWS_AT_ONCE, max(1, QUERY_ELEMENTS // (group * width)))
+        heads = min(self.row_end - self.row_begin, rows) * group
         keys = aligned(4 * width * CPU_LANES)
         queries = 2 * aligned(4 * heads * width)  # and sums
         scores = aligned(4 * heads * round_up(max(RUN_TOKENS, block_size), CPU_LANES))

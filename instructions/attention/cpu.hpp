@@ -4,6 +4,7 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
+using megavm::attention::kQueryElements;
 using megavm::attention::kRowsAtOnce;
 using megavm::attention::kRunTokens;
 
@@ -310,8 +311,10 @@ inline void attention(const Attention& inst, Worker& worker) {
       worker.allocate<float>(sizeof(Element) == sizeof(float) ? 0 : block_size * d)};
   const int heads = static_cast<int>(worker.tensor(inst.q).columns / (k_cache.shape[1] * d));
   const int64_t limit = worker.tensor(inst.block_table).columns * block_size;
-  const int64_t all = inst.row_end - inst.row_begin;
-  const int most = static_cast<int>(all < int64_t{kRowsAtOnce} ? all : int64_t{kRowsAtOnce});
+  int most = static_cast<int>(kQueryElements / (heads * ceil_to(d, kLanes)));
+  most = most < 1 ? 1 : most < int{kRowsAtOnce} ? most : int{kRowsAtOnce};
+  if (inst.row_end - inst.row_begin < static_cast<uint32_t>(most))
+    most = static_cast<int>(inst.row_end - inst.row_begin);
   AttentionState state(worker, most * heads, d,
                        block_size > kRunTokens ? block_size : int64_t{kRunTokens});
   const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);

@@ -546,7 +546,7 @@ def test_rounding_to_bfloat16_is_that_of_torch(level: str) -> None:
 
 @pytest.mark.parametrize("level", levels())
 @pytest.mark.parametrize(
-    ("block_size", "group", "head_dim"), [(16, 4, 64), (24, 3, 20), (80, 1, 7)]
+    ("block_size", "group", "head_dim"), [(16, 4, 64), (24, 3, 20), (80, 1, 7), (16, 40, 64)]
 )
 def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
     level: str, block_size: int, group: int, head_dim: int
