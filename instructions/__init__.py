@@ -47,6 +47,11 @@ def instruction_set() -> MappingProxyType[int, type[Instruction]]:
     return MappingProxyType(dict(sorted(found.items())))
 
 
+def instruction_of(kind: str) -> type[Instruction] | None:
+    """The instruction that executes operations of a kind: the one of that name, if there is one."""
+    return next((cls for cls in instruction_set().values() if cls.name() == kind), None)
+
+
 def decode(data: bytes | memoryview) -> Instruction:
     """The instruction that 128 bytes encode.
 

@@ -51,7 +51,7 @@ class Token:
     is_first: bool
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    num_tokens: int | None = None  # of the continuation so far; None: not said
+    num_tokens: int | None = None  # tokens of the continuation so far; None: not said
 
 
 class Answer(ABC):

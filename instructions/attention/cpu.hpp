@@ -12,10 +12,11 @@ using megavm::attention::kRunTokens;
 // softmax so far. A *run* is the tokens, of several KV blocks, whose scores are weighed at a time.
 // What is computed for a row depends neither on the rows beside it nor on their number.
 struct AttentionState {
-  int heads;       // of all rows
+  int heads;       // query heads of all rows
   int64_t d;       // elements of a head
+  int64_t run;     // tokens of a run
   int64_t stride;  // stride of q and sums: d, rounded up to whole vectors
-  int64_t slots;   // stride of scores: tokens of a run, rounded up to whole vectors
+  int64_t slots;   // stride of scores: run, rounded up to whole vectors
   float* q;        // [heads][stride], scaled
   float* scores;   // [heads][slots]: scores of a run, then their exponentials
   float* sums;     // [heads][stride]: weighted values
@@ -24,7 +25,7 @@ struct AttentionState {
   float* keys;     // [d][16]: the keys of up to 16 tokens
 
   AttentionState(Worker& worker, int heads, int64_t d, int64_t run)
-      : heads(heads), d(d), stride(ceil_to(d, kLanes)), slots(ceil_to(run, kLanes)) {
+      : heads(heads), d(d), run(run), stride(ceil_to(d, kLanes)), slots(ceil_to(run, kLanes)) {
     q = worker.allocate<float>(heads * stride);
     scores = worker.allocate<float>(heads * slots);
     sums = worker.allocate<float>(heads * stride);
@@ -83,10 +84,9 @@ MEGAVM_INLINE void score_heads(const AttentionState& state, int head, int64_t at
 MEGAVM_INLINE void weigh(const AttentionState& state, int head, int64_t tokens) {
   float* scores = state.scores + head * state.slots;
   float* sums = state.sums + head * state.stride;
-  const Vec lowest = splat(-__builtin_inff());
   const int64_t end = ceil_to(tokens, kLanes);
   for (int64_t t = tokens; t < end; ++t) scores[t] = -__builtin_inff();
-  Vec peaks = lowest;
+  Vec peaks = splat(-__builtin_inff());
   for (int64_t t = 0; t < end; t += kLanes) peaks = max(load(scores + t), peaks);
   const float peak = largest(peaks);
   if (peak > state.highest[head]) {
@@ -220,11 +220,9 @@ struct AttentionTile {
   // begin at the same token. The first row is `row`; it has a k_new only if it is alone.
   void attend(const AttentionState& state, int64_t row, const RowTokens* rows, int count,
               int64_t kv_head) const {
-    const int64_t block_size = k_cache.shape[2], d = state.d;
-    const int64_t run =
-        kRunTokens / block_size > 1 ? kRunTokens / block_size * block_size : block_size;
+    const int64_t block_size = k_cache.shape[2], d = state.d, run = state.run;
     const int heads = state.heads / count;
-    int64_t end = 0;  // of the row that sees most
+    int64_t end = 0;  // of the tokens that any row sees
     for (int i = 0; i < count; ++i) end = rows[i].tokens.end > end ? rows[i].tokens.end : end;
     // Call use(first token of a block, its block in the caches, tokens of it, whether it is the
     // last) for the blocks of a run.
@@ -273,15 +271,15 @@ struct AttentionTile {
     }
   }
 
-  // Store the results of the state's heads [head, end), those of `row`.
-  void finish(const AttentionState& state, int head, int end, int64_t row,
+  // Store the results of `heads` heads of the state, from `first` on: those of `row`, whose first
+  // head is number `first_head` of q.
+  void finish(const AttentionState& state, int first, int heads, int64_t row,
               int64_t first_head) const {
     const int64_t d = state.d, all_heads = worker.tensor(inst.q).columns / d;
-    first_head -= head;
-    for (int h = head; h < end; ++h) {
-      const float* sums = state.sums + h * state.stride;
+    for (int h = 0; h < heads; ++h) {
+      const float* sums = state.sums + (first + h) * state.stride;
       if (inst.partial == kNone) {
-        const Vec total = splat(state.total[h]);
+        const Vec total = splat(state.total[first + h]);
         for (int64_t c = 0; c < d; c += kLanes)
           store_row(worker, inst.out, row, (first_head + h) * d + c, load(sums + c) / total,
                     lanes_at(c, d));
@@ -290,7 +288,7 @@ struct AttentionTile {
       const int64_t column = (inst.split * all_heads + first_head + h) * (d + 2);
       for (int64_t c = 0; c < d; c += kLanes)
         store_row(worker, inst.partial, row, column + c, load(sums + c), lanes_at(c, d));
-      float pair[kLanes] = {state.highest[h], state.total[h]};
+      float pair[kLanes] = {state.highest[first + h], state.total[first + h]};
       store_row(worker, inst.partial, row, column + d, load(pair), 2);
     }
   }
@@ -315,8 +313,8 @@ inline void attention(const Attention& inst, Worker& worker) {
   most = most < 1 ? 1 : most < int{kRowsAtOnce} ? most : int{kRowsAtOnce};
   if (inst.row_end - inst.row_begin < static_cast<uint32_t>(most))
     most = static_cast<int>(inst.row_end - inst.row_begin);
-  AttentionState state(worker, most * heads, d,
-                       block_size > kRunTokens ? block_size : int64_t{kRunTokens});
+  const int64_t blocks = block_size < kRunTokens ? kRunTokens / block_size : 1;  // of a run
+  AttentionState state(worker, most * heads, d, blocks * block_size);
   const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
   int count = 0;
   for (int64_t row = live.begin; row < live.end; row += count) {
@@ -338,8 +336,7 @@ inline void attention(const Attention& inst, Worker& worker) {
                                              (first_head + h % heads) * d + c, lanes_at(c, d)));
       state.start();
       tile.attend(state, row, rows, count, kv_head);
-      for (int i = 0; i < count; ++i)
-        tile.finish(state, i * heads, (i + 1) * heads, row + i, first_head);
+      for (int i = 0; i < count; ++i) tile.finish(state, i * heads, heads, row + i, first_head);
     }
   }
 }

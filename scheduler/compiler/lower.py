@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megavm.instructions import instruction_set
+from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
@@ -55,7 +55,7 @@ def _lowering(operation: Operation) -> Callable[[Operation, Lowering], Iterator[
 @functools.cache
 def _lowering_of(kind: str) -> Callable[[Operation, Lowering], Iterator[Instruction]] | None:
     """``lower`` of instructions/<kind>/lower.py; None where that file does not exist."""
-    if kind not in {cls.name() for cls in instruction_set().values()}:
+    if instruction_of(kind) is None:
         return None
     name = f"megavm.instructions.{kind}.lower"
     if importlib.util.find_spec(name) is None:

@@ -21,8 +21,8 @@ class CompileOptions:
     - ``assignment``: which queue an instruction goes to (assign.py).
     - ``exchange``: how activations pass between workers. ``barrier``: counters. ``tagged``: tagged
       words for activations of at most ``tagged_bytes``, counters for others (storage.py).
-      ``preferred``: the same, but counters for values that some reader has sooner that way
-      (Instruction.prefers_words).
+      ``preferred``: tagged words only for those of them that all their readers take sooner as
+      words (Instruction.prefers_words).
     - ``fuse_norm``: fuse RMSNorm into the operations around it (rewrites/norm.py).
     - ``waves``: column tiles per worker and operation. One large tile each is best for static
       queues; several let a dynamic queue balance the load.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from megavm.instructions import instruction_set
+from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.isa import DType, TensorKind, TensorSpec
@@ -108,9 +108,8 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
     if options.exchange == "tagged":
         return outputs
     rows = max((value.rows for value in outputs if value.spec is None), default=0)
-    classes = {cls.name(): cls for cls in instruction_set().values()}
     for operation in operations:
-        reader = classes.get(operation.kind)
+        reader = instruction_of(operation.kind)
         if reader is not None and not reader.prefers_words(operation.inputs.keys(), rows):
             outputs.difference_update(operation.inputs.values())
     return outputs

@@ -53,7 +53,9 @@ def test_in_float32_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch()
         # Log-probabilities too are equal in every bit, in both orders of sending.
         assert list(pool.map(ask, range(16))) == alone
         assert list(pool.map(ask, reversed(range(16)))) == alone[::-1]
-        assert server.engine.counters.steps - steps < 16 * 60  # of 2 * 16 * 60 tokens
+        assert (
+            server.engine.counters.steps - steps < 16 * 60
+        )  # the requests ask for 2 * 16 * 60 tokens
         assert_idle(server)
 
 

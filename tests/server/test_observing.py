@@ -95,7 +95,7 @@ def test_a_request_is_observed_once_when_its_last_completion_ends() -> None:
         chat = {"messages": [{"role": "user", "content": "Hello"}], "temperature": 0}
         answer = server.post("/v1/chat/completions", chat).json["usage"]
         lengths = [len(choice["token_ids"]) for choice in choices]
-        room = 1024 - answer["prompt_tokens"]  # what a chat without max_tokens asks for
+        room = 1024 - answer["prompt_tokens"]  # tokens of a chat without max_tokens
         for name, values in {
             "request_params_n": (3, 1, 1),
             "request_params_max_tokens": (6, 1, room),

@@ -78,6 +78,8 @@ constexpr int64_t kPiece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : int64_
 template <typename Weight>
 constexpr int64_t kCachedColumns = 2048 / sizeof(Weight);
 constexpr int kCachedRows = 8;
+static_assert(kCachedColumns<float> % kPiece<float> == 0,
+              "the same additions for every number of rows");
 
 // Add the products of kTokens panel rows with the weight rows [begin, end) of a half to their sums.
 template <int kTokens, typename Weight>
@@ -125,11 +127,11 @@ inline void dot_block(const Input& in, const Panel<Weight>& panel, const Block<W
     const int count = block.count[half];
     if (count == 0) continue;
     const Weight* weight = block.half[half] + begin;
-    int row = 0;
+    const int row = in.num_rows / kMaxTokens * kMaxTokens;  // the first of those that are left over
     for (int from = 0; from < count; from += kCachedRows) {
       const int end = from + kCachedRows < count ? from + kCachedRows : count;
-      for (row = 0; row + kMaxTokens <= in.num_rows; row += kMaxTokens)
-        dot_half<kMaxTokens>(panel, row, weight, in.k, from, end, width, sums, half, first);
+      for (int top = 0; top < row; top += kMaxTokens)
+        dot_half<kMaxTokens>(panel, top, weight, in.k, from, end, width, sums, half, first);
     }
     switch (in.num_rows - row) {
       case 1:

@@ -63,12 +63,12 @@ std::vector<const Level*> find_levels() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   if (avx512) found.push_back(&avx512::kLevel);
+  [[maybe_unused]] const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
 #if defined(MEGAVM_HAVE_AVX512BF16)
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
   if (bf16) found.push_back(&avx512bf16::kLevel);
+#endif
 #if defined(MEGAVM_HAVE_AMX)
   if (bf16 && has_amx()) found.push_back(&amx::kLevel);
-#endif
 #endif
 #endif
   return found;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from dataclasses import replace
 
-from megavm.instructions import instruction_set
+from megavm.instructions import instruction_of
 from megavm.instructions.tiles import squares_of
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
@@ -73,5 +73,5 @@ def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
 @functools.cache
 def _takes_squares(kind: str) -> bool:
     """Whether operations of this kind are products of an ``x`` that ``x_squares`` may normalise."""
-    classes = (cls for cls in instruction_set().values() if cls.name() == kind)
-    return any(field.name == "x_squares" for cls in classes for field in cls.fields)
+    cls = instruction_of(kind)
+    return cls is not None and any(field.name == "x_squares" for field in cls.fields)
