@@ -144,8 +144,23 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
             continue
         spec = tensors[handle]
         if spec.columns != columns or rows not in (None, spec.rows):
-            expected = f"{'any' if rows is None else rows} x {columns}"
-            yield f"{name} is {spec.name} of {spec.rows} x {spec.columns}, expected {expected}"
+            yield _other_shape(name, spec, rows, columns)
+
+
+def result_columns(tensors: Sequence[TensorSpec], **wanted: tuple[int, int]) -> Iterator[str]:
+    """A sentence for every result ``name=(handle, columns)`` of which a rank writes other columns.
+
+    A handle NONE is skipped.
+    """
+    for name, (handle, columns) in wanted.items():
+        if handle != NONE and tensors[handle].own_columns != columns:
+            yield _other_shape(name, tensors[handle], None, columns)
+
+
+def _other_shape(name: str, spec: TensorSpec, rows: int | None, columns: int) -> str:
+    shares = f" in {spec.shares} shares" if spec.shares > 1 else ""
+    expected = f"{'any' if rows is None else rows} x {columns}"
+    return f"{name} is {spec.name} of {spec.rows} x {spec.columns}{shares}, expected {expected}"
 
 
 def whole_groups(tensors: Sequence[TensorSpec], group: int, **operands: int) -> Iterator[str]:
@@ -184,11 +199,11 @@ def check_scaled(tensors: Sequence[TensorSpec], inst: Any, size: int) -> Iterato
         return
     if missing:
         yield f"{missing[0]} is missing: {', '.join(handles)} go together"
-    yield from shapes(
+    yield from shapes(tensors, out_gain=(inst.out_gain, size, 1))
+    yield from result_columns(
         tensors,
-        out_gain=(inst.out_gain, size, 1),
-        out_scaled=(inst.out_scaled, None, size),
-        out_squares=(inst.out_squares, None, squares_of(size)),
+        out_scaled=(inst.out_scaled, size),
+        out_squares=(inst.out_squares, squares_of(size)),
     )
     begin, end = inst.column_begin, inst.column_end
     if begin % UNIT_ROWS or (end % UNIT_ROWS and end < size):

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-# (address and rows of each part, rows, columns, shape, dtype code, tagged)
-_Tensor = tuple[Sequence[tuple[int, int]], int, int, Sequence[int], int, bool]
+# (address and rows of each part, rows, columns, columns that a rank writes, shape, dtype code, tagged)
+_Tensor = tuple[Sequence[tuple[int, int]], int, int, int, Sequence[int], int, bool]
 # (instruction, kind of condition, barrier or tensor, row, word, target, value)
 _Report = tuple[int, str, int, int, int, int, int]
 # (kind, cause, worker, reports of all workers)
@@ -22,7 +22,7 @@ class Executable:
     def take_notes(self) -> list[npt.NDArray[np.int64]]: ...
     def reset(self) -> None: ...
     def set_steps_run(self, steps: int) -> None: ...
-    def lose_signal(self, barrier: int) -> None: ...
+    def lose_signal(self, barrier: int, rank: int = 0) -> None: ...
 
 class Interpreter:
     def __init__(self, level: str | None, timeout: float) -> None: ...
@@ -31,19 +31,20 @@ class Interpreter:
     def load(
         self,
         words: bytes,
-        tensors: Sequence[_Tensor],
+        tensors: Sequence[Sequence[_Tensor]],  # of each rank
         queues: Sequence[bytes],
         dynamic: bool,
         workers: int,
         signals: bytes,
-        tagged: npt.NDArray[np.int64],
+        shared_barriers: int,
+        exchanged: npt.NDArray[np.int64],
         arena_limits: Sequence[int],
     ) -> Executable: ...
     def run(
         self, executable: Executable, steps: int, epoch: int, main_thread: bool, trace: bool
     ) -> _Fault | None: ...
     def execute_one(
-        self, executable: Executable, index: int, step: int, epoch: int
+        self, executable: Executable, rank: int, index: int, step: int, epoch: int
     ) -> tuple[_Fault | None, int]: ...
 
 def levels() -> list[str]: ...

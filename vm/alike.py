@@ -44,7 +44,9 @@ def find_alike(words: Words, tensors: Sequence[TensorSpec]) -> Iterator[Alike]:
     """
     # Tensors of the same shape, type, kind and parts' rows get the same number, an absent tensor gets -1.
     known: dict[tuple[object, ...], int] = {}
-    forms = ((t.shape, t.dtype, t.kind, t.tagged, *(p.rows for p in t.parts)) for t in tensors)
+    forms = (
+        (t.shape, t.dtype, t.kind, t.tagged, t.shares, *(p.rows for p in t.parts)) for t in tensors
+    )
     kinds = [known.setdefault(form, len(known)) for form in forms]
     kind_of_tensor = np.array([*kinds, -1], dtype=np.int64)
     for opcode, cls in instruction_set().items():
@@ -148,9 +150,25 @@ def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
     )
 
 
-def tagged_words(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
-    """``tagged_regions`` with columns counted in words of four bytes, as machines wait for them."""
-    return in_words(tagged_regions(words, tensors), tensors)
+def exchanged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
+    """``tagged_regions`` in words of four bytes, and writes of untagged tensors with shares, in elements.
+
+    Machines wait for the former, and send writes of tensors with shares to all ranks.
+    """
+    regions = in_words(tagged_regions(words, tensors), tensors)
+    if not any(t.shares > 1 and not t.tagged for t in tensors):
+        return regions
+    shares = accesses(
+        words,
+        tensors,
+        6,
+        lambda _, inst: (
+            (r.tensor, *r.rows, *r.columns, 1)
+            for r in inst.writes(tensors)
+            if tensors[r.tensor].shares > 1 and not tensors[r.tensor].tagged
+        ),
+    )
+    return np.concatenate([regions, shares])
 
 
 def in_words(regions: Ints, tensors: Sequence[TensorSpec]) -> Ints:

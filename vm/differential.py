@@ -21,6 +21,7 @@ class Divergence:
     """The first instruction after which two machines hold different values."""
 
     step: int
+    rank: int  # of the tensor
     instruction: int
     disassembly: str
     label: str
@@ -33,7 +34,7 @@ class Divergence:
     def __str__(self) -> str:
         return (
             f"step {self.step}, instruction {self.instruction} ({self.label}): {self.tensor}"
-            f"[{self.row}, {self.column}] is {self.values[0]:.9g} and {self.values[1]:.9g} "
+            f"{f' of rank {self.rank}' if self.rank else ''}[{self.row}, {self.column}] is {self.values[0]:.9g} and {self.values[1]:.9g} "
             f"({self.elements} elements differ) after {self.disassembly}"
         )
 
@@ -62,25 +63,29 @@ def first_divergence(
     tolerance = (RELATIVE | (relative or {}), ABSOLUTE | (absolute or {}))
     order = list(sequential_order(program))
     for step in range(steps):
-        for index in order:
+        for rank, index in order:
             for executable in executables:
-                executable.execute_one(index, step)
+                executable.execute_one(index, step, rank)
             inst = program.instructions[index]
             for region in inst.writes(program.tensors):
                 if region.tensor in inst.workspaces():
                     continue
                 spec = program.tensors[region.tensor]
-                found = _compare(spec, region, memories, tolerance)
-                if found is not None:
-                    text = inst.disassemble(program.tensors)
-                    return Divergence(step, index, text, program.labels[index], spec.name, *found)
-                memories[1].take(spec.name, memories[0])
+                for reached in range(program.ranks) if spec.shares > 1 else (rank,):
+                    pair = memories[0].ranks[reached], memories[1].ranks[reached]
+                    found = _compare(spec, region, rank, pair, tolerance)
+                    if found is not None:
+                        text = inst.disassemble(program.tensors)
+                        label = program.labels[index]
+                        return Divergence(step, reached, index, text, label, spec.name, *found)
+                    pair[1].take(spec.name, pair[0])
     return None
 
 
 def _compare(
     spec: TensorSpec,
     region: Region,
+    rank: int,
     memories: tuple[Memory, Memory],
     tolerance: tuple[dict[DType, float], dict[DType, float]],
 ) -> tuple[int, int, tuple[float, float], int] | None:
@@ -88,7 +93,9 @@ def _compare(
     a, b = (m[spec.name].cpu().reshape(spec.rows, -1).double() for m in memories)
     if not region.indexed:
         top, left = region.rows[0], region.columns[0]
-        a, b = (t[top : region.rows[1], left : region.columns[1]] for t in (a, b))
+        left += spec.share_begin(rank)
+        width = region.columns[1] - region.columns[0]
+        a, b = (t[top : region.rows[1], left : left + width] for t in (a, b))
     relative, absolute = (t[spec.dtype] for t in tolerance)
     close = torch.isclose(a, b, rtol=0.0, atol=absolute, equal_nan=True)
     close |= (a - b).abs() <= absolute + relative * torch.maximum(a.abs(), b.abs())

@@ -92,6 +92,9 @@ class TensorSpec:
     Instructions see every tensor as a matrix: ``rows`` is the first dimension, ``columns`` the product of
     the others. A weight may consist of ``parts``, one below the other, which the host has as tensors of
     their own; no parts: the host has the tensor as a whole.
+
+    On a machine of several ranks, every rank has a tensor of each spec. With ``shares`` > 1 the ranks gather
+    an activation: rank r writes the r-th of that many equal ranges of the columns, on all ranks.
     """
 
     name: str
@@ -100,6 +103,7 @@ class TensorSpec:
     kind: TensorKind
     tagged: bool = False
     parts: tuple[Part, ...] = ()
+    shares: int = 1
 
     def __post_init__(self) -> None:
         if not self.shape or any(d <= 0 for d in self.shape):
@@ -115,6 +119,19 @@ class TensorSpec:
             )
         if self.parts and self.kind is not TensorKind.WEIGHT:
             raise ValueError(f"tensor {self.name} has parts but is {self.kind.value}, not weight")
+        if self.shares < 1 or self.columns % self.shares:
+            raise ValueError(
+                f"tensor {self.name} has {self.columns} columns: not {self.shares} equal shares"
+            )
+        if self.shares > 1 and self.kind is not TensorKind.ACTIVATION:
+            raise ValueError(
+                f"tensor {self.name} has shares but is {self.kind.value}, not activation"
+            )
+        if self.tagged and (self.own_columns * self.dtype.size) % 4:
+            raise ValueError(
+                f"tagged tensor {self.name} has shares of {self.own_columns} {self.dtype.name}: "
+                "a share must be whole 4-byte words"
+            )
         for part in self.parts:
             if part.rows <= 0:
                 raise ValueError(f"part {part.name} of tensor {self.name} has {part.rows} rows")
@@ -147,6 +164,15 @@ class TensorSpec:
     @functools.cached_property
     def columns(self) -> int:
         return math.prod(self.shape[1:])
+
+    @functools.cached_property
+    def own_columns(self) -> int:
+        """Columns that one rank writes: all of them, or its share."""
+        return self.columns // self.shares
+
+    def share_begin(self, rank: int) -> int:
+        """The first column that a rank writes."""
+        return rank * self.own_columns if self.shares > 1 else 0
 
     @property
     def part_names(self) -> tuple[str, ...]:
@@ -185,6 +211,9 @@ class Region:
     An *earlier* region is an indexed region that is read. The read touches only places that earlier steps
     wrote and that neither this step nor a later one writes. So it must follow the writes of the previous
     step, and it conflicts with no other write.
+
+    If a tensor has shares, the columns of a write count from the beginning of the rank's share, and the
+    columns of a read from the beginning of the tensor.
     """
 
     tensor: int
@@ -283,6 +312,7 @@ class Field(Generic[T]):
         produced: bool = False,
         tagged: bool = False,
         parts: bool = False,
+        gathered: bool = False,
         least: float = -math.inf,
     ) -> None:
         self.kind = kind
@@ -293,6 +323,7 @@ class Field(Generic[T]):
         self.produced = produced or tagged
         self.tagged = tagged
         self.parts = parts
+        self.gathered = gathered
         self.least = least
         found = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
         self.shape = found[0] if found else ""
@@ -351,6 +382,7 @@ def tensor(
     produced: bool = False,
     tagged: bool = False,
     parts: bool = False,
+    gathered: bool = False,
 ) -> Field[int]:
     """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
 
@@ -359,8 +391,9 @@ def tensor(
     Unless an operand is ``produced``, no instruction of the program may write it: kernels read it before
     the instruction's waits end, and through caches that do not see other workers' writes. With ``tagged``
     instructions may also exchange the operand as tagged words; it is then ``produced`` as well. With
-    ``parts`` the tensor may consist of parts (TensorSpec). The contents of a ``workspace`` are unspecified
-    after the instruction, and machines may differ in them.
+    ``parts`` the tensor may consist of parts (TensorSpec). With ``gathered`` the instruction may write a
+    share of the tensor on all ranks. The contents of a ``workspace`` are unspecified after the instruction,
+    and machines may differ in them.
     """
     return Field(
         FieldKind.TENSOR,
@@ -371,6 +404,7 @@ def tensor(
         produced=produced,
         tagged=tagged,
         parts=parts,
+        gathered=gathered,
     )
 
 

@@ -20,15 +20,17 @@ Ints = npt.NDArray[np.int32]
 class WorkerState:
     """Where a worker was when the machine stopped."""
 
-    worker: int
+    worker: int  # of its rank
     role: str
     instruction: int | None  # None: no instruction was running
     disassembly: str
     waiting_for: str  # "" when it did not wait; names barrier or tensor, value and target
+    rank: int | None = None  # None: the program has one rank
 
     def __str__(self) -> str:
         where = "idle" if self.instruction is None else f"instruction {self.instruction}"
-        text = f"worker {self.worker} ({self.role}): {where}"
+        rank = "" if self.rank is None else f"rank {self.rank}, "
+        text = f"{rank}worker {self.worker} ({self.role}): {where}"
         if self.disassembly:
             text += f": {self.disassembly}"
         return f"{text}; waits for {self.waiting_for}" if self.waiting_for else text
@@ -56,6 +58,7 @@ class Notes:
     """The trace of one launch: a row for every executed instruction.
 
     Rows are ordered by worker, step and place in the queue; rows of a dynamic queue by step and place.
+    Workers are numbered through all ranks.
     ``times`` is int64 [rows, n] on the machine's device, in nanoseconds of one clock for all workers and
     launches, 0 for an event that did not happen. ``events`` maps events of the profiler to columns.
     ``worker_column`` is the column of the executing worker (None: the machine does not record it).
@@ -68,8 +71,9 @@ class Notes:
 
     def places(self, program: Program) -> tuple[Ints, Ints, Ints, Ints]:
         """Worker (-1: unknown), step, slot in the queue and instruction of every row: int32 [rows] each."""
-        lengths = [len(queue) for queue in program.queues]
-        order = np.concatenate([np.empty(0, np.int32), *program.queues])
+        queues = program.queues * program.ranks
+        lengths = [len(queue) for queue in queues]
+        order = np.concatenate([np.empty(0, np.int32), *queues])
         slots = np.concatenate([np.arange(n, dtype=np.int32) for n in (0, *lengths)])
         if self.worker_column is not None:
             workers = self.times[:, self.worker_column].cpu().numpy().astype(np.int32)
@@ -94,9 +98,15 @@ class Machine(Protocol):
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         """Verify the program and resolve its tensors in ``memory``, which must outlive the result.
 
-        Raises ValueError for a program that does not verify or a tensor that memory does not have.
+        Raises ValueError for a program that does not verify, or a tensor or rank that memory does not have.
         """
         ...
+
+
+def require_ranks(program: Program, memory: Memory) -> None:
+    """Raise ValueError when memory has another number of ranks than the program."""
+    if len(memory.ranks) != program.ranks:
+        raise ValueError(f"the program has {program.ranks} ranks, its memory {len(memory.ranks)}")
 
 
 class TracingExecutable(Protocol):
@@ -133,8 +143,8 @@ class Executable(Protocol):
         """
         ...
 
-    def execute_one(self, index: int, step: int = 0) -> None:
-        """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
+    def execute_one(self, index: int, step: int = 0, rank: int = 0) -> None:
+        """Run one instruction of a rank alone, without its waits and signal, as in step ``step`` of a launch.
 
         For tools; keeps ``memory.epoch``. Raises MachineFault when the instruction fails.
         """

@@ -20,15 +20,32 @@ class Memory:
     as int32 [rows, words, 2]: the value's bits, then the epoch that wrote them. Any other tensor is stored
     contiguously in its own shape and dtype, unless a machine has given it another layout (vm/layout.py). A
     tensor that is bound in parts (TensorSpec) is stored in parts until ``relayout`` joins them.
+
+    The memory of a machine of several ranks is that of rank 0; ``ranks`` has all of them, in order, itself
+    included. They have the same tensors and one epoch: ``allocate`` allocates on all ranks, and all other
+    methods concern one. Ranks on one device may be bound to the same storage of a read-only tensor.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", ranks: int = 1) -> None:
         self.device = torch.device(device)
+        self._first: Memory = self
+        self.ranks: tuple[Memory, ...] = (self, *(Memory(device) for _ in range(ranks - 1)))
+        for other in self.ranks[1:]:
+            other._first = self
         self._specs: dict[str, TensorSpec] = {}
         self._storage: dict[str, tuple[torch.Tensor, ...]] = {}  # one, or one for each part
         self._layouts: dict[str, Layout] = {}
-        self.epoch = 0  # steps run on this memory so far; the tag of the last step
+        self._epoch = 0
         self.relayouts = 0  # number of times that storage has moved
+
+    @property
+    def epoch(self) -> int:
+        """Steps run on this memory so far; the tag of the last step."""
+        return self._first._epoch
+
+    @epoch.setter
+    def epoch(self, value: int) -> None:
+        self._first._epoch = value
 
     def __contains__(self, name: object) -> bool:
         return name in self._storage
@@ -70,10 +87,13 @@ class Memory:
         self._storage[spec.name] = values
 
     def allocate(self, specs: Iterable[TensorSpec]) -> None:
-        """Allocate the tensors that are not present yet.
+        """Allocate the tensors that are not present yet, on all ranks.
 
         Raises ValueError when a tensor of the same name is present with another kind, shape or dtype.
         """
+        specs = list(specs)
+        for other in self.ranks[1:]:
+            other.allocate(specs)
         for spec in specs:
             if spec.name not in self._specs:
                 self._specs[spec.name] = spec
@@ -184,14 +204,21 @@ class Memory:
             self.write(name, other[name])
 
     def copy(self, device: torch.device | str | None = None) -> Memory:
-        """An independent memory with the same contents, on this or another device.
+        """An independent memory with the same contents, of all ranks, on this or another device.
 
         On the same device the copy shares tensors that no program writes. On another device all tensors are
         in natural order.
         """
+        twin = self._copy(device)
+        twin.epoch = self.epoch
+        twin.ranks = (twin, *(other._copy(device) for other in self.ranks[1:]))
+        for other in twin.ranks:
+            other._first = twin
+        return twin
+
+    def _copy(self, device: torch.device | str | None) -> Memory:
         twin = Memory(self.device if device is None else device)
         twin._specs = dict(self._specs)
-        twin.epoch = self.epoch
         if twin.device != self.device:
             twin._storage = {
                 name: tuple(

@@ -24,7 +24,7 @@ from megavm.vm.isa import DType, Instruction, Part, TensorKind, TensorSpec
 if TYPE_CHECKING:
     from megavm.vm.cuda.exchange import Exchanges
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 def encode(instructions: Sequence[Instruction]) -> npt.NDArray[np.uint32]:
@@ -41,6 +41,11 @@ class Program:
     with ``dynamic`` one list that all workers draw from in order, otherwise one list per worker. A launch
     runs the program for one or more *steps*; every queue is run through once per step.
 
+    The program runs on ``ranks`` GPUs (or groups of threads), each with its own workers, queues, barriers
+    and tensors; all ranks run the same instructions. Ranks meet in tensors that they gather
+    (TensorSpec.shares) and in the first ``shared_barriers`` barriers, which every signal reaches on all
+    ranks.
+
     ``labels`` names the graph operation of each instruction ("layers.3.down_proj"), for people.
     ``metadata`` is any JSON: the bucket, the model.
     """
@@ -53,6 +58,8 @@ class Program:
     barriers: tuple[str, ...]
     labels: tuple[str, ...]
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    ranks: int = 1
+    shared_barriers: int = 0
 
     @classmethod
     def build(
@@ -66,6 +73,8 @@ class Program:
         workers: int | None = None,
         labels: Sequence[str] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        ranks: int = 1,
+        shared_barriers: int = 0,
     ) -> Program:
         """Encode instructions. ``workers`` defaults to the number of queues."""
         words = encode(instructions)
@@ -78,6 +87,8 @@ class Program:
             barriers=tuple(barriers),
             labels=tuple(labels) if labels is not None else ("",) * len(words),
             metadata=dict(metadata or {}),
+            ranks=ranks,
+            shared_barriers=shared_barriers,
         )
 
     def __len__(self) -> int:
@@ -92,7 +103,7 @@ class Program:
 
     @functools.cached_property
     def signals(self) -> npt.NDArray[np.uint32]:
-        """How often one step signals each barrier: uint32 [barriers].
+        """How often one step signals each barrier of a rank: uint32 [barriers].
 
         Raises ValueError when an instruction signals a barrier that the program does not have.
         """
@@ -103,6 +114,7 @@ class Program:
                 f"barrier {int(signalled.max())} is signalled, the program has {len(self.barriers)}"
             )
         counts = np.bincount(signalled, minlength=len(self.barriers))
+        counts[: self.shared_barriers] *= self.ranks
         return counts.astype(np.uint32)
 
     @functools.cached_property
@@ -146,9 +158,10 @@ class Program:
 
     def __str__(self) -> str:
         kind = "dynamic" if self.dynamic else "static"
+        ranks = f" on each of {self.ranks} ranks" if self.ranks > 1 else ""
         return (
             f"program of {len(self)} instructions, {len(self.barriers)} barriers, "
-            f"{len(self.tensors)} tensors, {kind} queues for {self.workers} workers"
+            f"{len(self.tensors)} tensors, {kind} queues for {self.workers} workers{ranks}"
         )
 
     def fingerprint(self) -> str:
@@ -164,9 +177,11 @@ class Program:
             "format": FORMAT_VERSION,
             "dynamic": self.dynamic,
             "workers": self.workers,
+            "ranks": self.ranks,
             "barriers": list(self.barriers),
+            "shared_barriers": self.shared_barriers,
             "tensors": [
-                [t.name, t.shape, t.dtype.name, t.kind.value, t.tagged, t.parts]
+                [t.name, t.shape, t.dtype.name, t.kind.value, t.tagged, t.parts, t.shares]
                 for t in self.tensors
             ],
         }
@@ -220,8 +235,9 @@ class Program:
                     TensorKind(kind),
                     tagged,
                     tuple(Part(*part) for part in parts),
+                    shares,
                 )
-                for name, shape, dtype, kind, tagged, parts in header["tensors"]
+                for name, shape, dtype, kind, tagged, parts, shares in header["tensors"]
             )
             return cls(
                 tensors=tensors,
@@ -232,6 +248,8 @@ class Program:
                 barriers=tuple(header["barriers"]),
                 labels=tuple(header["labels"]),
                 metadata=header["metadata"],
+                ranks=header["ranks"],
+                shared_barriers=header["shared_barriers"],
             )
         except _DAMAGED as error:
             raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
@@ -258,7 +276,9 @@ def _check_types(header: Any) -> None:
     wanted: dict[str, type] = {
         "dynamic": bool,
         "workers": int,
+        "ranks": int,
         "barriers": list,
+        "shared_barriers": int,
         "labels": list,
         "tensors": list,
         "metadata": dict,
@@ -269,9 +289,11 @@ def _check_types(header: Any) -> None:
     for name in ("barriers", "labels"):
         if not all(isinstance(text, str) for text in header[name]):
             raise TypeError(f"{name} are not all strings")
-    for name, shape, _, _, tagged, parts in header["tensors"]:
+    for name, shape, _, _, tagged, parts, shares in header["tensors"]:
         if not isinstance(name, str) or type(tagged) is not bool:
             raise TypeError(f"tensor {name!r} has no name or is tagged {tagged!r}")
+        if type(shares) is not int:
+            raise TypeError(f"tensor {name} has shares {shares!r}")
         if not isinstance(shape, list) or not all(type(size) is int for size in shape):
             raise TypeError(f"tensor {name} has shape {shape!r}")
         for part in parts:

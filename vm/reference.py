@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from megavm.vm.config import NONE
-from megavm.vm.isa import Region, TensorSpec
-from megavm.vm.machine import Executable, MachineFault, WorkerState
+from megavm.vm.isa import Instruction, Region, TensorSpec
+from megavm.vm.machine import Executable, MachineFault, WorkerState, require_ranks
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 from megavm.vm.verify import verify as verify_program
@@ -25,16 +26,24 @@ Rows = tuple[int, int]
 class View:
     """Memory as one instruction of one step sees it: handles instead of names, tags checked.
 
-    ``step`` is the number of the step within its launch, ``epoch`` the tag of the step.
+    ``step`` is the number of the step within its launch, ``epoch`` the tag of the step. ``ranks`` are the
+    memories of all ranks; the instruction runs on ``rank``.
     """
 
     def __init__(
-        self, memory: Memory, tensors: tuple[TensorSpec, ...], step: int, epoch: int
+        self,
+        ranks: tuple[Memory, ...],
+        rank: int,
+        tensors: tuple[TensorSpec, ...],
+        step: int,
+        epoch: int,
     ) -> None:
-        self.memory = memory
+        self.memory = ranks[rank]
         self.tensors = tensors
         self.step = step
         self.epoch = epoch
+        self._ranks = ranks
+        self._rank = rank
 
     def raw(self, handle: int) -> torch.Tensor:
         """The tensor in its own shape and dtype; writes go to memory (not for tagged tensors)."""
@@ -63,10 +72,29 @@ class View:
         return values[rows[0] : rows[1], begin:end].float()
 
     def write(self, handle: int, rows: Rows, columns: Rows | None, values: torch.Tensor) -> None:
-        """Round ``values`` [rows, columns] to the tensor's type and store them, with the step's tag."""
+        """Round ``values`` [rows, columns] to the tensor's type and store them, with the step's tag.
+
+        Columns of a tensor with shares are those of the rank's share, and all ranks get the values.
+        """
         spec = self.tensors[handle]
-        begin, end = columns or (0, spec.columns)
-        storage = self.memory.storage(spec.name)
+        begin, end = columns or (0, spec.own_columns)
+        begin, end = (self.share_begin(handle) + c for c in (begin, end))
+        for memory in self._written(spec):
+            self._store(memory, spec, rows, (begin, end), values)
+
+    def share_begin(self, handle: int) -> int:
+        """The first column of the rank's share of a tensor; 0 if it has no shares."""
+        return self.tensors[handle].share_begin(self._rank)
+
+    def _written(self, spec: TensorSpec) -> tuple[Memory, ...]:
+        """The memories that a write reaches."""
+        return self._ranks if spec.shares > 1 else (self.memory,)
+
+    def _store(
+        self, memory: Memory, spec: TensorSpec, rows: Rows, columns: Rows, values: torch.Tensor
+    ) -> None:
+        begin, end = columns
+        storage = memory.storage(spec.name)
         if not spec.tagged:
             storage.view(spec.rows, -1)[rows[0] : rows[1], begin:end] = values
             return
@@ -81,7 +109,7 @@ class View:
 
     def check_tags(self, region: Region) -> None:
         """Raise MachineFault when a word of a tagged tensor was not written in this step."""
-        if bool((self._tags(region) != self.epoch).any()):
+        if bool((self._tags(self.memory, region) != self.epoch).any()):
             raise MachineFault(
                 f"rows {region.rows} columns {region.columns} of tagged tensor "
                 f"{self.tensors[region.tensor].name} are read before they are written in epoch "
@@ -89,14 +117,17 @@ class View:
             )
 
     def tag(self, region: Region) -> None:
-        """Give every word of a region of a tagged tensor the step's tag."""
-        self._tags(region)[:] = self.epoch
+        """Give every word of a region of a tagged tensor that is written the step's tag."""
+        begin, end = (self.share_begin(region.tensor) + c for c in region.columns)
+        written = Region(region.tensor, region.rows, (begin, end))
+        for memory in self._written(self.tensors[region.tensor]):
+            self._tags(memory, written)[:] = self.epoch
 
-    def _tags(self, region: Region) -> torch.Tensor:
+    def _tags(self, memory: Memory, region: Region) -> torch.Tensor:
         spec = self.tensors[region.tensor]
         per_word = 4 // spec.dtype.size
         begin, end = region.columns
-        rows = self.memory.storage(spec.name)[slice(*region.rows)]
+        rows = memory.storage(spec.name)[slice(*region.rows)]
         return rows[:, begin // per_word : -(-end // per_word), 1]
 
     def scalar(self, handle: int) -> int:
@@ -122,41 +153,46 @@ def meaning(name: str) -> Callable[[Any, View], None]:
     return function
 
 
-def sequential_order(program: Program) -> Iterator[int]:
-    """Instruction numbers of one step in an order that respects queues, waits and tags.
+def sequential_order(program: Program) -> Iterator[tuple[int, int]]:
+    """Rank and number of the instructions of one step, in an order that respects queues, waits and tags.
 
     Assumes a verified program, and that waits for earlier steps are satisfied.
     """
-    if program.dynamic:
-        yield from (int(i) for i in program.queues[0])
+    if program.dynamic and program.ranks == 1:
+        yield from ((0, int(i)) for i in program.queues[0])
         return
-    counts = [0] * len(program.barriers)
-    heads = [0] * len(program.queues)
-    written: dict[int, int] = {}
-    tagged = [i for i, t in enumerate(program.tensors) if t.tagged]
-    pending: dict[int, int] = dict.fromkeys(tagged, 0)
-    for inst in program.instructions:
-        for region in inst.writes(program.tensors):
-            if region.tensor in pending:
-                pending[region.tensor] += 1
-    remaining = len(program)
+    tensors, ranks = program.tensors, range(program.ranks)
+    counts = [[0] * len(program.barriers) for _ in ranks]
+    queues = [(rank, queue) for rank in ranks for queue in program.queues]
+    heads = [0] * len(queues)
+    # Instructions that have yet to write each tagged tensor of each rank.
+    pending: Counter[tuple[int, int]] = Counter()
+
+    def written(rank: int, inst: Instruction) -> Iterator[tuple[int, int]]:
+        for handle in {r.tensor for r in inst.writes(tensors) if tensors[r.tensor].tagged}:
+            yield from ((r, handle) for r in (ranks if tensors[handle].shares > 1 else (rank,)))
+
+    for rank in ranks:
+        for inst in program.instructions:
+            pending.update(written(rank, inst))
+    remaining = program.ranks * len(program)
     while remaining:
         before = remaining
-        for worker, queue in enumerate(program.queues):
-            while heads[worker] < len(queue):
-                index = int(queue[heads[worker]])
+        for number, (rank, queue) in enumerate(queues):
+            while heads[number] < len(queue):
+                index = int(queue[heads[number]])
                 inst = program.instructions[index]
-                if any(counts[w.barrier] < w.target for w in inst.waits):
+                if any(counts[rank][w.barrier] < w.target for w in inst.waits):
                     break
-                needs = {r.tensor for r in inst.reads(program.tensors)} & pending.keys()
-                if any(written.get(t, 0) < pending[t] for t in needs):
+                if any(pending[rank, r.tensor] for r in inst.reads(tensors)):
                     break
-                yield index
-                for region in inst.writes(program.tensors):
-                    written[region.tensor] = written.get(region.tensor, 0) + 1
+                yield rank, index
+                pending.subtract(written(rank, inst))
                 if inst.signal is not None:
-                    counts[inst.signal] += 1
-                heads[worker] += 1
+                    shared = inst.signal < program.shared_barriers
+                    for other in ranks if shared else (rank,):
+                        counts[other][inst.signal] += 1
+                heads[number] += 1
                 remaining -= 1
         if remaining == before:
             raise MachineFault("no instruction can run: the program waits for itself")
@@ -171,7 +207,9 @@ class ReferenceMachine:
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         if verify:
             verify_program(program, self.name)
-        memory.require(program.tensors, rows=True)
+        require_ranks(program, memory)
+        for rank in memory.ranks:
+            rank.require(program.tensors, rows=True)
         return ReferenceExecutable(program, memory)
 
 
@@ -181,12 +219,13 @@ class ReferenceExecutable:
     def __init__(self, program: Program, memory: Memory) -> None:
         self.program = program
         self.memory = memory
-        self._order: list[int] | None = None
+        self._order: list[tuple[int, int]] | None = None
 
-    def execute_one(self, index: int, step: int = 0) -> None:
-        """Run one instruction, without its waits, in the step after the last one run."""
+    def execute_one(self, index: int, step: int = 0, rank: int = 0) -> None:
+        """Run one instruction of a rank, without its waits, in the step after the last one run."""
         inst = self.program.instructions[index]
-        view = View(self.memory, self.program.tensors, step, self.memory.epoch + step + 1)
+        tag = self.memory.epoch + step + 1
+        view = View(self.memory.ranks, rank, self.program.tensors, step, tag)
         try:
             # Dead rows are neither read nor written, but their words are waited for and tagged.
             for region in inst.reads(self.program.tensors):
@@ -198,7 +237,9 @@ class ReferenceExecutable:
                     view.tag(region)
         except (IndexError, MachineFault) as error:
             text = inst.disassemble(self.program.tensors)
-            state = WorkerState(0, "consumer", index, text, "")
+            state = WorkerState(
+                0, "consumer", index, text, "", rank if self.program.ranks > 1 else None
+            )
             raise MachineFault(f"instruction {index} failed: {error}", (state,)) from error
 
     def run(self, steps: int = 1) -> None:
@@ -206,8 +247,8 @@ class ReferenceExecutable:
             self._order = list(sequential_order(self.program))
         try:
             for step in range(steps):
-                for index in self._order:
-                    self.execute_one(index, step)
+                for rank, index in self._order:
+                    self.execute_one(index, step, rank)
         finally:
             # Also after a fault: words may already carry the tags of these steps.
             self.memory.epoch += steps

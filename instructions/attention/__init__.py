@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megavm.instructions.qkv_rope import check_newest
-from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up, shapes
+from megavm.instructions.tiles import (
+    CPU_LANES,
+    aligned,
+    ranges,
+    result_columns,
+    round_up,
+    shapes,
+)
 from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
@@ -67,7 +74,14 @@ class Attention(Instruction):
     v_new = tensor(
         "values of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True, tagged=True
     )
-    out = tensor("result [rows, heads * d], with one split", F32, BF16, optional=True, tagged=True)
+    out = tensor(
+        "result [rows, heads * d], with one split",
+        F32,
+        BF16,
+        optional=True,
+        tagged=True,
+        gathered=True,
+    )
     partial = tensor(
         "[rows, splits, heads, d + 2], with several splits", F32, optional=True, tagged=True
     )
@@ -220,11 +234,11 @@ class Attention(Instruction):
         heads = q.columns // head_dim
         yield from shapes(
             tensors,
-            out=(self.out, None, q.columns),
             row_count=(self.row_count, 1, 1),
             k_new=(self.k_new, None, kv_heads * head_dim),
             v_new=(self.v_new, None, kv_heads * head_dim),
         )
+        yield from result_columns(tensors, out=(self.out, q.columns))
         yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for handle in present(self.partial):
             spec = tensors[handle]

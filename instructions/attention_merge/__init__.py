@@ -33,7 +33,7 @@ class AttentionMerge(Instruction):
     opcode = 9
 
     partial = tensor("[rows, splits, heads, d + 2]", F32, tagged=True)
-    out = tensor("result [rows, heads * d]", F32, BF16, tagged=True)
+    out = tensor("result [rows, heads * d]", F32, BF16, tagged=True, gathered=True)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
@@ -75,10 +75,10 @@ class AttentionMerge(Instruction):
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out, partial = tensors[self.out], tensors[self.partial]
-        if self.head_dim == 0 or out.columns % self.head_dim:
-            yield f"out {out.name} has {out.columns} columns, not a multiple of {self.head_dim}"
+        if self.head_dim == 0 or out.own_columns % self.head_dim:
+            yield f"out {out.name} has {out.own_columns} columns, not a multiple of {self.head_dim}"
             return
-        heads = out.columns // self.head_dim
+        heads = out.own_columns // self.head_dim
         yield from ranges(
             rows=(self.row_begin, self.row_end, min(out.rows, partial.rows)),
             heads=(self.head_begin, self.head_end, heads),

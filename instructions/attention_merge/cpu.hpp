@@ -6,7 +6,7 @@ namespace megavm::MEGAVM_LEVEL {
 
 inline void execute(const AttentionMerge& inst, Worker& worker) {
   const int64_t d = inst.head_dim, width = d + 2;
-  const int64_t heads = worker.tensor(inst.out).columns / d;
+  const int64_t heads = worker.tensor(inst.out).own_columns / d;
   const Range live = live_rows(worker, inst.row_count, inst.row_begin, inst.row_end);
   float* sum = worker.allocate<float>(ceil_to(d, kLanes));
   for (int64_t row = live.begin; row < live.end; ++row) {

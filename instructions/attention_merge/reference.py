@@ -8,7 +8,7 @@ from megavm.vm.reference import View
 
 def execute(inst: AttentionMerge, m: View) -> None:
     rows = m.live(inst.row_count, inst.row_begin, inst.row_end)
-    heads, width = m.tensors[inst.out].columns // inst.head_dim, inst.head_dim + 2
+    heads, width = m.tensors[inst.out].own_columns // inst.head_dim, inst.head_dim + 2
     partial = m.read(inst.partial, rows, (0, inst.num_splits * heads * width))
     partial = partial.view(-1, inst.num_splits, heads, width)
     partial = partial[:, :, inst.head_begin : inst.head_end]

@@ -17,7 +17,7 @@ class Copy(Instruction):
     opcode = 2
 
     x = tensor("source", F32, BF16, tagged=True)
-    out = tensor("destination", F32, BF16, tagged=True)
+    out = tensor("destination", F32, BF16, tagged=True, gathered=True)
     x_row = integer("first source row")
     x_column = integer("first source column")
     row_begin = integer("first destination row")
@@ -40,5 +40,5 @@ class Copy(Instruction):
         out = tensors[self.out]
         yield from ranges(
             rows=(self.row_begin, self.row_end, out.rows),
-            columns=(self.column_begin, self.column_end, out.columns),
+            columns=(self.column_begin, self.column_end, out.own_columns),
         )

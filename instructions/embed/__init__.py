@@ -39,10 +39,14 @@ class Embed(Instruction):
     row_sequence = tensor("sequence of each row [rows]", I32)
     row_position = tensor("position of each row in its sequence [rows]", I32)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
-    out = tensor("hidden state [rows, hidden]", F32, BF16, tagged=True)
+    out = tensor("hidden state [rows, hidden]", F32, BF16, tagged=True, gathered=True)
     out_gain = tensor("gain of the normalisation of out [hidden]", F32, BF16, optional=True)
-    out_scaled = tensor("out times its gain [rows, hidden]", F32, BF16, optional=True, tagged=True)
-    out_squares = tensor("squares of out [rows, ceil(hidden / 8)]", F32, optional=True, tagged=True)
+    out_scaled = tensor(
+        "out times its gain [rows, hidden]", F32, BF16, optional=True, tagged=True, gathered=True
+    )
+    out_squares = tensor(
+        "squares of out [rows, ceil(hidden / 8)]", F32, optional=True, tagged=True, gathered=True
+    )
     row_begin = integer("first row")
     row_end = integer("end of the rows")
     column_begin = integer("first column")
@@ -84,8 +88,10 @@ class Embed(Instruction):
         table, out = tensors[self.table], tensors[self.out]
         yield from ranges(
             rows=(self.row_begin, self.row_end, out.rows),
-            columns=(self.column_begin, self.column_end, out.columns),
+            columns=(self.column_begin, self.column_end, out.own_columns),
         )
-        if table.columns != out.columns:
-            yield f"table {table.name} has {table.columns} columns, out {out.name} {out.columns}"
-        yield from check_scaled(tensors, self, out.columns)
+        if table.columns != out.own_columns:
+            yield (
+                f"table {table.name} has {table.columns} columns, out {out.name} {out.own_columns}"
+            )
+        yield from check_scaled(tensors, self, out.own_columns)

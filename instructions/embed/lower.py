@@ -18,9 +18,9 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Embed]:
     names = ("table", "tokens", "row_sequence", "row_position", "out", *SCALED)
     handles = context.handles(operation, *names)
     if out.rows >= workers:
-        tiles = [((0, out.columns), rows) for rows in cut(out.rows, workers)]
+        tiles = [((0, out.own_columns), rows) for rows in cut(out.rows, workers)]
     else:
-        columns = column_tiles(out.columns, COLUMN_UNIT, context.options)
+        columns = column_tiles(out.own_columns, COLUMN_UNIT, context.options)
         tiles = [(part, (0, out.rows)) for part in columns]
     for columns_of_tile, rows in tiles:
         yield Embed(

@@ -49,7 +49,7 @@ class GateUp(Instruction):
     x_squares = tensor(
         "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
     )
-    out = tensor("result [rows, columns]", F32, BF16, tagged=True)
+    out = tensor("result [rows, columns]", F32, BF16, tagged=True, gathered=True)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
     row_end = integer("end of the rows")
@@ -118,7 +118,7 @@ class GateUp(Instruction):
         columns = weight.rows // 2
         yield from ranges(
             rows=(self.row_begin, self.row_end, min(x.rows, out.rows)),
-            columns=(self.column_begin, self.column_end, min(columns, out.columns)),
+            columns=(self.column_begin, self.column_end, min(columns, out.own_columns)),
         )
         yield from shapes(
             tensors,

@@ -65,7 +65,8 @@ class Matmul(Instruction):
 
     With ``peaks`` the instruction also writes the largest result of each row and its column:
     peaks[r, 2 tile] := max out[r, c], or not-a-number if one of them is; peaks[r, 2 tile + 1] := the lowest c
-    with out[r, c] equal to it (anything after not-a-number). Column numbers are exact in float32.
+    with out[r, c] equal to it (anything after not-a-number). Column numbers are exact in float32. If ranks
+    gather ``out``, they count from the beginning of the tensor.
     """
 
     opcode = 5
@@ -78,17 +79,23 @@ class Matmul(Instruction):
         "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
     )
     residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True, tagged=True)
-    out = tensor("result [rows, columns]", F32, BF16, tagged=True)
+    out = tensor("result [rows, columns]", F32, BF16, tagged=True, gathered=True)
     addends = tensor(
         "other parts of the product [rows, parts * columns]", F32, optional=True, tagged=True
     )
     out_gain = tensor("gain of the normalisation of out [columns]", F32, BF16, optional=True)
-    out_scaled = tensor("out times its gain [rows, columns]", F32, BF16, optional=True, tagged=True)
+    out_scaled = tensor(
+        "out times its gain [rows, columns]", F32, BF16, optional=True, tagged=True, gathered=True
+    )
     out_squares = tensor(
-        "squares of out [rows, ceil(columns / 8)]", F32, optional=True, tagged=True
+        "squares of out [rows, ceil(columns / 8)]", F32, optional=True, tagged=True, gathered=True
     )
     peaks = tensor(
-        "largest result and its column [rows, 2 * tiles]", F32, optional=True, tagged=True
+        "largest result and its column [rows, 2 * tiles]",
+        F32,
+        optional=True,
+        tagged=True,
+        gathered=True,
     )
     row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
     row_count = tensor("number of live rows of out [1]; all when absent", I32, optional=True)
@@ -210,7 +217,7 @@ class Matmul(Instruction):
             columns=(
                 self.column_begin,
                 self.column_end,
-                min(weight.rows, out.columns - self.out_begin(tensors)),
+                min(weight.rows, out.own_columns - self.out_begin(tensors)),
             ),
             k=(*self.k(tensors), weight.columns),
             x_rows=(0, self.x_rows, x.rows),

@@ -56,7 +56,8 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
                     finish(first_row + i, column + kLanes, high);
                   });
   for (int i = 0; peaks && i < in.num_rows; ++i) {
-    const float pair[kLanes] = {peaks[i].value, static_cast<float>(peaks[i].column)};
+    const int64_t column = worker.tensor(inst.out).share_begin + peaks[i].column;
+    const float pair[kLanes] = {peaks[i].value, static_cast<float>(column)};
     store_row(worker, inst.peaks, first_row + i, 2 * int64_t{inst.tile}, load(pair), 2);
   }
 }

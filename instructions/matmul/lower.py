@@ -67,7 +67,7 @@ def tiles_of_part(
     last = options.workers * end // weight.columns
     tiles = product_tiles(
         out.rows,
-        out.columns,
+        out.own_columns,
         end - begin,
         weight.dtype.size,
         unit,

@@ -33,6 +33,7 @@ def execute(inst: Matmul, m: View) -> None:
     write_scaled(m, inst, rows, columns, out)
     if inst.peaks != NONE:
         largest = out.amax(-1, keepdim=True)
-        column = inst.column_begin + (out == largest).float().argmax(-1, keepdim=True)
+        first = m.share_begin(inst.out) + inst.column_begin
+        column = first + (out == largest).float().argmax(-1, keepdim=True)
         pair = torch.cat([largest, column.float()], dim=1)
         m.write(inst.peaks, rows, (2 * inst.tile, 2 * inst.tile + 2), pair)

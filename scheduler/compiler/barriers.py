@@ -18,6 +18,9 @@ before, instructions that wait for nothing inside the step wait for the last ins
 step before (target 0). An instruction that reads rows of earlier steps waits for their writers in
 the same way. Nothing waits for such a reader, because those rows are never written again
 (isa.Region).
+
+All ranks of a program have the same barriers. If an instruction must wait for another on all ranks,
+the two share a barrier that every signal reaches on all ranks.
 """
 
 from __future__ import annotations
@@ -26,19 +29,26 @@ import bisect
 import functools
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from megavm.instructions.noop import Noop
+from megavm.scheduler.compiler.dependencies import (
+    Accesses,
+    Bits,
+    Needs,
+    bits_of,
+    find_needs,
+    members_of,
+    sum_of,
+)
 from megavm.scheduler.compiler.lower import Tiles
-from megavm.vm.alike import Ints, Words, accesses, tag_orders
+from megavm.vm.alike import Words, tag_orders
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS
 from megavm.vm.isa import TagOrder, TensorSpec, Wait, sync_words
 from megavm.vm.program import encode
-
-Bits = int  # a set of instructions: bit i stands for instruction i
 
 
 @dataclass
@@ -49,155 +59,41 @@ class Synchronised:
     labels: list[str]
     operations: list[int]  # number of the operation of each instruction
     barriers: list[str]
+    shared_barriers: int  # the first ones: every signal reaches all ranks
 
 
-@dataclass
-class Needs:
-    """The instructions that one instruction must come after, by reason."""
+def add_barriers(
+    operations: Sequence[Tiles],
+    tensors: Sequence[TensorSpec],
+    ranks: int = 1,
+    *,
+    closing: bool = False,
+) -> Synchronised:
+    """Add the waits and signals that make any order of execution give the sequential result.
 
-    reads: Bits = 0  # it reads what these wrote: they must be complete before it starts
-    overwrites: Bits = 0  # it overwrites what these wrote
-    replaces: Bits = 0  # it overwrites what these read
-    tags: Bits = 0  # it reads tagged words that these wrote
-    earlier: Bits = 0  # it reads what these wrote in earlier steps
-
-
-def add_barriers(operations: Sequence[Tiles], tensors: Sequence[TensorSpec]) -> Synchronised:
-    """Add the waits and signals that make any order of execution give the sequential result."""
+    ``closing``: a step waits for the ends of the step before on all ranks, not only on its own.
+    """
     instructions = [i for tiles in operations for i in tiles.instructions]
     sizes = [len(tiles.instructions) for tiles in operations]
     words = encode(instructions)
-    regions = _Accesses(words, tensors)
-    needs = _dependencies(regions, sizes)
+    regions = Accesses(words, tensors)
+    needs = find_needs(regions, sizes)
     orders = tag_orders(words, tensors)
-    late = _bits(np.flatnonzero(orders == TagOrder.READS_LATE.value))
+    late = bits_of(np.flatnonzero(orders == TagOrder.READS_LATE.value))
     early = (orders == TagOrder.WRITES_EARLY.value).tolist()
     waits = _reduce(needs, sizes, late, early)
     # Tags order an instruction behind the step before, except one that writes early: its writes
     # precede the tags, so it needs the closing wait.
     roots = [not (waits[i] or (n.tags and not early[i])) for i, n in enumerate(needs)]
-    plain = _bits(regions.instruction[regions.write & ~regions.tagged])
-    awaited = seen = 0
-    for i, needed in enumerate(needs):
-        awaited |= waits[i]
-        seen |= needed.tags
-    everybody = (1 << len(instructions)) - 1
-    sinks = everybody & ~awaited & ~(seen & ~plain & ~late)
-    return _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks).result(words)
-
-
-class _Accesses:
-    """The regions that instructions declare on writable tensors, one region a row."""
-
-    def __init__(self, words: Words, tensors: Sequence[TensorSpec]) -> None:
-        rows = accesses(
-            words,
-            tensors,
-            8,
-            lambda _, inst: (
-                (r.tensor, *r.rows, *r.columns, r.indexed, r.earlier, write)
-                for write, regions in ((0, inst.reads(tensors)), (1, inst.writes(tensors)))
-                for r in regions
-                if tensors[r.tensor].writable
-            ),
-        )
-        self.instruction, self.tensor = rows[:, 0], rows[:, 1]
-        self.boxes = rows[:, 2:7]  # rows, columns, indexed
-        self.earlier, self.write = rows[:, 7] != 0, rows[:, 8] != 0
-        self.tagged = np.array([t.tagged for t in tensors], dtype=bool)[self.tensor]
-
-    def table(self, chosen: Ints) -> _Table:
-        """The regions ``chosen`` (row numbers), which must be of one tensor."""
-        return _Table(self.boxes[chosen], self.instruction[chosen])
-
-
-class _Table:
-    """Regions of one tensor (rows, columns, indexed) and the instructions that accessed them."""
-
-    def __init__(self, boxes: Ints | None = None, numbers: Ints | None = None) -> None:
-        self.boxes = np.empty((0, 5), np.int64) if boxes is None else boxes
-        self.numbers = np.empty(0, np.int64) if numbers is None else numbers
-
-    def overlapping(self, others: _Table) -> Iterator[tuple[int, Bits]]:
-        """For each access of ``others``: its instruction, and the instructions it overlaps here."""
-        if not len(self.numbers):
-            return
-        order = self.numbers.argsort()
-        numbers = self.numbers[order]
-        top, bottom, left, right, indexed = self.boxes[order].T
-        different: dict[tuple[int, ...], int] = {}
-        which = [different.setdefault(tuple(b), len(different)) for b in others.boxes.tolist()]
-        boxes = np.array(list(different), dtype=np.int64).reshape(-1, 5)
-        first_row, last_row, begin, end, kind = boxes.T[:, :, None]
-        inside = (top < last_row) & (first_row < bottom) & (left < end) & (begin < right)
-        inside |= indexed != kind
-        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
-        first = int(numbers[0])
-        flags = np.zeros((len(different), int(numbers[-1]) - first + 1), dtype=bool)
-        flags[:, numbers[starts] - first] = np.logical_or.reduceat(inside, starts, axis=1)
-        packed = np.packbits(flags, axis=1, bitorder="little")
-        overlapped = [int.from_bytes(row.tobytes(), "little") << first for row in packed]
-        for number, box in zip(others.numbers.tolist(), which, strict=True):
-            yield number, overlapped[box]
-
-    def update(self, new: _Table, cover: Ints) -> None:
-        """Drop the regions that lie inside a region of ``cover``, then append ``new``."""
-        top, bottom, left, right, indexed = self.boxes.T
-        gone = np.zeros(len(top), dtype=bool)
-        for first, last, begin, end, kind in cover:
-            inside = (first <= top) & (bottom <= last) & (begin <= left) & (right <= end)
-            gone |= inside & (indexed == kind)
-        self.boxes = np.concatenate([self.boxes[~gone], new.boxes])
-        self.numbers = np.concatenate([self.numbers[~gone], new.numbers])
-
-    def filled(self) -> Ints:
-        """The rectangle that the disjoint tiles of an operation fill, or the tiles themselves."""
-        tiles = np.unique(self.boxes, axis=0)
-        if not tiles.size:
-            return tiles
-        top, bottom, left, right, indexed = tiles.T
-        box = (top.min(), bottom.max(), left.min(), right.max(), indexed[0])
-        area = int(((bottom - top) * (right - left)).sum())
-        if area == (box[1] - box[0]) * (box[3] - box[2]) and (indexed == indexed[0]).all():
-            return np.array([box], dtype=np.int64)
-        return tiles
-
-
-def _dependencies(regions: _Accesses, sizes: Sequence[int]) -> list[Needs]:
-    """The needs of each instruction; ``sizes``: number of instructions of each operation."""
-    needs = [Needs() for _ in range(sum(sizes))]
-    # By tensor: the writes and reads of its regions since these were last overwritten.
-    writers: dict[int, _Table] = defaultdict(_Table)
-    readers: dict[int, _Table] = defaultdict(_Table)
-    ends = np.searchsorted(regions.instruction, np.cumsum(sizes))
-    for begin, end in itertools.pairwise([0, *ends.tolist()]):
-        now = begin + np.flatnonzero(~regions.earlier[begin:end])
-        tensors = regions.tensor[now]
-        for handle in np.unique(tensors).tolist():
-            mine = now[tensors == handle]
-            write = regions.write[mine]
-            reads, writes = regions.table(mine[~write]), regions.table(mine[write])
-            written, read = writers[handle], readers[handle]
-            if regions.tagged[mine[0]]:
-                for i, others in written.overlapping(reads):
-                    needs[i].tags |= others
-                reads = _Table()
-            else:
-                for i, others in written.overlapping(reads):
-                    needs[i].reads |= others
-                for i, others in written.overlapping(writes):
-                    needs[i].overwrites |= others
-                for i, others in read.overlapping(writes):
-                    needs[i].replaces |= others
-            cover = writes.filled()
-            written.update(writes, cover)
-            read.update(reads, cover)
-    earlier = np.flatnonzero(regions.earlier)
-    for handle in np.unique(regions.tensor[earlier]).tolist():
-        mine = earlier[regions.tensor[earlier] == handle]
-        for i, others in writers[handle].overlapping(regions.table(mine)):
-            needs[i].earlier |= others
-    return needs
+    plain = bits_of(regions.instruction[regions.write & ~regions.tagged])
+    count = len(instructions)
+    everybody = (1 << count) - 1
+    shared = sum_of(waits) >> count
+    waits = [(waited | waited >> count) & everybody for waited in waits]
+    seen = sum_of(needed.tags for needed in needs)
+    sinks = everybody & ~sum_of(waits) & ~(seen & ~plain & ~late)
+    grouping = _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks)
+    return grouping.result(words, shared | (sinks if closing else 0), ranks)
 
 
 def _reduce(
@@ -205,6 +101,7 @@ def _reduce(
 ) -> list[Bits]:
     """The instructions that each one has to wait for, without those that others imply.
 
+    Sets have 2 n bits (dependencies.py); an instruction on all ranks implies the one on its own.
     ``late``: the instructions that still read after they have stored tagged words. ``early[i]``:
     whether instruction i writes before the tagged words that it reads have arrived. ``sizes``:
     number of instructions of each operation. Sets are processed one operation at a time and the
@@ -216,16 +113,18 @@ def _reduce(
     """
     done: list[Bits] = []
     read: list[Bits] = []
+    count = len(needs)
+    everybody = (1 << count) - 1
     ends = list(itertools.accumulate(sizes))
     before = [(1 << end) - 1 for end in ends]  # all instructions before each end
 
     @functools.cache
     def through_part(part: Bits) -> tuple[Bits, Bits]:
-        members = _members(part)
+        members = members_of(part)
         return _union(done, members), _union(read, members)
 
     @functools.cache
-    def through_waits(waits: Bits) -> tuple[Bits, Bits]:
+    def through_own(waits: Bits) -> tuple[Bits, Bits]:
         all_done = all_read = 0
         while waits:
             part = waits & before[bisect.bisect_right(ends, (waits & -waits).bit_length() - 1)]
@@ -235,9 +134,20 @@ def _reduce(
             all_read |= part_read
         return all_done, all_read
 
+    @functools.cache
+    def through_waits(waits: Bits) -> tuple[Bits, Bits]:
+        own_done, own_read = through_own(waits & everybody)
+        if not waits >> count:
+            return own_done, own_read
+        # What is complete on the own rank of each of these is complete on all ranks.
+        done_there, read_there = (
+            known | (known & everybody) << count for known in through_own(waits >> count)
+        )
+        return own_done | done_there, own_read | read_there
+
     def through_tags(tags: Bits) -> tuple[Bits, Bits]:
         tag_done, tag_read = through_waits(tags)
-        return tag_done, tag_read | tags & ~late
+        return tag_done, tag_read | tags & ~(late | late << count)
 
     waits: list[Bits] = []
     for needed, is_early in zip(needs, early, strict=True):
@@ -250,8 +160,10 @@ def _reduce(
         required = complete | needed.replaces & ~before_writes[1] & ~implied_read
         implied_done, implied_read = through_waits(required)
         kept = complete & ~implied_done | required & ~complete & ~implied_read
+        kept &= ~(kept >> count)
         waits.append(kept)
         wait_done, wait_read = through_waits(kept)
+        kept |= kept >> count
         done.append(tag_done | wait_done | kept)
         read.append(tag_read | wait_read | kept)
     return waits
@@ -262,27 +174,6 @@ def _union(sets: Sequence[Bits], members: Sequence[int]) -> Bits:
     for i in members:
         result |= sets[i]
     return result
-
-
-def _members(bits: Bits) -> list[int]:
-    if not bits:
-        return []
-    first = (bits & -bits).bit_length() - 1
-    if bits == 1 << first:
-        return [first]
-    bits >>= first
-    raw = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), dtype=np.uint8)
-    members: list[int] = (np.unpackbits(raw, bitorder="little").nonzero()[0] + first).tolist()
-    return members
-
-
-def _bits(numbers: Ints) -> Bits:
-    if not len(numbers):
-        return 0
-    first = int(numbers.min())
-    flags = np.zeros(int(numbers.max()) - first + 1, dtype=np.uint8)
-    flags[numbers - first] = 1
-    return int.from_bytes(np.packbits(flags, bitorder="little").tobytes(), "little") << first
 
 
 class _Grouping:
@@ -305,7 +196,7 @@ class _Grouping:
         self.roots = roots  # whether an instruction depends on nothing in its step
         self.sinks = sinks  # instructions whose completion nothing else in the step implies
         self.group = [-1] * len(self.operation)
-        self.members = functools.cache(_members)
+        self.members = functools.cache(members_of)
         self._choose_groups()
 
     def _choose_groups(self) -> None:
@@ -353,20 +244,25 @@ class _Grouping:
     def _groups(self, needed: Bits) -> list[int]:
         return sorted({self.group[i] for i in self.members(needed)})
 
-    def result(self, words: Words) -> Synchronised:
-        """Write all headers, and add Noops that join barriers where a header has too many waits."""
+    def result(self, words: Words, shared: Bits, ranks: int) -> Synchronised:
+        """Write all headers, and add Noops that join barriers where a header has too many waits.
+
+        A barrier is shared by all ranks if one of the instructions ``shared`` signals it.
+        """
         words = np.concatenate([words, encode([Noop()])])
         noop = len(words) - 1
         chosen: list[int] = []
         headers: list[tuple[int, ...]] = []
         labels: list[str] = []
         operations: list[int] = []
-        number = {g: n for n, g in enumerate(sorted({g for g in self.group if g >= 0}))}
+        meeting = {self.group[i] for i in self.members(shared)} - {-1}
+        others = {g for g in self.group if g >= 0} - meeting
+        number = {g: n for n, g in enumerate([*sorted(meeting), *sorted(others)])}
         sizes = [0] * len(number)
         names = [""] * len(number)
         for i, g in enumerate(self.group):
             if g >= 0:
-                sizes[number[g]] += 1
+                sizes[number[g]] += ranks if g in meeting else 1
                 label = self.tiles[self.operation[i]].label
                 names[number[g]] = f"{label}.done{number[g]}"
         joined: dict[tuple[Wait, ...], Wait] = {}
@@ -398,4 +294,4 @@ class _Grouping:
             emit(i, list(waits), None if g < 0 else number[g], self.operation[i])
         words = words[np.array(chosen, dtype=np.int64)]
         words[:, 1:HEADER_WORDS] = np.array(headers, np.uint32).reshape(-1, HEADER_WORDS - 1)
-        return Synchronised(words, labels, operations, names)
+        return Synchronised(words, labels, operations, names, len(meeting))

@@ -20,6 +20,8 @@ class Value:
 
     ``capacity`` is the number of rows of its tensor, at least ``rows``: programs for steps of
     different sizes share tensors that are large enough for the largest step.
+
+    ``shares`` > 1: each of that many ranks computes a range of the columns (TensorSpec.shares).
     """
 
     name: str
@@ -28,11 +30,17 @@ class Value:
     dtype: DType
     capacity: int
     spec: TensorSpec | None = None
+    shares: int = 1
+
+    @property
+    def own_columns(self) -> int:
+        """Columns that one rank computes."""
+        return self.columns // self.shares
 
     @classmethod
     def of(cls, spec: TensorSpec) -> Value:
         """The tensor that ``spec`` describes."""
-        return cls(spec.name, spec.rows, spec.columns, spec.dtype, spec.rows, spec)
+        return cls(spec.name, spec.rows, spec.columns, spec.dtype, spec.rows, spec, spec.shares)
 
     @property
     def memory(self) -> TensorSpec:
@@ -75,14 +83,21 @@ class Graph:
 
     ``rows``: the largest number of rows of a step. ``row_count``: the tensor that holds the number
     of live rows; without it all rows are live. ``capacity``: rows of the activation tensors.
+    ``ranks``: number of ranks that run the step together. All of them run this graph, each with its
+    own tensors; they meet in ``all_gather`` and ``all_reduce``.
 
     The methods raise ValueError when shapes or types of an operation's inputs do not fit.
     """
 
     def __init__(
-        self, rows: int, row_count: TensorSpec | None = None, capacity: int | None = None
+        self,
+        rows: int,
+        row_count: TensorSpec | None = None,
+        capacity: int | None = None,
+        ranks: int = 1,
     ) -> None:
         self.rows = rows
+        self.ranks = ranks
         self.row_count = row_count
         self.capacity = rows if capacity is None else capacity
         self.operations: list[Operation] = []
@@ -116,8 +131,13 @@ class Graph:
         return self.append("embed", label, inputs, table.columns, F32)
 
     def rms_norm(self, label: str, x: Value, gain: Value, eps: float) -> Value:
-        """x / rms(x) * gain, in float32: [rows of x, columns of x]."""
-        self._fits(label, x, gain.rows, "gain", gain)
+        """x / rms(x) * gain, in float32: [rows of x, columns of x].
+
+        If ranks gather x, ``gain`` may be that of the rank's share: then the operation that
+        computes the share must be one that RMSNorm fuses with.
+        """
+        if gain.rows != x.own_columns:
+            self._fits(label, x, gain.rows, "gain", gain)
         return self.append(
             "rms_norm", label, {"x": x, "gain": gain}, x.columns, F32, {"eps": eps}, like=x
         )
@@ -235,6 +255,28 @@ class Graph:
         outputs = {"adjusted": adjusted, "tokens": batch.tokens}
         self.operations.append(Operation("sample", label, inputs, outputs))
 
+    # Ranks.
+
+    def all_gather(self, label: str, x: Value) -> Value:
+        """x of all ranks side by side, in order of rank: [rows of x, ranks * columns of x].
+
+        With one rank it is x.
+        """
+        if self.ranks == 1:
+            return x
+        out = self._value(label, x.rows, self.ranks * x.columns, x.dtype, x.capacity, self.ranks)
+        self.operations.append(Operation("all_gather", label, {"x": x}, {"out": out}))
+        return out
+
+    def all_reduce(self, label: str, x: Value, bias: Value | None, dtype: DType) -> Value:
+        """The sum of x over all ranks, + bias, as ``dtype``: [rows of x, columns of x].
+
+        Sums are added in order of rank, so all ranks get the same bits. x is best float32.
+        """
+        parts = self.all_gather(f"{label}.parts", x)
+        inputs = {"parts": parts} | ({} if bias is None else {"bias": bias})
+        return self.append("reduce", label, inputs, x.columns, dtype, like=x)
+
     def output(self, value: Value, name: str) -> Value:
         """Keep ``value`` in memory under ``name``, so that the host can read it after a launch.
 
@@ -244,7 +286,9 @@ class Graph:
             for key, produced in operation.outputs.items():
                 if produced is value:
                     shape = (value.capacity, value.columns)
-                    spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION)
+                    spec = TensorSpec(
+                        name, shape, value.dtype, TensorKind.ACTIVATION, shares=value.shares
+                    )
                     kept = dataclasses.replace(value, name=name, spec=spec)
                     self.operations[i] = _replace(operation, outputs={key: kept})
                     self.operations[i + 1 :] = [
@@ -263,11 +307,13 @@ class Graph:
                 f"{other.rows} x {other.columns}"
             )
 
-    def _value(self, name: str, rows: int, columns: int, dtype: DType, capacity: int) -> Value:
+    def _value(
+        self, name: str, rows: int, columns: int, dtype: DType, capacity: int, shares: int = 1
+    ) -> Value:
         if name in self._names:
             raise ValueError(f"two operations are called {name}")
         self._names.add(name)
-        return Value(name, rows, columns, dtype, capacity)
+        return Value(name, rows, columns, dtype, capacity, shares=shares)
 
     def append(
         self,

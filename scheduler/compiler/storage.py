@@ -44,10 +44,10 @@ class Storage:
         self._handles[value] = handle
 
 
-def tagged_spec(name: str, shape: tuple[int, ...], dtype: DType) -> TensorSpec:
+def tagged_spec(name: str, shape: tuple[int, ...], dtype: DType, shares: int = 1) -> TensorSpec:
     """A tagged activation. Its name contains the rows: steps of other sizes use other tensors."""
     name = f"{name}.tagged{shape[0]}"
-    return TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True)
+    return TensorSpec(name, shape, dtype, TensorKind.ACTIVATION, tagged=True, shares=shares)
 
 
 def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storage:
@@ -65,8 +65,8 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             last_use[value] = i
             if value.spec is not None:
                 storage.place(value, storage.add(value.spec))
-    free: dict[tuple[int, int, DType], list[int]] = defaultdict(list)
-    counts: Counter[tuple[int, int, DType]] = Counter()
+    free: dict[_Form, list[int]] = defaultdict(list)
+    counts: Counter[_Form] = Counter()
     dying: dict[int, list[Value]] = defaultdict(list)
     for value, i in last_use.items():
         if value.spec is None:
@@ -81,23 +81,32 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
                 and consists_of_words(operation, value, options)
             ):
                 shape = (value.rows, value.columns)
-                spec = tagged_spec(value.name, shape, value.dtype)
+                spec = tagged_spec(value.name, shape, value.dtype, value.shares)
                 storage.place(value, storage.add(spec))
                 continue
-            shape = (value.capacity, value.columns)
-            key = (*shape, value.dtype)
+            shape, key = (value.capacity, value.columns), _form(value)
             if free[key]:
                 storage.place(value, free[key].pop(0))
                 continue
             name = f"activation{counts[key]}.{value.dtype.name.lower()}.{shape[0]}x{shape[1]}"
+            if value.shares > 1:
+                name += f".shares{value.shares}"
             counts[key] += 1
-            spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION)
+            spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION, shares=value.shares)
             storage.place(value, storage.add(spec))
         for value in dying[i]:
             handle = storage.handle(value)
             if not storage.tensors[handle].tagged:
-                free[(value.capacity, value.columns, value.dtype)].append(handle)
+                free[_form(value)].append(handle)
     return storage
+
+
+_Form = tuple[int, int, DType, int]
+
+
+def _form(value: Value) -> _Form:
+    """Values of equal forms may share a tensor."""
+    return value.capacity, value.columns, value.dtype, value.shares
 
 
 def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Value]:
@@ -122,7 +131,7 @@ def consists_of_words(operation: Operation, value: Value, options: CompileOption
     stored at once.
     """
     row = value.columns * value.dtype.size
-    run = row
+    run = value.own_columns * value.dtype.size
     if operation.kind == "qkv_rope":  # stores the two halves of a head separately
         run = options.pair_unit(operation.inputs["rope"].columns) * value.dtype.size
     return row % 4 == 0 and run % 4 == 0 and value.rows * row <= options.tagged_bytes

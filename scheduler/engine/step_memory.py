@@ -43,13 +43,21 @@ class StepMemory:
     """The step tensors of a memory on the CPU; ``arrays`` by the names of ``step_tensors``."""
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
+        first, *others = memory.ranks
+        for spec in steps.values():
+            if spec.kind is TensorKind.INPUT:  # all ranks read the same
+                storage = torch.zeros(spec.shape, dtype=TORCH_DTYPE[spec.dtype])
+                for rank in memory.ranks:
+                    rank.bind(spec, storage)
         memory.allocate(steps.values())
-        self.arrays: dict[str, Any] = {name: memory[s.name].numpy() for name, s in steps.items()}
-        self.logits: Rows = memory["logits"].numpy()
+        self.arrays: dict[str, Any] = {name: first[s.name].numpy() for name, s in steps.items()}
+        self.logits: Rows = first["logits"].numpy()
+        self._copies = [rank[steps["tokens"].name].numpy() for rank in others]
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot."""
-        self.arrays["tokens"][slot, : len(tokens)] = tokens
+        for table in (self.arrays["tokens"], *self._copies):
+            table[slot, : len(tokens)] = tokens
 
     def run(self, executable: Executable, step: Step, steps: int) -> None:
         """Run the program for the step that the arrays describe. Raises MachineFault."""
@@ -97,6 +105,7 @@ class DeviceStepMemory(StepMemory):
         self.arrays["tokens"] = self._host_tokens.numpy()
         self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
         self.logits = DeviceRows(memory, "logits")
+        self._copies = []
         self._reserve(steps["logit_row"].rows)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:

@@ -108,6 +108,10 @@ class LlamaConfig:
             shapes.pop(LM_HEAD)
         return sum(math.prod(shape) for shape in shapes.values())
 
+    def stored_name(self, name: str) -> str:
+        """The weight of the checkpoint that has the elements of weight ``name``."""
+        return EMBEDDING if name == LM_HEAD and self.tie_word_embeddings else name
+
     @property
     def kv_elements_per_token(self) -> int:
         """Elements of keys and values that one token of one sequence adds, over all layers."""

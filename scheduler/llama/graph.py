@@ -12,7 +12,13 @@ import torch
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
 from megavm.scheduler.compiler.graph import Batch, Graph, Value
-from megavm.scheduler.llama.config import LlamaConfig, rope_inverse_frequencies
+from megavm.scheduler.llama.config import (
+    EMBEDDING,
+    LM_HEAD,
+    LlamaConfig,
+    rope_inverse_frequencies,
+)
+from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.vm.isa import F32, I32, DType, TensorKind, TensorSpec
 
 # Default sizes of steps.
@@ -79,122 +85,161 @@ def step_tensors(limits: Limits) -> dict[str, TensorSpec]:
     }
 
 
-def llama_graph(config: LlamaConfig, limits: Limits, bucket: Bucket, dtype: DType) -> Graph:
+def llama_graph(
+    config: LlamaConfig,
+    limits: Limits,
+    bucket: Bucket,
+    dtype: DType,
+    parallel: Parallel = ONE_RANK,
+) -> Graph:
     """One step of a Llama: the batch's new tokens in, the next token of every logit row out.
 
     The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary].
+
+    Raises ValueError when the model cannot be divided among the ranks.
     """
+    parallel.check(config)
     steps = step_tensors(limits)
     # A step has at least one row, so a program for one row counts none: its row is live, and its
     # kernel needs no code for dead rows. It computes logits even for a step that wants none.
     counted = bucket.rows > 1
     row_count = steps["row_count"] if counted else None
-    graph = Graph(bucket.rows, row_count, limits.max_num_batched_tokens)
+    graph = Graph(bucket.rows, row_count, limits.max_num_batched_tokens, parallel.ranks)
     batch = Batch(**{name: Value.of(spec) for name, spec in steps.items()})
-    hidden, eps = config.hidden_size, config.rms_norm_eps
-    rope = graph.weight("rope", (limits.max_model_len, config.head_dim), F32)
-    embeddings = graph.weight("model.embed_tokens.weight", (config.vocab_size, hidden), dtype)
+    layers = _Layers(graph, config, limits, bucket, batch, dtype, parallel)
+    hidden, vocabulary = config.hidden_size, config.vocab_size
+    embeddings = graph.weight(EMBEDDING, (vocabulary, layers.hidden), dtype)
     x = graph.embed("embed", embeddings, batch)
     for layer in range(config.num_layers):
-        x = _layer(graph, config, limits, bucket, batch, rope, dtype, layer, x)
-    gain = graph.weight("model.norm.weight", (hidden,), dtype)
-    normed = graph.rms_norm("norm", x, gain, eps)
+        x = layers.add(layer, x)
+    normed = layers.normed("norm", x, "model.norm")
     count = batch.logit_count if counted else None
     chosen = graph.gather("logit_rows", normed, batch.logit_row, count, bucket.logit_rows)
+    divided = parallel.divides_vocabulary(vocabulary)
     head = embeddings
-    if not config.tie_word_embeddings:
-        head = graph.weight("lm_head.weight", (config.vocab_size, hidden), dtype)
+    if parallel.ranks > 1 or not config.tie_word_embeddings:
+        rows = vocabulary // parallel.ranks if divided else vocabulary
+        head = graph.weight(LM_HEAD, (rows, hidden), dtype)
     logits = graph.linear("lm_head", chosen, head, dtype=F32)
+    if divided:
+        logits = graph.all_gather("lm_head.all", logits)
     logits = graph.output(logits, "logits")
     graph.sample("sample", logits, batch)
     return graph
 
 
-def _layer(
-    graph: Graph,
-    config: LlamaConfig,
-    limits: Limits,
-    bucket: Bucket,
-    batch: Batch,
-    rope: Value,
-    dtype: DType,
-    layer: int,
-    x: Value,
-) -> Value:
-    hidden, wide, eps = config.hidden_size, config.intermediate_size, config.rms_norm_eps
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    name, label = f"model.layers.{layer}", f"layers.{layer}"
+def logits_spec(config: LlamaConfig, limits: Limits, parallel: Parallel = ONE_RANK) -> TensorSpec:
+    """The tensor "logits" of a model's programs."""
+    shape = (limits.max_logit_rows, config.vocab_size)
+    shares = parallel.ranks if parallel.divides_vocabulary(config.vocab_size) else 1
+    return TensorSpec("logits", shape, F32, TensorKind.ACTIVATION, shares=shares)
 
-    def weight(part: str, *shape: int) -> Value:
-        return graph.weight(f"{name}.{part}.weight", shape, dtype)
 
-    def bias(part: str, size: int, present: bool) -> Value | None:
-        return graph.weight(f"{name}.{part}.bias", (size,), dtype) if present else None
+@dataclass(frozen=True)
+class _Layers:
+    """Adds layers to a graph. All weights are those of a rank."""
 
-    shape = (limits.num_blocks, config.num_kv_heads, limits.block_size, config.head_dim)
-    k_cache = graph.tensor(f"{label}.k_cache", shape, dtype, STATE)
-    v_cache = graph.tensor(f"{label}.v_cache", shape, dtype, STATE)
+    graph: Graph
+    config: LlamaConfig
+    limits: Limits
+    bucket: Bucket
+    batch: Batch
+    dtype: DType
+    parallel: Parallel
 
-    normed = graph.rms_norm(f"{label}.input_norm", x, weight("input_layernorm", hidden), eps)
-    parts = [(f"self_attn.{p}_proj", size) for p, size in (("q", query), ("k", kv), ("v", kv))]
-    qkv = f"{name}.self_attn.qkv_proj"
-    qkv_weight = graph.joined(
-        f"{qkv}.weight", *(weight(part, size, hidden) for part, size in parts)
-    )
-    biases = [bias(part, size, config.attention_bias) for part, size in parts]
-    qkv_bias = graph.joined(f"{qkv}.bias", *filter(None, biases)) if config.attention_bias else None
-    caches = (k_cache, v_cache)
-    decode = bucket.decode or bucket.rows == 1
-    q = graph.qkv_rope(
-        f"{label}.qkv",
-        normed,
-        qkv_weight,
-        caches,
-        rope,
-        batch,
-        dtype,
-        qkv_bias,
-        decode=decode,
-    )
-    attended = graph.attention(
-        f"{label}.attention",
-        q,
-        caches,
-        batch,
-        scale=config.head_dim**-0.5,
-        context=bucket.context,
-    )
-    projected = graph.linear(
-        f"{label}.o_proj",
-        attended,
-        weight("self_attn.o_proj", hidden, query),
-        bias("self_attn.o_proj", hidden, config.attention_bias),
-        dtype,
-    )
-    x = graph.add(f"{label}.attention_residual", projected, x)
+    @property
+    def hidden(self) -> int:
+        """Columns of the residual stream that a rank has: its share if ranks meet by gathers."""
+        size = self.config.hidden_size
+        return size // self.parallel.ranks if self.parallel.gathers else size
 
-    normed = graph.rms_norm(
-        f"{label}.post_attention_norm", x, weight("post_attention_layernorm", hidden), eps
-    )
-    gate, up = (
-        graph.linear(
-            f"{label}.{part}",
-            normed,
-            weight(f"mlp.{part}", wide, hidden),
-            bias(f"mlp.{part}", wide, config.mlp_bias),
-            dtype,
+    def add(self, layer: int, x: Value) -> Value:
+        """The rows x after a layer."""
+        graph, name, label = self.graph, f"model.layers.{layer}", f"layers.{layer}"
+        normed = self.normed(f"{label}.input_norm", x, f"{name}.input_layernorm")
+        attended = self._attention(label, f"{name}.self_attn", normed)
+        projected = self._joined(
+            f"{label}.o_proj", f"{name}.self_attn.o_proj", attended, self.config.attention_bias
         )
-        for part in ("gate_proj", "up_proj")
-    )
-    activated = graph.silu_mul(f"{label}.gate_up", gate, up)
-    down = graph.linear(
-        f"{label}.down_proj",
-        activated,
-        weight("mlp.down_proj", hidden, wide),
-        bias("mlp.down_proj", hidden, config.mlp_bias),
-        dtype,
-    )
-    return graph.add(f"{label}.mlp_residual", down, x)
+        x = graph.add(f"{label}.attention_residual", projected, x)
+        normed = self.normed(f"{label}.post_attention_norm", x, f"{name}.post_attention_layernorm")
+        activated = self._mlp(label, f"{name}.mlp", normed)
+        down = self._joined(
+            f"{label}.down_proj", f"{name}.mlp.down_proj", activated, self.config.mlp_bias
+        )
+        return graph.add(f"{label}.mlp_residual", down, x)
+
+    def normed(self, label: str, x: Value, name: str) -> Value:
+        """All columns of the rows x, normalised."""
+        if self.parallel.gathers:
+            x = self.graph.all_gather(f"{label}.x", x)
+        gain = self.graph.weight(f"{name}.weight", (self.hidden,), self.dtype)
+        return self.graph.rms_norm(label, x, gain, self.config.rms_norm_eps)
+
+    def _attention(self, label: str, name: str, normed: Value) -> Value:
+        graph, config, limits, bucket = self.graph, self.config, self.limits, self.bucket
+        heads, kv_heads = map(self.parallel.heads, (config.num_heads, config.num_kv_heads))
+        shape = (limits.num_blocks, kv_heads, limits.block_size, config.head_dim)
+        k_cache = graph.tensor(f"{label}.k_cache", shape, self.dtype, STATE)
+        v_cache = graph.tensor(f"{label}.v_cache", shape, self.dtype, STATE)
+        parts = [
+            (f"{name}.{part}_proj", count * config.head_dim)
+            for part, count in (("q", heads), ("k", kv_heads), ("v", kv_heads))
+        ]
+        weights = [self._weight(part, size, config.hidden_size) for part, size in parts]
+        biases = [self._bias(part, size, config.attention_bias) for part, size in parts]
+        rope = graph.weight("rope", (limits.max_model_len, config.head_dim), F32)
+        q = graph.qkv_rope(
+            f"{label}.qkv",
+            normed,
+            graph.joined(f"{name}.qkv_proj.weight", *weights),
+            (k_cache, v_cache),
+            rope,
+            self.batch,
+            self.dtype,
+            graph.joined(f"{name}.qkv_proj.bias", *filter(None, biases)) if any(biases) else None,
+            decode=bucket.decode or bucket.rows == 1,
+        )
+        return graph.attention(
+            f"{label}.attention",
+            q,
+            (k_cache, v_cache),
+            self.batch,
+            scale=config.head_dim**-0.5,
+            context=bucket.context,
+        )
+
+    def _mlp(self, label: str, name: str, normed: Value) -> Value:
+        wide = self.parallel.width(self.config.intermediate_size)
+        gate, up = (
+            self.graph.linear(
+                f"{label}.{part}",
+                normed,
+                self._weight(f"{name}.{part}", wide, self.config.hidden_size),
+                self._bias(f"{name}.{part}", wide, self.config.mlp_bias),
+                self.dtype,
+            )
+            for part in ("gate_proj", "up_proj")
+        )
+        return self.graph.silu_mul(f"{label}.gate_up", gate, up)
+
+    def _joined(self, label: str, name: str, x: Value, has_bias: bool) -> Value:
+        """The product that brings ranks together again: of x, of which each rank has columns."""
+        bias = self._bias(name, self.hidden, has_bias)
+        if self.parallel.ranks > 1 and not self.parallel.gathers:
+            weight = self._weight(name, self.hidden, x.columns)
+            sums = self.graph.linear(label, x, weight, dtype=F32)
+            return self.graph.all_reduce(f"{label}.sum", sums, bias, self.dtype)
+        x = self.graph.all_gather(f"{label}.x", x)
+        return self.graph.linear(
+            label, x, self._weight(name, self.hidden, x.columns), bias, self.dtype
+        )
+
+    def _weight(self, name: str, *shape: int) -> Value:
+        return self.graph.weight(f"{name}.weight", shape, self.dtype)
+
+    def _bias(self, name: str, size: int, present: bool) -> Value | None:
+        return self.graph.weight(f"{name}.bias", (size,), self.dtype) if present else None
 
 
 def rope_table(config: LlamaConfig, positions: int) -> torch.Tensor:

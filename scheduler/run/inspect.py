@@ -12,6 +12,7 @@ from megavm.scheduler.compiler.options import Assignment, default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.llama.parallel import Parallel
 from megavm.scheduler.run.runner import choose_dtype, choose_machine, make_machine
 from megavm.vm.alike import find_alike
 from megavm.vm.codegen import specialisation
@@ -34,6 +35,7 @@ def describe_program(
     sequences: int | None = None,
     context: int | None = None,
     workers: int | None = None,
+    tensor_parallel_size: int = 1,
     assignment: Assignment = "balanced",
     exchange: Exchange | None = None,
     disassemble: bool = False,
@@ -62,9 +64,12 @@ def describe_program(
     if sequences > rows:
         raise ValueError(f"sequences is {sequences}, more than the {rows} rows of the step")
     name = choose_machine(machine)
+    parallel = Parallel(tensor_parallel_size)
     if workers is None:
         absent = name == "cuda" and reason_unavailable() is not None
-        workers = TARGETS["cuda"].workers if absent else make_machine(name)[1]
+        workers = TARGETS["cuda"].workers
+        if not absent:
+            workers = make_machine(name, ranks=1 if name == "cuda" else parallel.ranks)[1]
     options = replace(default_options(name, workers, rows), assignment=assignment)
     if exchange is not None:
         options = replace(options, exchange=exchange)
@@ -72,7 +77,7 @@ def describe_program(
     blocks = sequences * -(-context // block_size)
     limits = Limits(sequences, context, rows, sequences, blocks, block_size)
     bucket = Bucket(rows, sequences, context, decode=rows == sequences)
-    graph = llama_graph(config, limits, bucket, choose_dtype(config, dtype))
+    graph = llama_graph(config, limits, bucket, choose_dtype(config, dtype), parallel)
     begin = time.perf_counter()
     program = compile_graph(graph, options, {"model": model}, verified=not verify)
     seconds = time.perf_counter() - begin

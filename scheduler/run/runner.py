@@ -16,7 +16,15 @@ from megavm.scheduler.engine.step import Floats, Ints, Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, rope_table, step_tensors
+from megavm.scheduler.llama.graph import (
+    Bucket,
+    Limits,
+    llama_graph,
+    logits_spec,
+    rope_table,
+    step_tensors,
+)
+from megavm.scheduler.llama.parallel import ONE_RANK, Parallel, shard
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
@@ -54,17 +62,21 @@ def choose_machine(name: str) -> str:
     return "cuda" if reason is None else "cpu"
 
 
-def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
-    """A machine by name ("auto", "cpu", "reference", "cuda") and its number of workers.
+def make_machine(name: str, workers: int | None = None, ranks: int = 1) -> tuple[Machine, int]:
+    """A machine by name ("auto", "cpu", "reference", "cuda") and the workers of each rank.
 
-    ``workers`` defaults to the physical cores for "cpu", to the SMs of the GPU for "cuda", to 1 for
-    "reference".
+    ``workers`` defaults to the physical cores for "cpu", which the ranks share, to the SMs of the
+    GPU for "cuda", to 1 for "reference".
 
     Raises ValueError when the machine is unknown or unavailable, or ``workers`` is out of range.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, expected at least 1")
     chosen = choose_machine(name)
+    if chosen == "cuda" and ranks > 1:
+        raise ValueError(
+            f"machine cuda runs one rank, not {ranks}: several ranks run on cpu and reference"
+        )
     if chosen == "cuda":
         cuda = CudaMachine()
         if workers is not None and workers > cuda.workers:
@@ -76,7 +88,7 @@ def make_machine(name: str, workers: int | None = None) -> tuple[Machine, int]:
         return ReferenceMachine(), workers or 1
     from megavm.vm.cores import physical_cores
 
-    return CpuMachine(), workers or physical_cores()
+    return CpuMachine(), workers or max(1, physical_cores() // ranks)
 
 
 class Runner:
@@ -91,7 +103,8 @@ class Runner:
     - ``logits``: float32 [max_logit_rows, vocabulary]. Row i is valid after a step with more than i
       logit rows. Indexing reads the values at that time.
 
-    ``options``: compile options by number of rows.
+    ``options``: compile options by number of rows. ``parallel``: how ranks divide the model; memory
+    has a part for each of them.
     """
 
     def __init__(
@@ -102,8 +115,10 @@ class Runner:
         dtype: DType,
         machine: Machine,
         options: OptionsFor,
+        parallel: Parallel = ONE_RANK,
     ) -> None:
         self.config = config
+        self.parallel = parallel
         self.memory = memory
         self.limits = limits
         self.dtype = dtype
@@ -113,8 +128,7 @@ class Runner:
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
-        logits_shape = (limits.max_logit_rows, config.vocab_size)
-        memory.allocate([TensorSpec("logits", logits_shape, F32, TensorKind.ACTIVATION)])
+        memory.allocate([logits_spec(config, limits, parallel)])
         on_cpu = memory.device.type == "cpu"
         self._step = (StepMemory if on_cpu else DeviceStepMemory)(memory, step_tensors(limits))
         self._arrays = self._step.arrays
@@ -138,9 +152,10 @@ class Runner:
         dtype: str = "auto",
         workers: int | None = None,
         options: CompileOptions | None = None,
+        parallel: Parallel = ONE_RANK,
         progress: Progress | None = None,
     ) -> Runner:
-        """Make the machine and bind a checkpoint's weights.
+        """Make the machine and bind a checkpoint's weights. ``workers`` are those of one rank.
 
         ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options``
         replaces the default compile options of every step, except for ``workers`` and ``machine``,
@@ -149,9 +164,10 @@ class Runner:
         Raises ValueError when a tensor is missing or has another shape, or the machine is
         unavailable.
         """
-        device, count = make_machine(machine, workers)
+        parallel.check(checkpoint.config)
+        device, count = make_machine(machine, workers, parallel.ranks)
         config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
-        memory = Memory(device.memory_device)
+        memory = Memory(device.memory_device, parallel.ranks)
         layouts: dict[str, tuple[Layout, ...]] = {}
         known: dict[Bucket, Program] = {}
 
@@ -166,14 +182,20 @@ class Runner:
             bucket = choose_bucket(config, limits, options_for, 1, 1, 1)
             known[bucket] = compile_bucket(config, limits, element, bucket, options_for)
             layouts = program_layouts(known[bucket])
-        weights = weight_specs(config, limits, element)
+        weights = weight_specs(config, limits, element, parallel)
         for done, spec in enumerate(weights):
             if spec.name == "rope":
                 values = [rope_table(config, limits.max_model_len)]
             else:
-                values = [checkpoint.tensor(n, TORCH_DTYPE[element]) for n in spec.part_names]
+                values = [
+                    checkpoint.tensor(config.stored_name(n), TORCH_DTYPE[element])
+                    for n in spec.part_names
+                ]
             # Copy, join and relayout one tensor at a time: all others are in GPU memory once.
-            memory.bind(spec, *(value.to(memory.device) for value in values))
+            for rank, part in enumerate(memory.ranks):
+                shapes = [(p.rows, *spec.shape[1:]) for p in spec.parts] or [spec.shape]
+                own = (shard(v, shape, rank) for v, shape in zip(values, shapes, strict=True))
+                part.bind(spec, *(value.to(memory.device) for value in own))
             if spec.name in layouts:
                 memory.relayout(spec.name, layouts[spec.name][0])
             if memory.device.type != "cpu" and spec.name != "rope":
@@ -181,7 +203,7 @@ class Runner:
                     checkpoint.release(name)
             if progress is not None:
                 progress("reading weights", done + 1, len(weights))
-        runner = cls(config, memory, limits, element, device, options_for)
+        runner = cls(config, memory, limits, element, device, options_for, parallel)
         runner._programs.update(known)
         return runner
 
@@ -224,7 +246,14 @@ class Runner:
         the same way share a bucket.
         """
         return choose_bucket(
-            self.config, self.limits, self.options, rows, logit_rows, context, decode=decode
+            self.config,
+            self.limits,
+            self.options,
+            rows,
+            logit_rows,
+            context,
+            decode=decode,
+            parallel=self.parallel,
         )
 
     def program(self, bucket: Bucket) -> Program:
@@ -276,6 +305,8 @@ class Runner:
 
         Raises ValueError when the machine cannot trace.
         """
+        if self.parallel.ranks > 1:
+            raise ValueError(f"{self.parallel.ranks} ranks are not traced: record one")
         if not isinstance(self.machine, CpuMachine | CudaMachine):
             raise ValueError(f"machine {self.machine.name!r} does not trace: use cpu or cuda")
         with self._running:
@@ -289,7 +320,7 @@ class Runner:
         known = self._executables.get(key)
         if known is None:
             program = self._programs.get(bucket) or compile_bucket(
-                self.config, self.limits, self.dtype, bucket, self.options
+                self.config, self.limits, self.dtype, bucket, self.options, self.parallel
             )
             self._programs[bucket] = program
             self.memory.allocate(program.tensors)
@@ -307,6 +338,7 @@ def choose_bucket(
     context: int,
     *,
     decode: bool = False,
+    parallel: Parallel = ONE_RANK,
 ) -> Bucket:
     """See ``Runner.bucket``."""
     rows = min(_power_of_two(rows), limits.max_num_batched_tokens)
@@ -314,7 +346,8 @@ def choose_bucket(
     chosen = options(rows)
 
     def splits(tokens: int) -> int:
-        return attention_tiling(rows, config.num_kv_heads, limits.block_size, tokens, chosen).splits
+        heads = parallel.heads(config.num_kv_heads)
+        return attention_tiling(rows, heads, limits.block_size, tokens, chosen).splits
 
     longest = limits.max_model_len
     rounded = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
@@ -325,10 +358,15 @@ def choose_bucket(
 
 
 def compile_bucket(
-    config: LlamaConfig, limits: Limits, dtype: DType, bucket: Bucket, options: OptionsFor
+    config: LlamaConfig,
+    limits: Limits,
+    dtype: DType,
+    bucket: Bucket,
+    options: OptionsFor,
+    parallel: Parallel = ONE_RANK,
 ) -> Program:
     """The verified program of a bucket."""
-    graph = llama_graph(config, limits, bucket, dtype)
+    graph = llama_graph(config, limits, bucket, dtype, parallel)
     metadata = {"model": "llama", "bucket": vars(bucket)}
     return compile_graph(graph, options(bucket.rows), metadata)
 
@@ -346,9 +384,11 @@ def choose_dtype(config: LlamaConfig, name: str) -> DType:
     return types[name]
 
 
-def weight_specs(config: LlamaConfig, limits: Limits, dtype: DType) -> list[TensorSpec]:
-    """The weights that the programs of a Llama use, including the rotary table."""
-    graph = llama_graph(config, limits, Bucket(1, 1, limits.max_model_len), dtype)
+def weight_specs(
+    config: LlamaConfig, limits: Limits, dtype: DType, parallel: Parallel = ONE_RANK
+) -> list[TensorSpec]:
+    """The weights that the programs of a Llama use, with the rotary table, as a rank has them."""
+    graph = llama_graph(config, limits, Bucket(1, 1, limits.max_model_len), dtype, parallel)
     specs: dict[str, TensorSpec] = {}
     for operation in rewrite(graph, CompileOptions(workers=1)):
         for value in operation.inputs.values():

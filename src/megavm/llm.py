@@ -39,6 +39,7 @@ from megavm.scheduler.llama.graph import (
     Limits,
 )
 from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.llama.parallel import Exchange, Parallel
 from megavm.scheduler.run.runner import Progress, Runner, choose_dtype, choose_machine
 from megavm.tokenizer import Message, StreamDecoder, Tokenizer
 from megavm.vm.cuda import machine as cuda_machine
@@ -75,7 +76,11 @@ class LLM:
             the GPU memory that the weights leave, or on the CPU at most 4 GiB and a quarter of the
             computer's memory.
         block_size: tokens of a KV block; None is 64 on a GPU and 16 elsewhere.
-        workers: workers of the machine; None takes the machine's default.
+        workers: workers of the machine, of each rank; None takes the machine's default.
+        tensor_parallel_size: number of ranks that divide the model; it must divide the KV heads.
+            Machine "cpu" runs ranks as groups of threads, "cuda" runs one.
+        tensor_parallel_exchange: how ranks put a layer together. "all_reduce" adds their sums;
+            "all_gather" exchanges more, and its results have the same bits as those of one rank.
         chat_template: a file with a Jinja template that takes the place of the model's.
         seed: seed of the generator of seeds for requests that have none.
         prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
@@ -102,6 +107,8 @@ class LLM:
         num_blocks: int | None = None,
         block_size: int | None = None,
         workers: int | None = None,
+        tensor_parallel_size: int = 1,
+        tensor_parallel_exchange: Exchange = "all_reduce",
         chat_template: str | os.PathLike[str] | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
@@ -118,8 +125,10 @@ class LLM:
             num_blocks=num_blocks,
             block_size=block_size,
             workers=workers,
+            tensor_parallel_size=tensor_parallel_size,
             steps_per_launch=steps_per_launch,
         )
+        parallel = Parallel(tensor_parallel_size, tensor_parallel_exchange)
         report("finding the model", 0, 1)
         directory = resolve(os.fspath(model) if isinstance(model, os.PathLike) else model)
         report("reading the configuration", 0, 1)
@@ -159,6 +168,7 @@ class LLM:
             machine=machine_name,
             dtype=dtype,
             workers=workers,
+            parallel=parallel,
             progress=report,
         )
         report("compiling the program of one token", 0, 1)

@@ -103,7 +103,7 @@ def test_the_page_adds_two_folders_and_uses_them() -> None:
     files = [name for name, _ in FILE.findall(PAGE.read_text())]
     expected = ("__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py", "lower.py")
     assert files == [f"instructions/{name}/{file}" for name in NAMES for file in expected]
-    assert len(uses()) == 4
+    assert len(uses()) == 5
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -113,7 +113,7 @@ def test_its_instructions_pass_the_tests_of_every_instruction(
     assert installed.run_tests("tests/instructions/test_registry.py", name) >= 10
 
 
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_its_programs_run_on_every_machine_that_there_is(installed: Installed, number: int) -> None:
     installed.run(uses()[number])
 

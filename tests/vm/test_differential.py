@@ -40,8 +40,8 @@ class Wrong:
         inner = ReferenceMachine().load(program, memory, verify=verify)
         right = inner.execute_one
 
-        def execute_one(index: int, step: int = 0) -> None:
-            right(index, step)
+        def execute_one(index: int, step: int = 0, rank: int = 0) -> None:
+            right(index, step, rank)
             if index == self.index:
                 (region,) = program.instructions[index].writes(program.tensors)
                 memory[program.tensors[region.tensor].name][1, 20] += self.error

@@ -17,13 +17,13 @@ void bind_happens_before(py::module_& module);
 namespace megavm {
 namespace {
 
-// (address and rows of each part, rows, columns, shape of at most four dimensions, dtype code,
-// tagged)
+// (address and rows of each part, rows, columns, columns that a rank writes, shape of at most four
+// dimensions, dtype code, tagged)
 using TensorTuple = std::tuple<std::vector<std::pair<uintptr_t, int64_t>>, int64_t, int64_t,
-                               std::vector<int64_t>, uint32_t, bool>;
+                               int64_t, std::vector<int64_t>, uint32_t, bool>;
 
-void add_tensor(const TensorTuple& from, Executable& e) {
-  const auto& [parts, rows, columns, shape, dtype, tagged] = from;
+void add_tensor(const TensorTuple& from, uint32_t rank, Executable& e) {
+  const auto& [parts, rows, columns, own_columns, shape, dtype, tagged] = from;
   std::vector<StoredRows>& stored = e.parts.emplace_back();
   int64_t stored_rows = 0;
   for (const auto& [address, count] : parts) {
@@ -36,6 +36,8 @@ void add_tensor(const TensorTuple& from, Executable& e) {
   tensor.parts = stored.data();
   tensor.rows = rows;
   tensor.columns = columns;
+  tensor.own_columns = own_columns;
+  tensor.share_begin = own_columns < columns ? rank * own_columns : 0;
   for (size_t i = 0; i < 4; ++i) tensor.shape[i] = i < shape.size() ? shape[i] : 1;
   tensor.dtype = static_cast<DType>(dtype);
   tensor.tagged = tagged;
@@ -73,7 +75,8 @@ void check(const Executable& e, const Level& level) {
       if (wait.barrier != kNone && wait.barrier >= barriers)
         throw py::value_error("a wait names no barrier");
   }
-  if (e.workers == 0 || e.workers > 4096) throw py::value_error("workers must be 1 to 4096");
+  if (e.ranks == 0 || e.workers == 0 || e.all_workers() > 4096)
+    throw py::value_error("workers must be 1 to 4096");
   if (e.queues.size() != (e.dynamic ? 1 : e.workers))
     throw py::value_error("wrong number of queues");
   for (const auto& queue : e.queues)
@@ -84,47 +87,55 @@ void check(const Executable& e, const Level& level) {
     throw py::value_error("one limit per instruction");
 }
 
-// Each row: (instruction, tensor, row begin, row end, word begin, word end, write).
-using TaggedRegions = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
+// Each row: (instruction, tensor, row begin, row end, begin, end, write); see ExchangedRegion.
+using Regions = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
 // The regions by instruction, checked against the tensors.
-std::vector<std::vector<TaggedRegion>> read_tagged(const TaggedRegions& from, const Executable& e) {
+std::vector<std::vector<ExchangedRegion>> read_regions(const Regions& from, const Executable& e) {
   if (from.ndim() != 2 || from.shape(1) != 7)
-    throw py::value_error("tagged regions are rows of seven numbers");
+    throw py::value_error("exchanged regions are rows of seven numbers");
   if (from.shape(0) == 0) return {};
-  std::vector<std::vector<TaggedRegion>> regions(e.instructions.size());
+  std::vector<std::vector<ExchangedRegion>> regions(e.instructions.size());
   for (py::ssize_t i = 0; i < from.shape(0); ++i) {
     const int64_t* r = from.data(i, 0);
     if (r[0] < 0 || static_cast<size_t>(r[0]) >= regions.size() || r[1] < 0 ||
-        static_cast<size_t>(r[1]) >= e.tensors.size())
-      throw py::value_error("a tagged region names no instruction or no tensor");
+        static_cast<size_t>(r[1]) >= e.tensors.size() / e.ranks)
+      throw py::value_error("an exchanged region names no instruction or no tensor");
     const Tensor& t = e.tensors[static_cast<size_t>(r[1])];
-    const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
-    if (!t.tagged || r[2] < 0 || r[3] > t.rows || r[4] < 0 || r[5] > words)
-      throw py::value_error("a tagged region is outside of its tensor");
+    const bool write = r[6] != 0;
+    int64_t size = write ? t.own_columns : t.columns;
+    if (t.tagged) size = size * dtype_bytes(t.dtype) / 4;
+    if ((!t.tagged && !write) || r[2] < 0 || r[3] > t.rows || r[4] < 0 || r[5] > size)
+      throw py::value_error("an exchanged region is outside of its tensor");
     regions[static_cast<size_t>(r[0])].push_back(
-        {static_cast<uint32_t>(r[1]), r[6] != 0, r[2], r[3], r[4], r[5]});
+        {static_cast<uint32_t>(r[1]), write, r[2], r[3], r[4], r[5]});
   }
   return regions;
 }
 
 std::unique_ptr<Executable> load(const Interpreter& interpreter, const py::bytes& words,
-                                 const std::vector<TensorTuple>& tensors,
+                                 const std::vector<std::vector<TensorTuple>>& tensors,
                                  const std::vector<py::bytes>& queues, bool dynamic,
                                  uint32_t workers, const py::bytes& signals,
-                                 const TaggedRegions& tagged,
+                                 uint32_t shared_barriers, const Regions& exchanged,
                                  const std::vector<uint32_t>& arena_limits) {
   auto e = std::make_unique<Executable>();
   e->instructions = copy_bytes<Words>(words);
-  for (const TensorTuple& tensor : tensors) add_tensor(tensor, *e);
+  e->ranks = static_cast<uint32_t>(tensors.size());
+  for (uint32_t rank = 0; rank < e->ranks; ++rank) {
+    if (tensors[rank].size() != tensors[0].size())
+      throw py::value_error("all ranks have the same tensors");
+    for (const TensorTuple& tensor : tensors[rank]) add_tensor(tensor, rank, *e);
+  }
   for (const py::bytes& queue : queues) e->queues.push_back(copy_bytes<int32_t>(queue));
   e->dynamic = dynamic;
   e->workers = workers;
   e->signals = copy_bytes<uint32_t>(signals);
-  e->tagged = read_tagged(tagged, *e);
+  e->shared_barriers = shared_barriers;
   e->arena_limits = arena_limits;
-  e->barriers = std::make_unique<Counter[]>(e->signals.size());
+  e->barriers = std::make_unique<Counter[]>(e->ranks * e->signals.size());
   check(*e, interpreter.level());
+  e->exchanged = read_regions(exchanged, *e);
   return e;
 }
 
@@ -162,14 +173,15 @@ py::object run(Interpreter& interpreter, Executable& executable, uint32_t steps,
   return describe(fault);
 }
 
-py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t index,
-                      uint32_t step, uint32_t epoch) {
+py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t rank,
+                      uint32_t index, uint32_t step, uint32_t epoch) {
+  if (rank >= executable.ranks) throw py::value_error("no such rank");
   if (index >= executable.instructions.size()) throw py::value_error("no such instruction");
   size_t used = 0;
   std::optional<Fault> fault;
   {
     const py::gil_scoped_release release;
-    fault = interpreter.execute_one(executable, index, step, epoch, &used);
+    fault = interpreter.execute_one(executable, rank, index, step, epoch, &used);
   }
   return py::make_tuple(describe(fault), used);
 }
@@ -194,15 +206,17 @@ py::list take_notes(Executable& executable) {
 
 std::vector<uint32_t> barrier_values(const Executable& executable) {
   std::vector<uint32_t> values;
-  for (size_t i = 0; i < executable.signals.size(); ++i)
-    values.push_back(executable.barriers[i].value.load());
+  for (uint32_t rank = 0; rank < executable.ranks; ++rank)
+    for (uint32_t i = 0; i < executable.signals.size(); ++i)
+      values.push_back(executable.barrier(rank, i).value.load());
   return values;
 }
 
 void set_barriers(Executable& executable, uint32_t steps_run) {
   executable.steps_run = steps_run;
-  for (size_t i = 0; i < executable.signals.size(); ++i)
-    executable.barriers[i].value = steps_run * executable.signals[i];
+  for (uint32_t rank = 0; rank < executable.ranks; ++rank)
+    for (uint32_t i = 0; i < executable.signals.size(); ++i)
+      executable.barrier(rank, i).value = steps_run * executable.signals[i];
 }
 
 void reset(Executable& executable) {
@@ -210,9 +224,10 @@ void reset(Executable& executable) {
   executable.broken = false;
 }
 
-void lose_signal(Executable& executable, uint32_t barrier) {
-  if (barrier >= executable.signals.size()) throw py::value_error("no such barrier");
-  executable.barriers[barrier].value.fetch_sub(1);
+void lose_signal(Executable& executable, uint32_t barrier, uint32_t rank) {
+  if (barrier >= executable.signals.size() || rank >= executable.ranks)
+    throw py::value_error("no such barrier");
+  executable.barrier(rank, barrier).value.fetch_sub(1);
 }
 
 }  // namespace
@@ -228,7 +243,7 @@ PYBIND11_MODULE(_native, m) {
       .def("set_steps_run", set_barriers, py::arg("steps"),
            "Pretend that the program has run `steps` steps (for tests of counters that wrap "
            "around).")
-      .def("lose_signal", lose_signal, py::arg("barrier"),
+      .def("lose_signal", lose_signal, py::arg("barrier"), py::arg("rank") = 0,
            "Take one signal of a barrier back (for tests of runs that cannot go on).");
   py::class_<Interpreter>(m, "Interpreter")
       .def(py::init([](const std::optional<std::string>& level, double timeout) {
@@ -237,12 +252,12 @@ PYBIND11_MODULE(_native, m) {
            py::arg("level"), py::arg("timeout"))
       .def_property_readonly("level", [](const Interpreter& i) { return i.level().name; })
       .def("load", load, py::arg("words"), py::arg("tensors"), py::arg("queues"),
-           py::arg("dynamic"), py::arg("workers"), py::arg("signals"), py::arg("tagged"),
-           py::arg("arena_limits"))
+           py::arg("dynamic"), py::arg("workers"), py::arg("signals"), py::arg("shared_barriers"),
+           py::arg("exchanged"), py::arg("arena_limits"))
       .def("run", run, py::arg("executable"), py::arg("steps"), py::arg("epoch"),
            py::arg("main_thread"), py::arg("trace"))
-      .def("execute_one", execute_one, py::arg("executable"), py::arg("index"), py::arg("step"),
-           py::arg("epoch"));
+      .def("execute_one", execute_one, py::arg("executable"), py::arg("rank"), py::arg("index"),
+           py::arg("step"), py::arg("epoch"));
   m.def("levels", [] {
     std::vector<std::string> names;
     for (const Level* level : levels()) names.emplace_back(level->name);

@@ -2,6 +2,7 @@
 
 #include <cstdarg>
 #include <cstdio>
+#include <cstring>
 #include <thread>
 
 namespace megavm {
@@ -77,12 +78,13 @@ std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, ui
   run_.epoch = epoch;
   run_.trace = trace;
   run_.interrupted = &interrupted;
-  run_.ticket = 0;
-  crowded_ = executable.workers > num_processors();
+  run_.tickets = std::vector<Tickets>(executable.ranks);
+  crowded_ = executable.all_workers() > num_processors();
   single_ = false;
   next_interrupt_check_ = Clock::now() + kInterruptPeriod;
-  for (uint32_t i = 0; i < executable.workers; ++i) {
+  for (uint32_t i = 0; i < executable.all_workers(); ++i) {
     Seat& s = seat(i);
+    s.rank = i / executable.workers;
     s.finished = false;
     s.instruction = -1;
     s.waiting = {};
@@ -90,10 +92,10 @@ std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, ui
   if (trace) {
     size_t length = 0;
     for (const std::vector<int32_t>& queue : executable.queues) length += queue.size();
-    run_.notes.assign(length * steps, Note{});
+    run_.notes.assign(executable.ranks * length * steps, Note{});
   }
   const std::function<void(uint32_t)> job = [this](uint32_t number) { work(number); };
-  pool_.start(job, executable.workers);
+  pool_.start(job, executable.all_workers());
   work(0);
   for (int spins = 0; !pool_.finished(); ++spins) {
     if (spins < (crowded_ ? kCrowdedSpins : kSpins)) {
@@ -118,13 +120,14 @@ std::optional<Fault> Interpreter::run(Executable& executable, uint32_t steps, ui
   return fault;
 }
 
-std::optional<Fault> Interpreter::execute_one(Executable& executable, uint32_t index, uint32_t step,
-                                              uint32_t epoch, size_t* arena_used) {
+std::optional<Fault> Interpreter::execute_one(Executable& executable, uint32_t rank, uint32_t index,
+                                              uint32_t step, uint32_t epoch, size_t* arena_used) {
   const std::lock_guard lock(running_);
   single_ = true;
   run_.trace = false;
   run_.executable = &executable;
   Seat& s = seat(0);
+  s.rank = rank;
   s.waiting = {};
   try {
     prepare(s, executable, index, step, epoch);
@@ -143,7 +146,7 @@ std::optional<Fault> Interpreter::take_fault() {
   std::optional<Fault> fault;
   fault.swap(fault_);
   if (!fault) return fault;
-  const uint32_t workers = single_ ? 1 : run_.executable->workers;
+  const uint32_t workers = single_ ? 1 : run_.executable->all_workers();
   for (uint32_t i = 0; i < workers; ++i) {
     const Seat& s = *seats_[i];
     WorkerReport report{s.instruction, s.waiting, 0};
@@ -167,7 +170,7 @@ void Interpreter::work(uint32_t number) {
   s.finished = true;
 }
 
-// Run all steps of the worker's own queue, or draw tickets of the common queue.
+// Run all steps of the worker's own queue, or draw tickets of the common queue of its rank.
 template <bool kTrace>
 void Interpreter::run_queue(Seat& seat) {
   Executable& executable = *run_.executable;
@@ -175,8 +178,9 @@ void Interpreter::run_queue(Seat& seat) {
   if (executable.dynamic) {
     const std::vector<int32_t>& queue = executable.queues[0];
     const uint64_t end = uint64_t{run_.steps} * queue.size();
+    if constexpr (kTrace) note += seat.rank * end;
     while (true) {
-      const uint64_t ticket = run_.ticket.fetch_add(1, std::memory_order_relaxed);
+      const uint64_t ticket = run_.tickets[seat.rank].next.fetch_add(1, std::memory_order_relaxed);
       if (ticket >= end) return;
       run_instruction<kTrace>(seat, queue[ticket % queue.size()],
                               static_cast<uint32_t>(ticket / queue.size()),
@@ -185,9 +189,9 @@ void Interpreter::run_queue(Seat& seat) {
   }
   if constexpr (kTrace)
     for (uint32_t i = 0; i < seat.worker.number; ++i)
-      note += executable.queues[i].size() * run_.steps;
+      note += executable.queues[i % executable.workers].size() * run_.steps;
   for (uint32_t step = 0; step < run_.steps; ++step)
-    for (const int32_t index : executable.queues[seat.worker.number])
+    for (const int32_t index : executable.queues[seat.worker.number % executable.workers])
       run_instruction<kTrace>(seat, index, step, kTrace ? note++ : nullptr);
 }
 
@@ -195,7 +199,7 @@ void Interpreter::run_queue(Seat& seat) {
 void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t index, uint32_t step,
                           uint32_t epoch) {
   Worker& worker = seat.worker;
-  worker.tensors = executable.tensors.data();
+  worker.tensors = executable.tensors_of(seat.rank);
   worker.step = step;
   worker.epoch = epoch;
   worker.arena_used = 0;
@@ -222,7 +226,8 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
     if (w.barrier == kNone) continue;
     Condition condition;
     condition.kind = Condition::kBarrier;
-    condition.address = reinterpret_cast<const uint32_t*>(&executable.barriers[w.barrier].value);
+    condition.address =
+        reinterpret_cast<const uint32_t*>(&executable.barrier(seat.rank, w.barrier).value);
     condition.target = (executable.steps_run + step) * executable.signals[w.barrier] + w.target;
     condition.object = w.barrier;
     wait(seat, condition);
@@ -236,7 +241,8 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
     note->end = nanoseconds();
   }
   if (words.header.signal != kNone) {
-    executable.barriers[words.header.signal].value.fetch_add(1, std::memory_order_release);
+    executable.barrier(seat.rank, words.header.signal)
+        .value.fetch_add(1, std::memory_order_release);
     if constexpr (kTrace) note->signalled = nanoseconds();
   }
   seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
@@ -249,17 +255,17 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
 void Interpreter::execute(Seat& seat, const Executable& executable, uint32_t index) {
   const Words& words = executable.instructions[index];
   const Kernel kernel = level_.kernels[words.header.opcode];
-  if (executable.tagged.empty()) return kernel(words, seat.worker);
-  const std::vector<TaggedRegion>& regions = executable.tagged[index];
-  for (const TaggedRegion& region : regions)
+  if (executable.exchanged.empty()) return kernel(words, seat.worker);
+  const std::vector<ExchangedRegion>& regions = executable.exchanged[index];
+  for (const ExchangedRegion& region : regions)
     if (!region.write) await_tagged(seat, region);
   kernel(words, seat.worker);
-  for (const TaggedRegion& region : regions)
-    if (region.write) publish_tagged(seat, region);
+  for (const ExchangedRegion& region : regions)
+    if (region.write) publish(seat, executable, region);
 }
 
 // Wait until every word of the region carries the epoch of the step.
-void Interpreter::await_tagged(Seat& seat, const TaggedRegion& region) {
+void Interpreter::await_tagged(Seat& seat, const ExchangedRegion& region) {
   const Tensor& t = seat.worker.tensor(region.tensor);
   const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
   Condition condition;
@@ -267,7 +273,7 @@ void Interpreter::await_tagged(Seat& seat, const TaggedRegion& region) {
   condition.target = seat.worker.epoch;
   condition.object = region.tensor;
   for (int64_t row = region.row_begin; row < region.row_end; ++row)
-    for (int64_t word = region.word_begin; word < region.word_end; ++word) {
+    for (int64_t word = region.begin; word < region.end; ++word) {
       condition.address = &(static_cast<const Word*>(t.data) + row * words + word)->epoch;
       condition.row = row;
       condition.word = word;
@@ -275,16 +281,39 @@ void Interpreter::await_tagged(Seat& seat, const TaggedRegion& region) {
     }
 }
 
-// Give every word of the region the tag of the step. Words of dead rows keep their values. The
-// release orders the kernel's accesses before the tag.
-void Interpreter::publish_tagged(const Seat& seat, const TaggedRegion& region) {
-  const Tensor& t = seat.worker.tensor(region.tensor);
-  const int64_t words = t.columns * dtype_bytes(t.dtype) / 4;
-  for (int64_t row = region.row_begin; row < region.row_end; ++row)
-    for (int64_t word = region.word_begin; word < region.word_end; ++word) {
-      Word* const at = static_cast<Word*>(t.data) + row * words + word;
-      __atomic_store_n(&at->epoch, seat.worker.epoch, __ATOMIC_RELEASE);
+// Give every word of the region the tag of the step; send a share to the other ranks first. Words
+// of dead rows keep their values. The releases order the kernel's accesses before the tags, as the
+// release of a signal does for a tensor without tags.
+void Interpreter::publish(const Seat& seat, const Executable& executable,
+                          const ExchangedRegion& region) {
+  const Tensor& own = seat.worker.tensor(region.tensor);
+  const uint32_t ranks = own.own_columns < own.columns ? executable.ranks : 1;
+  const int64_t unit = own.tagged ? 4 : dtype_bytes(own.dtype);
+  const int64_t columns = own.columns * dtype_bytes(own.dtype) / unit;
+  const int64_t first = own.share_begin * dtype_bytes(own.dtype) / unit + region.begin;
+  const int64_t count = region.end - region.begin;
+  // The own copy comes last: the next ranks wait longest for theirs.
+  for (uint32_t i = 1; i <= ranks; ++i) {
+    const uint32_t rank = ranks == 1 ? seat.rank : (seat.rank + i) % ranks;
+    const Tensor& to = executable.tensors_of(rank)[region.tensor];
+    for (int64_t row = region.row_begin; row < region.row_end; ++row) {
+      const int64_t at = row * columns + first;
+      if (!own.tagged) {
+        if (rank != seat.rank)
+          std::memcpy(static_cast<char*>(to.data) + at * unit,
+                      static_cast<const char*>(own.data) + at * unit,
+                      static_cast<size_t>(count * unit));
+        continue;
+      }
+      Word* const words = static_cast<Word*>(to.data) + at;
+      const Word* const values = static_cast<const Word*>(own.data) + at;
+      for (int64_t word = 0; word < count; ++word) {
+        if (rank != seat.rank)
+          __atomic_store_n(&words[word].value, values[word].value, __ATOMIC_RELAXED);
+        __atomic_store_n(&words[word].epoch, seat.worker.epoch, __ATOMIC_RELEASE);
+      }
     }
+  }
 }
 
 void Interpreter::wait(Seat& seat, const Condition& condition) {
@@ -348,7 +377,7 @@ void Interpreter::wait_long(Seat& seat, const Condition& condition) {
 // is merely slow is no reason to stop.
 bool Interpreter::nothing_can_happen() const {
   const std::lock_guard lock(mutex_);
-  for (uint32_t i = 0; i < run_.executable->workers; ++i) {
+  for (uint32_t i = 0; i < run_.executable->all_workers(); ++i) {
     const Seat& s = *seats_[i];
     if (s.finished) continue;
     if (s.waiting.kind == Condition::kNothing || satisfied(s.waiting)) return false;
@@ -358,7 +387,7 @@ bool Interpreter::nothing_can_happen() const {
 
 uint64_t Interpreter::total_progress() const {
   uint64_t total = 0;
-  for (uint32_t i = 0; i < run_.executable->workers; ++i)
+  for (uint32_t i = 0; i < run_.executable->all_workers(); ++i)
     total += seats_[i]->progress.load(std::memory_order_relaxed);
   return total;
 }

@@ -22,31 +22,44 @@ struct alignas(64) Counter {
 };
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-// Words of a tagged tensor that an instruction reads or writes: a rectangle of rows and words.
-struct TaggedRegion {
+// What the interpreter does for an instruction: a rectangle of a tagged tensor that it reads or
+// writes, in words, or of a tensor with shares that it writes, in elements. The columns of a write
+// count from the beginning of the rank's share.
+struct ExchangedRegion {
   uint32_t tensor;
   bool write;
   int64_t row_begin, row_end;
-  int64_t word_begin, word_end;
+  int64_t begin, end;
 };
 
-// A program with its tensors resolved, and its barriers.
+// A program with its tensors resolved, and its barriers. Workers, tensors and barriers of a rank
+// follow those of the rank before it.
 struct Executable {
   std::vector<Words> instructions;
+  uint32_t ranks = 1;
   std::vector<Tensor> tensors;
   std::vector<std::vector<StoredRows>> parts;  // of each tensor
-  std::vector<std::vector<int32_t>> queues;
+  std::vector<std::vector<int32_t>> queues;    // of a rank
   bool dynamic = false;
-  uint32_t workers = 1;
-  std::vector<std::vector<TaggedRegion>> tagged;  // per instruction; empty: no tagged tensors
-  std::vector<uint32_t> signals;                  // per barrier: signals in one step
-  std::vector<uint32_t> arena_limits;             // bytes per instruction; empty: all of the arena
+  uint32_t workers = 1;                                 // of a rank
+  std::vector<std::vector<ExchangedRegion>> exchanged;  // per instruction; empty: none
+  std::vector<uint32_t> signals;       // per barrier of a rank: signals in one step
+  uint32_t shared_barriers = 0;        // the first barriers are those of all ranks
+  std::vector<uint32_t> arena_limits;  // bytes per instruction; empty: all of the arena
   std::unique_ptr<Counter[]> barriers;
   uint32_t steps_run = 0;
   bool broken = false;  // a run ended early: the barriers are invalid until a reset
   // Notes of every traced run: by worker, then by step (dynamic: in the order of tickets).
   std::vector<std::vector<Note>> notes;
   std::mutex notes_mutex;
+
+  uint32_t all_workers() const { return ranks * workers; }
+  const Tensor* tensors_of(uint32_t rank) const {
+    return tensors.data() + rank * (tensors.size() / ranks);
+  }
+  Counter& barrier(uint32_t rank, uint32_t number) const {
+    return barriers[number < shared_barriers ? number : rank * signals.size() + number];
+  }
 };
 
 // State of a worker when a run ended early.
@@ -77,9 +90,10 @@ class Interpreter {
   std::optional<Fault> run(Executable& executable, uint32_t steps, uint32_t epoch, bool trace,
                            const std::function<bool()>& interrupted);
 
-  // Run one instruction without its waits and signal. `arena_used`: bytes of the arena it used.
-  std::optional<Fault> execute_one(Executable& executable, uint32_t index, uint32_t step,
-                                   uint32_t epoch, size_t* arena_used);
+  // Run one instruction of a rank without its waits and signal. `arena_used`: bytes of the arena it
+  // used.
+  std::optional<Fault> execute_one(Executable& executable, uint32_t rank, uint32_t index,
+                                   uint32_t step, uint32_t epoch, size_t* arena_used);
 
  private:
   // Thrown to leave a run that another worker has stopped.
@@ -88,6 +102,7 @@ class Interpreter {
   // The interpreter's state of a worker. Other workers read it, so it has cache lines of its own.
   struct alignas(128) Seat {
     Worker worker;
+    uint32_t rank = 0;
     std::unique_ptr<char[]> arena;
     std::atomic<uint64_t> progress{0};  // instructions finished, waits satisfied
     int64_t instruction = -1;
@@ -97,6 +112,10 @@ class Interpreter {
     Condition waiting;
   };
 
+  struct alignas(64) Tickets {
+    std::atomic<uint64_t> next{0};
+  };
+
   struct Run {
     Executable* executable = nullptr;
     uint32_t steps = 0;
@@ -104,7 +123,7 @@ class Interpreter {
     bool trace = false;
     std::vector<Note> notes;
     const std::function<bool()>* interrupted = nullptr;
-    alignas(64) std::atomic<uint64_t> ticket{0};
+    std::vector<Tickets> tickets;  // of each rank's dynamic queue
   };
 
   Seat& seat(uint32_t number);
@@ -117,8 +136,8 @@ class Interpreter {
                uint32_t epoch);
   // Execute one instruction: wait for its tagged inputs, run the kernel, tag its results.
   void execute(Seat& seat, const Executable& executable, uint32_t index);
-  void await_tagged(Seat& seat, const TaggedRegion& region);
-  void publish_tagged(const Seat& seat, const TaggedRegion& region);
+  void await_tagged(Seat& seat, const ExchangedRegion& region);
+  void publish(const Seat& seat, const Executable& executable, const ExchangedRegion& region);
   void wait(Seat& seat, const Condition& condition);
   void wait_short(Seat& seat, const Condition& condition);
   void wait_long(Seat& seat, const Condition& condition);

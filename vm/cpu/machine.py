@@ -7,9 +7,9 @@ import threading
 import torch
 
 from megavm.vm import _native
-from megavm.vm.alike import figures, tagged_words
+from megavm.vm.alike import exchanged_regions, figures
 from megavm.vm.cpu.notes import EVENTS, WORKER_COLUMN
-from megavm.vm.machine import MachineFault, Notes, WorkerState
+from megavm.vm.machine import MachineFault, Notes, WorkerState, require_ranks
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -20,7 +20,7 @@ Fault = tuple[str, str, int, list[Report]]
 
 
 class CpuMachine:
-    """Runs programs on threads, one per worker of the program.
+    """Runs programs on threads, one per worker of each rank of the program.
 
     Schedulers compile for ``workers`` (default: the processors of this process). A program has its own number
     of workers, which may exceed the number of processors. A run that cannot make progress faults after
@@ -80,27 +80,35 @@ class CpuExecutable:
         self.arena_used = 0
         self._trace = machine.trace
         # The interpreter holds pointers to the tensors, so keep them alive.
-        memory.require(program.tensors, rows=True)
-        self._storage = [_resolve(spec.name, memory) for spec in program.tensors]
+        require_ranks(program, memory)
+        self._storage = []
+        for rank in memory.ranks:
+            rank.require(program.tensors, rows=True)
+            self._storage.append([_resolve(spec.name, rank) for spec in program.tensors])
         self._loaded = self._interpreter.load(
             words=program.words.astype("<u4").tobytes(),
             tensors=[
-                (
-                    [(part.data_ptr(), len(part)) for part in parts],
-                    spec.rows,
-                    spec.columns,
-                    # Kernels use the shapes of KV caches only, which have four dimensions.
-                    list(spec.shape) if len(spec.shape) <= 4 else [spec.rows, spec.columns],
-                    spec.dtype.code,
-                    spec.tagged,
-                )
-                for spec, parts in zip(program.tensors, self._storage, strict=True)
+                [
+                    (
+                        [(part.data_ptr(), len(part)) for part in parts],
+                        spec.rows,
+                        spec.columns,
+                        spec.own_columns,
+                        # Kernels use the shapes of KV caches only, which have four dimensions.
+                        list(spec.shape) if len(spec.shape) <= 4 else [spec.rows, spec.columns],
+                        spec.dtype.code,
+                        spec.tagged,
+                    )
+                    for spec, parts in zip(program.tensors, storage, strict=True)
+                ]
+                for storage in self._storage
             ],
             queues=[queue.astype("<i4").tobytes() for queue in program.queues],
             dynamic=program.dynamic,
             workers=program.workers,
             signals=program.signals.astype("<u4").tobytes(),
-            tagged=tagged_words(program.words, program.tensors),
+            shared_barriers=program.shared_barriers,
+            exchanged=exchanged_regions(program.words, program.tensors),
             arena_limits=self._arena_limits() if machine.check_resources else [],
         )
 
@@ -111,7 +119,7 @@ class CpuExecutable:
 
     @property
     def barriers(self) -> list[int]:
-        """The barriers' counters."""
+        """The barriers' counters, rank by rank."""
         return self._loaded.barriers
 
     def run(self, steps: int = 1) -> None:
@@ -137,14 +145,14 @@ class CpuExecutable:
         """Set the barriers to those of a fresh load, so that the program runs again after a fault."""
         self._loaded.reset()
 
-    def execute_one(self, index: int, step: int = 0) -> None:
-        """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
+    def execute_one(self, index: int, step: int = 0, rank: int = 0) -> None:
+        """Run one instruction of a rank alone, without its waits and signal, as in step ``step`` of a launch.
 
         Sets ``arena_used`` to the bytes of working memory that it took. Raises MachineFault when it
         faults or reads a tagged word that this step has not written.
         """
         tag = (self.memory.epoch + step + 1) & 0xFFFFFFFF
-        fault, self.arena_used = self._interpreter.execute_one(self._loaded, index, step, tag)
+        fault, self.arena_used = self._interpreter.execute_one(self._loaded, rank, index, step, tag)
         if fault is not None:
             raise self._machine_fault(fault)
 
@@ -157,7 +165,7 @@ class CpuExecutable:
         """
         if not self._trace:
             raise ValueError("nothing is noted: load the program on a CpuMachine(trace=True)")
-        rows = max(sum(map(len, self.program.queues)), 1)
+        rows = max(self.program.ranks * sum(map(len, self.program.queues)), 1)
         return [
             Notes(len(times) // rows, torch.from_numpy(times), EVENTS, WORKER_COLUMN)
             for times in self._loaded.take_notes()
@@ -177,8 +185,10 @@ class CpuExecutable:
 
     def _state(self, number: int, report: Report) -> WorkerState:
         index, kind, thing, row, word, target, value = report
+        rank, worker = divmod(number, self.program.workers)
+        of_rank = rank if self.program.ranks > 1 else None
         if index < 0:
-            return WorkerState(number, "worker", None, "", "")
+            return WorkerState(worker, "worker", None, "", "", of_rank)
         waiting = ""
         if kind == "barrier":
             waiting = (
@@ -190,7 +200,7 @@ class CpuExecutable:
                 f"epoch {value}, wanted {target}"
             )
         text = self.program.instructions[index].disassemble(self.program.tensors)
-        return WorkerState(number, "worker", index, text, waiting)
+        return WorkerState(worker, "worker", index, text, waiting, of_rank)
 
 
 def _resolve(name: str, memory: Memory) -> tuple[torch.Tensor, ...]:

@@ -120,10 +120,12 @@ MEGAVM_INLINE void store_words(Word* to, const uint32_t* values, int count, uint
 }
 
 // Round up to 16 elements to the tensor's type and store them in a row. The interpreter tags the
-// words of a tagged tensor when the kernel has returned.
+// words of a tagged tensor when the kernel has returned. `column` counts from the beginning of the
+// rank's share.
 MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row, int64_t column,
                              const Vec& value, int count) {
   const Tensor& t = worker.tensor(handle);
+  column += t.share_begin;
   if (!t.tagged) {
     const int64_t offset = row * t.columns + column;
     if (t.dtype == DType::kF32) {

@@ -26,6 +26,8 @@ struct Tensor {
   const StoredRows* parts;  // one, unless it is a weight in parts
   int64_t rows;
   int64_t columns;
+  int64_t own_columns;  // that this rank writes: from share_begin on
+  int64_t share_begin;
   int64_t shape[4];
   DType dtype;
   bool tagged;  // stored as Word[rows][columns * dtype_bytes / 4]

@@ -158,6 +158,10 @@ class CudaMachine:
             from megavm.vm.verify import verify as verify_program
 
             verify_program(program, self.name)
+        if program.ranks > 1:
+            raise ValueError(
+                f"the program has {program.ranks} ranks: machine cuda runs one, cpu and reference more"
+            )
         self.check_alive()
         if memory.device != torch.device(self.memory_device):
             raise ValueError(
@@ -398,14 +402,16 @@ class CudaExecutable:
         self._stream = None
         self.broken = False
 
-    def execute_one(self, index: int, step: int = 0) -> None:
+    def execute_one(self, index: int, step: int = 0, rank: int = 0) -> None:
         """Run one instruction alone, without its waits and signal, as in step ``step`` of a launch.
 
         For tools; keeps ``memory.epoch``. Raises MachineFault when the instruction fails or reads a tagged
         word that this step has not written.
         """
-        if not 0 <= index < len(self.program):
-            raise IndexError(f"instruction {index} of a program of {len(self.program)}")
+        if rank != 0 or not 0 <= index < len(self.program):
+            raise IndexError(
+                f"instruction {index} of rank {rank}, of {len(self.program)} of one rank"
+            )
         self._machine.check_alive()
         if self._relayouts != self.memory.relayouts:
             self._resolve()

@@ -12,7 +12,8 @@
    step and from step to step. Activations are written before they are read. (A read of rows that
    earlier steps wrote is ordered after those writes, and conflicts with no other.)
 
-C++ checks the second and third; happens_before.hpp states the model, and why two steps are enough.
+C++ checks the second and third; happens_before.hpp states the model, and why two steps are enough. A program
+of several ranks is checked as one program: expand.py makes one queue of each rank's.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ from megavm.vm.isa import (
 )
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
+from megavm.vm.verify.expand import expand
 
 MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake
 MAX_ELEMENTS = 1 << 48  # elements of a tensor, likewise
@@ -82,6 +84,8 @@ class Access:
     region: Region
     write: bool
     step: int = 0
+    rank: int = 0  # of the instruction
+    tensor_rank: int = 0
 
 
 def verify(program: Program, machine: str = "reference") -> None:
@@ -126,11 +130,14 @@ class _Verifier:
         label = self.program.labels[instruction]
         return f"instruction {instruction} ({cls.name()}{f', {label}' if label else ''})"
 
-    def _place(self, instruction: int) -> str:
-        """``_name``, with the worker of a static queue."""
+    def _place(self, instruction: int, rank: int = 0) -> str:
+        """``_name``, with the worker of a static queue and the rank, if there are several."""
+        worker = f"worker {self.program.worker_of()[instruction]}"
         if self.program.dynamic:
-            return self._name(instruction)
-        return f"{self._name(instruction)} on worker {self.program.worker_of()[instruction]}"
+            worker = "any worker" if self.program.ranks > 1 else ""
+        if self.program.ranks > 1:
+            worker += f" of rank {rank}"
+        return f"{self._name(instruction)}{worker and f' on {worker}'}"
 
     def _barrier(self, number: int) -> str:
         name = self.program.barriers[number]
@@ -154,6 +161,15 @@ class _Verifier:
             raise VerificationError(
                 f"the program is for {program.workers} workers, expected 1 to {MAX_WORKERS}"
             )
+        if not 1 <= program.ranks <= MAX_WORKERS // program.workers:
+            raise VerificationError(
+                f"the program is for {program.ranks} ranks of {program.workers} workers, expected "
+                f"1 to {MAX_WORKERS // program.workers}"
+            )
+        if not 0 <= program.shared_barriers <= len(program.barriers):
+            raise VerificationError(
+                f"{program.shared_barriers} barriers are shared, the program has {len(program.barriers)}"
+            )
         queues = 1 if program.dynamic else program.workers
         if len(program.queues) != queues:
             why = "a dynamic program has one for all workers"
@@ -169,6 +185,10 @@ class _Verifier:
                     f"tensors {names[spec.name]} and {handle} are both called {spec.name}"
                 )
             names[spec.name] = handle
+            if spec.shares not in (1, program.ranks):
+                raise VerificationError(
+                    f"tensor {spec.name} has {spec.shares} shares, the program {program.ranks} ranks"
+                )
             if spec.rows * spec.columns > MAX_ELEMENTS:
                 raise VerificationError(f"tensor {spec.name} has shape {spec.shape}: too large")
         known = np.fromiter(instruction_set(), dtype=np.uint32)
@@ -338,6 +358,7 @@ class _Verifier:
                 for region in self._regions(number, declared, write, handles)
                 if self.tensors[region.tensor].writable
             ]
+            self._check_gathered(number, fields, handles, regions)
             if all(field.produced for field in fields if handles.count(vars(inst)[field.name]) > 1):
                 self._check_in_place(number, regions, handles)
             return [
@@ -346,6 +367,30 @@ class _Verifier:
             ]
         except (ArithmeticError, LookupError) as error:
             self._fail(number, f"its operands contradict each other ({error!r})")
+
+    def _check_gathered(
+        self,
+        number: int,
+        fields: Sequence[Field[Any]],
+        handles: Sequence[int],
+        regions: Sequence[tuple[Region, bool]],
+    ) -> None:
+        """A tensor with shares is written by an operand that may be gathered, and not read as well."""
+        for tensor in {r.tensor for r, write in regions if write}:
+            spec = self.tensors[tensor]
+            if spec.shares == 1:
+                continue
+            names = [f for f, handle in zip(fields, handles, strict=True) if handle == tensor]
+            if len(names) > 1 or any(r.tensor == tensor for r, write in regions if not write):
+                self._fail(
+                    number, f"writes {spec.name}, which has shares, and names or reads it twice"
+                )
+            if not names[0].gathered:
+                self._fail(
+                    number,
+                    f"{names[0].name} is {spec.name}, which has shares: kernels write this operand on "
+                    "their own rank only",
+                )
 
     def _check_in_place(
         self, number: int, regions: Sequence[tuple[Region, bool]], handles: Sequence[int]
@@ -399,9 +444,10 @@ class _Verifier:
                 self._fail(number, f"{verb} tensor {region.tensor}, which is none of its operands")
             spec = self.tensors[region.tensor]
             rows = NONE if region.indexed else spec.rows
+            columns = spec.own_columns if write else spec.columns
             for what, (begin, end), size in (
                 ("rows", region.rows, rows),
-                ("columns", region.columns, spec.entry_columns if region.indexed else spec.columns),
+                ("columns", region.columns, spec.entry_columns if region.indexed else columns),
             ):
                 if begin >= end:
                     self._fail(number, f"{verb} the empty {what} [{begin}, {end}) of {spec.name}")
@@ -445,27 +491,28 @@ class _Verifier:
 
     def _check_order(self, accesses: Ints) -> None:
         program = self.program
-        header = self.words[:, 1:HEADER_WORDS].astype(np.int64)
-        header[header == NONE] = -1
         traits = [
             (t.tagged, t.kind is TensorKind.ACTIVATION, t.entry_columns == t.columns)
             for t in self.tensors
         ]
+        whole = expand(program, accesses)
         # All machines but the GPU keep the order of tagged words for every instruction.
         orders = np.full(len(self.words), TagOrder.KEPT.value)
         if self.machine == "cuda":
             orders = tag_orders(self.words, self.tensors, self._alike)
         try:
             fault, needs_queue_order = _native.analyse(
-                barriers=len(program.barriers),
+                barriers=whole.barriers,
                 dynamic=program.dynamic,
-                queues=self._entries(),
-                lengths=np.array([len(q) for q in program.queues], np.int64),
-                waits=header[:, 1:].reshape(-1, MAX_WAITS, 2),
-                signals=header[:, 0],
-                orders=np.stack([orders == o.value for o in _WEAKER], axis=1),
-                accesses=accesses,
-                traits=np.array(traits, bool).reshape(-1, 3),
+                queues=whole.queues,
+                lengths=whole.lengths,
+                waits=whole.waits,
+                signals=whole.signals,
+                orders=np.tile(
+                    np.stack([orders == o.value for o in _WEAKER], axis=1), (program.ranks, 1)
+                ),
+                accesses=whole.accesses,
+                traits=np.tile(np.array(traits, bool).reshape(-1, 3), (program.ranks, 1)),
             )
         except ValueError as error:
             raise VerificationError(str(error), "limit") from error
@@ -477,7 +524,7 @@ class _Verifier:
         if rule == "deadlock":
             raise VerificationError(self._deadlock(blocked), rule)
         found = [
-            self._access(accesses[number], step)
+            self._access(whole.accesses[number], step)
             for number, step in ((first, first_step), (second, second_step))
             if number >= 0
         ]
@@ -485,23 +532,26 @@ class _Verifier:
 
     def _access(self, row: Ints, step: int) -> Access:
         number, tensor, top, bottom, left, right, write, indexed, earlier = (int(v) for v in row)
+        rank, number = divmod(number, len(self.words))
+        tensor_rank, tensor = divmod(tensor, len(self.tensors))
         region = Region(tensor, (top, bottom), (left, right), bool(indexed), bool(earlier))
-        return Access(number, region, bool(write), step)
+        return Access(number, region, bool(write), step, rank, tensor_rank)
 
     def _does(self, access: Access) -> str:
         """``instruction 118 (matmul, o_proj) on worker 4 writes rows [0, 1) columns [0, 128) of x``"""
         region = access.region
         return (
-            f"{self._place(access.instruction)} {'writes' if access.write else 'reads'} "
+            f"{self._place(access.instruction, access.rank)} {'writes' if access.write else 'reads'} "
             f"{'earlier ' if region.earlier else ''}{'indexed ' if region.indexed else ''}rows [{region.rows[0]}, {region.rows[1]}) "
             f"columns [{region.columns[0]}, {region.columns[1]}) of {self.tensors[region.tensor].name}"
+            f"{f' of rank {access.tensor_rank}' if access.tensor_rank != access.rank else ''}"
         )
 
     def _unordered(self, first: Access, second: Access) -> str:
         step = " in the step before" if first.step < second.step else ""
         verb = "writes" if first.write else "reads"
         return (
-            f"{self._does(second)}, which {self._place(first.instruction)} {verb}{step}, "
+            f"{self._does(second)}, which {self._place(first.instruction, first.rank)} {verb}{step}, "
             "without an order between them"
         )
 
@@ -519,33 +569,45 @@ class _Verifier:
 
     def _tag_ambiguous(self, first: Access, second: Access) -> str:
         return (
-            f"{self._does(second)}, which is tagged, and which {self._place(first.instruction)} "
+            f"{self._does(second)}, which is tagged, and which {self._place(first.instruction, first.rank)} "
             "writes too"
         )
 
     def _deadlock(self, blocked: Sequence[tuple[int, int, int, int, int]]) -> str:
         """Describes the cycle of waits that blocks the program."""
-        worker_of = self.program.worker_of()
+        program, count = self.program, len(self.words)
+        of_rank = program.worker_of()
+        worker_of = np.concatenate([of_rank + r * program.workers for r in range(program.ranks)])
         heads = {int(worker_of[b[0]]): b for b in blocked}
         chain: list[int] = []
         worker = min(heads)
         while worker not in chain:
             chain.append(worker)
             worker = int(worker_of[heads[worker][4]])
+
+        def number(instruction: int) -> str:
+            rank, own = divmod(instruction, count)
+            return f"{own} of rank {rank}" if program.ranks > 1 else f"{own}"
+
         cycle = chain[chain.index(worker) :]
         parts = []
         for worker in cycle:
             instruction, barrier, value, target, missing = heads[worker]
             if barrier >= 0:
+                if barrier >= program.shared_barriers:
+                    barrier -= (instruction // count) * (
+                        len(program.barriers) - program.shared_barriers
+                    )
                 what = f"{self._barrier(barrier)} to reach {target} (it stands at {value})"
                 action = "signalled by"
             else:
                 what, action = "tagged words", "written by"
             head = heads[int(worker_of[missing])][0]
-            text = f"{self._place(instruction)} waits for {what}, {action} "
-            text += "itself" if missing == instruction else self._name(missing)
+            text = f"{self._place(instruction % count, instruction // count)} waits for {what}, {action} "
+            of = f" of rank {missing // count}" if program.ranks > 1 else ""
+            text += "itself" if missing == instruction else f"{self._name(missing % count)}{of}"
             if missing not in (instruction, head):
-                text += f", which stands behind instruction {head}"
+                text += f", which stands behind instruction {number(head)}"
             parts.append(text)
         others = len(blocked) - len(cycle)
         more = f" ({others} more workers wait behind them)" if others else ""

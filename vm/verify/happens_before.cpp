@@ -11,7 +11,7 @@ namespace megavm::verify {
 namespace {
 
 // Sets `order` to an order in which one step runs, or returns the deadlock. A dynamic queue is run
-// by one worker that takes its entries in order: if this worker ends, any number of workers does.
+// by one worker that takes its entries in order: if it ends, any number of workers does.
 std::optional<Finding> run_one_step(const Index& index, const TagGroups& tags,
                                     Instructions& order) {
   ProgramView serial;

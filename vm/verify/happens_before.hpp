@@ -85,7 +85,7 @@ struct TensorTraits {
 // Accesses are sorted by instruction and concern only tensors that instructions may write.
 struct ProgramView {
   std::vector<Synchronisation> instructions;
-  std::vector<std::vector<std::int32_t>> queues;  // one if dynamic
+  std::vector<std::vector<std::int32_t>> queues;  // one for each rank if dynamic
   std::int32_t barriers = 0;
   bool dynamic = false;
   std::vector<Access> accesses;

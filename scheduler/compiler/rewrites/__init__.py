@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megavm.scheduler.compiler.graph import Graph, Operation
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.rewrites.all_gather import gather_in_producer
 from megavm.scheduler.compiler.rewrites.gate_up import join_gate_and_up
 from megavm.scheduler.compiler.rewrites.gather import gather_in_product
 from megavm.scheduler.compiler.rewrites.newest import pass_newest
@@ -26,6 +27,7 @@ REWRITES: tuple[Rewrite, ...] = (
     add_in_product,
     gather_in_product,
     norm_in_neighbours,
+    gather_in_producer,
     split_k,
     keep_peaks,
     pass_newest,
@@ -48,4 +50,11 @@ def rewrite(graph: Graph, options: CompileOptions) -> list[Operation]:
                 f"{operation.label}: no instruction does {operation.kind} by itself, and the"
                 " operations around it cannot be fused with it"
             )
+        if operation.kind == "rms_norm":
+            x, gain = operation.inputs["x"], operation.inputs["gain"]
+            if gain.rows != x.columns:
+                raise ValueError(
+                    f"{operation.label}: gain {gain.name} has {gain.rows} of {x.columns} columns,"
+                    " and the operation that computes them cannot be fused with it"
+                )
     return operations

@@ -1,7 +1,8 @@
 """Fuse RMSNorm into the operations around it.
 
 The product or embed that produces the rows also stores the rows times the gain, and sums of their
-squares. The products that read the rows divide by the root of the mean square.
+squares. The products that read the rows divide by the root of the mean square. If ranks gather the
+rows, each stores its share of both on all ranks.
 """
 
 from __future__ import annotations
@@ -25,15 +26,20 @@ def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> 
     scaled: dict[Value, tuple[Operation, Value, Value]] = {}  # by the norm's result
     for norm in operations:
         maker = producers.get(norm.inputs["x"]) if norm.kind == "rms_norm" else None
-        if maker is None or maker.kind not in ("matmul", "embed") or maker in norms:
+        if maker is not None and maker.kind == "all_gather":
+            maker = producers.get(maker.inputs["x"])
+        if maker is None or not _makes_squares(maker.kind) or maker in norms:
             continue
         x, out = norm.inputs["x"], norm.outputs["out"]
+        if norm.inputs["gain"].rows != x.own_columns:
+            continue
         dtype = _multiplied_with(out, readers[out])
         if dtype is None or out.spec is not None:
             continue
         norms[maker] = norm
-        squares = Value(f"{out.name}.squares", x.rows, squares_of(x.columns), F32, x.capacity)
-        scaled[out] = norm, replace(out, dtype=dtype), squares
+        columns = x.shares * squares_of(x.own_columns)
+        squares = Value(f"{out.name}.squares", x.rows, columns, F32, x.capacity, shares=x.shares)
+        scaled[out] = norm, replace(out, dtype=dtype, shares=x.shares), squares
     result: list[Operation] = []
     for operation in operations:
         if operation.kind == "rms_norm" and operation.outputs["out"] in scaled:
@@ -68,6 +74,13 @@ def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
             return None
         types.add(reader.inputs["weight"].dtype)
     return types.pop() if len(types) == 1 else None
+
+
+@functools.cache
+def _makes_squares(kind: str) -> bool:
+    """Whether operations of this kind make rows that they can prepare for a normalisation."""
+    cls = instruction_of(kind)
+    return cls is not None and any(field.name == "out_squares" for field in cls.fields)
 
 
 @functools.cache

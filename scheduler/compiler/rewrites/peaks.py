@@ -15,6 +15,7 @@ def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Ope
     """Give products whose results are sampled, and the sample operations, ``peaks``.
 
     ``peaks`` is float32 [rows, 2 * column tiles]: the largest result of each tile and its column.
+    Ranks that gather the results gather the peaks as well.
     """
     sampled = {o.inputs["logits"] for o in operations if o.kind == "sample"}
     peaks: dict[Value, Value] = {}
@@ -23,8 +24,9 @@ def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Ope
         if operation.kind == "matmul" and _may_have_peaks(operation.outputs["out"], sampled):
             out = operation.outputs["out"]
             tiles = {columns for columns, _ in tiles_of_part(operation, options, 0)}
-            shape = (out.rows, 2 * len(tiles))
-            spec = TensorSpec(f"peaks.{shape[0]}x{shape[1]}", shape, F32, TensorKind.ACTIVATION)
+            shape = (out.rows, 2 * len(tiles) * out.shares)
+            name = f"peaks.{shape[0]}x{shape[1]}"
+            spec = TensorSpec(name, shape, F32, TensorKind.ACTIVATION, shares=out.shares)
             peaks[out] = Value.of(spec)
             operation = replace(operation, outputs={**operation.outputs, "peaks": peaks[out]})
         elif operation.kind == "sample" and operation.inputs["logits"] in peaks:

@@ -1,13 +1,16 @@
-"""Fuse a product and the add of a residual to its result into one product with a residual."""
+"""Fuse a product, or a sum over ranks, and the add of a residual to its result."""
 
 from __future__ import annotations
 
+import functools
+
+from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
 
 
 def add_in_product(operations: list[Operation], options: CompileOptions) -> list[Operation]:
-    """Give a product ``residual`` in place of the add that alone reads its result."""
+    """Give an operation ``residual`` in place of the add that alone reads its result."""
     readers, producers = readers_of(operations), producers_of(operations)
     result: list[Operation] = []
     for operation in operations:
@@ -15,11 +18,17 @@ def add_in_product(operations: list[Operation], options: CompileOptions) -> list
             product = producers.get(operation.inputs["x"])
             if (
                 product is not None
-                and product.kind == "matmul"
+                and _takes_residual(product.kind)
                 and len(readers[product.outputs["out"]]) == 1
             ):
                 result.remove(product)
                 inputs = {**product.inputs, "residual": operation.inputs["residual"]}
-                operation = Operation("matmul", product.label, inputs, operation.outputs)
+                operation = Operation(product.kind, product.label, inputs, operation.outputs)
         result.append(operation)
     return result
+
+
+@functools.cache
+def _takes_residual(kind: str) -> bool:
+    cls = instruction_of(kind)
+    return cls is not None and any(field.name == "residual" for field in cls.fields)

@@ -26,13 +26,13 @@ def _split(operation: Operation, options: CompileOptions) -> Operation:
     if not width or operation.inputs.keys() & {"x_squares", "row_index"}:
         return operation
     target = options.target
-    most = target.summed_columns * options.workers // out.columns
+    most = target.summed_columns * options.workers // out.own_columns
     count = max(1, min(-(-weight.columns // width), most, target.most_parts))
     step = -(-weight.columns // (count * width)) * width
     others = -(-weight.columns // step) - 1
     if others == 0:
         return operation
-    spec = tagged_spec(f"{operation.label}.parts", (out.rows, others * out.columns), F32)
+    spec = tagged_spec(f"{operation.label}.parts", (out.rows, others * out.own_columns), F32)
     return replace(
         operation,
         inputs={**operation.inputs, "addends": Value.of(spec)},

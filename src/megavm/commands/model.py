@@ -25,7 +25,7 @@ def load(arguments: argparse.Namespace, **options: Any) -> LLM:
 
         optional = {
             name: getattr(arguments, name)
-            for name in ("max_model_len", "max_num_seqs", "workers")
+            for name in ("max_model_len", "max_num_seqs", "workers", "tensor_parallel_size")
             if getattr(arguments, name) is not None
         }
         llm = LLM(

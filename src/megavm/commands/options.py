@@ -18,6 +18,7 @@ ENGINE_OPTIONS: Final = (
     "max_model_len",
     "max_num_seqs",
     "workers",
+    "tensor_parallel_size",
     "quiet",
 )
 
@@ -259,6 +260,11 @@ def add_machine(parser: Parser, *names: str) -> None:
             "metavar": "N",
             "type": length,
             "help": "workers of the machine (one for each core or SM)",
+        },
+        "tensor_parallel_size": {
+            "metavar": "N",
+            "type": length,
+            "help": "ranks that divide the model; on the CPU, groups of threads (1)",
         },
         "quiet": {"action": "store_true", "help": "no progress and no statistics"},
     }

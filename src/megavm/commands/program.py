@@ -53,7 +53,7 @@ def declare(megavm: Parser) -> None:
         result, "--verify", action="store_true", help="prove that it has no race and no deadlock"
     )
     program.option(result, "--save", metavar="FILE", help="write the program to FILE")
-    add_machine(program, "machine", "dtype", "workers", "quiet")
+    add_machine(program, "machine", "dtype", "workers", "tensor_parallel_size", "quiet")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -71,6 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             sequences=arguments.sequences,
             context=arguments.context,
             workers=arguments.workers,
+            tensor_parallel_size=arguments.tensor_parallel_size or 1,
             assignment=arguments.assignment,
             exchange=arguments.exchange,
             disassemble=arguments.disassemble,

@@ -186,6 +186,7 @@ def run(arguments: argparse.Namespace) -> int:
             "max_num_seqs",
             "max_num_batched_tokens",
             "workers",
+            "tensor_parallel_size",
         )
         return LLM(
             arguments.model,

@@ -1,0 +1,53 @@
+"""Examples of Reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from megavm.instructions.reduce import Reduce
+from megavm.vm.example import Example, Table
+from megavm.vm.isa import BF16, F32
+
+
+def examples(rng: np.random.Generator) -> Iterator[Example]:
+    # parts, type of out, live rows of 4, columns, size, type of bias, of residual, of out_scaled
+    cases: list[tuple[str, int, Any, int | None, tuple[int, int], int, Any, Any, Any]] = [
+        ("two parts", 2, F32, None, (0, 40), 40, None, None, None),
+        ("one part", 1, BF16, 3, (0, 40), 40, None, None, None),
+        ("eight parts, bias, residual", 8, F32, 4, (0, 40), 40, BF16, F32, None),
+        ("some columns", 3, BF16, 2, (16, 38), 40, F32, BF16, None),
+        ("odd size", 5, F32, 4, (8, 39), 39, None, F32, None),
+        ("no live row", 2, F32, 0, (0, 40), 40, None, None, None),
+        ("scaled", 2, F32, 4, (8, 32), 40, None, F32, F32),
+        ("scaled, ragged", 4, F32, 3, (16, 46), 46, BF16, F32, BF16),
+        ("scaled, wide", 2, F32, 3, (8, 2600), 2600, None, F32, BF16),
+    ]
+    for tagged in (False, True):
+        for name, parts, out_type, live, columns, size, bias, residual, scaled in cases:
+            if tagged and size % 2 and out_type is BF16:
+                continue
+            table = Table(rng)
+            handles: dict[str, Any] = {
+                "parts": table.activation("parts", (4, parts * size), F32, tagged=tagged),
+                "row_count": table.count("row_count", live),
+                "out": table.output("out", (4, size), out_type, tagged=tagged),
+            }
+            if bias is not None:
+                handles["bias"] = table.weight("bias", (size,), bias)
+            if residual is not None:
+                handles["residual"] = table.activation(
+                    "residual", (4, size), residual, tagged=tagged
+                )
+            if scaled is not None:
+                handles |= table.scaled((4, size), scaled, tagged=tagged)
+            inst = Reduce(
+                **handles,
+                row_begin=0,
+                row_end=4,
+                column_begin=columns[0],
+                column_end=columns[1],
+            )
+            yield Example(f"{name}{', tagged' if tagged else ''}", inst, table.specs, table.values)

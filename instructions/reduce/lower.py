@@ -1,0 +1,36 @@
+"""Reduce from a graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from megavm.instructions.reduce import Reduce
+from megavm.instructions.tiles import SCALED
+from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut
+from megavm.vm.config import UNIT_ROWS
+
+OPERANDS = ("parts", "bias", "residual", "out")
+
+
+def lower(operation: Operation, context: Lowering) -> Iterator[Reduce]:
+    """Yield a tile for each worker: a range of rows if there are enough rows, otherwise of columns."""
+    out, workers = operation.outputs["out"], context.options.workers
+    handles = context.handles(operation, *OPERANDS, *SCALED)
+    if out.rows >= workers:
+        tiles = [((0, out.own_columns), rows) for rows in cut(out.rows, workers)]
+    else:
+        unit = math.lcm(context.options.column_unit, UNIT_ROWS)
+        tiles = [
+            (part, (0, out.rows)) for part in column_tiles(out.own_columns, unit, context.options)
+        ]
+    for columns, rows in tiles:
+        yield Reduce(
+            **handles,
+            row_count=context.row_count,
+            row_begin=rows[0],
+            row_end=rows[1],
+            column_begin=columns[0],
+            column_end=columns[1],
+        )
