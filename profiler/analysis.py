@@ -272,18 +272,22 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     of_label = selection.column(trace.record_label)[own]
     awaited = np.where(known, phase[trace.record_label[cause]], len(names))
     worker = selection.column(trace.record_worker)[own] if each_worker else np.full(len(own), -1)
-    key = np.column_stack([phase[of_label], awaited, tagged, worker])
-    groups, group = np.unique(key, axis=0, return_inverse=True)
-    group = group.reshape(-1)
-    order = np.lexsort((-waited, group))
-    first = np.searchsorted(group[order], np.arange(len(groups)))
+    # One number per group: sorting numbers is ten times as fast as sorting rows.
+    sizes = len(names), len(names) + 1, 2, trace.workers + 1
+    key = np.ravel_multi_index((phase[of_label], awaited, tagged.astype(int), worker + 1), sizes)
+    order = np.argsort(key, kind="stable")
+    groups, first = np.unique(key[order], return_index=True)
     rows = []
     for (waiting, produced, words, of), members in zip(
-        groups.tolist(), np.split(order, first[1:]), strict=True
+        np.column_stack(np.unravel_index(groups, sizes)).tolist(),
+        np.split(order, first[1:]),
+        strict=True,
     ):
-        longest = members[0]
-        workers = trace.record_worker[cause[members]] if produced < len(names) else np.array([-1])
-        who, often = np.unique(workers, return_counts=True)
+        longest = members[waited[members].argmax()]
+        last = np.array([-1])
+        if produced < len(names):
+            last = trace.record_worker[cause[members]]
+        often = np.bincount(last + 1)
         rows.append(
             WaitRow(
                 waiting=names[waiting],
@@ -293,9 +297,9 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
                 total=int(waited[members].sum()),
                 longest=int(waited[longest]),
                 channel=trace.programs[program[longest]].channel_name(int(through[longest])),
-                last_worker=int(who[often.argmax()]),
+                last_worker=int(often.argmax()) - 1,
                 last_count=int(often.max()),
-                worker=of,
+                worker=of - 1,
             )
         )
     return sorted(rows, key=lambda row: -row.total)

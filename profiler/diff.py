@@ -10,7 +10,8 @@ import numpy as np
 
 from megavm.profiler.analysis import STATES, median_step, phases, states
 from megavm.profiler.critical_path import critical_path
-from megavm.profiler.report import LONG_PATH, as_text, contributions, table
+from megavm.profiler.report import LONG_PATH, contributions
+from megavm.profiler.tables import as_text, table
 from megavm.profiler.trace import Trace, TraceError
 
 PARTS: Final = STATES[:4]  # the states of instructions: all but idle

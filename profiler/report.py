@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any, Final
@@ -24,11 +23,13 @@ from megavm.profiler.analysis import (
     waits,
 )
 from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
+from megavm.profiler.summary import format_summary, summary
+from megavm.profiler.tables import as_text, percent, table, us
 from megavm.profiler.trace import Trace
+from megavm.profiler.what_if import format_what_if
 
 LONG_PATH: Final = 12  # largest number of links and rows that a table shows
 WORKER_WAITS: Final = 3  # longest waits reported per worker
-_CONTROL: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
@@ -52,6 +53,7 @@ def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
         "machine": dict(trace.machine),
         "model": dict(trace.model),
         "notes": dict(trace.notes),
+        "summary": summary(trace, number),
         "records": selection.records.stop - selection.records.start,
         "steps": _steps(selection),
         "bandwidth": {
@@ -166,15 +168,18 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         numbers = f"{steps['count']} steps ({steps['first']} to {steps['last']})"
     yield f"{numbers}, {steps['tokens']} tokens, {facts['records']:,} instructions executed"
     yield ""
+    yield from format_summary(facts["summary"])
+    yield from _what_if(facts["summary"]["what_if"])
+    yield ""
     yield (
-        f"step       median {_us(steps['median_ns'])} us, mean {_us(steps['mean_ns'])}, "
-        f"p99 {_us(steps['p99_ns'])}"
+        f"step       median {us(steps['median_ns'])} us, mean {us(steps['mean_ns'])}, "
+        f"p99 {us(steps['p99_ns'])}"
     )
     if steps["count"] > 1:
         yield (
-            f"gaps       median {_us(steps['gap_median_ns'])} us between steps, "
-            f"longest {_us(steps['gap_longest_ns'])}, "
-            f"{_percent(steps['gap_ns'], steps['gap_ns'] + steps['busy_ns'])} of the time"
+            f"gaps       median {us(steps['gap_median_ns'])} us between steps, "
+            f"longest {us(steps['gap_longest_ns'])}, "
+            f"{percent(steps['gap_ns'], steps['gap_ns'] + steps['busy_ns'])} of the time"
         )
     ceiling = streams["ceiling"]
     text = "" if ceiling is None else f", {streams['of_ceiling']:.1%} of {ceiling / 1e9:,.1f}"
@@ -190,28 +195,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield from _critical(facts["critical_path"])
 
 
-def _us(ns: float) -> str:
-    return f"{ns / 1e3:,.1f}"
-
-
-def _percent(part: float, whole: float) -> str:
-    return f"{part / whole:.1%}" if whole else "0.0%"
-
-
-def as_text(lines: Iterator[str]) -> str:
-    """Lines for a terminal; control characters in names from the trace are replaced."""
-    return "\n".join(_CONTROL.sub("\ufffd", line) for line in lines)
-
-
-def table(headings: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> Iterator[str]:
-    """Lines of a table: the first ``left`` columns are left-aligned, the others right-aligned."""
-    widths = [max(map(len, column)) for column in zip(headings, *rows, strict=True)]
-    for row in (headings, *rows):
-        cells = [
-            f"{cell:<{width}}" if i < left else f"{cell:>{width}}"
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        yield "  ".join(cells).rstrip()
+def _what_if(found: dict[str, Any] | str) -> Iterator[str]:
+    yield ""
+    if isinstance(found, str):
+        yield f"What if: {found}"
+    else:
+        yield from format_what_if(found, LONG_PATH)
 
 
 def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[str]:
@@ -226,12 +215,12 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
             (
                 row["kind"],
                 f"{row['count']:,}",
-                _percent(row["total"], total),
-                *(_us(row[name]) for name in ("total", "computing", "loading", "barrier", "words")),
-                _us(row["p50"]),
-                _us(row["p99"]),
+                percent(row["total"], total),
+                *(us(row[name]) for name in ("total", "computing", "loading", "barrier", "words")),
+                us(row["p50"]),
+                us(row["p99"]),
                 f"{row['bytes_per_second'] / 1e9:,.1f}",
-                _percent(row["streamed_per_second"], ceiling) if ceiling else "-",
+                percent(row["streamed_per_second"], ceiling) if ceiling else "-",
                 f"{row['flops_per_second'] / 1e9:,.1f}",
                 f"{row['flops_per_byte']:.2f}",
             )
@@ -243,7 +232,7 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
 def _roles(roles: dict[str, int]) -> Iterator[str]:
     yield ""
     yield "Time by role: us of all workers in which it had an instruction, waiting included"
-    yield from table(("role", "us"), [(role, _us(ns)) for role, ns in roles.items()])
+    yield from table(("role", "us"), [(role, us(ns)) for role, ns in roles.items()])
 
 
 def _workers(facts: dict[str, Any]) -> Iterator[str]:
@@ -254,13 +243,13 @@ def _workers(facts: dict[str, Any]) -> Iterator[str]:
         yield "(of a dynamic queue it is not known who executed what: such time looks idle)"
     columns = [[worker[state] for worker in workers] for state in STATES]
     rows = [
-        ("mean", *(_percent(sum(column) / len(column), busy) for column in columns), ""),
-        ("least", *(_percent(min(column), busy) for column in columns), ""),
-        ("most", *(_percent(max(column), busy) for column in columns), ""),
+        ("mean", *(percent(sum(column) / len(column), busy) for column in columns), ""),
+        ("least", *(percent(min(column), busy) for column in columns), ""),
+        ("most", *(percent(max(column), busy) for column in columns), ""),
     ]
     waiting = sorted(workers, key=lambda w: -w["barrier"] - w["words"])[:LONG_PATH]
     rows += [
-        (f"worker {w['worker']}", *(_percent(w[s], busy) for s in STATES), _most(w["waits"]))
+        (f"worker {w['worker']}", *(percent(w[s], busy) for s in STATES), _most(w["waits"]))
         for w in sorted(waiting, key=lambda w: int(w["worker"]))
     ]
     yield from table(("", *STATES, "waits most for (who came last most often)"), rows)
@@ -287,9 +276,9 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 row["kind"],
                 row["channel"],
                 f"{row['count']:,}",
-                _us(row["total"]),
-                _us(row["longest"]),
-                f"worker {row['last_worker']} ({_percent(row['last_count'], row['count'])})"
+                us(row["total"]),
+                us(row["longest"]),
+                f"worker {row['last_worker']} ({percent(row['last_count'], row['count'])})"
                 if row["last_worker"] >= 0
                 else "-",
             )
@@ -315,11 +304,11 @@ def _phases(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 row["phase"],
                 f"{row['count']:,}",
                 f"{row['workers']:.1f}",
-                _us(row["least"]),
-                _us(row["mean"]),
-                _us(row["longest"]),
+                us(row["least"]),
+                us(row["mean"]),
+                us(row["longest"]),
                 f"{row['imbalance']:.2f}",
-                _us(row["tail"]),
+                us(row["tail"]),
             )
             for row in rows
         ],
@@ -329,8 +318,8 @@ def _phases(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
 def _critical(path: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
-        f"Critical path of step {path['step']}: {_us(path['length_ns'])} us in "
-        f"{len(path['links'])} links, the step took {_us(path['step_ns'])}"
+        f"Critical path of step {path['step']}: {us(path['length_ns'])} us in "
+        f"{len(path['links'])} links, the step took {us(path['step_ns'])}"
     )
     rows = path["contributions"]
     yield from table(
@@ -341,9 +330,9 @@ def _critical(path: dict[str, Any]) -> Iterator[str]:
                 row["kind"],
                 row["through"],
                 str(row["count"]),
-                _us(row["total"]),
-                _percent(row["total"], path["step_ns"]),
-                *(_us(row[part]) for part in PARTS),
+                us(row["total"]),
+                percent(row["total"], path["step_ns"]),
+                *(us(row[part]) for part in PARTS),
             )
             for row in rows[:LONG_PATH]
         ],

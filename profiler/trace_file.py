@@ -18,6 +18,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from megavm.profiler.output import open_output
+from megavm.profiler.summary import VERSION as SUMMARY_VERSION
+from megavm.profiler.summary import summary
 from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, TraceProgram
 
 FORMAT: Final = "megavm-trace"
@@ -100,9 +102,40 @@ def encode(trace: Trace) -> bytes:
     columns = {name: getattr(trace, name.replace(".", "_")) for name in _TRACE_COLUMNS}
     for p, program in enumerate(trace.programs):
         columns |= {f"program.{p}.{name}": getattr(program, name) for name in _PROGRAM_COLUMNS}
-    text = json.dumps(header, allow_nan=False)
-    metadata = {"format": FORMAT, "version": VERSION, "header": text}
+    header |= _summary(trace)
+    metadata = {"format": FORMAT, "version": VERSION, "header": json.dumps(header, allow_nan=False)}
     return save({n: np.ascontiguousarray(v) for n, v in columns.items()}, metadata=metadata)
+
+
+def _summary(trace: Trace) -> dict[str, Any]:
+    """The member ``summary`` of the header; none for a trace whose causes make no sense."""
+    try:
+        return {"summary": summary(trace)}
+    except TraceError:
+        return {}
+
+
+def with_summary(path: str | os.PathLike[str]) -> tuple[bytes, int]:
+    """A file with a summary of this version: its first bytes, and where in the file the rest is.
+
+    A file that has one, and one that is no valid trace, stays as it is: no first bytes, and 0.
+    Raises OSError when the file cannot be read.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+        text = file.read(min(length, size))
+    try:
+        container = json.loads(text)
+        header = json.loads(container["__metadata__"]["header"])
+        if header.get("summary", {}).get("version") == SUMMARY_VERSION:
+            return b"", 0
+        container["__metadata__"]["header"] = json.dumps(header | _summary(read(path)))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return b"", 0
+    begin = json.dumps(container).encode()
+    begin += b" " * (-len(begin) % 8)
+    return len(begin).to_bytes(8, "little") + begin, 8 + length
 
 
 def read(path: str | os.PathLike[str]) -> Trace:

@@ -1,6 +1,7 @@
 """Shows traces in a browser: serves the viewer page with a trace, or saves both as one file.
 
-The page (`profiler/ui`) parses the trace itself; this module reads only its first bytes.
+The page (`profiler/ui`) parses the trace itself. A trace without a summary, such as one that an
+older version recorded, gets it on the way.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Final
 
 from megavm.profiler.output import open_output
 from megavm.profiler.trace import TraceError
+from megavm.profiler.trace_file import with_summary
 
 PAGE: Final = Path(__file__).parent / "ui" / "dist" / "index.html"
 _CHUNK: Final = 1 << 20
@@ -86,9 +88,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send_file(self, path: Path) -> None:
         try:
+            begin, rest = with_summary(path)
             with path.open("rb") as file:
-                left = os.fstat(file.fileno()).st_size
-                self._head(HTTPStatus.OK, "application/octet-stream", left)
+                left = os.fstat(file.fileno()).st_size - rest
+                self._head(HTTPStatus.OK, "application/octet-stream", len(begin) + left)
+                file.seek(rest)
+                if self.command != "HEAD":
+                    self.wfile.write(begin)
                 while self.command != "HEAD" and left > 0:
                     part = file.read(min(_CHUNK, left))
                     if not part:
@@ -205,6 +211,7 @@ def _meta(path: Path) -> str:
 
 
 def _element(path: Path) -> str:
-    packed = base64.b64encode(gzip.compress(path.read_bytes(), 6, mtime=0)).decode()
+    begin, rest = with_summary(path)
+    packed = base64.b64encode(gzip.compress(begin + path.read_bytes()[rest:], 6, mtime=0)).decode()
     name = html.escape(path.name)
     return f'<script type="application/octet-stream" data-name="{name}">{packed}</script>\n'

@@ -87,6 +87,7 @@ def test_profile_of_one_token_has_no_ratio(
         (("trace", "report", "."), "cannot read .: Is a directory"),
         (("trace", "view", __file__), f"{__file__} is not a trace: it is truncated or no"),
         (("trace", "html", __file__, "-o", "page.html"), f"{__file__} is not a trace"),
+        (("trace", "what-if", "missing.megatrace", "gate_up"), "is no change: say WHAT=FACTOR"),
         (("trace", "report", "a", "--stop"), "unrecognized arguments: --stop"),
     ],
 )
@@ -108,6 +109,20 @@ def test_report_prints_tables_or_json(capsys: pytest.CaptureFixture[str], saved:
     one = json.loads(run(capsys, "trace", "report", saved, "--step", "2", "--json").out)
     assert (one["steps"]["count"], one["critical_path"]["step"]) == (1, 2)
     assert "step 7 is not in the trace" in run(capsys, "trace", "report", saved, "--step", "7").err
+
+
+def test_what_if_prints_a_table_a_prediction_or_json(
+    capsys: pytest.CaptureFixture[str], saved: str
+) -> None:
+    table = run(capsys, "trace", "what-if", saved)
+    assert "gate_up computes in half the time" in table.out
+    changes = ("computing:gate_up=0.5", "latency=2")
+    one = run(capsys, "trace", "what-if", saved, *changes, "--step", "2")
+    assert "step 2 took" in one.out
+    assert "gate_up computes in half the time, all exchanges take 2 times the time" in one.out
+    facts = json.loads(run(capsys, "trace", "what-if", saved, *changes, "--json").out)
+    assert facts["saved_ns"] == facts["replayed_ns"] - facts["ns"]
+    assert len(json.loads(run(capsys, "trace", "what-if", saved, "--json").out)["changes"]) > 20
 
 
 def test_diff_prints_tables_or_json(

@@ -13,6 +13,8 @@ _EXAMPLES: Final = """\
 examples:
   megavm trace report run.megatrace         where the time went
   megavm trace report run.megatrace --step 12 --json
+  megavm trace what-if run.megatrace        what a step would take if one thing were different
+  megavm trace what-if run.megatrace computing:gate_up=0.5 latency=0
   megavm trace diff before.megatrace after.megatrace
   megavm trace view run.megatrace           the timeline, in a browser
   megavm trace view before.megatrace after.megatrace
@@ -20,6 +22,21 @@ examples:
   megavm trace export run.megatrace --format perfetto -o run.pftrace
 
 Options of a command: megavm trace COMMAND --help
+"""
+
+
+_CHANGES: Final = """\
+changes: FACTOR times the recorded time; 0 takes no time, 0.5 half of it
+  computing=0.5            of all phases: what workers compute
+  computing:gate_up=0.5    of one phase
+  loading:gate_up=0.5      loads, as if it had half the bytes; loading=0.5 is twice the bandwidth
+  latency=0                of all exchanges: from a result to those who wait for it
+  latency:"o_proj words"=0 of one exchange, by words or by barrier
+  wait:"o_proj words"=0    the exchange left out: nobody waits for it
+  worker:40=0.5            all that one worker computes and loads
+  balance:gate_up=0        every worker has the mean share; balance=0 of all phases
+  switching=0              from one instruction to the next
+Several changes are made at once. docs/profiling.md says what the prediction knows and does not.
 """
 
 
@@ -31,6 +48,20 @@ def declare(megavm: Parser) -> None:
     report.add_argument("file", metavar="FILE", help="a trace")
     report.option(report, "--step", metavar="N", type=integer, help="one step only, by its number")
     report.option(report, "--json", action="store_true", help="print one JSON object")
+
+    what_if = trace.command(
+        "what-if", "FILE [CHANGE ...]", "what a step would take with something changed", _what_if,
+        _CHANGES,
+    )  # fmt: skip
+    what_if.add_argument("file", metavar="FILE", help="a trace")
+    what_if.add_argument(
+        "changes",
+        metavar="CHANGE",
+        nargs="*",
+        help="WHAT=FACTOR or WHAT:OF=FACTOR; without one, every single change is tried",
+    )
+    what_if.option(what_if, "--step", metavar="N", type=integer, help="the step (a median one)")
+    what_if.option(what_if, "--json", action="store_true", help="print one JSON object")
 
     diff = trace.command(
         "diff", "A B", "compare two traces, by label and by kind of instruction", _diff
@@ -75,6 +106,29 @@ def _report(arguments: argparse.Namespace) -> int:
 
     facts = report(Trace.load(arguments.file), arguments.step)
     print_json(facts) if arguments.json else print(format_report(facts))
+    return 0
+
+
+def _what_if(arguments: argparse.Namespace) -> int:
+    from megavm.profiler.analysis import Selection, common_steps, median_step
+    from megavm.profiler.tables import as_text
+    from megavm.profiler.trace import Trace
+    from megavm.profiler.what_if import (
+        format_prediction,
+        format_what_if,
+        parse_change,
+        predict,
+        what_if,
+    )
+
+    changes = [parse_change(text) for text in arguments.changes]
+    trace = Trace.load(arguments.file)
+    step = median_step(trace, common_steps(Selection.of(trace, arguments.step)))
+    facts = predict(trace, step, changes) if changes else what_if(trace, step)
+    if arguments.json:
+        print_json(facts)
+    else:
+        print(as_text(format_prediction(facts) if changes else format_what_if(facts)))
     return 0
 
 

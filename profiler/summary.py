@@ -1,0 +1,305 @@
+"""What a trace says at first sight: the step of median duration, and what stands out.
+
+The result travels in the trace file (docs/trace-format.md), so that the page shows what the reports
+say. All of it comes from this module and those that it calls.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from megavm.profiler.analysis import (
+    STATES,
+    Selection,
+    bandwidth,
+    by_kind,
+    by_worker,
+    common_steps,
+    median_step,
+    phases,
+)
+from megavm.profiler.critical_path import PARTS, critical_path
+from megavm.profiler.tables import percent, table, us
+from megavm.profiler.trace import Longs, Trace, TraceError
+from megavm.profiler.what_if import short_name, what_if
+
+VERSION: Final = 1  # of the summary in a file; a reader ignores one that it does not know
+LONGEST: Final = 10  # waits, outliers and late workers that are listed
+OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the median
+_WIDTH: Final = 120  # of lines of text
+_DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
+
+_POSSIBLE: Final = ("wait", "balance")  # changes to nothing that a program could have
+
+Facts = dict[str, Any]
+
+
+def summary(trace: Trace, number: int | None = None) -> Facts:
+    """The summary of a trace, or of the step with this number, as JSON values; times are ns.
+
+    ``record`` is the index of a record in the file, ``step`` the number of a step. ``what_if`` is
+    the result of ``what_if``, or a sentence that says why there is none.
+
+    Raises TraceError when the trace does not have the step, or its causes form a cycle.
+    """
+    common = common_steps(Selection.of(trace, number))
+    step = median_step(trace, common)
+    selection = Selection(trace, step, step + 1)
+    durations = (trace.step_end - trace.step_begin)[common]
+    streams = bandwidth(selection, 1)
+    facts: Facts = {
+        "version": VERSION,
+        "step": int(trace.step_number[step]),
+        "step_ns": int(trace.step_end[step] - trace.step_begin[step]),
+        "tokens": int(trace.step_tokens[step]),
+        "steps": len(common),
+        "spread": _spread(durations),
+        "streamed": streams.streamed,
+        "of_ceiling": streams.of_ceiling,
+        "states": _states(selection),
+        "critical_path": _path(trace, step)[:LONGEST],
+        "late_workers": _late_workers(selection),
+        "waits": _longest_waits(selection),
+        "outliers": _outliers(trace, common, step),
+        "workers": _workers(selection),
+        "kinds": _kinds(selection),
+        "warnings": list(warnings(trace, streams.of_ceiling)),
+    }
+    try:
+        facts["what_if"] = what_if(trace, step)
+    except TraceError as error:
+        facts["what_if"] = str(error)
+    facts["sentence"] = _sentence(facts)
+    return facts
+
+
+def _spread(durations: Longs) -> float:
+    """Half the distance of the quartiles over the median."""
+    low, middle, high = np.percentile(durations, [25, 50, 75])
+    return float((high - low) / 2 / middle) if middle else 0.0
+
+
+def _states(selection: Selection) -> dict[str, float]:
+    """What share of the step workers spend in each state."""
+    whole = max(selection.busy * selection.trace.workers, 1)
+    return {name: float(times.sum() / whole) for name, times in by_worker(selection).items()}
+
+
+def _path(trace: Trace, step: int) -> list[Facts]:
+    """The critical path by phase, longest first."""
+    phase, names = phases(trace)
+    rows: dict[str, Facts] = {}
+    for link in critical_path(trace, step).links:
+        name = names[phase[trace.record_label[link.record]]]
+        none = {"phase": name, "ns": 0, **dict.fromkeys(PARTS, 0)}
+        row = rows.setdefault(name, none)
+        row["ns"] += link.end - link.begin
+        for part in PARTS:
+            row[part] += link.parts[part]
+    return sorted(rows.values(), key=lambda row: -int(row["ns"]))
+
+
+def _late_workers(selection: Selection) -> list[Facts]:
+    """The workers that came last most often, of all waits for channels."""
+    trace, spans = selection.trace, selection.spans
+    waited = (spans.inputs > spans.begin) & (selection.column(trace.record_cause_channel) >= 0)
+    cause = selection.column(trace.record_cause)[waited]
+    worker = trace.record_worker[cause[cause >= 0]]
+    who, often = np.unique(worker[worker >= 0], return_counts=True)
+    order = np.argsort(-often, kind="stable")[:LONGEST]
+    return [{"worker": int(who[i]), "count": int(often[i]), "of": int(waited.sum())} for i in order]
+
+
+def _longest_waits(selection: Selection) -> list[Facts]:
+    trace, spans = selection.trace, selection.spans
+    waited = spans.inputs - spans.begin
+    rows = []
+    for i in np.argsort(-waited, kind="stable")[:LONGEST].tolist():
+        record = selection.records.start + i
+        cause, channel = int(trace.record_cause[record]), int(trace.record_cause_channel[record])
+        program = trace.programs[trace.record_program[record]]
+        if waited[i] <= 0:
+            break
+        known = cause >= 0 and channel >= 0
+        rows.append(
+            {
+                "record": record,
+                "label": trace.labels[trace.record_label[record]],
+                "worker": int(trace.record_worker[record]),
+                "ns": int(waited[i]),
+                "through": program.channel_name(channel) if known else "",
+                "last": cause if known else -1,
+                "last_label": trace.labels[trace.record_label[cause]] if known else "",
+                "last_worker": int(trace.record_worker[cause]) if known else -1,
+            }
+        )
+    return rows
+
+
+def _outliers(trace: Trace, common: Longs, median: int) -> list[Facts]:
+    """The steps that took much longer than the median, and which part of their paths grew most."""
+    durations = (trace.step_end - trace.step_begin)[common]
+    low, middle, high = np.percentile(durations, [25, 50, 75])
+    limit = middle + max(OUTLIER * middle, _DEVIATIONS * (high - low) / 1.349)
+    longest = np.argsort(-durations, kind="stable")[:LONGEST]
+    usual = {row["phase"]: row for row in _path(trace, median)}
+    rows = []
+    for i in longest[durations[longest] > limit].tolist():
+        grown = [
+            (row[part] - usual.get(row["phase"], {}).get(part, 0), row["phase"], part)
+            for row in _path(trace, int(common[i]))
+            for part in PARTS
+        ]
+        more, phase, part = max(grown, default=(0, "", ""))
+        rows.append(
+            {
+                "step": int(trace.step_number[common[i]]),
+                "ns": int(durations[i]),
+                "ratio": float(durations[i] / middle),
+                "phase": phase,
+                "part": part,
+                "more_ns": int(more),
+            }
+        )
+    return rows
+
+
+def _workers(selection: Selection) -> dict[str, list[int]]:
+    """Time of every worker in each state, as lists by worker: ns."""
+    return {name: times.tolist() for name, times in by_worker(selection).items()}
+
+
+def _kinds(selection: Selection) -> list[Facts]:
+    """Where the kinds of instruction are in a roofline."""
+    names = ("kind", "count", "total", "bytes_per_second", "flops_per_second", "flops_per_byte")
+    return [{name: row[name] for name in names} for row in by_kind(selection)]
+
+
+def warnings(trace: Trace, of_ceiling: float | None) -> Iterator[str]:
+    """Sentences on what may mislead a reader of the numbers."""
+    machine, notes = trace.machine, trace.notes
+    cores = machine.get("cores")
+    if isinstance(cores, int) and trace.workers > cores > 0:
+        yield (
+            f"{trace.workers} workers ran on {cores} cores: waits are mostly those for a core, "
+            "and say little about the program"
+        )
+    if of_ceiling is not None and of_ceiling > 1:
+        yield (
+            f"streamed data came at {of_ceiling:.0%} of the memory's bandwidth: caches held a part "
+            "of it, so that the bandwidth does not limit this step"
+        )
+    low, high = machine.get("bandwidth_lowest"), machine.get("bandwidth")
+    if isinstance(low, int | float) and isinstance(high, int | float) and low < 0.9 * high:
+        yield (
+            f"the bandwidth was measured as {low / 1e9:,.1f} to {high / 1e9:,.1f} GB/s: other work "
+            "used the machine, and shares of it are as uncertain"
+        )
+    ratio = notes.get("ratio")
+    if isinstance(ratio, int | float) and ratio > 1.1:
+        yield f"tracing made a token {ratio:.2f} times as long: short instructions look longer"
+    if (trace.record_worker < 0).any():
+        yield "the trace does not say which worker executed what (a dynamic queue)"
+
+
+def _sentence(facts: Facts) -> str:
+    """The summary in a few words."""
+    parts = [f"A step takes {us(facts['step_ns'])} us"]
+    of_ceiling = facts["of_ceiling"]
+    states = facts["states"]
+    if of_ceiling is not None and of_ceiling <= 1:
+        parts[0] += f": {of_ceiling:.0%} of the memory's bandwidth"
+    else:
+        waiting = states["barrier"] + states["words"]
+        parts[0] += (
+            f": workers compute and load {states['computing'] + states['loading']:.0%} of it, "
+            f"wait {waiting:.0%}"
+        )
+    for row in facts["critical_path"][:1]:
+        share = percent(row["ns"], facts["step_ns"])
+        parts.append(f"{short_name(row['phase']) or 'a phase'} is {share} of the critical path")
+    for row in facts["late_workers"][:1]:
+        share = f"{row['count'] / row['of']:.0%}"
+        parts.append(f"worker {row['worker']} came last in {share} of {row['of']:,} waits")
+    found = facts["what_if"]
+    changes = found["changes"] if isinstance(found, dict) else []
+    # What takes no time at all would bring most, and cannot be had.
+    real = [row for row in changes if row["of"] and (row["factor"] or row["what"] in _POSSIBLE)]
+    best = next((row for row in real if row["saved_ns"] > 0), None)
+    if best is not None:
+        share = percent(best["saved_ns"], facts["step_ns"])
+        parts.append(f"the largest single gain: {best['text']}, {share} less")
+    return "; ".join(parts) + "."
+
+
+def format_summary(facts: Facts) -> Iterator[str]:
+    """The result of ``summary`` as lines, without the table of changes."""
+    yield from textwrap.wrap(facts["sentence"], _WIDTH)
+    among = f"of median duration among {facts['steps']} steps of {facts['tokens']} tokens"
+    yield f"(step {facts['step']}{f', {among}' if facts['steps'] > 1 else ''})"
+    for warning in facts["warnings"]:
+        yield from textwrap.wrap(f"note: {warning}", _WIDTH)
+    if facts["outliers"]:
+        yield ""
+        yield "Outliers: steps that took much longer, and what of their critical path grew most"
+        yield from table(
+            ("step", "us", "of median", "phase", "part", "more us"),
+            [
+                (
+                    str(row["step"]),
+                    us(row["ns"]),
+                    f"{row['ratio']:.2f}",
+                    short_name(row["phase"]),
+                    row["part"],
+                    us(row["more_ns"]),
+                )
+                for row in facts["outliers"]
+            ],
+        )
+    if facts["late_workers"]:
+        yield ""
+        yield "Who came last"
+        yield from table(
+            ("worker", "waits", "share", "computing and loading, of the mean"),
+            [
+                (
+                    str(row["worker"]),
+                    f"{row['count']:,}",
+                    percent(row["count"], row["of"]),
+                    f"{_relative_work(facts, row['worker']):.2f}",
+                )
+                for row in facts["late_workers"][:3]
+            ],
+        )
+    if facts["waits"]:
+        yield ""
+        yield "Longest waits of the step"
+        yield from table(
+            ("instruction", "on worker", "for", "on worker", "through", "us"),
+            [
+                (
+                    row["label"],
+                    str(row["worker"]),
+                    row["last_label"] or "-",
+                    str(row["last_worker"]) if row["last"] >= 0 else "-",
+                    row["through"] or "-",
+                    us(row["ns"]),
+                )
+                for row in facts["waits"][:5]
+            ],
+            left=5,
+        )
+
+
+def _relative_work(facts: Facts, worker: int) -> float:
+    """Computing and loading of a worker over the mean of all."""
+    own, whole = 0, 0
+    for state in STATES[:2]:
+        times = facts["workers"][state]
+        own += times[worker]
+        whole += sum(times)
+    return own * len(facts["workers"][STATES[0]]) / whole if whole else 1.0

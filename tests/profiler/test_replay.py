@@ -1,0 +1,186 @@
+"""Replays: nothing changed gives the recorded step, and changes give what really happens."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from recording import record, record_ring, ring
+from simulator import Machine, Task, changed, layered, simulate, step_time
+from synthetic import like_a_gpu, synthetic_trace
+
+from megavm.profiler.replay import Change, Replay
+from megavm.profiler.trace import Trace, TraceError
+
+# Name, ns to compute, pages to load, whether the results are words.
+PRODUCTS = (
+    ("qkv", 2500, 0, True),
+    ("attention", 2000, 0, False),
+    ("o_proj", 1500, 0, True),
+    ("gate_up", 3000, 0, True),
+    ("down_proj", 1500, 0, False),
+)
+STREAMING = (
+    ("qkv", 1500, 6, True),
+    ("attention", 2000, 0, False),
+    ("o_proj", 1200, 4, True),
+    ("gate_up", 4000, 16, True),
+    ("down_proj", 2400, 8, False),
+)
+
+
+def replayed(trace: Trace, *changes: Change) -> float:
+    return float(Replay(trace, 0).run([changes]).step[0])
+
+
+@pytest.mark.parametrize(
+    "trace",
+    [
+        synthetic_trace(workers=6, steps=4, layers=3),
+        synthetic_trace(workers=6, steps=4, layers=3, slow_worker=2),
+        like_a_gpu(synthetic_trace(workers=6, steps=4, layers=3)),
+        record_ring(),
+        record_ring(tagged=True),
+        record(ring(2, 10), launches=2, steps=30).trace(),
+    ],
+    ids=["synthetic", "slow worker", "like a GPU's", "ring", "tagged ring", "many steps"],
+)
+def test_nothing_changed_takes_the_recorded_time(trace: Trace) -> None:
+    for step in range(trace.num_steps):
+        replay = Replay(trace, step)
+        assert replay.run([()]).step[0] == pytest.approx(replay.recorded, rel=0.01)
+
+
+def test_the_simulator_is_replayed_exactly() -> None:
+    for phases in (PRODUCTS, STREAMING):
+        machine = layered(5, 3, phases)
+        # The step begins with the first event, after the worker's first turn.
+        assert replayed(simulate(machine)) == pytest.approx(
+            step_time(machine), abs=machine.turn + 2
+        )
+
+
+def _error(machine: Machine, what: str, of: str, factor: float) -> float:
+    """Predicted less true time, as a part of the time without the change."""
+    truth = step_time(changed(machine, what, of, factor))
+    return (replayed(simulate(machine), Change(what, of, factor)) - truth) / step_time(machine)
+
+
+CHANGES = [
+    ("computing", "", 0.5),
+    ("computing", "layers.*.gate_up", 0.0),
+    ("computing", "layers.*.gate_up", 2.0),
+    ("latency", "", 0.0),
+    ("latency", "", 2.0),
+    ("wait", "layers.*.attention barrier", 0.0),
+    ("wait", "layers.*.o_proj words", 0.0),
+    ("worker", "1", 0.5),
+    ("worker", "1", 2.0),
+    ("switching", "", 0.0),
+]
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    workers=st.integers(2, 9),
+    layers=st.integers(1, 4),
+    seed=st.integers(0, 1000),
+    spread=st.sampled_from([0.0, 0.2, 0.7]),
+    hop=st.sampled_from([100.0, 700.0, 3000.0]),
+    change=st.sampled_from(CHANGES),
+)
+def test_changes_of_what_was_seen_are_predicted(
+    workers: int, layers: int, seed: int, spread: float, hop: float, change: tuple[str, str, float]
+) -> None:
+    """Without loads a trace has every time that the step consists of."""
+    machine = layered(workers, layers, PRODUCTS, seed, spread, hop=hop)
+    # The simulator's stores, 90 ns each, take as long as before; those of the replay do not.
+    assert abs(_error(machine, *change)) < 0.05
+
+
+def test_changes_of_a_machine_that_streams_are_predicted() -> None:
+    """What loads hide was not seen: it is estimated from where they hide nothing."""
+    errors = {
+        (page, ring, *change): _error(
+            layered(8, 4, STREAMING, seed=3, page=page, ring=ring), *change
+        )
+        # Bound by computing, by neither, by the memory.
+        for page in (100.0, 400.0, 900.0)
+        for ring in (4, 8, 16)
+        for change in [*CHANGES[1:], ("loading", "", 0.5), ("loading", "", 2.0)]
+    }
+    sizes = np.abs(list(errors.values()))
+    assert sizes.mean() < 0.025, errors
+    assert sizes.max() < 0.14, errors
+
+
+def test_a_phase_is_evened_out() -> None:
+    machine = layered(6, 2, PRODUCTS, spread=0.0)
+    slow = [tuple(dataclasses.replace(t, work=3 * t.work) for t in machine.queues[0])]
+    uneven = dataclasses.replace(machine, queues=(*slow, *machine.queues[1:]))
+    even = dataclasses.replace(
+        machine,
+        queues=tuple(
+            tuple(dataclasses.replace(t, work=t.work * 8 / 6) for t in q) for q in machine.queues
+        ),
+    )
+    assert replayed(simulate(uneven), Change("balance", "", 0.0)) == pytest.approx(
+        step_time(even), rel=0.02
+    )
+
+
+def test_a_barrier_that_needs_some_of_its_signals_waits_for_those() -> None:
+    first = Task("layers.0.early", 1000.0, 0)
+    late = Task("layers.0.late", 5000.0, 0)
+    last = Task("layers.0.last", 1000.0, 1, (0,))
+    trace = simulate(Machine(((first, last), (late,)), (False, False)))
+    target = trace.programs[0].channel_target
+    target[0] = 1
+    # The simulator knows no targets: what was recorded is later than need be.
+    assert replayed(trace) == Replay(trace, 0).recorded
+
+
+def test_several_changes_act_together() -> None:
+    machine = layered(6, 3, PRODUCTS, hop=2000.0)
+    both = changed(changed(machine, "latency", "", 0.5), "computing", "layers.*.qkv", 0.5)
+    changes = Change("latency", "", 0.5), Change("computing", "layers.*.qkv", 0.5)
+    assert replayed(simulate(machine), *changes) == pytest.approx(step_time(both), rel=0.03)
+
+
+def test_no_step_is_shorter_than_its_bytes_take() -> None:
+    trace = synthetic_trace(workers=8, steps=3, layers=2)
+    machine = {**trace.machine, "bandwidth": trace.machine["bandwidth"] / 1.3}
+    slow = dataclasses.replace(trace, machine=machine)
+    own = slice(*slow.step_offsets[:2].tolist())
+    needed = slow.of_instruction("load_bytes")[own].sum() / machine["bandwidth"] * 1e9
+    replay = Replay(slow, 0)
+    everything = [Change("computing", "", 0.0), Change("latency", "", 0.0)]
+    found = replay.run([everything, [*everything, Change("loading", "", 0.5)]])
+    assert found.step[0] == pytest.approx(needed) == found.floor[0]
+    assert found.floor[1] == pytest.approx(needed / 2)
+
+
+def test_what_cannot_be_replayed_is_refused() -> None:
+    with pytest.raises(TraceError, match="does not say which worker"):
+        Replay(
+            dataclasses.replace(t := synthetic_trace(), record_worker=t.record_worker * 0 - 1), 0
+        )
+    trace = simulate(layered(2, 1, PRODUCTS))
+    trace.programs[0].waits[0, 1] = trace.programs[0].waits[-1, 1]
+    with pytest.raises(TraceError, match="circle"):
+        Replay(trace, 0)
+    with pytest.raises(TraceError, match="no 'nothing' to change the computing of"):
+        replayed(simulate(layered(2, 1, PRODUCTS)), Change("computing", "nothing", 0.5))
+    with pytest.raises(TraceError, match="a change is of computing"):
+        replayed(simulate(layered(2, 1, PRODUCTS)), Change("luck", "", 0.5))
+
+
+def test_many_scenarios_are_as_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    replay = Replay(simulate(layered(3, 2, STREAMING)), 0)
+    scenarios = [[Change("latency", "", f)] for f in (0.0, 0.3, 1.0, 2.5)]
+    together = replay.run(scenarios).step
+    monkeypatch.setattr("megavm.profiler.replay._CELLS", 1)
+    assert np.array_equal(replay.run(scenarios).step, together)

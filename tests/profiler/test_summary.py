@@ -1,0 +1,148 @@
+"""The summary of a trace, and the table of changes: what stands out is found, and said."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from recording import record_ring
+from simulator import changed, layered, simulate, step_time
+from synthetic import synthetic_trace
+from test_replay import PRODUCTS
+
+from megavm.profiler.summary import VERSION, format_summary, summary
+from megavm.profiler.trace import Trace, TraceError
+from megavm.profiler.trace_file import with_summary
+from megavm.profiler.what_if import describe, format_what_if, parse_change, predict, what_if
+
+
+def test_a_slow_worker_is_named() -> None:
+    facts = summary(synthetic_trace(workers=12, steps=5, layers=3, slow_worker=7))
+    assert facts["late_workers"][0]["worker"] == 7
+    assert all(row["last_worker"] == 7 for row in facts["waits"])
+    assert "worker 7 came last in" in facts["sentence"]
+    assert "worker 7 in half the time" in facts["sentence"]
+    assert np.argmax(facts["workers"]["computing"]) == 7
+    assert sum(facts["states"].values()) == pytest.approx(1, abs=0.01)
+
+
+def test_outliers_are_found_and_what_of_them_grew() -> None:
+    trace = synthetic_trace(workers=6, steps=30, layers=2)
+    # In step 11 one worker's gate_up takes 100 us more; all that comes later moves.
+    own = (trace.record_step == 11) & (trace.record_worker == 3)
+    slow = own & (trace.record_label == trace.labels.index("layers.1.gate_up"))
+    at = trace.times[[e.name for e in trace.events].index("inputs"), slow.argmax()]
+    trace.times[trace.times > at] += 100_000
+    facts = summary(trace)
+    assert [row["step"] for row in facts["outliers"]] == [11]
+    assert facts["outliers"][0]["more_ns"] == pytest.approx(100_000, rel=0.1)
+    assert facts["outliers"][0]["phase"] == "layers.*.gate_up"
+    assert "Outliers" in "\n".join(format_summary(facts))
+    assert not summary(synthetic_trace(workers=6, steps=30, layers=2))["outliers"]
+
+
+def test_what_misleads_is_said() -> None:
+    trace = synthetic_trace(workers=4, steps=3, layers=1)
+    machine = {
+        **trace.machine, "cores": 2, "bandwidth": 1e9, "bandwidth_lowest": 5e8,
+    }  # fmt: skip
+    facts = summary(dataclasses.replace(trace, machine=machine, notes={"ratio": 1.5}))
+    said = " ".join(facts["warnings"])
+    for words in ("4 workers ran on 2 cores", "caches held", "0.5 to 1.0 GB/s", "1.50 times"):
+        assert words in said
+    assert "% of the memory's bandwidth" not in facts["sentence"]
+    assert not summary(trace)["warnings"]
+
+
+def test_unknown_workers_leave_the_rest() -> None:
+    facts = summary(record_ring(dynamic=True))
+    if any("dynamic" in warning for warning in facts["warnings"]):
+        assert "does not say which worker" in facts["what_if"]
+    assert json.loads(json.dumps(facts))["version"] == VERSION
+
+
+def test_single_changes_are_ranked_by_what_they_bring() -> None:
+    machine = layered(5, 3, PRODUCTS, hop=1500.0)
+    facts = what_if(simulate(machine), 0)
+    saved = [row["saved_ns"] for row in facts["changes"]]
+    assert saved == sorted(saved, reverse=True)
+    assert facts["replayed_ns"] == facts["step_ns"]
+    rows = {row["text"]: row for row in facts["changes"]}
+    for text, change in {
+        "without waiting for attention's barrier": ("wait", "layers.*.attention barrier", 0.0),
+        "all exchanges take half the time": ("latency", "", 0.5),
+        "gate_up computes in half the time": ("computing", "layers.*.gate_up", 0.5),
+    }.items():
+        assert rows[text]["ns"] == pytest.approx(step_time(changed(machine, *change)), rel=0.03)
+    lines = list(format_what_if(facts, 3))
+    assert lines[2].startswith(facts["changes"][0]["text"])
+    assert "more (megavm trace what-if" in lines[-1]
+
+
+def test_changes_are_named_as_the_table_names_them() -> None:
+    trace = simulate(layered(3, 2, PRODUCTS))
+    facts = predict(trace, 0, [parse_change("computing:gate_up=2"), parse_change("latency=0")])
+    assert facts["changes"] == [
+        "gate_up computes in 2 times the time",
+        "all exchanges take no time",
+    ]
+    change = parse_change("wait:o_proj words=0")
+    assert predict(trace, 0, [change])["saved_ns"] > 0
+    assert describe(change) == "without waiting for o_proj's words"
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("gate_up", "is no change: say WHAT=FACTOR"),
+        ("luck=0", "WHAT is one of computing"),
+        ("computing:gate_up=fast", "is no change"),
+        ("latency=1.2.3", "is not a number"),
+        ("wait:o_proj words=0.5", "can only be left out"),
+        ("switching:qkv=0", "of all workers"),
+        ("computing=-1", "is no change"),
+    ],
+)
+def test_what_is_no_change_is_refused(text: str, sentence: str) -> None:
+    with pytest.raises(TraceError, match=sentence):
+        parse_change(text)
+
+
+def test_a_phase_that_the_step_lacks_is_refused_with_those_that_it_has() -> None:
+    with pytest.raises(TraceError, match=r"no 'gate'.*it has qkv, attention, o_proj, gate_up"):
+        predict(simulate(layered(2, 1, PRODUCTS)), 0, [parse_change("computing:gate=0")])
+
+
+def test_an_old_file_gets_a_summary_and_keeps_its_columns(tmp_path: Path) -> None:
+    trace = synthetic_trace(workers=3, steps=3, layers=1)
+    path, old = tmp_path / "a.megatrace", tmp_path / "old.megatrace"
+    trace.save(path)
+    assert with_summary(path) == (b"", 0)
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    container = json.loads(content[8 : 8 + length])
+    header = json.loads(container["__metadata__"]["header"])
+    header["summary"]["version"] = 0
+    container["__metadata__"]["header"] = json.dumps(header)
+    text = json.dumps(container).encode()
+    old.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    begin, rest = with_summary(old)
+    (tmp_path / "new.megatrace").write_bytes(begin + old.read_bytes()[rest:])
+    loaded = Trace.load(tmp_path / "new.megatrace")
+    assert (loaded.times == trace.times).all()
+    assert (loaded.record_cause == trace.record_cause).all()
+    size = int.from_bytes(begin[:8], "little")
+    assert json.loads(json.loads(begin[8 : 8 + size])["__metadata__"]["header"])["summary"] == (
+        json.loads(json.dumps(summary(trace)))
+    )
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff" * 40, b"\x02\0\0\0\0\0\0\0[]", b"\x04" + b"\0" * 7]
+)
+def test_a_damaged_file_is_left_to_the_page(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.megatrace").write_bytes(content)
+    assert with_summary(tmp_path / "x.megatrace") == (b"", 0)
