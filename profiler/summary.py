@@ -115,26 +115,30 @@ def _late_workers(selection: Selection) -> list[Facts]:
 
 
 def _longest_waits(selection: Selection) -> list[Facts]:
+    """The longest waits, one for each record that others waited for, with how many did."""
     trace, spans = selection.trace, selection.spans
     waited = spans.inputs - spans.begin
+    through = selection.column(trace.record_cause_channel) >= 0
+    cause = np.where(through, selection.column(trace.record_cause), -1)
+    order = np.argsort(-waited, kind="stable")
+    order = order[(waited > 0)[order] & (cause >= 0)[order]]
+    _, first, count = np.unique(cause[order], return_index=True, return_counts=True)
     rows = []
-    for i in np.argsort(-waited, kind="stable")[:LONGEST].tolist():
-        record = selection.records.start + i
-        cause, channel = int(trace.record_cause[record]), int(trace.record_cause_channel[record])
+    for place in np.argsort(first)[:LONGEST].tolist():
+        record = selection.records.start + int(order[first[place]])
+        last = int(trace.record_cause[record])
         program = trace.programs[trace.record_program[record]]
-        if waited[i] <= 0:
-            break
-        known = cause >= 0 and channel >= 0
         rows.append(
             {
                 "record": record,
                 "label": trace.labels[trace.record_label[record]],
                 "worker": int(trace.record_worker[record]),
-                "ns": int(waited[i]),
-                "through": program.channel_name(channel) if known else "",
-                "last": cause if known else -1,
-                "last_label": trace.labels[trace.record_label[cause]] if known else "",
-                "last_worker": int(trace.record_worker[cause]) if known else -1,
+                "ns": int(waited[order[first[place]]]),
+                "through": program.channel_name(int(trace.record_cause_channel[record])),
+                "last": last,
+                "last_label": trace.labels[trace.record_label[last]],
+                "last_worker": int(trace.record_worker[last]),
+                "count": int(count[place]),
             }
         )
     return rows
@@ -277,17 +281,18 @@ def format_summary(facts: Facts) -> Iterator[str]:
         )
     if facts["waits"]:
         yield ""
-        yield "Longest waits of the step"
+        yield "Longest waits of the step, one for each instruction that others waited for"
         yield from table(
-            ("instruction", "on worker", "for", "on worker", "through", "us"),
+            ("instruction", "on worker", "for", "on worker", "through", "us", "waited for it"),
             [
                 (
                     row["label"],
                     str(row["worker"]),
-                    row["last_label"] or "-",
-                    str(row["last_worker"]) if row["last"] >= 0 else "-",
-                    row["through"] or "-",
+                    row["last_label"],
+                    str(row["last_worker"]),
+                    row["through"],
                     us(row["ns"]),
+                    str(row["count"]),
                 )
                 for row in facts["waits"][:5]
             ],

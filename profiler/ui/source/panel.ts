@@ -6,7 +6,9 @@ import { button, make } from "./dom.ts";
 import { InstructionPage } from "./instruction_page.ts";
 import { PathPage } from "./path_page.ts";
 import { StatisticsPage } from "./statistics_page.ts";
+import { SummaryPage } from "./summary_page.ts";
 import { TracePage } from "./trace_page.ts";
+import { WhatIfPage } from "./what_if_page.ts";
 
 /** What a tab shows. It renders only while it is open. */
 export interface Page {
@@ -14,6 +16,9 @@ export interface Page {
   readonly element: HTMLElement;
   render(): void;
 }
+
+/** Places of the tabs. */
+const [SUMMARY, WHAT_IF, INSTRUCTION, STATISTICS, PATH, COMPARE] = [0, 1, 2, 3, 4, 5];
 
 export class Panel {
   readonly element = make("aside", "panel");
@@ -24,6 +29,8 @@ export class Panel {
 
   constructor(app: App, openCompare: () => void) {
     this.pages = [
+      new SummaryPage(app, () => this.show(WHAT_IF)),
+      new WhatIfPage(app),
       new InstructionPage(app),
       new StatisticsPage(app),
       new PathPage(app),
@@ -40,25 +47,25 @@ export class Panel {
     this.element.append(this.sash(), bar, ...this.pages.map((page) => page.element));
     let before = app.selected;
     app.on(["selection"], () => {
-      if (app.selected !== null && app.selected.record !== before?.record && this.open !== 2) this.show(0);
+      if (app.selected !== null && app.selected.record !== before?.record && this.open !== PATH) this.show(INSTRUCTION);
       else this.later();
       before = app.selected;
     });
     app.on(["range"], () => {
-      if (app.range !== null && this.open !== 1) this.show(1);
+      if (app.range !== null && this.open !== STATISTICS) this.show(STATISTICS);
       else this.later();
     });
     app.on(["critical"], () => {
-      if (app.critical) this.show(2);
+      if (app.critical) this.show(PATH);
     });
     let count = 0;
     app.on(["panes"], () => {
-      if (app.panes.length > 1 && count < 2) this.show(3);
+      if (app.panes.length > 1 && count < 2) this.show(COMPARE);
       else this.later();
       count = app.panes.length;
     });
     app.on(["step", "theme", "colour", "view"], () => this.later());
-    this.show(4);
+    this.show(SUMMARY);
   }
 
   /** The edge that makes the panel wider or narrower. */

@@ -1,0 +1,182 @@
+/** What a trace says at first sight. Everything in it leads to its place in the timeline. */
+
+import type { App } from "./app.ts";
+import { colourOfName, css, word } from "./colour.ts";
+import { button, make } from "./dom.ts";
+import { duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
+import type { Pane } from "./pane.ts";
+import type { Page } from "./panel.ts";
+import { makeRoofline } from "./roofline.ts";
+import { type Kind, type LateWorker, type Outlier, type Summary, type Wait, readSummary } from "./summary.ts";
+import { type Column, makeTable } from "./table.ts";
+
+const MAX_CELLS = 1024;
+export const NO_SUMMARY = "This file has no summary that this page knows. “megavm trace view FILE” shows it with one.";
+
+export class SummaryPage implements Page {
+  readonly name = "Summary";
+  readonly element = make("section", "page");
+  private shown: readonly unknown[] = [];
+
+  constructor(
+    private readonly app: App,
+    private readonly openWhatIf: () => void,
+  ) {}
+
+  render(): void {
+    const { panes, theme } = this.app;
+    const shown = [...panes.map((pane) => pane.trace), theme.dark];
+    if (isSame(shown, this.shown)) return;
+    this.shown = shown;
+    this.element.replaceChildren(
+      ...panes.flatMap((pane) => {
+        const found = readSummary(pane.trace);
+        const title = panes.length > 1 ? [make("h2", "", `${pane.letter}: ${pane.trace.name}`)] : [];
+        return [...title, ...(found === null ? [make("p", "hint", NO_SUMMARY)] : this.parts(pane, found))];
+      }),
+    );
+  }
+
+  private parts(pane: Pane, found: Summary): HTMLElement[] {
+    const { app } = this;
+    const { trace } = pane;
+    const parts: HTMLElement[] = [
+      make("p", "lead", found.sentence),
+      ...found.warnings.map((text) => make("p", "note", text)),
+      make(
+        "div",
+        "buttons",
+        button(`Show step ${trace.stepNumber[found.step]}`, "the step of median duration", () => this.show(pane, found.step)),
+        button("Its critical path", "the chain that made it as long as it is", () => {
+          this.show(pane, found.step);
+          app.setCritical(true);
+        }),
+        button("What would help", "the step with one thing changed", this.openWhatIf),
+      ),
+    ];
+    if (found.outliers.length > 0) parts.push(make("h3", "", "Steps that took much longer"), this.outliers(pane, found));
+    if (found.waits.length > 0) parts.push(make("h3", "", "Longest waits"), this.waits(pane, found));
+    if (found.lateWorkers.length > 0) parts.push(make("h3", "", "Who came last"), this.late(found));
+    parts.push(...this.strips(found));
+    const roofline = makeRoofline(found.kinds, trace.machine.bandwidth);
+    if (roofline !== null) {
+      const picture = make("div");
+      picture.append(roofline);
+      parts.push(
+        make("h3", "", "Kinds of instruction: what workers that did nothing else would reach"),
+        picture,
+        this.kinds(found.kinds, trace.machine.bandwidth),
+        make(
+          "p",
+          "faint",
+          "The line is the memory's bandwidth. What lies above it read from caches, or loaded while the workers waited.",
+        ),
+      );
+    }
+    return parts;
+  }
+
+  private show(pane: Pane, step: number): void {
+    if (this.app.panes.length > 1) this.app.alignStep(pane, step);
+    else this.app.setStep(step, true);
+  }
+
+  private outliers(pane: Pane, { outliers }: Summary): HTMLElement {
+    return makeTable<Outlier>(
+      [
+        { title: "step", text: (o) => String(pane.trace.stepNumber[o.step]), value: (o) => pane.trace.stepNumber[o.step]! },
+        { title: "time", text: (o) => duration(o.time), value: (o) => o.time },
+        { title: "of median", text: (o) => `${o.ratio.toFixed(2)} ×`, value: (o) => o.ratio },
+        { title: "what grew most", text: (o) => `${o.phase}: ${o.part}`, help: "on its critical path, against that of the median step" },
+        { title: "by", text: (o) => signedDuration(o.more), value: (o) => o.more },
+      ],
+      outliers,
+      (o) => this.show(pane, o.step),
+    );
+  }
+
+  private waits(pane: Pane, { waits }: Summary): HTMLElement {
+    return makeTable<Wait>(
+      [
+        { title: "instruction", text: (w) => w.label },
+        { title: "worker", text: (w) => pane.trace.workerName(w.worker), value: (w) => w.worker },
+        { title: "time", text: (w) => duration(w.time), value: (w) => w.time },
+        { title: "for", text: (w) => w.lastLabel, help: "the last to come of all that it waited for" },
+        { title: "worker", text: (w) => pane.trace.workerName(w.lastWorker), value: (w) => w.lastWorker },
+        { title: "waited", text: (w) => integer(w.count), value: (w) => w.count, help: "how many instructions waited for the same one" },
+      ],
+      waits,
+      (w) => this.app.select(pane, w.record, true),
+    );
+  }
+
+  private kinds(kinds: readonly Kind[], ceiling: number | null): HTMLElement {
+    const columns: Column<Kind>[] = [
+      { title: "kind", text: (k) => k.name, colour: (k) => css(colourOfName(k.name)) },
+      { title: "time", text: (k) => duration(k.total), value: (k) => k.total, help: "of all workers, waiting included" },
+      { title: "FLOP/B", text: (k) => k.flopsPerByte.toFixed(2), value: (k) => k.flopsPerByte },
+      { title: "FLOP/s", text: (k) => flops(k.flops), value: (k) => k.flops },
+      { title: "bytes/s", text: (k) => rate(k.bytes), value: (k) => k.bytes },
+    ];
+    if (ceiling !== null) {
+      columns.push({ title: "of line", text: (k) => percent(k.bytes / ceiling), value: (k) => k.bytes, help: "bytes/s over the memory's bandwidth" });
+    }
+    return makeTable(columns, kinds, (k) => this.app.search(`kind:${word(k.name)}`));
+  }
+
+  private late(found: Summary): HTMLElement {
+    const mean = found.busy.reduce((sum, time) => sum + time, 0) / Math.max(1, found.busy.length);
+    const work = ({ worker }: LateWorker): number => (mean > 0 ? (found.busy[worker] ?? 0) / mean : 1);
+    return makeTable<LateWorker>(
+      [
+        { title: "worker", text: (w) => String(w.worker), value: (w) => w.worker },
+        { title: "waits", text: (w) => integer(w.count), value: (w) => w.count },
+        { title: "part", text: (w) => percent(w.count / w.of), value: (w) => w.count, bar: (w) => w.count / w.of, help: "of all waits of the step for others" },
+        { title: "work", text: (w) => `${work(w).toFixed(2)} ×`, value: work, help: "computing and loading over the mean of all workers" },
+      ],
+      found.lateWorkers,
+      (w) => this.app.search(`worker:${w.worker}`),
+    );
+  }
+
+  /** A cell for every worker: how its time compares with that of the others. */
+  private strips(found: Summary): HTMLElement[] {
+    const [computing, , barrier] = this.app.theme.states;
+    if (found.busy.length === 0) return [];
+    const strip = (title: string, times: readonly number[], colour: (typeof this.app.theme.states)[number]): HTMLElement[] => {
+      const most = Math.max(...times.slice(0, MAX_CELLS), 1);
+      const cells = times.slice(0, MAX_CELLS).map((time, worker) => {
+        const part = time / Math.max(1, found.time);
+        const cell = button("", `worker ${worker}: ${duration(time)}, ${percent(part)} of the step`, () =>
+          this.app.search(`worker:${worker}`),
+        );
+        cell.style.backgroundColor = `rgb(${colour.map(Math.round).join(" ")} / ${(0.08 + 0.92 * (time / most)).toFixed(3)})`;
+        cell.tabIndex = -1;
+        return cell;
+      });
+      const [low, high] = [Math.min(...times), Math.max(...times)];
+      return [
+        make("p", "faint", `${title}: ${duration(low)} to ${duration(high)}`),
+        make("div", "strip", ...cells),
+      ];
+    };
+    return [
+      make("h3", "", "Workers, from the first to the last"),
+      ...strip("computing and loading", found.busy, computing!),
+      ...strip("waiting", found.waiting, barrier!),
+    ];
+  }
+}
+
+/** What the timeline is searched for, for something that a change or a row is of. */
+export function queryFor(what: string, of: string): string | null {
+  if (of === "") return null;
+  if (what === "worker") return `worker:${of}`;
+  const phase = of.replace(/ (?:words|barrier)$/, "").replace(/^(?:.*\.)?layers\.\*\./, "");
+  return `phase:${word(phase)}`;
+}
+
+/** Whether two lists have the same members. */
+export function isSame(a: readonly unknown[], b: readonly unknown[]): boolean {
+  return a.length === b.length && a.every((member, i) => member === b[i]);
+}
