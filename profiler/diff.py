@@ -12,9 +12,14 @@ from megavm.profiler.analysis import STATES, median_step, phases, states
 from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import LONG_PATH, contributions
 from megavm.profiler.tables import as_text, table
-from megavm.profiler.trace import Trace, TraceError
+from megavm.profiler.trace import Longs, Trace, TraceError
 
 PARTS: Final = STATES[:4]  # the states of instructions: all but idle
+
+# Members of a trace's model that say what there is to compute.
+_MODEL: Final = ("name", "parameters", "layers", "hidden_size", "vocab_size", "dtype")
+
+_TRACING: Final = 0.05  # a difference of what tracing costs that is worth a note
 
 Totals = dict[str, dict[str, float]]  # by name: ns of all workers per step
 
@@ -25,6 +30,8 @@ def diff(before: Trace, after: Trace) -> dict[str, Any]:
     Compares only steps with the number of tokens that is most frequent in both traces (decode steps
     with decode steps). ``kinds``, ``phases`` and ``labels`` hold times of all workers per step,
     ``critical_path`` those of the steps of median duration. ``steps`` pairs steps in order.
+    ``slower`` is the change of the median step with its interval, ``differences`` sentences on what
+    else is different.
 
     Raises TraceError when the traces have no number of tokens in common.
     """
@@ -36,7 +43,9 @@ def diff(before: Trace, after: Trace) -> dict[str, Any]:
         "machines": [dict(t.machine) for t in (before, after)],
         "models": [dict(t.model) for t in (before, after)],
         "count": [len(a.steps), len(b.steps)],
+        "differences": [*model_differences(before, after), *_run_differences(before, after)],
         "step": _change(a.median, b.median),
+        "slower": slower(a.durations, b.durations),
         "gap": _change(a.gap, b.gap),
         "streamed": _change(a.streamed, b.streamed),
         "kinds": _changes(a.totals(0), b.totals(0)),
@@ -48,6 +57,80 @@ def diff(before: Trace, after: Trace) -> dict[str, Any]:
             for n, m, x, y in zip(a.numbers, b.numbers, a.durations, b.durations, strict=False)
         ],
     }
+
+
+def model_differences(before: Trace, after: Trace) -> list[str]:
+    """In what the models differ: a comparison of times is then one of what there is to do."""
+    return [
+        f"the models are different: {name} is {before.model[name]} in A and "
+        f"{after.model[name]} in B"
+        for name in _MODEL
+        if name in before.model and name in after.model and before.model[name] != after.model[name]
+    ][:1]
+
+
+def _run_differences(before: Trace, after: Trace) -> Iterator[str]:
+    for name, what in (("device", "device"), ("workers", "number of workers")):
+        a, b = before.machine.get(name), after.machine.get(name)
+        if a != b:
+            yield f"the machines are different: the {what} is {a} in A and {b} in B"
+    ratios = [trace.notes.get("ratio") for trace in (before, after)]
+    if all(isinstance(ratio, int | float) for ratio in ratios):
+        a, b = ratios
+        if abs(a - b) > _TRACING:
+            yield f"tracing made a token {a:.2f} times as long in A and {b:.2f} times in B"
+
+
+def slower(a: Longs, b: Longs) -> dict[str, float]:
+    """By what part the median of b is above that of a, with an interval that holds it.
+
+    The interval follows from the 95 % intervals of both medians, which are order statistics
+    (Conover, Practical Nonparametric Statistics): nothing is assumed of how durations are spread.
+    It covers the noise over the steps of these runs, not that between runs.
+    """
+    low_a, high_a = _median_interval(a)
+    low_b, high_b = _median_interval(b)
+    return {
+        "change": float(np.median(b) / np.median(a)) - 1,
+        "least": low_b / high_a - 1,
+        "most": high_b / low_a - 1,
+    }
+
+
+def _median_interval(durations: Longs) -> tuple[float, float]:
+    ordered, count = np.sort(np.maximum(durations, 1)), len(durations)
+    half = 1.96 * np.sqrt(count) / 2
+    low = max(int(np.floor((count - 1) / 2 - half)), 0)
+    high = min(int(np.ceil((count - 1) / 2 + half)), count - 1)
+    return float(ordered[low]), float(ordered[high])
+
+
+def judge(facts: dict[str, Any], limit: float) -> tuple[bool, str]:
+    """Whether B is slower than A by more than ``limit`` for certain, and a sentence that says so.
+
+    ``limit`` is a part: 0.03 is 3 %. Raises TraceError when the models are different.
+    """
+    different = [text for text in facts["differences"] if text.startswith("the models")]
+    if different:
+        raise TraceError(f"{different[0]}: no limit on the change of time makes sense")
+    said, change, least = (
+        _said(facts["slower"]),
+        facts["slower"]["change"],
+        facts["slower"]["least"],
+    )
+    if least > limit:
+        return True, f"{said}: above the limit of {limit:.1%}"
+    if change > limit:
+        return False, f"{said}: above the limit of {limit:.1%}, but within the noise"
+    return False, f"{said}: within the limit of {limit:.1%}"
+
+
+def _said(slower: dict[str, float]) -> str:
+    return (
+        f"a step of B takes {1 + slower['change']:.3f} times as long as one of A: "
+        f"{slower['change']:+.1%}, with the noise over steps "
+        f"{slower['least']:+.1%} to {slower['most']:+.1%}"
+    )
 
 
 def _common_tokens(before: Trace, after: Trace) -> int:
@@ -141,9 +224,9 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"({machine['device']}, {machine['workers']} workers), {count} steps"
         )
     yield f"compared: steps of {facts['tokens']} tokens"
-    names = [model.get("name") for model in facts["models"]]
-    if names[0] != names[1]:
-        yield "the models are different: not only times change, but what there is to do"
+    for difference in facts["differences"]:
+        yield f"note: {difference}"
+    yield _said(facts["slower"])
     yield ""
     rows = [("step, us", facts["step"], 1e3), ("gap before it, us", facts["gap"], 1e3)]
     rows.append(("weights and KV, GB/s", facts["streamed"], 1e9))

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from megavm.profiler.analysis import (
     waits,
 )
 from megavm.profiler.critical_path import PARTS, critical_path
-from megavm.profiler.diff import diff, format_diff
+from megavm.profiler.diff import diff, format_diff, judge, slower
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import format_report, report
 from megavm.profiler.trace import Trace, TraceError
@@ -293,7 +294,44 @@ def test_a_diff_swapped_is_mirrored_and_says_that_models_differ() -> None:
             assert (row["before"], row["after"]) == (other["after"], other["before"])
             assert row["change"] == -other["change"]
     assert "the models are different" in format_diff(there)
+    assert "the number of workers is 3 in A and 4 in B" in format_diff(there)
     assert "different" not in format_diff(diff(a, a))
+    with pytest.raises(TraceError, match="name is synthetic in A and another in B: no limit"):
+        judge(there, 0.03)
+
+
+def test_a_limit_fails_beyond_the_noise_alone() -> None:
+    """The same program, recorded again, is not slower; a slower phase is."""
+    first, again = (synthetic_trace(workers=6, steps=40, layers=2, seed=s) for s in (0, 1))
+    slow = synthetic_trace(workers=6, steps=40, layers=2, seed=2, slower={"gate_up": 1.5})
+    assert not judge(diff(first, again), 0.0)[0]
+    facts = diff(first, slow)
+    truth = np.median(slow.step_end - slow.step_begin) / np.median(
+        first.step_end - first.step_begin
+    )
+    assert facts["slower"]["change"] == pytest.approx(truth - 1)
+    assert facts["slower"]["least"] < truth - 1 < facts["slower"]["most"]
+    failed, sentence = judge(facts, 0.03)
+    assert failed
+    assert "above the limit of 3.0%" in sentence
+    # Between its median and the begin of its noise a change proves nothing.
+    between = (facts["slower"]["least"] + facts["slower"]["change"]) / 2
+    assert judge(facts, between) == (False, mock.ANY)
+    assert "within the noise" in judge(facts, between)[1]
+    assert not judge(diff(slow, first), 0.0)[0]
+
+
+def test_the_interval_of_the_change_holds_it() -> None:
+    """Of 400 pairs with a known ratio of medians the interval misses few."""
+    random = np.random.default_rng(0)
+    missed = 0
+    for _ in range(400):
+        a, b = (np.rint(1e5 * r * random.lognormal(0, 0.1, 25)).astype(int) for r in (1.0, 1.08))
+        found = slower(a, b)
+        missed += not found["least"] <= 0.08 <= found["most"]
+    assert missed < 8
+    one = slower(np.array([100]), np.array([110]))
+    assert one["least"] == one["change"] == one["most"] == pytest.approx(0.1)
 
 
 def test_a_report_says_the_same_in_json_and_in_tables(trace: Trace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import types
@@ -88,6 +89,7 @@ def test_profile_of_one_token_has_no_ratio(
         (("trace", "view", __file__), f"{__file__} is not a trace: it is truncated or no"),
         (("trace", "html", __file__, "-o", "page.html"), f"{__file__} is not a trace"),
         (("trace", "what-if", "missing.megatrace", "gate_up"), "is no change: say WHAT=FACTOR"),
+        (("trace", "diff", "a", "b", "--fail-above", "much"), "'much' is not a percentage such as"),
         (("trace", "report", "a", "--stop"), "unrecognized arguments: --stop"),
     ],
 )
@@ -133,6 +135,24 @@ def test_diff_prints_tables_or_json(
     assert "Critical path of the median step" in run(capsys, "trace", "diff", saved, other).out
     facts = json.loads(run(capsys, "trace", "diff", saved, other, "--json").out)
     assert facts["step"]["ratio"] > 1
+
+
+def test_diff_fails_above_a_limit(
+    capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path
+) -> None:
+    slow, other = str(tmp_path / "b.megatrace"), str(tmp_path / "c.megatrace")
+    synthetic_trace(workers=3, steps=4, layers=2, slower={"gate_up": 2.0}).save(slow)
+    failed = run(capsys, "trace", "diff", saved, slow, "--fail-above", "3%")
+    assert failed.code == 1
+    assert "FAILED: a step of B takes 1." in failed.out
+    assert run(capsys, "trace", "diff", slow, saved, "--fail-above", "3%").code == 0
+    passed = run(capsys, "trace", "diff", saved, slow, "--fail-above", "900", "--json")
+    assert (passed.code, json.loads(passed.out)["failed"]) == (0, False)
+    trace = synthetic_trace(workers=3, steps=4, layers=2)
+    dataclasses.replace(trace, model={"name": "another"}).save(other)
+    refused = run(capsys, "trace", "diff", saved, other, "--fail-above", "3%")
+    assert (refused.code, refused.out) == (2, "")
+    assert "the models are different: name is synthetic in A and another in B" in refused.err
 
 
 @pytest.mark.parametrize("format", ["perfetto", "chrome"])

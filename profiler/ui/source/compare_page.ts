@@ -53,9 +53,10 @@ export class ComparePage implements Page {
     this.element.replaceChildren(
       make("p", "", make("b", "", "A "), a.trace.name, ", step ", this.stepChoice(a)),
       make("p", "", make("b", "", "B "), b.trace.name, ", step ", this.stepChoice(b)),
+      ...differences(a, b).map((text) => make("p", "note", text)),
       pair("step A", duration(timeA)),
       pair("step B", duration(timeB)),
-      pair("B to A", `${signedDuration(timeB - timeA)}, ${signed(timeB / timeA - 1)}`, timeB > timeA ? "worse" : timeB < timeA ? "better" : ""),
+      pair("B − A", `${signedDuration(timeB - timeA)}, ${signed(timeB / timeA - 1)}`, timeB > timeA ? "worse" : timeB < timeA ? "better" : ""),
       make("div", "choices", "Time of all workers in the step by ", this.grouping),
       this.table(compare(first!.groups, second!.groups), grouping),
       make("h3", "", "Critical path by phase"),
@@ -87,7 +88,7 @@ export class ComparePage implements Page {
         { title: "A", text: (r) => (inA.has(r.name) ? duration(r.a) : "-"), value: (r) => r.a },
         { title: "B", text: (r) => (inB.has(r.name) ? duration(r.b) : "-"), value: (r) => r.b },
         {
-          title: "B - A",
+          title: "B − A",
           text: (r) => signedDuration(r.b - r.a),
           value: (r) => r.b - r.a,
           className: (r) => (r.b > r.a ? "worse" : r.b < r.a ? "better" : ""),
@@ -109,7 +110,7 @@ export class ComparePage implements Page {
       { title: "A", text: (d) => (d.a ? duration(d.a.total) : "-"), value: (d) => d.a?.total ?? 0 },
       { title: "B", text: (d) => (d.b ? duration(d.b.total) : "-"), value: (d) => d.b?.total ?? 0 },
       {
-        title: "B - A",
+        title: "B − A",
         text: (d) => signedDuration(d.change),
         value: (d) => d.change,
         className: (d) => (d.change > 0 ? "worse" : d.change < 0 ? "better" : ""),
@@ -129,6 +130,19 @@ export class ComparePage implements Page {
     ];
     return makeTable(columns, deltas, (d) => this.app.search(`${grouping}:${word(d.name)}`));
   }
+}
+
+/** What else is different, so that a comparison of times says less. */
+function differences(a: Pane, b: Pane): string[] {
+  const found: string[] = [];
+  const note = (what: string, inA: unknown, inB: unknown): void => {
+    if (inA !== inB) found.push(`${what}: ${String(inA).slice(0, 80)} in A, ${String(inB).slice(0, 80)} in B.`);
+  };
+  note("The models are different", a.trace.model || "unknown", b.trace.model || "unknown");
+  note("The devices are different", a.trace.machine.device, b.trace.machine.device);
+  note("The numbers of workers are different", a.trace.workers, b.trace.workers);
+  note("The steps have different numbers of rows", a.trace.stepTokens[a.step], b.trace.stepTokens[b.step]);
+  return found;
 }
 
 function wait(group: Delta["a"]): number {

@@ -27,9 +27,9 @@ function write(app: App): string {
   if (app.mode !== "phase") parameters.set("colour", app.mode);
   if (app.critical) parameters.set("critical", "1");
   if (app.query) parameters.set("search", app.query);
-  if (app.range !== null && app.range.pane === main) {
-    const { begin, end, workers } = app.range;
-    parameters.set("range", [begin.toFixed(0), end.toFixed(0), ...workers].join("_"));
+  if (app.range !== null) {
+    const { begin, end, workers, pane } = app.range;
+    parameters.set(pane === main ? "range" : "range_b", [begin.toFixed(0), end.toFixed(0), ...workers].join("_"));
   }
   if (main.rows.openWorkers.length > 0) parameters.set("open", main.rows.openWorkers.slice(0, 50).join("_"));
   if (!main.fitRows) parameters.set("rows", `${main.rows.rowHeight}_${Math.round(main.scroll)}`);
@@ -63,11 +63,15 @@ function apply(app: App, hash: string): void {
     const step = pane.trace.stepNumber.indexOf(Number(parameters.get(i ? "step_b" : "step") ?? -1));
     if (step >= 0 && step !== pane.step) app.alignStep(pane, step);
   });
-  const range = numbers(parameters.get("range"));
-  if (range !== null && range.length === 4 && valid(range[2]!) && range[3]! > range[2]! && range[3]! <= trace.workers) {
-    const [begin, end] = [Math.max(0, range[0]!), Math.min(trace.end, range[1]!)];
-    if (end > begin) app.setRange({ pane: main, begin, end, workers: [range[2]!, range[3]!] });
-  }
+  app.panes.forEach((pane, i) => {
+    const range = numbers(parameters.get(i ? "range_b" : "range"));
+    if (range === null || range.length !== 4) return;
+    const [first, last] = [range[2]!, range[3]!];
+    const workers = pane.trace.workers;
+    if (![first, last].every(Number.isInteger) || first < 0 || last <= first || last > workers) return;
+    const [begin, end] = [Math.max(0, range[0]!), Math.min(pane.trace.end, range[1]!)];
+    if (end > begin) app.setRange({ pane, begin, end, workers: [first, last] });
+  });
   const window = numbers(parameters.get("view"));
   if (window !== null && window.length === 2 && window[1]! > window[0]!) {
     app.motion.stop();

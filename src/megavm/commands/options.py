@@ -153,6 +153,14 @@ def number(text: str) -> float:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
+def percentage(text: str) -> float:
+    """Type of an option: a percentage from 0 on, as a part: 3% and 3 are 0.03."""
+    match = re.fullmatch(r"(\d{1,6}(?:\.\d+)?)%?", text.strip(), re.ASCII)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a percentage such as 3%")
+    return float(match[1]) / 100
+
+
 def length(text: str) -> int:
     """Type of an option: a positive integer, or with a suffix: 8k is 8000, 8K is 8192 (vLLM)."""
     match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip(), re.ASCII)

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import Final
 
-from megavm.commands.options import Parser, UsageError, integer
+from megavm.commands.options import Parser, UsageError, integer, percentage
 from megavm.commands.terminal import print_json
 
 _EXAMPLES: Final = """\
@@ -16,6 +16,7 @@ examples:
   megavm trace what-if run.megatrace        what a step would take if one thing were different
   megavm trace what-if run.megatrace computing:gate_up=0.5 latency=0
   megavm trace diff before.megatrace after.megatrace
+  megavm trace diff before.megatrace after.megatrace --fail-above 3%
   megavm trace view run.megatrace           the timeline, in a browser
   megavm trace view before.megatrace after.megatrace
   megavm trace html run.megatrace -o run.html
@@ -69,6 +70,13 @@ def declare(megavm: Parser) -> None:
     diff.add_argument("file", metavar="A", help="a trace")
     diff.add_argument("other", metavar="B", help="another trace")
     diff.option(diff, "--json", action="store_true", help="print one JSON object")
+    diff.option(
+        diff,
+        "--fail-above",
+        metavar="PERCENT",
+        type=percentage,
+        help="exit with 1 if B is slower than A by more than this, such as 3%%, beyond the noise",
+    )
 
     export = trace.command(
         "export", "FILE --format FORMAT -o OUT", "write a trace for another viewer", _export
@@ -133,12 +141,18 @@ def _what_if(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from megavm.profiler.diff import diff, format_diff
+    from megavm.profiler.diff import diff, format_diff, judge
     from megavm.profiler.trace import Trace
 
     facts = diff(Trace.load(arguments.file), Trace.load(arguments.other))
+    failed = False
+    if arguments.fail_above is not None:
+        failed, sentence = judge(facts, arguments.fail_above)
+        facts |= {"failed": failed, "judgement": sentence}
     print_json(facts) if arguments.json else print(format_diff(facts))
-    return 0
+    if arguments.fail_above is not None and not arguments.json:
+        print(f"\n{'FAILED' if failed else 'passed'}: {sentence}")
+    return int(failed)
 
 
 def _export(arguments: argparse.Namespace) -> int:
