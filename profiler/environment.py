@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import time
 from typing import Any, Final
@@ -15,27 +16,51 @@ from megavm.vm.machine import Machine
 
 GPU_READ_BYTES: Final = 1 << 30  # bytes read to measure bandwidth; far more than any cache holds
 CPU_READ_BYTES: Final = 1 << 28
-ROUNDS: Final = 8
+LEAST_READ_BYTES: Final = 1 << 27  # with less, caches would be measured
+ROUNDS: Final = 8  # at least
+SECONDS: Final = 0.5  # at least: long enough for clocks to rise and for neighbours to be seen
 
 
 def describe_machine(machine: Machine) -> dict[str, Any]:
     """The members of a trace's ``machine`` that need no measurement."""
     if isinstance(machine, CudaMachine):
         device, clock = torch.cuda.get_device_name(machine.device), "globaltimer"
-    else:
-        device, clock = _processor(), "steady clock"
-    return {"name": machine.name, "device": device, "clock": clock}
+        return {"name": machine.name, "device": device, "clock": clock}
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"name": machine.name, "device": _processor(), "clock": "steady clock", "cores": cores}
 
 
-def measure_bandwidth(device: str) -> float:
-    """Bytes per second of a plain sum over memory of a torch device. Takes under a second."""
+def measure_bandwidth(device: str) -> dict[str, Any]:
+    """What plain sums over memory of a torch device reach: members of a trace's ``machine``.
+
+    ``bandwidth`` is that of the fastest round, ``bandwidth_median`` that of the median one, both in
+    bytes per second; a large difference means that other work used the machine. Takes half a
+    second or a little more. Empty when there is too little free memory to measure it.
+    """
     where = torch.device(device)
     size, passes = CPU_READ_BYTES, 1
     if where.type == "cuda":
         # Several passes in a row make the cost of launches negligible.
         size, passes = min(GPU_READ_BYTES, torch.cuda.mem_get_info(where)[0] // 4), 8
-    data = torch.ones(size // 4, dtype=torch.float32, device=where)
-    return passes * data.nbytes / min(_seconds_to_sum(data, passes) for _ in range(ROUNDS))
+    if size < LEAST_READ_BYTES:
+        return {}
+    try:
+        rates = _rates(torch.ones(size // 4, dtype=torch.float32, device=where), passes)
+    except RuntimeError:  # out of memory
+        return {}
+    finally:
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"bandwidth": max(rates), "bandwidth_median": float(np.median(rates))}
+
+
+def _rates(data: torch.Tensor, passes: int) -> list[float]:
+    """Bytes per second of every round."""
+    rates: list[float] = []
+    end = time.perf_counter() + SECONDS
+    while len(rates) < ROUNDS or time.perf_counter() < end:
+        rates.append(passes * data.nbytes / _seconds_to_sum(data, passes))
+    return rates
 
 
 def _seconds_to_sum(data: torch.Tensor, passes: int) -> float:

@@ -187,6 +187,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
         f"bandwidth  {streams['streamed'] / 1e9:,.1f} GB/s of weights and KV{text}; "
         f"{streams['moved'] / 1e9:,.1f} GB/s with activations"
     )
+    if ceiling is not None and streams["of_ceiling"] > 1:
+        yield "           (above the memory's bandwidth: caches hold a part of what was streamed)"
     yield from _kinds(facts["kinds"], ceiling)
     yield from _roles(facts["roles_ns"])
     yield from _workers(facts)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megavm.profiler.environment import measure_bandwidth
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.trace import SUFFIX, TraceError
 from megavm.profiler.trace_file import encode
@@ -23,6 +25,7 @@ class Profiler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running = False
+        self._bandwidth: dict[str, Any] | None = None  # of the memory, measured once
 
     async def profile(self, request: Request) -> Response:
         """The trace of the next steps; of fewer steps if the timeout passes first.
@@ -53,6 +56,11 @@ class Profiler:
             return counters.steps - first >= body.steps <= len(recorder)
 
         async def record() -> None:
+            if self._bandwidth is None:
+                # Between two steps nothing else uses the memory. Requests wait, once.
+                device = llm.runner.machine.memory_device
+                self._bandwidth = await engine_loop.call(lambda: measure_bandwidth(device))
+            recorder.machine |= self._bandwidth
             with suppress(TimeoutError):
                 await engine_loop.until(begin, done, body.timeout)
 

@@ -122,7 +122,7 @@ def _record(
     recorder, discarded = Recorder(keep), Recorder(1)
     progress("measuring the memory")
     device = llm.runner.machine.memory_device
-    recorder.machine["bandwidth"] = measure_bandwidth(device)
+    recorder.machine |= measure_bandwidth(device)
     progress("running with tracing")
     llm.record(discarded)
     llm.generate(prompt, params)
