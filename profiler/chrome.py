@@ -10,10 +10,22 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
+from dataclasses import fields
 from typing import Any, Final
 
 from megavm.profiler.output import open_output
-from megavm.profiler.slices import ROLES, Lane, arrows, counter, inner, lanes, title
+from megavm.profiler.slices import (
+    ROLES,
+    THROUGH,
+    Details,
+    Lane,
+    arrows,
+    counter,
+    details,
+    inner,
+    lanes,
+    title,
+)
 from megavm.profiler.trace import Trace
 
 MACHINE: Final = 0  # the process of steps and counters; worker w is process w + 1
@@ -45,8 +57,9 @@ def _events(trace: Trace, own: list[Lane]) -> Iterator[str]:
     steps = (trace.step_number, trace.step_begin, trace.step_end)
     for number, begin, end in zip(*(c.tolist() for c in steps), strict=True):
         yield _complete(MACHINE, 0, f'"step {number}"', '"step"', begin, end, "{}")
+    found = details(trace)
     for lane in own:
-        yield from _lane(trace, lane)
+        yield from _lane(trace, found, lane)
     yield from _arrows(trace, own)
     streams = counter(trace)
     for i, rate in enumerate(streams.rates.tolist()):
@@ -92,7 +105,25 @@ def _complete(
     )
 
 
-def _lane(trace: Trace, lane: Lane) -> Iterator[str]:
+def _details(trace: Trace, found: Details, lane: Lane) -> list[str]:
+    """More arguments of every slice of a consumer's lane; they begin with a comma."""
+    labels = [json.dumps(label or "instruction") for label in trace.labels]
+    columns = (getattr(found, field.name)[lane.record] for field in fields(found))
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    result = []
+    for flops, streamed, per_second, label, worker, by in rows:
+        text = f',"flops":{flops},"held_up_by":"{THROUGH[by]}"'
+        if streamed:
+            text += f',"streamed_bytes":{streamed},"bytes_per_second":{per_second:.0f}'
+        if label >= 0:
+            text += f',"cause":{labels[label]}'
+        if worker >= 0:
+            text += f',"cause_worker":{worker}'
+        result.append(text)
+    return result
+
+
+def _lane(trace: Trace, found: Details, lane: Lane) -> Iterator[str]:
     labels = [json.dumps(label or "instruction") for label in trace.labels]
     kinds = [json.dumps(kind) for kind in trace.kinds]
     record = lane.record
@@ -106,12 +137,13 @@ def _lane(trace: Trace, lane: Lane) -> Iterator[str]:
         trace.of_instruction("bytes")[record],
     )
     consumer = lane.role == "consumer"
+    about = _details(trace, found, lane) if consumer else [""] * len(record)
     parts = [(n, b.tolist(), e.tolist()) for n, b, e in inner(trace, lane)] if consumer else []
     process, thread = lane.worker + 1, ROLES.index(lane.role)
     for i, (begin, end, label, kind, step, instruction, size) in enumerate(
         zip(*(c.tolist() for c in columns), strict=True)
     ):
-        arguments = f'{{"step":{step},"instruction":{instruction},"bytes":{size}}}'
+        arguments = f'{{"step":{step},"instruction":{instruction},"bytes":{size}{about[i]}}}'
         yield _complete(process, thread, labels[label], kinds[kind], begin, end, arguments)
         for name, begins, ends in parts:
             if ends[i] > begins[i]:

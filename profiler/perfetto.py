@@ -12,16 +12,33 @@ import os
 import struct
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields
 from typing import IO, Any, Final
 
 from megavm.profiler.output import open_output
-from megavm.profiler.slices import INSIDE, ROLES, Lane, arrows, counter, inner, lanes, title
+from megavm.profiler.slices import (
+    INSIDE,
+    ROLES,
+    THROUGH,
+    Lane,
+    arrows,
+    counter,
+    details,
+    inner,
+    lanes,
+    title,
+)
 from megavm.profiler.trace import Trace, TraceProgram
 
 SEQUENCE: Final = 1
 SLICE_BEGIN, SLICE_END, COUNTER = 1, 2, 4
 STATE_CLEARED, NEEDS_STATE = 1, 2
 EXPLICIT_ORDER: Final = 3
+# Names of the arguments of slices; in SQL "debug.flops" and so on (docs/profiling.md).
+ARGUMENTS: Final = (
+    "step", "instruction", "bytes", "flops", "streamed_bytes", "bytes_per_second", "held_up_by",
+    "cause", "cause_worker",
+)  # fmt: skip
 ROOT, STEPS, BANDWIDTH = 1, 2, 3  # tracks; workers and roles follow
 FIRST_WORKER: Final = 16
 
@@ -100,9 +117,12 @@ class _Writer:
         names = [*(label or "instruction" for label in trace.labels), "step", *INSIDE]
         self.names = {name: i for i, name in enumerate(dict.fromkeys(names), 1)}
         self.kinds = {kind: i for i, kind in enumerate(trace.kinds, 1)}
-        self.arguments = {name: i for i, name in enumerate(("step", "instruction", "bytes"), 1)}
+        self.arguments = {name: i for i, name in enumerate(ARGUMENTS, 1)}
+        values = [*THROUGH, *(label or "instruction" for label in trace.labels)]
+        self.values = {value: i for i, value in enumerate(dict.fromkeys(values), 1)}
         self.about = [self._about(program) for program in trace.programs]
         self.steps = [self._argument("step", n) for n in trace.step_number.tolist()]
+        self.details = details(trace)
         flows = arrows(trace, own)
         self.arrives = {record: flow for flow, record in enumerate(flows.target.tolist(), 1)}
         self.leaves: dict[int, list[int]] = defaultdict(list)
@@ -131,7 +151,7 @@ class _Writer:
         self.file.write(chunk(1, fields + number(10, SEQUENCE) + number(13, flags)))
 
     def _intern(self) -> None:
-        tables = ((1, self.kinds), (2, self.names), (3, self.arguments))
+        tables = ((1, self.kinds), (2, self.names), (3, self.arguments), (29, self.values))
         data = b"".join(
             chunk(field, number(1, i) + chunk(2, name))
             for field, table in tables
@@ -146,6 +166,31 @@ class _Writer:
 
     def _argument(self, name: str, value: int) -> bytes:
         return chunk(4, number(1, self.arguments[name]) + number(3, value))
+
+    def _details(self, lane: Lane) -> list[bytes]:
+        """The encoded details of every slice of a consumer's lane."""
+        found, labels = self.details, [label or "instruction" for label in self.trace.labels]
+        names = [chunk(4, number(1, self.arguments["cause"]) + number(17, self.values[label]))
+                 for label in labels]  # fmt: skip
+        through = [
+            chunk(4, number(1, self.arguments["held_up_by"]) + number(17, self.values[name]))
+            for name in THROUGH
+        ]
+        rate = number(1, self.arguments["bytes_per_second"])
+        columns = (getattr(found, field.name)[lane.record] for field in fields(found))
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        result = []
+        for flops, streamed, per_second, label, worker, by in rows:
+            text = self._argument("flops", flops) + through[by]
+            if streamed:
+                text += self._argument("streamed_bytes", streamed)
+                text += chunk(4, rate + double(5, per_second))
+            if label >= 0:
+                text += names[label]
+            if worker >= 0:
+                text += self._argument("cause_worker", worker)
+            result.append(text)
+        return result
 
     def _steps(self) -> None:
         trace = self.trace
@@ -164,6 +209,7 @@ class _Writer:
         for name, begin, end in inner(trace, lane) if consumer else []:
             named = number(10, self.names[name])
             parts.append((name == "compute", named, begin.tolist(), end.tolist()))
+        about = self._details(lane) if consumer else []
         packets = []
         columns = (
             lane.record,
@@ -176,6 +222,8 @@ class _Writer:
         rows = zip(*(c.tolist() for c in columns), strict=True)
         for i, (record, begin, end, step, program, instruction) in enumerate(rows):
             more = self.about[program][instruction] + self.steps[step]
+            if consumer:
+                more += about[i]
             if consumer and record in self.leaves:
                 more += b"".join(fixed64(47, flow) for flow in self.leaves[record])
             packets.append(_at(begin, _event(SLICE_BEGIN, track, more)))

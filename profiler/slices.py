@@ -13,10 +13,11 @@ from typing import Final
 import numpy as np
 
 from megavm.profiler.analysis import Bandwidth, Selection, bandwidth, role_spans
-from megavm.profiler.trace import EVENTS, Longs, Trace, TraceError
+from megavm.profiler.trace import EVENTS, TAGGED, Floats, Longs, Trace, TraceError
 
 ROLES: Final = tuple(dict.fromkeys(event.role for event in EVENTS))
 INSIDE: Final = ("wait for a barrier", "wait for words", "load", "compute", "store")
+THROUGH: Final = ("start", "queue", "barrier", "words")  # how a cause held a record up
 BINS_PER_STEP: Final = 50  # bins of the bandwidth counter
 MAX_BINS: Final = 20_000
 
@@ -80,6 +81,45 @@ def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
     loaded = np.clip(loaded, inputs, computed)
     borders = [lane.begin, waited, inputs, loaded, computed, lane.end]
     return list(zip(INSIDE, borders[:-1], borders[1:], strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Details:
+    """What the consumers' slices say beside their names: a value per record, [R] each.
+
+    ``bytes_per_second``: of its streamed bytes over the time of its loads, or of its computing
+    where a machine has no loader; 0 if it streams none. ``cause_label``: index of ``trace.labels``;
+    ``cause_worker``: both -1 without a cause. ``through``: index of ``THROUGH``.
+    """
+
+    flops: Longs
+    streamed_bytes: Longs
+    bytes_per_second: Floats
+    cause_label: Longs
+    cause_worker: Longs
+    through: Longs
+
+
+def details(trace: Trace) -> Details:
+    """The details of all records."""
+    streamed, spans = trace.of_instruction("load_bytes"), trace.spans
+    loads = spans.load_end >= 0
+    begin = np.where(loads, spans.load_begin, spans.inputs)
+    took = np.maximum(np.where(loads, spans.load_end, spans.end) - begin, 1)
+    cause, channel = trace.record_cause, trace.record_cause_channel
+    tagged = np.zeros(trace.num_records, np.int64)
+    for p, program in enumerate(trace.programs):
+        own = (trace.record_program == p) & (channel >= 0)
+        tagged[own] = program.channel_kind[channel[own]] == TAGGED
+    through = np.where(channel >= 0, THROUGH.index("barrier") + tagged, THROUGH.index("queue"))
+    return Details(
+        flops=trace.of_instruction("flops"),
+        streamed_bytes=streamed,
+        bytes_per_second=streamed / took * 1e9,
+        cause_label=np.where(cause >= 0, trace.record_label[cause], -1).astype(np.int64),
+        cause_worker=np.where(cause >= 0, trace.record_worker[cause], -1).astype(np.int64),
+        through=np.where(cause >= 0, through, THROUGH.index("start")),
+    )
 
 
 @dataclass(frozen=True, eq=False)

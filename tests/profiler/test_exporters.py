@@ -122,6 +122,64 @@ def test_perfetto_slices_nest_and_say_what_they_are(trace: Trace, tmp_path: Path
     assert consumers == sum(len(lane.record) for lane in lanes(trace))
 
 
+def expected_details(trace: Trace, record: int) -> dict[str, Any]:
+    """What the slice of a record says, from the columns of the trace."""
+    program = trace.programs[trace.record_program[record]]
+    instruction, cause = trace.record_instruction[record], int(trace.record_cause[record])
+    channel = int(trace.record_cause_channel[record])
+    facts: dict[str, Any] = {"flops": program.flops[instruction], "held_up_by": "start"}
+    if program.load_bytes[instruction]:
+        facts["streamed_bytes"] = program.load_bytes[instruction]
+    if cause >= 0:
+        facts["cause"] = trace.labels[trace.record_label[cause]]
+        facts["cause_worker"] = trace.record_worker[cause]
+        kinds = ("barrier", "words")
+        facts["held_up_by"] = kinds[program.channel_kind[channel]] if channel >= 0 else "queue"
+    return facts
+
+
+def check_details(trace: Trace, found: dict[tuple[int, int], dict[str, Any]]) -> None:
+    """``found``: arguments by number of the step and instruction."""
+    consumers = [r for lane in lanes(trace) if lane.role == "consumer" for r in lane.record]
+    assert len(found) == len(consumers) > 0
+    for record in consumers:
+        step = int(trace.step_number[trace.record_step[record]])
+        facts = found[step, int(trace.record_instruction[record])]
+        for name, value in expected_details(trace, int(record)).items():
+            assert facts[name] == value, name
+        spans = trace.spans
+        begin, end = spans.load_begin[record], spans.load_end[record]
+        if begin >= 0 and facts.get("streamed_bytes"):
+            rate = facts["streamed_bytes"] / max(end - begin, 1) * 1e9
+            assert float(facts["bytes_per_second"]) == pytest.approx(rate, rel=1e-6)
+
+
+def test_perfetto_slices_have_cause_flops_and_rates(trace: Trace, tmp_path: Path) -> None:
+    packets = perfetto_packets(trace, tmp_path / "a.pftrace")
+    interned = packets[0].interned_data
+    names = {n.iid: n.name for n in interned.debug_annotation_names}
+    strings = {n.iid: n.str.decode() for n in interned.debug_annotation_string_values}
+    found = {}
+    for packet in packets:
+        facts = {
+            names[a.name_iid]: strings[a.string_value_iid]
+            if a.HasField("string_value_iid")
+            else a.double_value
+            if a.HasField("double_value")
+            else a.uint_value
+            for a in packet.track_event.debug_annotations
+        }
+        if "flops" in facts:
+            found[facts["step"], facts["instruction"]] = facts
+    check_details(trace, found)
+
+
+def test_chrome_slices_have_cause_flops_and_rates(trace: Trace, tmp_path: Path) -> None:
+    events = chrome_events(trace, tmp_path / "a.json")
+    arguments = [e["args"] for e in events if e["ph"] == "X" and "flops" in e["args"]]
+    check_details(trace, {(a["step"], a["instruction"]): a for a in arguments})
+
+
 def test_perfetto_flows_lead_from_the_last_producer_to_who_waited(
     trace: Trace, tmp_path: Path
 ) -> None:

@@ -142,7 +142,7 @@ export class Tooltip {
       .filter(({ value }) => value !== "none")
       .slice(0, MAX_FIELDS)
       .map(({ name, value }) => pair(name, value));
-    lines.push(make("div", "halves", make("div", "", ...events), make("div", "", ...fields)));
+    lines.push(make("div", "halves", make("div", "", make("div", "faint", "since the step began"), ...events), make("div", "", ...fields)));
     return lines;
   }
 }
