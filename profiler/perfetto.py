@@ -169,28 +169,32 @@ class _Writer:
 
     def _details(self, lane: Lane) -> list[bytes]:
         """The encoded details of every slice of a consumer's lane."""
-        found, labels = self.details, [label or "instruction" for label in self.trace.labels]
-        names = [chunk(4, number(1, self.arguments["cause"]) + number(17, self.values[label]))
-                 for label in labels]  # fmt: skip
-        through = [
-            chunk(4, number(1, self.arguments["held_up_by"]) + number(17, self.values[name]))
-            for name in THROUGH
-        ]
-        rate = number(1, self.arguments["bytes_per_second"])
+        found, workers = self.details, range(-1, self.trace.workers)
+        labels = [self._text("cause", label or "instruction") for label in self.trace.labels]
+        through = [self._text("held_up_by", name) for name in THROUGH]
+        # The last entry is that of -1: there is no cause, or its worker is not known.
+        labels.append(b"")
+        late = [b"" if w < 0 else self._argument("cause_worker", w) for w in workers]
+        late = [*late[1:], late[0]]
+        rate = chunk(4, number(1, self.arguments["bytes_per_second"]) + double(5, 0.0))[:-8]
         columns = (getattr(found, field.name)[lane.record] for field in fields(found))
         rows = zip(*(column.tolist() for column in columns), strict=True)
-        result = []
-        for flops, streamed, per_second, label, worker, by in rows:
-            text = self._argument("flops", flops) + through[by]
-            if streamed:
-                text += self._argument("streamed_bytes", streamed)
-                text += chunk(4, rate + double(5, per_second))
-            if label >= 0:
-                text += names[label]
-            if worker >= 0:
-                text += self._argument("cause_worker", worker)
-            result.append(text)
-        return result
+        return [
+            self._argument("flops", flops)
+            + (
+                self._argument("streamed_bytes", size) + rate + struct.pack("<d", per_second)
+                if size
+                else b""
+            )
+            + through[by]
+            + labels[label]
+            + late[worker]
+            for flops, size, per_second, label, worker, by in rows
+        ]
+
+    def _text(self, name: str, value: str) -> bytes:
+        """An argument whose value is an interned string."""
+        return chunk(4, number(1, self.arguments[name]) + number(17, self.values[value]))
 
     def _steps(self) -> None:
         trace = self.trace

@@ -1,48 +1,26 @@
 """Replay of a recorded step with some of its times changed: how long would it take then?
 
-A record turns to its instruction when its worker has left the one before, has its inputs when the
-channels that it waits for are complete, its loads when its worker's loader has brought them, and
-its results after that. Each of these times is the latest of the times that it depends on, each plus
-a lag. Lags come from the recording: only the dependency that came last shows its own, so that of
-the others is taken to be the median of their phase, and never so long that it would have come last.
-With no lag changed, the replay gives the recorded times.
-
-What the replay cannot know: loads of several workers share a memory, so no step becomes shorter
-than its streamed bytes over the measured bandwidth. What happens before the step, and the order in
-which workers take and signal instructions, stay as they were recorded.
+With nothing changed, the replay gives the recorded times. What it cannot know: loads of several
+workers share a memory, so no step becomes shorter than its streamed bytes over the measured
+bandwidth. What happens before the step, and the order in which workers take and signal
+instructions, stay as they were recorded.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from megavm.profiler.analysis import phases
-from megavm.profiler.trace import TAGGED, Floats, Longs, Trace, TraceError
-from megavm.vm.config import PAGE_BYTES
+from megavm.profiler.recorded_step import NEVER, RecordedStep
+from megavm.profiler.trace import Floats, Longs, TraceError
 
 # What a change is of. "computing", "loading" and "balance" are of a phase, "latency" and "wait" of
 # an exchange, "worker" of a worker, "switching" of all workers.
 CHANGES: Final = ("computing", "loading", "latency", "wait", "worker", "balance", "switching")
-MAX_RECORDS: Final = 200_000  # of a step; more would take many seconds
 _CELLS: Final = 1 << 22  # records times scenarios that are replayed at once
-_NEVER: Final = -np.inf
-_AT_ONCE: Final = 100.0  # ns
-_HELD_UP: Final = 1.1  # a load that takes so many times its time was held up
-
-Bools = npt.NDArray[np.bool_]
-
-
-class Exchange(NamedTuple):
-    """All channels whose last producers are of one phase and that are of one kind."""
-
-    phase: str
-    kind: str  # "words" or "barrier"
 
 
 @dataclass(frozen=True)
@@ -66,339 +44,11 @@ class Replayed(NamedTuple):
     floor: Floats
 
 
-class Replay:
+class Replay(RecordedStep):
     """A step of a trace, ready to be replayed.
 
-    Raises TraceError when the trace does not say which worker executed what, when the step has more
-    than ``MAX_RECORDS`` records, or when its dependencies form a cycle.
+    Raises TraceError as ``RecordedStep`` does.
     """
-
-    def __init__(self, trace: Trace, step: int) -> None:
-        self.trace = trace
-        offsets = trace.step_offsets
-        own = slice(int(offsets[step]), int(offsets[step + 1]))
-        self.records = own
-        self._count = own.stop - own.start
-        number = int(trace.step_number[step])
-        if self._count > MAX_RECORDS:
-            raise TraceError(
-                f"step {number} has {self._count:,} records: a replay has at most {MAX_RECORDS:,}"
-            )
-        self._worker = trace.record_worker[own].astype(np.int64)
-        if (self._worker < 0).any():
-            raise TraceError(
-                "the trace does not say which worker executed what (a dynamic queue), so that a "
-                "step cannot be replayed"
-            )
-        self._origin = int(trace.step_begin[step])
-        self.recorded = int(trace.step_end[step]) - self._origin
-        phase, self.phases = phases(trace)
-        self._phase = phase[trace.record_label[own]].astype(np.int64)
-        self._label = trace.record_label[own].astype(np.int64)
-        first = np.append(True, self._worker[1:] != self._worker[:-1])
-        self._before = np.where(first, -1, np.arange(self._count) - 1)
-        self._read_times()
-        self._read_channels(int(trace.step_program[step]))
-        self._find_input_lags(step)
-        self._find_load_lags()
-        self._find_product_lags()
-        self._batches = self._order()
-
-    # Recorded times, and lags between them.
-
-    def _read_times(self) -> None:
-        spans = self.trace.spans
-
-        def since_begin(times: Longs) -> Floats:
-            return (times[self.records] - self._origin).astype(np.float64)
-
-        self._begin = since_begin(spans.begin)
-        self._inputs = since_begin(spans.inputs)
-        self._computed = since_begin(spans.computed)
-        self._left = since_begin(spans.left)
-        self._end = since_begin(spans.end)
-        self._signalled = since_begin(spans.signalled)
-        before = np.where(self._before >= 0, self._left[self._before], self._begin)
-        self._turn = self._begin - before
-
-    def _read_channels(self, number: int) -> None:
-        """Which records wait for which channels of the step, and who completes them."""
-        program = self.trace.programs[number]
-        place = np.full(len(program), -1, np.int64)
-        place[self.trace.record_instruction[self.records]] = np.arange(self._count)
-        waits = program.waits[program.waits[:, 2] == 0].astype(np.int64)
-        record, channel = place[waits[:, 0]], waits[:, 1]
-        channels, inverse = np.unique(channel, return_inverse=True)
-        offsets, producers = program.channel_offsets, []
-        exchanges: dict[Exchange, int] = {}
-        self._tagged = program.channel_kind[channels] == TAGGED
-        self._exchange = np.zeros(len(channels), np.int64)
-        for i, c in enumerate(channels.tolist()):
-            members = place[program.channel_producers[offsets[c] : offsets[c + 1]]]
-            members = members[members >= 0]
-            done = (self._end if self._tagged[i] else self._signalled)[members]
-            target = int(program.channel_target[c])
-            if not self._tagged[i] and target < len(members):
-                # The first signals complete a barrier; who is first stays as recorded.
-                members = members[np.argsort(done, kind="stable")[:target]]
-                done = (self._signalled)[members]
-            producers.append(members)
-            if len(members):
-                name = self.phases[self._phase[members[done.argmax()]]]
-                exchange = Exchange(name, "words" if self._tagged[i] else "barrier")
-                self._exchange[i] = exchanges.setdefault(exchange, len(exchanges))
-        sizes = np.array([len(members) for members in producers], np.int64)
-        known = (record >= 0) & (sizes[inverse.reshape(-1)] > 0 if len(sizes) else True)
-        order = np.argsort(record[known], kind="stable")
-        self._pair_record = record[known][order]
-        self._pair_channel = inverse.reshape(-1)[known][order]
-        self._producers = producers
-        self._signals = np.zeros(self._count, np.int64)  # the exchange of a record's signal
-        for phase in np.unique(self._phase).tolist():
-            exchange = Exchange(self.phases[phase], "barrier")
-            self._signals[self._phase == phase] = exchanges.get(exchange, -1)
-        self.exchanges = tuple(exchanges)
-        done_by = [self._end, self._signalled]
-        self._arrival = np.array(
-            [
-                done_by[0 if self._tagged[i] else 1][members].max(initial=_NEVER)
-                for i, members in enumerate(producers)
-            ],
-            np.float64,
-        )
-
-    def _find_input_lags(self, step: int) -> None:
-        """Lags from the turn of the worker, and from every channel, to the inputs of a record."""
-        trace, inputs = self.trace, self._inputs
-        arrival = self._arrival[self._pair_channel]
-        last = np.full(self._count, _NEVER)
-        np.maximum.at(last, self._pair_record, arrival)
-        cause = trace.record_cause[self.records]
-        outside = (trace.record_cause_channel[self.records] >= 0) & (cause >= 0)
-        outside &= trace.record_step[cause] != step
-        # Inputs that an earlier step handed over come when they came.
-        self._fixed = np.where(outside, inputs, _NEVER)
-        known = np.isfinite(last) & ~outside
-        awaited = known & (last >= self._begin)
-        waited = inputs - np.where(known, last, inputs)
-        way = np.where(awaited, waited, _typical(waited, awaited, self._phase))
-        # What came shortly before the worker turned to the record may still have been on its way.
-        polled = inputs - self._begin
-        direct = ~outside & ~awaited & ~(known & (last + way > self._begin) & (polled > 0))
-        pair = self._pair_record
-        way = np.where(direct | outside, way, waited)
-        self._hop = np.minimum(way[pair], inputs[pair] - arrival)
-        typical = _typical(polled, direct & known, self._phase, otherwise=np.zeros(self._count))
-        self._poll = np.where(direct, polled, np.minimum(typical, polled))
-
-    def _find_load_lags(self) -> None:
-        """Lags of loads: after the load before, after their start, and after room for them."""
-        spans, own, count = self.trace.spans, self.records, self._count
-        self._loading: Bools = np.asarray(spans.load_begin[own] >= 0)
-        start, self._loaded = (
-            np.where(self._loading, times[own] - self._origin, 0).astype(np.float64)
-            for times in (spans.load_begin, spans.load_end)
-        )
-        self._bytes = self.trace.of_instruction("load_bytes")[own].astype(np.float64)
-        numbers = np.where(self._loading, np.arange(count), -1)
-        first = np.flatnonzero(self._before < 0)
-        latest = np.maximum.accumulate(numbers)
-        previous = np.append(-1, latest[:-1])
-        previous[previous < np.repeat(first, np.diff([*first, count]))] = -1
-        self._load_before = np.where(self._loading, previous, -1)
-        over = np.where(self._load_before >= 0, self._loaded[self._load_before], start)
-        self._start_of, self._start_kind = self._event_before(start)
-        self._start_lag = start - self._source(self._start_of, self._start_kind)
-        base = np.maximum(over, start)
-        # A load that follows another at once began when it did for no other reason.
-        self._follows = (self._load_before >= 0) & (start <= over + _AT_ONCE)
-        base = np.where(self._follows, over, base)
-        took = np.where(self._loading, self._loaded - base, 0.0)
-        per_byte = self._ns_per_byte(took)
-        pipe = self._bytes * per_byte
-        held_up = self._loading & (took > _HELD_UP * pipe)
-        self._room_of, self._room_kind = self._event_before(self._loaded)
-        # Room that a record of an earlier step left does not come sooner.
-        held_up &= self._room_of >= 0
-        self._pipe = np.where(held_up, pipe, took)
-        room = self._loaded - self._source(self._room_of, self._room_kind)
-        # After its inputs a record frees room itself: what does not fit into the ring loads then,
-        # no faster than the consumers compute.
-        own = self._room_kind == 1
-        fitted = (self._bytes - room / per_byte)[held_up & own] if per_byte else np.empty(0)
-        ring = max(self._ahead(), float(fitted.max(initial=0.0)))
-        least = np.maximum(self._bytes - ring, 0.0) * per_byte
-        self._used_of = self._user_of(ring)
-        used = self._left[np.maximum(self._used_of, 0)]
-        self._used_lag = np.minimum(self._loaded - used, 0.0)
-        # Before that, room comes from the record that the consumers are at: the one after those
-        # that they have left. While they wait, there is none.
-        self._computes = held_up & own & (room > _HELD_UP * least)
-        self._room = held_up
-        self._room_lag = room
-        least = np.where(own, least, self._bytes * per_byte)
-        self._least = np.minimum(least, np.maximum(room, 0.0))
-        self._room_worker = np.where(own, np.arange(count), self._room_of + 1)
-        self._room_worker = np.minimum(self._room_worker, count - 1)
-        self._room_loads = own & ~self._computes
-        self._room_waits = self._room_kind == 0
-        self._used_of = self._user_of(ring)
-        used = self._left[np.maximum(self._used_of, 0)]
-        self._used_lag = np.minimum(self._loaded - used, 0.0)
-
-    def _user_of(self, ring: float) -> Longs:
-        """The record that has to be left before the last byte of each record fits into the ring.
-
-        -1: none of this step, or the record itself.
-        """
-        of = np.full(self._count, -1)
-        for begin, end in self._queues if ring else ():
-            done = np.cumsum(self._bytes[begin:end])
-            found = np.searchsorted(done, done - ring, side="right") - 1
-            of[begin:end] = np.where(found >= 0, found + begin, -1)
-        return np.where(self._loading, of, -1)
-
-    def _ahead(self) -> float:
-        """How many bytes loaders were ahead of their consumers at most."""
-        most = 0.0
-        length = np.maximum(self._computed - self._inputs, 1.0)
-        issued = np.where(self._loading, self._loaded, _NEVER)
-        for begin, end in self._queues:
-            own = slice(begin, end)
-            done = np.cumsum(self._bytes[own])
-            # The consumers use the bytes of a record evenly from its inputs to its sums.
-            edges = np.column_stack([self._inputs[own], self._inputs[own] + length[own]]).ravel()
-            used = np.column_stack([done - self._bytes[own], done]).ravel()
-            edges = np.maximum.accumulate(edges)
-            loads = np.flatnonzero(self._loading[own])
-            ahead = done[loads] - np.interp(issued[own][loads], edges, used)
-            most = max(most, float(ahead.max(initial=0.0)))
-        return most
-
-    def _ns_per_byte(self, took: Floats) -> float:
-        """What a worker's loader takes for a byte when nothing holds it up: ns."""
-        ceiling = self.trace.machine.get("bandwidth")
-        known = self._loading & (took > 0) & (self._bytes > 0)
-        if not known.any():
-            return 0.0
-        # The rate above which a tenth of all bytes came.
-        rates = self._bytes[known] / took[known]
-        order = np.argsort(-rates)
-        share = np.cumsum(self._bytes[known][order]) / self._bytes[known].sum()
-        fast = float(rates[order][np.searchsorted(share, 0.1)])
-        workers = len(np.unique(self._worker))
-        return 1 / max(fast, ceiling / 1e9 / workers if ceiling else 0.0)
-
-    def _event_before(self, time: Floats) -> tuple[Longs, Longs]:
-        """The last thing that the consumers of a record's worker did before a time.
-
-        Kind 1: the record's own inputs, kind 0: its turn, kind -1: they left the record whose
-        number is returned, -1: none of this step.
-        """
-        kind = np.where(time >= self._inputs, 1, np.where(time >= self._begin, 0, -1)).astype(
-            np.int64
-        )
-        of = np.arange(self._count)
-        for begin, end in self._queues:
-            earlier = np.maximum.accumulate(self._left[begin:end])
-            found = np.searchsorted(earlier, time[begin:end], side="right") - 1
-            found = np.minimum(found, np.arange(end - begin) - 1)
-            of[begin:end] = np.where(found >= 0, found + begin, -1)
-        return np.where(kind >= 0, np.arange(self._count), of), kind
-
-    @functools.cached_property
-    def _queues(self) -> list[tuple[int, int]]:
-        first = np.flatnonzero(self._before < 0)
-        return list(zip(first.tolist(), [*first[1:].tolist(), self._count], strict=True))
-
-    def _source(self, of: Longs, kind: Longs) -> Floats:
-        """Recorded times of ``_event_before``; 0, the begin of the step, for none."""
-        earlier = np.where(of >= 0, self._left[of], 0.0)
-        return np.where(kind == 1, self._inputs, np.where(kind == 0, self._begin, earlier))
-
-    def _find_product_lags(self) -> None:
-        """Lags from inputs, and from the last load, to the sums of a record; and what follows."""
-        arrived = np.where(self._loading, np.minimum(self._loaded, self._computed), self._inputs)
-        late = self._loading & (arrived > self._inputs)
-        exposed = late & ~self._computes
-        whole, rest = self._computed - self._inputs, self._computed - arrived
-        # Computing that loads hide takes as long as where they hide nothing: in the same phase,
-        # else for a byte; and no longer than if every page took what comes after the last.
-        known = self._loading & ~exposed & (self._bytes > 0)
-        rates = (whole / np.maximum(self._bytes, 1.0))[known]
-        guess = rest * np.maximum(self._bytes / PAGE_BYTES, 1.0)
-        if len(rates):
-            guess = np.minimum(guess, self._bytes * np.median(rates))
-        full = _typical(whole, ~exposed, self._phase, otherwise=np.maximum(guess, rest))
-        self._full = np.where(exposed, np.minimum(full, whole), whole)
-        tail = _typical(rest, exposed, self._phase, otherwise=np.zeros(self._count))
-        self._tail = np.where(exposed, rest, np.minimum(tail, np.minimum(whole, rest)))
-        self._tail[~self._loading] = 0.0
-        # Where a load is noted after the sums, it did not hold them up.
-        self._tail -= np.where(self._loading, self._loaded - arrived, 0.0)
-        self._leave = self._left - self._computed
-        self._store = self._end - self._computed
-        self._signal = self._signalled - self._end
-        # A worker's share of a label, as a part of the mean share.
-        key = self._label * (self._worker.max() + 1) + self._worker
-        shares, member = np.unique(key, return_inverse=True)
-        total = np.bincount(member.reshape(-1), whole)
-        label = shares // (self._worker.max() + 1)
-        mean = np.bincount(label, total) / np.maximum(np.bincount(label), 1)
-        ratio = np.divide(mean[label], total, out=np.ones_like(total), where=total > 0)
-        self._even = ratio[member.reshape(-1)]
-
-    def _order(self) -> list[_Batch]:
-        """Order: a record's level is above those of all that it depends on."""
-        after: list[list[int]] = [[] for _ in range(self._count)]  # channels that wait for a record
-        missing = np.array([len(members) for members in self._producers], np.int64)
-        for c, members in enumerate(self._producers):
-            for record in members.tolist():
-                after[record].append(c)
-        waiting: list[list[int]] = [[] for _ in self._producers]
-        for record, c in zip(self._pair_record.tolist(), self._pair_channel.tolist(), strict=True):
-            waiting[c].append(record)
-        needs = np.bincount(self._pair_record, minlength=self._count) + (self._before >= 0)
-        level = [0] * self._count
-        channel_level = [0] * len(self._producers)
-        left, open_ = needs.tolist(), missing.tolist()
-        ready = [r for r in range(self._count) if left[r] == 0]
-        done = 0
-        while ready:
-            record = ready.pop()
-            done += 1
-            for c in after[record]:
-                channel_level[c] = max(channel_level[c], level[record])
-                open_[c] -= 1
-                if open_[c] == 0:
-                    for waiter in waiting[c]:
-                        level[waiter] = max(level[waiter], channel_level[c] + 1)
-                        left[waiter] -= 1
-                        if left[waiter] == 0:
-                            ready.append(waiter)
-            following = record + 1
-            if following < self._count and self._before[following] == record:
-                level[following] = max(level[following], level[record] + 1)
-                left[following] -= 1
-                if left[following] == 0:
-                    ready.append(following)
-        if done < self._count:
-            raise TraceError(f"the dependencies of {self._count - done} records go in a circle")
-        return _batches(
-            np.array(level), np.array(channel_level), self._pair_record, self._producers
-        )
-
-    @property
-    def used_phases(self) -> tuple[str, ...]:
-        """The phases of the step, in the order of the program."""
-        return tuple(self.phases[p] for p in np.unique(self._phase).tolist())
-
-    @property
-    def loading_phases(self) -> tuple[str, ...]:
-        """Those whose loads were noted."""
-        return tuple(self.phases[p] for p in np.unique(self._phase[self._loading]).tolist())
-
-    # The replay.
 
     def run(self, scenarios: Sequence[Sequence[Change]]) -> Replayed:
         """The duration of the step under every scenario, each a combination of changes."""
@@ -427,7 +77,7 @@ class Replay:
                 hop = self._hop[batch.pairs, None]
                 # A negative lag is one of clocks, not one that a faster exchange would shorten.
                 seen = complete[channel] + np.where(hop > 0, hop * factors.latency[exchange], hop)
-                seen[factors.dropped[exchange]] = _NEVER
+                seen[factors.dropped[exchange]] = NEVER
                 waiters = batch.waiters
                 came = np.maximum.reduceat(seen, batch.first_pairs, axis=0)
                 inputs[waiters] = np.maximum(inputs[waiters], came)
@@ -483,7 +133,7 @@ class Replay:
         lag = np.maximum(self._room_lag[own, None] * held, self._least[own, None] * by)
         room = after(self._room_of, self._room_kind) + lag
         arrived = np.where(self._room[own, None], np.maximum(arrived, room), arrived)
-        loaded[own] = np.where(self._loading[own, None], arrived, _NEVER)
+        loaded[own] = np.where(self._loading[own, None], arrived, NEVER)
 
     def _floor(self, factors: _Factors) -> Floats:
         """The time that the memory needs for the streamed bytes; 0: it was not what held up."""
@@ -494,53 +144,6 @@ class Replay:
         own = np.bincount(self._phase, self._bytes, len(self.phases))
         needed: Floats = own @ factors.loading / ceiling * 1e9
         return needed if own.sum() / ceiling * 1e9 <= self.recorded else none
-
-
-class _Batch(NamedTuple):
-    """Records of one level, the pairs of which they wait for channels, and complete channels."""
-
-    records: Longs
-    pairs: Longs  # rows of the pairs, grouped by record
-    waiters: Longs  # places in ``records`` of the groups of pairs
-    first_pairs: Longs
-    channels: Longs
-    producers: Longs  # of the channels, one after the other
-    producer_channel: Longs
-    first_producers: Longs
-
-
-def _batches(
-    level: Longs, channel_level: Longs, pair_record: Longs, producers: Sequence[Longs]
-) -> list[_Batch]:
-    depth = int(level.max(initial=-1)) + 1
-    records = _grouped(level, depth)
-    pairs = _grouped(level[pair_record], depth)
-    channels = _grouped(channel_level, depth)
-    batches = []
-    for own, pair, channel in zip(records, pairs, channels, strict=True):
-        waiting, first = np.unique(pair_record[pair], return_index=True)
-        channel = np.array([c for c in channel.tolist() if len(producers[c])], np.int64)
-        sizes = [len(producers[c]) for c in channel.tolist()]
-        joined = np.concatenate([*(producers[c] for c in channel.tolist()), np.empty(0, np.int64)])
-        batches.append(
-            _Batch(
-                records=own,
-                pairs=pair,
-                waiters=np.searchsorted(own, waiting),
-                first_pairs=first,
-                channels=channel,
-                producers=joined.astype(np.int64),
-                producer_channel=np.repeat(channel, sizes).astype(np.int64),
-                first_producers=np.cumsum([0, *sizes[:-1]])[: len(sizes)],
-            )
-        )
-    return batches
-
-
-def _grouped(of: Longs, count: int) -> list[Longs]:
-    """The indices of every group, in order."""
-    order = np.argsort(of, kind="stable")
-    return np.split(order, np.searchsorted(of[order], np.arange(1, count)))
 
 
 class _Factors:
@@ -590,17 +193,3 @@ class _Factors:
         if not rows:
             raise TraceError(f"the step has no {change.of!r} to change the {change.what} of")
         return rows
-
-
-def _typical(values: Floats, known: Bools, group: Longs, otherwise: Floats | None = None) -> Floats:
-    """For every record the median of the known values of its group.
-
-    Groups without one: ``otherwise``, or the median of all known values, or 0.
-    """
-    if otherwise is None:
-        whole = float(np.median(values[known])) if known.any() else 0.0
-        otherwise = np.full(len(values), whole)
-    result = otherwise.copy()
-    for number in np.unique(group[known]).tolist():
-        result[group == number] = np.median(values[known & (group == number)])
-    return result
