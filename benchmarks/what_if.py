@@ -55,7 +55,9 @@ CHANGES = {
 def make_program(shape: Shape) -> Program:
     """Rounds of products; each waits for all of the round before."""
     tensors = [TensorSpec("x", (1, K), F32, TensorKind.STATE)]
-    instructions, labels, queues = [], [], [[] for _ in range(WORKERS)]
+    instructions: list[Matmul] = []
+    labels: list[str] = []
+    queues: list[list[int]] = [[] for _ in range(WORKERS)]
     rounds = LAYERS * len(shape.columns)
     for number in range(rounds):
         phase = number % len(shape.columns)

@@ -20,7 +20,7 @@ from megavm.profiler.trace import Floats, Longs, TraceError
 # What a change is of. "computing", "loading" and "balance" are of a phase, "latency" and "wait" of
 # an exchange, "worker" of a worker, "switching" of all workers.
 CHANGES: Final = ("computing", "loading", "latency", "wait", "worker", "balance", "switching")
-_CELLS: Final = 1 << 22  # records times scenarios that are replayed at once
+_CELLS: Final = 1 << 22  # records, or waits, times scenarios that are replayed at once
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Replay(RecordedStep):
 
     def run(self, scenarios: Sequence[Sequence[Change]]) -> Replayed:
         """The duration of the step under every scenario, each a combination of changes."""
-        size = max(_CELLS // self._count, 1)
+        size = max(_CELLS // max(self._count, len(self._pair_record)), 1)
         parts = [scenarios[i : i + size] for i in range(0, len(scenarios), size)]
         found = [self._run(_Factors(self, part)) for part in parts]
         step = np.concatenate([*(part[0] for part in found), np.empty(0)])
