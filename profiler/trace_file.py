@@ -108,11 +108,13 @@ def encode(trace: Trace) -> bytes:
 
 
 def _summary(trace: Trace) -> dict[str, Any]:
-    """The member ``summary`` of the header; none for a trace whose causes make no sense."""
+    """The member ``summary`` of the header; none for a trace whose numbers make no sense."""
     try:
-        return {"summary": summary(trace)}
-    except TraceError:
+        found = summary(trace)
+        json.dumps(found, allow_nan=False)
+    except ValueError:  # causes that go in a circle, rates that are infinite
         return {}
+    return {"summary": found}
 
 
 def with_summary(path: str | os.PathLike[str]) -> tuple[bytes, int]:
