@@ -43,6 +43,7 @@ def test_profile_writes_a_trace_and_says_what_tracing_cost(
     assert result.code == 0, result.err
     assert f"{path}: 8 steps" in result.out
     assert "times as long" in result.out
+    assert "A step takes" in result.out
     trace = Trace.load(path)
     assert trace.num_steps == 8
     assert trace.step_tokens[0] > 1

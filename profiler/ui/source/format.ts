@@ -66,3 +66,8 @@ export function rows(count: number): string {
 export function percent(fraction: number): string {
   return Number.isFinite(fraction) ? `${(100 * fraction).toFixed(1)} %` : "-";
 }
+
+/** A share of the memory's bandwidth. Above all of it, caches held what was read. */
+export function ofCeiling(fraction: number): string {
+  return `${percent(fraction)} of ceiling${fraction > 1 ? ", in part from caches" : ""}`;
+}

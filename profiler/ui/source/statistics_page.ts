@@ -3,7 +3,7 @@
 import type { App } from "./app.ts";
 import { css, colourOfName, word } from "./colour.ts";
 import { make } from "./dom.ts";
-import { bytes, duration, flops, integer, percent, rate, rows } from "./format.ts";
+import { bytes, duration, flops, integer, ofCeiling, percent, rate, rows } from "./format.ts";
 import type { Page } from "./panel.ts";
 import { ROLES, STATES, STATE_HELP } from "./roles.ts";
 import { GROUPINGS, type GroupStatistics, type Grouping, type Scope, type Statistics } from "./statistics.ts";
@@ -113,7 +113,7 @@ export class StatisticsPage implements Page {
       return line;
     });
     const streamed = s.streamed / s.duration;
-    const of = ceiling === null ? "" : ` · ${percent(streamed / ceiling)} of ceiling`;
+    const of = ceiling === null ? "" : ` · ${ofCeiling(streamed / ceiling)}`;
     return [
       pair("duration", duration(s.duration)),
       pair("instructions", integer(s.count)),

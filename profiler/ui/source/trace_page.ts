@@ -69,6 +69,7 @@ export class TracePage implements Page {
                 title: "streamed",
                 text: (s) => rate(streamed(s)) + (bandwidth === null ? "" : ` · ${percent(streamed(s) / bandwidth)}`),
                 value: streamed,
+                help: "weights and KV; above 100 % of the memory's bandwidth, caches held a part of them",
               },
             ],
             steps,

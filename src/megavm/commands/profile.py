@@ -91,6 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"a token took {facts['traced_ms']:.3f} ms with tracing and "
             f"{facts['untraced_ms']:.3f} ms without: {facts['ratio']:.3f} times as long"
         )
+    print(facts["sentence"])
     return 0
 
 
@@ -118,6 +119,7 @@ def _record(
     """Run with and without tracing, each after a warm-up run, and write the trace."""
     from megavm.profiler.environment import measure_bandwidth
     from megavm.profiler.recorder import Recorder
+    from megavm.profiler.summary import summary
 
     recorder, discarded = Recorder(keep), Recorder(1)
     progress("measuring the memory")
@@ -150,6 +152,7 @@ def _record(
         "file_bytes": os.path.getsize(path),
         "steps": trace.num_steps,
         "records": trace.num_records,
+        "sentence": summary(trace)["sentence"],
         **recorder.notes,
     }
 
