@@ -56,8 +56,18 @@ class ForcedRunner(Runner):
 
     forced: Bucket | None = None
 
-    def bucket(self, rows: int, logit_rows: int, context: int, *, decode: bool = False) -> Bucket:
-        return self.forced or super().bucket(rows, logit_rows, context, decode=decode)
+    def bucket(
+        self,
+        rows: int,
+        logit_rows: int,
+        context: int,
+        *,
+        decode: bool = False,
+        restricted: bool = False,
+    ) -> Bucket:
+        return self.forced or super().bucket(
+            rows, logit_rows, context, decode=decode, restricted=restricted
+        )
 
 
 @dataclass

@@ -50,12 +50,17 @@ class EchoRunner:
         self.block_table = np.zeros((sequences, -(-length // 16)), dtype=np.int32)
         self.sampling_real = np.zeros((sequences, REAL_COLUMNS), dtype=np.float32)
         self.sampling_integer = np.zeros((sequences, INTEGER_COLUMNS), dtype=np.int32)
+        self.allowed = np.zeros((1, 1), dtype=np.int32)
+        self.bias = np.zeros((1, 1), dtype=np.float32)
         self.logits = np.zeros((1, 1), dtype=np.float32)
         self.seconds = 0.0
 
     def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         """As ``Runner.write_tokens``."""
         self.tokens[slot, : len(tokens)] = tokens
+
+    def publish(self, name: str, slot: int) -> None:
+        """As ``Runner.publish``; this runner reads no masks."""
 
     def run(self, step: Step, steps: int = 1) -> None:
         """Choose the tokens; adds its own time to ``seconds``."""

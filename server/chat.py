@@ -56,5 +56,6 @@ async def chat(request: Request, service: Service) -> Response:
     # The chat template has already inserted the special tokens.
     ids = await service.encode(text, "messages", bool(body.add_special_tokens))
     prompts = service.check_prompts([ids], params, "messages")
-    generation = service.generation(prompts, params, whole=not body.stream)
+    restriction = await service.restriction(body, params)
+    generation = service.generation(prompts, params, whole=not body.stream, restriction=restriction)
     return await respond(request, service, body, ChatAnswer(service, body, generation))

@@ -93,5 +93,6 @@ async def complete(request: Request, service: Service) -> Response:
     ids = await service.encode_prompts(prompts, "prompt", special)
     checked = service.check_prompts(ids, params, "prompt")
     texts = await service.decode_prompts(prompts, "prompt") if body.echo else None
-    generation = service.generation(checked, params, whole=not body.stream)
+    restriction = await service.restriction(body, params)
+    generation = service.generation(checked, params, whole=not body.stream, restriction=restriction)
     return await respond(request, service, body, CompletionAnswer(service, body, generation, texts))

@@ -23,6 +23,7 @@ from megavm.server.logs import log, logger
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
     from megavm.scheduler.engine.engine import Engine
+    from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.sequence import Delta, Request
     from megavm.scheduler.engine.step import Ints
 
@@ -65,13 +66,21 @@ class Generation:
     Attributes:
         prompts: token ids of each prompt.
         params: parameters of all prompts.
+        restriction: what they say about the tokens that may be chosen, compiled.
         requests: the engine's requests by prompt; complete when the first delta arrives.
         arrived: time of creation, by `time.perf_counter`.
     """
 
-    def __init__(self, prompts: Sequence[Ints], params: SamplingParams, whole: bool) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Ints],
+        params: SamplingParams,
+        whole: bool,
+        restriction: Restriction | None = None,
+    ) -> None:
         self.prompts = prompts
         self.params = params
+        self.restriction = restriction
         self.requests: list[Request] = []
         self.arrived = time.perf_counter()
         self.num_sequences = len(prompts) * params.n
@@ -299,7 +308,8 @@ class EngineLoop:
         params = generation.params
         try:
             for i, prompt in enumerate(generation.prompts):
-                request = self.engine.add(prompt, params, id=(generation, i * params.n))
+                id = (generation, i * params.n)
+                request = self.engine.add(prompt, params, id, generation.restriction)
                 request.times.arrived = generation.arrived
                 generation.requests.append(request)
         except Exception as error:

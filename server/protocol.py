@@ -14,6 +14,7 @@ from starlette.requests import Request
 
 from megavm.sampling_params import MAX_LOGPROBS, SamplingParams
 from megavm.server.errors import bad_request, invalid_fields, shorten, unknown_model
+from megavm.server.response_format import FORMAT_FIELDS, read_format
 
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
@@ -42,23 +43,14 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "tool_choice": ("none", "auto"),
     "tools": (),
     # Which tokens may be chosen.
-    "allowed_token_ids": (),
-    "bad_words": (),
     "custom_logit_processor": (),
     "ebnf": (),
     "grammar": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "json_schema": (),
-    "logit_bias": (),
     "logits_processors": (),
     "n_indent": (0,),
     "regex": (),
-    "response_format": ({"type": "text"},),
     "structural_tag": (),
-    "structured_outputs": (),
     # How one of them is chosen.
     "adaptive_target": (-1,),
     "dry_multiplier": (0,),
@@ -106,6 +98,9 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
 }
 # This server's name for what an unsupported field asks for.
 _OUR_NAMES: Final = {
+    "ebnf": "structured_outputs",
+    "grammar": "structured_outputs",
+    "json_schema": "response_format",
     "max_completion_tokens": "max_tokens",  # in completions
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
@@ -113,12 +108,15 @@ _OUR_NAMES: Final = {
     "n_predict": "max_tokens",
     "n_probs": "logprobs",
     "no_stop_trim": "include_stop_str_in_output",
+    "regex": "structured_outputs",
     "repeat_penalty": "repetition_penalty",
     "return_tokens": "return_token_ids",
     "sampling_seed": "seed",
+    "structural_tag": "structured_outputs",
 }
 # Fields that may be ignored without changing an answer.
 _HARMLESS: Final = {
+    "guided_decoding_backend",
     "metadata",
     "parallel_tool_calls",
     "prompt_cache_key",
@@ -129,7 +127,7 @@ _HARMLESS: Final = {
     "user",
 }
 _NOTHING: Final[tuple[object, ...]] = (None, False, "", [], {})
-_ANY_JSON: Final = {"guided_json", "json_schema"}  # {} asks these for any JSON
+_ANY_JSON: Final = {"json_schema"}  # {} asks these for any JSON
 
 
 def _whole(value: object) -> object:
@@ -233,6 +231,27 @@ class GenerationRequest(Body):
     return_token_ids: bool | None = Field(
         default=None, description="answer with token ids beside texts"
     )
+    response_format: dict[str, Any] | None = Field(
+        default=None, description='{"type": "text"}, "json_object" or "json_schema", as in OpenAI'
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        default=None,
+        description="one of json, regex, choice, grammar, json_object, structural_tag, as in vLLM",
+    )
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    logit_bias: dict[str, float] | None = Field(
+        default=None, description="token id to a number in [-100, 100], added to its logit"
+    )
+    allowed_token_ids: TokenIds = Field(
+        default=None, description="the only tokens that may be chosen"
+    )
+    bad_words: list[str] | None = Field(
+        default=None, description="texts that must not occur in the completion"
+    )
 
     @property
     def include_usage(self) -> bool:
@@ -269,13 +288,14 @@ class GenerationRequest(Body):
             if not -_SEEDS <= self.seed < _SEEDS:
                 raise bad_request("seed must be in [-2**63, 2**63)", "seed")
             given["seed"] = self.seed % _SEEDS
+        given["structured_outputs"] = read_format(self)
         given["max_tokens"], given["logprobs"] = self.wanted_max_tokens(), self.wanted_logprobs()
         if given["max_tokens"] == 0:  # one token is generated but not shown
             given["max_tokens"] = 1
         try:
             params = defaults(**given)
         except ValueError as error:
-            raise bad_request(str(error), self._blamed(str(error))) from error
+            raise bad_request(str(error), self.blamed(str(error))) from error
         if params.n > max_n:
             raise bad_request(f"n must be at most {max_n}, not {params.n}", "n")
         return params
@@ -299,10 +319,15 @@ class GenerationRequest(Body):
                     "stop",
                 )
 
-    def _blamed(self, message: str) -> str | None:
-        """The field named by the first word of an error message of SamplingParams, or None."""
+    def blamed(self, message: str) -> str | None:
+        """The field that an error message of SamplingParams is about, or None.
+
+        Its first word names the field. Other messages are about the form of the output.
+        """
         match = re.match(r"\w+", message)
-        return match[0] if match is not None and match[0] in type(self).model_fields else None
+        if match is not None and match[0] in type(self).model_fields:
+            return match[0]
+        return next((name for name in FORMAT_FIELDS if getattr(self, name) is not None), None)
 
     def ignored_fields(self) -> list[str]:
         """Names of the unknown fields, at most 16."""
@@ -367,8 +392,8 @@ class ChatRequest(GenerationRequest):
             )
         return self.top_logprobs or 0
 
-    def _blamed(self, message: str) -> str | None:
-        blamed = super()._blamed(message)
+    def blamed(self, message: str) -> str | None:
+        blamed = super().blamed(message)
         if blamed == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return blamed

@@ -12,16 +12,28 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
-from megavm.server.errors import bad_request, context_exceeded, queue_full, unavailable
+from megavm.server.errors import (
+    bad_request,
+    context_exceeded,
+    queue_full,
+    timed_out,
+    unavailable,
+)
 from megavm.server.logs import log
 from megavm.server.metrics import Metrics
-from megavm.server.protocol import ChatRequest, TokenizeRequest, read_messages
+from megavm.server.protocol import (
+    ChatRequest,
+    GenerationRequest,
+    TokenizeRequest,
+    read_messages,
+)
 from megavm.server.settings import Settings
 from megavm.tokenizer import LONG_TEXT
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
     from megavm.sampling_params import SamplingParams
+    from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.step import Ints
     from megavm.scheduler.run.runner import Progress
     from megavm.tokenizer import Tokenizer
@@ -80,6 +92,8 @@ class Service:
         # One thread only: long prompts are read one after the other, so that tokenizing leaves
         # the cores to the machine.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="megavm-reader")
+        # Another one for grammars: a long one delays only other grammars.
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="megavm-grammars")
 
     # Loading, status and shutdown.
 
@@ -222,6 +236,7 @@ class Service:
         if self._llm is not None and not self._llm.engine.lost:
             self._llm.close()
         self._reader.shutdown(wait=False, cancel_futures=True)
+        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def enter(self) -> None:
         """Count a request that `drain` must wait for."""
@@ -373,16 +388,43 @@ class Service:
                 raise bad_request(f"{where}{error}", field) from error
         return checked
 
+    async def restriction(
+        self, body: GenerationRequest, params: SamplingParams
+    ) -> Restriction | None:
+        """What the parameters of a body say about the tokens that may be chosen, compiled.
+
+        Raises:
+            ApiError: a grammar is refused or takes too long, or a token id is unknown.
+        """
+        if not params.restricts:
+            return None
+        loop, timeout = asyncio.get_running_loop(), self.settings.request_timeout
+        compiler = self.llm.restrictions
+        try:
+            async with asyncio.timeout(timeout):
+                return await loop.run_in_executor(self._compiler, compiler.compile, params)
+        except TimeoutError as error:
+            raise timed_out(timeout) from error
+        except ValueError as error:
+            raise bad_request(str(error), body.blamed(str(error))) from error
+
     def generation(
-        self, prompts: Sequence[Ints], params: SamplingParams, *, whole: bool
+        self,
+        prompts: Sequence[Ints],
+        params: SamplingParams,
+        *,
+        whole: bool,
+        restriction: Restriction | None = None,
     ) -> Generation:
         """Queue the generation of a request, for prompts from `check_prompts`.
+
+        `restriction`: from `restriction`, for the same parameters.
 
         Raises:
             ApiError: the queue is full.
         """
         self.admit(len(prompts) * params.n)
-        generation = Generation(prompts, params, whole)
+        generation = Generation(prompts, params, whole, restriction)
         self.engine_loop.submit(generation)
         return generation
 

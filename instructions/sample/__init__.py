@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 
 from megavm.instructions.tiles import aligned, ranges, shapes
-from megavm.vm.config import MAX_STOP_TOKENS
+from megavm.vm.config import MAX_STOP_TOKENS, NONE
 from megavm.vm.isa import (
     F32,
     I32,
+    Constant,
     Instruction,
     Region,
     TensorSpec,
     integer,
     present,
     tensor,
+    union,
     whole,
 )
 
@@ -42,10 +44,13 @@ class Integer(IntEnum):
     MIN_LENGTH = 5  # stop tokens are not chosen for positions below this
     NUM_STOP = 6  # stop tokens that follow
     STOP = 7  # the first of them
+    MASKED = STOP + MAX_STOP_TOKENS  # 1: choose only tokens whose bit in `allowed` is set
+    BIASED = MASKED + 1  # 1: add `bias` to the logits
 
 
 REAL_COLUMNS = len(Real)
-INTEGER_COLUMNS = Integer.STOP + MAX_STOP_TOKENS
+INTEGER_COLUMNS = Integer.BIASED + 1
+MASK_BITS = 32  # tokens in a word of `allowed`
 CPU_BINS = 2048  # bins of the histogram with which the CPU finds a value by its rank
 
 
@@ -56,7 +61,8 @@ class Sample(Instruction):
     temperature 0 takes the largest adjusted logit (the lowest token id among equals). Otherwise, in this
     order, for tokens t with logits a_t:
 
-    1. stop tokens get -inf while p + 1 < MIN_LENGTH;
+    1. with BIASED, a_t += bias[s, t]; with MASKED, tokens whose bit in allowed[s] is 0 get -inf; stop
+       tokens get -inf while p + 1 < MIN_LENGTH;
     2. repetition penalty: a_t / REP if a_t > 0 else a_t * REP, for t anywhere in tokens[s, 0..p];
     3. a_t -= FREQ * c_t + PRES * (c_t > 0), c_t counting t in tokens[s, PROMPT_LENGTH..p];
     4. a_t /= temperature;
@@ -68,8 +74,11 @@ class Sample(Instruction):
 
     So the choice depends only on the sequence, its seed and its logits, and not on the batch.
 
+    ``allowed`` and ``bias`` come together or not at all; without them MASKED and BIASED are not read.
+    Bit t % 32 of allowed[s, t / 32] belongs to token t.
+
     ``peaks`` holds the largest logit and its column for every tile of columns, as Matmul writes them. With
-    ``peaks`` a row of temperature 0 without penalties or masked stop tokens takes the largest pair (the
+    ``peaks`` a row of temperature 0 without penalties, masked tokens or biases takes the largest pair (the
     lowest column among equals) and does not read its logits. The choice is the same.
     """
 
@@ -91,6 +100,8 @@ class Sample(Instruction):
     row_position = tensor("position of each row in its sequence [rows]", I32)
     row_begin = integer("first logit row")
     row_end = integer("end of the logit rows")
+    allowed = tensor("a bit for each token [sequences, words]", I32, optional=True)
+    bias = tensor("added to the logits [sequences, vocabulary]", F32, optional=True)
 
     def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
         return "tokens, but for its last column,"
@@ -108,6 +119,7 @@ class Sample(Instruction):
             self.logit_count,
             self.row_sequence,
             self.row_position,
+            *present(self.allowed, self.bias),
         ):
             yield whole(tensors, handle)
 
@@ -130,9 +142,13 @@ class Sample(Instruction):
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         return 8 * 1024 + 256  # a histogram of 1024 bins, and values that the warps exchange
 
+    def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
+        return {"any_restricted": union(self.allowed != NONE)}
+
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         logits = tensors[self.logits]
         sequences = tensors[self.tokens].rows
+        words = -(-logits.columns // MASK_BITS)
         yield from ranges(rows=(self.row_begin, self.row_end, logits.rows))
         yield from shapes(
             tensors,
@@ -140,7 +156,11 @@ class Sample(Instruction):
             sampling_real=(self.sampling_real, sequences, REAL_COLUMNS),
             sampling_integer=(self.sampling_integer, sequences, INTEGER_COLUMNS),
             logit_count=(self.logit_count, 1, 1),
+            allowed=(self.allowed, sequences, words),
+            bias=(self.bias, sequences, logits.columns),
         )
+        if (self.allowed == NONE) != (self.bias == NONE):
+            yield "allowed and bias come together, and one of them is absent"
         for handle in present(self.peaks):
             if tensors[handle].columns % 2:
                 yield f"peaks {tensors[handle].name} has {tensors[handle].columns} columns, not pairs"

@@ -113,14 +113,12 @@ class Sampler {
                            reals_[sample::kPresencePenalty] != 0.0f ||
                            reals_[sample::kFrequencyPenalty] != 0.0f;
     const bool greedy = reals_[sample::kTemperature] == 0.0f;
-    if (greedy && !penalised && masked_ == 0)
+    find_restrictions();
+    if (greedy && !penalised && masked_ == 0 && allowed_ == nullptr && bias_ == nullptr)
       return inst_.peaks == kNone ? largest_logit(row) : largest_peak(row);
     a_ = worker_.data<float>(inst_.adjusted) + row * vocabulary_;
     copy_logits(row);
-    for (int i = 0; i < masked_; ++i) {
-      const int64_t token = integers_[sample::kStop + i];
-      if (token >= 0 && token < vocabulary_) a_[token] = -__builtin_inff();
-    }
+    restrict();
     if (penalised) penalise(row);
     if (greedy) return largest_adjusted();
     const float temperature = reals_[sample::kTemperature];
@@ -205,10 +203,40 @@ class Sampler {
     if (unordered) worker_.fault("logits of row %lld hold NaN", static_cast<long long>(row));
   }
 
-  // The logit of a token of the history, with stop tokens masked and the repetition penalty
-  // applied.
+  // The sequence's rows of `allowed` and `bias`; nullptr where it has none.
+  void find_restrictions() {
+    allowed_ = nullptr;
+    bias_ = nullptr;
+    if (inst_.allowed == kNone) return;
+    if (integers_[sample::kMasked])
+      allowed_ = worker_.data<const uint32_t>(inst_.allowed) +
+                 sequence_ * worker_.tensor(inst_.allowed).columns;
+    if (integers_[sample::kBiased])
+      bias_ = worker_.data<const float>(inst_.bias) + sequence_ * vocabulary_;
+  }
+
+  bool is_allowed(int64_t token) const {
+    return allowed_ == nullptr ||
+           (allowed_[token / sample::kMaskBits] >> (token % sample::kMaskBits) & 1);
+  }
+
+  // Add the bias to the adjusted logits, and drop tokens that may not be chosen.
+  void restrict() const {
+    if (bias_ != nullptr)
+      for (int64_t t = 0; t < vocabulary_; ++t) a_[t] += bias_[t];
+    if (allowed_ != nullptr)
+      for (int64_t t = 0; t < vocabulary_; ++t) a_[t] = is_allowed(t) ? a_[t] : -__builtin_inff();
+    for (int i = 0; i < masked_; ++i) {
+      const int64_t token = integers_[sample::kStop + i];
+      if (token >= 0 && token < vocabulary_) a_[token] = -__builtin_inff();
+    }
+  }
+
+  // The logit of a token of the history, restricted and with the repetition penalty applied.
   float repeated(int64_t row, int64_t token) const {
     float a = first_lane(load_row(worker_, inst_.logits, row, token, 1));
+    if (bias_ != nullptr) a += bias_[token];
+    if (!is_allowed(token)) a = -__builtin_inff();
     for (int i = 0; i < masked_; ++i)
       if (integers_[sample::kStop + i] == token) a = -__builtin_inff();
     const float penalty = reals_[sample::kRepetitionPenalty];
@@ -311,7 +339,9 @@ class Sampler {
   const int32_t* history_ = nullptr;   // tokens of the sequence
   const int32_t* integers_ = nullptr;  // parameters of the sequence
   const float* reals_ = nullptr;
-  int masked_ = 0;      // stop tokens that may not be chosen
+  int masked_ = 0;  // stop tokens that may not be chosen
+  const uint32_t* allowed_ = nullptr;
+  const float* bias_ = nullptr;
   float* a_ = nullptr;  // adjusted logits
   float peak_ = 0.0f;
 };

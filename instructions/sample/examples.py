@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
 import torch
 
-from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real, Sample
+from megavm.instructions.sample import (
+    INTEGER_COLUMNS,
+    MASK_BITS,
+    REAL_COLUMNS,
+    Integer,
+    Real,
+    Sample,
+)
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.isa import F32, I32, TensorKind
@@ -69,7 +77,28 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         yield example(rng, f"{name}, with peaks", vocabulary, parameters, tile=16)
     yield example(rng, "equal logits, with peaks", 50, {}, steps_of_logit=0.5, tile=7)
     yield example(rng, "peaks alone", 50, {}, tile=32, tagged=True, misleading=True)
+    yield from restricted_examples(rng)
     yield example(rng, "not enabled", 50, {Integer.ENABLED: 0}, tagged=True, misleading=True)
+
+
+def restricted_examples(rng: np.random.Generator) -> Iterator[Example]:
+    everything = next(parameters for name, _, parameters in CASES if name == "everything")
+    both: Parameters = {Integer.MASKED: 1, Integer.BIASED: 1}
+    flags: dict[str, Parameters] = {
+        "mask": {Integer.MASKED: 1},
+        "bias": {Integer.BIASED: 1},
+        "mask and bias": both,
+    }
+    others: list[tuple[str, int, Parameters]] = [
+        ("greedy", 100, {}),
+        ("drawn", 1003, {Real.TEMPERATURE: 1.2, Real.TOP_P: 0.9}),
+        ("everything", 777, everything),
+    ]
+    for (what, flag), (how, vocabulary, other) in itertools.product(flags.items(), others):
+        yield example(rng, f"{what}, {how}", vocabulary, other | flag, tile=16, restricted=True)
+    yield example(rng, "mask and bias, tagged", 90, both, tile=32, tagged=True, restricted=True)
+    yield example(rng, "mask not used", 90, {}, tile=32, misleading=True, restricted=True)
+    yield example(rng, "neither mask nor bias", 90, both, tile=32, misleading=True)
 
 
 def example(
@@ -83,14 +112,17 @@ def example(
     misleading: bool = False,
     steps_of_logit: float = 0.0,
     tile: int = 0,
+    restricted: bool = False,
 ) -> Example:
     """Four sequences with the same parameters and different seeds; their logit rows are in another order.
 
     With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``. ``misleading`` logits
-    contradict the peaks: a kernel that reads them chooses another token.
+    contradict the peaks: a kernel that reads them chooses another token. ``restricted``: there are masks,
+    which allow every eighth token or so, and biases.
     """
     table = Table(rng)
     logits = table.normal(4, vocabulary, scale=3.0)
+    bias = table.normal(4, vocabulary, scale=2.0) if restricted else None
     if steps_of_logit:
         logits = (logits / steps_of_logit).round() * steps_of_logit
     tokens = table.tensor(rng.integers(0, vocabulary, (4, LENGTH)).astype(np.int32))
@@ -100,8 +132,8 @@ def example(
     integers[:, Integer.ENABLED] = 1
     integers[:, Integer.SEED_LOW] = torch.tensor([1, -1, 12345, 1 << 30])
     integers[:, Integer.SEED_HIGH] = torch.tensor([0, -7, 77, 1 << 20])
-    integers[:, Integer.STOP :] = table.tensor(
-        rng.integers(0, vocabulary + 5, (4, INTEGER_COLUMNS - Integer.STOP)).astype(np.int32)
+    integers[:, Integer.STOP : Integer.MASKED] = table.tensor(
+        rng.integers(0, vocabulary + 5, (4, Integer.MASKED - Integer.STOP)).astype(np.int32)
     )
     for column, value in parameters.items():
         (reals if isinstance(column, Real) else integers)[:, column] = value
@@ -136,8 +168,20 @@ def example(
         ),
         row_begin=0,
         row_end=4,
+        allowed=table.integers("allowed", mask(rng, vocabulary)) if restricted else NONE,
+        bias=table.add("bias", (4, vocabulary), F32, TensorKind.INPUT, bias)
+        if restricted
+        else NONE,
     )
     return Example(name, inst, table.specs, table.values)
+
+
+def mask(rng: np.random.Generator, vocabulary: int) -> torch.Tensor:
+    """Masks of four sequences."""
+    bits = rng.integers(0, 1 << 32, (3, 4, -(-vocabulary // MASK_BITS)), dtype=np.uint32)
+    words = np.bitwise_and.reduce(bits, axis=0)
+    words[:, 0] |= 1 << 3  # a token is always allowed
+    return torch.from_numpy(words.view(np.int32))
 
 
 def peaks_of(logits: torch.Tensor, tile: int) -> torch.Tensor:

@@ -40,7 +40,7 @@ struct Choice {
   uint32_t masked = 0;    // stop tokens that may not be chosen
   bool enabled;
   bool greedy = false;
-  bool penalised = false;
+  bool penalised = false;  // penalties, a mask or a bias change the logits
   const Operands<Sample>& in;
 
   __device__ __forceinline__ Choice(const Operands<Sample>& in, uint32_t row) : row(row), in(in) {
@@ -62,6 +62,7 @@ struct Choice {
     greedy = real(sample::kTemperature) == 0.0f;
     penalised = real(sample::kRepetitionPenalty) != 1.0f ||
                 real(sample::kPresencePenalty) != 0.0f || real(sample::kFrequencyPenalty) != 0.0f;
+    if constexpr (sample::kAnyRestricted) penalised |= is_restricted();
   }
 
   __device__ __forceinline__ int32_t integer(uint32_t column) const {
@@ -79,6 +80,21 @@ struct Choice {
     for (uint32_t i = 0; i < masked; ++i)
       found |= static_cast<uint32_t>(integer(sample::kStop + i)) == token;
     return found;
+  }
+  // Whether the sequence has a mask or a bias.
+  __device__ __forceinline__ bool is_restricted() const {
+    return in.has(&Sample::allowed) &&
+           (integer(sample::kMasked) != 0 || integer(sample::kBiased) != 0);
+  }
+  // A logit of this row with the bias, or -inf if its token may not be chosen.
+  __device__ __forceinline__ float restricted(float logit, uint32_t token) const {
+    if (!in.has(&Sample::allowed)) return logit;
+    if (integer(sample::kBiased) != 0)
+      logit += constant_element(in[&Sample::bias], sequence, token);
+    if (integer(sample::kMasked) == 0) return logit;
+    const uint32_t word = static_cast<uint32_t>(
+        constant_integer(in[&Sample::allowed], sequence, token / sample::kMaskBits));
+    return word >> token % sample::kMaskBits & 1 ? logit : -kInfinity;
   }
   __device__ __forceinline__ void append(uint32_t token) const {
     ptx::store(element_at(in[&Sample::tokens], sequence, position + 1), token);

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from megavm.instructions.sample import Integer, Real, Sample, uniform
+from megavm.instructions.sample import MASK_BITS, Integer, Real, Sample, uniform
 from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
@@ -18,7 +18,8 @@ def execute(inst: Sample, m: View) -> None:
         reals = [float(v) for v in m.raw(inst.sampling_real)[sequence]]
         if not integers[Integer.ENABLED]:
             continue
-        if inst.peaks != NONE and takes_largest(position, integers, reals):
+        restricted = inst.allowed != NONE and (integers[Integer.MASKED] or integers[Integer.BIASED])
+        if inst.peaks != NONE and not restricted and takes_largest(position, integers, reals):
             peaks, columns = m.read(inst.peaks, (row, row + 1)).view(-1, 2).T
             if bool(peaks.isnan().any()):
                 raise IndexError(f"logits of row {row} hold NaN")
@@ -27,9 +28,25 @@ def execute(inst: Sample, m: View) -> None:
         logits = m.read(inst.logits, (row, row + 1))[0]
         if bool(logits.isnan().any()):
             raise IndexError(f"logits of row {row} hold NaN")
+        if restricted:
+            logits = restrict(logits, inst, m, sequence, integers)
         tokens = m.raw(inst.tokens)[sequence]
         history = tokens[: position + 1].long()
         tokens[position + 1] = choose(logits, history, integers, reals)
+
+
+def restrict(
+    logits: torch.Tensor, inst: Sample, m: View, sequence: int, integers: list[int]
+) -> torch.Tensor:
+    """The logits with the sequence's bias, and -inf for tokens that are not allowed."""
+    if integers[Integer.BIASED]:
+        logits = logits + m.raw(inst.bias)[sequence]
+    if integers[Integer.MASKED]:
+        words = m.raw(inst.allowed)[sequence]
+        token = torch.arange(len(logits))
+        bits = words[token // MASK_BITS] >> (token % MASK_BITS) & 1
+        logits = torch.where(bits == 1, logits, -math.inf)
+    return logits
 
 
 def takes_largest(position: int, integers: list[int], reals: list[float]) -> bool:

@@ -104,8 +104,9 @@ struct Sampler {
     bool unordered = false;
 #pragma unroll 4
     for (uint32_t t = consumer.thread(); t < adjusted.size; t += kNumConsumerThreads) {
-      const float value = logit(t);
+      float value = logit(t);
       unordered |= value != value;
+      if constexpr (sample::kAnyRestricted) value = choice.restricted(value, t);
       ptx::store(adjusted.at(t), __float_as_uint(value));
     }
     stop_if(unordered);
@@ -117,16 +118,22 @@ struct Sampler {
     if (token < adjusted.size) ptx::store(adjusted.at(token), 0xff800000u);
   }
 
-  // The logit of a token of the history, with stop tokens masked and the repetition penalty
-  // applied.
+  // The logit of a token of the history, restricted and with the repetition penalty applied.
   __device__ __forceinline__ float repeated(uint32_t token) const {
-    const float a = choice.is_masked(token) ? -kInfinity : logit(token);
+    float a = choice.is_masked(token) ? -kInfinity : logit(token);
+    if constexpr (sample::kAnyRestricted) a = choice.restricted(a, token);
     const float penalty = choice.real(sample::kRepetitionPenalty);
     return a > 0.0f ? a / penalty : a * penalty;
   }
 
   // Apply the penalties in `adjusted`. Threads that find the same token store the same value.
   __device__ __forceinline__ void penalise() const {
+    if constexpr (sample::kAnyRestricted)
+      if (choice.real(sample::kRepetitionPenalty) == 1.0f &&
+          choice.real(sample::kPresencePenalty) == 0.0f &&
+          choice.real(sample::kFrequencyPenalty) == 0.0f) {
+        return;
+      }
     const uint32_t end = choice.position + 1, vocabulary = adjusted.size;
 #pragma unroll 1
     for (uint32_t i = consumer.thread(); i < end; i += kNumConsumerThreads) {

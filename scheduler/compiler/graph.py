@@ -76,6 +76,8 @@ class Batch:
     logit_count: Value  # I32 [1]
     sampling_real: Value  # F32 [sequences, REAL_COLUMNS]
     sampling_integer: Value  # I32 [sequences, INTEGER_COLUMNS]
+    allowed: Value  # I32 [sequences, words], see Sample
+    bias: Value  # F32 [sequences, vocabulary]
 
 
 class Graph:
@@ -238,8 +240,11 @@ class Graph:
         attributes = {"scale": scale, "context": context}
         return self.append("attention", label, inputs, q.columns, q.dtype, attributes, like=q)
 
-    def sample(self, label: str, logits: Value, batch: Batch) -> None:
-        """Choose the next token of every logit row, append it to ``batch.tokens``. See Sample."""
+    def sample(self, label: str, logits: Value, batch: Batch, *, restricted: bool = False) -> None:
+        """Choose the next token of every logit row, append it to ``batch.tokens``. See Sample.
+
+        ``restricted``: sequences may have masks of allowed tokens, and biases.
+        """
         inputs = {
             "logits": logits,
             "sampling_real": batch.sampling_real,
@@ -249,6 +254,8 @@ class Graph:
             "row_sequence": batch.row_sequence,
             "row_position": batch.row_position,
         }
+        if restricted:
+            inputs |= {"allowed": batch.allowed, "bias": batch.bias}
         adjusted = self._value(
             f"{label}.adjusted", logits.rows, logits.columns, F32, logits.capacity
         )

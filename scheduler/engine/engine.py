@@ -29,6 +29,7 @@ from megavm.instructions.sample import Integer
 from megavm.scheduler.engine.blocks import BlockManager
 from megavm.scheduler.engine.logprobs import token_logprobs
 from megavm.scheduler.engine.planner import Planner
+from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import Delta, Request, Sequence, State, stop_token_ids
 from megavm.scheduler.engine.step import Floats, Ints, Plan, Step
 from megavm.scheduler.engine.step_thread import StepThread
@@ -67,6 +68,9 @@ class StepRunner(Protocol):
     sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
     sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
 
+    allowed: Ints  # [max_num_seqs, words of a mask]; publish what you write
+    bias: Floats  # [max_num_seqs, vocab_size]; likewise
+
     @property
     def logits(self) -> Rows:
         """[max_logit_rows, vocab_size]; row i belongs to logit row i of the last step."""
@@ -74,6 +78,10 @@ class StepRunner(Protocol):
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot."""
+        ...
+
+    def publish(self, name: str, slot: int) -> None:
+        """Let the next step see a changed row of ``allowed`` or ``bias``."""
         ...
 
     def run(self, step: Step, steps: int = 1) -> None:
@@ -224,8 +232,17 @@ class Engine:
             )
         return wide.astype(np.int32)
 
-    def add(self, prompt: TokenIds, params: SamplingParams, id: Hashable = None) -> Request:
+    def add(
+        self,
+        prompt: TokenIds,
+        params: SamplingParams,
+        id: Hashable = None,
+        restriction: Restriction | None = None,
+    ) -> Request:
         """Queue a request; later steps return its deltas.
+
+        ``restriction``: what ``params`` say about the tokens that may be chosen, compiled
+        (megavm.restrictions). A grammar ends a sequence as soon as nothing may follow.
 
         Raises ValueError when it can never run, or when another request has the same id.
         """
@@ -234,7 +251,7 @@ class Engine:
             id, self._next_id = self._next_id, self._next_id + 1
         if id in self._requests:
             raise ValueError(f"a request with the id {id!r} is being worked on already")
-        request = Request(id, tokens, params)
+        request = Request(id, tokens, params, restriction=restriction)
         seed = self._random.getrandbits(64) if params.seed is None else params.seed
         room = self.runner.max_model_len - len(tokens)
         max_output = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -358,6 +375,8 @@ class Engine:
         begin = time.perf_counter()
         try:
             self._write(plan)
+            if plan.step.restricted:
+                self._write_masks(plan)
             plan.drop(self._ended)
             if plan.step.num_rows:
                 self.runner.run(plan.step, plan.steps)
@@ -377,10 +396,38 @@ class Engine:
             runner.sampling_real[slot] = admission.real
             runner.sampling_integer[slot] = admission.integer
             self._ended[slot] = False
+            if admission.restriction is not None:
+                self._write_restriction(slot, admission.restriction)
         for slot, column, block in plan.new_blocks:
             runner.block_table[slot, column] = block
         for slot in plan.enabled:
             runner.sampling_integer[slot, Integer.ENABLED] = 1
+
+    def _write_restriction(self, slot: int, restriction: Restriction) -> None:
+        """Write what stays as it is while a sequence runs."""
+        runner = self.runner
+        if restriction.bias:
+            restriction.write_bias(runner.bias[slot])
+            runner.publish("bias", slot)
+        if restriction.allowed is not None and not restriction.dynamic:
+            runner.allowed[slot] = restriction.allowed
+            runner.publish("allowed", slot)
+
+    def _write_masks(self, plan: Plan) -> None:
+        """Write the masks that depend on the output, which the launch before has extended."""
+        step, runner = plan.step, self.runner
+        for sequence, row in zip(plan.samplers, step.logit_row.tolist(), strict=False):
+            slot = int(step.row_sequence[row])
+            if sequence.follower is None or self._ended[slot]:
+                continue
+            begin, end = len(sequence.prompt), int(step.row_position[row]) + 1
+            output = runner.tokens[slot, begin:end]
+            cause = sequence.follower.follow(output)
+            cause = cause or sequence.follower.fill(output, runner.allowed[slot])
+            if cause:
+                self._ended[slot] = True
+                plan.failed[sequence] = cause
+            runner.publish("allowed", slot)
 
     def _read(self, plan: Plan) -> None:
         """Copy the chosen tokens from memory before another launch can change them."""
@@ -393,18 +440,36 @@ class Engine:
             columns = columns + np.arange(plan.steps, dtype=np.int32)[None]
         plan.tokens = tokens = runner.tokens[slots[:, None], columns]
         integers = runner.sampling_integer[slots]
-        stops = integers[:, Integer.STOP :]
+        stops = integers[:, Integer.STOP : Integer.MASKED]
         if plan.steps == 1:
             matches = (stops == tokens).any(axis=1, keepdims=True)
         else:
             matches = (stops[:, None, :] == tokens[:, :, None]).any(axis=2)
         plan.stopped = matches & (columns >= integers[:, Integer.MIN_LENGTH, None])
         self._ended[slots] |= plan.stopped.any(axis=1)
+        if step.restricted:
+            self._follow(plan, slots, following)
         for i, sequence in enumerate(plan.samplers):
             if sequence.request.params.logprobs is not None:
                 plan.logits[i] = runner.logits[i].copy()
         for i in range(count, len(step.logit_row)):
             plan.logits[i] = runner.logits[i].copy()
+
+    def _follow(self, plan: Plan, slots: Ints, following: Ints) -> None:
+        """Find the sequences whose grammar the chosen tokens complete. Launches have one step."""
+        assert plan.stopped is not None, "the tokens have been read"
+        for i, sequence in enumerate(plan.samplers):
+            if sequence.follower is None or plan.stopped[i, 0]:
+                continue
+            begin, end = len(sequence.prompt), int(following[i]) + 1
+            cause = sequence.follower.follow(self.runner.tokens[slots[i], begin:end])
+            if cause:
+                plan.failed[sequence] = cause
+            elif sequence.follower.complete:
+                plan.complete.add(sequence)
+            else:
+                continue
+            self._ended[slots[i]] = True
 
     def collect(self, plan: Plan) -> list[Delta]:
         """Append the tokens of an executed plan to their sequences; free those that have ended.
@@ -429,16 +494,29 @@ class Engine:
         for i, (sequence, tokens, stopped) in enumerate(
             zip(plan.samplers, plan.tokens.tolist(), plan.stopped.tolist(), strict=True)
         ):
+            if sequence.state is State.FINISHED or sequence in plan.failed:
+                continue
+            complete = sequence in plan.complete
+            ready.append(self._extend(sequence, tokens, stopped, plan.logits.get(i), complete))
+        for sequence, cause in plan.failed.items():
             if sequence.state is not State.FINISHED:
-                ready.append(self._extend(sequence, tokens, stopped, plan.logits.get(i)))
+                ready.append(self._end(sequence, sequence.finish("error", cause)))
         self._score(plan)
         counters.collect_seconds += time.perf_counter() - begin
         return ready
 
     def _extend(
-        self, sequence: Sequence, tokens: list[int], stopped: list[bool], logits: Floats | None
+        self,
+        sequence: Sequence,
+        tokens: list[int],
+        stopped: list[bool],
+        logits: Floats | None,
+        complete: bool,
     ) -> Delta:
-        """Append the tokens that one launch chose for one sequence, up to the sequence's end."""
+        """Append the tokens that one launch chose for one sequence, up to the sequence's end.
+
+        ``complete``: nothing may follow the (only) token.
+        """
         counters = self.counters
         if not sequence.output:
             counters.prompt_tokens += len(sequence.prompt)
@@ -447,7 +525,7 @@ class Engine:
             logprobs = None
             if logits is not None:
                 logprobs = token_logprobs(logits, token, sequence.request.params.logprobs or 0)
-            delta = sequence.append(token, stop, logprobs)
+            delta = sequence.append(token, stop, logprobs, complete)
             counters.output_tokens += 1
             if whole is None:
                 whole = delta

@@ -66,6 +66,7 @@ class Planner:
         self._last_row = np.zeros(max_num_seqs, dtype=np.int32)
         # Decoding sequences in row order, and their slots. None: the list is out of date.
         self._decoders: tuple[Sequence, ...] | None = ()
+        self._restricted = False  # whether one of them is
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
         # Digests of blocks that prefilling sequences will publish.
@@ -182,24 +183,28 @@ class Planner:
             for i in np.flatnonzero(last).tolist():
                 self._drain(decoders[i])
         plan.samplers = decoders
-        plan.step = Step(slots, positions, self._rows[: len(slots)], int(positions.max()) + 1)
+        context = int(positions.max()) + 1
+        rows = self._rows[: len(slots)]
+        plan.step = Step(slots, positions, rows, context, self._restricted)
 
     def _list_decoders(self) -> tuple[tuple[Sequence, ...], Ints]:
         if self._decoders is None:
             self._decoders = tuple(self._decoding)
+            self._restricted = any(s.restricted for s in self._decoders)
             self._slots = np.array([s.slot for s in self._decoders], dtype=np.int32)
         return self._decoders, self._slots
 
     def _num_steps(self) -> int:
         """Steps of the next launch.
 
-        Several only if no sequence can join or end during the launch, or lack KV blocks.
+        Several only if no sequence can join or end during the launch, lack KV blocks, or need the
+        host between two steps.
         """
         steps = self.steps_per_launch
         if steps == 1 or self._prefilling or self.waiting:
             return 1
         decoders, slots = self._list_decoders()
-        if any(s.request.params.logprobs is not None for s in decoders):
+        if any(s.dynamic or s.request.params.logprobs is not None for s in decoders):
             return 1
         position, last = self._position[slots], self._last_row[slots]
         steps = min(steps, int((last - position).min()) + 1)
@@ -305,6 +310,7 @@ class Planner:
                 np.concatenate(positions),
                 np.concatenate(logit_rows + score_rows),
                 context,
+                any(s.restricted for s in samplers),
             )
 
     def _publish(self, sequence: Sequence, begin: int, end: int) -> None:
@@ -389,7 +395,10 @@ class Planner:
             request.cached_tokens = sequence.num_planned
         table = np.array(sequence.blocks, dtype=np.int32)
         real, integer = sequence.parameters()
-        plan.admissions.append(Admission(sequence.slot, sequence.token_ids(), table, real, integer))
+        admission = Admission(
+            sequence.slot, sequence.token_ids(), table, real, integer, request.restriction
+        )
+        plan.admissions.append(admission)
         plan.admitted.append(sequence)
         return sequence
 

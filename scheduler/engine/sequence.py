@@ -13,6 +13,7 @@ import numpy as np
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.scheduler.engine.blocks import NO_PREFIX, block_digest
 from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.restriction import Follower, Restriction
 from megavm.scheduler.engine.step import Floats, Ints
 from megavm.scheduler.engine.text import TextStream
 
@@ -41,6 +42,7 @@ class Request:
     prompt: Ints
     params: SamplingParams
     sequences: tuple[Sequence, ...] = ()
+    restriction: Restriction | None = None
     times: Times = field(default_factory=Times)
     cached_tokens: int = 0  # prompt tokens that the first admission found in the prefix cache
     # One entry per prompt token (None for the first), if params ask for them. Complete when the
@@ -109,6 +111,7 @@ class Sequence:
         "eos_ids",
         "exhausted",
         "expected",
+        "follower",
         "index",
         "max_output",
         "num_planned",
@@ -151,12 +154,26 @@ class Sequence:
         self.expected = 0  # tokens that must be collected before it can be admitted again
         # Whether logits of the whole prompt must be computed before it may choose a token.
         self.scoring = bool(index == 0 and request.prompt_logprobs and len(self.prompt) > 1)
+        # Follows the output for masks that depend on it; the thread that executes plans owns it.
+        restriction = request.restriction
+        self.follower = Follower(restriction) if restriction and restriction.dynamic else None
         self.exhausted = ""  # error message if reaching max_output is an error
 
     @property
     def num_tokens(self) -> int:
         """Tokens known to the host."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def restricted(self) -> bool:
+        """Whether it has a mask of allowed tokens, or biases."""
+        return self.request.restriction is not None
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether the mask of its next choice depends on its output."""
+        restriction = self.request.restriction
+        return restriction is not None and restriction.dynamic
 
     @property
     def last_row(self) -> int:
@@ -190,8 +207,13 @@ class Sequence:
             block = tokens[i * block_size : (i + 1) * block_size]
             self.digests.append(block_digest(previous, block))
 
-    def append(self, token: int, stopped: bool, logprobs: TokenLogprobs | None) -> Delta:
-        """Append the next token. ``stopped``: it is a stop token and the output is long enough."""
+    def append(
+        self, token: int, stopped: bool, logprobs: TokenLogprobs | None, complete: bool = False
+    ) -> Delta:
+        """Append the next token. ``stopped``: it is a stop token and the output is long enough.
+
+        ``complete``: its grammar allows nothing after the token.
+        """
         if not self.output and not self.request.times.first_token:
             self.request.times.first_token = time.perf_counter()
         self.output.append(token)
@@ -203,6 +225,8 @@ class Sequence:
                 return self._end(delta, "stop", stop)
         if stopped:
             return self._finish_text(delta, "stop", None if token in self.eos_ids else token)
+        if complete:
+            return self._finish_text(delta, "stop")
         if count >= self.max_output:
             if self.exhausted:
                 return self._finish_text(delta, "error", error=self.exhausted)
@@ -240,7 +264,7 @@ class Sequence:
 
     def parameters(self) -> tuple[Floats, Ints]:
         """The sequence's rows of sampling_real and sampling_integer."""
-        params = self.request.params
+        params, restriction = self.request.params, self.request.restriction
         real = np.empty(REAL_COLUMNS, dtype=np.float32)
         real[Real.TEMPERATURE] = params.temperature
         real[Real.TOP_P] = params.top_p
@@ -257,6 +281,8 @@ class Sequence:
         integer[Integer.MIN_LENGTH] = len(self.prompt) + min(params.min_tokens, self.max_output)
         integer[Integer.NUM_STOP] = len(self.stop_ids)
         integer[Integer.STOP : Integer.STOP + len(self.stop_ids)] = self.stop_ids
+        integer[Integer.MASKED] = restriction is not None and restriction.masked
+        integer[Integer.BIASED] = restriction is not None and bool(restriction.bias)
         return real, integer
 
 

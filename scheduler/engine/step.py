@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
+    from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.sequence import Sequence
 
 Ints = npt.NDArray[np.int32]
@@ -21,14 +22,16 @@ class Step:
 
     Row r is the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``. The step
     writes its keys and values, and it attends to positions 0 .. row_position[r]. Logits are
-    computed for the rows ``logit_row``. ``context`` is the largest position + 1. In a launch of
-    several steps all positions advance by one from step to step.
+    computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``restricted``:
+    a sequence that chooses a token has a mask of allowed tokens, or a bias. In a launch of several
+    steps all positions advance by one from step to step.
     """
 
     row_sequence: Ints
     row_position: Ints
     logit_row: Ints
     context: int
+    restricted: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -45,6 +48,7 @@ class Admission:
     blocks: Ints
     real: Floats
     integer: Ints
+    restriction: Restriction | None = None
 
 
 @dataclass(slots=True)
@@ -71,6 +75,9 @@ class Plan:
     tokens: Ints | None = None
     stopped: npt.NDArray[np.bool_] | None = None
     logits: dict[int, Floats] = field(default_factory=dict)
+    # Sequences whose grammar the token completes; sequences that cannot go on, with a sentence.
+    complete: set[Sequence] = field(default_factory=set)
+    failed: dict[Sequence, str] = field(default_factory=dict)
     error: BaseException | None = None
 
     def drop(self, ended: npt.NDArray[np.bool_]) -> None:
@@ -91,4 +98,5 @@ class Plan:
             positions,
             index[step.logit_row[logit_kept]],
             int(positions.max(initial=-1)) + 1,
+            step.restricted,
         )

@@ -2,6 +2,7 @@
 
 On the CPU they are views of the memory. For a GPU they are copies in pinned memory: one copy moves
 the host's writes to the GPU before a launch, and one copy brings the chosen tokens back after it.
+Rows of the large tensors move only when they have changed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 
 ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 bytes
+BY_ROW = ("allowed", "bias")  # inputs that move to the GPU row by row, when they have changed
 
 
 class AsynchronousExecutable(Executable, Protocol):
@@ -59,6 +61,9 @@ class StepMemory:
         for table in (self.arrays["tokens"], *self._copies):
             table[slot, : len(tokens)] = tokens
 
+    def publish(self, name: str, slot: int) -> None:
+        """Let the next launch see a changed row of a tensor of BY_ROW."""
+
     def run(self, executable: Executable, step: Step, steps: int) -> None:
         """Run the program for the step that the arrays describe. Raises MachineFault."""
         executable.run(steps)
@@ -79,14 +84,15 @@ class DeviceRows:
 class DeviceStepMemory(StepMemory):
     """The step tensors of a memory on a GPU.
 
-    All inputs share one slab on the host and one on the GPU. Launches write tokens too, so these
-    have a mirror on the host, with the host's tokens and those that launches chose.
+    All inputs but those of BY_ROW share one slab on the host and one on the GPU. Launches write
+    tokens too, so these have a mirror on the host, with the host's tokens and those that launches
+    chose.
     """
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
         self._device = memory.device
         self._on_gpu = memory.device.type == "cuda"
-        inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT}
+        inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self._on_gpu)
         self._slab = torch.zeros_like(self._host_slab, device=self._device)
@@ -104,6 +110,15 @@ class DeviceStepMemory(StepMemory):
         self._host_tokens = torch.zeros(tokens.shape, dtype=torch.int32, pin_memory=self._on_gpu)
         self.arrays["tokens"] = self._host_tokens.numpy()
         self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
+        self._rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # on the host, on the GPU
+        for name in BY_ROW:
+            spec = steps[name]
+            memory.allocate([spec])
+            dtype = TORCH_DTYPE[spec.dtype]
+            host = torch.zeros(spec.shape, dtype=dtype, pin_memory=self._on_gpu)
+            self._rows[name] = host, memory.storage(spec.name)
+            self.arrays[name] = host.numpy()
+        self._changed: dict[tuple[str, int], None] = {}  # (tensor, row) to copy to the GPU
         self.logits = DeviceRows(memory, "logits")
         self._copies = []
         self._reserve(steps["logit_row"].rows)
@@ -123,6 +138,9 @@ class DeviceStepMemory(StepMemory):
         super().write_tokens(slot, tokens)
         self._written.append((slot, len(tokens)))
 
+    def publish(self, name: str, slot: int) -> None:
+        self._changed[name, slot] = None
+
     def run(self, executable: Executable, step: Step, steps: int) -> None:
         device = cast(AsynchronousExecutable, executable)
         with self._current():
@@ -131,6 +149,10 @@ class DeviceStepMemory(StepMemory):
                 source = self._host_tokens[slot, :count]
                 self._tokens[slot, :count].copy_(source, non_blocking=True)
             self._written.clear()
+            for name, slot in self._changed:
+                host, device_rows = self._rows[name]
+                device_rows[slot].copy_(host[slot], non_blocking=True)
+            self._changed.clear()
             device.launch(steps)
             places = self._fetch(step, steps)
             device.finish()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS
+from megavm.instructions.sample import INTEGER_COLUMNS, MASK_BITS, REAL_COLUMNS
 from megavm.scheduler.compiler.graph import Batch, Graph, Value
 from megavm.scheduler.llama.config import (
     EMBEDDING,
@@ -53,19 +53,21 @@ class Bucket:
     """The largest step that a program can run: rows, logit rows, tokens of context.
 
     ``decode``: the program runs only steps whose rows belong to different sequences. Programs of
-    one row are decode programs in any case.
+    one row are decode programs in any case. ``restricted``: sequences may have masks of allowed
+    tokens, and biases.
     """
 
     rows: int
     logit_rows: int
     context: int
     decode: bool = False
+    restricted: bool = False
 
 
 INPUT, STATE = TensorKind.INPUT, TensorKind.STATE
 
 
-def step_tensors(limits: Limits) -> dict[str, TensorSpec]:
+def step_tensors(limits: Limits, vocabulary: int) -> dict[str, TensorSpec]:
     """The tensors through which the host describes a step, by their name in ``Batch``."""
     sequences, rows = limits.max_num_seqs, limits.max_num_batched_tokens
     shapes = {
@@ -78,6 +80,8 @@ def step_tensors(limits: Limits) -> dict[str, TensorSpec]:
         "logit_count": ((1,), I32, INPUT),
         "sampling_real": ((sequences, REAL_COLUMNS), F32, INPUT),
         "sampling_integer": ((sequences, INTEGER_COLUMNS), I32, INPUT),
+        "allowed": ((sequences, -(-vocabulary // MASK_BITS)), I32, INPUT),
+        "bias": ((sequences, vocabulary), F32, INPUT),
     }
     return {
         name: TensorSpec(f"step.{name}", shape, dtype, kind)
@@ -99,7 +103,7 @@ def llama_graph(
     Raises ValueError when the model cannot be divided among the ranks.
     """
     parallel.check(config)
-    steps = step_tensors(limits)
+    steps = step_tensors(limits, config.vocab_size)
     # A step has at least one row, so a program for one row counts none: its row is live, and its
     # kernel needs no code for dead rows. It computes logits even for a step that wants none.
     counted = bucket.rows > 1
@@ -124,7 +128,7 @@ def llama_graph(
     if divided:
         logits = graph.all_gather("lm_head.all", logits)
     logits = graph.output(logits, "logits")
-    graph.sample("sample", logits, batch)
+    graph.sample("sample", logits, batch, restricted=bucket.restricted)
     return graph
 
 

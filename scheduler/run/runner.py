@@ -100,6 +100,8 @@ class Runner:
     - ``block_table``: int32 [max_num_seqs, blocks per sequence].
     - ``sampling_real`` float32, ``sampling_integer`` int32: [max_num_seqs, columns], columns as in
       instructions/sample.
+    - ``allowed`` int32 [max_num_seqs, words] and ``bias`` float32 [max_num_seqs, vocabulary]: tell
+      ``publish`` which rows have changed.
     - ``logits``: float32 [max_logit_rows, vocabulary]. Row i is valid after a step with more than i
       logit rows. Indexing reads the values at that time.
 
@@ -130,17 +132,25 @@ class Runner:
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
         memory.allocate([logits_spec(config, limits, parallel)])
         on_cpu = memory.device.type == "cpu"
-        self._step = (StepMemory if on_cpu else DeviceStepMemory)(memory, step_tensors(limits))
+        self._step = (StepMemory if on_cpu else DeviceStepMemory)(
+            memory, step_tensors(limits, config.vocab_size)
+        )
         self._arrays = self._step.arrays
         self.tokens: Ints = self._arrays["tokens"]
         self.block_table: Ints = self._arrays["block_table"]
         self.sampling_real: Floats = self._arrays["sampling_real"]
         self.sampling_integer: Ints = self._arrays["sampling_integer"]
+        self.allowed: Ints = self._arrays["allowed"]
+        self.bias: Floats = self._arrays["bias"]
         self.logits: Rows = self._step.logits
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot, before the next step."""
         self._step.write_tokens(slot, tokens)
+
+    def publish(self, name: str, slot: int) -> None:
+        """Let the next step see a changed row of ``allowed`` or ``bias``."""
+        self._step.publish(name, slot)
 
     @classmethod
     def for_checkpoint(
@@ -239,13 +249,22 @@ class Runner:
 
     # Steps.
 
-    def bucket(self, rows: int, logit_rows: int, context: int, *, decode: bool = False) -> Bucket:
+    def bucket(
+        self,
+        rows: int,
+        logit_rows: int,
+        context: int,
+        *,
+        decode: bool = False,
+        restricted: bool = False,
+    ) -> Bucket:
         """The smallest bucket for a step of this size. Its sizes are powers of two or the limits.
 
-        ``decode``: the rows belong to different sequences. Contexts for which attention is split in
+        ``decode``: the rows belong to different sequences. ``restricted``: some have a mask of
+        allowed tokens, or a bias. Contexts for which attention is split in
         the same way share a bucket.
         """
-        return choose_bucket(
+        bucket = choose_bucket(
             self.config,
             self.limits,
             self.options,
@@ -255,6 +274,7 @@ class Runner:
             decode=decode,
             parallel=self.parallel,
         )
+        return replace(bucket, restricted=restricted)
 
     def program(self, bucket: Bucket) -> Program:
         """The program of a bucket, compiled on first use."""
@@ -283,7 +303,8 @@ class Runner:
             arrays["logit_row"][0] = 0  # a program of one row computes its logits in any case
         arrays["logit_count"][0] = logit_rows
         decode = len(set(step.row_sequence.tolist())) == rows
-        bucket = self.bucket(rows, logit_rows, step.context + steps - 1, decode=decode)
+        context = step.context + steps - 1
+        bucket = self.bucket(rows, logit_rows, context, decode=decode, restricted=step.restricted)
         with self._running:
             executable = self._executable(bucket)
             try:

@@ -15,12 +15,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from megavm.llm import LLM as LLM
     from megavm.sampling_params import SamplingParams as SamplingParams
+    from megavm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
-_HOMES = {"LLM": "megavm.llm", "SamplingParams": "megavm.sampling_params"}
+_HOMES = {
+    "LLM": "megavm.llm",
+    "SamplingParams": "megavm.sampling_params",
+    "StructuredOutputsParams": "megavm.structured_outputs",
+}
 
 
 def __getattr__(name: str) -> Any:

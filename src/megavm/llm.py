@@ -26,9 +26,11 @@ from megavm.prompts import (
     read_params,
     read_prompts,
 )
+from megavm.restrictions import RestrictionCompiler
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.logprobs import TokenLogprobs
+from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import Delta, Request
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
@@ -181,6 +183,9 @@ class LLM:
             prefix_caching=prefix_caching,
             overlap=on_gpu if overlap is None else overlap,
             steps_per_launch=steps_per_launch,
+        )
+        self.restrictions = RestrictionCompiler(
+            self.tokenizer, config.vocab_size, self.checkpoint.eos_token_ids
         )
         self._lock = threading.RLock()
         self._sinks: dict[Hashable, Callable[[Delta], None]] = {}
@@ -344,15 +349,18 @@ class LLM:
         params: Sequence[SamplingParams],
         many: bool,
     ) -> list[RequestOutput]:
-        arrays = []
+        arrays, restrictions = [], []
         for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
             with PromptIndex(i if many else None, "prompt"):
                 arrays.append(self.engine.validate(prompt, one))
+                restrictions.append(self.restrictions.compile(one))
         collectors: list[Collector] = []
         with self._lock:
             self._check_open()
-            for text, array, one in zip(texts, arrays, params, strict=True):
-                request = self.engine.add(array, one)
+            for text, array, one, restriction in zip(
+                texts, arrays, params, restrictions, strict=True
+            ):
+                request = self.engine.add(array, one, restriction=restriction)
                 collectors.append(Collector(request, text, self._logprobs))
                 self._sinks[request.id] = collectors[-1].add
         try:
@@ -367,15 +375,19 @@ class LLM:
         self, prompt: TokenIds, params: SamplingParams | None
     ) -> Generator[Chunk, None, None]:
         one = self._read_params(params, 1)[0]
-        return self._chunks(self.engine.validate(prompt, one), one)
+        prompt = self.engine.validate(prompt, one)
+        return self._chunks(prompt, one, self.restrictions.compile(one))
 
     def _chunks(
-        self, prompt: npt.NDArray[np.int32], params: SamplingParams
+        self,
+        prompt: npt.NDArray[np.int32],
+        params: SamplingParams,
+        restriction: Restriction | None,
     ) -> Generator[Chunk, None, None]:
         deltas: deque[Delta] = deque()
         with self._lock:
             self._check_open()
-            request = self.engine.add(prompt, params)
+            request = self.engine.add(prompt, params, restriction=restriction)
             self._sinks[request.id] = deltas.append
         try:
             missing = params.n

@@ -5,13 +5,17 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
+from megavm.structured_outputs import StructuredOutputsParams
 from megavm.vm.config import MAX_STOP_TOKENS
 
 MAX_COMPLETIONS: Final = 16384
 MAX_LOGPROBS: Final = 20
+MAX_LOGIT_BIAS: Final = 100.0
+MAX_LOGIT_BIASES: Final = 1024
+MAX_BAD_WORDS: Final = 128
 _MAX_TOKEN: Final = (1 << 31) - 1
 _GENERATION_KEYS: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -41,6 +45,13 @@ class SamplingParams:
             this prompt then.
         skip_special_tokens: leave control tokens out of the text.
         include_stop_str_in_output: keep the stop string at the end of the text.
+        structured_outputs: the form of the output, such as a JSON schema. A completion ends with
+            the output; without room for it in max_tokens, its text is only a beginning.
+        logit_bias: token id to a number in [-100, 100] that is added to its logit before all other
+            parameters; ids may be texts, as in JSON. Stored as a dict.
+        allowed_token_ids: the only token ids that may be chosen; stored as a tuple.
+        bad_words: texts that may not occur in the output, each as its own tokens; stored as a
+            tuple.
 
     Raises:
         ValueError: a parameter has a wrong type or is out of range; the message names the
@@ -65,6 +76,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
+    logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         self._integer("n", 1, MAX_COMPLETIONS)
@@ -85,6 +100,12 @@ class SamplingParams:
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")
         self._read_stop()
         self._read_stop_token_ids()
+        self._read_logit_bias()
+        self._read_allowed_token_ids()
+        self._read_bad_words()
+        if self.structured_outputs is not None:
+            read = StructuredOutputsParams.read(self.structured_outputs)
+            self._set("structured_outputs", read)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
@@ -108,6 +129,12 @@ class SamplingParams:
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple, empty if `stop` is None."""
         return tuple(self.stop or ())
+
+    @property
+    def restricts(self) -> bool:
+        """Whether something is said about which tokens may be chosen."""
+        names = ("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words")
+        return any(getattr(self, name) is not None for name in names)
 
     @property
     def greedy(self) -> bool:
@@ -172,6 +199,49 @@ class SamplingParams:
         ):
             raise ValueError(f"stop_token_ids must hold token ids, not {_short(ids)}")
         self._set("stop_token_ids", tuple(int(token) for token in ids))
+
+    def _read_logit_bias(self) -> None:
+        bias = self.logit_bias
+        if bias is None:
+            return
+        if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIASES:
+            raise ValueError(
+                f"logit_bias must be a dict of at most {MAX_LOGIT_BIASES} token ids to numbers,"
+                f" not {_short(bias)}"
+            )
+        read: dict[int, float] = {}
+        for token, value in bias.items():
+            text = str(token)
+            if not (text.isascii() and text.isdigit() and int(text) <= _MAX_TOKEN):
+                raise ValueError(f"logit_bias must hold token ids, not {_short(bias)}")
+            good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not good or not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
+                raise ValueError(f"logit_bias must hold numbers in [-100, 100], not {_short(bias)}")
+            read[int(text)] = float(value)
+        self._set("logit_bias", read or None)
+
+    def _read_allowed_token_ids(self) -> None:
+        ids = self.allowed_token_ids
+        if ids is None:
+            return
+        good = isinstance(ids, list | tuple) and len(ids) > 0
+        if not good or not all(_is_integer(t) and 0 <= t <= _MAX_TOKEN for t in ids):
+            raise ValueError(
+                f"allowed_token_ids must hold at least one token id, not {_short(ids)}"
+            )
+        self._set("allowed_token_ids", tuple(int(token) for token in ids))
+
+    def _read_bad_words(self) -> None:
+        words = self.bad_words
+        if words is None:
+            return
+        good = isinstance(words, list | tuple) and len(words) <= MAX_BAD_WORDS
+        if not good or not all(isinstance(word, str) and word.strip() for word in words):
+            raise ValueError(
+                f"bad_words must hold at most {MAX_BAD_WORDS} texts that are not empty,"
+                f" not {_short(words)}"
+            )
+        self._set("bad_words", tuple(words) or None)
 
 
 def _is_integer(value: object) -> bool:

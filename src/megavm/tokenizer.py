@@ -142,6 +142,15 @@ class Tokenizer:
             self._token_texts[token_id] = text
         return text
 
+    def to_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, special tokens included.
+
+        Raises:
+            ValueError: there is no tokenizer.
+        """
+        text: str = self._require_backend().to_str()
+        return text
+
     def knows(self, token_id: int) -> bool:
         """Whether the tokenizer has a token with this id; never raises."""
         return (

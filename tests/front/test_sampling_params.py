@@ -43,6 +43,10 @@ def test_names_and_defaults_are_those_of_vllm() -> None:
         "prompt_logprobs": None,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
+        "structured_outputs": None,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": None,
     }
 
 
@@ -65,6 +69,9 @@ BAD: dict[str, list[Any]] = {
     "ignore_eos": [0, 1, None, "yes"],
     "skip_special_tokens": [0, 1, None, "yes"],
     "include_stop_str_in_output": [0, 1, None, "yes"],
+    "logit_bias": [5, [1], {"x": 1}, {-1: 1}, {3: 101}, {3: "1"}, {3: math.nan}],
+    "allowed_token_ids": [[], [-1], [1.0], 5, [1 << 31]],
+    "bad_words": ["fox", [""], [" "], [5], 5],
 }
 WRONG_TYPES: list[Any] = [True, "1", [1], {}]
 

@@ -51,7 +51,7 @@ class Launched:
 def make(kind: type[StepMemory], device: str = "cpu") -> tuple[Memory, StepMemory]:
     memory = Memory(device)
     memory.allocate([TensorSpec("logits", (3, 5), F32, TensorKind.ACTIVATION)])
-    return memory, kind(memory, step_tensors(LIMITS))
+    return memory, kind(memory, step_tensors(LIMITS, 70))
 
 
 def executable(work: Callable[[int], None]) -> tuple[Launched, Executable]:

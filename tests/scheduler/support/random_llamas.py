@@ -144,7 +144,7 @@ def fresh_memory(case: Case, program: Program, device: str = "cpu") -> Memory:
     limits, config = case.limits, case.config
     logits = (limits.max_logit_rows, config.vocab_size)
     memory.allocate([TensorSpec("logits", logits, F32, TensorKind.ACTIVATION)])
-    memory.allocate(step_tensors(limits).values())
+    memory.allocate(step_tensors(limits, config.vocab_size).values())
     memory.allocate(program.tensors)
     for spec in program.tensors:
         if spec.name == "rope":

@@ -12,7 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
+from megavm.instructions.sample import (
+    INTEGER_COLUMNS,
+    MASK_BITS,
+    REAL_COLUMNS,
+    Integer,
+    Real,
+)
 from megavm.scheduler.engine.step import Step
 from megavm.vm.machine import MachineFault, MachineLost
 
@@ -35,9 +41,22 @@ def toy_logits(tokens: list[int], vocab_size: int) -> np.ndarray:
     return generator.standard_normal(vocab_size, dtype=np.float32) * 3
 
 
-def toy_token(tokens: list[int], logits: np.ndarray, real: np.ndarray, integer: np.ndarray) -> int:
+def toy_token(
+    tokens: list[int],
+    logits: np.ndarray,
+    real: np.ndarray,
+    integer: np.ndarray,
+    allowed: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+) -> int:
     """The next token: greedy, or drawn from (seed, position)."""
     adjusted = logits.copy()
+    if integer[Integer.BIASED] and bias is not None:
+        adjusted += bias
+    if integer[Integer.MASKED] and allowed is not None:
+        bits = np.unpackbits(allowed.view(np.uint8), bitorder="little")[: len(adjusted)]
+        assert bits.any(), "no token is allowed"
+        adjusted[bits == 0] = -np.inf
     if len(tokens) < integer[Integer.MIN_LENGTH]:
         stops = integer[Integer.STOP : Integer.STOP + integer[Integer.NUM_STOP]]
         adjusted[[t for t in stops if t < len(adjusted)]] = -np.inf
@@ -76,6 +95,11 @@ class ToyRunner:
         self.block_table = np.full((self.max_num_seqs, columns), -1, dtype=np.int32)
         self.sampling_real = np.zeros((self.max_num_seqs, REAL_COLUMNS), dtype=np.float32)
         self.sampling_integer = np.zeros((self.max_num_seqs, INTEGER_COLUMNS), dtype=np.int32)
+        words = -(-self.vocab_size // MASK_BITS)
+        self.allowed = np.zeros((self.max_num_seqs, words), dtype=np.int32)
+        self.bias = np.zeros((self.max_num_seqs, self.vocab_size), dtype=np.float32)
+        # What a machine sees of them: rows that were published.
+        self._seen = {"allowed": self.allowed.copy(), "bias": self.bias.copy()}
         self.logits = np.zeros((self.max_logit_rows, self.vocab_size), dtype=np.float32)
         # Of each KV slot: the position it was written for, the token, the step that wrote it.
         self.kv = np.full((self.num_blocks, self.block_size, 3), -1, dtype=np.int64)
@@ -84,6 +108,9 @@ class ToyRunner:
 
     def write_tokens(self, slot: int, tokens: np.ndarray) -> None:
         self.tokens[slot, : len(tokens)] = tokens
+
+    def publish(self, name: str, slot: int) -> None:
+        self._seen[name][slot] = getattr(self, name)[slot]
 
     def run(self, step: Step, steps: int = 1) -> None:
         self.runs += 1
@@ -129,7 +156,10 @@ class ToyRunner:
             self.logits[i] = toy_logits(tokens, self.vocab_size)
             if self.sampling_integer[slot, Integer.ENABLED]:
                 real, integer = self.sampling_real[slot], self.sampling_integer[slot]
-                token = toy_token(tokens, self.logits[i], real, integer)
+                restricted = integer[Integer.MASKED] or integer[Integer.BIASED]
+                assert step.restricted or not restricted, "the step ignores a mask or a bias"
+                allowed, bias = (self._seen[name][slot] for name in ("allowed", "bias"))
+                token = toy_token(tokens, self.logits[i], real, integer, allowed, bias)
                 chosen.append((slot, positions[row] + 1, token))
         assert len({slot for slot, _, _ in chosen}) == len(chosen), "two choices for one sequence"
         for slot, position, token in chosen:

@@ -1,0 +1,1 @@
+../../src/megavm/structured_outputs.py
