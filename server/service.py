@@ -19,7 +19,7 @@ from megavm.server.errors import (
     timed_out,
     unavailable,
 )
-from megavm.server.logs import log
+from megavm.server.logs import log, logger
 from megavm.server.metrics import Metrics
 from megavm.server.protocol import (
     ChatRequest,
@@ -166,6 +166,8 @@ class Service:
             self._loop = EngineLoop(llm.engine, self.metrics.of_engine)
             if self._status is Status.LOADING:
                 self._status = Status.READY
+                # Ahead of all grammars: the thread takes them in order.
+                self._compiler.submit(self._compile_kernels, llm)
             log(logging.INFO, "loaded", seconds=time.perf_counter() - began)
         finally:
             self._ended.set()
@@ -182,6 +184,28 @@ class Service:
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
         return llm
+
+    def _compile_kernels(self, llm: LLM) -> None:
+        """On a GPU, have the kernels of steps with restricted tokens in the cache.
+
+        The first such request would otherwise stop all others for as long as a compilation takes.
+        """
+        runner = llm.runner
+        if runner.machine.name != "cuda":
+            return
+        from megavm.scheduler.run.kernels import kernel_headers
+        from megavm.vm.cuda.compiler import compile_kernel
+
+        try:
+            workers = runner.options(1).workers
+            headers = kernel_headers(runner.config, runner.dtype, workers, restricted=True)
+            for header in headers:
+                if self._status is not Status.READY:
+                    return
+                compile_kernel(header)
+        except Exception:
+            # The request that needs one gets the error.
+            logger.exception("the kernels of steps with restricted tokens do not compile")
 
     async def broken(self) -> None:
         """Wait until the engine has stopped for good and clients have their answers.

@@ -46,9 +46,16 @@ def default_limits(config: LlamaConfig) -> Limits:
 
 
 def kernel_headers(
-    config: LlamaConfig, dtype: DType, workers: int = TARGETS["cuda"].workers, trace: bool = False
+    config: LlamaConfig,
+    dtype: DType,
+    workers: int = TARGETS["cuda"].workers,
+    trace: bool = False,
+    restricted: bool = False,
 ) -> dict[str, tuple[int, ...]]:
-    """The generated header of each kernel of a model -> rows of the buckets that it runs."""
+    """The generated header of each kernel of a model -> rows of the buckets that it runs.
+
+    ``restricted``: of the steps in which sequences have masks of allowed tokens, or biases.
+    """
     # All layers are alike and kernels do not depend on their number: one layer suffices.
     config = replace(config, num_layers=1)
     limits = default_limits(config)
@@ -65,7 +72,7 @@ def kernel_headers(
         for decode in ((False, True) if rows <= MAX_NUM_SEQS else (False,))
     )
     for bucket in buckets:
-        graph = llama_graph(config, limits, bucket, dtype)
+        graph = llama_graph(config, limits, replace(bucket, restricted=restricted), dtype)
         program = unordered(graph, options_for(bucket.rows))
         headers.setdefault(program_header(program, trace=trace), {})[bucket.rows] = None
     return {header: tuple(rows) for header, rows in headers.items()}
@@ -77,13 +84,14 @@ def compile_kernels(
     *,
     architecture: str = TARGETS["cuda"].architecture,
     workers: int = TARGETS["cuda"].workers,
+    restricted: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> list[ModelKernel]:
-    """Compile the kernels of a model, or load them from the cache.
+    """Compile the kernels of a model, or load them from the cache. See ``kernel_headers``.
 
     Raises ValueError when the model cannot be compiled, CompileError when a kernel cannot.
     """
     return [
         ModelKernel(rows, compile_kernel(header, architecture, report=report))
-        for header, rows in kernel_headers(config, dtype, workers).items()
+        for header, rows in kernel_headers(config, dtype, workers, restricted=restricted).items()
     ]

@@ -8,6 +8,7 @@ error.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +26,9 @@ MAX_CACHED: Final = 256  # grammars that are kept
 # Up to eight spaces, or a line break and indentation, in place of any amount of whitespace: a small
 # model may otherwise write nothing else until max_tokens.
 WHITESPACE: Final = r"([\x20]{1,8}|[\x0A\x0D]{1,2}[\x20\x09]{0,64})"
+# Work for the automata of a grammar, in the library's units: half a second at most.
+LEXER_FUEL: Final = 200_000
+_SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regex
 _MAX_SENTENCE: Final = 300  # characters of the library's reasons
 
 
@@ -101,8 +105,11 @@ class GrammarCompiler:
             text = _grammar_text(params)
         except ValueError as error:
             raise ValueError(f"{params.form} is refused: {_first_line(str(error))}") from error
-        limits = llguidance.LLParserLimits(verbose_errors=False)
+        limits = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
         matcher = llguidance.LLMatcher(self._library_tokenizer(), text, log_level=0, limits=limits)
+        # The first mask makes the automata, which copies share: it may take most of the time.
+        if not matcher.is_error():
+            matcher.compute_bitmask()
         if matcher.is_error():
             raise ValueError(f"{params.form} is refused: {_first_line(matcher.get_error())}")
         return CompiledGrammar(matcher)
@@ -133,8 +140,8 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
         case "regex":
             return LLMatcher.grammar_from_regex(str(params.regex))
         case "choice":
-            choices = " | ".join(json.dumps(text) for text in params.choice or ())
-            return LLMatcher.grammar_from_lark(f"start: {choices}")
+            texts = (_SPECIAL.sub(r"\\\g<0>", text) for text in params.choice or ())
+            return LLMatcher.grammar_from_regex("|".join(texts))
         case "grammar":
             text = str(params.grammar)
             return grammar_from("gbnf" if "::=" in text else "lark", text)
@@ -204,5 +211,5 @@ def _are_texts(value: object) -> bool:
 
 def _first_line(text: str) -> str:
     """A library's message in one line, cut to what a client can read."""
-    line = " ".join(text.split())
+    line = " ".join(text.replace("<non-verbose/>", "").split())
     return line if len(line) <= _MAX_SENTENCE else line[: _MAX_SENTENCE - 3] + "..."

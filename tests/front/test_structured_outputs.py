@@ -1,4 +1,4 @@
-"""Structured outputs: what comes out is held against `json`, `re` and a foreign JSON Schema validator."""
+"""Structured outputs, held against `json`, `re` and a foreign validator of JSON Schema."""
 
 from __future__ import annotations
 

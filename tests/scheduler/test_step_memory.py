@@ -92,6 +92,28 @@ def test_what_the_host_writes_is_there_when_the_program_runs(
     assert step.arrays["tokens"][2, :3].tolist() == [11, 12, 13]
 
 
+def test_changed_rows_of_masks_and_biases_are_there_when_they_are_published(
+    made: tuple[Memory, StepMemory],
+) -> None:
+    memory, step = made
+    seen: dict[str, torch.Tensor] = {}
+
+    def work(steps: int) -> None:
+        seen.update({name: memory[name].cpu().clone() for name in memory})
+
+    rows = Step(ints(2), ints(2), ints(0), 3)
+    for value in (5, 6):
+        step.arrays["allowed"][1] = [value, -value, 1 << 30]
+        step.arrays["bias"][2] = value / 2
+        step.publish("allowed", 1)
+        step.publish("bias", 2)
+        step.publish("bias", 2)
+        step.run(executable(work)[1], rows, 1)
+        assert seen["step.allowed"].tolist() == [[0] * 3, [value, -value, 1 << 30], [0] * 3]
+        assert seen["step.bias"].unique().tolist() == [0, value / 2]
+        assert seen["step.bias"][2].unique().tolist() == [value / 2]
+
+
 @pytest.mark.parametrize("steps", [1, 7])
 def test_chosen_tokens_come_back_for_logit_rows(
     made: tuple[Memory, StepMemory], steps: int

@@ -138,6 +138,21 @@ def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("model", ["llama-1b", "llama-8b"])
+def test_kernels_of_steps_with_restricted_tokens_compile_too(model: str) -> None:
+    plain = kernel_headers(*MODELS[model])
+    headers = kernel_headers(*MODELS[model], restricted=True)
+    assert list(headers.values()) == list(plain.values())
+    assert not headers.keys() & plain.keys()
+    for header, rows in headers.items():
+        kernel = compiled(header)
+        assert kernel.warnings == [], rows
+        assert (kernel.spill_stores, kernel.spill_loads) == (0, 0), rows
+        assert len(kernel.cubin) < MAX_CUBIN, rows
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("name", ["embed", "rms_norm", "sample"])
 def test_a_program_without_products_has_a_kernel_too(name: str) -> None:
     cls = next(cls for cls in instruction_set().values() if cls.name() == name)

@@ -47,23 +47,28 @@ def run(arguments: argparse.Namespace) -> int:
     progress(f"compiling {arguments.model}")
     try:
         config = Checkpoint.open(resolve(arguments.model)).config
-        kernels = compile_kernels(
-            config,
-            choose_dtype(config, arguments.dtype),
-            architecture=architecture,
-            workers=workers,
-            report=progress,
-        )
+        facts = [
+            {"restricted": restricted, **_facts(kernel.rows, kernel.kernel)}
+            for restricted in (False, True)
+            for kernel in compile_kernels(
+                config,
+                choose_dtype(config, arguments.dtype),
+                architecture=architecture,
+                workers=workers,
+                restricted=restricted,
+                report=progress,
+            )
+        ]
     finally:
         progress.clear()
-    facts = [_facts(kernel.rows, kernel.kernel) for kernel in kernels]
     if arguments.json:
         print_json({"model": arguments.model, "architecture": architecture, "kernels": facts})
         return 0
     for fact in facts:
         spills = fact["spill_stores"] + fact["spill_loads"]
         print(
-            f"steps of {_span(fact['rows'])}: "
+            f"steps of {_span(fact['rows'])}"
+            + (" with restricted tokens: " if fact["restricted"] else ": ")
             + ("cached" if fact["cached"] else f"compiled in {fact['seconds']:.1f} s")
             + f", {fact['registers']} registers, "
             + (f"{spills} bytes of spills" if spills else "no spills")
