@@ -1,0 +1,1 @@
+"""Tool calling: the tools of a request, and the calls in what the model writes."""
