@@ -77,7 +77,7 @@ class Answer(ABC):
         self._continuous_usage = body.continuous_usage
         self._silent = body.wanted_max_tokens() == 0  # one token is generated but not shown
         self._num_tokens = [0] * generation.num_sequences
-        self._templates: dict[int, Template] = {}
+        self._templates: dict[int, Template | None] = {}  # of choices that have begun
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
@@ -145,7 +145,7 @@ class Answer(ABC):
         for index, delta in batch:
             before, new = self._num_tokens[index], 0 if self._silent else len(delta.token_ids)
             self._num_tokens[index] += new
-            template = self._templates.get(index)
+            is_first, template = index not in self._templates, self._templates.get(index)
             pieces = delta.pieces
             plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
             if template is not None and plain:
@@ -163,14 +163,14 @@ class Answer(ABC):
                     "" if self._silent else piece,
                     [] if self._silent else delta.token_ids[i : i + 1],
                     delta.logprobs[i] if delta.logprobs and not self._silent else None,
-                    template is None,
+                    is_first,
                     reason,
                     stop_reason,
                     before + min(i + 1, new),
                 )
                 lines.append(line(self._part(token)))
-                if template is None:
-                    template = self._templates[index] = self._template(index)
+                if is_first:
+                    is_first, self._templates[index] = False, self._template(index)
         return "".join(lines).encode()
 
     def end(self) -> bytes:
@@ -202,7 +202,8 @@ class Answer(ABC):
         """The usage of one choice alone, as vLLM sends it beside a token."""
         return _usage(len(self.generation.prompts[choice // self.generation.params.n]), num_tokens)
 
-    def _template(self, index: int) -> Template:
+    def _template(self, index: int) -> Template | None:
+        """The template of a choice's plain events; None if every event must be made."""
         return Template(lambda text: self._part(Token(index, text, [], None, is_first=False)))
 
 

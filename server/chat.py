@@ -2,46 +2,88 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megavm.sampling_params import SamplingParams
 from megavm.server.answers import Answer, Choice, Token, read_generation, respond
+from megavm.server.engine_loop import Generation
+from megavm.server.errors import bad_request
 from megavm.server.logprobs import chat_logprobs
 from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
+from megavm.server.sse import Template
+from megavm.server.tools.answer import NewMessage, ToolMessage
+from megavm.server.tools.parser import ToolParser
+from megavm.server.tools.request import ToolChoice
+from megavm.tokenizer import Tokenizer
 
 
 class ChatAnswer(Answer):
-    """See `Answer`. The first event of a choice carries the role."""
+    """See `Answer`. The first event of a choice carries the role.
+
+    `new_message`: makes what reads the calls of a choice; None: there may be none.
+    """
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     part_object = "chat.completion.chunk"
 
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        generation: Generation,
+        new_message: NewMessage | None = None,
+    ) -> None:
+        super().__init__(service, body, generation)
+        self._new_message = new_message
+        self._messages: dict[int, ToolMessage] = {}  # by choice, for streams
+
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         with_logprobs = self.generation.params.logprobs is not None
+        said: dict[str, Any] = {"content": choice.text}
+        reason = choice.finish_reason
+        if self._new_message is not None:
+            message = self._new_message()
+            said = message.whole(choice.text)
+            reason = message.finish_reason(reason)
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": {"role": "assistant", **said, "refusal": None},
             "logprobs": chat_logprobs(choice.logprobs, self.tokenizer) if with_logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }
 
     def part_choice(self, token: Token) -> dict[str, Any]:
         delta: dict[str, Any] = {"role": "assistant"} if token.is_first else {}
-        if token.text or token.is_first or token.finish_reason is None:
+        reason = token.finish_reason
+        if self._new_message is not None:
+            if token.is_first:
+                self._messages[token.choice] = self._new_message()
+                delta["content"] = None  # of an answer that holds only calls
+            message = self._messages[token.choice]
+            delta |= message.delta(token.text, is_last=reason is not None)
+            reason = message.finish_reason(reason)
+        elif token.text or token.is_first or reason is None:
             delta["content"] = token.text
         entries = [token.logprobs] if token.logprobs is not None else None
         return {
             "index": token.choice,
             "delta": delta,
             "logprobs": None if entries is None else chat_logprobs(entries, self.tokenizer),
-            "finish_reason": token.finish_reason,
+            "finish_reason": reason,
             "stop_reason": token.stop_reason,
         }
+
+    def _template(self, index: int) -> Template | None:
+        # What one token adds to calls depends on those before it.
+        return None if self._new_message is not None else super()._template(index)
 
 
 async def chat(request: Request, service: Service) -> Response:
@@ -52,10 +94,34 @@ async def chat(request: Request, service: Service) -> Response:
     """
     body, params = await read_generation(request, service, ChatRequest)
     service.admit(params.n)
+    choice, new_message = body.read_tool_choice(), None
+    if choice is not None:
+        parser = service.tool_parser()
+        new_message = partial(_new_message, parser, choice)
+        params = _for_tools(params, choice, parser, service.tokenizer)
     text = await service.render_chat(body, len(await request.body()))
     # The chat template has already inserted the special tokens.
     ids = await service.encode(text, "messages", bool(body.add_special_tokens))
     prompts = service.check_prompts([ids], params, "messages")
     restriction = await service.restriction(body, params)
     generation = service.generation(prompts, params, whole=not body.stream, restriction=restriction)
-    return await respond(request, service, body, ChatAnswer(service, body, generation))
+    answer = ChatAnswer(service, body, generation, new_message)
+    return await respond(request, service, body, answer)
+
+
+def _new_message(parser: type[ToolParser], choice: ToolChoice) -> ToolMessage:
+    names = frozenset(function.name for function in choice.functions)
+    return ToolMessage(parser(names), choice.parallel)
+
+
+def _for_tools(
+    params: SamplingParams, choice: ToolChoice, parser: type[ToolParser], tokenizer: Tokenizer
+) -> SamplingParams:
+    """The parameters with which the parser sees the tokens that mark calls."""
+    if choice.required:
+        raise bad_request(
+            "tool_choice must be none or auto: this server cannot make a model call", "tool_choice"
+        )
+    special = map(tokenizer.special_id, parser.special_tokens)
+    kept = tuple(token for token in special if token is not None)
+    return replace(params, kept_special_token_ids=kept)

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from megavm.sampling_params import MAX_LOGPROBS, SamplingParams
 from megavm.server.errors import bad_request, invalid_fields, shorten, unknown_model
 from megavm.server.response_format import FORMAT_FIELDS, read_format
+from megavm.server.tools.request import ToolChoice, read_tool_choice
 
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
@@ -40,7 +41,7 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "functions": (),
     "prompt_embeds": (),
     "suffix": (),
-    "tool_choice": ("none", "auto"),
+    "tool_choice": ("none", "auto"),  # in completions
     "tools": (),
     # Which tokens may be chosen.
     "custom_logit_processor": (),
@@ -118,7 +119,6 @@ _OUR_NAMES: Final = {
 _HARMLESS: Final = {
     "guided_decoding_backend",
     "metadata",
-    "parallel_tool_calls",
     "prompt_cache_key",
     "prompt_cache_retention",
     "safety_identifier",
@@ -171,6 +171,26 @@ Stop = Annotated[
             "anyOf": [
                 {"type": "string"},
                 {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOPS},
+                {"type": "null"},
+            ],
+        }
+    ),
+]
+Choice = Annotated[
+    Any,
+    WithJsonSchema(
+        {
+            "description": "Whether the answer must hold calls, or of which function.",
+            "anyOf": [
+                {"enum": ["none", "auto", "required"]},
+                {
+                    "type": "object",
+                    "required": ["function"],
+                    "properties": {
+                        "type": {"const": "function"},
+                        "function": {"type": "object", "required": ["name"]},
+                    },
+                },
                 {"type": "null"},
             ],
         }
@@ -362,19 +382,20 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tool_choice: Choice = None
+    parallel_tool_calls: bool | None = Field(
+        default=None, description="whether an answer may hold several calls (default: yes)"
+    )
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
 
-    def check_supported(self) -> None:
-        super().check_supported()
-        # Tools that must not be called are a part of the prompt, as in vLLM.
-        if self.tools and self.tool_choice != "none":
-            raise bad_request(
-                'tools is not supported by this server, except with tool_choice "none"', "tools"
-            )
-        if not _asks_for_nothing("tool_choice", self.tool_choice):
-            raise bad_request("tool_choice is not supported by this server", "tool_choice")
+    def read_tool_choice(self) -> ToolChoice | None:
+        """The functions that the answer may call; None if it may call none.
+
+        Raises:
+            ApiError: a tool or the choice is malformed; `param` names it.
+        """
+        return read_tool_choice(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     def wanted_max_tokens(self) -> int | None:
         given = self.max_completion_tokens

@@ -28,6 +28,7 @@ from megavm.server.protocol import (
     read_messages,
 )
 from megavm.server.settings import Settings
+from megavm.server.tools.parsers import PARSERS, detect_parser
 from megavm.tokenizer import LONG_TEXT
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.step import Ints
     from megavm.scheduler.run.runner import Progress
+    from megavm.server.tools.parser import ToolParser
     from megavm.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
@@ -373,6 +375,32 @@ class Service:
         messages, opened = read_messages(body.messages), body.add_generation_prompt is not False
         render = self.tokenizer.chat_prompt
         return await self._read(size, "messages", render, messages, opened, body.tools)
+
+    def tool_parser(self) -> type[ToolParser]:
+        """The parser of the model's tool calls.
+
+        Raises:
+            ApiError: its chat template shows no tools to the model, or its format is not known.
+        """
+        tokenizer = self.tokenizer
+        try:
+            rendered = tokenizer.renders_tools
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from error
+        if not rendered:
+            raise bad_request(
+                "the model's chat template does not render tools; the server takes another one with"
+                " --chat-template",
+                "tools",
+            )
+        name = self.settings.tool_call_parser or detect_parser(tokenizer.chat_template)
+        if name is None:
+            raise bad_request(
+                "the format of this model's tool calls is not known; the server takes it from"
+                f" --tool-call-parser ({', '.join(PARSERS)})",
+                "tools",
+            )
+        return PARSERS[name]
 
     @property
     def max_sequences(self) -> int:

@@ -35,6 +35,8 @@ class Settings:
         shutdown_timeout: seconds that running requests get when the server shuts down.
         ssl_certfile: certificate (chain) for HTTPS; None: HTTP.
         ssl_keyfile: private key of the certificate; None: it is in the same file.
+        tool_call_parser: name of the parser of tool calls (tools/parsers.py); None: the one that
+            the model's chat template asks for.
         log_prompts: whether prompts are written to the log.
 
     Raises:
@@ -55,6 +57,7 @@ class Settings:
     shutdown_timeout: float = SHUTDOWN_TIMEOUT
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
+    tool_call_parser: str | None = None
     log_prompts: bool = False
 
     def __post_init__(self) -> None:

@@ -455,7 +455,10 @@ def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
 
     def new_decoder(request: Request) -> StreamDecoder:
         context = request.prompt[-DECODER_CONTEXT:].tolist()
-        return StreamDecoder(tokenizer, request.params.skip_special_tokens, context)
+        params = request.params
+        return StreamDecoder(
+            tokenizer, params.skip_special_tokens, context, params.kept_special_token_ids
+        )
 
     return new_decoder
 

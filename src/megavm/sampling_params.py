@@ -44,6 +44,8 @@ class SamplingParams:
         prompt_logprobs: the same for the tokens of the prompt; the prefix cache is not used for
             this prompt then.
         skip_special_tokens: leave control tokens out of the text.
+        kept_special_token_ids: control tokens that stay in the text nevertheless, such as those
+            that mark tool calls; stored as a tuple.
         include_stop_str_in_output: keep the stop string at the end of the text.
         structured_outputs: the form of the output, such as a JSON schema. A completion ends with
             the output; without room for it in max_tokens, its text is only a beginning.
@@ -75,6 +77,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    kept_special_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     logit_bias: Mapping[int, float] | None = field(default=None, hash=False)
@@ -106,6 +109,7 @@ class SamplingParams:
         if self.structured_outputs is not None:
             read = StructuredOutputsParams.read(self.structured_outputs)
             self._set("structured_outputs", read)
+        self._set("kept_special_token_ids", self._token_ids("kept_special_token_ids"))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens must be at most max_tokens={self.max_tokens}, not {self.min_tokens}"
@@ -194,11 +198,15 @@ class SamplingParams:
             raise ValueError(
                 f"stop_token_ids must hold at most {MAX_STOP_TOKENS} token ids, not {len(ids)}"
             )
+        self._set("stop_token_ids", self._token_ids("stop_token_ids"))
+
+    def _token_ids(self, name: str) -> tuple[int, ...]:
+        ids = getattr(self, name)
         if not isinstance(ids, list | tuple) or not all(
             _is_integer(token) and 0 <= token <= _MAX_TOKEN for token in ids
         ):
-            raise ValueError(f"stop_token_ids must hold token ids, not {_short(ids)}")
-        self._set("stop_token_ids", tuple(int(token) for token in ids))
+            raise ValueError(f"{name} must hold token ids, not {_short(ids)}")
+        return tuple(int(token) for token in ids)
 
     def _read_logit_bias(self) -> None:
         bias = self.logit_bias

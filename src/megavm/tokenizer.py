@@ -56,6 +56,7 @@ class Tokenizer:
             self._read_optional(SPECIAL_TOKENS_FILE)
         ) | _named_tokens(config)
         self._template: jinja2.Template | None = None
+        self._renders_tools: bool | None = None
         if chat_template is None:
             self.chat_template = _read_template(self.directory, config)
             self._template_name = f"the chat template of {self.directory}"
@@ -159,6 +160,27 @@ class Tokenizer:
             and 0 <= token_id < 1 << 32
             and self._backend.id_to_token(token_id) is not None
         )
+
+    def special_id(self, text: str) -> int | None:
+        """The id of the control token with this text; None if there is none."""
+        token_id = None if self._backend is None else self._backend.token_to_id(text)
+        return token_id if token_id in self._special_ids else None
+
+    @property
+    def renders_tools(self) -> bool:
+        """Whether the chat template shows the model descriptions of tools.
+
+        Raises:
+            ValueError: as for `require_chat`, or the template is not valid.
+        """
+        from jinja2 import meta
+
+        if self._renders_tools is None:
+            template = self._require_template()
+            self._compile_template(template)
+            syntax = _template_environment().parse(template)
+            self._renders_tools = "tools" in meta.find_undeclared_variables(syntax)
+        return self._renders_tools
 
     def is_special(self, token_id: int) -> bool:
         """Whether this id is a control token, which `decode` leaves out by default."""
@@ -288,7 +310,8 @@ class StreamDecoder:
     unknown id adds nothing, nor does any id if there is no tokenizer.
 
     `prompt_ids` are the ids before the first one. With them, a tokenizer that drops the space at
-    the beginning of a text keeps the space between the prompt and its continuation.
+    the beginning of a text keeps the space between the prompt and its continuation. With
+    `skip_special_tokens`, control tokens add nothing, except those of `kept_ids`.
     """
 
     # A character has at most 4 bytes, so this many tokens without new text contain invalid bytes.
@@ -296,10 +319,15 @@ class StreamDecoder:
     _CONTEXT: Final = 5
 
     def __init__(
-        self, tokenizer: Tokenizer, skip_special_tokens: bool = True, prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        prompt_ids: Sequence[int] = (),
+        kept_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._kept_ids = frozenset(kept_ids)
         # The text of _ids[:_context] has been returned; later ids are pending.
         self._ids = [i for i in prompt_ids[-self._CONTEXT :] if self._has_text(i)]
         self._context = len(self._ids)
@@ -321,8 +349,10 @@ class StreamDecoder:
         return self._emit(self._decode(self._ids), len(self._ids))
 
     def _has_text(self, token_id: int) -> bool:
-        known = self._tokenizer.knows(token_id)
-        return known and not (self._skip_special_tokens and self._tokenizer.is_special(token_id))
+        if not self._tokenizer.knows(token_id):
+            return False
+        skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        return not skipped or token_id in self._kept_ids
 
     def _emit(self, text: str, end: int) -> str:
         """Return the new part of `text`, the decoding of _ids[:end]; those ids become context."""
@@ -346,7 +376,7 @@ class StreamDecoder:
         return new
 
     def _decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(ids, self._skip_special_tokens) if ids else ""
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

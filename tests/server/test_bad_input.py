@@ -171,7 +171,6 @@ def test_a_bad_conversation_is_refused(
 UNSUPPORTED: dict[str, Any] = {
     # OpenAI
     "functions": [{"name": "f"}],
-    "tools": [{"type": "function", "function": {"name": "f"}}],
     "verbosity": "low",
     # vLLM
     "cache_salt": "x",

@@ -70,8 +70,24 @@ def test_a_chat_has_the_prompt_that_tokenize_shows(with_tools: RunningServer) ->
         count = with_tools.post("/tokenize", body).json["count"]
         answer = with_tools.post("/v1/chat/completions", {**body, "max_tokens": 1})
         assert answer.json["usage"]["prompt_tokens"] == count
-    refused = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 1}
-    assert with_tools.post("/v1/chat/completions", refused).error["param"] == "tools"
+
+
+def test_calls_of_an_unknown_format_are_refused(with_tools: RunningServer) -> None:
+    error = with_tools.post("/v1/chat/completions", {"messages": MESSAGES, "tools": [TOOL]}).error
+    assert error["param"] == "tools"
+    assert "--tool-call-parser" in error["message"]
+
+
+def test_completions_have_no_tools(server: RunningServer) -> None:
+    response = server.post("/v1/completions", {"prompt": "Hello", "tools": [TOOL]})
+    assert response.error["param"] == "tools"
+
+
+def test_a_template_that_renders_no_tools_is_refused(server: RunningServer) -> None:
+    body = {"messages": MESSAGES[:1], "tools": [TOOL]}
+    error = server.post("/v1/chat/completions", body).error
+    assert error["param"] == "tools"
+    assert "--chat-template" in error["message"]
 
 
 def test_malformed_tool_calls_are_a_400(with_tools: RunningServer) -> None:

@@ -134,6 +134,12 @@ def declare(megavm: Parser) -> None:
         help="tokens of one step; longer prompts are read in chunks (512)",
     )
     add_chat_template(serve, logs)
+    serve.option(
+        logs,
+        "--tool-call-parser",
+        choices=("llama3_json", "hermes", "pythonic"),
+        help="format of the model's tool calls (by its chat template)",
+    )
     add_machine(serve, *ENGINE_OPTIONS)
 
 
@@ -167,6 +173,7 @@ def run(arguments: argparse.Namespace) -> int:
         allowed_hosts=tuple(arguments.allowed_host) if arguments.allowed_host else None,
         ssl_certfile=arguments.ssl_certfile,
         ssl_keyfile=arguments.ssl_keyfile,
+        tool_call_parser=arguments.tool_call_parser,
         log_prompts=bool(arguments.log_prompts),
         **{name: given[name] for name in names if given[name] is not None},
     )
