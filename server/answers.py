@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.sequence import Delta
 from megavm.server.engine_loop import Batch, Generation
 from megavm.server.errors import timed_out, to_json
+from megavm.server.logprobs import prompt_logprobs
 from megavm.server.logs import note
 from megavm.server.protocol import AnyGeneration, GenerationRequest, check_model, read_body
 from megavm.server.service import Service
@@ -28,6 +29,7 @@ class Choice:
     """One continuation, as far as it has been generated."""
 
     index: int
+    prompt: int  # which prompt it continues
     token_ids: list[int] = field(default_factory=list)
     pieces: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -38,6 +40,12 @@ class Choice:
     def text(self) -> str:
         """All pieces together."""
         return "".join(self.pieces)
+
+    @property
+    def likelihood(self) -> float:
+        """Mean log-probability of its tokens, by which OpenAI's `best_of` chooses."""
+        values = [entry.logprob for entry in self.logprobs]
+        return sum(values) / len(values) if values else 0.0
 
 
 @dataclass(frozen=True)
@@ -76,12 +84,25 @@ class Answer(ABC):
         self._include_usage = body.include_usage
         self._continuous_usage = body.continuous_usage
         self._silent = body.wanted_max_tokens() == 0  # one token is generated but not shown
+        self._wanted = (body.n or 1) if body.chooses_best else None
+        self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._num_tokens = [0] * generation.num_sequences
         self._templates: dict[int, Template | None] = {}  # of choices that have begun
 
     @abstractmethod
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         """An element of "choices" in an answer that is not streamed."""
+
+    def whole_extra(self) -> dict[str, Any]:
+        """Further keys of an answer that is not streamed."""
+        return {}
+
+    def prompt_logprobs(self, prompt: int) -> dict[str, Any]:
+        """The key with the log-probabilities of a prompt, if the client asked for them."""
+        entries = self.generation.requests[prompt].prompt_logprobs
+        if not self._with_prompt_logprobs or entries is None:
+            return {}
+        return {"prompt_logprobs": prompt_logprobs(entries, self.tokenizer)}
 
     @abstractmethod
     def part_choice(self, token: Token) -> dict[str, Any]:
@@ -114,7 +135,8 @@ class Answer(ABC):
         Raises:
             ApiError: the generation failed.
         """
-        choices = [Choice(i) for i in range(self.generation.num_sequences)]
+        per_prompt = self.generation.params.n
+        choices = [Choice(i, i // per_prompt) for i in range(self.generation.num_sequences)]
         while batch := await self.generation.next_batch():
             for index, delta in batch:
                 choice = choices[index]
@@ -128,13 +150,24 @@ class Answer(ABC):
         params, tokens = self.generation.params, sum(self._num_tokens)
         if params.prompt_logprobs is not None:
             tokens += params.n * sum(map(len, self.generation.prompts))
-        return await self._service.call(tokens * (1 + (params.logprobs or 0)), self._write, choices)
+        size = tokens * (1 + max(params.logprobs or 0, params.prompt_logprobs or 0))
+        return await self._service.call(size, self._write, self._best(choices))
+
+    def _best(self, choices: list[Choice]) -> list[Choice]:
+        """The most likely choices of each prompt if `best_of` asks for that, numbered anew."""
+        if self._wanted is None:
+            return choices
+        chosen = []
+        for prompt in range(len(self.generation.prompts)):
+            own = [choice for choice in choices if choice.prompt == prompt]
+            chosen += sorted(own, key=lambda choice: -choice.likelihood)[: self._wanted]
+        return [replace(choice, index=i) for i, choice in enumerate(chosen)]
 
     def _write(self, choices: list[Choice]) -> bytes:
         """The JSON of the answer, choice by choice: one call for all would block other threads."""
         wholes = [to_json({**self.whole_choice(c), **self._ids(c.token_ids)}) for c in choices]
-        envelope = self._envelope(self.whole_object, [])
-        head, tail = to_json({**envelope, "usage": self.usage}).split('"choices":[]')
+        envelope = {**self._envelope(self.whole_object, []), "usage": self.usage}
+        head, tail = to_json({**envelope, **self.whole_extra()}).split('"choices":[]')
         return f'{head}"choices":[{",".join(wholes)}]{tail}'.encode()
 
     # As a stream.

@@ -41,11 +41,15 @@ class ChatAnswer(Answer):
         new_message: NewMessage | None = None,
     ) -> None:
         super().__init__(service, body, generation)
+        self._with_logprobs = bool(body.logprobs)
         self._new_message = new_message
         self._messages: dict[int, ToolMessage] = {}  # by choice, for streams
 
+    def whole_extra(self) -> dict[str, Any]:
+        return self.prompt_logprobs(0)
+
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
-        with_logprobs = self.generation.params.logprobs is not None
+        found = chat_logprobs(choice.logprobs, self.tokenizer) if self._with_logprobs else None
         said: dict[str, Any] = {"content": choice.text}
         reason = choice.finish_reason
         if self._new_message is not None:
@@ -55,7 +59,7 @@ class ChatAnswer(Answer):
         return {
             "index": choice.index,
             "message": {"role": "assistant", **said, "refusal": None},
-            "logprobs": chat_logprobs(choice.logprobs, self.tokenizer) if with_logprobs else None,
+            "logprobs": found,
             "finish_reason": reason,
             "stop_reason": choice.stop_reason,
         }

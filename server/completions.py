@@ -33,26 +33,29 @@ class CompletionAnswer(Answer):
         super().__init__(service, body, generation)
         self._texts = texts
         self._with_logprobs = body.logprobs is not None
+        self._num_alternatives = body.logprobs or 0
         self._logprobs: dict[int, CompletionLogprobs] = {}  # by choice, for streams
 
     def whole_choice(self, choice: Choice) -> dict[str, Any]:
         logprobs = None
         if self._with_logprobs:
-            entries = [*self._echoed_logprobs(choice.index), *choice.logprobs]
+            entries = [*self._echoed_logprobs(choice.prompt), *choice.logprobs]
             logprobs = CompletionLogprobs(self.tokenizer).object(entries)
         return {
             "index": choice.index,
-            "text": self._echoed_text(choice.index) + choice.text,
+            "text": self._echoed_text(choice.prompt) + choice.text,
             "logprobs": logprobs,
             "finish_reason": choice.finish_reason,
             "stop_reason": choice.stop_reason,
+            **self.prompt_logprobs(choice.prompt),
         }
 
     def part_choice(self, token: Token) -> dict[str, Any]:
         text, entries = token.text, [token.logprobs] if token.logprobs is not None else []
         if token.is_first:
-            text = self._echoed_text(token.choice) + text
-            entries = [*self._echoed_logprobs(token.choice), *entries]
+            prompt = token.choice // self.generation.params.n
+            text = self._echoed_text(prompt) + text
+            entries = [*self._echoed_logprobs(prompt), *entries]
             self._logprobs[token.choice] = CompletionLogprobs(self.tokenizer)
         logprobs = self._logprobs[token.choice].object(entries) if self._with_logprobs else None
         return {
@@ -63,19 +66,17 @@ class CompletionAnswer(Answer):
             "stop_reason": token.stop_reason,
         }
 
-    def _prompt(self, choice: int) -> int:
-        return choice // self.generation.params.n
+    def _echoed_text(self, prompt: int) -> str:
+        return "" if self._texts is None else self._texts[prompt]
 
-    def _echoed_text(self, choice: int) -> str:
-        return "" if self._texts is None else self._texts[self._prompt(choice)]
-
-    def _echoed_logprobs(self, choice: int) -> list[Any]:
+    def _echoed_logprobs(self, prompt: int) -> list[Any]:
         """One entry per token of an echoed prompt; the first is only a token id."""
         if self._texts is None or not self._with_logprobs:
             return []
-        request = self.generation.requests[self._prompt(choice)]
+        request, count = self.generation.requests[prompt], self._num_alternatives
         assert request.prompt_logprobs is not None, "they are asked for where a prompt is echoed"
-        return [int(request.prompt[0]), *request.prompt_logprobs[1:]]
+        entries = (entry for entry in request.prompt_logprobs[1:] if entry is not None)
+        return [int(request.prompt[0]), *(replace(e, top=e.top[:count]) for e in entries)]
 
 
 async def complete(request: Request, service: Service) -> Response:
@@ -85,14 +86,22 @@ async def complete(request: Request, service: Service) -> Response:
         ApiError: the request is invalid, or the server cannot answer it.
     """
     body, params = await read_generation(request, service, CompletionRequest)
-    if body.echo and params.logprobs is not None:
-        params = replace(params, prompt_logprobs=params.logprobs)
+    if body.echo and body.logprobs is not None:
+        most = max(body.logprobs, body.prompt_logprobs or 0)
+        params = replace(params, prompt_logprobs=most)
     prompts = read_prompts(body.prompt, service.max_sequences)
     service.admit(len(prompts) * params.n)
     special = body.add_special_tokens is not False
     ids = await service.encode_prompts(prompts, "prompt", special)
     checked = service.check_prompts(ids, params, "prompt")
-    texts = await service.decode_prompts(prompts, "prompt") if body.echo else None
+    texts = None
+    if body.echo:
+        # A truncated text is echoed as its remaining tokens say it.
+        rest = [
+            prompt if len(kept) == len(whole) else kept.tolist()
+            for prompt, whole, kept in zip(prompts, ids, checked, strict=True)
+        ]
+        texts = await service.decode_prompts(rest, "prompt")
     restriction = await service.restriction(body, params)
     generation = service.generation(checked, params, whole=not body.stream, restriction=restriction)
     return await respond(request, service, body, CompletionAnswer(service, body, generation, texts))

@@ -67,6 +67,27 @@ class CompletionLogprobs:
         return top
 
 
+def prompt_logprobs(
+    entries: Iterable[TokenLogprobs | None], tokenizer: Tokenizer
+) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: objects by token id for each token, null for the first."""
+
+    def one(token: int, logprob: float, rank: int) -> dict[str, Any]:
+        text = token_text(tokenizer, token)
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
+
+    found: list[dict[str, Any] | None] = []
+    for entry in entries:
+        if entry is None:
+            found.append(None)
+            continue
+        own = {str(entry.token_id): one(entry.token_id, entry.logprob, entry.rank)}
+        top = enumerate(entry.top, 1)
+        best = {str(token): one(token, logprob, rank) for rank, (token, logprob) in top}
+        found.append({**own, **best, **own})
+    return found
+
+
 def chat_logprobs(entries: Iterable[TokenLogprobs], tokenizer: Tokenizer) -> dict[str, Any]:
     """`logprobs` of a chat completion: one object per token."""
 

@@ -27,11 +27,8 @@ _PARAMETERS: Final = frozenset(field.name for field in fields(SamplingParams))
 # each with the values that ask for nothing, beside those of _NOTHING.
 _UNSUPPORTED_OF_PROMPTS: Final[dict[str, tuple[object, ...]]] = {
     "chat_template": (),
-    "chat_template_kwargs": (),
-    "continue_final_message": (),
     "documents": (),
     "input_ids": (),
-    "truncate_prompt_tokens": (),
 }
 _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     **_UNSUPPORTED_OF_PROMPTS,
@@ -88,7 +85,6 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "no_stop_trim": (),
     "post_sampling_probs": (),
     "prediction": (),
-    "prompt_logprobs": (),
     "reasoning_effort": ("none",),
     "return_hidden_states": (),
     "return_routed_experts": (),
@@ -163,6 +159,9 @@ Prompt = Annotated[
         }
     ),
 ]
+TemplateKwargs = Annotated[
+    dict[str, Any] | None, Field(description="further variables of the chat template")
+]
 Stop = Annotated[
     Any,
     WithJsonSchema(
@@ -207,7 +206,8 @@ class Body(BaseModel):
     def check_supported(self) -> None:
         """Raise ApiError for a field that would change the answer and is not supported."""
         for name, value in (self.model_extra or {}).items():
-            if name in self.unsupported and not _asks_for_nothing(name, value):
+            nothing = self.unsupported.get(name)
+            if nothing is not None and not _asks_for_nothing(name, value, nothing):
                 use = f", use {_OUR_NAMES[name]}" if name in _OUR_NAMES else ""
                 raise bad_request(f"{name} is not supported by this server{use}", name)
 
@@ -232,7 +232,9 @@ class GenerationRequest(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: Int | None = None
-    best_of: Int | None = None
+    best_of: Int | None = Field(
+        default=None, description="generate this many completions, answer with the n most likely"
+    )
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -245,6 +247,8 @@ class GenerationRequest(Body):
     stop_token_ids: TokenIds = None
     max_tokens: Int | None = None
     min_tokens: Int | None = None
+    prompt_logprobs: Int | None = None
+    truncate_prompt_tokens: Int | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -285,6 +289,11 @@ class GenerationRequest(Body):
         options = self.stream_options
         return self.include_usage and bool(options and options.continuous_usage_stats)
 
+    @property
+    def chooses_best(self) -> bool:
+        """Whether more completions are generated than the client gets."""
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
     @abstractmethod
     def wanted_max_tokens(self) -> int | None:
         """Largest number of tokens of a completion; None means up to the end of the context."""
@@ -310,6 +319,9 @@ class GenerationRequest(Body):
             given["seed"] = self.seed % _SEEDS
         given["structured_outputs"] = read_format(self)
         given["max_tokens"], given["logprobs"] = self.wanted_max_tokens(), self.wanted_logprobs()
+        if self.chooses_best:
+            given["n"] = self.best_of
+            given["logprobs"] = given["logprobs"] or 0  # completions are chosen by them
         if given["max_tokens"] == 0:  # one token is generated but not shown
             given["max_tokens"] = 1
         try:
@@ -317,15 +329,23 @@ class GenerationRequest(Body):
         except ValueError as error:
             raise bad_request(str(error), self.blamed(str(error))) from error
         if params.n > max_n:
-            raise bad_request(f"n must be at most {max_n}, not {params.n}", "n")
+            field = "best_of" if self.chooses_best else "n"
+            raise bad_request(f"{field} must be at most {max_n}, not {params.n}", field)
         return params
 
     def _check(self) -> None:
         self.check_supported()
-        if self.best_of is not None and self.best_of != (self.n or 1):
+        if self.best_of is not None and self.best_of < (self.n or 1):
             raise bad_request(
-                f"best_of is only supported where it equals n, and it is {self.best_of}", "best_of"
+                f"best_of must be at least n, which is {self.n or 1}, not {self.best_of}", "best_of"
             )
+        if self.stream:
+            for name, asked in (
+                ("best_of", self.chooses_best),
+                ("prompt_logprobs", self.prompt_logprobs is not None),
+            ):
+                if asked:
+                    raise bad_request(f"{name} is not available in a stream", name)
         stops = [self.stop] if isinstance(self.stop, str) else self.stop
         if isinstance(stops, list):
             if len(stops) > MAX_STOPS:
@@ -387,6 +407,8 @@ class ChatRequest(GenerationRequest):
         default=None, description="whether an answer may hold several calls (default: yes)"
     )
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs = None
     add_special_tokens: bool | None = None
 
     def read_tool_choice(self) -> ToolChoice | None:
@@ -423,7 +445,7 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a prompt or messages."""
 
-    unsupported = _UNSUPPORTED_OF_PROMPTS
+    unsupported = {**_UNSUPPORTED_OF_PROMPTS, "truncate_prompt_tokens": ()}
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -439,6 +461,8 @@ class TokenizeRequest(Body):
     tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs = None
     return_token_strs: bool | None = None
 
 
@@ -456,12 +480,12 @@ class ProfileRequest(Body):
     timeout: float = Field(default=60.0, gt=0, le=600, description="seconds to wait for them")
 
 
-def _asks_for_nothing(name: str, value: object) -> bool:
-    """Whether a field of _UNSUPPORTED changes nothing with this value."""
+def _asks_for_nothing(name: str, value: object, nothing: tuple[object, ...]) -> bool:
+    """Whether a field changes nothing with this value: one of `nothing` or of _NOTHING."""
     if value == {} and name in _ANY_JSON:
         return False
-    value, known = _whole(value), (*_NOTHING, *_UNSUPPORTED[name])
-    return any(type(value) is type(nothing) and value == nothing for nothing in known)
+    value = _whole(value)
+    return any(type(value) is type(one) and value == one for one in (*_NOTHING, *nothing))
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

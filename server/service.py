@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
@@ -29,7 +30,7 @@ from megavm.server.protocol import (
 )
 from megavm.server.settings import Settings
 from megavm.server.tools.parsers import PARSERS, detect_parser
-from megavm.tokenizer import LONG_TEXT
+from megavm.tokenizer import LONG_TEXT, check_template_kwargs
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
@@ -370,11 +371,27 @@ class Service:
         """Render the messages and tools of a body of `size` bytes with the chat template.
 
         Raises:
-            ApiError: there are no messages, or the template fails or refuses them.
+            ApiError: there are no messages, options exclude each other, or the template fails or
+                refuses them.
         """
-        messages, opened = read_messages(body.messages), body.add_generation_prompt is not False
-        render = self.tokenizer.chat_prompt
-        return await self._read(size, "messages", render, messages, opened, body.tools)
+        messages, variables = read_messages(body.messages), body.chat_template_kwargs
+        continued = bool(body.continue_final_message)
+        if continued and body.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt must not both be true",
+                "continue_final_message",
+            )
+        try:
+            check_template_kwargs(variables)
+        except ValueError as error:
+            raise bad_request(str(error), "chat_template_kwargs") from error
+        render = partial(
+            self.tokenizer.chat_prompt,
+            continue_final_message=continued,
+            chat_template_kwargs=variables,
+        )
+        given = messages, body.add_generation_prompt, body.tools
+        return await self._read(size, "messages", render, *given)
 
     def tool_parser(self) -> type[ToolParser]:
         """The parser of the model's tool calls.
@@ -431,10 +448,14 @@ class Service:
         """
         checked, context = [], self.context
         for i, prompt in enumerate(prompts):
-            if len(prompt) >= context:
-                raise context_exceeded(context, len(prompt), params.max_tokens or 1, field)
             try:
-                checked.append(self.llm.engine.validate(prompt, params))
+                given = self.llm.engine.truncate(prompt, params)
+            except ValueError as error:
+                raise bad_request(str(error), "truncate_prompt_tokens") from error
+            if len(given) >= context:
+                raise context_exceeded(context, len(given), params.max_tokens or 1, field)
+            try:
+                checked.append(self.llm.engine.validate(given, params))
             except ValueError as error:
                 where = f"{field} {i}: " if len(prompts) > 1 else ""
                 raise bad_request(f"{where}{error}", field) from error

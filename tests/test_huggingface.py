@@ -15,6 +15,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megavm import LLM, SamplingParams
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
@@ -232,3 +233,41 @@ def test_greedy_tokens_of_many_steps_in_one_launch_equal_transformers(
                 torch.tensor([prompt]), max_new_tokens=20, do_sample=False, eos_token_id=-1
             )[0]
         assert runner.tokens[slot, : len(want)].tolist() == want.tolist()
+
+
+def test_log_probabilities_of_prompts_equal_the_log_softmax_of_transformers(
+    make_llama: Make,
+) -> None:
+    directory, model = make_llama(
+        7,
+        vocab_size=151,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+    )
+    rng = np.random.default_rng(1)
+    shared = rng.integers(0, 151, 40).tolist()
+    prompts = [[*shared, *rng.integers(0, 151, n).tolist()] for n in (1, 7, 50)]
+    # Prompts are cut into chunks of at most 12 tokens, and their beginning is in the prefix cache.
+    with LLM(directory, dtype="float32", max_num_batched_tokens=12, max_num_seqs=4) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=4))
+        params = SamplingParams(temperature=0.7, seed=1, max_tokens=4, prompt_logprobs=3)
+        outputs = llm.generate(prompts, params)
+        assert [o.timings["cached_prompt_tokens"] for o in outputs] == [0, 0, 0]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        with torch.no_grad():
+            want = model(torch.tensor([prompt])).logits[0].double().log_softmax(-1).numpy()
+        assert output.prompt_logprobs is not None
+        first, *entries = output.prompt_logprobs
+        assert first is None
+        for token, values, entry in zip(prompt[1:], want, entries, strict=False):
+            assert entry is not None
+            best = np.argsort(-values)[:3].tolist()
+            assert set(entry) == {token, *best}
+            for known, found in entry.items():
+                assert abs(found.logprob - values[known]) < 1e-4
+                assert found.rank == 1 + int((values > values[known]).sum())

@@ -186,11 +186,30 @@ class Engine:
         """Sequences that wait for a slot or for KV blocks."""
         return len(self.planner.waiting)
 
+    def truncate(self, prompt: TokenIds, params: SamplingParams) -> TokenIds:
+        """The last ``params.truncate_prompt_tokens`` tokens of the prompt, or the whole prompt.
+
+        Raises ValueError when ``params.max_tokens`` leaves no room for a prompt.
+        """
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return prompt
+        if most == -1:
+            longest = self.max_prompt_len + 1
+            most = longest - (params.max_tokens or 1)
+            if most < 1:
+                raise ValueError(
+                    f"truncate_prompt_tokens is -1, and max_tokens={params.max_tokens} leaves no"
+                    f" room for a prompt in the context of {longest} tokens"
+                )
+        return prompt[-most:]
+
     def validate(self, prompt: TokenIds, params: SamplingParams) -> Ints:
-        """The prompt as int32 array.
+        """The prompt as int32 array, truncated as ``params`` ask.
 
         Raises ValueError when a request with this prompt and these parameters can never run.
         """
+        prompt = self.truncate(prompt, params)
         length, runner = len(prompt), self.runner
         if length >= runner.max_model_len:
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Final, Literal, Self
 
@@ -241,11 +241,17 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or several at once, through the model's chat template.
 
         A message is {"role": "user", "content": "..."}. The default of `params` is
-        `default_params(max_tokens=None)`: an answer may continue to the end of the context.
+        `default_params(max_tokens=None)`: an answer may continue to the end of the context. The
+        other parameters are those of `Tokenizer.chat_prompt`.
 
         Raises:
             ValueError: as for `generate`, or the template refuses the conversation.
@@ -257,7 +263,13 @@ class LLM:
         texts, ids = [], []
         for i, conversation in enumerate(conversations):
             with PromptIndex(i if many else None, "conversation"):
-                text = self.tokenizer.chat_prompt(conversation)
+                text = self.tokenizer.chat_prompt(
+                    conversation,
+                    add_generation_prompt,
+                    tools,
+                    continue_final_message=continue_final_message,
+                    chat_template_kwargs=chat_template_kwargs,
+                )
                 texts.append(text)
                 ids.append(self.tokenizer.encode(text, add_special_tokens=False))
         if params is None:
@@ -282,15 +294,30 @@ class LLM:
         return self._stream(ids[0], params)
 
     def stream_chat(
-        self, messages: Sequence[Message], params: SamplingParams | None = None
+        self,
+        messages: Sequence[Message],
+        params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Generator[Chunk, None, None]:
         """Answer a conversation; yields every token as soon as it is generated.
+
+        Parameters are those of `chat`.
 
         Raises:
             ValueError: as for `chat`.
             GenerationError: as for `stream`.
         """
-        text = self.tokenizer.chat_prompt(messages)
+        text = self.tokenizer.chat_prompt(
+            messages,
+            add_generation_prompt,
+            tools,
+            continue_final_message=continue_final_message,
+            chat_template_kwargs=chat_template_kwargs,
+        )
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return self._stream(ids, self.default_params(max_tokens=None) if params is None else params)
 

@@ -43,6 +43,8 @@ class SamplingParams:
         logprobs: number of alternatives to report per token; None reports nothing.
         prompt_logprobs: the same for the tokens of the prompt; the prefix cache is not used for
             this prompt then.
+        truncate_prompt_tokens: continue only this many tokens at the end of a longer prompt; -1
+            takes as many as leave room for `max_tokens` in the context.
         skip_special_tokens: leave control tokens out of the text.
         kept_special_token_ids: control tokens that stay in the text nevertheless, such as those
             that mark tool calls; stored as a tuple.
@@ -76,6 +78,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
     skip_special_tokens: bool = True
     kept_special_token_ids: Sequence[int] = ()
     include_stop_str_in_output: bool = False
@@ -98,6 +101,9 @@ class SamplingParams:
         self._integer("min_tokens", 0, _MAX_TOKEN)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
         self._integer("prompt_logprobs", 0, MAX_LOGPROBS, optional=True)
+        self._integer("truncate_prompt_tokens", -1, _MAX_TOKEN, optional=True)
+        if self.truncate_prompt_tokens == 0:
+            raise ValueError("truncate_prompt_tokens must be None, -1 or positive, not 0")
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, not {getattr(self, name)!r}")

@@ -23,6 +23,21 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 TEMPLATE_JSON_FILE: Final = "chat_template.json"
 LONG_TEXT: Final = 4096  # characters or tokens; longer texts are processed without the GIL
 
+# Arguments of a chat template that `Tokenizer.chat_prompt` sets itself, and two that are
+# transformers' own: a caller's chat_template_kwargs must not replace them.
+RESERVED_TEMPLATE_KWARGS: Final = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "documents",
+        "messages",
+        "tokenize",
+        "tools",
+    }
+)
+_CONTINUE_HERE: Final = "<<|continue here|>> "  # marks the end of the message to continue
+
 Message = Mapping[str, Any]
 
 
@@ -189,36 +204,56 @@ class Tokenizer:
     def chat_prompt(
         self,
         messages: Sequence[Message],
-        add_generation_prompt: bool = True,
+        add_generation_prompt: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """Render `messages` with the model's chat template.
 
         A message is {"role": ..., "content": ...}; its content may be a list of parts
         {"type": "text", "text": ...}, which are joined by newlines. The arguments of its
         tool_calls may be JSON, as OpenAI's clients send them, or a dict. `add_generation_prompt`
-        opens the assistant's turn at the end. `tools`: OpenAI's descriptions of functions.
+        opens the assistant's turn at the end, by default unless `continue_final_message` is set:
+        then the prompt ends within the last message, at the end of its content. `tools`: OpenAI's
+        descriptions of functions. `chat_template_kwargs`: further variables of the template.
 
         Raises:
-            ValueError: the model has no chat template, a message or a tool is malformed, or the
-            template refuses.
+            ValueError: the model has no chat template, a message or a tool is malformed, options
+            exclude each other, or the template refuses.
         """
         import jinja2
 
+        if continue_final_message and add_generation_prompt:
+            raise ValueError(
+                "continue_final_message and add_generation_prompt exclude each other: the prompt"
+                " ends within the last message, or after the head of a new one"
+            )
+        check_template_kwargs(chat_template_kwargs)
         template = self._require_template()
         plain = [_plain_message(index, message) for index, message in enumerate(messages)]
         if not plain:
             raise ValueError("messages must hold at least one message")
+        if continue_final_message:
+            plain[-1]["content"] = _marked(plain)
         for index, tool in enumerate(tools or ()):
             if not isinstance(tool, Mapping):
                 raise ValueError(f"tool {index} must be a dict, not {type(tool).__name__}")
         try:
-            return self._compile_template(template).render(
-                messages=plain,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools or None,
-                documents=None,
-                **self.special_tokens,
+            text = self._compile_template(template).render(
+                {
+                    **self.special_tokens,
+                    **(chat_template_kwargs or {}),
+                    "messages": plain,
+                    "add_generation_prompt": (
+                        not continue_final_message
+                        if add_generation_prompt is None
+                        else add_generation_prompt
+                    ),
+                    "tools": tools or None,
+                    "documents": None,
+                }
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"{self._template_name} failed: {error}") from error
@@ -229,6 +264,18 @@ class Tokenizer:
             ) from error
         except RecursionError as error:
             raise ValueError(f"{self._template_name} recurses forever") from error
+        return self._until_mark(text) if continue_final_message else text
+
+    def _until_mark(self, text: str) -> str:
+        """The text before the mark of `_marked`; without spaces if the template strips them."""
+        place = text.rfind(_CONTINUE_HERE.strip())
+        if place < 0:
+            raise ValueError(
+                f"{self._template_name} leaves out the content of the last message, so it cannot be"
+                " continued"
+            )
+        kept = text.startswith(_CONTINUE_HERE, place)
+        return text[:place] if kept else text[:place].rstrip()
 
     def _compile_template(self, template: str) -> jinja2.Template:
         import jinja2
@@ -449,6 +496,20 @@ def _plain_message(index: int, message: Message) -> dict[str, Any]:
     return plain
 
 
+def _marked(messages: Sequence[Mapping[str, Any]]) -> str:
+    """The content of the last message, with the mark where its continuation begins.
+
+    The mark ends with a space, which a template that strips contents removes. So transformers
+    tells these templates from others in its `continue_final_message`.
+    """
+    content = messages[-1]["content"]
+    if not isinstance(content, str):
+        raise ValueError(
+            f"message {len(messages) - 1} has no text that continue_final_message could continue"
+        )
+    return content + _CONTINUE_HERE
+
+
 def _plain_calls(index: int, calls: Any) -> list[dict[str, Any]]:
     """Copies of the tool calls of message `index`, with their arguments as dicts.
 
@@ -472,6 +533,16 @@ def _plain_calls(index: int, calls: Any) -> list[dict[str, Any]]:
             arguments = {}
         plain.append({**call, "function": {**function, "arguments": arguments}})
     return plain
+
+
+def check_template_kwargs(given: Mapping[str, Any] | None) -> None:
+    """Raise ValueError for chat_template_kwargs that `Tokenizer.chat_prompt` sets itself."""
+    reserved = sorted(RESERVED_TEMPLATE_KWARGS & (given or {}).keys())
+    if reserved:
+        raise ValueError(
+            f"chat_template_kwargs must not hold {', '.join(reserved)}: each has a parameter of its"
+            " own"
+        )
 
 
 def _template_environment() -> jinja2.Environment:

@@ -488,3 +488,29 @@ def test_each_token_of_a_launch_brings_its_own_text(llm: LLM) -> None:
     params = greedy(ignore_eos=True, stop=["zzz"])
     with LLM("stories", dtype="float32", steps_per_launch=4) as other:
         assert list(other.stream(TEXTS[0], params)) == list(llm.stream(TEXTS[0], params))
+
+
+def test_a_truncated_prompt_is_its_last_tokens(llm: LLM) -> None:
+    tokens = llm.tokenizer.encode(TEXTS[2])
+    output = llm.generate(TEXTS[2], greedy(truncate_prompt_tokens=9))[0]
+    assert output.prompt_token_ids == tokens[-9:]
+    assert ids(output) == ids(llm.generate(tokens[-9:], greedy())[0])
+    whole = llm.generate(TEXTS[2], greedy(truncate_prompt_tokens=1000))[0]
+    assert whole.prompt_token_ids == tokens
+    long = [5] * 3000
+    output = llm.generate(long, greedy(truncate_prompt_tokens=-1, max_tokens=8, ignore_eos=True))[0]
+    assert len(output.prompt_token_ids) == llm.max_model_len - 8
+    assert len(ids(output)) == 8
+    with pytest.raises(ValueError, match=r"max_tokens=1024 leaves no room for a prompt in .* 1024"):
+        llm.generate(long, greedy(truncate_prompt_tokens=-1, max_tokens=1024))
+
+
+def test_a_chat_goes_on_with_its_last_message(llm: LLM) -> None:
+    messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "The fox"}]
+    output = llm.chat(messages, greedy(), continue_final_message=True)[0]
+    assert output.prompt is not None
+    assert output.prompt == llm.chat(messages[:1], greedy(max_tokens=1))[0].prompt + "The fox"
+    chunks = llm.stream_chat(messages, greedy(), continue_final_message=True)
+    assert "".join(c.text for c in chunks) == output.outputs[0].text
+    with pytest.raises(ValueError, match="exclude each other"):
+        llm.chat(messages, add_generation_prompt=True, continue_final_message=True)

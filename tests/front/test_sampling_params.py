@@ -12,7 +12,16 @@ import pytest
 from megavm.sampling_params import SamplingParams
 from megavm.vm.config import MAX_STOP_TOKENS
 
-INTEGERS = {"n", "top_k", "seed", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"}
+INTEGERS = {
+    "n",
+    "top_k",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "truncate_prompt_tokens",
+}
 NUMBERS = {
     "temperature",
     "top_p",
@@ -43,6 +52,7 @@ def test_names_and_defaults_are_those_of_vllm() -> None:
         "ignore_eos": False,
         "logprobs": None,
         "prompt_logprobs": None,
+        "truncate_prompt_tokens": None,
         "skip_special_tokens": True,
         "include_stop_str_in_output": False,
         "structured_outputs": None,
@@ -66,6 +76,7 @@ BAD: dict[str, list[Any]] = {
     "min_tokens": [-1, 17, None],
     "logprobs": [-1, 21, 1.5],
     "prompt_logprobs": [-1, 21, 1.5],
+    "truncate_prompt_tokens": [-2, 0, 1 << 31, 1.5],
     "stop": ["", [""], ["a", 3], 3, b"a", {"a": 1}],
     "stop_token_ids": [3, [-1], [1.0], [True], "12", [1 << 31]],
     "ignore_eos": [0, 1, None, "yes"],

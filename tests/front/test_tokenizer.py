@@ -236,6 +236,54 @@ def test_chat_prompts_are_those_of_transformers(
     assert Tokenizer(tmp_path).chat_prompt(CHAT, add_generation_prompt) == expected
 
 
+STRIPPING = (
+    "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, STRIPPING], ids=["plain", "stripping"])
+@pytest.mark.parametrize("content", ["Sure: 1,", "Sure: ", "Sure.\n\n", "", " 🦊"])
+def test_a_prompt_within_the_last_message_is_that_of_transformers(
+    tmp_path: Path, template: str, content: str
+) -> None:
+    write_tokenizer(tmp_path, chat_template=template)
+    messages = [*CHAT, {"role": "assistant", "content": content}]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    tokenizer = Tokenizer(tmp_path)
+    assert tokenizer.chat_prompt(messages, continue_final_message=True) == expected
+    assert tokenizer.chat_prompt(messages, False, continue_final_message=True) == expected
+    assert messages[-1]["content"] == content
+
+
+def test_a_last_message_that_cannot_be_continued_is_refused(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, chat_template=TEMPLATES["whitespace"]))
+    message = {"role": "assistant", "content": "Sure"}  # this template shows users only
+    with pytest.raises(ValueError, match="leaves out the content of the last message"):
+        tokenizer.chat_prompt([*CHAT, message], continue_final_message=True)
+    with pytest.raises(ValueError, match="message 4 has no text"):
+        tokenizer.chat_prompt([*CHAT, {**message, "content": None}], continue_final_message=True)
+    with pytest.raises(ValueError, match="exclude each other"):
+        tokenizer.chat_prompt([*CHAT, message], True, continue_final_message=True)
+
+
+def test_variables_of_a_template_are_those_of_transformers(tmp_path: Path) -> None:
+    template = (
+        "{% if enable_thinking is defined %}{{ enable_thinking }};{% endif %}"
+        "{{ bos_token }}{{ date }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    write_tokenizer(tmp_path, chat_template=template)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(tmp_path)
+    cases: list[dict[str, Any]] = [{}, {"enable_thinking": False}, {"date": 5, "bos_token": "!"}]
+    for variables in cases:
+        expected = theirs.apply_chat_template(CHAT, tokenize=False, **variables)
+        assert ours.chat_prompt(CHAT, chat_template_kwargs=variables) == expected
+    with pytest.raises(ValueError, match="must not hold messages, tools"):
+        ours.chat_prompt(CHAT, chat_template_kwargs={"tools": [], "messages": [], "a": 1})
+
+
 # As Llama 3.1's template does: it asks whether the key is there, takes one call, writes JSON.
 TOOLS_TEMPLATE = (
     "{% if tools is not none %}{% for tool in tools %}{{ tool | tojson }};{% endfor %}{% endif %}"

@@ -60,7 +60,12 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("echo", 1),
     ("stream", "true"),
     ("stream_options", []),
-    ("best_of", 2),
+    ("best_of", 0),
+    ("best_of", 129),
+    ("prompt_logprobs", -1),
+    ("prompt_logprobs", 21),
+    ("truncate_prompt_tokens", 0),
+    ("truncate_prompt_tokens", "5"),
     ("suffix", "end"),
     ("logit_bias", {"5": 101}),
     ("logit_bias", {"five": 1}),
@@ -69,7 +74,6 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("allowed_token_ids", [2048]),
     ("bad_words", [" "]),
     ("bad_words", "fox"),
-    ("prompt_logprobs", 0),
     ("guided_json", {"type": "objekt"}),
     ("guided_json", "{"),
     ("guided_regex", "(a"),
@@ -153,6 +157,19 @@ def test_a_bad_field_is_named(server: RunningServer, field: str, value: Any) -> 
         ({"messages": CHAT, "logprobs": 1}, "logprobs"),
         ({"messages": CHAT, "max_completion_tokens": -1}, "max_completion_tokens"),
         ({"messages": CHAT, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs"),
+        ({"messages": CHAT, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
+        (
+            {"messages": CHAT, "continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message",
+        ),
+        ({"messages": CHAT, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"messages": CHAT, "best_of": 2, "stream": True}, "best_of"),
+        ({"messages": CHAT, "best_of": 2, "n": 3}, "best_of"),
+        (
+            {"messages": CHAT, "max_tokens": 1024, "truncate_prompt_tokens": -1},
+            "truncate_prompt_tokens",
+        ),
         (
             {"messages": CHAT, "stream_options": {"include_usage": "yes"}},
             "stream_options.include_usage",
@@ -180,7 +197,6 @@ UNSUPPORTED: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4},
     "return_tokens_as_token_ids": True,
     "thinking_token_budget": 5,
-    "truncate_prompt_tokens": 5,
     # SGLang
     "custom_logit_processor": "x",
     "ebnf": "root ::= 'a'",
@@ -265,8 +281,8 @@ def test_a_name_of_another_server_is_answered_with_ours(server: RunningServer) -
 def test_tokenize_refuses_what_would_change_the_prompt_only(server: RunningServer) -> None:
     body = {"messages": CHAT, "guided_regex": "a*", "logit_bias": {"5": 1}}
     assert server.post("/tokenize", body).status == 200
-    body = {"messages": CHAT, "chat_template_kwargs": {"enable_thinking": False}}
-    assert server.post("/tokenize", body).error["param"] == "chat_template_kwargs"
+    body = {"messages": CHAT, "truncate_prompt_tokens": 5}
+    assert server.post("/tokenize", body).error["param"] == "truncate_prompt_tokens"
 
 
 def test_harmless_values_are_taken(server: RunningServer) -> None:

@@ -205,6 +205,94 @@ def test_a_part_of_a_character_has_no_bytes(llm: LLM) -> None:
     assert chat_logprobs([entry], tokenizer)["content"][0]["bytes"] is None
 
 
+def test_prompt_logprobs_are_those_of_the_logits_as_vllm_writes_them(
+    server: RunningServer, llm: LLM
+) -> None:
+    tokens = llm.tokenizer.encode(PROMPT)
+    values = log_softmax(llm.logits(tokens))
+    choices = server.complete(prompt_logprobs=2, max_tokens=1, n=2)["choices"]
+    first, *entries = choices[0]["prompt_logprobs"]
+    assert (first, len(entries)) == (None, len(tokens) - 1)
+    for token, before, entry in zip(tokens[1:], values, entries, strict=False):
+        assert entry[str(token)]["logprob"] == before[token]
+        assert entry[str(token)]["decoded_token"] == llm.tokenizer.token_text(token)
+        assert entry[str(token)]["rank"] == 1 + (before > before[token]).sum()
+        assert set(map(int, entry)) == {token, *(-before).argsort()[:2].tolist()}
+    assert choices[1]["prompt_logprobs"] == choices[0]["prompt_logprobs"]
+    fields = {"messages": CHAT, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = server.post("/v1/chat/completions", fields).json
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    assert all(len(entry) == 1 for entry in answer["prompt_logprobs"][1:])
+
+
+def test_an_echo_has_its_own_number_of_alternatives(server: RunningServer) -> None:
+    fields = {"echo": True, "logprobs": 1, "max_tokens": 1, "temperature": 0}
+    plain = server.complete(**fields)["choices"][0]
+    more = server.complete(prompt_logprobs=4, **fields)["choices"][0]
+    assert more["logprobs"] == plain["logprobs"]
+    assert len(more["prompt_logprobs"][1]) >= 4
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_best_of_answers_with_the_most_likely(server: RunningServer, path: str) -> None:
+    fields: dict[str, Any] = {"seed": 11, "max_tokens": 8, "logprobs": 0}
+    if "chat" in path:
+        fields |= {"messages": CHAT, "logprobs": True}
+    else:
+        fields |= {"prompt": [PROMPT, "A"]}
+
+    def likelihood(choice: dict[str, Any]) -> float:
+        found = choice["logprobs"]
+        if "chat" in path:
+            values = [entry["logprob"] for entry in found["content"]]
+        else:
+            values = found["token_logprobs"]
+        return sum(values) / len(values)
+
+    every = server.post(path, {**fields, "n": 6}).json
+    answer = server.post(path, {**fields, "n": 2, "best_of": 6}).json
+    expected = []
+    for begin in range(0, len(every["choices"]), 6):
+        own = every["choices"][begin : begin + 6]
+        expected += sorted(own, key=likelihood, reverse=True)[:2]
+    for i, (choice, wanted) in enumerate(zip(answer["choices"], expected, strict=True)):
+        assert choice == {**wanted, "index": i}
+    assert answer["usage"] == every["usage"]
+    # Log-probabilities are computed for the choice, and shown only to those who ask.
+    del fields["logprobs"]
+    hidden = server.post(path, {**fields, "n": 2, "best_of": 6}).json["choices"]
+    assert hidden == [{**choice, "logprobs": None} for choice in answer["choices"]]
+
+
+def test_a_truncated_prompt_is_its_last_tokens(server: RunningServer, llm: LLM) -> None:
+    tokens = llm.tokenizer.encode(PROMPT)
+    fields: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "echo": True}
+    answer = server.complete(truncate_prompt_tokens=3, **fields)
+    assert answer["usage"]["prompt_tokens"] == 3
+    expected = server.complete(prompt=tokens[-3:], **fields)
+    assert answer["choices"] == expected["choices"]
+    answer = server.complete(prompt=[5] * 2000, truncate_prompt_tokens=-1, max_tokens=6)
+    assert answer["usage"]["prompt_tokens"] == llm.max_model_len - 6
+    long = [{"role": "user", "content": "word " * 2000}]
+    fields = {"messages": long, "max_tokens": 6, "truncate_prompt_tokens": 100}
+    answer = server.post("/v1/chat/completions", fields).json
+    assert answer["usage"]["prompt_tokens"] == 100
+
+
+def test_a_chat_goes_on_with_its_last_message(server: RunningServer, llm: LLM) -> None:
+    messages = [*CHAT, {"role": "assistant", "content": "Once upon"}]
+    body = {"messages": messages, "continue_final_message": True}
+    tokens = server.post("/tokenize", body).json["tokens"]
+    text = llm.tokenizer.chat_prompt(CHAT) + "Once upon"
+    assert tokens == llm.tokenizer.encode(text, add_special_tokens=False)
+    fields = {"temperature": 0, "max_tokens": 9}
+    answer = server.post("/v1/chat/completions", {**body, **fields}).json
+    expected = server.complete(prompt=tokens, **fields)["choices"][0]["text"]
+    assert answer["choices"][0]["message"]["content"] == expected
+    plain = {"messages": messages, "chat_template_kwargs": {"anything": [1]}}
+    assert server.post("/v1/chat/completions", {**plain, **fields}).status == 200
+
+
 # The tokenizer's endpoints.
 
 
