@@ -6,6 +6,7 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -16,12 +17,12 @@ from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.sequence import Delta
 from megavm.server.engine_loop import Batch, Generation
-from megavm.server.errors import timed_out, to_json
+from megavm.server.errors import ApiError, timed_out, to_json
 from megavm.server.logprobs import prompt_logprobs
 from megavm.server.logs import note
 from megavm.server.protocol import AnyGeneration, GenerationRequest, check_model, read_body
 from megavm.server.service import Service
-from megavm.server.sse import EventStream, Template, line, until_disconnect
+from megavm.server.sse import DONE, EventStream, Template, line, until_disconnect
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Answer(ABC):
 
     Attributes:
         id: the answer's id.
+        model: the name that the client has for the model.
     """
 
     id_prefix: ClassVar[str]
@@ -74,11 +76,11 @@ class Answer(ABC):
     part_object: ClassVar[str]
 
     def __init__(self, service: Service, body: GenerationRequest, generation: Generation) -> None:
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
         self.generation = generation
         self.tokenizer = service.tokenizer
         self._service = service
-        self._model = body.model or service.settings.model_names[0]
+        self.model = body.model or service.settings.model_names[0]
         self._created = int(time.time())
         self._with_ids = bool(body.return_token_ids)
         self._include_usage = body.include_usage
@@ -87,6 +89,7 @@ class Answer(ABC):
         self._wanted = (body.n or 1) if body.chooses_best else None
         self._with_prompt_logprobs = body.prompt_logprobs is not None
         self._num_tokens = [0] * generation.num_sequences
+        self._begun: set[int] = set()  # choices that an event has been made for
         self._templates: dict[int, Template | None] = {}  # of choices that have begun
 
     @abstractmethod
@@ -123,7 +126,7 @@ class Answer(ABC):
             "id": self.id,
             "object": kind,
             "created": self._created,
-            "model": self._model,
+            "model": self.model,
             "choices": choices,
         }
 
@@ -151,7 +154,7 @@ class Answer(ABC):
         if params.prompt_logprobs is not None:
             tokens += params.n * sum(map(len, self.generation.prompts))
         size = tokens * (1 + max(params.logprobs or 0, params.prompt_logprobs or 0))
-        return await self._service.call(size, self._write, self._best(choices))
+        return await self._service.call(size, self.write, self._best(choices))
 
     def _best(self, choices: list[Choice]) -> list[Choice]:
         """The most likely choices of each prompt if `best_of` asks for that, numbered anew."""
@@ -163,7 +166,7 @@ class Answer(ABC):
             chosen += sorted(own, key=lambda choice: -choice.likelihood)[: self._wanted]
         return [replace(choice, index=i) for i, choice in enumerate(chosen)]
 
-    def _write(self, choices: list[Choice]) -> bytes:
+    def write(self, choices: list[Choice]) -> bytes:
         """The JSON of the answer, choice by choice: one call for all would block other threads."""
         wholes = [to_json({**self.whole_choice(c), **self._ids(c.token_ids)}) for c in choices]
         envelope = {**self._envelope(self.whole_object, []), "usage": self.usage}
@@ -172,45 +175,63 @@ class Answer(ABC):
 
     # As a stream.
 
+    def begin(self) -> bytes:
+        """No event: the first one comes with the first token."""
+        return b""
+
     def render(self, batch: Batch) -> bytes:
         """One event per token. Events that differ only in their text come from a template."""
         lines: list[str] = []
         for index, delta in batch:
-            before, new = self._num_tokens[index], 0 if self._silent else len(delta.token_ids)
-            self._num_tokens[index] += new
-            is_first, template = index not in self._templates, self._templates.get(index)
-            pieces = delta.pieces
+            template = self._templates.get(index)
             plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
-            if template is not None and plain:
-                if self._continuous_usage:
-                    usages = (self._usage_of(index, before + i + 1) for i in range(new))
-                    lines += map(template.line_with_usage, pieces, usages)
-                else:
-                    lines += map(template.line, pieces)
+            if template is None or not plain:
+                lines += [line(self._part(token)) for token in self.tokens(index, delta)]
+                if index not in self._templates:
+                    self._templates[index] = self._template(index)
                 continue
-            final = len(pieces) - 1
-            for i, piece in enumerate(pieces):
-                reason, stop_reason = self._end(delta) if i == final else (None, None)
-                token = Token(
-                    index,
-                    "" if self._silent else piece,
-                    [] if self._silent else delta.token_ids[i : i + 1],
-                    delta.logprobs[i] if delta.logprobs and not self._silent else None,
-                    is_first,
-                    reason,
-                    stop_reason,
-                    before + min(i + 1, new),
-                )
-                lines.append(line(self._part(token)))
-                if is_first:
-                    is_first, self._templates[index] = False, self._template(index)
+            before, new = self._count(index, delta)
+            if self._continuous_usage:
+                usages = (self._usage_of(index, before + i + 1) for i in range(new))
+                lines += map(template.line_with_usage, delta.pieces, usages)
+            else:
+                lines += map(template.line, delta.pieces)
         return "".join(lines).encode()
 
+    def tokens(self, index: int, delta: Delta) -> Iterator[Token]:
+        """The tokens of a delta; one without token id if the delta has none. Counts them."""
+        before, new = self._count(index, delta)
+        final = len(delta.pieces) - 1
+        for i, piece in enumerate(delta.pieces):
+            reason, stop_reason = self._end(delta) if i == final else (None, None)
+            yield Token(
+                index,
+                "" if self._silent else piece,
+                [] if self._silent else delta.token_ids[i : i + 1],
+                delta.logprobs[i] if delta.logprobs and not self._silent else None,
+                index not in self._begun,
+                reason,
+                stop_reason,
+                before + min(i + 1, new),
+            )
+            self._begun.add(index)
+
+    def _count(self, index: int, delta: Delta) -> tuple[int, int]:
+        """(tokens of a choice before the delta, tokens of the delta); adds the second."""
+        before, new = self._num_tokens[index], 0 if self._silent else len(delta.token_ids)
+        self._num_tokens[index] += new
+        return before, new
+
     def end(self) -> bytes:
-        """The event with the usage, if the client asked for it."""
+        """The event with the usage, if the client asked for it, and [DONE]."""
         if not self._include_usage:
-            return b""
-        return line({**self._envelope(self.part_object, []), "usage": self.usage}).encode()
+            return DONE
+        usage = line({**self._envelope(self.part_object, []), "usage": self.usage})
+        return usage.encode() + DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        """An event with the error, and [DONE]."""
+        return line(error.body()).encode() + DONE
 
     def _ids(self, token_ids: list[int]) -> dict[str, Any]:
         return {"token_ids": token_ids} if self._with_ids else {}
@@ -256,13 +277,22 @@ async def read_generation(
     Raises:
         ApiError: the server takes no requests now, or the body is invalid.
     """
-    llm, settings = service.llm, service.settings
     service.admit(1)  # refuse before reading the body if the queue is full
     body = await read_body(request, kind)
+    return body, check_generation(request, service, body)
+
+
+def check_generation(request: Request, service: Service, body: GenerationRequest) -> SamplingParams:
+    """The sampling parameters of a body; also checks its model, and logs its prompt if asked to.
+
+    Raises:
+        ApiError: the body is invalid.
+    """
+    settings = service.settings
     check_model(body.model, settings.model_names)
     if settings.log_prompts:
-        note(request.scope, **{kind.source: getattr(body, kind.source)})
-    return body, body.sampling_params(llm.default_params, settings.max_n)
+        note(request.scope, **{body.source: getattr(body, body.source)})
+    return body.sampling_params(service.llm.default_params, settings.max_n)
 
 
 async def respond(

@@ -26,15 +26,22 @@ from megavm.server.errors import (
     json_response,
     unknown_model,
 )
+from megavm.server.messages import count_tokens, create_message
+from megavm.server.messages_request import CountTokensRequest, MessagesRequest
 from megavm.server.middleware import REQUEST_ID, Gate
 from megavm.server.profile import Profiler
 from megavm.server.protocol import (
-    BODIES,
+    Body,
+    ChatRequest,
+    CompletionRequest,
     DetokenizeRequest,
+    ProfileRequest,
     TokenizeRequest,
     check_model,
     read_body,
 )
+from megavm.server.responses import respond_to
+from megavm.server.responses_request import ResponsesRequest
 from megavm.server.service import LoadModel, Service, Status
 from megavm.server.settings import Settings
 
@@ -42,6 +49,16 @@ Endpoint = TypeVar("Endpoint", bound=Callable[[], Awaitable[Response]])
 
 PLAYGROUND: Final = Path(__file__).parent / "pages" / "playground.html"
 _SCHEMAS: Final = "#/components/schemas/{model}"
+_BODIES: Final[tuple[type[Body], ...]] = (
+    CompletionRequest,
+    ChatRequest,
+    ResponsesRequest,
+    MessagesRequest,
+    CountTokensRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    ProfileRequest,
+)
 _STATUS_OF_HEALTH: Final = {Status.DRAINING: 503, Status.FAILED: 503}
 
 
@@ -77,6 +94,7 @@ def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
         )
     add_error_handlers(app)
     _add_openai(app, service)
+    _add_anthropic(app, service)
     _add_tokenizer(app, service)
     _add_state(app, service)
     _add_pages(app)
@@ -97,6 +115,11 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         """Answer conversations."""
         return await chat(request, service)
 
+    @app.post("/v1/responses", **_takes("ResponsesRequest"))
+    async def responses(request: Request) -> Response:
+        """Answer conversations, in OpenAI's newer form; nothing is stored."""
+        return await respond_to(request, service)
+
     @app.post("/v1/profile", **_takes("ProfileRequest"))
     async def profile(request: Request) -> Response:
         """Record a trace of the next steps."""
@@ -114,6 +137,18 @@ def _add_openai(app: FastAPI, service: Service) -> None:
         if name not in service.settings.model_names:
             raise unknown_model(name)
         return json_response(_card(service, name))
+
+
+def _add_anthropic(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/messages", **_takes("MessagesRequest", error="AnthropicError"))
+    async def messages(request: Request) -> Response:
+        """Answer conversations, in Anthropic's form."""
+        return await create_message(request, service)
+
+    @app.post("/v1/messages/count_tokens", **_takes("CountTokensRequest", error="AnthropicError"))
+    async def tokens_of_messages(request: Request) -> Response:
+        """Tokens of the prompt of such a request."""
+        return await count_tokens(request, service)
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
@@ -228,18 +263,21 @@ def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoi
     return add
 
 
-def _takes(body: str) -> dict[str, Any]:
-    """Options of a route that reads a body; `body` names its pydantic model."""
+def _takes(body: str, error: str = "Error") -> dict[str, Any]:
+    """Options of a route that reads a body; `body` names its pydantic model, `error` a schema."""
     schema = {"$ref": _SCHEMAS.format(model=body)}
     content = {"application/json": {"schema": schema}}
-    return {**_answers(), "openapi_extra": {"requestBody": {"content": content, "required": True}}}
+    return {
+        **_answers(error),
+        "openapi_extra": {"requestBody": {"content": content, "required": True}},
+    }
 
 
-def _answers() -> dict[str, Any]:
-    """Options of a route that answers with JSON, and with OpenAI's error object on errors."""
-    schema = {"$ref": _SCHEMAS.format(model="Error")}
-    error = {"description": "An error.", "content": {"application/json": {"schema": schema}}}
-    return {"response_model": None, "responses": {"4XX": error, "5XX": error}}
+def _answers(error: str = "Error") -> dict[str, Any]:
+    """Options of a route that answers with JSON, and with an object of the schema `error`."""
+    content = {"application/json": {"schema": {"$ref": _SCHEMAS.format(model=error)}}}
+    answer = {"description": "An error.", "content": content}
+    return {"response_model": None, "responses": {"4XX": answer, "5XX": answer}}
 
 
 def _openapi(app: FastAPI) -> dict[str, Any]:
@@ -247,10 +285,14 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, bodies = models_json_schema(
-            [(body, "validation") for body in BODIES], ref_template=_SCHEMAS
+            [(body, "validation") for body in _BODIES], ref_template=_SCHEMAS
         )
         schemas = document.setdefault("components", {}).setdefault("schemas", {})
-        schemas |= {**bodies["$defs"], "Error": _ERROR_SCHEMA}
+        schemas |= {
+            **bodies["$defs"],
+            "Error": _ERROR_SCHEMA,
+            "AnthropicError": _ANTHROPIC_ERROR_SCHEMA,
+        }
         app.openapi_schema = document
     return app.openapi_schema
 
@@ -269,5 +311,17 @@ _ERROR_SCHEMA: Final = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_ANTHROPIC_ERROR_SCHEMA: Final = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
     },
 }

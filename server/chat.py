@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -29,7 +30,7 @@ class ChatAnswer(Answer):
     `new_message`: makes what reads the calls of a choice; None: there may be none.
     """
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
     whole_object = "chat.completion"
     part_object = "chat.completion.chunk"
 
@@ -90,6 +91,9 @@ class ChatAnswer(Answer):
         return None if self._new_message is not None else super()._template(index)
 
 
+NewAnswer = Callable[[Service, ChatRequest, Generation, NewMessage | None], ChatAnswer]
+
+
 async def chat(request: Request, service: Service) -> Response:
     """Answer the request.
 
@@ -97,19 +101,43 @@ async def chat(request: Request, service: Service) -> Response:
         ApiError: the request is invalid, or the server cannot answer it.
     """
     body, params = await read_generation(request, service, ChatRequest)
+    return await answer_chat(request, service, body, params, ChatAnswer)
+
+
+async def encode_chat(request: Request, service: Service, body: ChatRequest) -> list[int]:
+    """Token ids of the prompt of a chat.
+
+    Raises:
+        ApiError: the chat template cannot render the messages.
+    """
+    text = await service.render_chat(body, len(await request.body()))
+    # The chat template has already inserted the special tokens.
+    return await service.encode(text, body.source, bool(body.add_special_tokens))
+
+
+async def answer_chat(
+    request: Request,
+    service: Service,
+    body: ChatRequest,
+    params: SamplingParams,
+    new_answer: NewAnswer,
+) -> Response:
+    """Answer a chat in the form of `new_answer`.
+
+    Raises:
+        ApiError: the prompt is invalid or too long, or the server cannot answer it.
+    """
     service.admit(params.n)
     choice, new_message = body.read_tool_choice(), None
     if choice is not None:
         parser = service.tool_parser()
         new_message = partial(_new_message, parser, choice)
         params = _for_tools(params, choice, parser, service.tokenizer)
-    text = await service.render_chat(body, len(await request.body()))
-    # The chat template has already inserted the special tokens.
-    ids = await service.encode(text, "messages", bool(body.add_special_tokens))
-    prompts = service.check_prompts([ids], params, "messages")
+    ids = await encode_chat(request, service, body)
+    prompts = service.check_prompts([ids], params, body.source)
     restriction = await service.restriction(body, params)
     generation = service.generation(prompts, params, whole=not body.stream, restriction=restriction)
-    answer = ChatAnswer(service, body, generation, new_message)
+    answer = new_answer(service, body, generation, new_message)
     return await respond(request, service, body, answer)
 
 

@@ -19,7 +19,7 @@ from megavm.server.service import Service
 class CompletionAnswer(Answer):
     """See `Answer`. `texts`: the prompts as text if they are echoed, else None."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
     whole_object = "text_completion"
     part_object = "text_completion"
 

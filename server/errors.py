@@ -1,9 +1,11 @@
-"""Errors in OpenAI's format: an HTTP status, and an object under "error"."""
+"""Errors: an HTTP status, and an object in OpenAI's format, or in Anthropic's for its paths."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, MutableMapping
+import re
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from typing import Any, Final
 
 from fastapi import FastAPI
@@ -17,6 +19,17 @@ from megavm.server.logs import note
 
 RETRY_AFTER_SECONDS: Final = 1
 _MAX_SHOWN: Final = 300  # characters of a message that come from the client
+_ANTHROPIC_PATH: Final = "/v1/messages"
+# Anthropic's "type" of an error by its status, for others that of 400 or of 500.
+_ANTHROPIC_TYPES: Final = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class ApiError(Exception):
@@ -60,9 +73,22 @@ class ApiError(Exception):
             }
         }
 
-    def response(self) -> Response:
-        """The error as an HTTP response."""
-        return json_response(self.body(), self.status, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        """Anthropic's error object."""
+        default = "api_error" if self.status >= 500 else "invalid_request_error"
+        kind = _ANTHROPIC_TYPES.get(self.status, default)
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, scope: Mapping[str, Any]) -> Response:
+        """The error as the answer to a request (its ASGI scope)."""
+        body = self.anthropic_body() if is_anthropic(scope) else self.body()
+        return json_response(body, self.status, self.headers)
+
+
+def is_anthropic(scope: Mapping[str, Any]) -> bool:
+    """Whether a request is one to Anthropic's interface."""
+    path = scope["path"]
+    return bool(path == _ANTHROPIC_PATH or path.startswith(_ANTHROPIC_PATH + "/"))
 
 
 def json_response(
@@ -111,7 +137,8 @@ def unauthorized() -> ApiError:
     """401: the API key is missing or wrong."""
     return ApiError(
         401,
-        "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.",
+        "The API key is missing or wrong: send it as `Authorization: Bearer KEY` or"
+        " `x-api-key: KEY`.",
         code="invalid_api_key",
         headers={"www-authenticate": "Bearer"},
     )
@@ -214,6 +241,21 @@ def invalid_fields(error: ValidationError | RequestValidationError) -> ApiError:
     return bad_request(f"{place}: {message}" if place else message, place or None)
 
 
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Context: errors about a field of the chat request that a body was converted to name the
+    body's own field; `names` maps one to the other."""
+    try:
+        yield
+    except ApiError as error:
+        field = error.param or ""
+        if field in names:
+            error.param = names[field]
+            named = rf"(^|\bthe ){field}\b"  # at the beginning, or "in the messages"
+            error.message = re.sub(named, rf"\1{error.param}", error.message)
+        raise
+
+
 def shorten(text: str) -> str:
     """A client's text, cut to `_MAX_SHOWN` characters."""
     return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."
@@ -229,7 +271,7 @@ def add_error_handlers(app: FastAPI) -> None:
 
     def answer(request: Request, error: ApiError) -> Response:
         note_error(request.scope, error)
-        return error.response()
+        return error.response(request.scope)
 
     async def on_api_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, ApiError)

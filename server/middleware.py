@@ -73,7 +73,7 @@ class Gate:
                 logger.exception("a request failed")
             note_error(scope, answer)
             if not status:
-                await answer.response()(scope, receive, send_with_id)
+                await answer.response(scope)(scope, receive, send_with_id)
         finally:
             self._log(scope, request_id, status, time.perf_counter() - began)
 
@@ -86,7 +86,8 @@ class Gate:
         if not scope["path"].startswith(_GUARDED):
             await self._app(scope, receive, send)
             return
-        if not self._keys.allow(headers.get("authorization", "").encode("latin-1")):
+        names = ("authorization", "x-api-key")  # OpenAI's clients send one, Anthropic's the other
+        if not self._keys.allow(*(headers.get(name, "").encode("latin-1") for name in names)):
             raise unauthorized()
         self._service.enter()
         try:

@@ -201,6 +201,7 @@ class Body(BaseModel):
     """The body of a request. Unknown fields are accepted; null means absent."""
 
     unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = _UNSUPPORTED
+    reasons: ClassVar[Mapping[str, str]] = {}  # what to do without such a field
     model_config = ConfigDict(extra="allow", strict=True)
 
     def check_supported(self) -> None:
@@ -209,6 +210,7 @@ class Body(BaseModel):
             nothing = self.unsupported.get(name)
             if nothing is not None and not _asks_for_nothing(name, value, nothing):
                 use = f", use {_OUR_NAMES[name]}" if name in _OUR_NAMES else ""
+                use = self.reasons.get(name, use)
                 raise bad_request(f"{name} is not supported by this server{use}", name)
 
 
@@ -490,13 +492,6 @@ def _asks_for_nothing(name: str, value: object, nothing: tuple[object, ...]) -> 
 
 AnyBody = TypeVar("AnyBody", bound=Body)
 AnyGeneration = TypeVar("AnyGeneration", bound=GenerationRequest)
-BODIES: Final[tuple[type[Body], ...]] = (
-    CompletionRequest,
-    ChatRequest,
-    TokenizeRequest,
-    DetokenizeRequest,
-    ProfileRequest,
-)
 
 
 async def read_body(request: Request, kind: type[AnyBody]) -> AnyBody:
@@ -523,10 +518,19 @@ def parse_body(body: bytes, kind: type[AnyBody]) -> AnyBody:
         raise bad_request(f"the body is not valid JSON: {shorten(str(error))}") from error
     if not isinstance(content, Mapping):
         raise bad_request(f"the body must be a JSON object, not {type(content).__name__}")
+    return _validated(content, kind)
+
+
+def _validated(content: Mapping[str, Any], kind: type[AnyBody]) -> AnyBody:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         raise invalid_fields(error) from error
+
+
+def chat_request(fields: Mapping[str, Any]) -> ChatRequest:
+    """A chat request that another request stands for. Raises ApiError as `read_body` does."""
+    return _validated(fields, ChatRequest)
 
 
 def read_prompts(prompt: Any, most: int) -> list[str | list[int]]:

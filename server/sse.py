@@ -35,12 +35,20 @@ class ClientDisconnected(Exception):
 class Renderer(Protocol):
     """Turns deltas into events."""
 
+    def begin(self) -> bytes:
+        """The events before the first batch."""
+        ...
+
     def render(self, batch: Batch) -> bytes:
         """The events of a batch."""
         ...
 
     def end(self) -> bytes:
-        """The events after the last batch, without [DONE]."""
+        """The events after the last batch."""
+        ...
+
+    def fail(self, error: ApiError) -> bytes:
+        """The events that end the stream when it has failed."""
         ...
 
 
@@ -66,8 +74,13 @@ def line(content: dict[str, Any]) -> str:
     return f"data: {to_json(content)}\n\n"
 
 
+def named_line(content: dict[str, Any]) -> str:
+    """One event whose name is its "type"."""
+    return f"event: {content['type']}\n{line(content)}"
+
+
 class EventStream(Response):
-    """Streams a generation: events as they arrive, and [DONE] at the end, even after an error.
+    """Streams a generation: events as they arrive, and the renderer's last ones after an error.
 
     Calls `close` when the stream ends or the client goes away. `timeout` is the limit of the whole
     stream in seconds.
@@ -97,6 +110,8 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async with asyncio.timeout(self._timeout):
+                if first := self._renderer.begin():
+                    await send({"type": "http.response.body", "body": first, "more_body": True})
                 await self._send_events(send)
             last = self._renderer.end()
         except TimeoutError:
@@ -108,11 +123,11 @@ class EventStream(Response):
             last = self._failure(scope, fault())
         with suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORD_SECONDS):
-                await send({"type": "http.response.body", "body": last + DONE})
+                await send({"type": "http.response.body", "body": last})
 
     def _failure(self, scope: Scope, error: ApiError) -> bytes:
         note_error(scope, error)
-        return line(error.body()).encode()
+        return self._renderer.fail(error)
 
     async def _send_events(self, send: Send) -> None:
         render = self._renderer.render

@@ -508,8 +508,7 @@ def test_a_truncated_prompt_is_its_last_tokens(llm: LLM) -> None:
 def test_a_chat_goes_on_with_its_last_message(llm: LLM) -> None:
     messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "The fox"}]
     output = llm.chat(messages, greedy(), continue_final_message=True)[0]
-    assert output.prompt is not None
-    assert output.prompt == llm.chat(messages[:1], greedy(max_tokens=1))[0].prompt + "The fox"
+    assert output.prompt == f"{llm.chat(messages[:1], greedy(max_tokens=1))[0].prompt}The fox"
     chunks = llm.stream_chat(messages, greedy(), continue_final_message=True)
     assert "".join(c.text for c in chunks) == output.outputs[0].text
     with pytest.raises(ValueError, match="exclude each other"):

@@ -281,8 +281,8 @@ def test_a_name_of_another_server_is_answered_with_ours(server: RunningServer) -
 def test_tokenize_refuses_what_would_change_the_prompt_only(server: RunningServer) -> None:
     body = {"messages": CHAT, "guided_regex": "a*", "logit_bias": {"5": 1}}
     assert server.post("/tokenize", body).status == 200
-    body = {"messages": CHAT, "truncate_prompt_tokens": 5}
-    assert server.post("/tokenize", body).error["param"] == "truncate_prompt_tokens"
+    response = server.post("/tokenize", {"messages": CHAT, "truncate_prompt_tokens": 5})
+    assert response.error["param"] == "truncate_prompt_tokens"
 
 
 def test_harmless_values_are_taken(server: RunningServer) -> None:

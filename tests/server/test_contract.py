@@ -247,7 +247,7 @@ def test_best_of_answers_with_the_most_likely(server: RunningServer, path: str) 
             values = [entry["logprob"] for entry in found["content"]]
         else:
             values = found["token_logprobs"]
-        return sum(values) / len(values)
+        return float(sum(values)) / len(values)
 
     every = server.post(path, {**fields, "n": 6}).json
     answer = server.post(path, {**fields, "n": 2, "best_of": 6}).json

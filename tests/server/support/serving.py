@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
+import anthropic
 import openai
 import pytest
 import uvicorn
@@ -48,6 +49,29 @@ class Response:
         return cast(dict[str, Any], self.json["error"])
 
     @property
+    def anthropic_error(self) -> dict[str, Any]:
+        """Anthropic's error object, which an error of its paths must be."""
+        assert self.status >= 400, self.content
+        assert set(self.json) == {"type", "error"}
+        assert self.json["type"] == "error"
+        assert set(self.json["error"]) == {"type", "message"}
+        return cast(dict[str, Any], self.json["error"])
+
+    @property
+    def named_events(self) -> list[Any]:
+        """The objects of a stream whose events have names: each is the object's type."""
+        assert self.status == 200, self.content
+        assert self.headers["content-type"].startswith("text/event-stream")
+        *events, nothing = self.content.split(b"\n\n")
+        assert nothing == b""
+        found = []
+        for event in events:
+            name, data = event.split(b"\n")
+            found.append(json.loads(data.removeprefix(b"data: "), parse_constant=pytest.fail))
+            assert name == b"event: " + found[-1]["type"].encode()
+        return found
+
+    @property
     def events(self) -> list[Any]:
         """The objects of a stream, which must have ended as it should."""
         assert self.status == 200, self.content
@@ -81,6 +105,10 @@ class RunningServer:
     def async_client(self, **options: Any) -> openai.AsyncOpenAI:
         options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_SECONDS, **options}
         return openai.AsyncOpenAI(base_url=f"{self.url}/v1", **options)
+
+    def anthropic(self, **options: Any) -> anthropic.Anthropic:
+        options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_SECONDS, **options}
+        return anthropic.Anthropic(base_url=self.url, **options)
 
     def send(
         self, method: str, path: str, body: bytes | str | None = None, **headers: str
