@@ -1,4 +1,4 @@
-"""`megavm serve`: an HTTP server for OpenAI's clients."""
+"""`megavm serve`: an HTTP server for OpenAI's and Anthropic's clients."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ A key is better given in the environment, MEGAVM_API_KEY, than where others can 
 
 def declare(megavm: Parser) -> None:
     """Declare `megavm serve`."""
-    summary = "answer OpenAI's clients over HTTP"
+    summary = "answer OpenAI's and Anthropic's clients over HTTP"
     serve = megavm.command("serve", "[MODEL]", summary, run, _EXAMPLES)
     serve.needs_stdout = False
     add_model(serve)
