@@ -1,5 +1,6 @@
 /** Colours: themes, what a record is coloured by, and the tables that the raster paints from. */
 
+import PALETTE from "./palette.json";
 import { BARRIER, COMPUTING, CONSUMER, FINISH, LOAD, LOADER, LOADING, ROLES, type Role, SHADES, type Shade } from "./roles.ts";
 import { STATES, WAIT_BARRIER, WAIT_WORDS, WORDS, WORK } from "./roles.ts";
 import type { Trace } from "./trace.ts";
@@ -8,6 +9,13 @@ export const MODES = ["phase", "kind", "layer", "role", "wait"] as const;
 export type Mode = (typeof MODES)[number];
 
 export type Rgb = readonly [number, number, number];
+
+const { computing, loading, barrier, words } = PALETTE.states;
+const STATE_COLOURS = [computing, loading, barrier, words] as unknown as readonly [Rgb, Rgb, Rgb, Rgb];
+const WAIT_COLOURS = PALETTE.waits as unknown as readonly Rgb[];
+const CONTROLLER_COLOUR = PALETTE.roles.controller as unknown as Rgb;
+const STORER_COLOUR = PALETTE.roles.storer as unknown as Rgb;
+const FIXED = new Map(Object.entries({ ...PALETTE.kinds, ...PALETTE.phases }) as unknown as [string, Rgb][]);
 
 export interface Theme {
   readonly dark: boolean;
@@ -37,14 +45,8 @@ export const LIGHT: Theme = {
   accent: "#0b62d6",
   hatch: "rgba(20, 30, 45, 0.30)",
   path: "#d6006c",
-  onSpan: "#0b1220",
-  states: [
-    [64, 172, 122],
-    [92, 155, 240],
-    [226, 96, 84],
-    [240, 178, 70],
-    [232, 236, 241],
-  ],
+  onSpan: "#060a14",
+  states: [...STATE_COLOURS, [232, 236, 241]],
 };
 
 export const DARK: Theme = {
@@ -59,44 +61,13 @@ export const DARK: Theme = {
   accent: "#62a8ff",
   hatch: "rgba(235, 240, 250, 0.26)",
   path: "#ff5fae",
-  onSpan: "#0a0e14",
-  states: [
-    [58, 166, 116],
-    [72, 138, 226],
-    [210, 86, 78],
-    [222, 164, 62],
-    [40, 47, 58],
-  ],
+  onSpan: "#060a14",
+  states: [...STATE_COLOURS, [40, 47, 58]],
 };
-
-const CATEGORIES: readonly Rgb[] = [
-  [78, 140, 240],
-  [240, 140, 50],
-  [62, 176, 122],
-  [226, 92, 96],
-  [164, 120, 226],
-  [52, 180, 200],
-  [214, 178, 26],
-  [228, 124, 182],
-  [150, 190, 66],
-  [176, 130, 98],
-  [126, 140, 164],
-  [32, 150, 140],
-];
 
 /** Waits up to these many nanoseconds, and the colour of longer ones last. */
 const WAIT_LIMITS = [100, 300, 1000, 3000, 10000];
 const WAIT_NAMES = ["under 0.1 µs", "under 0.3 µs", "under 1 µs", "under 3 µs", "under 10 µs", "10 µs and more"];
-const WAIT_COLOURS: readonly Rgb[] = [
-  [134, 150, 170],
-  [104, 172, 190],
-  [120, 190, 120],
-  [226, 196, 60],
-  [238, 140, 50],
-  [222, 60, 70],
-];
-const CONTROLLER_COLOUR: Rgb = [164, 120, 226];
-const STORER_COLOUR: Rgb = [32, 150, 160];
 
 /** A bit of a code: the record is not what is being looked at. */
 export const DIM = 128;
@@ -110,34 +81,44 @@ export function mix(a: Rgb, b: Rgb, part: number): Rgb {
   return [a[0] + (b[0] - a[0]) * part, a[1] + (b[1] - a[1]) * part, a[2] + (b[2] - a[2]) * part];
 }
 
-function pack([r, g, b]: Rgb): number {
+export function pack([r, g, b]: Rgb): number {
   return ((255 << 24) | (Math.round(b) << 16) | (Math.round(g) << 8) | Math.round(r)) >>> 0;
 }
 
-/** Colours of names, the same in all traces that are open: in order of first appearance. */
-const known = new Map<string, number>();
+/** How further phases of a kind differ from the first: mixed with white (above 0) or black. */
+const VARIANTS = [0, 0.38, -0.24, 0.6, -0.4, 0.2];
+const variants = new Map<string, Rgb>();
+const phasesOf = new Map<string, number>();
 
-export function colourOfName(name: string): Rgb {
-  let number = known.get(name);
-  if (number === undefined) known.set(name, (number = known.size));
-  return CATEGORIES[number % CATEGORIES.length]!;
+function fixedColour(name: string): Rgb | undefined {
+  return FIXED.get(name) ?? variants.get(name);
 }
 
-function colourOfLayer(layer: number): Rgb {
+/** The colour of a kind or phase: its own, whatever trace it is in; of names that nobody knows, one by their letters. */
+export function colourOfName(name: string): Rgb {
+  const found = fixedColour(name);
+  if (found !== undefined) return found;
+  let hash = 2166136261;
+  for (let i = 0; i < name.length; i++) hash = Math.imul(hash ^ name.charCodeAt(i), 16777619);
+  const all = [...FIXED.values()];
+  const colour = all[(hash >>> 8) % all.length]!;
+  return mix(colour, hash & 1 ? [255, 255, 255] : [0, 0, 0], hash & 1 ? 0.3 : 0.2);
+}
+
+/** Give the phases of a program that have no colour of their own shades of the kind that executes them. */
+export function learnPhase(phase: string, kind: string): void {
+  if (fixedColour(phase) !== undefined) return;
+  const number = phasesOf.get(kind) ?? 0;
+  phasesOf.set(kind, number + 1);
+  const shift = VARIANTS[number % VARIANTS.length]!;
+  variants.set(phase, mix(colourOfName(kind), shift > 0 ? [255, 255, 255] : [0, 0, 0], Math.abs(shift)));
+}
+
+/** Layers go from blue to yellow, every second one lighter, so that neighbours differ. */
+function colourOfLayer(layer: number, last: number): Rgb {
   if (layer < 0) return [126, 140, 164];
-  const hue = ((layer * 137.508) % 360) / 60;
-  const x = 1 - Math.abs((hue % 2) - 1);
-  const parts: readonly Rgb[] = [
-    [1, x, 0],
-    [x, 1, 0],
-    [0, 1, x],
-    [0, x, 1],
-    [x, 0, 1],
-    [1, 0, x],
-  ];
-  const [r, g, b] = parts[Math.floor(hue)]!;
-  const lift = layer % 3 === 1 ? 96 : 76;
-  return [lift + r * 130, lift + g * 105, lift + b * 140];
+  const [first, end] = PALETTE.layers as unknown as [Rgb, Rgb];
+  return mix(mix(first, end, layer / Math.max(1, last)), [255, 255, 255], layer % 2 ? 0.45 : 0);
 }
 
 export interface LegendEntry {
@@ -172,7 +153,7 @@ function classes(trace: Trace, mode: Mode): { of: (r: number) => number; colours
       let last = -1;
       for (const layer of trace.layer) if (layer > last) last = layer;
       const layers = Array.from({ length: Math.min(last + 2, MAX_CODES) }, (_, i) => i - 1);
-      const colours = layers.map(colourOfLayer);
+      const colours = layers.map((layer) => colourOfLayer(layer, last));
       const legend = layers.map((layer, i) => ({
         name: layer < 0 ? "none" : String(layer),
         colour: css(colours[i]!),

@@ -1,6 +1,7 @@
 /** Draws the rows of a pane: pixels of the raster stretched to the height of lanes, hatching, names. */
 
 import { DIM, type Theme } from "./colour.ts";
+import { DENSE_BELOW, stretch } from "./density.ts";
 import type { Pane } from "./pane.ts";
 import type { WideSegment } from "./raster.ts";
 import { CONSUMER, ROLES, WAIT_WORDS } from "./roles.ts";
@@ -16,6 +17,7 @@ export const FONT = "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-ser
 
 export class RowPainter {
   private readonly texture = document.createElement("canvas");
+  private readonly dense = document.createElement("canvas");
   private pixels = new Uint32Array(0);
   private hatch: CanvasPattern | null = null;
   private hatchTheme: Theme | null = null;
@@ -40,7 +42,7 @@ export class RowPainter {
     const begin = view.begin + pane.origin;
     const wide: { lane: LaneRow; segments: WideSegment[] }[] = [];
     lanes.forEach((lane, i) => {
-      const segments: WideSegment[] | null = lane.height * ratio >= 5 ? [] : null;
+      const segments: WideSegment[] | null = lane.height >= DENSE_BELOW ? [] : null;
       pane.raster.paint(lane, begin, step, this.pixels, i * width, width, segments, HATCH_FROM * ratio);
       if (segments !== null && segments.length > 0) wide.push({ lane, segments });
     });
@@ -62,6 +64,14 @@ export class RowPainter {
     // Neighbours of equal height are one picture.
     for (let i = 0; i < lanes.length; ) {
       const height = lanes[i]!.height;
+      if (isDense(lanes[i]!)) {
+        let n = 1;
+        while (i + n < lanes.length && isDense(lanes[i + n]!) && Math.abs(lanes[i + n]!.height - height) < 1e-6) n++;
+        const from = (body.top + lanes[i]!.top - scroll) * ratio;
+        this.drawDense(ctx, i, n, width, left, from, height * ratio, theme);
+        i += n;
+        continue;
+      }
       const top = deviceY(lanes[i]!.top);
       const exact = Number.isInteger(height * ratio);
       let n = 1;
@@ -80,12 +90,25 @@ export class RowPainter {
     // Rows stay apart where they are tall enough.
     ctx.fillStyle = theme.row;
     for (const lane of lanes) {
-      if (lane.height >= 3.5) ctx.fillRect(left, deviceY(lane.top + lane.height) - 1, width, 1);
+      if (!isDense(lane) && lane.height >= 3.5) ctx.fillRect(left, deviceY(lane.top + lane.height) - 1, width, 1);
     }
     this.drawHatching(ctx, wide, left, deviceY, theme, pane.painting.codes, ratio);
     this.drawNames(ctx, pane, wide, left, deviceY, theme, ratio);
     ctx.restore();
     this.drawGutter(ctx, pane, theme, ratio);
+  }
+
+  private drawDense(ctx: CanvasRenderingContext2D, first: number, count: number, width: number, left: number, top: number, height: number, theme: Theme): void {
+    const y = Math.floor(top);
+    const lines = Math.ceil(top + count * height) - y;
+    const { background } = theme;
+    const pixels = stretch(this.pixels, first, count, width, top - y, height, lines, background);
+    const { dense } = this;
+    if (dense.width !== width) dense.width = width;
+    if (dense.height < lines) dense.height = lines;
+    const image = new ImageData(new Uint8ClampedArray(pixels.buffer as ArrayBuffer), width, lines);
+    dense.getContext("2d")?.putImageData(image, 0, 0);
+    ctx.drawImage(dense, 0, 0, width, lines, left, y, width, lines);
   }
 
   private drawHatching(
@@ -207,6 +230,11 @@ export class RowPainter {
     }
     ctx.restore();
   }
+}
+
+/** Rows of workers, not lanes of roles, when they are low. */
+function isDense(lane: LaneRow): boolean {
+  return lane.role === CONSUMER && lane.subrow < 0 && lane.height < DENSE_BELOW;
 }
 
 /** The smallest of 1, 2, 5, 10, 20 ... that is not below a value. */

@@ -114,7 +114,9 @@ export function listen(app: App, commands: Commands): void {
     overlay.style.cursor = "default";
     if (ended === null || moved || event.type === "pointercancel") return;
     if (ended.kind === "range" && !ended.area) {
-      app.setRange(null);
+      const { pane } = ended;
+      const piece = pane.pieceAt(y, pane.timeAt(app.view, x));
+      app.setRange(piece === null ? null : { pane, begin: piece.begin, end: piece.end, workers: [0, pane.trace.workers] });
     } else if (ended.kind !== "overview") {
       const { pane } = ended;
       if (x < pane.body.left && pane.contains(y)) {

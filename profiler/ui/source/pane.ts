@@ -3,6 +3,8 @@
 import { Activity } from "./activity.ts";
 import { Causes } from "./dependencies.ts";
 import { type Mode, type Painting, type Theme, paint } from "./colour.ts";
+import { DENSE_BELOW } from "./density.ts";
+import { Phases, type Piece, pieceAfter } from "./phases.ts";
 import type { Matches } from "./query.ts";
 import { Raster } from "./raster.ts";
 import { CONSUMER } from "./roles.ts";
@@ -21,6 +23,7 @@ export interface Box {
 const BANDWIDTH_HEIGHT = 56;
 const STATES_HEIGHT = 44;
 const GAP = 4;
+const BAND_HEIGHT = 16;
 const TITLE_HEIGHT = 20;
 /** The tallest rows that are made of themselves. */
 const MAX_FIT = 110;
@@ -28,6 +31,7 @@ const MAX_FIT = 110;
 export class Pane {
   readonly activity: Activity;
   readonly causes: Causes;
+  readonly phases: Phases;
   readonly rows: Rows;
   raster: Raster;
   /** The time of the trace that is 0 in the view. */
@@ -40,6 +44,8 @@ export class Pane {
   matches: Matches | null = null;
   private ceiling = 0;
   title: Box = { left: 0, top: 0, width: 0, height: 0 };
+  layerBand: Box = this.title;
+  phaseBand: Box = this.title;
   bandwidth: Box = this.title;
   states: Box = this.title;
   body: Box = this.title;
@@ -52,6 +58,7 @@ export class Pane {
   ) {
     this.activity = new Activity(trace);
     this.causes = new Causes(trace);
+    this.phases = new Phases(trace);
     this.rows = new Rows(trace);
     this.raster = new Raster(trace, paint(trace, mode, theme, null));
   }
@@ -97,6 +104,9 @@ export class Pane {
     };
     this.title = take(titled ? TITLE_HEIGHT : 0);
     const small = box.height < 240;
+    this.layerBand = take(small || this.phases.layers.length === 0 ? 0 : BAND_HEIGHT);
+    this.phaseBand = take(BAND_HEIGHT);
+    top += GAP;
     this.bandwidth = take(small ? 32 : BANDWIDTH_HEIGHT);
     top += GAP;
     this.states = take(small ? 24 : STATES_HEIGHT);
@@ -104,7 +114,7 @@ export class Pane {
     this.body = { left, top, width, height: Math.max(20, box.top + box.height - top) };
     if (this.fitRows) {
       const height = this.body.height / this.trace.workers;
-      this.rows.setRowHeight(Math.max(1, Math.min(MAX_FIT, height >= 4 ? Math.floor(height) : height)));
+      this.rows.setRowHeight(Math.max(1, Math.min(MAX_FIT, height >= DENSE_BELOW ? Math.floor(height) : height)));
     }
     this.scrollTo(this.scroll);
   }
@@ -131,7 +141,7 @@ export class Pane {
     const part = (y - this.body.top + this.scroll - this.rows.top(worker)) / Math.max(1, this.rows.rowHeight);
     const height = this.rows.rowHeight * factor;
     const least = Math.min(6, this.body.height / this.trace.workers);
-    this.rows.setRowHeight(Math.max(least, height >= 4 ? Math.round(height) : height));
+    this.rows.setRowHeight(Math.max(least, height >= DENSE_BELOW ? Math.round(height) : height));
     this.fitRows = false;
     this.scrollTo(this.rows.top(worker) + part * this.rows.rowHeight - (y - this.body.top));
   }
@@ -155,6 +165,14 @@ export class Pane {
 
   contains(y: number): boolean {
     return y >= this.title.top && y < this.body.top + this.body.height;
+  }
+
+  /** The layer or phase at a height of the canvas and a time. */
+  pieceAt(y: number, time: number): Piece | null {
+    if (y < this.layerBand.top || y >= this.phaseBand.top + this.phaseBand.height) return null;
+    const pieces = y < this.phaseBand.top ? this.phases.layers : this.phases.phases;
+    const piece = pieces[pieceAfter(pieces, time)];
+    return piece !== undefined && piece.begin <= time ? piece : null;
   }
 
   inBody(x: number, y: number): boolean {

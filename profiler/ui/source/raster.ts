@@ -45,7 +45,7 @@ function join(a: number, b: number): number {
   const red = ((a & 255) * wa + (b & 255) * wb) / sum;
   const green = (((a >>> 8) & 255) * wa + ((b >>> 8) & 255) * wb) / sum;
   const blue = (((a >>> 16) & 255) * wa + ((b >>> 16) & 255) * wb) / sum;
-  return ((((sum + 1) >>> 1) << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+  return ((((sum + 1) >>> 1) << 24) | ((blue + 0.5) << 16) | ((green + 0.5) << 8) | (red + 0.5)) >>> 0;
 }
 
 /** Adds a colour that covers `part` of a pixel. */
@@ -62,10 +62,11 @@ function blend(row: Uint32Array, at: number, colour: number, part: number): void
   const red = ((before & 255) * wa + (colour & 255) * wb) / sum;
   const green = (((before >>> 8) & 255) * wa + ((colour >>> 8) & 255) * wb) / sum;
   const blue = (((before >>> 16) & 255) * wa + ((colour >>> 16) & 255) * wb) / sum;
-  row[at] = ((Math.round(sum) << 24) | (blue << 16) | (green << 8) | red) >>> 0;
+  row[at] = ((Math.round(sum) << 24) | ((blue + 0.5) << 16) | ((green + 0.5) << 8) | (red + 0.5)) >>> 0;
 }
 
-function fill(row: Uint32Array, start: number, width: number, x0: number, x1: number, colour: number): void {
+/** Adds a colour from x0 to x1 to `width` pixels from `start`; pixels that it covers in part become a mean. */
+export function fill(row: Uint32Array, start: number, width: number, x0: number, x1: number, colour: number): void {
   if (!(x1 > 0) || x0 >= width || !(x1 > x0)) return;
   if (x0 < 0) x0 = 0;
   if (x1 > width) x1 = width;
@@ -164,25 +165,24 @@ export class Raster {
     width: number,
   ): void {
     const { levels, bin } = this.pyramid(lane);
-    // Two to four bins a pixel.
+    // Four to eight bins a pixel; those on its edges count by their part, or equal patterns would beat with pixels.
     let number = 0;
-    while (number + 1 < levels.length && bin * 2 ** (number + 1) <= step / 2) number++;
+    while (number + 1 < levels.length && bin * 2 ** (number + 1) <= step / 4) number++;
     const level = levels[number]!;
     const size = level.length;
     const scale = 1 / (bin * 2 ** number);
     for (let x = 0; x < width; x++) {
-      let i = Math.round((begin + x * step) * scale);
-      const last = Math.min(size, Math.round((begin + (x + 1) * step) * scale));
-      if (i < 0) i = 0;
-      const count = last - i;
-      if (count <= 0) continue;
+      const from = Math.max(0, (begin + x * step) * scale);
+      const to = Math.min(size, (begin + (x + 1) * step) * scale);
+      if (to <= from) continue;
+      const count = step * scale;
       let weight = 0;
       let red = 0;
       let green = 0;
       let blue = 0;
-      for (; i < last; i++) {
+      for (let i = Math.floor(from); i < to; i++) {
         const colour = level[i]!;
-        const alpha = colour >>> 24;
+        const alpha = (colour >>> 24) * (Math.min(to, i + 1) - Math.max(from, i));
         weight += alpha;
         red += (colour & 255) * alpha;
         green += ((colour >>> 8) & 255) * alpha;
@@ -191,7 +191,7 @@ export class Raster {
       if (weight === 0) continue;
       const one = 1 / weight;
       row[start + x] =
-        (((weight / count) << 24) | ((blue * one) << 16) | ((green * one) << 8) | (red * one)) >>> 0;
+        (((weight / count + 0.5) << 24) | ((blue * one + 0.5) << 16) | ((green * one + 0.5) << 8) | (red * one + 0.5)) >>> 0;
     }
   }
 

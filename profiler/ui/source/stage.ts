@@ -11,6 +11,7 @@ import {
   drawRange,
   outline,
 } from "./draw_overlay.ts";
+import { BandPainter } from "./draw_band.ts";
 import { RowPainter } from "./draw_rows.ts";
 import {
   drawBandwidth,
@@ -44,6 +45,7 @@ export class Stage {
   readonly overlay = document.createElement("canvas");
   overviewBox: Box = { left: GUTTER, top: 0, width: 1, height: OVERVIEW_HEIGHT };
   rulerBox: Box = { left: GUTTER, top: OVERVIEW_HEIGHT, width: 1, height: RULER_HEIGHT };
+  private readonly bandPainter = new BandPainter();
   private readonly rowPainter = new RowPainter();
   private readonly overview = document.createElement("canvas");
   private overviewOf: readonly unknown[] = [];
@@ -101,6 +103,7 @@ export class Stage {
     const ceiling = Math.max(...panes.map((pane) => pane.bandwidthCeiling));
     for (const pane of panes) {
       if (pane.title.height > 0) drawTitle(ctx, pane, theme);
+      this.bandPainter.draw(ctx, pane, view, theme, ratio);
       drawBandwidth(ctx, pane, view, theme, ceiling);
       drawStates(ctx, pane, view, theme);
       drawSteps(ctx, pane, view, theme, pane === main ? this.rulerBox : null);

@@ -48,6 +48,20 @@ export function segmentBar(app: App, trace: Trace, record: number): HTMLElement 
   );
 }
 
+/** A layer or a phase of a step. */
+function piece(pane: Pane, y: number, time: number): HTMLElement[] {
+  const found = pane.pieceAt(y, time);
+  if (found === null) return [make("b", "", "between two steps")];
+  const { begin, end, step, name } = found;
+  return [
+    make("b", "", name),
+    make("div", "faint", `step ${pane.trace.stepNumber[step]}`),
+    pair("time", duration(end - begin)),
+    pair("begins, since the step did", duration(begin - pane.trace.stepBegin[step]!)),
+    make("div", "faint", "click: select this time"),
+  ];
+}
+
 export class Tooltip {
   private readonly element = make("div", "tooltip");
   private shown: unknown = null;
@@ -84,7 +98,7 @@ export class Tooltip {
       this.element.hidden = false;
       return;
     }
-    const pane = this.app.panes.find((p) => this.lastY >= p.bandwidth.top && this.lastY < p.body.top);
+    const pane = this.app.panes.find((p) => this.lastY >= p.layerBand.top && this.lastY < p.body.top);
     this.shown = null;
     this.element.hidden = cursor === null || pane === undefined;
     if (pane !== undefined && cursor !== null) this.element.replaceChildren(...this.track(pane, cursor));
@@ -93,6 +107,7 @@ export class Tooltip {
   private track(pane: Pane, x: number): HTMLElement[] {
     const time = pane.timeAt(this.app.view, x);
     const half = this.app.view.span / pane.body.width / 2;
+    if (this.lastY < pane.bandwidth.top) return piece(pane, this.lastY, time);
     const { bandwidth } = pane.activity.sample(time - half, time + half, 1);
     const limit = pane.trace.machine.bandwidth;
     const of = limit === null ? "" : `, ${percent(bandwidth[0]! / limit)} of the ceiling`;

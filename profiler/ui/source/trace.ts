@@ -5,6 +5,7 @@
  * order of time. `fileIndex` gives a record's number in the file.
  */
 
+import { learnPhase } from "./colour.ts";
 import { type Machine, readHeader, readMachine } from "./header.ts";
 import { type Json, asList, asObject, asText } from "./json.ts";
 import { type Events, type Lane, makeLanes, storedTimes } from "./lanes.ts";
@@ -154,6 +155,7 @@ export class Trace implements Events {
         label[i] = labelNumbers[l]!;
         layer[i] = layers[l]!;
       }
+      for (let i = 0; i < program.count; i++) learnPhase(phases.list[phase[i]!]!, kinds.list[kind[i]!]!);
       return { kind, phase, label, layer, bytes: program.bytes, loadBytes: program.loadBytes };
     });
     this.kinds = kinds.list;
