@@ -51,7 +51,14 @@ def describe() -> dict[str, Any]:
     )
     versions = {}
     packages = ("megavm", "torch", "transformers", "numpy")
-    for package in (*packages, "triton", "cuda-core", "nvidia-cuda-nvrtc"):
+    for package in (
+        *packages,
+        "triton",
+        "cuda-core",
+        "nvidia-cuda-nvrtc",
+        "llguidance",
+        "xgrammar",
+    ):
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:

@@ -178,6 +178,8 @@ class Service:
     def _load_and_warm_up(self) -> LLM:
         """Load the model and compile programs of usual sizes, so that requests need not wait."""
         llm = self._load_model(self._report)
+        self._report("reading the tokenizer for grammars", 0, 1)
+        llm.restrictions.prepare()
         runner = llm.runner
         prompts = _powers_of_two(min(runner.max_num_batched_tokens, _USUAL_ROWS))
         batches = _powers_of_two(min(runner.max_num_seqs, _USUAL_ROWS))

@@ -67,6 +67,7 @@ class Planner:
         # Decoding sequences in row order, and their slots. None: the list is out of date.
         self._decoders: tuple[Sequence, ...] | None = ()
         self._restricted = False  # whether one of them is
+        self._need_host = False  # whether one of them needs the host after every step
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
         # Digests of blocks that prefilling sequences will publish.
@@ -191,6 +192,9 @@ class Planner:
         if self._decoders is None:
             self._decoders = tuple(self._decoding)
             self._restricted = any(s.restricted for s in self._decoders)
+            self._need_host = any(
+                s.dynamic or s.request.params.logprobs is not None for s in self._decoders
+            )
             self._slots = np.array([s.slot for s in self._decoders], dtype=np.int32)
         return self._decoders, self._slots
 
@@ -203,8 +207,8 @@ class Planner:
         steps = self.steps_per_launch
         if steps == 1 or self._prefilling or self.waiting:
             return 1
-        decoders, slots = self._list_decoders()
-        if any(s.dynamic or s.request.params.logprobs is not None for s in decoders):
+        _, slots = self._list_decoders()
+        if self._need_host:
             return 1
         position, last = self._position[slots], self._last_row[slots]
         steps = min(steps, int((last - position).min()) + 1)

@@ -80,7 +80,17 @@ class GrammarCompiler:
         self._eos_token_ids = list(eos_token_ids)
         self._lock = threading.Lock()  # held while a grammar is compiled
         self._tokens: llguidance.LLTokenizer | None = None
+        self._unusable = ""  # why the library cannot use the tokenizer
         self._known: OrderedDict[StructuredOutputsParams, CompiledGrammar] = OrderedDict()
+
+    def prepare(self) -> None:
+        """Read the tokenizer, which takes a second for 128,000 tokens and blocks all threads.
+
+        Raises:
+            ValueError: the model has no tokenizer, or the library cannot use it.
+        """
+        with self._lock:
+            self._library_tokenizer()
 
     def compile(self, params: StructuredOutputsParams) -> CompiledGrammar:
         """The grammar of the parameters.
@@ -117,18 +127,16 @@ class GrammarCompiler:
     def _library_tokenizer(self) -> llguidance.LLTokenizer:
         import llguidance
 
+        if self._unusable:
+            raise ValueError(self._unusable)
         if self._tokens is None:
-            eos = self._eos_token_ids or None
+            text, eos = self._tokenizer.to_json(), self._eos_token_ids or None
             try:
-                self._tokens = llguidance.LLTokenizer(
-                    self._tokenizer.to_json(), n_vocab=self._vocab_size, eos_token=eos
-                )
-            except ValueError as error:
-                if not self._tokenizer.available:
-                    raise
-                raise ValueError(
-                    f"structured outputs cannot use this model's tokenizer: {error}"
-                ) from error
+                self._tokens = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+            except Exception as error:  # whatever the library raises for a tokenizer
+                reason = _first_line(str(error))
+                self._unusable = f"structured outputs cannot use this model's tokenizer: {reason}"
+                raise ValueError(self._unusable) from error
         return self._tokens
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -21,6 +22,11 @@ class RestrictionCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
+
+    def prepare(self) -> None:
+        """Do what the first grammar would have to wait for, and all other threads with it."""
+        with suppress(ValueError):  # the requests that need a grammar get the error
+            self._grammars.prepare()
 
     def compile(self, params: SamplingParams) -> Restriction | None:
         """The restriction of the parameters; None if they restrict nothing.
