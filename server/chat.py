@@ -19,6 +19,7 @@ from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
 from megavm.server.sse import Template
 from megavm.server.tools.answer import NewMessage, ToolMessage
+from megavm.server.tools.grammars import calls_grammar
 from megavm.server.tools.parser import ToolParser
 from megavm.server.tools.request import ToolChoice
 from megavm.tokenizer import Tokenizer
@@ -149,11 +150,23 @@ def _new_message(parser: type[ToolParser], choice: ToolChoice) -> ToolMessage:
 def _for_tools(
     params: SamplingParams, choice: ToolChoice, parser: type[ToolParser], tokenizer: Tokenizer
 ) -> SamplingParams:
-    """The parameters with which the parser sees the tokens that mark calls."""
-    if choice.required:
-        raise bad_request(
-            "tool_choice must be none or auto: this server cannot make a model call", "tool_choice"
-        )
+    """The parameters with which the model calls as it must, and the parser sees the markers.
+
+    Raises:
+        ApiError: a function's parameters are not supported, or another form is asked for too.
+    """
     special = map(tokenizer.special_id, parser.special_tokens)
     kept = tuple(token for token in special if token is not None)
-    return replace(params, kept_special_token_ids=kept)
+    try:
+        form = calls_grammar(parser.form, choice, parser.special_tokens, tokenizer.special_id)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from error
+    if form is None:
+        return replace(params, kept_special_token_ids=kept)
+    if params.structured_outputs is not None:
+        raise bad_request(
+            "tools that must be called, or are strict, and a form of the whole output, such as"
+            " response_format, exclude each other",
+            "tools",
+        )
+    return replace(params, kept_special_token_ids=kept, structured_outputs=form)

@@ -438,7 +438,7 @@ class ChatRequest(GenerationRequest):
         return self.top_logprobs or 0
 
     def blamed(self, message: str) -> str | None:
-        blamed = super().blamed(message)
+        blamed = super().blamed(message) or ("tools" if self.tools else None)
         if blamed == "max_tokens" and self.max_completion_tokens is not None:
             return "max_completion_tokens"
         return blamed

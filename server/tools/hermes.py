@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from megavm.server.tools.grammars import Form
 from megavm.server.tools.json_call import JsonCallParser
 from megavm.server.tools.parser import NotACall, Reading
 
@@ -23,6 +24,7 @@ class HermesParser(JsonCallParser):
 
     openings = "<"
     ending = _END
+    form = Form("arguments", _BEGIN, begin=f"{_BEGIN}\n", end=f"\n{_END}", separator="\n")
     special_tokens = (_BEGIN, _END)
 
     def _read_call(self, char: str) -> Reading:

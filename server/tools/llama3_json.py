@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
+from megavm.server.tools.grammars import Form
 from megavm.server.tools.json_call import JsonCallParser
 from megavm.server.tools.parser import NotACall, Reading
 from megavm.server.tools.scanners import SPACE
@@ -19,6 +20,12 @@ class Llama3JsonParser(JsonCallParser):
 
     openings = "{<"
     separators = SPACE + ";"
+    form = Form(
+        "parameters",
+        r'\{[ \t\r\n]*"(name|parameters|arguments|type|id)"',
+        separator="; ",
+        mark=_MARK,
+    )
     special_tokens = (_MARK,)
 
     def _read_call(self, char: str) -> Reading:

@@ -6,11 +6,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import ClassVar, Final
+from typing import ClassVar
 
+from megavm.server.tools.grammars import Form
+from megavm.server.tools.request import MAX_NAME
 from megavm.server.tools.scanners import SPACE, Malformed, Scanner
-
-MAX_NAME: Final = 64  # characters of a function's name, as OpenAI's
 
 Reading = Generator[None, str]  # is sent characters, and "" at the end of the text
 
@@ -56,6 +56,7 @@ class ToolParser(ABC):
 
     openings: ClassVar[str]  # the characters with which a call may begin
     separators: ClassVar[str] = SPACE  # what may stand between two calls
+    form: ClassVar[Form]  # how to write calls
     special_tokens: ClassVar[
         tuple[str, ...]
     ]  # tokens of a call that are control tokens for some models

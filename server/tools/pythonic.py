@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Final
 
+from megavm.server.tools.grammars import Form
 from megavm.server.tools.parser import NotACall, Reading, ToolParser
 from megavm.server.tools.python_scanner import PythonScanner
-from megavm.server.tools.scanners import Malformed
+from megavm.server.tools.scanners import SPACE, Malformed
 
 _BEGIN: Final = "<|python_start|>"
 _END: Final = "<|python_end|>"
@@ -20,6 +21,14 @@ class PythonicParser(ToolParser):
     """See `ToolParser`. Behind <|python_start|>, any name makes a call."""
 
     openings = "[<"
+    separators = SPACE + ","
+    form = Form(
+        "",
+        r"\[[ \t\r\n]*({names})\(",
+        list_begin="[",
+        list_end="]",
+        separator=", ",
+    )
     special_tokens = (_BEGIN, _END)
 
     def _read_call(self, char: str) -> Reading:

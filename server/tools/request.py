@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from megavm.server.errors import ApiError, bad_request, shorten
-from megavm.server.tools.parser import MAX_NAME
 
+MAX_NAME: Final = 64  # characters of a function's name, as OpenAI's
 _NAME: Final = re.compile(rf"[a-zA-Z0-9_.-]{{1,{MAX_NAME}}}")
 _CHOICES: Final = ("none", "auto", "required")
 

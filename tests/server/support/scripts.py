@@ -56,13 +56,17 @@ def writing(tokenizer: Tokenizer, *texts: str) -> Iterator[None]:
     append, parameters = EngineSequence.append, EngineSequence.parameters
 
     def scripted(
-        self: EngineSequence, token: int, stopped: bool, logprobs: TokenLogprobs | None
+        self: EngineSequence,
+        token: int,
+        stopped: bool,
+        logprobs: TokenLogprobs | None,
+        complete: bool = False,
     ) -> Delta:
         script = scripts[min(self.index, len(scripts) - 1)]
         token = script[min(len(self.output), len(script) - 1)]
         if logprobs is not None:
             logprobs = replace(logprobs, token_id=token)
-        return append(self, token, token in self.stop_ids, logprobs)
+        return append(self, token, token in self.stop_ids, logprobs, complete)
 
     def endless(self: EngineSequence) -> tuple[Floats, Ints]:
         """The machine goes on after stop tokens: those that it chooses are not in the script."""
