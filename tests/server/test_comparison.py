@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import RunningServer
+from scripts import model_with
+from serving import RunningServer, assert_idle, running, wait_until
+
+from megavm import LLM
+from megavm.scheduler.llama.hub import resolve
+from megavm.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 PROMPT: Any = {"prompt": "Once upon a time", "max_tokens": 2}
@@ -53,6 +59,18 @@ ROWS: dict[str, list[tuple[str, Any]]] = {
     ],
     "images": [(CHATS, {**CHAT, "messages": [{"role": "user", "content": [IMAGE]}]})],
 }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of the shipped model with a chat template that renders tools too."""
+    shipped = Tokenizer(resolve("stories")).chat_template or ""
+    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + shipped
+    directory = model_with(tmp_path_factory.mktemp("model"), template)
+    with running(lambda progress: LLM(directory), tool_call_parser="hermes") as running_server:
+        wait_until(lambda: running_server.get("/ready").status == 200)
+        yield running_server
+        assert_idle(running_server)
 
 
 def table() -> dict[str, str]:
