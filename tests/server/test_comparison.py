@@ -11,8 +11,6 @@ from scripts import model_with
 from serving import RunningServer, assert_idle, running, wait_until
 
 from megavm import LLM
-from megavm.scheduler.llama.hub import resolve
-from megavm.tokenizer import Tokenizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "server.md"
 PROMPT: Any = {"prompt": "Once upon a time", "max_tokens": 2}
@@ -21,6 +19,10 @@ BEGUN = [*CHAT["messages"], {"role": "assistant", "content": "Once"}]
 SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
+)
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 
 # The requests of each row; a row says yes if all get a 200, and otherwise their status.
@@ -62,15 +64,15 @@ ROWS: dict[str, list[tuple[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """A server of the shipped model with a chat template that renders tools too."""
-    shipped = Tokenizer(resolve("stories")).chat_template or ""
-    template = "{% if tools %}{{ tools | tojson }}{% endif %}" + shipped
-    directory = model_with(tmp_path_factory.mktemp("model"), template)
-    with running(lambda progress: LLM(directory), tool_call_parser="hermes") as running_server:
-        wait_until(lambda: running_server.get("/ready").status == 200)
-        yield running_server
-        assert_idle(running_server)
+def capable(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    """A server of a model whose chat template knows tools."""
+    directory = model_with(tmp_path_factory.mktemp("model"), TEMPLATE)
+    with running(
+        lambda progress: LLM(directory, dtype="float32", max_num_seqs=4), tool_call_parser="hermes"
+    ) as server:
+        wait_until(lambda: server.get("/ready").status == 200)
+        yield server
+        assert_idle(server)
 
 
 def table() -> dict[str, str]:
@@ -91,9 +93,9 @@ def test_every_row_is_tried() -> None:
 
 
 @pytest.mark.parametrize("feature", ROWS)
-def test_a_row_says_what_a_request_gets(server: RunningServer, feature: str) -> None:
+def test_a_row_says_what_a_request_gets(capable: RunningServer, feature: str) -> None:
     for path, body in ROWS[feature]:
-        response = server.get(path) if body is None else server.post(path, body)
+        response = capable.get(path) if body is None else capable.post(path, body)
         cell = table()[feature]
         if response.status == 200:
             assert cell.startswith("yes"), response.content
