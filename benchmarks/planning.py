@@ -3,11 +3,12 @@
     python benchmarks/planning.py [--steps 2000] [--save]
 
 A runner that only puts a token into memory replaces the machine, so only the host's work is
-measured. ``plan_us``: planning, which must precede a launch (design: under 100 us for one sequence,
-under 1000 us for 64). ``execute_us``: the host's work between two launches. ``collect_us``: work
-that overlaps with the next launch: stop conditions, text (the shipped model's tokenizer), freed
-blocks. Prompts differ in length, so that some sequence needs a KV block at every step, as in a
-server.
+measured, in CPU time of its thread. The tokens are those of English text, each sequence at another
+place of it. ``plan_us``: planning, which must precede a launch (design: under 100 us for one
+sequence, under 1000 us for 64). ``execute_us``: the host's work between two launches.
+``collect_us``: work that overlaps with the next launch: stop conditions, text (the shipped model's
+tokenizer), freed blocks. Prompts differ in length, so that some sequence needs a KV block at every
+step, as in a server.
 """
 
 from __future__ import annotations
@@ -36,9 +37,14 @@ PLAN_LIMIT_US = {1: 100.0, 64: 1000.0}
 
 
 class EchoRunner:
-    """The memory of a model, and a machine that chooses the last token's id plus one."""
+    """The memory of a model, and a machine that chooses the next token of a text.
 
-    def __init__(self, sequences: int, length: int, vocab_size: int) -> None:
+    ``text``: int32, repeated without end; slot s reads it from token s on.
+    """
+
+    def __init__(
+        self, sequences: int, length: int, vocab_size: int, text: npt.NDArray[np.int32]
+    ) -> None:
         self.max_num_seqs = sequences
         self.max_model_len = length
         self.max_num_batched_tokens = max(sequences, 512)
@@ -53,6 +59,7 @@ class EchoRunner:
         self.allowed = np.zeros((1, 1), dtype=np.int32)
         self.bias = np.zeros((1, 1), dtype=np.float32)
         self.logits = np.zeros((1, 1), dtype=np.float32)
+        self.text = text
         self.seconds = 0.0
 
     def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
@@ -64,11 +71,11 @@ class EchoRunner:
 
     def run(self, step: Step, steps: int = 1) -> None:
         """Choose the tokens; adds its own time to ``seconds``."""
-        begin = time.perf_counter()
+        begin = time.thread_time()
         slots = step.row_sequence[step.logit_row]
         positions = step.row_position[step.logit_row]
-        self.tokens[slots, positions + 1] = (self.tokens[slots, positions] + 1) % self.vocab_size
-        self.seconds += time.perf_counter() - begin
+        self.tokens[slots, positions + 1] = self.text[(slots + positions) % len(self.text)]
+        self.seconds += time.thread_time() - begin
 
 
 def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -77,7 +84,8 @@ def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
     def new_decoder(request: Request) -> StreamDecoder:
         return StreamDecoder(tokenizer)
 
-    runner = EchoRunner(batch, steps + 64, tokenizer.vocab_size)
+    text = np.array(tokenizer.encode(__doc__ or "", add_special_tokens=False), dtype=np.int32)
+    runner = EchoRunner(batch, steps + 64, tokenizer.vocab_size, text)
     engine = Engine(runner, eos_token_ids=(1,), new_decoder=new_decoder, overlap=False)
     params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
     for i in range(batch):
@@ -85,17 +93,17 @@ def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
     times: dict[str, list[float]] = {"plan_us": [], "execute_us": [], "collect_us": []}
     gc.collect()
     for number in range(steps):
-        begin = time.perf_counter()
+        begin = time.thread_time()
         plan = engine.plan()
-        planned = time.perf_counter()
+        planned = time.thread_time()
         if plan is None:
             raise RuntimeError(f"nothing to run at step {number}")
         elsewhere = runner.seconds
         engine.execute(plan)
-        executed = time.perf_counter()
+        executed = time.thread_time()
         elsewhere = runner.seconds - elsewhere
         engine.collect(plan)
-        collected = time.perf_counter()
+        collected = time.thread_time()
         if len(plan.samplers) == batch and plan.step.num_rows == batch and number > 32:
             times["plan_us"].append(1e6 * (planned - begin))
             times["execute_us"].append(1e6 * (executed - planned - elsewhere))

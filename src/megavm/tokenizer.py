@@ -82,6 +82,8 @@ class Tokenizer:
         self._backend = self._read_backend()
         self._special_ids: frozenset[int] = frozenset()
         self._token_texts: dict[int, str] = {}
+        self._whole_texts: dict[int, str | None] = {}
+        self._byte_level = _is_byte_level(self._backend)
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
             self._special_ids = frozenset(i for i, token in added.items() if token.special)
@@ -167,6 +169,26 @@ class Tokenizer:
         text: str = self._require_backend().to_str()
         return text
 
+    def whole_text(self, token_id: int) -> str | None:
+        """The text that one token adds wherever it stands; None if that depends on its neighbours.
+
+        Byte-level decoders (GPT-2, Llama 3, Qwen) join the bytes of all tokens, so a token of whole
+        characters has one text. A token with a part of a character has none, nor has any token of
+        another decoder. Control tokens have their text. Texts are remembered: repeated calls cost
+        one look-up. Never raises; the text of an unknown token is "".
+        """
+        try:
+            return self._whole_texts[token_id]
+        except (KeyError, TypeError):
+            pass
+        if not self.knows(token_id):
+            return ""
+        text = self.decode([token_id], False) if self._byte_level else None
+        if text is not None and "\ufffd" in text:
+            text = None
+        self._whole_texts[token_id] = text
+        return text
+
     def knows(self, token_id: int) -> bool:
         """Whether the tokenizer has a token with this id; never raises."""
         return (
@@ -196,6 +218,11 @@ class Tokenizer:
             syntax = _template_environment().parse(template)
             self._renders_tools = "tools" in meta.find_undeclared_variables(syntax)
         return self._renders_tools
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """The ids of all control tokens."""
+        return self._special_ids
 
     def is_special(self, token_id: int) -> bool:
         """Whether this id is a control token, which `decode` leaves out by default."""
@@ -373,15 +400,29 @@ class StreamDecoder:
         kept_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
-        self._kept_ids = frozenset(kept_ids)
+        self._skipped: frozenset[int] = frozenset()
+        if skip_special_tokens:
+            self._skipped = tokenizer.special_ids.difference(kept_ids)
         # The text of _ids[:_context] has been returned; later ids are pending.
         self._ids = [i for i in prompt_ids[-self._CONTEXT :] if self._has_text(i)]
         self._context = len(self._ids)
         self._context_text = self._decode(self._ids)
 
+    @property
+    def _complete(self) -> bool:
+        """Whether nothing is held back and the text so far ends with a whole character."""
+        return len(self._ids) == self._context and not self._context_text.endswith("\ufffd")
+
     def step(self, token_id: int) -> str:
         """The text that `token_id` adds; "" while a character is incomplete."""
+        if not self._ids or self._complete:
+            whole = self._tokenizer.whole_text(token_id)
+            if whole and token_id in self._skipped:
+                return ""
+            if whole is not None:
+                if self._ids:  # no longer of use: this token's text did not depend on them
+                    self._ids, self._context, self._context_text = [], 0, ""
+                return whole
         if not self._has_text(token_id):
             return ""
         self._ids.append(token_id)
@@ -396,10 +437,7 @@ class StreamDecoder:
         return self._emit(self._decode(self._ids), len(self._ids))
 
     def _has_text(self, token_id: int) -> bool:
-        if not self._tokenizer.knows(token_id):
-            return False
-        skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
-        return not skipped or token_id in self._kept_ids
+        return self._tokenizer.knows(token_id) and token_id not in self._skipped
 
     def _emit(self, text: str, end: int) -> str:
         """Return the new part of `text`, the decoding of _ids[:end]; those ids become context."""
@@ -424,6 +462,15 @@ class StreamDecoder:
 
     def _decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer | None) -> bool:
+    """Whether the decoder only joins the bytes of the tokens."""
+    if backend is None:
+        return False
+    from tokenizers.decoders import ByteLevel
+
+    return isinstance(backend.decoder, ByteLevel)
 
 
 def _named_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -499,6 +499,31 @@ def test_a_space_after_the_prompt_is_kept_when_the_prompt_is_given(tmp_path: Pat
     assert "".join(decoder.step(i) for i in ids) == " the"
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_a_whole_text_is_what_the_token_adds_to_any_text(tmp_path: Path, kind: str) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path, KINDS[kind]()))
+    around = tokenizer.encode("the hello 🦊", add_special_tokens=False)
+    texts = {i: tokenizer.whole_text(i) for i in range(tokenizer.vocab_size)}
+    for token, text in texts.items():
+        if text is None:
+            continue
+        for count in range(len(around) + 1):
+            parts = tokenizer.decode(around[:count], False), tokenizer.decode(around[count:], False)
+            whole = tokenizer.decode([*around[:count], token, *around[count:]], False)
+            expected = text.join(parts) if text else tokenizer.decode(around, False)
+            assert whole == expected
+    assert any(texts.values()) == (kind == "byte_level")
+    assert tokenizer.whole_text(tokenizer.vocab_size) == ""
+
+
+def test_a_character_that_the_prompt_began_is_completed(tmp_path: Path) -> None:
+    tokenizer = Tokenizer(write_tokenizer(tmp_path))
+    ids = tokenizer.encode("🦊 the", add_special_tokens=False)
+    decoder = StreamDecoder(tokenizer, prompt_ids=ids[:2])
+    pieces = [decoder.step(i) for i in ids[2:]]
+    assert "".join([*pieces, decoder.flush()]).endswith(" the")
+
+
 def test_the_texts_of_tokens_make_up_the_text(tokenizer: Tokenizer) -> None:
     text = "the hello, the ll"
     ids = tokenizer.encode("he " + text, add_special_tokens=False)
