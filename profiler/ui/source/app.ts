@@ -195,6 +195,13 @@ export class App implements Scene {
     if (high > low) this.motion.glide(low - margin, high + margin);
   }
 
+  /** Zoom around the middle of the view (below 1: in). */
+  zoomBy(factor: number): void {
+    const { begin, end } = this.view;
+    const by = ((end - begin) * (1 - factor)) / 2;
+    this.motion.glide(begin + by, end - by);
+  }
+
   showAll(): void {
     const [low, high] = this.view.limits;
     this.motion.glide(low, high);

@@ -1,7 +1,7 @@
 /** Draws the rows of a pane: pixels of the raster stretched to the height of lanes, hatching, names. */
 
 import { DIM, type Theme } from "./colour.ts";
-import { DENSE_BELOW, stretch } from "./density.ts";
+import { DENSE_BELOW, Stretcher } from "./density.ts";
 import type { Pane } from "./pane.ts";
 import type { WideSegment } from "./raster.ts";
 import { CONSUMER, ROLES, WAIT_WORDS } from "./roles.ts";
@@ -17,7 +17,7 @@ export const FONT = "11px system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-ser
 
 export class RowPainter {
   private readonly texture = document.createElement("canvas");
-  private readonly dense = document.createElement("canvas");
+  private readonly stretcher = new Stretcher();
   private pixels = new Uint32Array(0);
   private hatch: CanvasPattern | null = null;
   private hatchTheme: Theme | null = null;
@@ -61,6 +61,7 @@ export class RowPainter {
     ctx.clip();
     ctx.imageSmoothingEnabled = false;
     const deviceY = (y: number): number => Math.round((body.top + y - scroll) * ratio);
+    const clip = [Math.round(body.top * ratio), Math.round((body.top + body.height) * ratio)] as const;
     // Neighbours of equal height are one picture.
     for (let i = 0; i < lanes.length; ) {
       const height = lanes[i]!.height;
@@ -68,7 +69,7 @@ export class RowPainter {
         let n = 1;
         while (i + n < lanes.length && isDense(lanes[i + n]!) && Math.abs(lanes[i + n]!.height - height) < 1e-6) n++;
         const from = (body.top + lanes[i]!.top - scroll) * ratio;
-        this.drawDense(ctx, i, n, width, left, from, height * ratio, theme);
+        this.drawDense(ctx, i, n, width, left, from, height * ratio, clip, theme);
         i += n;
         continue;
       }
@@ -98,17 +99,24 @@ export class RowPainter {
     this.drawGutter(ctx, pane, theme, ratio);
   }
 
-  private drawDense(ctx: CanvasRenderingContext2D, first: number, count: number, width: number, left: number, top: number, height: number, theme: Theme): void {
+  /** Rows as densities, within the lines of `clip`. */
+  private drawDense(
+    ctx: CanvasRenderingContext2D,
+    first: number,
+    count: number,
+    width: number,
+    left: number,
+    top: number,
+    height: number,
+    clip: readonly [number, number],
+    theme: Theme,
+  ): void {
     const y = Math.floor(top);
-    const lines = Math.ceil(top + count * height) - y;
-    const { background } = theme;
-    const pixels = stretch(this.pixels, first, count, width, top - y, height, lines, background);
-    const { dense } = this;
-    if (dense.width !== width) dense.width = width;
-    if (dense.height < lines) dense.height = lines;
-    const image = new ImageData(new Uint8ClampedArray(pixels.buffer as ArrayBuffer), width, lines);
-    dense.getContext("2d")?.putImageData(image, 0, 0);
-    ctx.drawImage(dense, 0, 0, width, lines, left, y, width, lines);
+    const lines = Math.ceil(top + count * height - 1e-6) - y;
+    const image = this.stretcher.stretch(this.pixels, first, count, width, top - y, height, lines, theme.background);
+    const low = Math.max(0, clip[0] - y);
+    const high = Math.min(lines, clip[1] - y);
+    if (high > low) ctx.putImageData(image, left, y, 0, low, width, high - low);
   }
 
   private drawHatching(

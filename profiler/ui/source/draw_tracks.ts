@@ -8,6 +8,9 @@ import type { Box, Pane } from "./pane.ts";
 import { IDLE, LOADING, STATES } from "./roles.ts";
 import type { View } from "./view.ts";
 
+/** Pixels from the end of a step's name to the line of the next step that is named. */
+const STEP_SPACE = 10;
+
 /** Coordinates on the canvas are CSS pixels here; the context is scaled. */
 export function drawRuler(ctx: CanvasRenderingContext2D, box: Box, view: View, theme: Theme): void {
   ctx.fillStyle = theme.band;
@@ -62,14 +65,15 @@ export function drawSteps(ctx: CanvasRenderingContext2D, pane: Pane, view: View,
     if (ruler === null) continue;
     const at = Math.max(body.left, x);
     const text = `step ${trace.stepNumber[s]}`;
-    const wanted = trace.stepNumber[s]! % every === 0 || x < body.left;
+    const wanted = trace.stepNumber[s]! % every === 0 || x < body.left || s === pane.step;
     const width = ctx.measureText(text).width;
     if (!wanted || at < labelled || at + width + 4 > body.left + body.width) continue;
-    // Not over the name of the next one.
-    if (x < body.left && pane.xOf(view, trace.stepBegin[s + 1] ?? Infinity) < at + width + 8) continue;
+    // Not over the name of the step that is looked at, and a step that is almost over not in place of the next one.
+    const next = s < pane.step ? pane.step : x < body.left ? s + 1 : trace.steps;
+    if (pane.xOf(view, trace.stepBegin[next] ?? Infinity) < at + width + STEP_SPACE) continue;
     ctx.fillStyle = s === pane.step ? theme.accent : theme.faint;
     ctx.fillText(text, at + 4, ruler.top + ruler.height - 9);
-    labelled = at + width + 10;
+    labelled = at + width + STEP_SPACE;
   }
 }
 

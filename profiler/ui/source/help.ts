@@ -10,7 +10,7 @@ const GROUPS: readonly (readonly [string, readonly (readonly [string, string])[]
       ["W S", "zoom in and out, at the pointer"],
       ["A D", "pan; with Shift faster"],
       ["wheel", "scroll the workers; zoom when all of them fit, or over the tracks"],
-      ["Ctrl wheel, pinch", "zoom"],
+      ["Ctrl wheel, two fingers", "zoom"],
       ["Shift wheel", "pan"],
       ["Alt wheel, + -", "height of the rows; tall rows show the roles"],
       ["drag", "pan; in the strip on top: move the window"],
@@ -24,6 +24,7 @@ const GROUPS: readonly (readonly [string, readonly (readonly [string, string])[]
     "Select",
     [
       ["click", "select an instruction: arrows, events, fields"],
+      ["click on a layer or phase", "select its time"],
       ["drag on ruler or tracks", "select a range of time: statistics"],
       ["Shift drag on rows", "select a range of time and workers"],
       ["← →", "instruction before and after on the worker"],

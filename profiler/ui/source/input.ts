@@ -6,6 +6,14 @@ import type { Pane } from "./pane.ts";
 
 const CLICK_DISTANCE = 4;
 
+/** Two fingers: the times below them when they came down, and where they are. */
+interface Pinch {
+  readonly fingers: Map<number, number>;
+  pane: Pane | null;
+  begin: number;
+  scale: number;
+}
+
 type Drag =
   | { kind: "pan"; pane: Pane; x: number; y: number; begin: number; end: number; scroll: number }
   | { kind: "range"; pane: Pane; time: number; worker: number; area: boolean }
@@ -41,9 +49,38 @@ export function listen(app: App, commands: Commands): void {
     app.changed("view");
   };
 
+  // Two fingers keep the times below them: they zoom and pan at once.
+  const pinch: Pinch = { fingers: new Map(), pane: null, begin: 0, scale: 0 };
+  const ends = (): [number, number] => {
+    const [a, b] = [...pinch.fingers.values()] as [number, number];
+    return a < b ? [a, b] : [b, a];
+  };
+  const beginPinch = (pane: Pane): void => {
+    const [left, right] = ends();
+    const [from, to] = [pane.timeAt(app.view, left) - pane.origin, pane.timeAt(app.view, right) - pane.origin];
+    Object.assign(pinch, { pane, begin: from, scale: Math.max(1e-9, to - from) });
+    drag = null;
+    moved = true;
+    app.hover(null, -1, null);
+  };
+  const movePinch = (pane: Pane): void => {
+    const [left, right] = ends();
+    const perPixel = pinch.scale / Math.max(8, right - left);
+    const begin = pinch.begin - (left - pane.body.left) * perPixel;
+    app.motion.stop();
+    app.view.show(begin, begin + pane.body.width * perPixel);
+    app.changed("view");
+  };
+
   overlay.addEventListener("pointerdown", (event) => {
     const { x, y } = (start = at(event));
     const pane = paneAt(y);
+    if (event.pointerType === "touch") pinch.fingers.set(event.pointerId, x);
+    if (pinch.fingers.size === 2 && pane !== undefined) {
+      overlay.setPointerCapture(event.pointerId);
+      beginPinch(pane);
+    }
+    if (pinch.fingers.size > 1) return;
     if (event.button !== 0 || pane === undefined) return;
     overlay.focus({ preventScroll: true });
     overlay.setPointerCapture(event.pointerId);
@@ -74,6 +111,11 @@ export function listen(app: App, commands: Commands): void {
 
   overlay.addEventListener("pointermove", (event) => {
     const { x, y } = (pointer = at(event));
+    if (pinch.fingers.has(event.pointerId)) pinch.fingers.set(event.pointerId, x);
+    if (pinch.pane !== null) {
+      if (pinch.fingers.size === 2) movePinch(pinch.pane);
+      return;
+    }
     if (Math.hypot(x - start.x, y - start.y) > CLICK_DISTANCE) moved = true;
     const pane = paneAt(y);
     if (pane === undefined) return;
@@ -109,6 +151,8 @@ export function listen(app: App, commands: Commands): void {
 
   const finish = (event: PointerEvent): void => {
     const { x, y } = at(event);
+    pinch.fingers.delete(event.pointerId);
+    if (pinch.fingers.size === 0) pinch.pane = null;
     const ended = drag;
     drag = null;
     overlay.style.cursor = "default";

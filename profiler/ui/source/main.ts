@@ -1,5 +1,6 @@
 /** Puts the page together and opens the trace that came with it. */
 
+import { announce } from "./announce.ts";
 import { App } from "./app.ts";
 import { byId, button, make } from "./dom.ts";
 import { Opener, takeEmbedded, takeServed } from "./files.ts";
@@ -77,7 +78,7 @@ function start(): void {
     focusSearch: (): void => toolbar.focusSearch(),
   };
   const toolbar = new Toolbar(app, actions);
-  byId("bar").append(toolbar.element, toolbar.legend);
+  byId("bar").append(toolbar.element, toolbar.legend, announce(app));
   const panel = new Panel(app, () => opener.pick(true));
   byId("main").append(panel.element);
   new Tooltip(app, stage);

@@ -4,6 +4,7 @@ import type { App } from "./app.ts";
 import { ComparePage } from "./compare_page.ts";
 import { button, make } from "./dom.ts";
 import { InstructionPage } from "./instruction_page.ts";
+import { LayerPage } from "./layer_page.ts";
 import { PathPage } from "./path_page.ts";
 import { StatisticsPage } from "./statistics_page.ts";
 import { SummaryPage } from "./summary_page.ts";
@@ -36,14 +37,22 @@ export class Panel {
       new PathPage(app),
       new ComparePage(app, openCompare),
       new TracePage(app),
+      new LayerPage(app),
     ];
     this.tabs = this.pages.map((page, i) => {
       const tab = button(page.name, "", () => this.show(i), "tab");
+      tab.id = `tab-${i}`;
       tab.setAttribute("role", "tab");
+      tab.setAttribute("aria-controls", `panel-${i}`);
+      page.element.id = `panel-${i}`;
+      page.element.setAttribute("role", "tabpanel");
+      page.element.setAttribute("aria-labelledby", tab.id);
+      page.element.tabIndex = 0;
       return tab;
     });
     const bar = make("div", "tabs", ...this.tabs);
     bar.setAttribute("role", "tablist");
+    bar.addEventListener("keydown", (event) => this.moveTab(event));
     this.element.append(this.sash(), bar, ...this.pages.map((page) => page.element));
     let before = app.selected;
     app.on(["selection"], () => {
@@ -80,11 +89,30 @@ export class Panel {
     return sash;
   }
 
+  /** Arrows, Home and End go from tab to tab. */
+  private moveTab(event: KeyboardEvent): void {
+    const last = this.tabs.length - 1;
+    const targets: Readonly<Record<string, number>> = {
+      ArrowLeft: this.open > 0 ? this.open - 1 : last,
+      ArrowRight: this.open < last ? this.open + 1 : 0,
+      Home: 0,
+      End: last,
+    };
+    const target = targets[event.key];
+    if (target === undefined) return;
+    event.preventDefault();
+    // The timeline has these keys too.
+    event.stopPropagation();
+    this.show(target);
+    this.tabs[target]!.focus();
+  }
+
   show(index: number): void {
     this.open = index;
     this.pages.forEach((page, i) => {
       page.element.hidden = i !== index;
       this.tabs[i]!.setAttribute("aria-selected", String(i === index));
+      this.tabs[i]!.tabIndex = i === index ? 0 : -1;
     });
     this.later();
   }

@@ -21,7 +21,7 @@ export interface Piece {
 
 /** What repeats in a program, with its number: "layer 3" of "layers.3.down_proj", "blocks 3" of "blocks.3.mlp". */
 export function groupOf(label: string): { name: string; number: number } | null {
-  const found = /(?:^|\.)(layers)\.(\d{1,6})(?:\.|$)/.exec(label) ?? /(?:^|\.)([A-Za-z_]+)\.(\d{1,6})\./.exec(label);
+  const found = /(?:^|[.\u2068])(layers)\.(\d{1,6})(?:\.|$)/.exec(label) ?? /(?:^|[.\u2068])([A-Za-z_]+)\.(\d{1,6})\./.exec(label);
   if (found === null) return null;
   const what = found[1] === "layers" ? "layer" : found[1]!;
   return { name: `${what} ${found[2]}`, number: Number(found[2]) };

@@ -1,6 +1,7 @@
 /** A program of a trace: instructions, labels, and the channels through which they depend on each other. */
 
 import { type Json, asList, asObject, asText } from "./json.ts";
+import { isolate } from "./names.ts";
 import { FileError, type Safetensors, int64At, quote } from "./safetensors.ts";
 
 export const WORDS = 32;
@@ -84,12 +85,12 @@ export class Program {
     this.dynamic = info["dynamic"] === true;
     this.workers = typeof info["workers"] === "number" ? info["workers"] : 0;
     this.metadata = asObject(info["metadata"]);
-    this.barriers = asList(info["barriers"]).map((b) => asText(b));
+    this.barriers = asList(info["barriers"]).map((b) => isolate(asText(b)));
     this.labels = asList(info["labels"]).map((l) => asText(l));
     this.tensors = asList(info["tensors"]).map((t) => {
       const parts = asList(t);
       return {
-        name: asText(parts[0], "unnamed"),
+        name: isolate(asText(parts[0], "unnamed")),
         shape: asList(parts[1]).filter((n) => typeof n === "number").join(" x "),
         dtype: asText(parts[2]),
         kind: asText(parts[3]),

@@ -1,6 +1,7 @@
 /** The search box: `kind:attention layer:12 worker:7 wait>3us`. All terms must hold. */
 
 import { CONSUMER } from "./roles.ts";
+import { quote } from "./safetensors.ts";
 import type { Trace } from "./trace.ts";
 
 type Test = (record: number) => boolean;
@@ -21,6 +22,9 @@ export const HELP =
   "kind: phase: label: layer: worker: step: slot: instruction: with a name, a number, a range 0-7 or a list 1,2; " +
   "wait barrier words loading compute finish time load bytes with > >= < <= and a number with its unit (3us, 1.5ms, 64KB); " +
   "! before a term: not; other words are looked for in labels and kinds";
+
+const KEYS = ["kind", "phase", "label", "layer", "worker", "step", "slot", "instruction"];
+const MAX_SPELLED = 12;
 
 /** What is wrong with a query, for the page. */
 export class QueryError extends Error {}
@@ -90,6 +94,15 @@ function names(list: readonly string[], text: string): Uint8Array {
   });
 }
 
+/** The same, of kinds or phases, of which the trace has few: a name that matches none is answered with those there are. */
+function known(list: readonly string[], text: string, key: string): Uint8Array {
+  const found = names(list, text);
+  if (found.includes(1)) return found;
+  const spelled = [...list].sort().slice(0, MAX_SPELLED).map((name) => quote(name).slice(1, -1));
+  const more = list.length > MAX_SPELLED ? ", …" : "";
+  throw new QueryError(`no ${key} is called ${quote(text)}; this trace has ${spelled.join(", ")}${more}`);
+}
+
 function keyTerm(trace: Trace, key: string, text: string): Test {
   const numeric = (column: ArrayLike<number>): Test => {
     const matches = numbers(text, key);
@@ -97,11 +110,11 @@ function keyTerm(trace: Trace, key: string, text: string): Test {
   };
   switch (key) {
     case "kind": {
-      const found = names(trace.kinds, text);
+      const found = known(trace.kinds, text, key);
       return (r) => found[trace.kind[r]!] === 1;
     }
     case "phase": {
-      const found = names(trace.phases, text);
+      const found = known(trace.phases, text, key);
       return (r) => found[trace.phase[r]!] === 1;
     }
     case "label": {
@@ -121,7 +134,7 @@ function keyTerm(trace: Trace, key: string, text: string): Test {
       return (r) => matches(trace.stepNumber[trace.step[r]!]!);
     }
     default:
-      throw new QueryError(`there is no "${key}:" to search for`);
+      throw new QueryError(`there is no "${key}:" to search for; there are ${KEYS.join(": ")}:`);
   }
 }
 

@@ -57,7 +57,10 @@ export function makeTable<T>(
           line.tabIndex = 0;
           line.addEventListener("click", () => choose(row));
           line.addEventListener("keydown", (event) => {
-            if (event.key === "Enter") choose(row);
+            if (event.key !== "Enter" && event.key !== " ") return;
+            event.preventDefault();
+            event.stopPropagation();
+            choose(row);
           });
         }
         return line;
@@ -69,7 +72,10 @@ export function makeTable<T>(
   };
 
   columns.forEach(({ title, help, value }, index) => {
-    const cell = make("th", value ? "number" : "name", title);
+    const sort = make("button", "", title);
+    sort.type = "button";
+    const cell = make("th", value ? "number" : "name", sort);
+    cell.scope = "col";
     if (help) cell.title = help;
     cell.addEventListener("click", () => {
       falling = sorted === index ? !falling : value !== undefined;

@@ -58,6 +58,14 @@ export class Toolbar {
       make("span", "group", button("Open", "open a trace (O)", () => actions.openFile(false)), button("Compare", "open a second trace below", () => actions.openFile(true))),
       make("label", "group", "Step ", this.step),
       make("label", "group", "Colour ", this.colour),
+      make(
+        "span",
+        "group",
+        this.zoomButton("+", "zoom in", "W", () => app.zoomBy(0.5)),
+        this.zoomButton("\u2212", "zoom out", "S", () => app.zoomBy(2)),
+        this.zoomButton("\u2194", "show the step", "G", () => app.showStep()),
+        this.zoomButton("\u21e4\u21e5", "show everything", "Home", () => app.showAll()),
+      ),
       this.critical,
       make(
         "span",
@@ -81,6 +89,12 @@ export class Toolbar {
     app.on(["colour", "theme", "panes"], () => this.showLegend());
     app.on(["search", "panes", "selection"], () => this.showCount());
     app.on(["critical"], () => this.critical.setAttribute("aria-pressed", String(app.critical)));
+  }
+
+  private zoomButton(sign: string, name: string, key: string, action: () => void): HTMLButtonElement {
+    const made = button(sign, `${name} (${key})`, action, "small");
+    made.setAttribute("aria-label", name);
+    return made;
   }
 
   focusSearch(): void {

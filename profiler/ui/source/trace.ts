@@ -9,7 +9,7 @@ import { learnPhase } from "./colour.ts";
 import { type Machine, readHeader, readMachine } from "./header.ts";
 import { type Json, asList, asObject, asText } from "./json.ts";
 import { type Events, type Lane, makeLanes, storedTimes } from "./lanes.ts";
-import { Names } from "./names.ts";
+import { Names, isolate } from "./names.ts";
 import { Program, layerOf, phaseOf } from "./program.ts";
 import { CONSUMER, ROLES, SEGMENTS } from "./roles.ts";
 import { FileError, Safetensors, int64At } from "./safetensors.ts";
@@ -146,11 +146,11 @@ export class Trace implements Events {
       const label = new Int32Array(program.count);
       const layer = new Int32Array(program.count);
       const layers = program.labels.map(layerOf);
-      const phaseNumbers = program.labels.map((l) => phases.number(phaseOf(l)));
-      const labelNumbers = program.labels.map((l) => labels.number(l));
+      const phaseNumbers = program.labels.map((l) => phases.number(isolate(phaseOf(l))));
+      const labelNumbers = program.labels.map((l) => labels.number(isolate(l)));
       for (let i = 0; i < program.count; i++) {
         const l = program.label[i]!;
-        kind[i] = kinds.number(program.opcode(i).name);
+        kind[i] = kinds.number(isolate(program.opcode(i).name));
         phase[i] = phaseNumbers[l]!;
         label[i] = labelNumbers[l]!;
         layer[i] = layers[l]!;

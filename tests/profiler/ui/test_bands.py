@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def test_phases_begin_when_half_of_their_inputs_are_there(
         own = (trace.record_step == 1) & (label == labels.index(piece["name"]))
         inputs = np.sort(trace.spans.inputs[own])
         assert piece["begin"] == inputs[len(inputs) // 2], piece
-    assert all(a["end"] == b["begin"] for a, b in zip(found, found[1:], strict=False))
+    assert all(a["end"] == b["begin"] for a, b in pairwise(found))
     assert found[0]["begin"] == opened.run("pane.trace.stepBegin[1]")
     assert found[-1]["end"] == opened.run("pane.trace.stepEnd[1]")
 

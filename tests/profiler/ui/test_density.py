@@ -58,7 +58,7 @@ def read(viewer: Viewer) -> dict[str, Any]:
 
 
 def exact_shares(found: dict[str, Any]) -> npt.NDArray[np.float64]:
-    """Share of each of the five parts of spans in every column of every worker: [5, workers, width]."""
+    """Share of the five parts of spans in every column of workers: [5, workers, width]."""
     width = found["width"]
     shares = np.zeros((5, WORKERS, width))
     step = found["span"] / width
