@@ -69,7 +69,7 @@ def test_programs_without_layers_have_their_own_names(viewer: Viewer, tmp_path: 
     first = [p["name"] for p in pieces(viewer, "layers") if p["step"] == 0]
     assert first == ["rounds 0", "rounds 1", "rounds 2"]
     trace = synthetic_trace(2, layers=1, steps=1)
-    trace.programs[0].facts["labels"] = ["", "b", "c", "d", "e", "f", ""]
+    trace.programs[0].facts["labels"][:] = ["", "b", "c", "d", "e", "f", ""]
     trace.save(tmp_path / "flat.megatrace")
     viewer.page.reload()
     viewer.open(tmp_path / "flat.megatrace")

@@ -39,7 +39,7 @@ def test_a_layer_is_selected_in_the_step(opened: Viewer) -> None:
 
 def test_a_program_in_which_nothing_repeats_says_so(viewer: Viewer, tmp_path: Path) -> None:
     trace = synthetic_trace(2, layers=1, steps=2)
-    trace.programs[0].facts["labels"] = list("abcdefg")
+    trace.programs[0].facts["labels"][:] = list("abcdefg")
     trace.save(tmp_path / "flat.megatrace")
     assert "Nothing in this program repeats" in viewer.open(tmp_path / "flat.megatrace").tab(
         "Layer"

@@ -114,7 +114,7 @@ def test_a_kind_has_its_colour_in_every_trace(
     renamed = {"matmul": "sample", "sample": "matmul", "embed": "their own"}
     for opcode in opcodes.values():
         opcode["name"] = renamed.get(opcode["name"], opcode["name"])
-    facts["labels"] = ["first", "qkv", "attention", "mine.0", "gate_up", "mine.1.x", "last"]
+    facts["labels"][:] = ["first", "qkv", "attention", "mine.0", "gate_up", "mine.1.x", "last"]
     trace.save(tmp_path / "a.megatrace")
     viewer = make_viewer().goto().open(tmp_path / "a.megatrace")
     viewer.page.keyboard.press("2")
