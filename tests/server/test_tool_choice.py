@@ -147,7 +147,7 @@ def test_several_calls_may_be_required(with_tools: RunningServer) -> None:
         n=4,
         seed=1,
         temperature=2.0,
-        max_tokens=600,
+        max_tokens=120,
     )
     for answer in answers:
         assert answer.finish_reason in ("tool_calls", "length")

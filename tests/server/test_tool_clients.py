@@ -1,4 +1,4 @@
-"""Tools with clients that nobody here wrote: openai's helpers and LangChain; LiteLLM if present."""
+"""Tools with clients that nobody here wrote: openai's helpers and LangChain."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def test_openais_parse_gives_objects(with_tools: RunningServer) -> None:
         "messages": MESSAGES,
         "tools": [openai.pydantic_function_tool(Weather)],
     }
-    for choice in ("required", {"type": "function", "function": {"name": "Weather"}}):
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "Weather"}}]
+    for choice in choices:
         answer = with_tools.client().chat.completions.parse(
             **fields, tool_choice=choice, parallel_tool_calls=False, seed=1
         )
@@ -102,24 +103,3 @@ def test_langchain_binds_tools(with_tools: RunningServer) -> None:
         assert not message.invalid_tool_calls
     forced = chat.bind_tools([Weather], tool_choice="Weather").invoke("What is the weather?")
     assert Weather(**forced.tool_calls[0]["args"])
-
-
-def test_litellm_passes_calls_on(
-    with_tools: RunningServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would download prices
-    litellm = pytest.importorskip("litellm")
-    fields: dict[str, Any] = {
-        "model": "hosted_vllm/stories",
-        "api_base": f"{with_tools.url}/v1",
-        "api_key": "none",
-        "messages": MESSAGES,
-        "tools": [openai.pydantic_function_tool(Weather)],
-    }
-    with writing(with_tools.service.tokenizer, WRITTEN):
-        whole = litellm.completion(**fields)
-        streamed = litellm.stream_chunk_builder(list(litellm.completion(**fields, stream=True)))
-    for answer in (whole, streamed):
-        calls = answer.choices[0].message.tool_calls
-        assert [json.loads(call.function.arguments) for call in calls] == CITIES
-        assert answer.choices[0].finish_reason == "tool_calls"
