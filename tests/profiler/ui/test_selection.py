@@ -81,4 +81,4 @@ def test_the_step_is_that_of_the_selected_instruction(opened: Viewer) -> None:
     opened.settle()
     assert opened.run("pane.step") == 2
     assert "Step 2" in opened.tab("Critical path")
-    assert opened.page.get_by_label("Step").input_value() == "2"
+    assert opened.page.get_by_role("combobox", name="Step").input_value() == "2"
