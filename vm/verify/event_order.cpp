@@ -1,7 +1,9 @@
 #include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <limits>
 #include <map>
+#include <stdexcept>
 #include <unordered_map>
 #include <utility>
 
@@ -9,6 +11,8 @@
 
 namespace megavm::verify {
 namespace {
+
+constexpr std::size_t kMaxSetBytes = std::size_t{4} << 30;  // of all sets of events
 
 // An *event* of a step: all signals of a barrier have been given, or all words of a group of tagged
 // writers have been written. A node knows the set of events that come before it. Nodes that wait
@@ -41,6 +45,7 @@ class EventOrder final : public FastOrder {
         by_events_.try_emplace(before, static_cast<std::uint32_t>(knowledge_.size()));
     knowledge_of_[number(node)] = entry->second;
     if (!is_new) return;
+    check_size();
     Knowledge knowledge{Set(words_), Set(words_), Set(words_), Set(words_)};
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (i == of_header) {
@@ -96,6 +101,19 @@ class EventOrder final : public FastOrder {
   struct Joined {
     Set over, read;
   };
+
+  void check_size() const {
+    const auto sets = 4 * knowledge_.size() + 2 * joined_.size();
+    if (sets * words_ * sizeof(std::uint64_t) <= kMaxSetBytes) return;
+    char text[256];
+    std::snprintf(
+        text, sizeof(text),
+        "the program's %zu instructions wait for %zu different sets of its %zu events in "
+        "two steps, and the analysis may keep %zu GiB of such sets: let more instructions "
+        "wait for the same",
+        index_.program.instructions.size(), knowledge_.size(), events_, kMaxSetBytes >> 30);
+    throw std::length_error(text);
+  }
 
   bool writes_early() const {
     return index_.program.instructions[current_.instruction].writes_early;
