@@ -124,7 +124,7 @@ def run(case: Case, parallel: Parallel, program: Program, whole: Memory) -> Memo
     return memory
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.integers(0, 1 << 30), st.sampled_from([2, 4, 8]), st.sampled_from(EXCHANGES))
 def test_ranks_compute_what_one_does(seed: int, ranks: int, exchange: Exchange) -> None:
     case, parallel = random_parallel_case(seed, ranks, exchange)
