@@ -14,6 +14,53 @@ namespace {
 
 constexpr std::size_t kMaxSetBytes = std::size_t{4} << 30;  // of all sets of events
 
+// A set of events. All words before begin_ are full, and all after words_ are empty: events are
+// numbered in about the order in which they happen, so a node knows all of the old ones.
+class EventSet {
+ public:
+  bool has(std::uint32_t event) const {
+    const std::size_t word = event / 64;
+    if (word < begin_) return true;
+    if (word >= begin_ + words_.size()) return false;
+    return words_[word - begin_] >> (event % 64) & 1;
+  }
+
+  void add(std::uint32_t event) {
+    const std::size_t word = event / 64;
+    if (word < begin_) return;
+    if (word >= begin_ + words_.size()) words_.resize(word - begin_ + 1, 0);
+    words_[word - begin_] |= std::uint64_t{1} << (event % 64);
+    drop_full_words();
+  }
+
+  void unite(const EventSet& from) {
+    if (from.begin_ > begin_) drop_words(from.begin_ - begin_);
+    const auto end = from.begin_ + from.words_.size();
+    if (end > begin_ + words_.size()) words_.resize(end - begin_, 0);
+    for (auto word = std::max(begin_, from.begin_); word < end; ++word)
+      words_[word - begin_] |= from.words_[word - from.begin_];
+    drop_full_words();
+  }
+
+  std::size_t bytes() const { return sizeof(*this) + words_.capacity() * sizeof(words_[0]); }
+
+ private:
+  void drop_words(std::size_t count) {
+    const auto dropped = static_cast<std::ptrdiff_t>(std::min(count, words_.size()));
+    words_.erase(words_.begin(), words_.begin() + dropped);
+    begin_ += count;
+  }
+
+  void drop_full_words() {
+    const auto is_full = [](std::uint64_t word) { return word == ~std::uint64_t{0}; };
+    const auto first = std::find_if_not(words_.begin(), words_.end(), is_full);
+    if (first != words_.begin()) drop_words(static_cast<std::size_t>(first - words_.begin()));
+  }
+
+  std::size_t begin_ = 0;
+  std::vector<std::uint64_t> words_;
+};
+
 // An *event* of a step: all signals of a barrier have been given, or all words of a group of tagged
 // writers have been written. A node knows the set of events that come before it. Nodes that wait
 // for the same events know the same and share a set.
@@ -23,9 +70,9 @@ class EventOrder final : public FastOrder {
       : index_(index),
         tags_(tags),
         trusted_(trusted),
-        events_((index.signallers.size() + tags.members.size()) * kAnalysedSteps),
-        words_((events_ + 63) / 64),
-        knowledge_of_(index.program.instructions.size() * kAnalysedSteps, 0) {}
+        knowledge_of_(index.program.instructions.size() * kAnalysedSteps, 0) {
+    number_sources();
+  }
 
   void enter(Node node) override {
     current_ = node;
@@ -45,21 +92,22 @@ class EventOrder final : public FastOrder {
         by_events_.try_emplace(before, static_cast<std::uint32_t>(knowledge_.size()));
     knowledge_of_[number(node)] = entry->second;
     if (!is_new) return;
-    check_size();
-    Knowledge knowledge{Set(words_), Set(words_), Set(words_), Set(words_)};
+    Knowledge knowledge;
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (i == of_header) {
         knowledge.header = knowledge.over;
         knowledge.header_read = knowledge.read;
       }
       const auto& joined = join(before[i]);
-      unite(knowledge.over, joined.over);
-      unite(knowledge.read, joined.read);
+      knowledge.over.unite(joined.over);
+      knowledge.read.unite(joined.read);
     }
     if (of_header == before.size()) {
       knowledge.header = knowledge.over;
       knowledge.header_read = knowledge.read;
     }
+    count_bytes(knowledge.header.bytes() + knowledge.header_read.bytes() + knowledge.over.bytes() +
+                knowledge.read.bytes());
     knowledge_.push_back(std::move(knowledge));
   }
 
@@ -78,40 +126,60 @@ class EventOrder final : public FastOrder {
     if (index_.program.instructions[node.instruction].reads_late) return false;
     const auto& groups = tags_.memberships[node.instruction];
     return std::any_of(groups.begin(), groups.end(), [&](std::int32_t group) {
-      return has(known, group_event(group, node.step));
+      return known.has(group_event(group, node.step));
     });
   }
 
   bool steps_are_apart(std::int32_t barrier) const override {
     const auto& signallers = index_.signallers[barrier];
     return std::all_of(signallers.begin(), signallers.end(), [&](std::int32_t instruction) {
-      return has(knowledge_[knowledge_of_[number({instruction, 1})]].over,
-                 barrier_event(barrier, 0));
+      return knowledge_[knowledge_of_[number({instruction, 1})]].over.has(
+          barrier_event(barrier, 0));
     });
   }
 
  private:
-  using Set = std::vector<std::uint64_t>;
   // Sets of events. After an event of header or over, its signallers are over; after one of
   // header_read or read, at least the reads of its signallers or writers are.
   struct Knowledge {
-    Set header, header_read;  // before the reads of the node
-    Set over, read;           // before its writes
+    EventSet header, header_read;  // before the reads of the node
+    EventSet over, read;           // before its writes
   };
   struct Joined {
-    Set over, read;
+    EventSet over, read;
   };
 
-  void check_size() const {
-    const auto sets = 4 * knowledge_.size() + 2 * joined_.size();
-    if (sets * words_ * sizeof(std::uint64_t) <= kMaxSetBytes) return;
+  // Number the sources of events, barriers and then groups, in the order of their last members.
+  void number_sources() {
+    const auto barriers = index_.signallers.size();
+    std::vector<std::pair<std::int32_t, std::uint32_t>> sources;
+    for (std::size_t source = 0; source < barriers + tags_.members.size(); ++source) {
+      std::int32_t last = 0;
+      for (const auto member : members_of(source))
+        last = std::max(last, index_.places[member].position);
+      sources.emplace_back(last, static_cast<std::uint32_t>(source));
+    }
+    std::sort(sources.begin(), sources.end());
+    numbers_.resize(sources.size());
+    for (std::size_t number = 0; number < sources.size(); ++number)
+      numbers_[sources[number].second] = static_cast<std::uint32_t>(number);
+    sources_.reserve(sources.size());
+    for (const auto& [last, source] : sources) sources_.push_back(source);
+  }
+  const Instructions& members_of(std::size_t source) const {
+    const auto barriers = index_.signallers.size();
+    return source < barriers ? index_.signallers[source] : tags_.members[source - barriers];
+  }
+
+  void count_bytes(std::size_t bytes) {
+    bytes_ += bytes;
+    if (bytes_ <= kMaxSetBytes) return;
     char text[256];
-    std::snprintf(
-        text, sizeof(text),
-        "the program's %zu instructions wait for %zu different sets of its %zu events in "
-        "two steps, and the analysis may keep %zu GiB of such sets: let more instructions "
-        "wait for the same",
-        index_.program.instructions.size(), knowledge_.size(), events_, kMaxSetBytes >> 30);
+    std::snprintf(text, sizeof(text),
+                  "the program's %zu instructions wait for %zu different sets of events in two "
+                  "steps, and the analysis may keep %zu GiB of such sets: let more instructions "
+                  "wait for the same",
+                  index_.program.instructions.size(), knowledge_.size(), kMaxSetBytes >> 30);
     throw std::length_error(text);
   }
 
@@ -122,21 +190,19 @@ class EventOrder final : public FastOrder {
     return static_cast<std::size_t>(node.step) * index_.program.instructions.size() +
            static_cast<std::size_t>(node.instruction);
   }
+  std::uint32_t event(std::size_t source, std::int32_t step) const {
+    return static_cast<std::uint32_t>(numbers_.size()) * static_cast<std::uint32_t>(step) +
+           numbers_[source];
+  }
   std::uint32_t barrier_event(std::int32_t barrier, std::int32_t step) const {
-    return static_cast<std::uint32_t>(kAnalysedSteps * barrier + step);
+    return event(static_cast<std::size_t>(barrier), step);
   }
   std::uint32_t group_event(std::int32_t group, std::int32_t step) const {
-    return barrier_event(static_cast<std::int32_t>(index_.signallers.size()) + group, step);
+    return event(index_.signallers.size() + static_cast<std::size_t>(group), step);
   }
-  static bool has(const Set& set, std::uint32_t event) {
-    return set[event / 64] >> (event % 64) & 1;
-  }
-  static void unite(Set& into, const Set& from) {
-    for (std::size_t i = 0; i < into.size(); ++i) into[i] |= from[i];
-  }
-  bool has_signal(const Set& set, Node node) const {
+  bool has_signal(const EventSet& set, Node node) const {
     const auto barrier = index_.program.instructions[node.instruction].signal;
-    return barrier >= 0 && has(set, barrier_event(barrier, node.step));
+    return barrier >= 0 && set.has(barrier_event(barrier, node.step));
   }
 
   // What follows from an event.
@@ -144,30 +210,29 @@ class EventOrder final : public FastOrder {
     const auto [entry, is_new] = joined_.try_emplace(event);
     if (!is_new) return entry->second;
     Joined& joined = entry->second;
-    joined = {Set(words_), Set(words_)};
-    const auto step = static_cast<std::int32_t>(event % kAnalysedSteps);
-    const auto source = event / kAnalysedSteps;
+    const auto step = static_cast<std::int32_t>(event / sources_.size());
+    const auto source = sources_[event % sources_.size()];
     const bool is_barrier = source < index_.signallers.size();
-    const auto& sources =
-        is_barrier ? index_.signallers[source] : tags_.members[source - index_.signallers.size()];
     std::uint32_t last = std::numeric_limits<std::uint32_t>::max();
-    for (const auto instruction : sources) {
+    for (const auto instruction : members_of(source)) {
       const auto known = knowledge_of_[number({instruction, step})];
       if (known == last) continue;
       last = known;
-      unite(joined.over, knowledge_[known].over);
-      unite(joined.read, knowledge_[known].read);
+      joined.over.unite(knowledge_[known].over);
+      joined.read.unite(knowledge_[known].read);
     }
-    const auto bit = std::uint64_t{1} << (event % 64);
-    if (is_barrier) joined.over[event / 64] |= bit;
-    joined.read[event / 64] |= bit;
+    if (is_barrier) joined.over.add(event);
+    joined.read.add(event);
+    count_bytes(joined.over.bytes() + joined.read.bytes());
     return joined;
   }
 
   const Index& index_;
   const TagGroups& tags_;
   const std::vector<char>& trusted_;
-  const std::size_t events_, words_;
+  std::vector<std::uint32_t> numbers_;  // by source
+  std::vector<std::uint32_t> sources_;  // by number
+  std::size_t bytes_ = 0;               // of all sets
   Node current_;
   std::vector<std::uint32_t> knowledge_of_;  // by node
   std::vector<Knowledge> knowledge_;
