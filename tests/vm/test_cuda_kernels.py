@@ -138,7 +138,7 @@ def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("model", ["llama-1b", "llama-8b"])
+@pytest.mark.parametrize("model", ["llama-8b"])
 def test_kernels_of_steps_with_restricted_tokens_compile_too(model: str) -> None:
     plain = kernel_headers(*MODELS[model])
     headers = kernel_headers(*MODELS[model], restricted=True)

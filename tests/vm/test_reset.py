@@ -167,7 +167,7 @@ def test_a_lost_context_is_told_by_everything(cuda_machine: CudaMachine) -> None
 def test_a_reference_run_that_fails_leaves_no_tags_of_later_steps() -> None:
     program = relay(True)
     executable, memory = load(ReferenceMachine(), program)
-    executable._order = [1, 0]
+    executable._order = [(0, 1), (0, 0)]
     with pytest.raises(MachineFault, match="are read before they are written"):
         executable.run(4)
     assert memory.epoch == 4
