@@ -26,10 +26,10 @@ from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import Runner, weight_specs
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16
-from megavm.vm.memory import Memory
 from read_floor import ReadFloor, time_gpu
 
 MODELS = {
@@ -42,7 +42,7 @@ MODELS = {
 
 
 def weight_bytes(config: LlamaConfig) -> int:
-    """Bytes that one token must read: all weights except untied embeddings."""
+    """Bytes that one token must read, of all ranks: all weights except untied embeddings."""
     hidden, wide = config.hidden_size, config.intermediate_size
     attention = hidden * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
     layer = attention + 3 * hidden * wide + 2 * hidden
@@ -55,28 +55,34 @@ def kv_bytes(config: LlamaConfig, context: int) -> int:
 
 
 def make_runner(
-    config: LlamaConfig, machine: CudaMachine, max_context: int, batch: int, **options: Any
+    config: LlamaConfig,
+    machine: CudaMachine,
+    max_context: int,
+    batch: int,
+    parallel: Parallel = ONE_RANK,
+    **options: Any,
 ) -> Runner:
-    """A runner with random weights on the GPU, scaled to preserve norms."""
+    """A runner with random weights on the GPUs, scaled to preserve norms."""
     blocks = -(-max_context // 64)
     limits = Limits(batch, blocks * 64, max(batch, 8), batch, batch * blocks, 64)
-    memory = Memory(machine.memory_device)
-    generator = torch.Generator(machine.memory_device).manual_seed(0)
-    for spec in weight_specs(config, limits, BF16):
-        if spec.name == "rope":
-            memory.bind(spec, rope_table(config, limits.max_model_len).to(memory.device))
-            continue
-        value = torch.empty(spec.shape, dtype=torch.bfloat16, device=memory.device)
-        if len(spec.shape) == 1:
-            value.uniform_(0.8, 1.2, generator=generator)
-        else:
-            value.normal_(0.0, spec.shape[1] ** -0.5, generator=generator)
-        memory.bind(spec, value)
+    memory = machine.memory(parallel.ranks)
+    for rank in memory.ranks:
+        generator = torch.Generator(rank.device).manual_seed(0)
+        for spec in weight_specs(config, limits, BF16, parallel):
+            if spec.name == "rope":
+                rank.bind(spec, rope_table(config, limits.max_model_len).to(rank.device))
+                continue
+            value = torch.empty(spec.shape, dtype=torch.bfloat16, device=rank.device)
+            if len(spec.shape) == 1:
+                value.uniform_(0.8, 1.2, generator=generator)
+            else:
+                value.normal_(0.0, spec.shape[1] ** -0.5, generator=generator)
+            rank.bind(spec, value)
 
     def options_for(rows: int) -> Any:
         return dataclasses.replace(default_options("cuda", machine.workers, rows), **options)
 
-    return Runner(config, memory, limits, BF16, machine, options_for)
+    return Runner(config, memory, limits, BF16, machine, options_for, parallel)
 
 
 def prepare(runner: Runner, batch: int, context: int) -> Step:
@@ -152,21 +158,24 @@ def main() -> None:
         metavar="NAME=NUMBER",
         help="another value of a compile option (scheduler/compiler/options.py)",
     )
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--exchange", choices=("all_reduce", "all_gather"), default="all_reduce")
     parser.add_argument("--trace", help="file for a trace of the last batch and context")
     args = parser.parse_args()
 
     config = MODELS[args.model]
     if args.layers:
         config = dataclasses.replace(config, num_layers=args.layers)
-    machine = CudaMachine()
-    size = weight_bytes(config)
+    parallel = Parallel(args.tensor_parallel_size, args.exchange)
+    machine = CudaMachine(range(parallel.ranks))
+    size = weight_bytes(config) // parallel.ranks
     floor = ReadFloor(min(size, 4 << 30))
     results = []
     longest = max(args.context) + 2 * args.steps
-    runner = make_runner(config, machine, longest, max(args.batch), **dict(args.option))
+    runner = make_runner(config, machine, longest, max(args.batch), parallel, **dict(args.option))
     for batch in args.batch:
         for context in args.context:
-            read = size + batch * kv_bytes(config, context)
+            read = size + batch * kv_bytes(config, context) // parallel.ranks
             before = floor.microseconds(read)
             found = measure(runner, batch, context, args.steps, args.rounds)
             limit = statistics.mean((before, floor.microseconds(read)))
@@ -186,7 +195,12 @@ def main() -> None:
                 flush=True,
             )
     if args.save:
-        path = save(f"llama_cuda_{args.model}", {"model": args.model, "results": results})
+        facts = {"model": args.model, "results": results}
+        name = f"llama_cuda_{args.model}"
+        if parallel.ranks > 1:
+            name += f"_tp{parallel.ranks}_{parallel.exchange}"
+            facts |= {"ranks": parallel.ranks, "exchange": parallel.exchange}
+        path = save(name, facts)
         print(f"saved {path}")
     if args.trace:
         record(runner, args.batch[-1], args.context[-1], args.steps, args.trace)

@@ -27,8 +27,9 @@ from environment import save
 from llama_cuda import MODELS, make_runner, measure, prepare
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.compiler import ROOT, CompileError
+from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.launch import EXCHANGE, HINT
-from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -141,7 +142,7 @@ class VariantMachine(CudaMachine):
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
         executable = super().load(program, memory, verify=verify)
         if not self.hints:
-            words = executable._exchanges.view(torch.int32).view(-1, EXCHANGE.size // 4)
+            words = executable._ranks[0].exchanges.view(torch.int32).view(-1, EXCHANGE.size // 4)
             words[:, : HINT.size // 4] = -1  # NONE; the hint comes first
         return executable
 

@@ -55,6 +55,13 @@ class Layer(torch.nn.Module):
 
         x [batch, hidden]; rope [head_dim] of the position; mask [length]: positions to attend to.
         """
+        x = x + self.attend(x, rope, position, mask)
+        return x + self.widen(x)
+
+    def attend(
+        self, x: torch.Tensor, rope: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        """What attention adds to x [batch, hidden]; arguments as of ``forward``."""
         config = self.config
         batch, heads, d = x.shape[0], config.num_kv_heads, config.head_dim
         normed = _rms_norm(x, self.input_gain, config.rms_norm_eps)
@@ -71,10 +78,13 @@ class Layer(torch.nn.Module):
             scores = (q @ self.keys.transpose(2, 3)).float() * d**-0.5
             weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
             attended = weights.to(q.dtype) @ self.values
-        x = x + F.linear(attended.reshape(batch, -1), self.out)
-        normed = _rms_norm(x, self.post_gain, config.rms_norm_eps)
+        return F.linear(attended.reshape(batch, -1), self.out)
+
+    def widen(self, x: torch.Tensor) -> torch.Tensor:
+        """What the MLP adds to x [batch, hidden]."""
+        normed = _rms_norm(x, self.post_gain, self.config.rms_norm_eps)
         gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, self.down)
+        return F.linear(F.silu(gate) * up, self.down)
 
 
 class Decoder(torch.nn.Module):

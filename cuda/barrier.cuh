@@ -11,6 +11,7 @@ struct Awaited {
   const uint32_t* counter = nullptr;
   uint32_t barrier = 0;
   uint32_t target = 0;
+  bool is_shared = false;  // other ranks signal it too
 
   Awaited() = default;
 
@@ -19,12 +20,14 @@ struct Awaited {
                                      uint32_t more)
       : counter(launch.barriers + number * kBarrierStride),
         barrier(number),
-        target((launch.steps_before + step) * launch.signals[number] + more) {}
+        target((launch.steps_before + step) * launch.signals[number] + more),
+        is_shared(program::kRanks > 1 && number < launch.shared_barriers) {}
 
   // Whether the counter has reached the target. The load acquires, so the signallers' stores are
   // visible then. Stops this warp when the worker is stopping.
   __device__ __forceinline__ bool is_over() const {
-    const uint32_t value = ptx::load_acquire(counter);
+    const uint32_t value =
+        is_shared ? ptx::load_acquire_system(counter) : ptx::load_acquire(counter);
     if (has_reached(value)) return true;
     if (__builtin_expect(is_stopping(), 0)) stop(FaultKind::kBarrier, barrier, 0, 0, value, target);
     return false;

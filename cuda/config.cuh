@@ -29,6 +29,8 @@ constexpr uint32_t kAnySquares = 0;
 // whether it handles all words of some (tagged_rows.cuh).
 constexpr uint32_t kAnyTaggedRows = 0;
 constexpr uint32_t kAnyByMachine = 0;
+// Several: the program runs on that many GPUs.
+constexpr uint32_t kRanks = 1;
 // Whether some instructions also store results scaled by a gain, for readers that normalise them.
 constexpr uint32_t kAnyOutScaled = 0;
 }  // namespace program_defaults

@@ -69,6 +69,13 @@ __device__ __forceinline__ uint32_t tensor_mask(uint32_t opcode) {
   return opcode < kNumOpcodes ? kTensorMask[opcode] : 0;
 }
 
+// The table in which lane i finds the tensor of operand word i.
+__device__ __forceinline__ const Tensor* table_of(const Launch& launch, uint32_t opcode) {
+  if constexpr (program::kRanks > 1)
+    if (opcode < kNumOpcodes && kGatheredMask[opcode] >> lane_index() & 1) return launch.written;
+  return launch.tensors;
+}
+
 // The first row of an instruction whose words the storer handles; kNone, the usual case, if it
 // handles none. `live`: lane i has the number of live rows that Launch::counts[i] names.
 __device__ __forceinline__ uint32_t first_tagged_row(const Exchange& exchange, uint32_t live) {
@@ -106,11 +113,11 @@ __device__ __forceinline__ void run_controller(const Launch& launch) {
     if (more) {
       word = __ldg(queue.words() + lane);
       exchange = queue.exchange();
-      const uint32_t mask = tensor_mask(__shfl_sync(~0u, word, 0));
+      const uint32_t opcode = __shfl_sync(~0u, word, 0), mask = tensor_mask(opcode);
       const uint32_t handle = __shfl_sync(~0u, word, (lane + kHeaderWords) % kLanes);
       names_tensor = lane < kOperandWords && (mask >> lane & 1) && handle != kNone;
       if (names_tensor)
-        entry = ptx::load_constant4(reinterpret_cast<uint64_t>(launch.tensors + handle));
+        entry = ptx::load_constant4(reinterpret_cast<uint64_t>(table_of(launch, opcode) + handle));
       tagged_row = first_tagged_row(exchange, live);
     }
     // Wait for a free stage.

@@ -20,6 +20,7 @@ struct alignas(16) Control {
   uint32_t stopping;  // 1: all warps of this worker stop at their next wait
   uint32_t aborted;   // 1: they stop because another worker has faulted
   uint32_t waiting;   // 1: the consumers wait for results of other workers, see Loader
+  uint32_t rank;
 };
 static_assert(sizeof(Control) <= kControlBytes);
 
@@ -126,7 +127,12 @@ __device__ __forceinline__ void report_faults() {
   }
   __threadfence();
   __syncwarp();
-  if (warp == 0) ptx::store_relaxed(control().abort, 1);
+  // Lane i tells rank i. Without ranks, the abort word need not be in memory that all ranks write.
+  static_assert(program::kRanks <= kLanes);
+  if (warp >= program::kRanks) return;
+  const uint64_t apart = (uint64_t{warp} - control().rank) << kRankShift;
+  ptx::store_relaxed(
+      reinterpret_cast<uint32_t*>(reinterpret_cast<uint64_t>(control().abort) + apart), 1);
 }
 
 // The controller's watch for a worker that makes no progress. All lanes call it together.

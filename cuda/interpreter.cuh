@@ -98,7 +98,7 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
       sums.arrived().init(kNumConsumers * kWarpArrivals);
       sums.finished().init(kWarpArrivals);
     }
-    control() = {launch.timeout, launch.faults, launch.abort, 0, 0, 0};
+    control() = {launch.timeout, launch.faults, launch.abort, 0, 0, 0, launch.rank};
     ptx::fence_mbarrier_init();
   }
   if (lane_index() == 0) current() = {};

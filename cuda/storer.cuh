@@ -19,18 +19,31 @@ class Storer {
   // `stored` has made the consumers' stores visible to this thread; the release passes them on to
   // every worker that acquires the barrier. A hint orders nothing, so it is relaxed.
   __device__ __forceinline__ void publish(const Stage& stage) const {
-    if constexpr (program::kInOrder) ptx::fence_gpu();
+    if constexpr (program::kInOrder) fence();
     if (stage.exchange.hint.signal != kNone)
       ptx::add_relaxed(launch_.barriers + stage.exchange.hint.signal * kBarrierStride, 1);
     const uint32_t barrier = stage.words.header.signal;
-    if (barrier != kNone && !launch_.alone)
-      ptx::add_release(launch_.barriers + barrier * kBarrierStride, 1);
+    if (barrier == kNone || launch_.alone) return;
+    uint32_t* counter = launch_.barriers + barrier * kBarrierStride;
+    if (program::kRanks == 1 || barrier >= launch_.shared_barriers)
+      return ptx::add_release(counter, 1);
+    // One fence, then a relaxed add to the counter of every rank: a release to each would wait
+    // anew.
+    ptx::fence_system();
+    const uint64_t first = reinterpret_cast<uint64_t>(counter) - on_rank(0, launch_.rank);
+#pragma unroll
+    for (uint32_t rank = 0; rank < program::kRanks; ++rank)
+      ptx::add_relaxed_system(on_rank(first, rank), 1);
   }
 
   StageCursor stage;
   SumsCursor sums;  // the next block of sums
 
  private:
+  static __device__ __forceinline__ void fence() {
+    program::kRanks > 1 ? ptx::fence_system() : ptx::fence_gpu();
+  }
+
   const Launch& launch_;
 };
 

@@ -76,11 +76,15 @@ __device__ __forceinline__ void end_tagged_rows(const Launch& launch, const Stag
   for (uint32_t written = awaited; written < 2; ++written)
     each_tagged_word(launch, stage, written, first_row,
                      [&](OperandWord operand, uint64_t address, uint32_t row, uint32_t word) {
-                       if (written)
-                         ptx::store_relaxed_tagged(address, ptx::load_relaxed_tagged(address).x,
-                                                   stage.tag);
-                       else
+                       if (!written) {
                          read_tagged(address, stage.tag, operand, row, word);
+                         return;
+                       }
+                       const Tensor& tensor = stage.tensors[operand];
+                       const uint32_t value = written_word(tensor, address);
+                       store_shares(is_gathered(tensor), address, [&](uint64_t to) {
+                         ptx::store_relaxed_tagged(to, value, stage.tag);
+                       });
                      });
 }
 

@@ -9,6 +9,15 @@ __device__ __forceinline__ DType dtype_of(const Tensor& t) {
   return static_cast<DType>(t.address >> kDtypeShift & 0xf);
 }
 __device__ __forceinline__ bool is_tagged(const Tensor& t) { return t.address >> kTaggedShift & 1; }
+// Whether all ranks get what is written. Such an operand begins with the share of the own rank, in
+// the memory of rank 0, and instructions do not read it.
+__device__ __forceinline__ bool is_gathered(const Tensor& t) {
+  return program::kRanks > 1 && (t.address >> kGatheredShift & 1);
+}
+// Columns that instructions of this rank write.
+__device__ __forceinline__ uint32_t own_columns(const Tensor& t) {
+  return is_gathered(t) ? t.columns / program::kRanks : t.columns;
+}
 __device__ __forceinline__ bool is_f32(const Tensor& t) { return dtype_of(t) == DType::kF32; }
 __device__ __forceinline__ Layout layout_of(const Tensor& t) {
   return static_cast<Layout>(t.address >> kLayoutShift & 0xf);
@@ -30,6 +39,28 @@ __device__ __forceinline__ uint64_t word_at(const Tensor& t, uint32_t row, uint3
   const uint32_t per_word = 4 / element_bytes(t);
   const uint32_t shift = per_word - 1;  // 1 or 2 elements in a word
   return base_of(t) + 8 * (static_cast<uint64_t>(row) * (t.columns >> shift) + (column >> shift));
+}
+
+// An address in the memory of rank 0, in that of another rank.
+__device__ __forceinline__ uint64_t on_rank(uint64_t address, uint32_t rank) {
+  return address + (uint64_t{rank} << kRankShift);
+}
+
+// Call store(address) for the element that is at `address`, on every rank if it is gathered.
+template <class Store>
+__device__ __forceinline__ void store_shares(bool gathered, uint64_t address, Store&& store) {
+  store(address);
+  if constexpr (program::kRanks > 1)
+    if (gathered)
+#pragma unroll
+      for (uint32_t rank = 1; rank < program::kRanks; ++rank) store(on_rank(address, rank));
+}
+
+// The value of a tagged word that this instruction writes. All ranks have it: the own one is
+// nearest.
+__device__ __forceinline__ uint32_t written_word(const Tensor& t, uint64_t address) {
+  if (is_gathered(t)) address = on_rank(address, control().rank);
+  return ptx::load_relaxed_tagged(address).x;
 }
 
 // Index of the operand word that names a tensor; fault records use it.
@@ -56,30 +87,30 @@ __device__ __forceinline__ unsigned short to_bf16(float value) {
 __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32_t column,
                                            float first, float second, bool with_second,
                                            uint32_t tag) {
-  if (is_tagged(t)) {
-    const uint64_t address = word_at(t, row, column);
-    // A row is made of whole words, so the second bf16 element always exists.
-    if (!is_f32(t)) return ptx::store_relaxed_tagged(address, ptx::pack_bf16(first, second), tag);
-    ptx::store_relaxed_tagged(address, __float_as_uint(first), tag);
-    if (with_second) ptx::store_relaxed_tagged(address + 8, __float_as_uint(second), tag);
-    return;
-  }
-  const uint64_t address = element_at(t, row, column);
-  if (is_f32(t)) {
-    ptx::store(address, __float_as_uint(first));
-    if (with_second) ptx::store(address + 4, __float_as_uint(second));
-  } else if (with_second && address % 4 == 0) {
-    ptx::store(address, ptx::pack_bf16(first, second));
-  } else {
-    ptx::store_half(address, to_bf16(first));
-    if (with_second) ptx::store_half(address + 2, to_bf16(second));
-  }
+  const uint64_t place = is_tagged(t) ? word_at(t, row, column) : element_at(t, row, column);
+  store_shares(is_gathered(t), place, [&](uint64_t address) {
+    if (is_tagged(t)) {
+      // A row is made of whole words, so the second bf16 element always exists.
+      if (!is_f32(t)) return ptx::store_relaxed_tagged(address, ptx::pack_bf16(first, second), tag);
+      ptx::store_relaxed_tagged(address, __float_as_uint(first), tag);
+      if (with_second) ptx::store_relaxed_tagged(address + 8, __float_as_uint(second), tag);
+    } else if (is_f32(t)) {
+      ptx::store(address, __float_as_uint(first));
+      if (with_second) ptx::store(address + 4, __float_as_uint(second));
+    } else if (with_second && address % 4 == 0) {
+      ptx::store(address, ptx::pack_bf16(first, second));
+    } else {
+      ptx::store_half(address, to_bf16(first));
+      if (with_second) ptx::store_half(address + 2, to_bf16(second));
+    }
+  });
 }
 
 // The destination of two neighbouring elements, computed ahead of the store.
 struct PairPlace {
   uint64_t address = 0;
-  uint32_t kind = 0;  // bits: 1 float32, 2 tagged; 0 bf16. kNone: not one store, see below
+  // Bits: 1 float32, else bf16; 2 tagged; 4 gathered. kNone: not one store, see below.
+  uint32_t kind = 0;
 
   __device__ __forceinline__ PairPlace() : address(0), kind(kNone) {}
   __device__ __forceinline__ PairPlace(uint64_t address, uint32_t kind)
@@ -88,37 +119,45 @@ struct PairPlace {
       : address(is_tagged(t) ? word_at(t, row, column) : element_at(t, row, column)),
         kind(is_f32(t) + 2 * is_tagged(t)) {
     // One store instruction writes both elements, so the address must be aligned for it.
-    if (address % (kind == 3 ? 16 : kind == 0 ? 4 : 8) != 0) kind = kNone;
+    if (address % (kind == 3 ? 16 : kind == 0 ? 4 : 8) != 0)
+      kind = kNone;
+    else if (is_gathered(t))
+      kind += 4;
   }
 
   // The place that is `columns` (an even number) further in the row.
   __device__ __forceinline__ PairPlace after(uint32_t columns) const {
     PairPlace place = *this;
-    place.address += columns * (kind == 3 ? 8 : kind == 0 ? 2 : 4);
+    place.address += columns * (form() == 3 ? 8 : form() == 0 ? 2 : 4);
     return place;
   }
 
   __device__ __forceinline__ void store(float first, float second, uint32_t tag) const {
-    if (kind == 3)
-      ptx::store_relaxed_tagged2(address, __float_as_uint(first), __float_as_uint(second), tag);
-    else if (kind == 2)
-      ptx::store_relaxed_tagged(address, ptx::pack_bf16(first, second), tag);
-    else if (kind == 1)
-      ptx::store2(address, __float_as_uint(first), __float_as_uint(second));
-    else
-      ptx::store(address, ptx::pack_bf16(first, second));
+    store_shares(kind & 4, address, [&](uint64_t to) {
+      if (form() == 3)
+        ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
+      else if (form() == 2)
+        ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
+      else if (form() == 1)
+        ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
+      else
+        ptx::store(to, ptx::pack_bf16(first, second));
+    });
   }
+
+ private:
+  __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
 };
 
 // Store one element. The other element of a tagged bf16 word keeps its value.
 __device__ __forceinline__ void write_element(const Tensor& t, uint32_t row, uint32_t column,
                                               float value, uint32_t tag) {
   if (!is_tagged(t) || is_f32(t)) return write_pair(t, row, column, value, 0.0f, false, tag);
-  const uint64_t address = word_at(t, row, column);
-  const uint32_t old = ptx::load_relaxed_tagged(address).x;
-  const uint32_t half = to_bf16(value);
-  ptx::store_relaxed_tagged(
-      address, column % 2 ? half << 16 | (old & 0xffff) : (old & 0xffff0000u) | half, tag);
+  const uint64_t place = word_at(t, row, column);
+  const uint32_t old = written_word(t, place), half = to_bf16(value);
+  const uint32_t word = column % 2 ? half << 16 | (old & 0xffff) : (old & 0xffff0000u) | half;
+  store_shares(is_gathered(t), place,
+               [&](uint64_t address) { ptx::store_relaxed_tagged(address, word, tag); });
 }
 
 }  // namespace megavm

@@ -17,7 +17,8 @@ __device__ __forceinline__ void note(const Launch& launch, const Stage& stage, E
 __device__ __forceinline__ void note_worker(const Launch& launch, const Stage& stage) {
   if constexpr (program::kTrace) {
     const uint64_t row = static_cast<uint64_t>(stage.trace_row) * kTraceColumns;
-    launch.trace[row + kWorkerColumn] = blockIdx.x;
+    launch.trace[row + kWorkerColumn] =
+        (program::kRanks > 1 ? launch.rank * gridDim.x : 0) + blockIdx.x;
   }
 }
 

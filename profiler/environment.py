@@ -24,7 +24,7 @@ SECONDS: Final = 0.5  # at least: long enough for clocks to rise and for neighbo
 def describe_machine(machine: Machine) -> dict[str, Any]:
     """The members of a trace's ``machine`` that need no measurement."""
     if isinstance(machine, CudaMachine):
-        device, clock = torch.cuda.get_device_name(machine.device), "globaltimer"
+        device, clock = torch.cuda.get_device_name(machine.devices[0]), "globaltimer"
         return {"name": machine.name, "device": device, "clock": clock}
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {"name": machine.name, "device": _processor(), "clock": "steady clock", "cores": cores}

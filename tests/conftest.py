@@ -54,6 +54,21 @@ def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
     return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"), root=root)
 
 
+@pytest.fixture(scope="session")
+def cuda_ranks(cuda_machine: CudaMachine) -> Callable[..., CudaMachine]:
+    """cuda_ranks(ranks, **options): ranks share GPUs if there are fewer."""
+    import torch
+
+    from megavm.vm.cuda.machine import CudaMachine
+
+    def make(ranks: int, **options: Any) -> CudaMachine:
+        devices = [rank % torch.cuda.device_count() for rank in range(ranks)]
+        given: dict[str, Any] = {"timeout": cuda_machine.timeout, "root": cuda_machine.root}
+        return CudaMachine(devices, **given | options)
+
+    return make
+
+
 @pytest.fixture
 def compiler() -> None:
     """Tests that compile kernels are skipped where there is no compiler for them."""

@@ -144,6 +144,11 @@ def tensor_operands(cls: type[Instruction]) -> int:
     return sum(1 << i for i, f in enumerate(cls.fields) if f.kind is FieldKind.TENSOR)
 
 
+def gathered_operands(cls: type[Instruction]) -> int:
+    """A bit for each operand word that may name a tensor whose shares all ranks get."""
+    return sum(1 << i for i, f in enumerate(cls.fields) if f.gathered)
+
+
 def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     """The text of ``isa.hpp``."""
     from megavm.instructions import tiles
@@ -190,6 +195,11 @@ def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     lines += ["// By opcode: a bit for each operand word that is a handle of a tensor."]
     lines += ["constexpr unsigned int kTensorMask[kNumOpcodes] = {"]
     lines += [f"    {masks.get(opcode, '0')}," for opcode in range(top)]
+    lines += ["};", ""]
+    written = {cls.opcode: gathered_operands(cls) for cls in classes}
+    lines += ["// By opcode: a bit for each operand word that may name a gathered tensor to write."]
+    lines += ["constexpr unsigned int kGatheredMask[kNumOpcodes] = {"]
+    lines += [f"    {written.get(opcode, 0):#x}," for opcode in range(top)]
     lines += ["};", "", "}  // namespace megavm", ""]
     return "\n".join(lines)
 
@@ -331,6 +341,9 @@ def program_header(program: Program, *, trace: bool = False, in_order: bool = Fa
     constants["any_tagged_rows"] = int(several or program.exchanges.any_tagged_rows)
     constants["any_by_machine"] = int(program.exchanges.any_by_machine)
     lines = [warning("a program"), "#pragma once", ""]
+    if program.ranks > 1:
+        constants["ranks"] = program.ranks
+        lines += ['#define MEGAVM_SCOPE "sys"', ""]
     lines += ["namespace megavm::program {", ""]
     lines += [
         f"constexpr bool kUses{cls.__name__} = {'true' if cls in found.used else 'false'};"

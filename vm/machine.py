@@ -93,7 +93,11 @@ class Machine(Protocol):
     """Runs programs. One machine may hold many loaded programs on one memory."""
 
     name: str
-    memory_device: str  # where the memory of its programs must be, as torch names it
+    memory_device: str  # where the memory of its programs must be, as torch names it; of rank 0
+
+    def memory(self, ranks: int = 1) -> Memory:
+        """An empty memory for programs of so many ranks. Raises ValueError for a number it cannot run."""
+        ...
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         """Verify the program and resolve its tensors in ``memory``, which must outlive the result.
@@ -101,6 +105,11 @@ class Machine(Protocol):
         Raises ValueError for a program that does not verify, or a tensor or rank that memory does not have.
         """
         ...
+
+
+def memory_on_cpu(ranks: int = 1) -> Memory:
+    """``Machine.memory`` of the machines that run on the CPU."""
+    return Memory("cpu", ranks)
 
 
 def require_ranks(program: Program, memory: Memory) -> None:

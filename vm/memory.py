@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -11,6 +11,10 @@ from megavm.vm.isa import DType, Part, TensorSpec
 from megavm.vm.layout import ROWS, Layout
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
+
+Device = torch.device | str
+# (shape, dtype) -> zeros for each rank, at places that all ranks know
+AllocateShares = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
 
 
 class Memory:
@@ -24,14 +28,24 @@ class Memory:
     The memory of a machine of several ranks is that of rank 0; ``ranks`` has all of them, in order, itself
     included. They have the same tensors and one epoch: ``allocate`` allocates on all ranks, and all other
     methods concern one. Ranks on one device may be bound to the same storage of a read-only tensor.
+
+    ``device``: of all ranks, or a sequence with one for each rank. ``allocate_shares`` allocates tensors with
+    shares, if all ranks must be able to write them. ``Machine.memory`` chooses both.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", ranks: int = 1) -> None:
-        self.device = torch.device(device)
+    def __init__(
+        self,
+        device: Device | Sequence[Device] = "cpu",
+        ranks: int = 1,
+        allocate_shares: AllocateShares | None = None,
+    ) -> None:
+        devices = [device] * ranks if isinstance(device, torch.device | str) else list(device)
+        self.device = torch.device(devices[0])
         self._first: Memory = self
-        self.ranks: tuple[Memory, ...] = (self, *(Memory(device) for _ in range(ranks - 1)))
+        self.ranks: tuple[Memory, ...] = (self, *(Memory(other) for other in devices[1:]))
         for other in self.ranks[1:]:
             other._first = self
+        self._allocate_shares = allocate_shares
         self._specs: dict[str, TensorSpec] = {}
         self._storage: dict[str, tuple[torch.Tensor, ...]] = {}  # one, or one for each part
         self._layouts: dict[str, Layout] = {}
@@ -91,21 +105,22 @@ class Memory:
 
         Raises ValueError when a tensor of the same name is present with another kind, shape or dtype.
         """
-        specs = list(specs)
-        for other in self.ranks[1:]:
-            other.allocate(specs)
         for spec in specs:
-            if spec.name not in self._specs:
-                self._specs[spec.name] = spec
-                self._layouts[spec.name] = ROWS
-                shape: tuple[int, ...] = spec.shape
-                dtype = TORCH_DTYPE[spec.dtype]
-                if spec.tagged:
-                    shape = (spec.rows, spec.columns * spec.dtype.size // 4, 2)
-                    dtype = torch.int32
-                self._storage[spec.name] = (torch.zeros(shape, dtype=dtype, device=self.device),)
+            missing = [rank for rank in self.ranks if spec.name not in rank._specs]
+            for rank in self.ranks:
+                if rank not in missing:
+                    rank.require([spec])
+            if not missing:
+                continue
+            shape, dtype = _storage_of(spec)
+            if spec.shares > 1 and self._allocate_shares is not None:
+                storage = self._allocate_shares(shape, dtype)
             else:
-                self.require([spec])
+                storage = [torch.zeros(shape, dtype=dtype, device=rank.device) for rank in missing]
+            for rank, own in zip(missing, storage, strict=True):
+                rank._specs[spec.name] = spec
+                rank._layouts[spec.name] = ROWS
+                rank._storage[spec.name] = (own,)
 
     def spec(self, name: str) -> TensorSpec:
         """The spec that the tensor was bound or allocated with. Raises KeyError when it is absent."""
@@ -214,6 +229,13 @@ class Memory:
         twin.ranks = (twin, *(other._copy(device) for other in self.ranks[1:]))
         for other in twin.ranks:
             other._first = twin
+        if self._allocate_shares is not None and twin.device == self.device:
+            twin._allocate_shares = self._allocate_shares
+            for name, spec in self._specs.items():
+                if spec.shares > 1:
+                    storage = self._allocate_shares(*_storage_of(spec))
+                    for own, rank, source in zip(storage, twin.ranks, self.ranks, strict=True):
+                        rank._storage[name] = (own.copy_(source.storage(name)),)
         return twin
 
     def _copy(self, device: torch.device | str | None) -> Memory:
@@ -240,3 +262,10 @@ class Memory:
     def bytes(self) -> int:
         """Bytes of all storage."""
         return sum(p.numel() * p.element_size() for parts in self._storage.values() for p in parts)
+
+
+def _storage_of(spec: TensorSpec) -> tuple[tuple[int, ...], torch.dtype]:
+    """Shape and dtype of an allocated tensor's storage."""
+    if spec.tagged:
+        return (spec.rows, spec.columns * spec.dtype.size // 4, 2), torch.int32
+    return spec.shape, TORCH_DTYPE[spec.dtype]

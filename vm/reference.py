@@ -15,7 +15,7 @@ import torch
 
 from megavm.vm.config import NONE
 from megavm.vm.isa import Instruction, Region, TensorSpec
-from megavm.vm.machine import Executable, MachineFault, WorkerState, require_ranks
+from megavm.vm.machine import Executable, MachineFault, WorkerState, memory_on_cpu, require_ranks
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
 from megavm.vm.verify import verify as verify_program
@@ -203,6 +203,7 @@ class ReferenceMachine:
 
     name = "reference"
     memory_device = "cpu"
+    memory = staticmethod(memory_on_cpu)
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         if verify:

@@ -3,6 +3,12 @@
 
 #include "cuda/integers.cuh"
 
+// The scope of words and counters that workers exchange: the GPU, or all GPUs of a program of
+// several ranks. program.hpp defines it.
+#ifndef MEGAVM_SCOPE
+#define MEGAVM_SCOPE "gpu"
+#endif
+
 namespace megavm::ptx {
 
 struct Words2 {
@@ -62,7 +68,10 @@ __device__ __forceinline__ uint32_t zero() {
 
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {
   uint32_t value;
-  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.u32 %0, [%1];"
+               : "=r"(value)
+               : "l"(address)
+               : "memory");
   return value;
 }
 
@@ -72,11 +81,21 @@ __device__ __forceinline__ uint32_t load_acquire(const uint32_t* address) {
   return value;
 }
 
+// The same for a counter to which threads of other GPUs add.
+__device__ __forceinline__ uint32_t load_acquire_system(const uint32_t* address) {
+  uint32_t value;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
 // One {value, epoch} word. The access is atomic, so a matching epoch proves the value: no fence and
 // no stronger order is needed.
 __device__ __forceinline__ Words2 load_relaxed_tagged(uint64_t address) {
   uint64_t word;
-  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(address) : "memory");
+  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.b64 %0, [%1];"
+               : "=l"(word)
+               : "l"(address)
+               : "memory");
   return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
 }
 
@@ -84,7 +103,7 @@ __device__ __forceinline__ Words2 load_relaxed_tagged(uint64_t address) {
 // not.
 __device__ __forceinline__ Words4 load_relaxed_tagged2(uint64_t address) {
   uint64_t first, second;
-  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+  asm volatile("ld.relaxed." MEGAVM_SCOPE ".global.v2.b64 {%0, %1}, [%2];"
                : "=l"(first), "=l"(second)
                : "l"(address)
                : "memory");
@@ -151,14 +170,15 @@ __device__ __forceinline__ unsigned short load_constant_half(uint64_t address) {
 __device__ __forceinline__ void store_relaxed_tagged(uint64_t address, uint32_t value,
                                                      uint32_t epoch) {
   const uint64_t word = static_cast<uint64_t>(epoch) << 32 | value;
-  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(address), "l"(word) : "memory");
+  asm volatile("st.relaxed." MEGAVM_SCOPE ".global.b64 [%0], %1;" ::"l"(address), "l"(word)
+               : "memory");
 }
 
 __device__ __forceinline__ void store_relaxed_tagged2(uint64_t address, uint32_t first,
                                                       uint32_t second, uint32_t epoch) {
   const uint64_t high = static_cast<uint64_t>(epoch) << 32;
-  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(address), "l"(high | first),
-               "l"(high | second)
+  asm volatile("st.relaxed." MEGAVM_SCOPE ".global.v2.b64 [%0], {%1, %2};" ::"l"(address),
+               "l"(high | first), "l"(high | second)
                : "memory");
 }
 
@@ -175,7 +195,8 @@ __device__ __forceinline__ void store_half(uint64_t address, unsigned short valu
 }
 
 __device__ __forceinline__ void store_relaxed(uint32_t* address, uint32_t value) {
-  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+  asm volatile("st.relaxed." MEGAVM_SCOPE ".global.u32 [%0], %1;" ::"l"(address), "r"(value)
+               : "memory");
 }
 
 // Adds with release order: a thread of the GPU that acquires the counter also sees every store that
@@ -186,6 +207,11 @@ __device__ __forceinline__ void add_release(uint32_t* address, uint32_t value) {
 
 __device__ __forceinline__ void add_relaxed(uint32_t* address, uint32_t value) {
   asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+// For a counter in the memory of any GPU.
+__device__ __forceinline__ void add_relaxed_system(uint64_t address, uint32_t value) {
+  asm volatile("red.relaxed.sys.global.add.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
 __device__ __forceinline__ uint32_t fetch_add_relaxed(uint32_t* address, uint32_t value) {
@@ -279,6 +305,9 @@ __device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t b
 // Orders every access that this thread made or observed before all its later accesses, as any
 // thread of the GPU sees them.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
+
+// The same, as any thread of any GPU sees them.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Orders ordinary accesses before later copies of the copy engine, which uses the async proxy.
 __device__ __forceinline__ void fence_proxy_async() {

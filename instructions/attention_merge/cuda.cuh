@@ -31,7 +31,7 @@ struct Kernel<AttentionMerge> : KernelDefaults {
     const AttentionMerge& inst = in.inst;
     const Tensor& partial = in[&AttentionMerge::partial];
     const Tensor& out = in[&AttentionMerge::out];
-    const uint32_t d = inst.head_dim, heads = out.columns / d, splits = inst.num_splits;
+    const uint32_t d = inst.head_dim, heads = own_columns(out) / d, splits = inst.num_splits;
     const uint32_t parts = ceil_div(d, kLanes), lane = lane_index();
     const uint32_t per_row = (inst.head_end - inst.head_begin) * parts;
     using Score = Loaded<true, kTagged, 2>;  // the largest score and the total of a split
@@ -135,7 +135,7 @@ struct Kernel<AttentionMerge> : KernelDefaults {
                                                  uint32_t column) {
     const Tensor& partial = in[&AttentionMerge::partial];
     const OperandWord word = in.word(&AttentionMerge::partial);
-    const uint32_t d = in.inst.head_dim, heads = in[&AttentionMerge::out].columns / d;
+    const uint32_t d = in.inst.head_dim, heads = own_columns(in[&AttentionMerge::out]) / d;
     float highest = -kInfinity, total = 0.0f, sum = 0.0f;
 #pragma unroll 1
     for (uint32_t split = 0; split < in.inst.num_splits; ++split) {
@@ -171,9 +171,8 @@ struct Kernel<AttentionMerge> : KernelDefaults {
         if (column + j >= begin && column + j < end)
           value = merged(in, row, column + j);
         else if (whole_words)  // a word of which one element is written keeps the other
-          value = __uint_as_float(ptx::load_relaxed_tagged(word_at(out, row, column)).x
-                                      << (j == 0 ? 16 : 0) &
-                                  0xffff0000u);
+          value = __uint_as_float(
+              written_word(out, word_at(out, row, column)) << (j == 0 ? 16 : 0) & 0xffff0000u);
         (j == 0 ? x : y) = value;
       }
       if (whole_words || column >= begin)

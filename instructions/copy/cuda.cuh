@@ -15,7 +15,7 @@ struct Kernel<Copy> : KernelDefaults {
     if (with_first && with_second) return write_pair(out, row, column, first, second, true, tag);
     if (is_tagged(out) && !is_f32(out)) {
       // A word of which one element is written keeps the other.
-      const uint32_t old = ptx::load_relaxed_tagged(word_at(out, row, column)).x;
+      const uint32_t old = written_word(out, word_at(out, row, column));
       if (!with_first) first = ptx::low_bf16(old);
       if (!with_second) second = ptx::high_bf16(old);
       return write_pair(out, row, column, first, second, true, tag);

@@ -95,9 +95,13 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ bool keeps() const { return in.has(&Matmul::peaks); }
 
   __device__ __forceinline__ void end(uint32_t row, const Peak& peak) const {
+    // The column counts through the shares of all ranks.
+    const uint32_t share = program::kRanks > 1 && is_gathered(in[&Matmul::out])
+                               ? control().rank * own_columns(in[&Matmul::out])
+                               : 0;
     if (lane_index() == 0)
       write_pair(in[&Matmul::peaks], row, 2 * in.inst.tile, peak.value,
-                 static_cast<float>(peak.number - 1), true, in.out_tag());
+                 static_cast<float>(share + peak.number - 1), true, in.out_tag());
   }
 
  private:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, round_up, scaled_writes, shapes
 from megavm.vm.config import NUM_CONSUMER_WARPS, UNIT_ROWS
@@ -74,6 +74,10 @@ class Reduce(Instruction):
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
         return tile * self.num_parts(tensors)
+
+    @classmethod
+    def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
+        return True  # one worker reads each word
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         # A thread adds a pair of columns. If none has more than one, the kernel synchronises between

@@ -19,7 +19,7 @@ struct Kernel<Reduce> : KernelDefaults {
   static __device__ __forceinline__ Pair sum_of(const Operands<Reduce>& in, uint32_t row,
                                                 uint32_t column, bool with_second) {
     const Tensor& parts = in[&Reduce::parts];
-    const uint32_t size = in[&Reduce::out].columns;
+    const uint32_t size = own_columns(in[&Reduce::out]);
     const OperandWord word = in.word(&Reduce::parts);
     if (size % 2 == 0 && is_tagged(parts)) {
       using Words = Loaded<true, true, 2>;
@@ -51,64 +51,92 @@ struct Kernel<Reduce> : KernelDefaults {
     return sum;
   }
 
-  static __device__ __forceinline__ Pair add_others(const Operands<Reduce>& in, uint32_t row,
-                                                    uint32_t column, bool with_second, Pair sum) {
-    if (in.has(&Reduce::bias)) {
-      sum.x += constant_element(in[&Reduce::bias], column, 0);
-      if (with_second) sum.y += constant_element(in[&Reduce::bias], column + 1, 0);
+  // Elements of a vector that no instruction writes; 0 if the instruction has none.
+  static __device__ __forceinline__ Pair constants(const Operands<Reduce>& in,
+                                                   uint32_t Reduce::* vector, uint32_t column,
+                                                   bool with_second) {
+    if (!in.has(vector)) return {0.0f, 0.0f};
+    return {constant_element(in[vector], column, 0),
+            with_second ? constant_element(in[vector], column + 1, 0) : 0.0f};
+  }
+
+  // All lanes of a warp call it, as they add squares together.
+  static __device__ __forceinline__ void store(const Operands<Reduce>& in, bool exists,
+                                               uint32_t row, uint32_t column, bool with_second,
+                                               const Pair& sum, const Pair& gain) {
+    const uint32_t tag = in.out_tag();
+    if (in.has(&Reduce::out_scaled)) {
+      // Store these first: readers of this row wait for them.
+      float squares = 0.0f;
+      if (exists) {
+        write_pair(in[&Reduce::out_scaled], row, column, sum.x * gain.x, sum.y * gain.y,
+                   with_second, tag);
+        squares = fmaf(sum.y, sum.y, sum.x * sum.x);
+      }
+      for (uint32_t apart = 1; apart < kGroup; apart *= 2)
+        squares += __shfl_xor_sync(~0u, squares, apart);
+      if (exists && lane_index() % kGroup == 0)
+        write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
     }
-    if (in.has(&Reduce::residual)) {
-      const Tensor& residual = in[&Reduce::residual];
-      const OperandWord word = in.word(&Reduce::residual);
+    if (exists) write_pair(in[&Reduce::out], row, column, sum.x, sum.y, with_second, tag);
+  }
+
+  // The sum of everything that is added. `gain` is looked up meanwhile.
+  static __device__ __forceinline__ Pair add_up(const Operands<Reduce>& in, uint32_t row,
+                                                uint32_t column, bool with_second, Pair& gain) {
+    // What is there already is on its way while the parts are awaited.
+    using Words = Loaded<true, true, 2>;
+    const Tensor& residual = in[&Reduce::residual];
+    const OperandWord word = in.word(&Reduce::residual);
+    const bool is_pair = in.has(&Reduce::residual) && is_f32(residual) && residual.columns % 2 == 0;
+    const bool tagged = is_pair && is_tagged(residual);
+    const SourceRow from = Words::row_of(residual, row, in.tag(), word, tagged);
+    Words added[1] = {};
+    if (is_pair)
+      added[0].load(from.address + uint64_t{column} * Words::column_bytes(tagged), tagged);
+    gain = constants(in, &Reduce::out_gain, column, with_second);
+    const Pair bias = constants(in, &Reduce::bias, column, with_second);
+    Pair sum = sum_of(in, row, column, with_second);
+    sum.x += bias.x, sum.y += bias.y;
+    if (is_pair) {
+      await<true>(
+          from, added, [](uint32_t) { return true; }, [&](uint32_t) { return column; }, tagged);
+      sum.x += added[0].value(0, tagged), sum.y += added[0].value(1, tagged);
+    } else if (in.has(&Reduce::residual)) {
       sum.x += read_element(residual, row, column, in.tag(), word);
       if (with_second) sum.y += read_element(residual, row, column + 1, in.tag(), word);
     }
     return sum;
   }
 
-  // All lanes of a warp call it, as they add squares together.
-  static __device__ __forceinline__ void store(const Operands<Reduce>& in, bool exists,
-                                               uint32_t row, uint32_t column, bool with_second,
-                                               Pair sum) {
-    if (exists) write_pair(in[&Reduce::out], row, column, sum.x, sum.y, with_second, in.out_tag());
-    if (!in.has(&Reduce::out_scaled)) return;
-    float squares = 0.0f;
-    if (exists) {
-      const Tensor& gain = in[&Reduce::out_gain];
-      const float first = constant_element(gain, column, 0);
-      const float second = with_second ? constant_element(gain, column + 1, 0) : 0.0f;
-      write_pair(in[&Reduce::out_scaled], row, column, sum.x * first, sum.y * second, with_second,
-                 in.out_tag());
-      squares = fmaf(sum.y, sum.y, sum.x * sum.x);
-    }
-    for (uint32_t apart = 1; apart < kGroup; apart *= 2)
-      squares += __shfl_xor_sync(~0u, squares, apart);
-    if (exists && lane_index() % kGroup == 0)
-      write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, in.out_tag());
-  }
-
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
     const Reduce& inst = in.inst;
     const uint32_t live = live_end(in, &Reduce::row_count, inst.row_begin, inst.row_end);
-    const uint32_t rows = live - inst.row_begin;
     // Each row begins with a lane of its own group of four.
     const uint32_t pairs = ceil_div(inst.column_end - inst.column_begin, 2);
     const uint32_t per_row = ceil_div(pairs, kGroup) * kGroup;
-    const uint32_t all_rows = inst.row_end - inst.row_begin;
-    const bool once = all_rows * per_row <= kNumConsumerThreads;
+    const uint32_t items = (live - inst.row_begin) * per_row;
+    const uint32_t all_items = (inst.row_end - inst.row_begin) * per_row;
+    const bool once = all_items <= kNumConsumerThreads;
     consumer.wait_ready();
+    // The next product ends this. Until then, too, the loader would delay other accesses.
+    consumer.begin_waiting();
 #pragma unroll 1
-    for (uint32_t base = 0; once ? base == 0 : base < rows * per_row; base += kNumConsumerThreads) {
+    for (uint32_t base = 0; once ? base == 0 : base < items; base += kNumConsumerThreads) {
       const uint32_t item = base + consumer.thread();
       const uint32_t row = inst.row_begin + item / per_row;
       const uint32_t column = inst.column_begin + item % per_row * 2;
-      const bool exists = item < rows * per_row && column < inst.column_end;
+      const bool exists = item < items && column < inst.column_end;
       const bool with_second = column + 1 < inst.column_end;
-      Pair sum{0.0f, 0.0f};
-      if (exists)
-        sum = add_others(in, row, column, with_second, sum_of(in, row, column, with_second));
-      if (once) consumer.sync();  // all reads come before all stores
-      store(in, exists, row, column, with_second, sum);
+      Pair sum{0.0f, 0.0f}, gain{0.0f, 0.0f};
+      if (exists) sum = add_up(in, row, column, with_second, gain);
+      if (base == 0) consumer.note(in.stage, Event::kInputs);
+      // All reads come before all stores.
+      if (all_items <= kLanes)
+        __syncwarp();
+      else if (once)
+        consumer.sync();
+      store(in, exists, row, column, with_second, sum, gain);
     }
   }
 };

@@ -95,7 +95,7 @@ def unordered(graph: Graph, options: CompileOptions) -> Program:
     """
     tiles, storage = _tiles(graph, options)
     instructions = [inst for operation in tiles for inst in operation.instructions]
-    return Program.build(storage.tensors, instructions, [])
+    return Program.build(storage.tensors, instructions, [], ranks=graph.ranks)
 
 
 def _tiles(graph: Graph, options: CompileOptions) -> tuple[list[Tiles], Storage]:

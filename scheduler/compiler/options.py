@@ -20,7 +20,8 @@ class CompileOptions:
     - ``machine``: "cpu", "cuda" or "reference"; the program must fit it (megavm.vm.verify).
     - ``assignment``: which queue an instruction goes to (assign.py).
     - ``exchange``: how activations pass between workers. ``barrier``: counters. ``tagged``: tagged
-      words for activations of at most ``tagged_bytes``, counters for others (storage.py).
+      words for activations of which a rank makes at most ``tagged_bytes``, counters for others
+      (storage.py).
       ``preferred``: tagged words only for those of them that all their readers take sooner as
       words (Instruction.prefers_words).
     - ``fuse_norm``: fuse RMSNorm into the operations around it (rewrites/norm.py).

@@ -130,8 +130,7 @@ def consists_of_words(operation: Operation, value: Value, options: CompileOption
     It must be small, and every store must cover whole words: a tag is valid only if its word is
     stored at once.
     """
-    row = value.columns * value.dtype.size
-    run = value.own_columns * value.dtype.size
+    share = run = value.own_columns * value.dtype.size
     if operation.kind == "qkv_rope":  # stores the two halves of a head separately
         run = options.pair_unit(operation.inputs["rope"].columns) * value.dtype.size
-    return row % 4 == 0 and run % 4 == 0 and value.rows * row <= options.tagged_bytes
+    return share % 4 == 0 and run % 4 == 0 and value.rows * share <= options.tagged_bytes

@@ -90,33 +90,35 @@ class DeviceStepMemory(StepMemory):
     """
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
-        self._device = memory.device
+        self._devices = [rank.device for rank in memory.ranks]
         self._on_gpu = memory.device.type == "cuda"
         inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self._on_gpu)
-        self._slab = torch.zeros_like(self._host_slab, device=self._device)
+        self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
         begin = 0
         for (name, spec), size in zip(inputs.items(), sizes, strict=True):
             words = slice(begin, begin + spec.bytes // 4)
             dtype = TORCH_DTYPE[spec.dtype]
-            memory.bind(spec, self._slab[words].view(dtype).view(spec.shape))
+            for rank, slab in zip(memory.ranks, self._slabs, strict=True):
+                rank.bind(spec, slab[words].view(dtype).view(spec.shape))
             self.arrays[name] = self._host_slab[words].view(dtype).view(spec.shape).numpy()
             begin += size
         tokens = steps["tokens"]
         memory.allocate([tokens])
-        self._tokens = memory.storage(tokens.name)
+        self._tokens = [rank.storage(tokens.name) for rank in memory.ranks]
         self._host_tokens = torch.zeros(tokens.shape, dtype=torch.int32, pin_memory=self._on_gpu)
         self.arrays["tokens"] = self._host_tokens.numpy()
         self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
-        self._rows: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # on the host, on the GPU
+        # On the host, and on each rank's GPU.
+        self._rows: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         for name in BY_ROW:
             spec = steps[name]
             memory.allocate([spec])
             dtype = TORCH_DTYPE[spec.dtype]
             host = torch.zeros(spec.shape, dtype=dtype, pin_memory=self._on_gpu)
-            self._rows[name] = host, memory.storage(spec.name)
+            self._rows[name] = host, [rank.storage(spec.name) for rank in memory.ranks]
             self.arrays[name] = host.numpy()
         self._changed: dict[tuple[str, int], None] = {}  # (tensor, row) to copy to the GPU
         self.logits = DeviceRows(memory, "logits")
@@ -124,15 +126,15 @@ class DeviceStepMemory(StepMemory):
         self._reserve(steps["logit_row"].rows)
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Make this GPU current for torch, in any thread."""
-        return torch.cuda.device(self._device) if self._on_gpu else contextlib.nullcontext()
+        """Make the GPU of rank 0 current for torch, in any thread."""
+        return torch.cuda.device(self._devices[0]) if self._on_gpu else contextlib.nullcontext()
 
     def _reserve(self, count: int) -> None:
         """Allocate buffers for ``count`` chosen tokens and their places, on host and GPU."""
         self._places = torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._device_places = torch.zeros(count, dtype=torch.int64, device=self._device)
+        self._device_places = torch.zeros(count, dtype=torch.int64, device=self._devices[0])
         self._chosen = torch.zeros(count, dtype=torch.int32, pin_memory=self._on_gpu)
-        self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._device)
+        self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._devices[0])
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         super().write_tokens(slot, tokens)
@@ -144,14 +146,17 @@ class DeviceStepMemory(StepMemory):
     def run(self, executable: Executable, step: Step, steps: int) -> None:
         device = cast(AsynchronousExecutable, executable)
         with self._current():
-            self._slab.copy_(self._host_slab, non_blocking=True)
+            for slab in self._slabs:
+                slab.copy_(self._host_slab, non_blocking=True)
             for slot, count in self._written:
                 source = self._host_tokens[slot, :count]
-                self._tokens[slot, :count].copy_(source, non_blocking=True)
+                for tokens in self._tokens:
+                    tokens[slot, :count].copy_(source, non_blocking=True)
             self._written.clear()
             for name, slot in self._changed:
-                host, device_rows = self._rows[name]
-                device_rows[slot].copy_(host[slot], non_blocking=True)
+                host, of_ranks = self._rows[name]
+                for rows in of_ranks:
+                    rows[slot].copy_(host[slot], non_blocking=True)
             self._changed.clear()
             device.launch(steps)
             places = self._fetch(step, steps)
@@ -164,15 +169,16 @@ class DeviceStepMemory(StepMemory):
         following = step.row_position[step.logit_row] + 1
         columns = following[:, None] + np.arange(steps)[None]
         # A bad step may name places outside the table: clip them, the machine reports the error.
-        places = (slots[:, None] * self._tokens.shape[1] + columns).reshape(-1)
-        places = places.clip(0, self._tokens.numel() - 1)
+        tokens = self._tokens[0]  # all ranks choose the same
+        places = (slots[:, None] * tokens.shape[1] + columns).reshape(-1)
+        places = places.clip(0, tokens.numel() - 1)
         count = len(places)
         if count > len(self._places):
             self._reserve(2 * count)
         self._places[:count].numpy()[:] = places
         self._device_places[:count].copy_(self._places[:count], non_blocking=True)
         torch.index_select(
-            self._tokens.view(-1), 0, self._device_places[:count], out=self._device_chosen[:count]
+            tokens.view(-1), 0, self._device_places[:count], out=self._device_chosen[:count]
         )
         self._chosen[:count].copy_(self._device_chosen[:count], non_blocking=True)
         return places

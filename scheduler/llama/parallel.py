@@ -29,7 +29,7 @@ class Parallel:
     """The number of ranks, and how they meet. Raises ValueError for another ``exchange``."""
 
     ranks: int = 1
-    exchange: Exchange = "all_reduce"
+    exchange: Exchange = "all_gather"
 
     def __post_init__(self) -> None:
         if self.exchange not in ("all_reduce", "all_gather"):

@@ -16,6 +16,7 @@ from megavm.scheduler.llama.graph import (
     Limits,
     llama_graph,
 )
+from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import Kernel, compile_kernel
@@ -51,10 +52,12 @@ def kernel_headers(
     workers: int = TARGETS["cuda"].workers,
     trace: bool = False,
     restricted: bool = False,
+    parallel: Parallel = ONE_RANK,
 ) -> dict[str, tuple[int, ...]]:
     """The generated header of each kernel of a model -> rows of the buckets that it runs.
 
     ``restricted``: of the steps in which sequences have masks of allowed tokens, or biases.
+    ``parallel``: how ranks divide the model.
     """
     # All layers are alike and kernels do not depend on their number: one layer suffices.
     config = replace(config, num_layers=1)
@@ -65,14 +68,21 @@ def kernel_headers(
     sizes = [1 << i for i in range(MAX_NUM_BATCHED_TOKENS.bit_length())]
     buckets = dict.fromkeys(
         choose_bucket(
-            config, limits, options_for, rows, min(rows, MAX_NUM_SEQS), context, decode=decode
+            config,
+            limits,
+            options_for,
+            rows,
+            min(rows, MAX_NUM_SEQS),
+            context,
+            decode=decode,
+            parallel=parallel,
         )
         for rows in sizes
         for context in (1, limits.max_model_len)
         for decode in ((False, True) if rows <= MAX_NUM_SEQS else (False,))
     )
     for bucket in buckets:
-        graph = llama_graph(config, limits, replace(bucket, restricted=restricted), dtype)
+        graph = llama_graph(config, limits, replace(bucket, restricted=restricted), dtype, parallel)
         program = unordered(graph, options_for(bucket.rows))
         headers.setdefault(program_header(program, trace=trace), {})[bucket.rows] = None
     return {header: tuple(rows) for header, rows in headers.items()}
@@ -85,6 +95,7 @@ def compile_kernels(
     architecture: str = TARGETS["cuda"].architecture,
     workers: int = TARGETS["cuda"].workers,
     restricted: bool = False,
+    parallel: Parallel = ONE_RANK,
     report: Callable[[str], None] | None = None,
 ) -> list[ModelKernel]:
     """Compile the kernels of a model, or load them from the cache. See ``kernel_headers``.
@@ -93,5 +104,7 @@ def compile_kernels(
     """
     return [
         ModelKernel(rows, compile_kernel(header, architecture, report=report))
-        for header, rows in kernel_headers(config, dtype, workers, restricted=restricted).items()
+        for header, rows in kernel_headers(
+            config, dtype, workers, restricted=restricted, parallel=parallel
+        ).items()
     ]

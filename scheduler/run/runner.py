@@ -65,20 +65,16 @@ def choose_machine(name: str) -> str:
 def make_machine(name: str, workers: int | None = None, ranks: int = 1) -> tuple[Machine, int]:
     """A machine by name ("auto", "cpu", "reference", "cuda") and the workers of each rank.
 
-    ``workers`` defaults to the physical cores for "cpu", which the ranks share, to the SMs of the
-    GPU for "cuda", to 1 for "reference".
+    ``workers`` defaults to the physical cores for "cpu", which the ranks share, to the SMs of a GPU
+    for "cuda", where each rank has a GPU, to 1 for "reference".
 
     Raises ValueError when the machine is unknown or unavailable, or ``workers`` is out of range.
     """
     if workers is not None and workers < 1:
         raise ValueError(f"workers is {workers}, expected at least 1")
     chosen = choose_machine(name)
-    if chosen == "cuda" and ranks > 1:
-        raise ValueError(
-            f"machine cuda runs one rank, not {ranks}: several ranks run on cpu and reference"
-        )
     if chosen == "cuda":
-        cuda = CudaMachine()
+        cuda = CudaMachine(range(ranks))
         if workers is not None and workers > cuda.workers:
             raise ValueError(f"workers is {workers}, the GPU has {cuda.workers} SMs")
         return cuda, workers or cuda.workers
@@ -177,7 +173,7 @@ class Runner:
         parallel.check(checkpoint.config)
         device, count = make_machine(machine, workers, parallel.ranks)
         config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
-        memory = Memory(device.memory_device, parallel.ranks)
+        memory = device.memory(parallel.ranks)
         layouts: dict[str, tuple[Layout, ...]] = {}
         known: dict[Bucket, Program] = {}
 
@@ -189,8 +185,8 @@ class Runner:
             if progress is not None:
                 device.report = lambda line: progress(line, 0, 1)
                 progress("compiling the program of one token", 0, 1)
-            bucket = choose_bucket(config, limits, options_for, 1, 1, 1)
-            known[bucket] = compile_bucket(config, limits, element, bucket, options_for)
+            bucket = choose_bucket(config, limits, options_for, 1, 1, 1, parallel=parallel)
+            known[bucket] = compile_bucket(config, limits, element, bucket, options_for, parallel)
             layouts = program_layouts(known[bucket])
         weights = weight_specs(config, limits, element, parallel)
         for done, spec in enumerate(weights):
@@ -205,9 +201,9 @@ class Runner:
             for rank, part in enumerate(memory.ranks):
                 shapes = [(p.rows, *spec.shape[1:]) for p in spec.parts] or [spec.shape]
                 own = (shard(v, shape, rank) for v, shape in zip(values, shapes, strict=True))
-                part.bind(spec, *(value.to(memory.device) for value in own))
-            if spec.name in layouts:
-                memory.relayout(spec.name, layouts[spec.name][0])
+                part.bind(spec, *(value.to(part.device) for value in own))
+                if spec.name in layouts:
+                    part.relayout(spec.name, layouts[spec.name][0])
             if memory.device.type != "cpu" and spec.name != "rope":
                 for name in spec.part_names:
                     checkpoint.release(name)

@@ -80,9 +80,9 @@ class LLM:
         block_size: tokens of a KV block; None is 64 on a GPU and 16 elsewhere.
         workers: workers of the machine, of each rank; None takes the machine's default.
         tensor_parallel_size: number of ranks that divide the model; it must divide the KV heads.
-            Machine "cpu" runs ranks as groups of threads, "cuda" runs one.
-        tensor_parallel_exchange: how ranks put a layer together. "all_reduce" adds their sums;
-            "all_gather" exchanges more, and its results have the same bits as those of one rank.
+            Machine "cpu" runs ranks as groups of threads, "cuda" on as many GPUs, from GPU 0 on.
+        tensor_parallel_exchange: how ranks put a layer together. With "all_gather" results have the
+            same bits as on one rank, and two GPUs are faster; "all_reduce" adds sums of all ranks.
         chat_template: a file with a Jinja template that takes the place of the model's.
         seed: seed of the generator of seeds for requests that have none.
         prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
@@ -110,7 +110,7 @@ class LLM:
         block_size: int | None = None,
         workers: int | None = None,
         tensor_parallel_size: int = 1,
-        tensor_parallel_exchange: Exchange = "all_reduce",
+        tensor_parallel_exchange: Exchange = "all_gather",
         chat_template: str | os.PathLike[str] | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
@@ -146,7 +146,9 @@ class LLM:
         itemsize = choose_dtype(config, dtype).size
         self.max_model_len, blocks = _kv_sizes(
             config,
-            available_bytes=_gpu_kv_bytes(config, itemsize) if on_gpu else _cpu_kv_bytes(),
+            available_bytes=(
+                _gpu_kv_bytes(config, itemsize, tensor_parallel_size) if on_gpu else _cpu_kv_bytes()
+            ),
             block_bytes=config.kv_elements_per_token * block_size * itemsize,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -496,22 +498,29 @@ def _cpu_kv_bytes() -> int:
     return min(MAX_KV_BYTES, physical // 4)
 
 
-def _gpu_kv_bytes(config: LlamaConfig, itemsize: int) -> int:
-    """Largest size in bytes of the default KV cache on the GPU, before the weights are loaded.
+def _gpu_kv_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
+    """Largest size in bytes of the default KV cache of all ranks, before the weights are loaded.
 
-    Raises ValueError when no GPU is usable or the weights do not fit.
+    Raises ValueError when a GPU is not usable or the weights do not fit.
     """
-    reason = cuda_machine.reason_unavailable()
-    if reason is not None:
-        raise ValueError(f"machine 'cuda' is not available: {reason}")
-    free = cuda_machine.free_memory()
+    for rank in range(ranks):
+        reason = cuda_machine.reason_unavailable(rank)
+        if reason is not None:
+            raise ValueError(f"machine 'cuda' is not available: {reason}")
+    free = min(map(cuda_machine.free_memory, range(ranks)))
     rope = config.max_position_embeddings * config.head_dim * 4
-    weights = config.num_parameters * itemsize + rope
+    # Every rank has the whole table of embeddings, and its share of the rest; a tied table is its
+    # share of the LM head, too.
+    table = config.vocab_size * config.hidden_size
+    divided = config.num_parameters - (0 if config.tie_word_embeddings else table)
+    whole = 0 if ranks == 1 and config.tie_word_embeddings else table
+    weights = (divided // ranks + whole) * itemsize + rope
     if weights >= free:
         raise ValueError(
-            f"the weights take {weights / 2**30:.1f} GiB, the GPU has {free / 2**30:.1f} GiB free"
+            f"the weights take {weights / 2**30:.1f} GiB{' of each GPU' if ranks > 1 else ''}, the "
+            f"GPU has {free / 2**30:.1f} GiB free"
         )
-    return int((free - weights) * GPU_KV_FRACTION)
+    return int((free - weights) * ranks * GPU_KV_FRACTION)
 
 
 def _kv_sizes(

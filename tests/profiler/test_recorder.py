@@ -16,7 +16,7 @@ from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import report
 from megavm.profiler.trace import Trace, TraceError
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.cuda import machine as cuda_machine
+from megavm.vm.cuda.executable import EVENTS
 from megavm.vm.cuda.launch import TRACE_COLUMNS
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
@@ -166,9 +166,9 @@ class FakeGpu:
         rows = len(self.program) * self.steps
         columns = TRACE_COLUMNS
         times = 1_000_000 + 320 * torch.arange(rows * columns).view(rows, columns)
-        times[:, cuda_machine.EVENTS["load_begin"]] = 0
-        times[:, cuda_machine.EVENTS["load_issued"]] = 0
-        return [Notes(self.steps, times, cuda_machine.EVENTS)]
+        times[:, EVENTS["load_begin"]] = 0
+        times[:, EVENTS["load_issued"]] = 0
+        return [Notes(self.steps, times, EVENTS)]
 
 
 def test_the_notes_of_a_gpu_become_the_same_columns(tmp_path: Path) -> None:
@@ -179,7 +179,7 @@ def test_the_notes_of_a_gpu_become_the_same_columns(tmp_path: Path) -> None:
     assert trace.num_steps == 3
     assert (trace.record_worker == trace.record_instruction % 2).all()
     # Rows stand worker by worker, step by step: the second of worker 1 in step 2 is the last.
-    last = 11 * TRACE_COLUMNS + cuda_machine.EVENTS["end"]
+    last = 11 * TRACE_COLUMNS + EVENTS["end"]
     assert int(trace.event("end")[-1]) == 320 * last
     for name in ("load_begin", "load_issued"):
         assert (trace.event(name) == -1).all()

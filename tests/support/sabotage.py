@@ -12,8 +12,9 @@ import torch
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.run import runner
 from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.launch import BARRIER_STRIDE
-from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import Executable
 
 TIMEOUT = 0.3  # seconds after which an impatient machine gives up
@@ -50,7 +51,7 @@ def lose_signals(executable: Any) -> None:
     # One more than a step signals: a wait for earlier steps is not over at the end of this one.
     count = int(program.signals[barrier]) + 1
     if isinstance(executable, CudaExecutable):
-        executable._barriers[barrier * BARRIER_STRIDE] -= count
+        executable._ranks[0].counters[barrier * BARRIER_STRIDE] -= count
         torch.cuda.synchronize()
         return
     for _ in range(count):

@@ -88,7 +88,7 @@ def test_the_record_that_says_most_comes_first() -> None:
     page = record(FaultKind.SEMAPHORE, *[0] * 7)
     tag = record(FaultKind.TAG, *[0] * 7, warp=8)
     wrong = record(FaultKind.INSTRUCTION, *[0] * 7, warp=10)
-    ordered = sorted([aborted, page, tag, wrong], key=lambda r: r.rank)
+    ordered = sorted([aborted, page, tag, wrong], key=lambda r: r.order)
     assert ordered == [wrong, tag, page, aborted]
     assert [r.role for r in ordered] == ["storer", "loader", "consumer", "consumer"]
 

@@ -11,7 +11,7 @@ from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.differential import first_divergence
 from megavm.vm.isa import F32, TensorKind
-from megavm.vm.machine import Executable
+from megavm.vm.machine import Executable, memory_on_cpu
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
@@ -35,6 +35,9 @@ class Wrong:
     error: float
     name: str = "wrong"
     memory_device: str = "cpu"
+
+    def memory(self, ranks: int = 1) -> Memory:
+        return memory_on_cpu(ranks)
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> Executable:
         inner = ReferenceMachine().load(program, memory, verify=verify)

@@ -15,7 +15,8 @@ import torch
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.cuda.compiler import ROOT
-from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
+from megavm.vm.cuda.executable import CudaExecutable
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory

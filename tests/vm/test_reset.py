@@ -11,7 +11,8 @@ from sabotage import lose_signals
 
 from megavm.instructions.copy import Copy
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.cuda.machine import CudaExecutable, CudaMachine
+from megavm.vm.cuda.executable import CudaExecutable
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import MachineFault, MachineLost
 from megavm.vm.memory import Memory

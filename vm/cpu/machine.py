@@ -9,7 +9,7 @@ import torch
 from megavm.vm import _native
 from megavm.vm.alike import exchanged_regions, figures
 from megavm.vm.cpu.notes import EVENTS, WORKER_COLUMN
-from megavm.vm.machine import MachineFault, Notes, WorkerState, require_ranks
+from megavm.vm.machine import MachineFault, Notes, WorkerState, memory_on_cpu, require_ranks
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -31,6 +31,7 @@ class CpuMachine:
 
     name = "cpu"
     memory_device = "cpu"
+    memory = staticmethod(memory_on_cpu)
 
     def __init__(
         self,

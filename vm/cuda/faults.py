@@ -103,6 +103,7 @@ def recorded(doc: str = "") -> Any:
 class Record:
     """The FaultRecord of one warp; the words after its kind are declared here."""
 
+    rank: int
     worker: int
     warp: int
     kind: FaultKind
@@ -116,12 +117,12 @@ class Record:
     target: int = recorded()
 
     @classmethod
-    def read(cls, worker: int, warp: int, words: Sequence[int]) -> Record:
+    def read(cls, worker: int, warp: int, words: Sequence[int], rank: int = 0) -> Record:
         """A record from the words of a FaultRecord."""
         kind, waited = words[0], 0
         if kind >> 8:
             kind, waited = kind >> 8, kind & 0xFF
-        return cls(worker, warp, FaultKind(kind), FaultKind(waited), *map(int, words[1:]))
+        return cls(rank, worker, warp, FaultKind(kind), FaultKind(waited), *map(int, words[1:]))
 
     @property
     def role(self) -> str:
@@ -133,11 +134,11 @@ class Record:
         return self.waited if self.kind is FaultKind.ABORTED else self.kind
 
     @property
-    def rank(self) -> tuple[bool, int, int, int]:
+    def order(self) -> tuple[bool, int, int, int, int]:
         """Sort key: records that say more about the cause come first."""
-        order = (FaultKind.INSTRUCTION, FaultKind.BARRIER, FaultKind.TAG, FaultKind.SEMAPHORE)
-        telling = order.index(self.condition) if self.condition in order else len(order)
-        return (self.kind is FaultKind.ABORTED, telling, self.worker, self.warp)
+        kinds = (FaultKind.INSTRUCTION, FaultKind.BARRIER, FaultKind.TAG, FaultKind.SEMAPHORE)
+        telling = kinds.index(self.condition) if self.condition in kinds else len(kinds)
+        return (self.kind is FaultKind.ABORTED, telling, self.rank, self.worker, self.warp)
 
 
 FAULT_RECORD = Struct(

@@ -17,7 +17,8 @@ def make_hints(
 
     The largest tagged region that an instruction reads has a counter if several instructions write it and
     at least half as many read it; without a hint all readers would poll its words. An instruction whose
-    results begin in several such regions signals the largest. Counters are numbered after the program's
+    results begin in several such regions signals the largest. A counter counts writers on its own rank: those
+    on others are about as far, and adding to counters of other GPUs was slower. Counters are numbered after the program's
     barriers. ``regions``: the program's tagged regions, if known.
     """
     if regions is None:

@@ -14,7 +14,12 @@ NUM_COUNTS = 32  # tensors with numbers of live rows: one lane of the controller
 # Fields of Tensor::address above the 48 bits of the address.
 DTYPE_SHIFT = 48  # four bits
 TAGGED_SHIFT = 52  # one bit
+GATHERED_SHIFT = 53  # one bit: what is written goes to all ranks
 LAYOUT_SHIFT = 56  # four bits: vm.layout.Order
+
+# Memory that all ranks write is in one range of addresses: that of rank r begins r << RANK_SHIFT bytes after
+# that of rank 0. So a rank has up to 64 GiB of it.
+RANK_SHIFT = 36
 
 # The trace of a launch is uint64 [instructions of all queues x steps, TRACE_COLUMNS]: worker by worker,
 # step by step. The number of an event is its column; times are nanoseconds of the global timer.
@@ -25,7 +30,11 @@ TENSOR = Struct(
     "Tensor",
     "A tensor as instructions see it: a matrix.",
     (
-        Member("address", U64, "48 bits; above them dtype, whether it is tagged, and layout"),
+        Member(
+            "address",
+            U64,
+            "48 bits; above them dtype, whether it is tagged, whether it is gathered, and layout",
+        ),
         Member("rows", U32),
         Member("columns", U32),
     ),
@@ -88,7 +97,7 @@ LAUNCH = Struct(
             f"const {U32}*",
             "[workers + 1] first instruction of each worker's queue; dynamic: {0, n}",
         ),
-        Member("tensors", "const Tensor*", "by handle"),
+        Member("tensors", "const Tensor*", "by handle, as instructions read them"),
         Member("barriers", f"{U32}*", "counters, kBarrierStride words apart"),
         Member("signals", f"const {U32}*", "how often a step signals each barrier"),
         Member("ticket", f"{U32}*", "dynamic: tickets drawn so far in this launch, 0 at its start"),
@@ -119,6 +128,14 @@ LAUNCH = Struct(
             f"const {U32}*",
             "[kNumCounts] tensors with the numbers of live rows that exchanges name, or kNone",
         ),
+        Member(
+            "written",
+            "const Tensor*",
+            "several ranks: by handle, as instructions write them: gathered tensors begin with the "
+            "rank's share, in the memory of rank 0",
+        ),
+        Member("rank", U32),
+        Member("shared_barriers", U32, "the first barriers: all ranks signal them"),
     ),
     aligned=16,
 )

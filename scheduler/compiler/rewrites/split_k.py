@@ -20,10 +20,16 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
     return [_split(o, options) if o.kind == "matmul" else o for o in operations]
 
 
+def _is_summed(operation: Operation) -> bool:
+    """Whether ranks add the results up: parts would have to be added up before that."""
+    out = operation.outputs["out"]
+    return out.shares > 1 and out.dtype is F32 and not operation.outputs.keys() & {"out_scaled"}
+
+
 def _split(operation: Operation, options: CompileOptions) -> Operation:
     weight, out = operation.inputs["weight"], operation.outputs["out"]
     width = options.part_of_k
-    if not width or operation.inputs.keys() & {"x_squares", "row_index"}:
+    if not width or operation.inputs.keys() & {"x_squares", "row_index"} or _is_summed(operation):
         return operation
     target = options.target
     most = target.summed_columns * options.workers // out.own_columns

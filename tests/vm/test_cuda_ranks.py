@@ -1,0 +1,297 @@
+"""Programs of several ranks on the CudaMachine. With one GPU the ranks share it.
+
+What they compute is held against torch, transformers and the CPU machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from copy_programs import ACTIVATION, INPUT, copy
+
+from megavm import LLM, SamplingParams
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.parallel import Exchange
+from megavm.scheduler.run import runner
+from megavm.vm.cuda.launch import BARRIER_STRIDE
+from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
+from megavm.vm.machine import MachineFault
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+from megavm.vm.verify import verify
+
+MakeMachine = Callable[..., CudaMachine]
+OPTIONS = pytest.mark.parametrize(
+    "options",
+    [
+        CompileOptions(5, machine="cuda"),
+        CompileOptions(4, machine="cuda", exchange="tagged"),
+        CompileOptions(3, machine="cuda", exchange="tagged", assignment="dynamic", waves=2),
+    ],
+    ids=["barrier", "tagged", "dynamic"],
+)
+
+
+def sums_and_gathers(rows: int, ranks: int, dtype: DType) -> Graph:
+    """sum := all-reduce of a product, plus a bias; end := a product of gathered columns."""
+    graph = Graph(rows, ranks=ranks)
+    x = graph.tensor("x", (rows, 64), dtype, INPUT)
+    weight = graph.weight("weight", (32, 64), dtype)
+    y = graph.linear("y", x, weight, dtype=F32)
+    bias = graph.weight("bias", (32,), F32)
+    graph.output(graph.all_reduce("sum", y, bias, F32), "sum")
+    whole = graph.all_gather("whole", graph.linear("z", x, weight, dtype=dtype))
+    last = graph.weight("last", (48, 32 * ranks), dtype)
+    graph.output(graph.linear("end", whole, last, dtype=F32), "end")
+    return graph
+
+
+@OPTIONS
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_a_graph_gathers_and_sums_over_ranks(
+    cuda_ranks: MakeMachine, ranks: int, rows: int, dtype: DType, options: CompileOptions
+) -> None:
+    machine = cuda_ranks(ranks)
+    program = compile_graph(sums_and_gathers(rows, ranks, dtype), options)
+    memory = machine.memory(ranks)
+    memory.allocate(program.tensors)
+    torch.manual_seed(rows)
+    bias = torch.randn(32)
+    products, last = [], []
+    for rank in memory.ranks:
+        for name in ("x", "weight", "last"):
+            rank.write(name, torch.randn(rank.spec(name).shape) / 8)
+        rank.write("bias", bias)
+        products.append(rank["x"].cpu().float() @ rank["weight"].cpu().float().T)
+        last.append(rank["last"].cpu().float())
+    machine.load(program, memory).run(50)
+    total = bias + sum(products)
+    whole = torch.cat(products, dim=1)
+    near = 1e-4 if dtype is F32 else 2e-2
+    for number, rank in enumerate(memory.ranks):
+        torch.testing.assert_close(rank["sum"].cpu(), total, rtol=near, atol=near)
+        torch.testing.assert_close(rank["end"].cpu(), whole @ last[number].T, rtol=near, atol=near)
+        assert torch.equal(rank["sum"].cpu(), memory["sum"].cpu())
+
+
+X, ALL, Y, Z = range(4)
+
+
+def words_program(columns: int, dtype: DType, tagged: bool) -> Program:
+    """Every rank sends its x to all ranks, in pieces that share words, and copies what came."""
+    tensors = [
+        TensorSpec("x", (2, columns), dtype, INPUT),
+        TensorSpec("all", (2, 3 * columns), dtype, ACTIVATION, tagged=tagged, shares=3),
+        TensorSpec("y", (2, 3 * columns), dtype, TensorKind.STATE),
+    ]
+    half = columns // 4 * 2 if tagged else columns // 2
+    instructions = [
+        copy(X, ALL, (0, half), rows=(0, 2), waits=[(1, 0)], signal=0),
+        copy(X, ALL, (half, columns), rows=(0, 2), waits=[(1, 0)], signal=0),
+        copy(ALL, Y, (0, 3 * columns), rows=(0, 2), waits=[(0, 6)], signal=1),
+    ]
+    return Program.build(
+        tensors,
+        instructions,
+        [[0], [1], [2]],
+        barriers=["sent", "read"],
+        ranks=3,
+        shared_barriers=2,
+    )
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
+def test_shares_of_any_width_arrive_whole(
+    cuda_ranks: MakeMachine, dtype: DType, tagged: bool
+) -> None:
+    machine = cuda_ranks(3)
+    for columns in (4, 6, 10, 12, 32):
+        program = words_program(columns, dtype, tagged)
+        verify(program, "cuda")
+        memory = machine.memory(3)
+        memory.allocate(program.tensors)
+        parts = []
+        for number, rank in enumerate(memory.ranks):
+            parts.append(torch.arange(2.0 * columns).reshape(2, columns) + 70 * number)
+            rank.write("x", parts[-1])
+        machine.load(program, memory).run(20)
+        for rank in memory.ranks:
+            assert torch.equal(rank["y"].cpu().float(), torch.cat(parts, 1)), columns
+
+
+def stopping_program() -> Program:
+    tensors = [
+        TensorSpec("x", (1, 4), F32, INPUT),
+        TensorSpec("all", (1, 8), F32, ACTIVATION, shares=2),
+        TensorSpec("y", (1, 8), F32, TensorKind.STATE),
+        TensorSpec("z", (1, 8), F32, TensorKind.STATE),
+    ]
+    instructions = [
+        copy(X, ALL, (0, 4), waits=[(1, 0)], signal=0),
+        copy(ALL, Y, (0, 8), waits=[(0, 2), (2, 0)], signal=1),
+        copy(Y, Z, (0, 8), waits=[(1, 2)], signal=2),
+    ]
+    return Program.build(
+        tensors,
+        instructions,
+        [[0, 1], [2]],
+        barriers=["b0", "b1", "b2"],
+        ranks=2,
+        shared_barriers=2,
+    )
+
+
+def test_a_rank_that_stops_is_named_and_stops_all(cuda_ranks: MakeMachine) -> None:
+    program = stopping_program()
+    machine = cuda_ranks(2, timeout=0.3)
+    memory = machine.memory(2)
+    memory.allocate(program.tensors)
+    executable = machine.load(program, memory)
+    executable.run(2)
+    executable._ranks[1].counters[2 * BARRIER_STRIDE] -= 1
+    torch.cuda.synchronize(memory.ranks[1].device)
+    with pytest.raises(MachineFault) as caught:
+        executable.run(1)
+    assert "gave up after 0.3 s" in caught.value.cause
+    text = str(caught.value)
+    assert "rank 1, worker 0 (waiter): instruction 1" in text
+    assert "waits for barrier 2 (b2): value 1, target 2" in text
+    assert {state.rank for state in caught.value.workers} == {0, 1}
+    with pytest.raises(MachineFault, match="reset it"):
+        executable.run(1)
+    executable.reset()
+    executable.run(3)
+    assert executable.barriers == [6, 6, 3, 6, 6, 3]
+
+
+def test_instructions_of_a_rank_run_alone(cuda_ranks: MakeMachine) -> None:
+    program = stopping_program()
+    machine = cuda_ranks(2)
+    memory = machine.memory(2)
+    memory.allocate(program.tensors)
+    for number, rank in enumerate(memory.ranks):
+        rank.write("x", torch.full((1, 4), number + 1.0))
+    executable = machine.load(program, memory)
+    executable.execute_one(0, rank=1)
+    for rank in memory.ranks:
+        assert rank["all"].cpu().tolist() == [[0.0] * 4 + [2.0] * 4]
+    with pytest.raises(IndexError, match="instruction 0 of rank 2: the program has 3 on each of 2"):
+        executable.execute_one(0, rank=2)
+
+
+def test_what_does_not_fit_is_refused(
+    cuda_ranks: MakeMachine, cuda_machine: CudaMachine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = stopping_program()
+    machine = cuda_ranks(2)
+    with pytest.raises(ValueError, match="the machine has 2 ranks, not 3"):
+        machine.memory(3)
+    with pytest.raises(ValueError, match="the machine has 1 ranks, not 2"):
+        cuda_machine.memory(2)
+    elsewhere = Memory([f"cuda:{number}" for number in machine.devices])
+    elsewhere.allocate(program.tensors)
+    with pytest.raises(ValueError, match="tensor all has shares and is not in memory that all"):
+        machine.load(program, elsewhere)
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(ValueError, match="CUDA_LAUNCH_BLOCKING is set"):
+        cuda_ranks(2)
+
+
+def test_a_copy_of_a_memory_runs_on_its_own(cuda_ranks: MakeMachine) -> None:
+    program = stopping_program()
+    machine = cuda_ranks(2)
+    memory = machine.memory(2)
+    memory.allocate(program.tensors)
+    for number, rank in enumerate(memory.ranks):
+        rank.write("x", torch.full((1, 4), number + 1.0))
+    twin = memory.copy()
+    machine.load(program, twin).run(2)
+    assert memory["all"].cpu().tolist() == [[0.0] * 8]
+    assert twin.ranks[1]["z"].cpu().tolist() == [[1.0] * 4 + [2.0] * 4]
+
+
+# Llama.
+
+
+@pytest.fixture
+def shared_gpus(cuda_ranks: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """LLMs of several ranks run on the GPUs that there are."""
+    like = cuda_ranks(1)
+
+    class OnSharedGpus(CudaMachine):
+        def __init__(self, devices: Sequence[int]) -> None:
+            count = torch.cuda.device_count()
+            super().__init__([number % count for number in devices], like.timeout, root=like.root)
+
+    monkeypatch.setattr(runner, "CudaMachine", OnSharedGpus)
+
+
+PROMPTS = [[5, 9, 33, 7, 150, 2, 8], [100], [17] * 40]
+SHAPE = {
+    "vocab_size": 192,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+    "eos_token_id": None,
+}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("exchange", ["all_reduce", "all_gather"])
+@pytest.mark.usefixtures("shared_gpus")
+def test_an_llm_of_several_ranks_answers_as_transformers(
+    make_llama: Callable[..., tuple[Path, Any]], ranks: int, exchange: Exchange
+) -> None:
+    directory, model = make_llama(7, **SHAPE)
+    params = SamplingParams(max_tokens=60, temperature=0.0)
+    with LLM(
+        directory,
+        machine="cuda",
+        max_num_batched_tokens=16,  # the long prompt is computed in chunks
+        tensor_parallel_size=ranks,
+        tensor_parallel_exchange=exchange,
+    ) as llm:
+        got = [list(o.outputs[0].token_ids) for o in llm.generate(PROMPTS, params)]
+        alone = list(llm.generate([PROMPTS[0]], params)[0].outputs[0].token_ids)
+    for prompt, tokens in zip(PROMPTS, got, strict=True):
+        with torch.no_grad():
+            want = model.generate(
+                torch.tensor([prompt]), max_new_tokens=60, do_sample=False, eos_token_id=None
+            )
+        assert tokens == want[0, len(prompt) :].tolist()
+    assert alone == got[0]
+
+
+@pytest.mark.usefixtures("shared_gpus")
+def test_all_gathers_give_the_bits_of_one_rank(
+    make_llama: Callable[..., tuple[Path, Any]],
+) -> None:
+    directory, _ = make_llama(8, "bfloat16", **SHAPE)
+    params = SamplingParams(
+        max_tokens=40, temperature=0.9, top_p=0.9, seed=11, repetition_penalty=1.2, logprobs=3
+    )
+    results = []
+    for ranks in (1, 2):
+        with LLM(
+            directory,
+            machine="cuda",
+            tensor_parallel_size=ranks,
+            tensor_parallel_exchange="all_gather",
+        ) as llm:
+            made = [llm.generate(PROMPTS, params) for _ in range(2)]
+            results.append([(o.token_ids, o.logprobs) for m in made for r in m for o in r.outputs])
+    assert results[0] == results[1]

@@ -1,0 +1,63 @@
+"""The CUDA driver calls that launches need."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megavm.vm.config import SHARED_BYTES
+from megavm.vm.cuda.compiler import KERNEL_NAME
+
+
+class CudaError(RuntimeError):
+    """A call of the CUDA driver failed. ``name`` is the name of the error."""
+
+    def __init__(self, name: str, call: str) -> None:
+        super().__init__(f"{call} failed with {name}")
+        self.name = name
+
+
+class Driver:
+    """The driver's calls on torch's context of one GPU."""
+
+    def __init__(self, device: int) -> None:
+        from cuda.bindings import driver
+
+        self.api: Any = driver
+        self.device = device
+        torch.zeros(1, device=f"cuda:{device}")  # torch creates the context with its own flags
+        self.context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
+        self._handle = int(self.context)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """The call's one result, or None. Raises CudaError."""
+        result, *values = getattr(self.api, name)(*arguments)
+        if result != self.api.CUresult.CUDA_SUCCESS:
+            raise CudaError(result.name, name)
+        return values[0] if values else None
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the context current on this thread inside a ``with`` block."""
+        if int(self.call("cuCtxGetCurrent")) == self._handle:
+            yield
+            return
+        self.call("cuCtxPushCurrent", self.context)
+        try:
+            yield
+        finally:
+            self.api.cuCtxPopCurrent()
+
+    def function(self, cubin: bytes) -> Any:
+        """Load the kernel of a cubin and allow it all of an SM's shared memory."""
+        with self.current():
+            module = self.call("cuModuleLoadData", cubin)
+            function = self.call("cuModuleGetFunction", module, KERNEL_NAME.encode())
+            attribute = (
+                self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            )
+            self.call("cuFuncSetAttribute", function, attribute, SHARED_BYTES)
+        return function

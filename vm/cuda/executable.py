@@ -1,0 +1,471 @@
+"""A program on the GPUs of a CudaMachine: its tables, launches, faults and traces."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_THREADS, NUM_WARPS, SHARED_BYTES
+from megavm.vm.cuda import faults as cuda_faults
+from megavm.vm.cuda.driver import CudaError
+from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, Record
+from megavm.vm.cuda.launch import (
+    BARRIER_STRIDE,
+    DTYPE_SHIFT,
+    EXCHANGE,
+    GATHERED_SHIFT,
+    LAUNCH,
+    LAYOUT_SHIFT,
+    RANK_SHIFT,
+    TAGGED_SHIFT,
+    TENSOR,
+    TRACE_COLUMNS,
+    WORKER_COLUMN,
+)
+from megavm.vm.cuda.layouts import names
+from megavm.vm.events import Event
+from megavm.vm.isa import TensorSpec
+from megavm.vm.layout import Layout
+from megavm.vm.machine import MachineFault, Notes, WorkerState
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+if TYPE_CHECKING:
+    from megavm.vm.cuda.machine import CudaMachine
+
+RECORD_WORDS = FAULT_RECORD.size // 4
+EVENTS = {event.label: event.value for event in Event}  # columns of a trace
+
+LaunchParameters = LAUNCH.ctypes_class()
+IndexOf = Callable[[Record], int | None]  # the instruction that a warp was at
+Layouts = Mapping[str, tuple[Layout, ...]]
+
+
+class _Tables:
+    """What all ranks of a program have alike, on the host."""
+
+    def __init__(self, program: Program) -> None:
+        queues = program.queues[:1] if program.dynamic else program.queues
+        self.order = np.concatenate([*queues, np.empty(0, np.int32)])
+        begin = np.cumsum([0, *map(len, queues)])
+        if not program.dynamic:
+            begin = np.concatenate([begin, np.full(program.workers + 1 - len(begin), begin[-1])])
+        self.begin = begin
+        self.exchanges = program.exchanges
+        self.signals = np.concatenate([program.signals, self.exchanges.signals])
+
+
+class _Rank:
+    """The part of an executable on one GPU."""
+
+    def __init__(
+        self,
+        machine: CudaMachine,
+        program: Program,
+        memory: Memory,
+        rank: int,
+        function: Any,
+        tables: _Tables,
+        counters: torch.Tensor,
+    ) -> None:
+        self.memory = memory
+        self.rank = rank
+        self.driver = machine.drivers[rank]
+        self._program = program
+        self._side = machine.side_streams[rank]
+        self._function = function
+        self._device = memory.device
+        exchanges = tables.exchanges
+        self._instructions = self.upload(program.words[tables.order])
+        self._queue_begin = self.upload(tables.begin.astype(np.uint32))
+        self.exchanges = self.upload(exchanges.table[tables.order])
+        self._regions = self.upload(exchanges.regions)
+        self._counts = self.upload(exchanges.counts)
+        self._signals = self.upload(tables.signals)
+        self._ticket = self.zeros(1)
+        # Counters of barriers and hints, then the abort word.
+        self.counters = counters
+        self._abort = counters[-1:]
+        self.records = self.zeros(program.workers * NUM_WARPS * RECORD_WORDS)
+        self._host_abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._aborted = self._host_abort.numpy()
+        self._stream: int | None = None  # of launches that ``wait`` has not waited for
+        self.parameters = LaunchParameters(
+            instructions=self._instructions.data_ptr(),
+            queue_begin=self._queue_begin.data_ptr(),
+            barriers=counters.data_ptr(),
+            signals=self._signals.data_ptr(),
+            ticket=self._ticket.data_ptr(),
+            exchanges=self.exchanges.data_ptr(),
+            regions=self._regions.data_ptr(),
+            counts=self._counts.data_ptr(),
+            faults=self.records.data_ptr(),
+            abort=self._abort.data_ptr(),
+            timeout=int(machine.timeout * 1e9),
+            dynamic=int(program.dynamic),
+            rank=rank,
+            shared_barriers=program.shared_barriers,
+        )
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
+
+    def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
+        return torch.from_numpy(data).to(self._device)
+
+    def zeros(self, words: int) -> torch.Tensor:
+        return torch.zeros(words, dtype=torch.int32, device=self._device)
+
+    def resolve(self) -> None:
+        """Build the tables of tensors on the GPU and keep their storage alive."""
+        specs = self._program.tensors
+        table = np.zeros(max(len(specs), 1), dtype=TENSOR.dtype())
+        self._storage = []
+        for entry, spec in zip(table, specs, strict=False):
+            storage = self.memory.storage(spec.name)
+            order = int(self.memory.layout(spec.name).order)
+            entry["address"] = (
+                storage.data_ptr()
+                | spec.dtype.code << DTYPE_SHIFT
+                | spec.tagged << TAGGED_SHIFT
+                | order << LAYOUT_SHIFT
+            )
+            entry["rows"], entry["columns"] = spec.rows, spec.columns
+            self._storage.append(storage)
+        self._tensors = self.upload(table)
+        for entry, spec in zip(table, specs, strict=False):
+            if spec.shares > 1:
+                on_rank_0 = int(entry["address"]) - (self.rank << RANK_SHIFT)
+                share = on_rank_0 + _share_begin(spec, self.rank)
+                entry["address"] = share | 1 << GATHERED_SHIFT
+        self._written = self.upload(table)
+        self.parameters.tensors = self._tensors.data_ptr()
+        self.parameters.written = self._written.data_ptr()
+
+    def stream(self) -> int:
+        """The stream for launches: torch's current one, or the rank's own if it shares its GPU."""
+        current = torch.cuda.current_stream(self._device)
+        if self._side is None:
+            return int(current.cuda_stream)
+        self._side.wait_stream(current)
+        return int(self._side.cuda_stream)
+
+    def start(self, stream: int, parameters: Any = None, workers: int = 0) -> None:
+        """Launch with the rank's parameters, or with others on ``workers`` workers. Raises CudaError."""
+        pointers = self._pointers
+        if parameters is not None:
+            pointers = (ctypes.c_void_p * 1)(ctypes.addressof(parameters))
+        driver = self.driver
+        with driver.current():
+            if self._program.dynamic:
+                driver.call("cuMemsetD32Async", self._ticket.data_ptr(), 0, 1, stream)
+            driver.call(
+                "cuLaunchKernel",
+                *(self._function, workers or self._program.workers, 1, 1, NUM_THREADS, 1, 1),
+                *(SHARED_BYTES, stream, ctypes.addressof(pointers), 0),
+            )
+        self._stream = stream
+
+    def fetch(self) -> None:
+        """Copy the abort word to the host, behind the launch. Raises CudaError."""
+        with self.driver.current():
+            self.driver.call(
+                *("cuMemcpyDtoHAsync", self._host_abort.data_ptr(), self._abort.data_ptr()),
+                *(4, self._stream),
+            )
+        if self._side is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._side)
+
+    def wait(self) -> bool:
+        """Wait for the stream. Returns whether a warp has faulted. Raises CudaError."""
+        if self._stream is None:
+            return False
+        with self.driver.current():
+            self.driver.call("cuStreamSynchronize", self._stream)
+        self._stream = None
+        return bool(self._aborted[0])
+
+    def synchronize(self) -> None:
+        """Wait for all work on the GPU. Raises CudaError."""
+        with self.driver.current():
+            self.driver.call("cuCtxSynchronize")
+
+    def forget(self) -> None:
+        """Forget launches in progress, after their end."""
+        self._stream = None
+        self._aborted[0] = 0
+
+    def take_records(self) -> list[Record]:
+        """The fault records of the rank's warps. Clears them, and the abort word."""
+        words = self.records.cpu().numpy().view(np.uint32).reshape(-1, RECORD_WORDS)
+        found = [
+            Record.read(i // NUM_WARPS, i % NUM_WARPS, words[i].tolist(), self.rank)
+            for i in np.flatnonzero(words[:, 0]).tolist()
+        ]
+        self.records.zero_()
+        self._abort.zero_()
+        return found
+
+
+def _share_begin(spec: TensorSpec, rank: int) -> int:
+    """Bytes from the beginning of a stored row to the rank's share."""
+    size = spec.share_begin(rank) * spec.dtype.size
+    return size // 4 * 8 if spec.tagged else size
+
+
+class CudaExecutable:
+    """A program on the CudaMachine."""
+
+    def __init__(
+        self,
+        machine: CudaMachine,
+        program: Program,
+        memory: Memory,
+        layouts: Layouts,
+        functions: list[Any],
+    ) -> None:
+        self.program = program
+        self.memory = memory
+        self._layouts = layouts
+        self.broken = False
+        self._machine = machine
+        self._tables = tables = _Tables(program)
+        words = (len(tables.signals) + 1) * BARRIER_STRIDE
+        if machine.arena is None:
+            counters = [torch.zeros(words, dtype=torch.int32, device=memory.device)]
+        else:
+            counters = list(machine.arena.allocate((words,), torch.int32))
+        self._ranks = [
+            _Rank(machine, program, own, rank, function, tables, counter)
+            for rank, (own, function, counter) in enumerate(
+                zip(memory.ranks, functions, counters, strict=True)
+            )
+        ]
+        self._alone: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._traces = machine.trace  # whether the kernel was compiled with traces
+        self._noting: list[tuple[int, list[torch.Tensor]]] = []  # launches not waited for: steps
+        self._noted: list[tuple[int, list[torch.Tensor]]] = []
+        self._steps_before = 0
+        self._resolve()
+
+    def _resolve(self) -> None:
+        """Build the tables of tensors.
+
+        Raises MachineFault when a tensor meanwhile has a layout that the program cannot read.
+        """
+        for own in self.memory.ranks:
+            for name, choice in self._layouts.items():
+                if own.layout(name) not in choice:
+                    raise MachineFault(
+                        f"tensor {name} has been given the layout {own.layout(name)} for another "
+                        f"program, this one needs {names(choice)}"
+                    )
+        for rank in self._ranks:
+            rank.resolve()
+        self._relayouts = [own.relayouts for own in self.memory.ranks]
+
+    @property
+    def barriers(self) -> list[int]:
+        """The barriers' counters, rank by rank."""
+        return [
+            int(value)
+            for rank in self._ranks
+            for value in rank.counters.cpu()
+            .numpy()
+            .view(np.uint32)[::BARRIER_STRIDE][: len(self.program.barriers)]
+        ]
+
+    # Running.
+
+    def run(self, steps: int = 1) -> None:
+        """Run the program ``steps`` times and return when it has finished. Advances ``memory.epoch``.
+
+        Raises MachineFault when it cannot finish: the executable then needs ``reset`` to run again;
+        MachineLost when the CUDA context is lost.
+        """
+        self.launch(steps)
+        self.finish()
+
+    def launch(self, steps: int = 1) -> None:
+        """Start a run on torch's current streams and return; ``finish`` waits for it. Launches run in order.
+
+        Raises MachineFault when the launch is refused.
+        """
+        if self.broken:
+            raise MachineFault("an earlier run of this executable ended in the middle: reset it")
+        if steps < 1:
+            raise ValueError(f"steps is {steps}: a run has at least one step")
+        self._machine.check_alive()
+        if self._relayouts != [own.relayouts for own in self.memory.ranks]:
+            self._resolve()
+        if self._traces:
+            self._noting.append((steps, self._make_notes(steps)))
+        for rank in self._ranks:
+            rank.parameters.epoch = self.memory.epoch & 0xFFFFFFFF
+            rank.parameters.steps = steps
+            rank.parameters.steps_before = self._steps_before
+        # Also after a fault: words may carry the tags of these steps, which no later step may use again.
+        self.memory.epoch += steps
+        try:
+            # Ranks wait for each other, so nothing that could wait comes between their launches.
+            streams = [rank.stream() for rank in self._ranks]
+            for rank, stream in zip(self._ranks, streams, strict=True):
+                rank.start(stream)
+            for rank in self._ranks:
+                rank.fetch()
+        except CudaError as error:
+            self.broken = True
+            raise self._machine._fault(error) from error
+        self._steps_before = (self._steps_before + steps) & 0xFFFFFFFF
+
+    def finish(self) -> None:
+        """Wait for all launches. Raises MachineFault when one of them could not finish."""
+        try:
+            faulted = [rank.wait() for rank in self._ranks]
+        except CudaError as error:
+            self.broken = True
+            raise self._machine._fault(error) from error
+        if any(faulted):
+            self.broken = True
+            raise self._machine_fault(self._instruction_at)
+        self._noted += self._noting
+        self._noting = []
+
+    def reset(self) -> None:
+        """Set counters and fault records to those of a fresh load, so that the program runs again.
+
+        Waits for launches in progress: those behind a broken one read its abort word and end. Raises
+        MachineLost when the CUDA context is lost.
+        """
+        self._machine.check_alive()
+        try:
+            for rank in self._ranks:
+                rank.synchronize()
+            for rank in self._ranks:
+                rank.counters.zero_()
+                rank.records.zero_()
+            # The next launch may be on another stream.
+            for rank in self._ranks:
+                rank.synchronize()
+        except CudaError as error:
+            raise self._machine._fault(error) from error
+        for rank in self._ranks:
+            rank.forget()
+        self._steps_before = 0
+        self._noting = []
+        self.broken = False
+
+    def execute_one(self, index: int, step: int = 0, rank: int = 0) -> None:
+        """Run one instruction of a rank alone, without its waits and signal, as in step ``step`` of a launch.
+
+        For tools; keeps ``memory.epoch``. Raises MachineFault when the instruction fails or reads a tagged
+        word that this step has not written.
+        """
+        if not (0 <= rank < len(self._ranks) and 0 <= index < len(self.program)):
+            raise IndexError(
+                f"instruction {index} of rank {rank}: the program has {len(self.program)} on each of "
+                f"{len(self._ranks)} ranks"
+            )
+        self._machine.check_alive()
+        if self._relayouts != [own.relayouts for own in self.memory.ranks]:
+            self._resolve()
+        own = self._ranks[rank]
+        if rank not in self._alone:
+            exchanges = self._tables.exchanges.table.copy()
+            exchanges["hint"]["signal"] = exchanges["hint"]["wait"] = NONE
+            self._alone[rank] = (
+                own.upload(self.program.words),
+                own.upload(exchanges),
+                own.upload(np.array([0, 1], dtype=np.uint32)),
+            )
+        words, table, ends = self._alone[rank]
+        parameters = LaunchParameters.from_buffer_copy(own.parameters)
+        parameters.instructions = words.data_ptr() + index * INSTRUCTION_BYTES
+        parameters.exchanges = table.data_ptr() + index * EXCHANGE.size
+        parameters.queue_begin = ends.data_ptr()
+        events = own.zeros(TRACE_COLUMNS * 2) if self._traces else None
+        parameters.trace = 0 if events is None else events.data_ptr()
+        parameters.epoch = self.memory.epoch & 0xFFFFFFFF
+        parameters.steps_before = self._steps_before
+        parameters.steps, parameters.first_step = 1, step
+        parameters.dynamic, parameters.alone = 0, 1
+        try:
+            own.start(own.stream(), parameters, 1)
+            own.fetch()
+            faulted = own.wait()
+        except CudaError as error:
+            raise self._machine._fault(error) from error
+        if faulted:
+            raise self._machine_fault(lambda _: index)
+
+    def _instruction_at(self, record: Record) -> int | None:
+        """Number of the instruction that a warp was at; None past the end of its queue."""
+        begin, queue = self._tables.begin, 0 if self.program.dynamic else record.worker
+        place = int(begin[queue]) + record.position
+        return int(self._tables.order[place]) if place < begin[queue + 1] else None
+
+    # Faults.
+
+    def _machine_fault(self, index_of: IndexOf) -> MachineFault:
+        """The fault that the records describe. Clears the records."""
+        records = [record for rank in self._ranks for record in rank.take_records()]
+        if not records:
+            return MachineFault("a worker stopped and did not say why")
+        # Of all warps of one worker and role, keep the record that says most.
+        telling: dict[tuple[int, int, str], Record] = {}
+        for record in sorted(records, key=lambda r: r.order):
+            telling.setdefault((record.rank, record.worker, record.role), record)
+        cause = min(records, key=lambda r: r.order)
+        states = tuple(self._state(telling[key], index_of) for key in sorted(telling))
+        index = index_of(cause)
+        at = "no instruction" if index is None else f"instruction {index}"
+        on = f" on rank {cause.rank}" if len(self._ranks) > 1 else ""
+        if index is not None and cause.condition is FaultKind.INSTRUCTION:
+            inst = self.program.instructions[index]
+            text = cuda_faults.sentence(cause, inst, self.program.tensors)
+            return MachineFault(f"{at}{on} ({inst.name()}): {text}", states)
+        waiting = self._state(cause, index_of).waiting_for
+        return MachineFault(
+            f"worker {cause.worker}{on} ({cause.role}) gave up after {self._machine.timeout:g} s: "
+            f"{at} waits for {waiting}",
+            states,
+        )
+
+    def _state(self, record: Record, index_of: IndexOf) -> WorkerState:
+        index = index_of(record)
+        tensors = self.program.tensors
+        inst = None if index is None else self.program.instructions[index]
+        waiting = cuda_faults.waiting_for(record, inst, tensors, self.program.barriers)
+        text = "" if inst is None else inst.disassemble(tensors)
+        rank = record.rank if len(self._ranks) > 1 else None
+        return WorkerState(record.worker, record.role, index, text, waiting, rank)
+
+    # Traces.
+
+    def _make_notes(self, steps: int) -> list[torch.Tensor]:
+        """Make room for the notes of a launch, and pass it to the ranks: int64 [rows, columns] each."""
+        rows = len(self._tables.order) * steps
+        notes = []
+        for rank in self._ranks:
+            times = rank.zeros(max(rows, 1) * TRACE_COLUMNS * 2).view(torch.int64)
+            rank.parameters.trace = times.data_ptr()
+            notes.append(times.view(-1, TRACE_COLUMNS)[:rows])
+        return notes
+
+    def trace(self) -> list[Notes]:
+        """The traces of all launches finished since the last call, in ns of the global timer of rank 0's GPU.
+
+        The data stay on that GPU. Raises ValueError when the machine does not trace.
+        """
+        if not self._traces:
+            raise ValueError("nothing is noted: load the program on a CudaMachine(trace=True)")
+        noted, self._noted = self._noted, []
+        device = self.memory.device
+        return [
+            Notes(steps, torch.cat([part.to(device) for part in parts]), EVENTS, WORKER_COLUMN)
+            for steps, parts in noted
+        ]
