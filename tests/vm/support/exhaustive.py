@@ -23,7 +23,8 @@ class Kind(Enum):
     EXAMINE = auto()  # a read of such a word
     WRITE = auto()
     WORD = auto()  # a write of a tagged word
-    SIGNAL = auto()
+    SIGNAL = auto()  # on the own rank
+    REACH = auto()  # the signal reaches another rank
 
 
 ACCESSES = {
@@ -58,15 +59,19 @@ class Explorer:
         self.bits: defaultdict[tuple[int, Kind], int] = defaultdict(int)  # of an execution
         self.arrivals: dict[tuple[int, int], int] = {}  # by execution and place
         self.writes: defaultdict[int, list[Event]] = defaultdict(list)  # of a place, in order
-        self.signals: defaultdict[int, list[int]] = defaultdict(list)  # by barrier
+        self.signals: defaultdict[int, list[int]] = defaultdict(list)  # by counter
         for execution in self.meaning.order:
             for kind, action in ACCESSES.items():
-                expected = execution.expected[action]
-                for place, version in zip(execution.accesses[action], expected, strict=True):
-                    self._add(execution, kind, int(place), int(version))
+                for part in execution.parts(action):
+                    expected = execution.expected[part]
+                    for place, version in zip(execution.accesses[part], expected, strict=True):
+                        self._add(execution, kind, int(place), int(version))
             for place in execution.polls:
                 self._add(execution, Kind.ARRIVE, int(place), UNWRITTEN)
             self._add(execution, Kind.SIGNAL, NOWHERE, UNWRITTEN)
+            for counter in execution.counters[1:]:
+                self._add(execution, Kind.REACH, NOWHERE, UNWRITTEN)
+                self.signals[counter].append(self.events[-1].bit)
 
     def _add(self, execution: Execution, kind: Kind, place: int, expected: int) -> None:
         event = Event(execution, kind, place, expected, 1 << len(self.events))
@@ -76,8 +81,8 @@ class Explorer:
             self.arrivals[execution.number, place] = event.bit
         elif kind in (Kind.WRITE, Kind.WORD):
             self.writes[place].append(event)
-        elif kind is Kind.SIGNAL and execution.signal is not None:
-            self.signals[execution.signal].append(event.bit)
+        elif kind is Kind.SIGNAL and execution.counters:
+            self.signals[execution.counters[0]].append(event.bit)
 
     def is_good(self, limit: int) -> bool:
         """Whether no execution hangs, and all find the sequential versions only.
@@ -94,7 +99,7 @@ class Explorer:
             if not possible and state != end:
                 return False
             for event in possible:
-                checked = event.kind not in (Kind.ARRIVE, Kind.SIGNAL)
+                checked = event.kind not in (Kind.ARRIVE, Kind.SIGNAL, Kind.REACH)
                 if checked and self._version(state, event.place) != event.expected:
                     return False
                 after = state | event.bit
@@ -116,8 +121,8 @@ class Explorer:
         """The rules of withholding.py, for one event."""
         execution = event.execution
         if any(
-            sum(bool(state & bit) for bit in self.signals[barrier]) < count
-            for barrier, count in execution.needs
+            sum(bool(state & bit) for bit in self.signals[counter]) < count
+            for counter, count in execution.needs
         ):
             return False
         if event.kind is Kind.EARLY:
@@ -137,7 +142,7 @@ class Explorer:
             return awaited and (plain or not execution.in_place)
         if event.kind is Kind.WORD:
             return plain and awaited and examined
-        if event.kind is Kind.SIGNAL:
+        if event.kind in (Kind.SIGNAL, Kind.REACH):
             written = self._done(state, execution, Kind.WRITE, Kind.WORD)
             return plain and awaited and examined and written
         return True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,7 @@ class Grid:
 
 
 class Places:
-    """Numbers for all places that instructions access.
+    """Numbers for all places that instructions access, on every rank.
 
     An indexed row may be any row of its tensor. So in a tensor with both kinds of access, every access that
     is not indexed also touches all indexed rows. Earlier reads have places of their own: one for every
@@ -49,11 +50,17 @@ class Places:
     """
 
     def __init__(
-        self, tensors: Sequence[TensorSpec], regions: Sequence[Region], steps: int, cut: int | None
+        self,
+        tensors: Sequence[TensorSpec],
+        regions: Sequence[Region],
+        steps: int,
+        cut: int | None,
+        ranks: int = 1,
     ) -> None:
         self.tensors = tensors
         self.steps = steps
-        self.count = 0
+        self.ranks = ranks
+        self.of_rank = 0  # number of places of one rank
         self.plain: dict[int, Grid] = {}
         self.indexed: dict[int, Grid] = {}
         self.history: dict[int, int] = {}
@@ -67,14 +74,18 @@ class Places:
                     columns = {end for r in mine for end in r.columns}
                     if not indexed and handle in self.indexed:
                         columns |= set(self.indexed[handle].columns)
-                    grids[handle] = Grid(self.count, rows, columns)
-                    self.count += grids[handle].size
+                    grids[handle] = Grid(self.of_rank, rows, columns)
+                    self.of_rank += grids[handle].size
             if any(r.earlier for r in regions if r.tensor == handle):
-                self.history[handle] = self.count
-                self.count += (steps + 1) * self.indexed[handle].size
+                self.history[handle] = self.of_rank
+                self.of_rank += (steps + 1) * self.indexed[handle].size
+        self.count = ranks * self.of_rank
 
-    def of(self, region: Region, step: int, write: bool) -> list[int]:
-        """The places of a region that an instruction accesses in a step."""
+    def of(self, region: Region, step: int, write: bool, rank: int = 0) -> list[int]:
+        """The places on a rank of a region that an instruction accesses in a step."""
+        return [rank * self.of_rank + place for place in self._of(region, step, write)]
+
+    def _of(self, region: Region, step: int, write: bool) -> list[int]:
         handle = region.tensor
         if not region.indexed:
             places = self.plain[handle].places(region.rows, region.columns)
@@ -109,7 +120,11 @@ class Places:
         return now + [p for s in steps for p in self._written_in(s, now, handle)]
 
     def describe(self, place: int) -> str:
-        """``rows [0, 1) columns [0, 8) of x``"""
+        """``rows [0, 1) columns [0, 8) of x``, with the rank if there are several"""
+        rank, place = divmod(place, self.of_rank)
+        return self._describe(place) + (f" on rank {rank}" if self.ranks > 1 else "")
+
+    def _describe(self, place: int) -> str:
         for kind, grids in (("", self.plain), ("indexed ", self.indexed)):
             for handle, grid in grids.items():
                 if grid.base <= place < grid.base + grid.size:
@@ -141,6 +156,13 @@ def whole_words(tensors: Sequence[TensorSpec], region: Region) -> Region:
     begin, end = region.columns
     columns = begin // per_word * per_word, -(-end // per_word) * per_word
     return Region(region.tensor, region.rows, columns)
+
+
+def share_of(tensors: Sequence[TensorSpec], region: Region, rank: int) -> Region:
+    """Where a rank writes a region that an instruction declares as written."""
+    first = tensors[region.tensor].share_begin(rank)
+    begin, end = region.columns
+    return replace(region, columns=(first + begin, first + end))
 
 
 def live_part(inst: Instruction, region: Region, live: int | None) -> Region | None:

@@ -17,11 +17,15 @@ than the sequential meaning. This simulator does not know the verifier's proof. 
    first. The simulator does not judge whether kernels do so for two operands that overlap.
 5. Rows at or past the count of ``row_count`` are dead: instructions neither read nor write them, but wait for
    and tag the tagged words of dead rows like all others.
+6. Every rank runs all queues, on its own tensors and counters. What a rank writes of a tensor with shares
+   becomes visible on every rank at another time, and so does every tagged word. When all of that is visible
+   on all ranks, the signal of a shared barrier reaches the counter of every rank at another time. The worker
+   goes on when the signal has reached its own rank.
 
 An instruction consists of *actions* (``Action``). Other instructions wait only for its tagged words and its
 signal, never for a single plain read or plain write. So withholding all of its plain reads delays no more
-than withholding one of them: all plain reads are one action, all plain writes another. Every tagged word is
-an action of its own.
+than withholding one of them: all plain reads are one action, and so are all plain writes on one rank. Every
+tagged word on a rank is an action of its own.
 
 A *schedule* withholds some actions, runs everything else until nothing can go on, releases them, and so on.
 One schedule for every action of the first steps finds every conflict of two accesses: if any execution makes
@@ -41,7 +45,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
-from meaning import UNWRITTEN, Action, Execution, Finding, Mask, Meaning
+from meaning import UNWRITTEN, Action, Execution, Finding, Mask, Meaning, action_of
 from places import Ints
 
 from megavm.vm.config import NONE
@@ -52,17 +56,18 @@ STEPS = 4
 HELD_STEPS = 2  # only actions of the first steps are withheld; later steps may overtake them
 ANY_NUMBER = 1 << 30  # so many workers that every entry of a dynamic queue is drawn at once
 
-Held = Mapping[tuple[int, int], Mask]  # (number of the execution, action): columns that withhold it
+# (number of the execution, part of an action): columns that withhold it
+Held = Mapping[tuple[int, int], Mask]
 
 
 class Found(Exception):
     """A read or write found another version than it should have."""
 
     def __init__(
-        self, column: int, execution: Execution, action: int, place: int, got: int
+        self, column: int, execution: Execution, number: int, place: int, got: int
     ) -> None:
         super().__init__()
-        self.column, self.execution, self.action = column, execution, action
+        self.column, self.execution, self.number = column, execution, number
         self.place, self.got = place, got
 
 
@@ -74,10 +79,11 @@ class Schedules:
         self.workers = workers
         self.log = log
         self.columns = columns = len(workers)
-        self.counters = np.zeros((len(meaning.program.barriers), columns), np.int32)
+        counters = len(meaning.ranks) * len(meaning.program.barriers)
+        self.counters = np.zeros((counters, columns), np.int32)
         self.versions = np.full((meaning.places.count, columns), UNWRITTEN, np.int32)
         self.tags = np.zeros((meaning.places.count, columns), np.int32)
-        self.num_ended = np.zeros(columns, np.int32)
+        self.num_ended = np.zeros((len(meaning.ranks), columns), np.int32)
         self.everywhere, self.nowhere = np.ones(columns, np.bool_), np.zeros(columns, np.bool_)
         self.done = [self._not_begun(e) for e in meaning.order]
         self.ready = [self.nowhere if e.needs else self.everywhere for e in meaning.order]
@@ -85,14 +91,11 @@ class Schedules:
     def _not_begun(self, execution: Execution) -> dict[int, Mask]:
         """Which actions are done, by column. Actions that an instruction does not have count as done."""
         done = {
-            a: np.zeros(self.columns, np.bool_) if execution.accesses[a].size else self.everywhere
-            for a in (Action.EARLY, Action.READ, Action.WRITE, Action.AGAIN)
+            number: self.nowhere if places.size else self.everywhere
+            for number, places in execution.accesses.items()
         }
         done[Action.POLL] = self.nowhere if execution.polls.size else self.everywhere
-        done[Action.SIGNAL] = self.nowhere
-        return done | {
-            Action.WORD + k: self.nowhere for k in range(execution.accesses[Action.WORD].size)
-        }
+        return done | dict.fromkeys(execution.signals, self.nowhere)
 
     def run(self, phases: Sequence[Held]) -> Mask:
         """Run until nothing can happen, withholding one set of actions after the other.
@@ -108,8 +111,16 @@ class Schedules:
                 moved = False
                 for n in rest:
                     moved |= self._advance(self.meaning.order[n], held)
-                rest = [n for n in rest if not self.done[n][Action.SIGNAL].all()]
-        ended: Mask = self.num_ended == len(self.done)
+                rest = [n for n in rest if not self._ended(n).all()]
+        ended: Mask = self.num_ended.sum(axis=0) == len(self.done)
+        return ended
+
+    def _ended(self, number: int) -> Mask:
+        """The columns in which an execution has signalled on all ranks."""
+        own, *others = self.meaning.order[number].signals
+        ended = self.done[number][own]
+        for signal in others:
+            ended = ended & self.done[number][signal]
         return ended
 
     def _advance(self, execution: Execution, held: Held) -> bool:
@@ -124,10 +135,10 @@ class Schedules:
         if execution.behind is not None:
             begun = ready & self.done[execution.behind.number][Action.SIGNAL]
         elif self.meaning.dynamic:
-            begun = ready & (execution.ticket < self.workers + self.num_ended)
+            begun = ready & (execution.ticket < self.workers + self.num_ended[execution.rank])
         else:
             begun = ready
-        begun = begun & ~done[Action.SIGNAL]
+        begun = begun & ~self._ended(number)
         if not begun.any():
             return moved
         moved |= self._act(execution, Action.READ, begun, held)
@@ -139,83 +150,96 @@ class Schedules:
         may_write = begun if execution.tag_order is TagOrder.WRITES_EARLY else polled
         if execution.in_place:
             may_write = may_write & done[Action.READ] & done[Action.EARLY]
-        moved |= self._act(execution, Action.WRITE, may_write, held)
+        for write in execution.writes:
+            moved |= self._act(execution, write, may_write, held)
         complete = polled & done[Action.READ] & done[Action.EARLY]
         may_tag = polled if execution.tag_order is TagOrder.READS_LATE else complete
-        ending = complete & done[Action.AGAIN] & done[Action.WRITE]
-        for k in range(execution.accesses[Action.WORD].size):
-            moved |= self._act(execution, Action.WORD + k, may_tag, held)
-            ending = ending & done[Action.WORD + k]
-        return moved | self._act(execution, Action.SIGNAL, ending, held)
+        ending = complete & done[Action.AGAIN]
+        for write in execution.writes:
+            ending = ending & done[write]
+        for word in execution.words:
+            moved |= self._act(execution, word, may_tag, held)
+            ending = ending & done[word]
+        for signal in execution.signals:
+            moved |= self._act(execution, signal, ending, held)
+        return moved
 
-    def _act(self, execution: Execution, action: int, can: Mask, held: Held) -> bool:
-        """Do one action in the columns where it is possible, not yet done and not withheld.
+    def _act(self, execution: Execution, number: int, can: Mask, held: Held) -> bool:
+        """Do one part of an action in the columns where it is possible, not yet done and not withheld.
 
         Returns whether there are such columns.
         """
         done = self.done[execution.number]
-        can = can > done[action]
-        if (mask := held.get((execution.number, action))) is not None:
+        can = can > done[number]
+        if (mask := held.get((execution.number, number))) is not None:
             can &= ~mask
         columns = can.nonzero()[0]
         if not columns.size:
             return False
-        done[action] = done[action] | can
-        if action == Action.SIGNAL:
-            self.num_ended[columns] += 1
-            if execution.signal is not None:
-                self.counters[execution.signal, columns] += 1
+        done[number] = done[number] | can
+        if action_of(number) is Action.SIGNAL:
+            self._signal(execution, number, columns)
         else:
-            self._access(execution, action, columns)
+            self._access(execution, number, columns)
         if self.log is not None:
-            self.log.append(self._event(execution, action))
+            self.log.append(self._event(execution, number))
         return True
 
-    def _access(self, execution: Execution, action: int, columns: npt.NDArray[np.intp]) -> None:
-        word = action >= Action.WORD
-        places, expected = (
-            by_action[min(action, Action.WORD)]
-            for by_action in (execution.accesses, execution.expected)
-        )
-        if word:
-            k = action - Action.WORD
-            places, expected = places[k : k + 1], expected[k : k + 1]
+    def _signal(self, execution: Execution, number: int, columns: npt.NDArray[np.intp]) -> None:
+        if number == Action.SIGNAL:
+            self.num_ended[execution.rank, columns] += 1
+        if execution.counters:
+            self.counters[execution.counters[execution.signals.index(number)], columns] += 1
+
+    def _access(self, execution: Execution, number: int, columns: npt.NDArray[np.intp]) -> None:
+        places, expected = execution.accesses[number], execution.expected[number]
         at = places[:, None], columns
         found = self.versions[at]
         wrong = found != expected[:, None]
         if wrong.any():
             place, column = (int(i) for i in np.argwhere(wrong)[0])
             got = int(found[place, column])
-            raise Found(int(columns[column]), execution, action, int(places[place]), got)
-        if word or action == Action.WRITE:
+            raise Found(int(columns[column]), execution, number, int(places[place]), got)
+        action = action_of(number)
+        if action in (Action.WRITE, Action.WORD):
             self.versions[at] = execution.number
-        if word:
+        if action is Action.WORD:
             self.tags[at] = execution.step + 1
 
-    def _event(self, execution: Execution, action: int) -> str:
-        text = self.meaning.describe(execution)
-        if action == Action.SIGNAL:
-            return f"{text} signals" if execution.signal is not None else f"{text} ends"
-        verbs = {0: "reads earlier", 1: "reads", 2: "has its tagged words:", 3: "writes"}
-        verbs[4] = "reads again"
-        places = execution.accesses[min(action, Action.WORD)]
-        if action >= Action.WORD:
-            places = places[action - Action.WORD :][:1]
+    def _event(self, execution: Execution, number: int) -> str:
+        text, action = self.meaning.describe(execution), action_of(number)
+        if action is Action.SIGNAL and not execution.counters:
+            return f"{text} ends"
+        if action is Action.SIGNAL:
+            k, ranks = execution.signals.index(number), len(self.meaning.ranks)
+            where = f" to rank {(execution.rank + k) % ranks}" if len(execution.signals) > 1 else ""
+            return f"{text} signals{where}"
+        places = execution.accesses[number]
         where = ", ".join(self.meaning.places.describe(int(p)) for p in places)
-        return f"{text} {verbs.get(action, 'writes tagged')} {where}"
+        return f"{text} {VERBS[action]} {where}"
+
+
+VERBS = {
+    Action.EARLY: "reads earlier",
+    Action.READ: "reads",
+    Action.POLL: "has its tagged words:",
+    Action.WRITE: "writes",
+    Action.AGAIN: "reads again",
+    Action.WORD: "writes tagged",
+}
 
 
 def each_action(order: Sequence[Execution], steps: int) -> Iterator[tuple[int, int]]:
     """The actions of the first ``steps`` steps, except signals."""
     for execution in order:
         if execution.step < steps:
-            for action in (Action.EARLY, Action.READ, Action.WRITE, Action.AGAIN):
-                if execution.accesses[action].size:
-                    yield execution.number, action
+            for number in (Action.EARLY, Action.READ, *execution.writes, Action.AGAIN):
+                if execution.accesses[number].size:
+                    yield execution.number, number
             if execution.polls.size:
                 yield execution.number, Action.POLL
-            for k in range(execution.accesses[Action.WORD].size):
-                yield execution.number, Action.WORD + k
+            for word in execution.words:
+                yield execution.number, word
 
 
 def judge(
@@ -246,7 +270,7 @@ def judge(
         phases[0][action][column] = True
     every = [
         *each_action(meaning.order, steps),
-        *((e.number, Action.SIGNAL) for e in meaning.order),
+        *((e.number, signal) for e in meaning.order for signal in e.signals),
     ]
     workers = np.full(columns, ANY_NUMBER, np.int32)
     for column in range(len(actions), columns):
@@ -276,10 +300,10 @@ def replay(meaning: Meaning, phases: Sequence[Held], workers: Ints, column: int)
     try:
         schedules.run(alone)
     except Found as found:
-        wanted = found.execution.expected[min(found.action, Action.WORD)]
-        places = found.execution.accesses[min(found.action, Action.WORD)]
+        wanted = found.execution.expected[found.number]
+        places = found.execution.accesses[found.number]
         expected = int(wanted[places == found.place][0])
-        writes = found.action == Action.WRITE or found.action >= Action.WORD
+        writes = action_of(found.number) in (Action.WRITE, Action.WORD)
         verb = "writes" if writes else "reads"
         sentence = (
             f"{meaning.describe(found.execution)} {verb} {meaning.places.describe(found.place)} "
