@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 from meaning import Finding
 from mutations import mutate
-from program_makers import random_program, toy_programs
+from program_makers import random_program
+from toy_graphs import toy_programs, toy_programs_of_ranks
 from withholding import judge, live_counts
 
 from megavm.instructions import instruction_set
@@ -46,6 +47,17 @@ class Verdict:
     @property
     def over_rejection(self) -> bool:
         return self.rule not in (None, "form") and self.finding is None
+
+    def __str__(self) -> str:
+        """The tensors and instructions, what the verifier says, and what the simulator finds."""
+        program = self.program
+        lines = [f"{program}, {program.shared_barriers} barriers shared"]
+        for spec in program.tensors:
+            kind = "tagged" if spec.tagged else spec.kind.value
+            shares = f", {spec.shares} shares" if spec.shares > 1 else ""
+            lines.append(f"{spec.name} {list(spec.shape)} {spec.dtype.name} {kind}{shares}")
+        lines += program.disassemble()
+        return "\n".join([*lines, *(str(text) for text in (self.sentence, self.finding) if text)])
 
 
 def check(program: Program, rng: random.Random) -> Verdict:
@@ -114,10 +126,11 @@ def check_tag_orders(program: Program, rng: random.Random) -> Verdict:
     return Verdict(program, None, "", finding)
 
 
-def mutants(walk: int, seed: int, ask: Ask = check) -> Iterator[Verdict]:
+def mutants(walk: int, seed: int, ask: Ask = check, ranks: int = 1) -> Iterator[Verdict]:
     """Verdicts on changes of one toy program. Accepted programs are changed further."""
     rng = random.Random(f"{seed} mutants {walk}")
-    program = rng.choice(toy_programs()) if rng.random() < 0.7 else random_program(rng)
+    toys = toy_programs() if ranks == 1 else toy_programs_of_ranks(ranks)
+    program = rng.choice(toys) if rng.random() < 0.7 else random_program(rng, ranks=ranks)
     for _ in range(WALK):
         changed = mutate(program, rng)
         if changed is None:
@@ -128,13 +141,27 @@ def mutants(walk: int, seed: int, ask: Ask = check) -> Iterator[Verdict]:
             program = changed
 
 
-def random_verdict(number: int, seed: int, ask: Ask = check) -> Verdict:
+def random_verdict(number: int, seed: int, ask: Ask = check, ranks: int = 1) -> Verdict:
     """The verdict on a random program, which seldom has a change."""
     rng = random.Random(f"{seed} program {number}")
-    program = random_program(rng)
+    program = random_program(rng, ranks=ranks)
     if rng.random() < 0.3:
         program = mutate(program, rng) or program
     return ask(program, rng)
+
+
+def tiny_programs(count: int, ranks: int = 1) -> Iterator[Program]:
+    """Random programs of up to three tiles with a change, without those of invalid form."""
+    for number in range(count):
+        rng = random.Random(number)
+        program = random_program(rng, most=3, ranks=ranks)
+        program = mutate(program, rng) or program
+        try:
+            verify(program)
+        except VerificationError as error:
+            if error.rule == "form":
+                continue
+        yield program
 
 
 @dataclass

@@ -29,6 +29,8 @@ class Draft:
         self.queues = [[int(i) for i in queue] for queue in program.queues]
         self.barriers = len(program.barriers)
         self.dynamic = program.dynamic
+        self.ranks = program.ranks
+        self.shared_barriers = program.shared_barriers
         self.workers = program.workers
         self.labels = list(program.labels)
 
@@ -41,6 +43,8 @@ class Draft:
             workers=self.workers,
             barriers=tuple(f"b{i}" for i in range(self.barriers)),
             labels=tuple(self.labels),
+            ranks=self.ranks,
+            shared_barriers=self.shared_barriers,
         )
 
     # Choices.
@@ -61,7 +65,9 @@ class Draft:
         self.words[i] = with_header(self.words[i], list(unique.items())[:MAX_WAITS], signal)
 
     def signals(self, barrier: int) -> int:
-        return sum(int(row[1]) == barrier for row in self.words)
+        """How often one step signals a barrier of a rank."""
+        ranks = self.ranks if barrier < self.shared_barriers else 1
+        return ranks * sum(int(row[1]) == barrier for row in self.words)
 
     def waiting(self) -> tuple[int, Waits, int] | None:
         """An instruction that waits, its waits, and which of them to change."""
@@ -206,6 +212,57 @@ class Draft:
             self.header(i, [(self.barriers, 1), *kept], self.signal(i))
             self.barriers += 1
 
+    # Ranks.
+
+    def move_boundary(self) -> None:
+        """One barrier more or less is shared."""
+        count = self.shared_barriers + self.rng.choice((-1, -1, 1))
+        if 0 <= count <= self.barriers:
+            barrier = min(count, self.shared_barriers)
+            before = self.signals(barrier)
+            self.shared_barriers = count
+            self.follow(barrier, before)
+
+    def exchange_barriers(self) -> None:
+        """A shared barrier and one of the own rank trade places."""
+        if 0 < self.shared_barriers < self.barriers:
+            one = self.rng.randrange(self.shared_barriers)
+            two = self.rng.randrange(self.shared_barriers, self.barriers)
+            before = {one: self.signals(one), two: self.signals(two)}
+            other = {one: two, two: one}
+            for i in range(len(self.words)):
+                waits = [(other.get(b, b), t) for b, t in self.waits(i)]
+                signal = self.signal(i)
+                self.header(i, waits, None if signal is None else other.get(signal, signal))
+            for barrier in (one, two):
+                self.follow(barrier, before[other[barrier]])
+
+    def count_one_rank(self) -> None:
+        """A wait for the signals of all ranks counts those of one, or one rank less."""
+        shared = [
+            (i, k)
+            for i in range(len(self.words))
+            for k, (barrier, target) in enumerate(self.waits(i))
+            if barrier < self.shared_barriers and target
+        ]
+        if shared:
+            i, k = self.rng.choice(shared)
+            waits = self.waits(i)
+            barrier, target = waits[k]
+            one = -(-target // self.ranks)
+            waits[k] = barrier, self.rng.choice((one, target - one))
+            self.header(i, waits, self.signal(i))
+
+    def flip_shares(self) -> None:
+        """Ranks gather a tensor that each had for itself, or do not gather it; rarely of valid form."""
+        handles = [h for h, t in enumerate(self.tensors) if t.kind is TensorKind.ACTIVATION]
+        if handles:
+            handle = self.rng.choice(handles)
+            spec = self.tensors[handle]
+            shares = 1 if spec.shares > 1 else self.ranks
+            if spec.columns % shares == 0 and spec.columns // shares * spec.dtype.size % 4 == 0:
+                self.tensors[handle] = replace(spec, shares=shares)
+
     # Queues.
 
     def swap_neighbours(self) -> None:
@@ -343,7 +400,9 @@ class Draft:
             self.tensors[handle] = replace(spec, tagged=not spec.tagged)
 
     def flip_kind(self) -> None:
-        handles = [h for h, t in enumerate(self.tensors) if t.writable and not t.tagged]
+        handles = [
+            h for h, t in enumerate(self.tensors) if t.writable and not t.tagged and t.shares == 1
+        ]
         if handles:
             handle = self.rng.choice(handles)
             spec = self.tensors[handle]
@@ -383,11 +442,22 @@ WORK: tuple[Callable[[Draft], None], ...] = (
 )
 
 
+RANKS: tuple[Callable[[Draft], None], ...] = (
+    Draft.move_boundary,
+    Draft.move_boundary,
+    Draft.exchange_barriers,
+    Draft.count_one_rank,
+    Draft.flip_shares,
+)
+
+
 def mutate(program: Program, rng: random.Random) -> Program | None:
     """The program with one change, seldom with more; None if no Program can be built from it."""
     draft = Draft(program, rng)
     for _ in range(rng.choice((1, 1, 1, 1, 2, 3))):
         kinds = SYNCHRONISATION if rng.random() < 0.65 else WORK
+        if program.ranks > 1 and rng.random() < 0.25:
+            kinds = RANKS
         rng.choice(kinds)(draft)
     try:
         return draft.program()

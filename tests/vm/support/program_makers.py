@@ -1,25 +1,23 @@
-"""Small programs to judge: toy graphs that the compiler compiled, and random programs."""
+"""Random small programs of one or more ranks."""
 
 from __future__ import annotations
 
-import functools
+import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from places import Places, whole_words
+from meaning import writable_regions
+from places import Places, share_of
 
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.reduce import Reduce
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.graph import Graph
-from megavm.scheduler.compiler.options import CompileOptions
-from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import MAX_WAITS, NONE
 from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.program import Program
@@ -31,74 +29,13 @@ WEIGHT, INPUT, STATE, ACTIVATION = (
     TensorKind.ACTIVATION,
 )
 
-# ---- Toy graphs.
-
-
-def mlp(rows: int, dtype: DType, counted: bool) -> Graph:
-    """y = x + down(silu(gate(norm(x))) * up(norm(x)))"""
-    row_count = TensorSpec("row_count", (1,), I32, INPUT)
-    graph = Graph(rows, row_count if counted else None)
-    x = graph.tensor("x", (rows, 8), F32, STATE)
-    normed = graph.rms_norm("norm", x, graph.weight("gain", (8,), dtype), 1e-5)
-    gate, up = (
-        graph.linear(name, normed, graph.weight(f"{name}.w", (12, 8), dtype), dtype=dtype)
-        for name in ("gate", "up")
-    )
-    wide = graph.silu_mul("gate_up", gate, up)
-    down = graph.linear("down", wide, graph.weight("down.w", (8, 12), dtype), dtype=dtype)
-    graph.output(graph.add("residual", down, x), "y")
-    return graph
-
-
-def llama(rows: int, layers: int, decode: bool) -> Graph:
-    """A Llama of two heads of two elements."""
-    config = LlamaConfig(
-        vocab_size=6,
-        hidden_size=4,
-        intermediate_size=6,
-        num_layers=layers,
-        num_heads=2,
-        num_kv_heads=2,
-        head_dim=2,
-    )
-    return llama_graph(config, Limits(2, 8, 2, 2, 4, 4), Bucket(rows, rows, 8, decode), F32)
-
-
-@functools.cache
-def toy_programs() -> tuple[Program, ...]:
-    """Compiled toy graphs, with both exchanges and with static and dynamic queues."""
-    unit: dict[str, Any] = {"column_unit": 2, "min_chunk": 4}
-    dynamic: dict[str, Any] = {**unit, "assignment": "dynamic"}
-    tagged: dict[str, Any] = {**unit, "exchange": "tagged"}
-    preferred: dict[str, Any] = {**unit, "exchange": "preferred"}
-    return tuple(
-        compile_graph(graph, CompileOptions(workers, **options))
-        for graph, workers, options in (
-            (mlp(2, F32, True), 2, unit),
-            (mlp(2, F32, True), 3, tagged),
-            (mlp(3, F32, False), 3, {**unit, "waves": 2}),
-            (mlp(2, BF16, True), 4, tagged),
-            (mlp(2, F32, True), 2, {**dynamic, "exchange": "tagged"}),
-            (mlp(1, F32, False), 3, dynamic),
-            (mlp(2, F32, True), 2, {**unit, "assignment": "round_robin"}),
-            (llama(1, 1, True), 2, tagged),
-            (llama(2, 1, True), 3, preferred),
-            (llama(2, 1, False), 2, unit),
-            (llama(1, 1, True), 3, {**dynamic, "exchange": "tagged"}),
-            (llama(2, 1, True), 2, dynamic),
-            (llama(1, 2, True), 2, tagged),
-        )
-    )
-
-
-# ---- Random programs.
-
 
 class Table:
-    """Tensors of a random program."""
+    """Tensors of a random program: rows of 4 columns, and of as many for each rank."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, ranks: int) -> None:
         self.rng = rng
+        self.ranks = ranks
         self.rows = rng.randint(1, 3)
         self.specs: list[TensorSpec] = []
         self.handles: dict[str, int] = {}
@@ -108,6 +45,16 @@ class Table:
             tagged = kind is ACTIVATION and rng.random() < 0.6
             self.add(f"t{i}", self.rows, 4, kind=kind, dtype=dtype, tagged=tagged)
         self.exchanged = list(self.handles.values())
+        self.gathered: list[int] = []  # each rank writes 4 of their columns
+        self.wide: list[int] = []  # as many columns, of one rank
+        if ranks > 1:
+            for i in range(rng.randint(1, 3)):
+                shape = f"all{i}", self.rows, 4 * ranks
+                tagged = rng.random() < 0.4
+                self.gathered.append(
+                    self.add(*shape, kind=ACTIVATION, dtype=dtype, tagged=tagged, shares=ranks)
+                )
+            self.wide.append(self.add("wide", self.rows, 4 * ranks, kind=STATE, dtype=dtype))
 
     def add(
         self,
@@ -116,14 +63,22 @@ class Table:
         kind: TensorKind = INPUT,
         dtype: DType = F32,
         tagged: bool = False,
+        shares: int = 1,
     ) -> int:
         if name not in self.handles:
             self.handles[name] = len(self.specs)
-            self.specs.append(TensorSpec(name, shape, dtype, kind, tagged))
+            self.specs.append(TensorSpec(name, shape, dtype, kind, tagged, shares=shares))
         return self.handles[name]
 
     def some(self) -> int:
         return self.rng.choice(self.exchanged)
+
+    def target(self, x: int = NONE) -> int:
+        """A tensor of which an instruction may write 4 columns, on its rank or on all; not ``x``."""
+        gathered = [handle for handle in self.gathered if handle != x]
+        if gathered and self.rng.random() < 0.6:
+            return self.rng.choice(gathered)
+        return self.some()
 
     def row_count(self) -> int:
         return self.add("row_count", 1, dtype=I32)
@@ -141,11 +96,13 @@ def random_tile(t: Table) -> Instruction:
     rows: dict[str, Any] = {"row_begin": top, "row_end": bottom}
     columns: dict[str, Any] = {"column_begin": begin, "column_end": end}
     counted = t.row_count() if rng.random() < 0.5 else NONE
+    if t.ranks > 1 and rng.random() < 0.5:
+        return random_wide_tile(t, rows, (begin, end), counted)
     kind = rng.random()
     if kind < 0.4:
         x_row = top if rng.random() < 0.7 else rng.randint(0, t.rows - (bottom - top))
         x_column = begin if rng.random() < 0.8 else rng.choice((0, 4 - (end - begin)))
-        return Copy(x=t.some(), out=t.some(), x_row=x_row, x_column=x_column, **rows, **columns)
+        return Copy(x=t.some(), out=t.target(), x_row=x_row, x_column=x_column, **rows, **columns)
     if kind < 0.6:
         gain = t.add("gain", 4, kind=WEIGHT)
         x, out = t.some(), t.some()
@@ -155,7 +112,7 @@ def random_tile(t: Table) -> Instruction:
             x=t.some(),
             weight=t.weight(),
             residual=t.some() if rng.random() < 0.6 else NONE,
-            out=t.some(),
+            out=t.target(),
             row_count=counted,
             x_rows=bottom,
             tile=0,
@@ -168,6 +125,36 @@ def random_tile(t: Table) -> Instruction:
     if kind < 0.92:
         return random_cache_tile(t, rows, (begin, end))
     return Noop()
+
+
+def random_wide_tile(
+    t: Table, rows: dict[str, Any], columns: tuple[int, int], counted: int
+) -> Instruction:
+    """An instruction that reads columns of all ranks."""
+    rng, width = t.rng, columns[1] - columns[0]
+    tile: dict[str, Any] = {**rows, "column_begin": columns[0], "column_end": columns[1]}
+    x, kind = rng.choice(t.gathered), rng.random()
+    if kind < 0.4:
+        x_column = rng.randrange(0, 4 * t.ranks - width + 1, 2)
+        return Copy(x=x, out=t.target(x), x_row=rows["row_begin"], x_column=x_column, **tile)
+    if kind < 0.6:
+        tile |= {"column_begin": 0, "column_end": 4 * t.ranks}
+        return Copy(x=x, out=t.wide[0], x_row=rows["row_begin"], x_column=0, **tile)
+    if kind < 0.8 and t.specs[x].dtype is F32:
+        residual = t.some() if rng.random() < 0.4 else NONE
+        return Reduce(parts=x, residual=residual, out=t.target(x), row_count=counted, **tile)
+    return Matmul(
+        x=x,
+        weight=t.add("wide_weight", 4, 4 * t.ranks, kind=WEIGHT),
+        out=t.target(x),
+        row_count=counted,
+        x_rows=rows["row_end"],
+        tile=0,
+        part=0,
+        part_k=4 * t.ranks,
+        eps=0.0,
+        **tile,
+    )
 
 
 def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) -> Instruction:
@@ -200,7 +187,7 @@ def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) 
         )
     return Attention(
         q=t.some(),
-        out=t.some(),
+        out=t.target(),
         head_begin=columns[0] // 2,
         head_end=columns[1] // 2,
         split=0,
@@ -215,30 +202,43 @@ def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) 
     )
 
 
-Accesses = tuple[set[int], set[int], set[int]]  # places read, written, and read as tagged words
+@dataclass(frozen=True)
+class Accesses:
+    """The places that a tile of one rank accesses, on all ranks."""
+
+    reads: set[int]
+    writes: set[int]
+    words: set[int]  # those of ``reads`` that are tagged words
+    gathered: set[int]  # those of tensors that ranks gather
+
+    def conflict(self, other: Accesses) -> bool:
+        """Whether something other than tagged words must order this tile after another."""
+        flow = self.reads & other.writes - self.words
+        return bool(flow or self.writes & (other.reads | other.writes))
 
 
-def accesses_of(tensors: Sequence[TensorSpec], tiles: Sequence[Instruction]) -> list[Accesses]:
-    """The places in writable tensors that each tile accesses."""
-    regions = [
-        [
-            (whole_words(tensors, region), write)
-            for some, write in ((tile.reads(tensors), False), (tile.writes(tensors), True))
-            for region in some
-            if tensors[region.tensor].writable
-        ]
-        for tile in tiles
-    ]
-    places = Places(tensors, [r for some in regions for r, _ in some], 1, None)
+def accesses_of(t: Table, tiles: Sequence[Instruction]) -> list[list[Accesses]]:
+    """What each tile accesses of writable tensors, on each rank that runs it."""
+    all_reads, all_writes = writable_regions(t.specs, tiles)
+    ranks = range(t.ranks)
+    shares = [[[share_of(t.specs, w, r) for w in some] for some in all_writes] for r in ranks]
+    regions = [w for rank in shares for some in rank for w in some]
+    regions += [region for some in all_reads for region in some]
+    places = Places(t.specs, regions, 1, None, t.ranks)
     found = []
-    for some in regions:
-        sets: Accesses = (set(), set(), set())
-        for region, write in some:
-            mine = places.of(region, 1 if region.earlier else 0, write)
-            sets[write].update(mine)
-            if tensors[region.tensor].tagged and not write:
-                sets[2].update(mine)
-        found.append(sets)
+    for i, reads in enumerate(all_reads):
+        found.append([Accesses(set(), set(), set(), set()) for _ in ranks])
+        for rank, mine in enumerate(found[-1]):
+            for region in reads:
+                some = places.of(region, int(region.earlier), False, rank)
+                mine.reads.update(some)
+                if t.specs[region.tensor].tagged:
+                    mine.words.update(some)
+                if t.specs[region.tensor].shares > 1:
+                    mine.gathered.update(some)
+            for region in shares[rank][i]:
+                for other in ranks if t.specs[region.tensor].shares > 1 else [rank]:
+                    mine.writes.update(places.of(region, 0, True, other))
     return found
 
 
@@ -250,11 +250,16 @@ def random_tiles(t: Table, count: int) -> list[Instruction]:
         if any(tile.check(t.specs)):
             continue
         for _ in range(12):
-            *before, (reads, writes, words) = accesses_of(t.specs, [*tiles, tile])
-            written = set().union(*(w for _, w, _ in before))
+            *before, mine = accesses_of(t, [*tiles, tile])
+            written = set[int]().union(*(a.writes for ranks in before for a in ranks))
             activations = [r for r in tile.reads(t.specs) if t.specs[r.tensor].kind is ACTIVATION]
-            again = any(t.specs[r.tensor].tagged for r in tile.writes(t.specs)) and writes & written
-            if (not activations or reads & written) and words <= written and not again:
+            tags = any(t.specs[r.tensor].tagged for r in tile.writes(t.specs))
+            if all(
+                (not activations or a.reads & written)
+                and a.words | a.gathered <= written
+                and not (tags and a.writes & written)
+                for a in mine
+            ):
                 break
             tile = random_tile(t)
             while any(tile.check(t.specs)):
@@ -263,26 +268,44 @@ def random_tiles(t: Table, count: int) -> list[Instruction]:
     return tiles
 
 
-def random_program(rng: random.Random, most: int = 7) -> Program:
+def random_program(rng: random.Random, most: int = 7, ranks: int = 1) -> Program:
     """A program of two or more tiles, most of which wait for the tiles they conflict with."""
-    t = Table(rng)
+    t = Table(rng, ranks)
     tiles = random_tiles(t, rng.randint(2, most))
     dynamic = rng.random() < 0.35
     queues = [0] * len(tiles) if dynamic else [rng.randrange(rng.randint(1, 4)) for _ in tiles]
     barrier_of: list[int] = []
     for i in range(len(tiles)):
-        shared = i > 0 and rng.random() < 0.25
-        barrier_of.append(barrier_of[-1] if shared else max(barrier_of, default=-1) + 1)
-    waits = needed_waits(accesses_of(t.specs, tiles), barrier_of, queues, dynamic, rng)
-    return assemble(t.specs, tiles, waits, barrier_of, queues, dynamic, rng)
+        same = i > 0 and rng.random() < 0.25
+        barrier_of.append(barrier_of[-1] if same else max(barrier_of, default=-1) + 1)
+    accesses = accesses_of(t, tiles)
+    shared_barriers = {
+        barrier_of[j]
+        for i, j in itertools.product(range(len(tiles)), repeat=2)
+        if ranks > 1 and (rng.random() < 0.01 or order_of(accesses[i], accesses[j])[1])
+    }
+    if ranks > 1 and shared_barriers and rng.random() < 0.1:
+        shared_barriers.pop()
+    waits = needed_waits(accesses, barrier_of, shared_barriers, queues, dynamic, rng)
+    return assemble(t, tiles, waits, barrier_of, shared_barriers, queues, dynamic)
 
 
 Waits = list[dict[int, int]]  # for every tile: barrier to target
 
 
+def order_of(mine: Sequence[Accesses], theirs: Sequence[Accesses]) -> tuple[bool, bool]:
+    """Whether a tile must follow another, in this step or the next, on its own rank and on others."""
+    own = across = False
+    for a, b in itertools.product(range(len(mine)), repeat=2):
+        must = mine[a].conflict(theirs[b]) or bool(mine[a].reads & theirs[b].writes)
+        own, across = own or (must and a == b), across or (must and a != b)
+    return own, across
+
+
 def needed_waits(
-    accesses: Sequence[Accesses],
+    accesses: Sequence[Sequence[Accesses]],
     barrier_of: Sequence[int],
+    shared_barriers: set[int],
     queues: Sequence[int],
     dynamic: bool,
     rng: random.Random,
@@ -291,60 +314,57 @@ def needed_waits(
     forget = rng.choice((0.0, 0.0, 0.05, 0.2))
     by_queue = not dynamic and rng.random() < 0.6  # lean on the order of queues
     waits: Waits = [{} for _ in accesses]
-    for i, (reads, writes, words) in enumerate(accesses):
-        for j, (other_reads, other_writes, _) in enumerate(accesses):
-            same_queue = by_queue and queues[i] == queues[j]
-            flow = bool(reads & other_writes - words)
-            conflict = flow or bool(writes & (other_reads | other_writes))
-            if same_queue or rng.random() < forget:
+    for i, mine in enumerate(accesses):
+        for j, theirs in enumerate(accesses):
+            barrier = barrier_of[j]
+            own, across = order_of(mine, theirs)
+            in_order = by_queue and queues[i] == queues[j] and not across
+            if in_order or rng.random() < forget:
                 continue
-            if j < i and conflict:
-                waits[i][barrier_of[j]] = barrier_of[: i + 1].count(barrier_of[j])
-                if barrier_of[j] == barrier_of[i]:
-                    waits[i][barrier_of[j]] -= 1
-            elif conflict or reads & other_writes:
-                waits[i].setdefault(barrier_of[j], 0)
+            if j < i and any(a.conflict(b) for a in mine for b in theirs):
+                before = barrier_of[: i + 1].count(barrier) - (barrier == barrier_of[i])
+                waits[i][barrier] = before * (len(mine) if barrier in shared_barriers else 1)
+            elif own or across:
+                waits[i].setdefault(barrier, 0)
     return waits
 
 
 def assemble(
-    tensors: Sequence[TensorSpec],
+    t: Table,
     tiles: Sequence[Instruction],
     waits: Waits,
     barrier_of: Sequence[int],
+    shared_barriers: set[int],
     queue_of: Sequence[int],
     dynamic: bool,
-    rng: random.Random,
 ) -> Program:
     """Number barriers and instructions. A Noop joins waits when a header cannot hold them all."""
     barriers = max(barrier_of) + 1
+    number_of = {
+        old: new
+        for new, old in enumerate(sorted(range(barriers), key=lambda b: b not in shared_barriers))
+    }
     instructions: list[Instruction] = []
     used = sorted(set(queue_of))
     queues: list[list[int]] = [[] for _ in used]
     for i, tile in enumerate(tiles):
         queue = queues[used.index(queue_of[i])]
-        mine = [Wait(b, target) for b, target in waits[i].items()]
-        rng.shuffle(mine)
+        mine = [Wait(number_of[b], target) for b, target in waits[i].items()]
+        t.rng.shuffle(mine)
         while len(mine) > MAX_WAITS:
             queue.append(len(instructions))
             instructions.append(Noop(waits=mine[:MAX_WAITS], signal=barriers))
             mine = [*mine[MAX_WAITS:], Wait(barriers, 1)]
             barriers += 1
         queue.append(len(instructions))
-        instructions.append(tile.with_sync(mine, barrier_of[i]))
-    workers = rng.randint(1, 4) if dynamic else len(queues)
-    return build(tensors, instructions, queues, barriers, dynamic, workers)
-
-
-def build(
-    tensors: Sequence[TensorSpec],
-    instructions: Sequence[Instruction],
-    queues: Iterable[Sequence[int]],
-    barriers: int,
-    dynamic: bool,
-    workers: int,
-) -> Program:
-    names = [f"b{i}" for i in range(barriers)]
+        instructions.append(tile.with_sync(mine, number_of[barrier_of[i]]))
     return Program.build(
-        tensors, instructions, list(queues), barriers=names, dynamic=dynamic, workers=workers
+        t.specs,
+        instructions,
+        queues,
+        barriers=[f"b{i}" for i in range(barriers)],
+        dynamic=dynamic,
+        workers=t.rng.randint(1, 4) if dynamic else len(queues),
+        ranks=t.ranks,
+        shared_barriers=len(shared_barriers),
     )
