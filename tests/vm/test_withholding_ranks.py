@@ -80,6 +80,16 @@ def gather_of_three(arrived: int) -> Program:
     )
 
 
+def gather_and_more(arrived: int) -> Program:
+    """A gather whose writers signal the same barrier once more."""
+    return program(
+        [copy(A, ALL, MINE, [(1, 0)], 0), copy(A, B, MINE, (), 0)],
+        [copy(ALL, Y, WHOLE, [(0, arrived)], 1)],
+        barriers=2,
+        shared=2,
+    )
+
+
 def words(shared: int) -> Program:
     """Ranks exchange words. The next ones wait until those were read: on all ranks, or on the own one."""
     return program(
@@ -100,6 +110,7 @@ GOOD: dict[str, Callable[[], Program]] = {
     "a gather": gather,
     "a gather by ticket": lambda: gather(dynamic=True),
     "a gather of three ranks": lambda: gather_of_three(3),
+    "three of four signals have one of each rank": lambda: gather_and_more(3),
     "what ranks do not gather needs no signal of others": lambda: program(
         [copy(A, B, MINE, [(1, 0)], 0)], [copy(B, Y, MINE, [(0, 1)], 1)], barriers=2, shared=0
     ),
@@ -129,15 +140,7 @@ BAD: dict[str, tuple[str, Callable[[], Program]]] = {
         "unwritten",
         lambda: program([copy(A, ALL, MINE), copy(ALL, Y, WHOLE)], barriers=0, shared=0),
     ),
-    "two signals of one rank for one of each": (
-        "unwritten",
-        lambda: program(
-            [copy(A, ALL, MINE, [(1, 0)], 0), copy(A, B, MINE, (), 0)],
-            [copy(ALL, Y, WHOLE, [(0, 2)], 1)],
-            barriers=2,
-            shared=2,
-        ),
-    ),
+    "two signals of one rank for one of each": ("unwritten", lambda: gather_and_more(2)),
     "the other rank overruns words that nobody answers": ("hang", lambda: words(shared=0)),
     "words answered before they are read": (
         "hang",
