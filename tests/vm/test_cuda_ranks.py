@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from copy_programs import ACTIVATION, INPUT, copy
@@ -220,6 +221,43 @@ def test_a_copy_of_a_memory_runs_on_its_own(cuda_ranks: MakeMachine) -> None:
     assert twin.ranks[1]["z"].cpu().tolist() == [[1.0] * 4 + [2.0] * 4]
 
 
+def test_the_clocks_of_gpus_are_compared(cuda_ranks: MakeMachine) -> None:
+    machine = cuda_ranks(2)
+    first, offset = machine.clock_offsets()
+    assert (first.nanoseconds, first.uncertainty) == (0, 0)
+    assert 0 < offset.uncertainty < 20_000
+    again = machine.clock_offsets()[1]
+    near = offset.uncertainty + again.uncertainty + 1000  # they drift meanwhile
+    assert abs(again.nanoseconds - offset.nanoseconds) <= near
+    if machine.devices[0] == machine.devices[1]:
+        assert abs(offset.nanoseconds) <= offset.uncertainty
+
+
+def test_traces_have_the_workers_of_all_ranks_on_one_clock(cuda_ranks: MakeMachine) -> None:
+    program = stopping_program()
+    machine = cuda_ranks(2, trace=True)
+    memory = machine.memory(2)
+    memory.allocate(program.tensors)
+    executable = machine.load(program, memory)
+    executable.run(3)
+    (notes,) = executable.trace()
+    workers, _, _, instruction = notes.places(program)
+    assert set(workers.tolist()) == {0, 1, 2, 3}
+    times = notes.times.cpu().numpy()
+    begin, end = (times[:, notes.events[name]] for name in ("begin", "end"))
+    assert (end >= begin).all()
+    # A step waits for the other rank, so the gathers of a step are near each other.
+    gathers = np.sort(begin[instruction == 0])
+    assert len(gathers) == 6
+    assert gathers[-1] - gathers[0] < 1_000_000
+    uncertainty = machine.clock_offsets()[1].uncertainty
+    # Nothing that was gathered is copied before both ranks have begun to send it.
+    for step in range(3):
+        sent = begin[(instruction == 0)].reshape(2, 3)[:, step]
+        copied = end[(instruction == 1)].reshape(2, 3)[:, step]
+        assert copied.min() + 2 * uncertainty + 1000 >= sent.max()
+
+
 # Llama.
 
 
@@ -295,3 +333,46 @@ def test_all_gathers_give_the_bits_of_one_rank(
             made = [llm.generate(PROMPTS, params) for _ in range(2)]
             results.append([(o.token_ids, o.logprobs) for m in made for r in m for o in r.outputs])
     assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("exchange", ["all_reduce", "all_gather"])
+@pytest.mark.usefixtures("shared_gpus")
+def test_2000_tokens_are_the_same_twice(
+    make_llama: Callable[..., tuple[Path, Any]], exchange: Exchange
+) -> None:
+    directory, _ = make_llama(9, "bfloat16", **SHAPE | {"max_position_embeddings": 2048})
+    params = SamplingParams(max_tokens=2000, temperature=0.0, ignore_eos=True)
+    with LLM(
+        directory, machine="cuda", tensor_parallel_size=2, tensor_parallel_exchange=exchange
+    ) as llm:
+        first, second = (
+            [o.outputs[0].token_ids for o in llm.generate([[5, 9], [7] * 30], params)]
+            for _ in range(2)
+        )
+    assert first == second
+    assert len(first[0]) == 2000
+
+
+def test_a_rank_may_stop_at_any_instruction(cuda_ranks: MakeMachine) -> None:
+    """A signal is lost, of a random barrier on a random rank: every run ends, names it, and runs again."""
+    machine = cuda_ranks(2, timeout=0.05)
+    graph = sums_and_gathers(3, 2, F32)
+    program = compile_graph(graph, CompileOptions(4, machine="cuda"))
+    memory = machine.memory(2)
+    memory.allocate(program.tensors)
+    executable = machine.load(program, memory)
+    waited = sorted({w.barrier for inst in program.instructions for w in inst.waits})
+    rng = np.random.default_rng(5)
+    for _ in range(100):
+        executable.run(2)
+        rank, barrier = int(rng.integers(2)), int(rng.choice(waited))
+        lost = int(program.signals[barrier]) + 1
+        executable._ranks[rank].counters[barrier * BARRIER_STRIDE] -= lost
+        torch.cuda.synchronize(memory.ranks[rank].device)
+        with pytest.raises(MachineFault) as caught:
+            executable.run(3)
+        text = str(caught.value)
+        assert f"barrier {barrier} ({program.barriers[barrier]})" in text, (rank, barrier)
+        assert f"rank {rank}, worker" in text
+        executable.reset()
+    executable.run(5)

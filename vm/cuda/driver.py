@@ -51,13 +51,13 @@ class Driver:
         finally:
             self.api.cuCtxPopCurrent()
 
-    def function(self, cubin: bytes) -> Any:
-        """Load the kernel of a cubin and allow it all of an SM's shared memory."""
+    def function(self, cubin: bytes, name: str = KERNEL_NAME, shared: int = SHARED_BYTES) -> Any:
+        """Load a kernel of a cubin and allow it so many bytes of shared memory (all of an SM's)."""
         with self.current():
             module = self.call("cuModuleLoadData", cubin)
-            function = self.call("cuModuleGetFunction", module, KERNEL_NAME.encode())
+            function = self.call("cuModuleGetFunction", module, name.encode())
             attribute = (
                 self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             )
-            self.call("cuFuncSetAttribute", function, attribute, SHARED_BYTES)
+            self.call("cuFuncSetAttribute", function, attribute, shared)
         return function

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 
 from megavm.vm.config import INSTRUCTION_BYTES, NONE, NUM_THREADS, NUM_WARPS, SHARED_BYTES
 from megavm.vm.cuda import faults as cuda_faults
+from megavm.vm.cuda.clocks import Offset
 from megavm.vm.cuda.driver import CudaError
 from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, Record
 from megavm.vm.cuda.launch import (
@@ -217,6 +219,26 @@ def _share_begin(spec: TensorSpec, rank: int) -> int:
     return size // 4 * 8 if spec.tagged else size
 
 
+@dataclass(frozen=True)
+class _LaunchNotes:
+    """The notes of one launch: int64 [rows, TRACE_COLUMNS] of each rank, on its GPU and its clock."""
+
+    steps: int
+    times: list[torch.Tensor]
+    offsets: list[Offset]
+
+    def joined(self, device: torch.device) -> torch.Tensor:
+        """All rows, rank by rank, on the clock of rank 0."""
+        parts = []
+        for times, offset in zip(self.times, self.offsets, strict=True):
+            own = times.to(device)
+            if offset.nanoseconds:
+                events = own[:, :WORKER_COLUMN]
+                events -= torch.where(events != 0, offset.nanoseconds, 0)
+            parts.append(own)
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
 class CudaExecutable:
     """A program on the CudaMachine."""
 
@@ -247,8 +269,8 @@ class CudaExecutable:
         ]
         self._alone: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._traces = machine.trace  # whether the kernel was compiled with traces
-        self._noting: list[tuple[int, list[torch.Tensor]]] = []  # launches not waited for: steps
-        self._noted: list[tuple[int, list[torch.Tensor]]] = []
+        self._noting: list[_LaunchNotes] = []  # of launches that ``finish`` has not waited for
+        self._noted: list[_LaunchNotes] = []
         self._steps_before = 0
         self._resolve()
 
@@ -303,7 +325,9 @@ class CudaExecutable:
         if self._relayouts != [own.relayouts for own in self.memory.ranks]:
             self._resolve()
         if self._traces:
-            self._noting.append((steps, self._make_notes(steps)))
+            self._noting.append(
+                _LaunchNotes(steps, self._make_notes(steps), self._machine.clock_offsets())
+            )
         for rank in self._ranks:
             rank.parameters.epoch = self.memory.epoch & 0xFFFFFFFF
             rank.parameters.steps = steps
@@ -466,6 +490,5 @@ class CudaExecutable:
         noted, self._noted = self._noted, []
         device = self.memory.device
         return [
-            Notes(steps, torch.cat([part.to(device) for part in parts]), EVENTS, WORKER_COLUMN)
-            for steps, parts in noted
+            Notes(launch.steps, launch.joined(device), EVENTS, WORKER_COLUMN) for launch in noted
         ]

@@ -12,6 +12,7 @@ import torch
 from megavm.vm import codegen
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.arena import Arena
+from megavm.vm.cuda.clocks import Clocks, Offset
 from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.launch import RANK_SHIFT
@@ -87,6 +88,7 @@ class CudaMachine:
             torch.cuda.Stream(number) if number in self.devices[:rank] else None  # type: ignore[no-untyped-call]
             for rank, number in enumerate(self.devices)
         ]
+        self._clocks: Clocks | None = None
         self._functions: dict[
             str, list[Any]
         ] = {}  # of each rank, by the header that specialises them
@@ -138,6 +140,14 @@ class CudaMachine:
                 own.relayout(spec.name, present if present in choice else choice[0])  # joins parts
         _check_shares(program, memory)
         return CudaExecutable(self, program, memory, layouts, self._function(program))
+
+    def clock_offsets(self) -> list[Offset]:
+        """How far the clock of each rank's GPU is from that of rank 0, measured now."""
+        if self.arena is None:
+            return [Offset(0, 0)]
+        if self._clocks is None:
+            self._clocks = Clocks(self.drivers, self.arena, self.root)
+        return self._clocks.measure()
 
     def check_alive(self) -> None:
         """Raise MachineLost when an earlier error has made the context unusable."""
