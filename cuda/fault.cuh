@@ -127,9 +127,8 @@ __device__ __forceinline__ void report_faults() {
   }
   __threadfence();
   __syncwarp();
-  // Lane i tells rank i. Without ranks, the abort word need not be in memory that all ranks write.
   static_assert(program::kRanks <= kLanes);
-  if (warp >= program::kRanks) return;
+  if (warp >= program::kRanks) return;  // lane i tells rank i
   const uint64_t apart = (uint64_t{warp} - control().rank) << kRankShift;
   ptx::store_relaxed(
       reinterpret_cast<uint32_t*>(reinterpret_cast<uint64_t>(control().abort) + apart), 1);

@@ -87,14 +87,17 @@ __device__ __forceinline__ unsigned short to_bf16(float value) {
 __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32_t column,
                                            float first, float second, bool with_second,
                                            uint32_t tag) {
-  const uint64_t place = is_tagged(t) ? word_at(t, row, column) : element_at(t, row, column);
-  store_shares(is_gathered(t), place, [&](uint64_t address) {
-    if (is_tagged(t)) {
+  if (is_tagged(t)) {
+    store_shares(is_gathered(t), word_at(t, row, column), [&](uint64_t address) {
       // A row is made of whole words, so the second bf16 element always exists.
       if (!is_f32(t)) return ptx::store_relaxed_tagged(address, ptx::pack_bf16(first, second), tag);
       ptx::store_relaxed_tagged(address, __float_as_uint(first), tag);
       if (with_second) ptx::store_relaxed_tagged(address + 8, __float_as_uint(second), tag);
-    } else if (is_f32(t)) {
+    });
+    return;
+  }
+  store_shares(is_gathered(t), element_at(t, row, column), [&](uint64_t address) {
+    if (is_f32(t)) {
       ptx::store(address, __float_as_uint(first));
       if (with_second) ptx::store(address + 4, __float_as_uint(second));
     } else if (with_second && address % 4 == 0) {
