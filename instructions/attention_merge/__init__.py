@@ -43,7 +43,7 @@ class AttentionMerge(Instruction):
     num_splits = integer("splits to join")
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        heads, width = tensors[self.out].columns // self.head_dim, self.head_dim + 2
+        heads, width = tensors[self.out].own_columns // self.head_dim, self.head_dim + 2
         for split in range(self.num_splits):
             first, last = split * heads + self.head_begin, split * heads + self.head_end
             yield Region(

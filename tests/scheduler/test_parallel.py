@@ -18,6 +18,7 @@ from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from megavm import LLM, SamplingParams
+from megavm.instructions.attention_merge import AttentionMerge
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
@@ -181,6 +182,30 @@ def test_a_vocabulary_that_ranks_cannot_divide_is_computed_by_each(exchange: Exc
     whole = fresh_memory(case, plain)
     memory = run(case, parallel, program, whole)
     CpuMachine().load(plain, whole, verify=False).run(case.steps)
+    for rank in memory.ranks:
+        torch.testing.assert_close(rank["logits"], whole["logits"])
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+def test_splits_of_a_context_are_merged_on_each_rank(exchange: Exchange) -> None:
+    config = LlamaConfig(
+        vocab_size=96,
+        hidden_size=32,
+        intermediate_size=48,
+        num_layers=2,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+    )
+    limits, bucket = Limits(1, 64, 1, 1, 4, 16), Bucket(1, 1, 64)
+    parallel, options = Parallel(2, exchange), CompileOptions(8, exchange="tagged", min_chunk=8)
+    program = compile_graph(llama_graph(config, limits, bucket, F32, parallel), options)
+    assert any(isinstance(inst, AttentionMerge) for inst in program.instructions)
+    plain = compile_graph(llama_graph(config, limits, bucket, F32), CompileOptions(1))
+    case = Case(6, config, limits, bucket, options, program, plain, 1, 1, steps=1)
+    whole = fresh_memory(case, plain)
+    memory = run(case, parallel, program, whole)
+    CpuMachine().load(plain, whole, verify=False).run(1)
     for rank in memory.ranks:
         torch.testing.assert_close(rank["logits"], whole["logits"])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -30,8 +30,8 @@ class ImpatientCpuMachine(CpuMachine):
 class ImpatientCudaMachine(CudaMachine):
     """A CudaMachine that gives up soon."""
 
-    def __init__(self) -> None:
-        super().__init__(timeout=TIMEOUT)
+    def __init__(self, device: int | Sequence[int] = 0) -> None:
+        super().__init__(device, timeout=TIMEOUT)
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.parallel import Exchange
 from megavm.scheduler.run import runner
+from megavm.vm.cuda import machine as cuda_machines
 from megavm.vm.cuda.launch import BARRIER_STRIDE
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
@@ -264,14 +265,16 @@ def test_traces_have_the_workers_of_all_ranks_on_one_clock(cuda_ranks: MakeMachi
 @pytest.fixture
 def shared_gpus(cuda_ranks: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> None:
     """LLMs of several ranks run on the GPUs that there are."""
-    like = cuda_ranks(1)
+    like, count = cuda_ranks(1), torch.cuda.device_count()
+    unavailable, free = cuda_machines.reason_unavailable, cuda_machines.free_memory
 
     class OnSharedGpus(CudaMachine):
         def __init__(self, devices: Sequence[int]) -> None:
-            count = torch.cuda.device_count()
             super().__init__([number % count for number in devices], like.timeout, root=like.root)
 
     monkeypatch.setattr(runner, "CudaMachine", OnSharedGpus)
+    monkeypatch.setattr(cuda_machines, "reason_unavailable", lambda i=0: unavailable(i % count))
+    monkeypatch.setattr(cuda_machines, "free_memory", lambda i=0: free(i % count) // 8)
 
 
 PROMPTS = [[5, 9, 33, 7, 150, 2, 8], [100], [17] * 40]
