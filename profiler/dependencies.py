@@ -25,6 +25,9 @@ CONTEXT: Final = "context"  # the operand with the most tokens that a row attend
 def trace_program(program: Program, context: float | None = None) -> TraceProgram:
     """The program in the form that a trace holds.
 
+    A program of several ranks becomes one of all their instructions and workers: the instructions
+    of rank r come after those of rank r - 1, and so do its workers and its barriers.
+
     Instructions declare their cost for the longest context of the program. With ``context`` (the
     mean number of tokens that rows attended to) bytes and FLOPs are scaled to that context. Takes
     half a second for 10,000 instructions.
@@ -35,18 +38,43 @@ def trace_program(program: Program, context: float | None = None) -> TraceProgra
     _add_barriers(channels, program)
     regions = tagged_regions(program.words, tensors)
     write = regions[:, 6] != 0
-    _add_tagged(channels, regions[~write, :6], regions[write, :6])
+    reads, writes = regions[~write, :6], regions[write, :6]
+    for rank in range(program.ranks):
+        first = rank * len(program)
+        _add_tagged(channels, _shifted(reads, first), _seen_by(rank, writes, program))
     labels = list(dict.fromkeys(program.labels))
     number = {label: i for i, label in enumerate(labels)}
+    label = np.array([number[label] for label in program.labels], np.int32)
     return TraceProgram(
         facts=_facts(program, labels),
-        words=program.words,
-        label=np.array([number[label] for label in program.labels], np.int32),
-        bytes=cost[:, 0],
-        load_bytes=cost[:, 1],
-        flops=cost[:, 2],
+        words=np.tile(program.words, (program.ranks, 1)),
+        label=np.tile(label, program.ranks),
+        bytes=np.tile(cost[:, 0], program.ranks),
+        load_bytes=np.tile(cost[:, 1], program.ranks),
+        flops=np.tile(cost[:, 2], program.ranks),
         **channels.columns(),
     )
+
+
+def _shifted(regions: Longs, instructions: int, columns: Longs | int = 0) -> Longs:
+    """Regions of other instructions, further right in their tensors."""
+    moved = regions.copy()
+    moved[:, 0] += instructions
+    moved[:, 4] += columns
+    moved[:, 5] += columns
+    return moved
+
+
+def _seen_by(rank: int, writes: Longs, program: Program) -> Longs:
+    """The writes that reach a rank: its own, and those of all ranks to tensors with shares."""
+    shares = np.array([t.shares for t in program.tensors] or [1])[writes[:, 1]]
+    width = np.array([t.own_columns for t in program.tensors] or [0])[writes[:, 1]]
+    sent = shares > 1
+    found = [_shifted(writes[~sent], rank * len(program))]
+    for sender in range(program.ranks):
+        columns = sender * width[sent]
+        found.append(_shifted(writes[sent], sender * len(program), columns))
+    return np.concatenate(found)
 
 
 def _facts(program: Program, labels: list[str]) -> dict[str, Any]:
@@ -55,8 +83,13 @@ def _facts(program: Program, labels: list[str]) -> dict[str, Any]:
     return {
         "fingerprint": program.fingerprint(),
         "dynamic": program.dynamic,
-        "workers": program.workers,
-        "barriers": list(program.barriers),
+        "workers": program.ranks * program.workers,
+        "ranks": program.ranks,
+        "barriers": [
+            name if program.ranks == 1 else f"{name} of rank {rank}"
+            for rank in range(program.ranks)
+            for name in program.barriers
+        ],
         "tensors": [
             [t.name, list(t.shape), t.dtype.name, t.kind.value, t.tagged] for t in program.tensors
         ],
@@ -162,10 +195,17 @@ def _add_barriers(channels: _Channels, program: Program) -> None:
     first = np.searchsorted(signals[order], np.arange(len(program.barriers) + 1))
     pairs, which = np.unique(np.column_stack([barrier, target]), axis=0, return_inverse=True)
     for i, (number, count) in enumerate(pairs.tolist()):
-        producers = order[first[number] : first[number + 1]]
-        if len(producers):
-            channel = channels.channel(BARRIER, number, count or len(producers), producers)
-            channels.wait(instruction[which.reshape(-1) == i], channel, int(count == 0))
+        own = order[first[number] : first[number + 1]]
+        if not len(own):
+            continue
+        waiting = instruction[which.reshape(-1) == i]
+        of_ranks = [own + np.int32(rank * len(program)) for rank in range(program.ranks)]
+        for rank in range(program.ranks):
+            shared = number < program.shared_barriers
+            producers = np.concatenate(of_ranks) if shared else of_ranks[rank]
+            thing = rank * len(program.barriers) + number
+            channel = channels.channel(BARRIER, thing, count or len(producers), producers)
+            channels.wait(waiting + rank * len(program), channel, int(count == 0))
 
 
 def _add_tagged(channels: _Channels, reads: Longs, writes: Longs) -> None:

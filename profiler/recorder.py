@@ -168,7 +168,11 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     )
     cause, channel = find_causes(executions)
     return Trace(
-        machine={"clock_step": _resolution(times), **_machine(recorder, described[0].workers)},
+        machine={
+            "clock_step": _resolution(times),
+            **_clocks(launches),
+            **_machine(recorder, described[0].workers),
+        },
         programs=described,
         step_program=step_program,
         step_number=step_number[dropped:],
@@ -195,7 +199,10 @@ def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
     """
     places, times = [], []
     for launch, first in zip(launches, first_steps.tolist(), strict=True):
-        worker, step, slot, instruction = launch.notes.places(launch.program)
+        program = launch.program
+        worker, step, slot, instruction = launch.notes.places(program)
+        if program.ranks > 1:  # see trace_program
+            instruction = instruction + np.int32(len(program)) * (worker // program.workers)
         places.append(np.stack([worker, step + np.int32(first), slot, instruction]))
         noted = launch.notes.times.cpu().numpy()
         table = np.zeros((len(EVENTS), len(worker)), np.int64)
@@ -210,6 +217,25 @@ def _resolution(times: Longs) -> int | None:
     """The greatest common divisor of all times in ns: an upper bound of the clock's resolution."""
     step = int(np.gcd.reduce(times[times > 0], initial=0))
     return step or None
+
+
+def _clocks(launches: list[_Launch]) -> dict[str, Any]:
+    """How far the clocks of the ranks were apart, if there are several; {} otherwise.
+
+    ``ranks``: for each rank the median of the offsets in ns that were taken off its times, and the
+    largest uncertainty of one.
+    """
+    offsets = [launch.notes.offsets for launch in launches if launch.notes.offsets]
+    if not offsets:
+        return {}
+    apart = np.array(offsets, np.int64)  # [launches, ranks, 2]
+    medians, most = np.median(apart[:, :, 0], axis=0), apart[:, :, 1].max(axis=0)
+    return {
+        "ranks": [
+            {"clock_offset": int(offset), "clock_uncertainty": int(uncertainty)}
+            for offset, uncertainty in zip(medians, most, strict=True)
+        ]
+    }
 
 
 def _machine(recorder: Recorder, workers: int) -> dict[str, Any]:

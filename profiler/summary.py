@@ -186,6 +186,7 @@ def _kinds(selection: Selection) -> list[Facts]:
 def warnings(trace: Trace, of_ceiling: float | None) -> Iterator[str]:
     """Sentences on what may mislead a reader of the numbers."""
     machine, notes = trace.machine, trace.notes
+    yield from _ranks(trace)
     cores = machine.get("cores")
     if isinstance(cores, int) and trace.workers > cores > 0:
         yield (
@@ -209,6 +210,27 @@ def warnings(trace: Trace, of_ceiling: float | None) -> Iterator[str]:
         yield f"tracing made a token {ratio:.2f} times as long: short instructions look longer"
     if (trace.record_worker < 0).any():
         yield "the trace does not say which worker executed what (a dynamic queue)"
+
+
+def _ranks(trace: Trace) -> Iterator[str]:
+    """Whose workers are which, and how far the clocks of the ranks were apart."""
+    ranks = trace.machine.get("ranks")
+    if not isinstance(ranks, list) or len(ranks) < 2:
+        return
+    each = trace.workers // len(ranks)
+    whose = "; ".join(
+        f"workers {rank * each} to {(rank + 1) * each - 1} are those of rank {rank}"
+        for rank in range(len(ranks))
+    )
+    clocks = [
+        f"that of rank {rank} was {offset:+,} ns off, give or take {uncertainty:,}"
+        for rank, known in enumerate(ranks)
+        if isinstance(known, dict)
+        and isinstance(offset := known.get("clock_offset"), int)
+        and isinstance(uncertainty := known.get("clock_uncertainty"), int)
+        and uncertainty > 0
+    ]
+    yield whose + (f"; all times are on rank 0's clock: {'; '.join(clocks)}" if clocks else "")
 
 
 def _sentence(facts: Facts) -> str:

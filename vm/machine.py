@@ -62,12 +62,15 @@ class Notes:
     ``times`` is int64 [rows, n] on the machine's device, in nanoseconds of one clock for all workers and
     launches, 0 for an event that did not happen. ``events`` maps events of the profiler to columns.
     ``worker_column`` is the column of the executing worker (None: the machine does not record it).
+    ``offsets``: for each of several ranks the offset of its clock that was taken off its times, and how much
+    more or less it may be, in ns.
     """
 
     steps: int
     times: torch.Tensor
     events: Mapping[str, int]
     worker_column: int | None = None
+    offsets: tuple[tuple[int, int], ...] = ()
 
     def places(self, program: Program) -> tuple[Ints, Ints, Ints, Ints]:
         """Worker (-1: unknown), step, slot in the queue and instruction of every row: int32 [rows] each."""

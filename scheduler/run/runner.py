@@ -322,8 +322,6 @@ class Runner:
 
         Raises ValueError when the machine cannot trace.
         """
-        if self.parallel.ranks > 1:
-            raise ValueError(f"{self.parallel.ranks} ranks are not traced: record one")
         if not isinstance(self.machine, CpuMachine | CudaMachine):
             raise ValueError(f"machine {self.machine.name!r} does not trace: use cpu or cuda")
         with self._running:

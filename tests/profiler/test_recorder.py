@@ -12,12 +12,14 @@ import torch
 from recording import POSITIONS, record, record_ring, ring
 
 from megavm import LLM, SamplingParams
+from megavm.instructions.copy import Copy
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import report
 from megavm.profiler.trace import Trace, TraceError
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import EVENTS
 from megavm.vm.cuda.launch import TRACE_COLUMNS
+from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -284,3 +286,71 @@ def test_a_closed_llm_records_nothing() -> None:
     llm.close()
     with pytest.raises(ValueError, match="closed"):
         llm.record(Recorder())
+
+
+def gathers(rounds: int) -> Program:
+    """Two ranks of one worker gather a row again and again, each time what they took before."""
+    tensors = [TensorSpec("row0", (1, 8), F32, TensorKind.STATE)]
+    instructions: list[Instruction] = []
+    for i in range(rounds):
+        tensors += [
+            TensorSpec(f"all{i}", (1, 16), F32, TensorKind.ACTIVATION, shares=2),
+            TensorSpec(f"row{i + 1}", (1, 8), F32, TensorKind.STATE),
+        ]
+        before = [Wait(rounds - 1, 0)] if i == 0 else []
+        for x, out, waits, signal in (
+            (2 * i, 2 * i + 1, before, i),
+            (2 * i + 1, 2 * i + 2, [Wait(i, 2)], None),
+        ):
+            instructions.append(
+                Copy(
+                    x=x,
+                    out=out,
+                    x_row=0,
+                    x_column=0,
+                    row_begin=0,
+                    row_end=1,
+                    column_begin=0,
+                    column_end=8,
+                    waits=waits,
+                    signal=signal,
+                )
+            )
+    return Program.build(
+        tensors,
+        instructions,
+        [list(range(2 * rounds))],
+        barriers=[f"gathered{i}" for i in range(rounds)],
+        labels=[f"rounds.{i // 2}.{'send' if i % 2 == 0 else 'take'}" for i in range(2 * rounds)],
+        ranks=2,
+        shared_barriers=rounds,
+    )
+
+
+def test_a_wait_for_another_rank_names_the_rank_that_came_last() -> None:
+    program = gathers(3)
+    memory = Memory(ranks=2)
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    recorder = Recorder()
+    for _ in range(4):
+        executable.run(5)
+        recorder.add(executable, POSITIONS, rows=1)
+    trace = recorder.trace()
+    assert (trace.workers, len(trace.programs[0])) == (2, 12)
+    assert trace.programs[0].facts["barriers"][3:] == [f"gathered{i} of rank 1" for i in range(3)]
+    signalled = trace.event("signalled")
+    rank, instruction = trace.record_instruction // 6, trace.record_instruction % 6
+    assert (rank == trace.record_worker).all()
+    waits = 0
+    for taken in np.flatnonzero(instruction % 2 == 1).tolist():
+        step = trace.record_step[taken]
+        sent = [
+            int(np.flatnonzero((trace.record_step == step) & (trace.record_instruction == send))[0])
+            for send in (instruction[taken] - 1, 6 + instruction[taken] - 1)
+        ]
+        last = max(sent, key=lambda r: (signalled[r], r))
+        if trace.record_cause_channel[taken] >= 0 and signalled[sent[0]] != signalled[sent[1]]:
+            assert trace.record_cause[taken] == last
+            waits += int(trace.record_worker[last] != trace.record_worker[taken])
+    assert waits > 0, "no rank ever waited for the other"

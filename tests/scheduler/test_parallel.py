@@ -9,6 +9,7 @@ import random
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -284,14 +285,18 @@ def test_a_number_of_ranks_that_does_not_divide_the_kv_heads_is_refused(model: P
         LLM(model, machine="cpu", tensor_parallel_size=2, tensor_parallel_exchange="sum")  # type: ignore[arg-type]
 
 
-def test_several_ranks_are_not_traced(model: Path) -> None:
+def test_a_trace_has_the_workers_of_all_ranks(model: Path) -> None:
     from megavm.profiler.recorder import Recorder
 
-    with (
-        LLM(model, machine="cpu", tensor_parallel_size=2) as llm,
-        pytest.raises(ValueError, match="2 ranks are not traced"),
-    ):
-        llm.record(Recorder())
+    recorder = Recorder()
+    with LLM(model, machine="cpu", tensor_parallel_size=2, workers=3) as llm:
+        llm.record(recorder)
+        llm.generate([PROMPTS[0]], SamplingParams(max_tokens=4, temperature=0.0))
+        trace = recorder.trace()
+    assert trace.workers == 6
+    assert len(trace.machine["ranks"]) == 2
+    executed = np.bincount(trace.record_worker, minlength=6)
+    assert executed[:3].tolist() == executed[3:].tolist()
 
 
 @pytest.mark.parametrize(

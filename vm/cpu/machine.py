@@ -166,9 +166,11 @@ class CpuExecutable:
         """
         if not self._trace:
             raise ValueError("nothing is noted: load the program on a CpuMachine(trace=True)")
-        rows = max(self.program.ranks * sum(map(len, self.program.queues)), 1)
+        ranks = self.program.ranks
+        rows = max(ranks * sum(map(len, self.program.queues)), 1)
+        offsets = ((0, 0),) * ranks if ranks > 1 else ()  # they have one clock
         return [
-            Notes(len(times) // rows, torch.from_numpy(times), EVENTS, WORKER_COLUMN)
+            Notes(len(times) // rows, torch.from_numpy(times), EVENTS, WORKER_COLUMN, offsets)
             for times in self._loaded.take_notes()
         ]
 

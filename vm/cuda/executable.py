@@ -490,5 +490,14 @@ class CudaExecutable:
         noted, self._noted = self._noted, []
         device = self.memory.device
         return [
-            Notes(launch.steps, launch.joined(device), EVENTS, WORKER_COLUMN) for launch in noted
+            Notes(
+                launch.steps,
+                launch.joined(device),
+                EVENTS,
+                WORKER_COLUMN,
+                tuple((o.nanoseconds, o.uncertainty) for o in launch.offsets[: len(self._ranks)])
+                if len(self._ranks) > 1
+                else (),
+            )
+            for launch in noted
         ]
