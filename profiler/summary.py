@@ -218,8 +218,9 @@ def _ranks(trace: Trace) -> Iterator[str]:
     if not isinstance(ranks, list) or len(ranks) < 2:
         return
     each = trace.workers // len(ranks)
-    whose = "; ".join(
-        f"workers {rank * each} to {(rank + 1) * each - 1} are those of rank {rank}"
+    whose = ", ".join(
+        f"rank {rank} has worker{'' if each == 1 else f's {rank * each} to'} "
+        f"{(rank + 1) * each - 1}"
         for rank in range(len(ranks))
     )
     clocks = [
