@@ -203,7 +203,9 @@ class Service:
 
         try:
             workers = runner.options(1).workers
-            headers = kernel_headers(runner.config, runner.dtype, workers, restricted=True)
+            headers = kernel_headers(
+                runner.config, runner.dtype, workers, restricted=True, parallel=runner.parallel
+            )
             for header in headers:
                 if self._status is not Status.READY:
                     return

@@ -28,13 +28,14 @@ def declare(megavm: Parser) -> None:
         target, "--arch", choices=("sm_90a",), help="compile for this GPU, which need not be there"
     )
     compile_.option(target, "--json", action="store_true", help="print one JSON object")
-    add_machine(compile_, "dtype", "workers", "quiet")
+    add_machine(compile_, "dtype", "workers", "tensor_parallel_size", "quiet")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compile the kernels, print a summary and return the exit code."""
     from megavm.scheduler.llama.checkpoint import Checkpoint
     from megavm.scheduler.llama.hub import resolve
+    from megavm.scheduler.llama.parallel import Parallel
     from megavm.scheduler.run.kernels import compile_kernels
     from megavm.scheduler.run.runner import choose_dtype
     from megavm.vm.cuda import compiler as cuda_compiler
@@ -45,8 +46,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"kernels cannot be compiled here: {missing}")
     progress = Progress(arguments.quiet)
     progress(f"compiling {arguments.model}")
+    parallel = Parallel(arguments.tensor_parallel_size or 1)
     try:
         config = Checkpoint.open(resolve(arguments.model)).config
+        parallel.check(config)
         facts = [
             {"restricted": restricted, **_facts(kernel.rows, kernel.kernel)}
             for restricted in (False, True)
@@ -56,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
                 architecture=architecture,
                 workers=workers,
                 restricted=restricted,
+                parallel=parallel,
                 report=progress,
             )
         ]

@@ -272,7 +272,7 @@ def add_machine(parser: Parser, *names: str) -> None:
         "tensor_parallel_size": {
             "metavar": "N",
             "type": length,
-            "help": "ranks that divide the model; on the CPU, groups of threads (1)",
+            "help": "GPUs that divide the model; on the CPU, groups of threads (1)",
         },
         "quiet": {"action": "store_true", "help": "no progress and no statistics"},
     }

@@ -100,3 +100,29 @@ def test_an_error_of_the_compiler_is_told(
     monkeypatch.setattr(kernels, "compile_kernel", fail)
     assert cli.main(["compile", model, "--arch", "sm_90a"]) == 2
     assert "cuda/x.cuh(3): error: no" in capsys.readouterr().err
+
+
+def test_kernels_of_several_ranks_are_others(
+    model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = CONFIG | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Path(model, "config.json").write_text(json.dumps(config))
+    seen: list[str] = []
+    compile_kernel = vars(kernels)["compile_kernel"]
+
+    def noting(header: str, architecture: str, **options: Any) -> Kernel:
+        seen.append(header)
+        made: Kernel = compile_kernel(header, architecture, **options)
+        return made
+
+    monkeypatch.setattr(kernels, "compile_kernel", noting)
+    arguments = ["compile", model, "--arch", "sm_90a", "--quiet"]
+    assert cli.main([*arguments, "--tensor-parallel-size", "2"]) == 0
+    assert seen
+    assert all("kRanks = 2u" in header and '"sys"' in header for header in seen)
+    seen.clear()
+    assert cli.main(arguments) == 0
+    assert not any("kRanks" in header for header in seen)
+    capsys.readouterr()
+    assert cli.main([*arguments, "--tensor-parallel-size", "3"]) == 2
+    assert "3: it must divide the model's 2 KV heads" in capsys.readouterr().err
