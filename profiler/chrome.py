@@ -74,7 +74,7 @@ def _metadata(trace: Trace, own: list[Lane]) -> Iterator[str]:
     yield from _name(MACHINE, None, title(trace), 0)
     yield from _name(MACHINE, 0, "steps", 0)
     for worker in sorted({lane.worker for lane in own}):
-        yield from _name(worker + 1, None, f"worker {worker}", worker + 1)
+        yield from _name(worker + 1, None, trace.worker_title(worker), worker + 1)
     for lane in own:
         rank = ROLES.index(lane.role)
         yield from _name(lane.worker + 1, rank, lane.role, rank)

@@ -137,7 +137,7 @@ class _Writer:
         unit = chunk(8, chunk(6, "GB/s"))
         self._track(BANDWIDTH, "weights and KV, GB/s", ROOT, 1, unit)
         for worker in sorted({lane.worker for lane in self.lanes}):
-            name = f"worker {worker}"
+            name = self.trace.worker_title(worker)
             self._track(_worker(worker), name, ROOT, 2 + worker, number(11, EXPLICIT_ORDER))
         for lane in self.lanes:
             rank = ROLES.index(lane.role)

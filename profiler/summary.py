@@ -23,6 +23,7 @@ from megavm.profiler.analysis import (
     phases,
 )
 from megavm.profiler.critical_path import PARTS, critical_path
+from megavm.profiler.ranks import late_ranks
 from megavm.profiler.tables import percent, table, us
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
@@ -63,6 +64,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         "states": _states(selection),
         "critical_path": _path(trace, step)[:LONGEST],
         "late_workers": _late_workers(selection),
+        "late_ranks": late_ranks(trace, common)[:LONGEST],
         "waits": _longest_waits(selection),
         "outliers": _outliers(trace, common, step),
         "workers": _workers(selection),
@@ -253,6 +255,11 @@ def _sentence(facts: Facts) -> str:
     for row in facts["late_workers"][:1]:
         share = f"{row['count'] / row['of']:.0%}"
         parts.append(f"worker {row['worker']} came last in {share} of {row['of']:,} waits")
+    for row in facts["late_ranks"][:1]:
+        share = f"{row['count'] / row['of']:.0%}"
+        parts.append(
+            f"rank {row['rank']} came last in {share} of {row['of']:,} waits for {row['phase']}"
+        )
     found = facts["what_if"]
     changes = found["changes"] if isinstance(found, dict) else []
     # What takes no time at all would bring most, and cannot be had.
@@ -303,6 +310,7 @@ def format_summary(facts: Facts) -> Iterator[str]:
                 for row in facts["late_workers"][:3]
             ],
         )
+    yield from _exchanges(facts["late_ranks"], facts["steps"])
     if facts["waits"]:
         yield ""
         yield "Longest waits of the step, one for each instruction that others waited for"
@@ -322,6 +330,28 @@ def format_summary(facts: Facts) -> Iterator[str]:
             ],
             left=5,
         )
+
+
+def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:
+    """Which rank came last in each exchange, as a table."""
+    if not rows:
+        return
+    yield ""
+    yield f"Exchanges between ranks, of {steps} steps: the rank that came last most often"
+    yield from table(
+        ("exchange", "rank", "waits", "share", "us of all workers", "for another rank"),
+        [
+            (
+                row["phase"],
+                str(row["rank"]),
+                f"{row['of']:,}",
+                percent(row["count"], row["of"]),
+                us(row["ns"]),
+                us(row["peer_ns"]),
+            )
+            for row in rows
+        ],
+    )
 
 
 def _relative_work(facts: Facts, worker: int) -> float:

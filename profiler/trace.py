@@ -65,7 +65,13 @@ class TraceProgram:
 
     @property
     def workers(self) -> int:
+        """Number of workers of all ranks."""
         return int(self.facts["workers"])
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks: worker w of rank r is number r * workers / ranks + w."""
+        return int(self.facts.get("ranks", 1))
 
     @functools.cached_property
     def kinds(self) -> tuple[str, ...]:
@@ -153,6 +159,24 @@ class Trace:
     def workers(self) -> int:
         """Number of workers of the program with the most."""
         return max((p.workers for p in self.programs), default=0)
+
+    @functools.cached_property
+    def ranks(self) -> int:
+        """Number of ranks of the programs, which is the same for all programs of a model."""
+        return max((p.ranks for p in self.programs), default=1)
+
+    @functools.cached_property
+    def record_rank(self) -> Ints:
+        """The rank of every record: int32 [R]."""
+        sizes = np.array([max(len(p) // p.ranks, 1) for p in self.programs], np.int32)
+        return self.record_instruction // sizes[self.record_program]
+
+    def worker_title(self, worker: int) -> str:
+        """A worker's name: "worker 3", in a trace of several ranks "rank 1, worker 3"."""
+        if self.ranks == 1 or worker < 0:
+            return f"worker {worker}"
+        rank, own = divmod(worker, max(self.workers // self.ranks, 1))
+        return f"rank {rank}, worker {own}"
 
     @functools.cached_property
     def record_program(self) -> Ints:

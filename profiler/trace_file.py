@@ -291,6 +291,9 @@ def _check_facts(what: str, facts: Any) -> None:
     _check_members(what, facts, _PROGRAM)
     if not 1 <= facts["workers"] <= MAX_WORKERS:
         raise TraceError(f"{what} has {facts['workers']} workers, expected 1 to {MAX_WORKERS}")
+    ranks = facts.get("ranks", 1)
+    if type(ranks) is not int or ranks < 1 or facts["workers"] % ranks:
+        raise TraceError(f"{what} has {_show(ranks)} ranks for {facts['workers']} workers")
     _check_strings(f"the barriers of {what}", facts["barriers"])
     _check_strings(f"the labels of {what}", facts["labels"])
     for tensor in facts["tensors"]:
@@ -363,6 +366,8 @@ def _check_program(what: str, program: TraceProgram) -> None:
     _check_range(f"{what}: channel_kind", program.channel_kind, 0, 2)
     things = np.array([len(facts["barriers"]), len(facts["tensors"])])[program.channel_kind]
     _check_range(f"{what}: channel_object", program.channel_object, 0, things)
+    if n % program.ranks:
+        raise TraceError(f"{what} has {n} instructions for {program.ranks} ranks")
     offsets = program.channel_offsets
     if offsets[0] != 0 or offsets[-1] != len(program.channel_producers):
         raise TraceError(

@@ -211,6 +211,7 @@ export class RowPainter {
       ctx.fillStyle = colour;
       ctx.fillText(text, Math.round(right * ratio), Math.round(y * ratio));
     };
+    this.drawRanks(ctx, pane, theme, ratio);
     const firstOpen = new Set(rows.openWorkers);
     for (let w = rows.workerAt(scroll); w < trace.workers && pane.yOf(w) < bottom; w++) {
       if (rows.isOpen(w)) {
@@ -237,6 +238,22 @@ export class RowPainter {
       }
     }
     ctx.restore();
+  }
+
+  /** A line above the first worker of each rank, and the rank's name in the margin. */
+  private drawRanks(ctx: CanvasRenderingContext2D, pane: Pane, theme: Theme, ratio: number): void {
+    const { body, trace, rows } = pane;
+    for (let w = 0; trace.ranks > 1 && w < trace.workers; w++) {
+      const rank = trace.rankOf(w);
+      if (rank === undefined || rank === trace.rankOf(w - 1)) continue;
+      const top = Math.round(pane.yOf(w) * ratio);
+      ctx.fillStyle = theme.text;
+      ctx.fillRect(0, top, Math.round(body.left * ratio), Math.max(1, Math.round(ratio)));
+      if (rows.isOpen(w)) continue;
+      ctx.textAlign = "left";
+      ctx.fillText(`rank ${rank}`, Math.round(6 * ratio), top + Math.round(8 * ratio));
+      ctx.textAlign = "right";
+    }
   }
 }
 

@@ -52,7 +52,9 @@ function checkRange(values: Int32Array, low: number, high: number, name: string)
 export class Program {
   readonly fingerprint: string;
   readonly dynamic: boolean;
+  /** Of all ranks. */
   readonly workers: number;
+  readonly ranks: number;
   readonly barriers: readonly string[];
   readonly tensors: readonly TensorInfo[];
   readonly labels: readonly string[];
@@ -84,6 +86,8 @@ export class Program {
     this.fingerprint = asText(info["fingerprint"]);
     this.dynamic = info["dynamic"] === true;
     this.workers = typeof info["workers"] === "number" ? info["workers"] : 0;
+    const ranks = info["ranks"];
+    this.ranks = typeof ranks === "number" && Number.isInteger(ranks) && ranks > 1 && this.workers % ranks === 0 ? ranks : 1;
     this.metadata = asObject(info["metadata"]);
     this.barriers = asList(info["barriers"]).map((b) => isolate(asText(b)));
     this.labels = asList(info["labels"]).map((l) => asText(l));

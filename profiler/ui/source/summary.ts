@@ -37,6 +37,17 @@ export interface LateWorker {
   readonly of: number;
 }
 
+/** The rank that came last most often in an exchange between ranks. */
+export interface LateRank {
+  readonly phase: string;
+  readonly rank: number;
+  readonly count: number;
+  readonly of: number;
+  readonly time: number;
+  /** That part of the time in which workers waited for another rank than their own. */
+  readonly peerTime: number;
+}
+
 export interface Kind {
   readonly name: string;
   readonly total: number;
@@ -72,6 +83,7 @@ export interface Summary {
   readonly outliers: readonly Outlier[];
   readonly waits: readonly Wait[];
   readonly lateWorkers: readonly LateWorker[];
+  readonly lateRanks: readonly LateRank[];
   /** What every worker computes and loads, and how long it waits. */
   readonly busy: readonly number[];
   readonly waiting: readonly number[];
@@ -121,6 +133,16 @@ export function readSummary(trace: Trace): Summary | null {
     lateWorkers: rowsOf(found["late_workers"])
       .map((row) => ({ worker: numberOf(row["worker"]), count: numberOf(row["count"]), of: numberOf(row["of"]) }))
       .filter(({ worker, of }) => isIndex(worker, trace.workers) && of > 0),
+    lateRanks: rowsOf(found["late_ranks"])
+      .map((row) => ({
+        phase: textOf(row["phase"]),
+        rank: numberOf(row["rank"]),
+        count: numberOf(row["count"]),
+        of: numberOf(row["of"]),
+        time: numberOf(row["ns"]),
+        peerTime: numberOf(row["peer_ns"]),
+      }))
+      .filter(({ rank, of }) => isIndex(rank, trace.ranks) && of > 0),
     busy: computing.map((time, w) => time + (loading[w] ?? 0)),
     waiting: barrier.map((time, w) => time + (words[w] ?? 0)),
     kinds: rowsOf(found["kinds"]).map((row) => ({

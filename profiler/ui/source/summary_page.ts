@@ -7,7 +7,7 @@ import { duration, flops, integer, percent, rate, signedDuration } from "./forma
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { makeRoofline } from "./roofline.ts";
-import { type Kind, type LateWorker, type Outlier, type Summary, type Wait, readSummary } from "./summary.ts";
+import { type Kind, type LateRank, type LateWorker, type Outlier, type Summary, type Wait, readSummary } from "./summary.ts";
 import { type Column, makeTable } from "./table.ts";
 
 const MAX_CELLS = 1024;
@@ -56,7 +56,8 @@ export class SummaryPage implements Page {
     ];
     if (found.outliers.length > 0) parts.push(make("h3", "", "Steps that took much longer"), this.outliers(pane, found));
     if (found.waits.length > 0) parts.push(make("h3", "", "Longest waits"), this.waits(pane, found));
-    if (found.lateWorkers.length > 0) parts.push(make("h3", "", "Who came last"), this.late(found));
+    if (found.lateRanks.length > 0) parts.push(make("h3", "", "Exchanges between ranks: who came last"), this.lateRanks(found));
+    if (found.lateWorkers.length > 0) parts.push(make("h3", "", "Who came last"), this.late(pane, found));
     parts.push(...this.strips(found));
     const roofline = makeRoofline(found.kinds, trace.machine.bandwidth);
     if (roofline !== null) {
@@ -124,12 +125,27 @@ export class SummaryPage implements Page {
     return makeTable(columns, kinds, (k) => this.app.search(`kind:${word(k.name)}`));
   }
 
-  private late(found: Summary): HTMLElement {
+  private lateRanks(found: Summary): HTMLElement {
+    return makeTable<LateRank>(
+      [
+        { title: "exchange", text: (r) => r.phase, help: "the instructions that ranks waited for" },
+        { title: "last", text: (r) => `rank ${r.rank}`, value: (r) => r.rank, help: "the rank that came last most often" },
+        { title: "part", text: (r) => percent(r.count / r.of), value: (r) => r.count / r.of, bar: (r) => r.count / r.of, help: "of the waits of all steps like this one" },
+        { title: "waits", text: (r) => integer(r.of), value: (r) => r.of },
+        { title: "time", text: (r) => duration(r.time), value: (r) => r.time, help: "of all workers" },
+        { title: "for a peer", text: (r) => duration(r.peerTime), value: (r) => r.peerTime, help: "waiting for another rank than the worker's own" },
+      ],
+      found.lateRanks,
+      (r) => this.app.search(word(r.phase)),
+    );
+  }
+
+  private late(pane: Pane, found: Summary): HTMLElement {
     const mean = found.busy.reduce((sum, time) => sum + time, 0) / Math.max(1, found.busy.length);
     const work = ({ worker }: LateWorker): number => (mean > 0 ? (found.busy[worker] ?? 0) / mean : 1);
     return makeTable<LateWorker>(
       [
-        { title: "worker", text: (w) => String(w.worker), value: (w) => w.worker },
+        { title: "worker", text: (w) => pane.trace.workerName(w.worker), value: (w) => w.worker },
         { title: "waits", text: (w) => integer(w.count), value: (w) => w.count },
         { title: "part", text: (w) => percent(w.count / w.of), value: (w) => w.count, bar: (w) => w.count / w.of, help: "of all waits of the step for others" },
         { title: "work", text: (w) => `${work(w).toFixed(2)} ×`, value: work, help: "computing and loading over the mean of all workers" },

@@ -291,7 +291,21 @@ export class Trace implements Events {
   }
 
   workerName(worker: number): string {
-    return this.unknownWorker && worker === this.workers - 1 ? "unknown" : String(worker);
+    if (this.unknownWorker && worker === this.workers - 1) return "unknown";
+    return this.ranks > 1 ? `${this.rankOf(worker)}:${worker % this.workersPerRank}` : String(worker);
+  }
+
+  get ranks(): number {
+    return this.programs.reduce((most, program) => Math.max(most, program.ranks), 1);
+  }
+
+  private get workersPerRank(): number {
+    return Math.max(1, Math.floor((this.workers - (this.unknownWorker ? 1 : 0)) / this.ranks));
+  }
+
+  /** The rank of a worker; undefined for the unknown one. */
+  rankOf(worker: number): number | undefined {
+    return this.unknownWorker && worker === this.workers - 1 ? undefined : Math.floor(worker / this.workersPerRank);
   }
 
   programOf(record: number): Program {

@@ -1,0 +1,131 @@
+"""Traces of several ranks: who waited for which rank, against times chosen by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megavm.instructions.copy import Copy
+from megavm.profiler.recorder import Recorder
+from megavm.profiler.summary import format_summary, summary
+from megavm.profiler.trace import Trace
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
+from megavm.vm.machine import Notes
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+EVENTS = {"begin": 0, "ready": 1, "inputs": 2, "end": 3, "signalled": 4}
+
+
+def gather(tagged: bool) -> Program:
+    """Each of two ranks writes its half of a row on both (0), and copies the whole row (1)."""
+    tensors = [
+        TensorSpec("start", (1, 16), F32, TensorKind.STATE),
+        TensorSpec("row", (1, 32), F32, TensorKind.ACTIVATION, tagged, shares=2),
+        TensorSpec("out", (1, 32), F32, TensorKind.STATE),
+    ]
+    place = {"x_row": 0, "x_column": 0, "row_begin": 0, "row_end": 1, "column_begin": 0}
+    instructions = [
+        Copy(x=0, out=1, column_end=16, waits=[Wait(1, 0)], signal=None if tagged else 0, **place),
+        Copy(x=1, out=2, column_end=32, waits=[] if tagged else [Wait(0, 2)], signal=1, **place),
+    ]
+    return Program.build(
+        tensors,
+        instructions,
+        [[0], [1]],
+        barriers=["row.gathered", "row.read"],
+        labels=["layers.0.gather", "layers.0.read"],
+        ranks=2,
+        shared_barriers=2,
+    )
+
+
+class Noted:
+    """An executable whose notes are given: int64 [rows, events]."""
+
+    def __init__(self, program: Program, times: list[list[int]], steps: int) -> None:
+        self.program = program
+        self._notes = torch.tensor(times)
+        self._steps = steps
+
+    def trace(self) -> list[Notes]:
+        return [Notes(self._steps, self._notes, EVENTS, offsets=((0, 0), (-340, 25)))]
+
+
+def recorded(program: Program, late: list[int]) -> Trace:
+    """In step s, which begins at 1000 + 1000 s, rank ``late[s]`` writes its half last."""
+    steps = len(late)
+    rows: list[list[int]] = []
+    for rank in range(2):
+        begin = [1000 + 1000 * s for s in range(steps)]
+        write = [b + (300 if late[s] == rank else 100) for s, b in enumerate(begin)]
+        rows += [[b, b + 1, b + 1, w, w + 5] for b, w in zip(begin, write, strict=True)]
+        rows += [[b, b + 330, b + 330, b + 400, b + 405] for b in begin]
+    recorder = Recorder()
+    recorder.add(Noted(program, rows, steps), np.zeros(1, np.int32), 1)
+    return recorder.trace()
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_cause_of_a_wait_is_the_write_of_the_rank_that_came_last(tagged: bool) -> None:
+    late = [1, 0, 1, 1]
+    trace = recorded(gather(tagged), late)
+    assert (trace.ranks, trace.workers) == (2, 4)
+    reads = np.flatnonzero(trace.record_instruction % 2 == 1)
+    assert trace.record_worker[reads].tolist() == [1, 3] * 4
+    cause = trace.record_cause[reads]
+    assert trace.record_worker[cause].tolist() == [2 * rank for rank in late for _ in range(2)]
+    assert trace.record_instruction[cause].tolist() == [2 * rank for rank in late for _ in range(2)]
+    channel = trace.programs[0].channel_name(int(trace.record_cause_channel[reads[0]]))
+    assert channel == ("row" if tagged else "row.gathered of rank 0")
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
+    trace = recorded(gather(tagged), [1, 0, 1, 1])
+    row = summary(trace)["late_ranks"][0]  # the longest; the other is the wait for the step before
+    assert row == {
+        "phase": "layers.*.gather",
+        "rank": 1,
+        "count": 6,
+        "of": 8,
+        "ns": 8 * 330,
+        "peer_ns": 4 * 330,
+    }
+    text = "\n".join(format_summary(summary(trace)))
+    assert "rank 1 came last in 75% of 8 waits for layers.*.gather" in " ".join(text.split())
+
+
+def test_the_clocks_of_ranks_and_the_ranks_survive_the_file(tmp_path: Path) -> None:
+    trace = recorded(gather(True), [1, 0])
+    trace.save(tmp_path / "two.megatrace")
+    again = Trace.load(tmp_path / "two.megatrace")
+    assert again.machine["ranks"] == [
+        {"clock_offset": 0, "clock_uncertainty": 0},
+        {"clock_offset": -340, "clock_uncertainty": 25},
+    ]
+    assert (again.ranks, again.worker_title(3)) == (2, "rank 1, worker 1")
+    assert again.record_rank.tolist() == [0, 0, 1, 1] * 2
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_the_cpu_machine_notes_all_ranks_on_one_clock(tagged: bool) -> None:
+    program = gather(tagged)
+    memory = Memory("cpu", 2)
+    memory.allocate(program.tensors)
+    executable = CpuMachine(trace=True).load(program, memory)
+    executable.run(5)
+    recorder = Recorder()
+    recorder.add(executable, np.zeros(1, np.int32), 1)
+    trace = recorder.trace()
+    assert trace.machine["ranks"] == [{"clock_offset": 0, "clock_uncertainty": 0}] * 2
+    assert trace.num_records == 5 * 4
+    assert (trace.record_worker == np.tile([0, 1, 2, 3], 5)).all()
+    assert (trace.record_instruction == np.tile([0, 1, 2, 3], 5)).all()
+    # A read is over after the writes of both ranks.
+    end = trace.event("end").reshape(5, 4)
+    assert (end[:, [1, 3]].min(axis=1) >= end[:, [0, 2]].max(axis=1)).all()
