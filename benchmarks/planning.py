@@ -18,6 +18,7 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -69,7 +70,7 @@ class EchoRunner:
     def publish(self, name: str, slot: int) -> None:
         """As ``Runner.publish``; this runner reads no masks."""
 
-    def run(self, step: Step, steps: int = 1) -> None:
+    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
         """Choose the tokens; adds its own time to ``seconds``."""
         begin = time.thread_time()
         slots = step.row_sequence[step.logit_row]

@@ -84,9 +84,10 @@ class StepRunner(Protocol):
         """Let the next step see a changed row of ``allowed`` or ``bias``."""
         ...
 
-    def run(self, step: Step, steps: int = 1) -> None:
+    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
         """Run ``step`` and return when it is complete.
 
+        Calls ``started`` once the machine runs, and before work that takes long.
         Raises MachineFault when it fails. Later steps can still run, except after MachineLost.
         """
         ...
@@ -383,9 +384,10 @@ class Engine:
         self.counters.plan_seconds += time.perf_counter() - begin
         return plan
 
-    def execute(self, plan: Plan) -> None:
+    def execute(self, plan: Plan, started: Callable[[], None] | None = None) -> None:
         """Write ``plan`` to memory, run it, and store the results in the plan.
 
+        ``started``: see ``StepRunner.run``.
         Does not raise. One thread must make all calls; it need not be the thread of the other
         methods.
         """
@@ -398,7 +400,7 @@ class Engine:
                 self._write_masks(plan)
             plan.drop(self._ended)
             if plan.step.num_rows:
-                self.runner.run(plan.step, plan.steps)
+                self.runner.run(plan.step, plan.steps, started)
             self._read(plan)
         except BaseException as error:
             # ``collect`` fails the requests, and raises errors that are no fault of the machine,
@@ -468,8 +470,8 @@ class Engine:
         self._ended[slots] |= plan.stopped.any(axis=1)
         if step.restricted:
             self._follow(plan, slots, following)
-        for i, sequence in enumerate(plan.samplers):
-            if sequence.request.params.logprobs is not None:
+        for i, sequence in enumerate(plan.samplers if plan.with_logprobs else ()):
+            if sequence.with_logprobs:
                 plan.logits[i] = runner.logits[i].copy()
         for i in range(count, len(step.logit_row)):
             plan.logits[i] = runner.logits[i].copy()

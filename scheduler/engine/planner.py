@@ -68,6 +68,7 @@ class Planner:
         self._decoders: tuple[Sequence, ...] | None = ()
         self._restricted = False  # whether one of them is
         self._need_host = False  # whether one of them needs the host after every step
+        self._with_logprobs = False  # whether one of them wants log-probabilities
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
         # Digests of blocks that prefilling sequences will publish.
@@ -184,6 +185,7 @@ class Planner:
             for i in np.flatnonzero(last).tolist():
                 self._drain(decoders[i])
         plan.samplers = decoders
+        plan.with_logprobs = self._with_logprobs
         context = int(positions.max()) + 1
         rows = self._rows[: len(slots)]
         plan.step = Step(slots, positions, rows, context, self._restricted)
@@ -192,9 +194,8 @@ class Planner:
         if self._decoders is None:
             self._decoders = tuple(self._decoding)
             self._restricted = any(s.restricted for s in self._decoders)
-            self._need_host = any(
-                s.dynamic or s.request.params.logprobs is not None for s in self._decoders
-            )
+            self._with_logprobs = any(s.with_logprobs for s in self._decoders)
+            self._need_host = self._with_logprobs or any(s.dynamic for s in self._decoders)
             self._slots = np.array([s.slot for s in self._decoders], dtype=np.int32)
         return self._decoders, self._slots
 
@@ -309,6 +310,7 @@ class Planner:
                 self._begin_decoding(sequence)
         if len(sequences) > 1:
             plan.samplers = tuple(samplers)
+            plan.with_logprobs = any(s.with_logprobs for s in samplers)
             plan.step = Step(
                 np.concatenate(sequences),
                 np.concatenate(positions),

@@ -170,6 +170,11 @@ class Sequence:
         return self.request.restriction is not None
 
     @property
+    def with_logprobs(self) -> bool:
+        """Whether it returns log-probabilities."""
+        return self.request.params.logprobs is not None
+
+    @property
     def dynamic(self) -> bool:
         """Whether the mask of its next choice depends on its output."""
         restriction = self.request.restriction

@@ -66,6 +66,7 @@ class Plan:
     admitted: list[Sequence] = field(default_factory=list)  # the sequence of each admission
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
     enabled: list[int] = field(default_factory=list)  # slots whose prompt is scored: choose now
+    with_logprobs: bool = False  # whether a sampler wants log-probabilities
     # (sequence, begin, end): positions begin .. end - 1 of a prompt. The samplers' logit rows come
     # before theirs.
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)

@@ -8,7 +8,7 @@ Rows of the large tensors move only when they have changed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -64,8 +64,18 @@ class StepMemory:
     def publish(self, name: str, slot: int) -> None:
         """Let the next launch see a changed row of a tensor of BY_ROW."""
 
-    def run(self, executable: Executable, step: Step, steps: int) -> None:
-        """Run the program for the step that the arrays describe. Raises MachineFault."""
+    def run(
+        self,
+        executable: Executable,
+        step: Step,
+        steps: int,
+        started: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Run the program for the step that the arrays describe. Raises MachineFault.
+
+        Calls ``started`` when nothing is left to do but to wait for the machine.
+        """
+        started()
         executable.run(steps)
 
 
@@ -143,7 +153,13 @@ class DeviceStepMemory(StepMemory):
     def publish(self, name: str, slot: int) -> None:
         self._changed[name, slot] = None
 
-    def run(self, executable: Executable, step: Step, steps: int) -> None:
+    def run(
+        self,
+        executable: Executable,
+        step: Step,
+        steps: int,
+        started: Callable[[], None] = lambda: None,
+    ) -> None:
         device = cast(AsynchronousExecutable, executable)
         with self._current():
             for slab in self._slabs:
@@ -160,6 +176,7 @@ class DeviceStepMemory(StepMemory):
             self._changed.clear()
             device.launch(steps)
             places = self._fetch(step, steps)
+            started()
             device.finish()
         self.arrays["tokens"].reshape(-1)[places] = self._chosen[: len(places)].numpy()
 

@@ -9,12 +9,15 @@ from collections.abc import Callable
 
 from megavm.scheduler.engine.step import Plan
 
-Execute = Callable[[Plan], None]
+Execute = Callable[[Plan, Callable[[], None]], None]
 Plans = queue.SimpleQueue[tuple[Execute, Plan] | None]
 
 
 class StepThread:
     """One thread and its queue of plans. Only one other thread may submit and wait.
+
+    A plan is returned once the machine runs the plan behind it, if there is one: the work of the
+    waiting thread would otherwise delay that launch, as only one thread of Python runs at a time.
 
     The thread refers to its owner only while it executes a plan, and ends when this object is
     closed or garbage-collected.
@@ -36,7 +39,10 @@ class StepThread:
         return self._pending
 
     def submit(self, execute: Execute, plan: Plan) -> None:
-        """Queue the call ``execute(plan)``, which must not raise."""
+        """Queue the call ``execute(plan, started)``, which must not raise.
+
+        It may call ``started`` once the machine runs, or to say that this takes long.
+        """
         self._plans.put((execute, plan))
         self._pending += 1
 
@@ -53,8 +59,21 @@ class StepThread:
 
 
 def _loop(plans: Plans, done: queue.SimpleQueue[Plan]) -> None:
-    while (item := plans.get()) is not None:
+    held: list[Plan] = []  # executed, but not returned before the next one runs
+
+    def release() -> None:
+        while held:
+            done.put(held.pop())
+
+    while True:
+        if plans.empty():
+            release()
+        item = plans.get()
+        if item is None:
+            break
         execute, plan = item
-        execute(plan)
-        done.put(plan)
+        execute(plan, release)
+        release()
+        held.append(plan)
         del item, execute, plan  # keep neither the engine nor the plan alive while waiting
+    release()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -123,6 +123,7 @@ class Runner:
         self.machine = machine
         self.options = options
         self._programs: dict[Bucket, Program] = {}
+        self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
@@ -260,24 +261,32 @@ class Runner:
         allowed tokens, or a bias. Contexts for which attention is split in
         the same way share a bucket.
         """
-        bucket = choose_bucket(
-            self.config,
-            self.limits,
-            self.options,
-            rows,
-            logit_rows,
-            context,
-            decode=decode,
-            parallel=self.parallel,
-        )
-        return replace(bucket, restricted=restricted)
+        # Steps of these sizes have the same bucket (choose_bucket).
+        rows = min(_power_of_two(rows), self.limits.max_num_batched_tokens)
+        logit_rows, context = _power_of_two(logit_rows), _power_of_two(context)
+        key = self.options, rows, logit_rows, context, decode, restricted
+        if key not in self._buckets:
+            bucket = choose_bucket(
+                self.config,
+                self.limits,
+                self.options,
+                rows,
+                logit_rows,
+                context,
+                decode=decode,
+                parallel=self.parallel,
+            )
+            self._buckets[key] = replace(bucket, restricted=restricted)
+        return self._buckets[key]
 
     def program(self, bucket: Bucket) -> Program:
         """The program of a bucket, compiled on first use."""
         return self._executable(bucket).program
 
-    def run(self, step: Step, steps: int = 1) -> None:
+    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
         """Run a step, or with ``steps`` > 1 that many decode steps of the same rows.
+
+        Calls ``started`` once the machine runs, and before it compiles a program.
 
         Raises ValueError for a step beyond the limits. Raises MachineFault when the machine fails:
         the contents of memory are unspecified then, and later steps that do not depend on them can
@@ -301,10 +310,13 @@ class Runner:
         decode = len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
         bucket = self.bucket(rows, logit_rows, context, decode=decode, restricted=step.restricted)
+        started = started or _nothing
         with self._running:
+            if (bucket, self._recorder is not None) not in self._executables:
+                started()
             executable = self._executable(bucket)
             try:
-                self._step.run(executable, step, steps)
+                self._step.run(executable, step, steps, started)
             except MachineLost:
                 raise
             except BaseException:
@@ -410,6 +422,10 @@ def weight_specs(
             if value.spec is not None and value.spec.kind is TensorKind.WEIGHT:
                 specs[value.spec.name] = value.spec
     return list(specs.values())
+
+
+def _nothing() -> None:
+    """For callers that do not ask when the machine runs."""
 
 
 def _power_of_two(value: int) -> int:

@@ -85,10 +85,10 @@ def test_only_launches_with_a_grammar_run_one_step() -> None:
     steps: list[tuple[bool, int]] = []
     run = runner.run
 
-    def noted(step: Any, count: int = 1) -> None:
+    def noted(step: Any, count: int = 1, started: Any = None) -> None:
         if len(step.logit_row) == step.num_rows:
             steps.append((step.restricted, count))
-        run(step, count)
+        run(step, count, started)
 
     runner.run = noted  # type: ignore[assignment,method-assign]
     engine = make_engine(runner, overlap=False, steps_per_launch=4)

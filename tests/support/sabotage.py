@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -70,13 +70,15 @@ class Sabotage:
         self.runs = 0
         self.at: set[int] = set()
         self._run = sabotaged._step.run
-        sabotaged._step.run = self.run  # type: ignore[method-assign]
+        sabotaged._step.run = self.run  # type: ignore[method-assign,assignment]
 
-    def run(self, executable: Executable, step: Step, steps: int) -> None:
+    def run(
+        self, executable: Executable, step: Step, steps: int, started: Callable[[], None]
+    ) -> None:
         number, self.runs = self.runs, self.runs + 1
         if number in self.at:
             lose_signals(executable)
-        self._run(executable, step, steps)
+        self._run(executable, step, steps, started)
 
     def fail(self, *after: int) -> None:
         """Let runs fail; 0 is the next."""

@@ -7,6 +7,7 @@ sequence of the step reads; all sizes are checked.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,8 +113,10 @@ class ToyRunner:
     def publish(self, name: str, slot: int) -> None:
         self._seen[name][slot] = getattr(self, name)[slot]
 
-    def run(self, step: Step, steps: int = 1) -> None:
+    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
         self.runs += 1
+        if started is not None:
+            started()
         assert steps >= 1
         if self.runs - 1 in self.bugs:
             raise KeyError("a bug in the runner")
