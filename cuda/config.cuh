@@ -20,6 +20,8 @@ constexpr uint32_t kAnyOddPages = 0;      // whether some units have an odd numb
 constexpr uint32_t kAnyF32Weights = 0;
 constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
+// Rows that matrix products take at a time: 16, 32, 64 or 128; 0: there are none.
+constexpr uint32_t kMatrixRows = 0;
 // Kinds of product inputs that occur: bit 2 * (is float32) + (is tagged).
 constexpr uint32_t kAnyInputs = 0;
 // Kinds of squares of product inputs that occur: bit (is tagged); bit 2: the number of squares of
@@ -48,9 +50,10 @@ static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the c
 static_assert(kNumThreads == kNumWarps * kLanes);
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
 constexpr bool kSingleRow = program::kMaxRows <= 1;
-// Registers per thread. With one row the storer finishes products, and needs more.
-constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;
-constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 216;
+// Registers per thread. With one row the storer finishes products, and needs more; so does the
+// loader of matrix products.
+constexpr uint32_t kRoleRegisters = kSingleRow || program::kMatrixRows > 0 ? 88 : 72;
+constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : program::kMatrixRows > 0 ? 208 : 216;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");
@@ -80,6 +83,7 @@ constexpr uint32_t kGroupRows = program::kGroupRows;
 static_assert(kGroupRows == (kSingleRow ? 1 : kMaxGroupRows));
 constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPages;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+constexpr uint32_t round_up(uint32_t a, uint32_t b) { return ceil_div(a, b) * b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }
 constexpr uint32_t max_of(uint32_t a, uint32_t b) { return a < b ? b : a; }
 template <class... Sizes>
@@ -113,8 +117,12 @@ static_assert(kControlAt + kControlBytes == kStagesAt + kFixedBytes, "as the hos
 
 // Most page copies in flight, and most while the consumers wait for results of other workers. A
 // window larger than the ring would let the loader wait for a page whose slot is already reused.
-constexpr uint32_t kWindow = min_of(kPages, kSingleRow ? 5 : 3);
-constexpr uint32_t kWaitWindow = 2;
+constexpr bool kMatrixBound = program::kMatrixRows >= 128;  // products do not wait for memory
+constexpr uint32_t kWindow = kMatrixBound ? kPages
+                                          : min_of(kPages, kSingleRow                 ? 5
+                                                           : program::kMatrixRows > 0 ? 6
+                                                                                      : 3);
+constexpr uint32_t kWaitWindow = kMatrixBound ? kPages : 2;
 static_assert(kWindow <= kPages && kWaitWindow <= kPages);
 
 // Weight pages that consumers take into registers while their input is in flight.

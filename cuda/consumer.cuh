@@ -70,31 +70,35 @@ class Consumer {
   }
 
   // This warp has finished reading the page.
-  __device__ __forceinline__ void finish(const PageCursor& page) {
+  __device__ __forceinline__ void finish(const PageCursor& page) const {
     page_finished(page.slot).arrive_together();
   }
 
-  // The next `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish
-  // them.
-  __device__ __forceinline__ void wait_pages(uint32_t count) const {
-    PageCursor mine = page;
+  // `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish them. Those
+  // from `from` on, or the next ones.
+  __device__ __forceinline__ void wait_pages(const PageCursor& from, uint32_t count) const {
+    PageCursor mine = from;
     mine.advance(lane_index());
     while (!__all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase)))
-      if (__builtin_expect(is_stopping(), 0)) page_arrived(page.slot).give_up(page.phase);
+      if (__builtin_expect(is_stopping(), 0)) page_arrived(from.slot).give_up(from.phase);
     __syncwarp();
-    PageCursor each = page;
+    PageCursor each = from;
     if constexpr (kWarpArrivals > 1)
       for (uint32_t i = 0; i < count; ++i, each.advance()) page_arrived(each.slot).wait(each.phase);
   }
-  __device__ __forceinline__ void finish_pages(uint32_t count) {
+  __device__ __forceinline__ void finish_pages(const PageCursor& from, uint32_t count) const {
+    PageCursor mine = from;
     if constexpr (kWarpArrivals > 1) {
-      for (; count > 0; --count, page.advance()) finish(page);
+      for (; count > 0; --count, mine.advance()) finish(mine);
       return;
     }
-    PageCursor mine = page;
     mine.advance(lane_index());
     __syncwarp();
     if (lane_index() < count) page_finished(mine.slot).arrive();
+  }
+  __device__ __forceinline__ void wait_pages(uint32_t count) const { wait_pages(page, count); }
+  __device__ __forceinline__ void finish_pages(uint32_t count) {
+    finish_pages(page, count);
     page.advance(count);
   }
 

@@ -19,11 +19,11 @@ namespace megavm {
 // Used: the KernelList of the program.
 template <class Used>
 __device__ __forceinline__ void run_loader(const Launch& launch) {
-  Loader loader;
+  Loader loader(launch);
   while (true) {
-    loader.stage.resolved().wait(loader.stage.phase);
+    loader.wait_resolved();
     const Stage& stage = stage_at(loader.stage.slot);
-    if (stage.trace_row == kNone) return;
+    if (stage.trace_row == kNone) return loader.finish_deferred();
     if (lane_index() == 0) {
       set_current(stage.position, stage.step - launch.first_step);
       note(launch, stage, Event::kLoadBegin);

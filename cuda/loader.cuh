@@ -1,21 +1,50 @@
 // The loader warp streams weights and KV rows through the ring of pages. It runs ahead of the
 // consumers, across instructions, layers and tokens. Weights wait for nothing; data that other
 // instructions produce waits for `ready`.
+//
+// Pages are taken in the order in which the consumers read them. If a matrix product (matrix.cuh)
+// needs a page of its input before that is there, the page is taken all the same and its copy is
+// *deferred*, so that the weights behind it are not held up. Whenever the loader waits for anything,
+// it also looks for deferred copies that can begin.
 #pragma once
 
 #include "cuda/trace.cuh"
 
 namespace megavm {
 
+// A page of boxes of a matrix. A box is kBoxBytes bytes of some rows, row by row, with the 128-byte
+// swizzle; the boxes of a page are neighbours in the matrix.
+constexpr uint32_t kBoxRowBytes = 128;
+constexpr uint32_t kBoxRows =
+    max_of(1, min_of(program::kMatrixRows, kPageBytes / kBoxRowBytes));
+struct Boxes {
+  uint64_t map;     // address of the matrix's map for boxes of kBoxRows rows; with an index, of one
+  uint64_t index;   // 0, or the address of the numbers of the rows
+  uint32_t column;  // the first
+  uint32_t row;     // the first, of the index if there is one
+  uint32_t rows;    // rows that count; further ones only if there is an index: they become zeros
+  uint32_t limit;   // rows of the matrix
+};
+
 class Loader {
  public:
-  __device__ __forceinline__ Loader() : policy_(ptx::evict_first_policy()) {}
+  __device__ __forceinline__ explicit Loader(const Launch& launch)
+      : maps_(launch.maps),
+        policy_(kDefers && kBoxRows == kPageBytes / kBoxRowBytes ? ptx::evict_normal_policy()
+                                                                 : ptx::evict_first_policy()) {}
+
+  // Wait for the next instruction to be resolved.
+  __device__ __forceinline__ void wait_resolved() { wait(stage.resolved(), stage.phase); }
 
   // Take the next page of the ring; the following `copy` calls fill `bytes` of it.
   __device__ __forceinline__ void begin_page(uint32_t bytes) {
+    if constexpr (kDefers) {
+      page_ = begin_pages(1, 1, bytes);
+      return;
+    }
     page_finished(next_.slot).wait(next_.phase ^ 1);
     // Keep few copies in flight: every other memory access of the SM queues behind them.
-    while (in_flight_ >= (are_consumers_waiting() ? kWaitWindow : kWindow)) {
+    while (in_flight_ >= window()) {
       page_arrived(landing_.slot).wait(landing_.phase);
       landing_.advance();
       --in_flight_;
@@ -34,20 +63,175 @@ class Loader {
                      policy_);
   }
 
+  // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
+
+  // Take the next `count` pages, of which the last `weights` count as copies in flight. Lane i gives
+  // the bytes of page i. Returns the first page.
+  __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t weights,
+                                                    uint32_t bytes) {
+    const uint32_t lane = lane_index();
+    const PageCursor first = next_;
+    PageCursor mine = first;
+    mine.advance(lane);
+    const Semaphore finished = page_finished(mine.slot);
+    wait_for([&] { return lane >= count || finished.is_over(mine.phase ^ 1); },
+             [&] { page_finished(first.slot).give_up(first.phase ^ 1); });
+    if constexpr (kWindow < kPages)
+      wait_for([&] { return count_in_flight() < window(); },
+               [&] { page_arrived(first.slot).give_up(first.phase); });
+    // This lane's page, counted from the first.
+    const uint32_t number = lane < first.slot ? lane + kPages - first.slot : lane - first.slot;
+    if (lane < kPages && number < count) {
+      in_flight_ = number >= count - weights;
+      phase_ = first.phase ^ (lane < first.slot);
+    }
+    if (lane < count) ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), bytes);
+    __syncwarp();
+    next_.advance(count);
+    return first;
+  }
+
+  // Copy `count` boxes into a page that was taken, as soon as the waits of the instruction are over.
+  __device__ __forceinline__ void copy_boxes(const PageCursor& page, const Boxes& boxes,
+                                             uint32_t count) {
+    if (is_ready_) return issue(page.slot, boxes, count);
+    if (lane_index() == page.slot) {
+      boxes_ = boxes;
+      boxes_count_ = count;
+      ready_slot_ = stage.slot;
+      ready_phase_ = stage.phase;
+      is_deferred_ = true;
+    }
+    __syncwarp();
+  }
+
+  // Start a copy of this lane's own into a page that was taken.
+  __device__ __forceinline__ void copy_piece(const PageCursor& page, uint32_t offset, uint64_t from,
+                                             uint32_t bytes) const {
+    ptx::bulk_load(page.address() + offset, from, bytes, page_arrived(page.slot).address(), policy_);
+  }
+
+  // Look whether the waits of the instruction are over. Called between the steps of an instruction.
+  __device__ __forceinline__ void look_ready() {
+    if (is_ready_) return;
+    issue_deferred();
+    is_ready_ = __all_sync(~0u, stage.ready().is_over(stage.phase) && !is_deferred_);
+    if (is_ready_) ptx::fence_proxy_async();
+  }
+  __device__ __forceinline__ void begin_instruction() { is_ready_ = false; }
+
+  // Start all copies that are deferred. Called at the end of the queue.
+  __device__ __forceinline__ void finish_deferred() {
+    if constexpr (kDefers)
+      while (__any_sync(~0u, is_deferred_)) {
+        issue_deferred();
+        if (__builtin_expect(is_stopping(), 0)) return;
+      }
+  }
+
+  // Address of the map for boxes of a tensor; `one_row`: boxes of one row.
+  __device__ __forceinline__ uint64_t map_of(uint32_t handle, bool one_row) const {
+    return maps_ + kMapBytes * (2 * handle + one_row);
+  }
+
   // Wait until data that other instructions produced may be copied. They wrote it with ordinary
   // stores and the copy engine reads it through the async proxy, so a proxy fence is needed.
   __device__ __forceinline__ void wait_ready() {
-    stage.ready().wait(stage.phase);
+    wait(stage.ready(), stage.phase);
     ptx::fence_proxy_async();
   }
 
   StageCursor stage;
 
  private:
+  static constexpr bool kDefers = program::kMatrixRows > 0;
+
+  // Most copies of weights and KV rows in flight.
+  static __device__ __forceinline__ uint32_t window() {
+    return are_consumers_waiting() ? kWaitWindow : kWindow;
+  }
+
+  __device__ __forceinline__ void wait(const Semaphore& semaphore, uint32_t phase) {
+    if constexpr (!kDefers) return semaphore.wait(phase);
+    wait_for([&] { return semaphore.is_over(phase); }, [&] { semaphore.give_up(phase); });
+  }
+
+  // Wait until `is_over` holds for all lanes, and start deferred copies meanwhile. If the worker is
+  // stopping, `give_up` ends the warp.
+  template <class IsOver, class GiveUp>
+  __device__ __forceinline__ void wait_for(IsOver&& is_over, GiveUp&& give_up) {
+    while (!__all_sync(~0u, is_over())) {
+      issue_deferred();
+      if (__builtin_expect(is_stopping(), 0)) give_up();
+    }
+  }
+
+  // ---- With deferred copies, lane i knows what happens to page i.
+
+  // Number of pages of weights in flight.
+  __device__ __forceinline__ uint32_t count_in_flight() {
+    if (in_flight_ != 0 && page_arrived(lane_index()).is_over(phase_)) in_flight_ = 0;
+    return __popc(__ballot_sync(~0u, in_flight_ != 0));
+  }
+
+  // Start the deferred copies of instructions whose waits are over.
+  __device__ __forceinline__ void issue_deferred() {
+    if (!__any_sync(~0u, is_deferred_)) return;
+    const Semaphore ready{SemaphoreKind::kStageReady, ready_slot_};
+    const bool begins = is_deferred_ && ready.is_over(ready_phase_);
+    uint32_t left = __ballot_sync(~0u, begins);
+    if (left == 0) return;
+    ptx::fence_proxy_async();
+    if (begins) is_deferred_ = false;
+    for (; left != 0; left &= left - 1) {
+      const uint32_t slot = __ffs(left) - 1;
+      const auto of_slot = [&](auto value) { return __shfl_sync(~0u, value, slot); };
+      issue(slot,
+            {of_slot(boxes_.map), of_slot(boxes_.index), of_slot(boxes_.column),
+             of_slot(boxes_.row), of_slot(boxes_.rows), of_slot(boxes_.limit)},
+            of_slot(boxes_count_));
+    }
+    __syncwarp();
+  }
+
+  // Start the copies of boxes into a page.
+  __device__ __forceinline__ void issue(uint32_t slot, const Boxes& boxes, uint32_t count) const {
+    constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
+    constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
+    const uint32_t to = PageCursor{{slot, 0}}.address();
+    const uint32_t arrived = page_arrived(slot).address();
+    if (boxes.index == 0) {
+      const uint32_t box = lane_index();
+      if (box < count)
+        ptx::box_load(to + box * kBoxBytes, boxes.map, boxes.column + box * kBoxColumns, boxes.row,
+                      arrived);
+      return;
+    }
+    for (uint32_t i = lane_index(); i < count * kBoxRows; i += kLanes) {
+      const uint32_t number = i % kBoxRows;
+      uint32_t from = boxes.limit;  // beyond the matrix: zeros
+      if (number < boxes.rows) {
+        const uint32_t row = boxes.row + number;
+        from = ptx::load_constant(boxes.index + 4 * row);
+        if (from >= boxes.limit) stop_instruction(Fault::kRowIndex, row, 0, from, boxes.limit);
+      }
+      ptx::box_load(to + i * kBoxRowBytes, boxes.map, boxes.column + i / kBoxRows * kBoxColumns,
+                    from, arrived);
+    }
+  }
+
   PageCursor next_;         // the page to fill next
   PageCursor page_;         // the page begun last
   PageCursor landing_;      // the oldest page that may be in flight
-  uint32_t in_flight_ = 0;  // pages issued whose arrival the loader has not observed
+  uint32_t in_flight_ = 0;  // pages issued whose arrival was not observed; kDefers: of lane's page
+  uint32_t phase_ = 0;      // kDefers: of the lane's page
+  bool is_ready_ = false;   // whether the waits of the matrix product in progress are over
+  bool is_deferred_ = false;
+  uint32_t ready_slot_ = 0;  // stage of the instruction that the deferred copy belongs to
+  uint32_t ready_phase_ = 0;
+  Boxes boxes_ = {};
+  uint32_t boxes_count_ = 0;
+  uint64_t maps_;
   uint64_t policy_;
 };
 

@@ -135,6 +135,14 @@ struct PairPlace {
     return place;
   }
 
+  // The place in the same columns so many rows further, a multiple of 4: it is aligned alike.
+  __device__ __forceinline__ void move(const Tensor& t, uint32_t rows) {
+    const uint32_t per_word = 4 / element_bytes(t);
+    const uint32_t row_bytes =
+        is_tagged(t) ? 8 * (t.columns / per_word) : t.columns * element_bytes(t);
+    address += uint64_t{rows} * row_bytes;
+  }
+
   __device__ __forceinline__ void store(float first, float second, uint32_t tag) const {
     store_shares(kind & 4, address, [&](uint64_t to) {
       if (form() == 3)

@@ -8,6 +8,8 @@ from typing import Any
 from megavm.vm.config import (
     BLOCK_UNITS,
     MAX_GROUP_ROWS,
+    MAX_MATRIX_ROWS,
+    MIN_MATRIX_ROWS,
     NONE,
     ROW_CHUNK_PAGES,
     ROWS_CHUNK_PAGES,
@@ -15,7 +17,8 @@ from megavm.vm.config import (
     TILES_PER_PAGE,
     UNIT_ROWS,
 )
-from megavm.vm.isa import F32, Constant, Region, TagOrder, TensorSpec, largest, present, union
+from megavm.vm.isa import BF16, F32, Constant, Region, TagOrder, TensorSpec, largest, present, union
+from megavm.vm.layout import has_boxes
 
 # On the CPU.
 INPUT_BYTES = 144 * 1024  # most bytes of the input that a product holds at a time
@@ -26,6 +29,8 @@ _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
 _COLUMN_BLOCK = 2 * CPU_LANES  # output columns whose sums are alive at the same time
 _SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and the buffers of a multiplication method
 _ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
+
+MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
 
 SCALED = ("out_gain", "out_scaled", "out_squares")  # operands of a producer of rows to normalise
 
@@ -56,9 +61,20 @@ def product_working_bytes(rows: int, columns: int, k: int, itemsize: int) -> int
     return held + 4 * sums + _ROW_BYTES * round_up(rows, _ROW_BLOCK) + _SPARE_BYTES
 
 
+def is_matrix_product(tensors: Sequence[TensorSpec], *, x: int, weight: int, rows: int) -> bool:
+    """Whether the GPU multiplies ``rows`` rows of x as a matrix (instructions/product/matrix.cuh)."""
+    return rows > MAX_GROUP_ROWS and has_boxes(tensors[x]) and tensors[weight].dtype is BF16
+
+
+def matrix_rows(rows: int) -> int:
+    """The rows that a matrix product of ``rows`` rows takes at a time: a power of two."""
+    return min(max(MIN_MATRIX_ROWS, 1 << (rows - 1).bit_length()), MAX_MATRIX_ROWS)
+
+
 def product_constants(
     tensors: Sequence[TensorSpec],
     *,
+    rows: int,
     x: int,
     weight: int,
     x_squares: int,
@@ -77,6 +93,14 @@ def product_constants(
     if x_squares != NONE:
         squares = 1 << tensors[x_squares].tagged
         squares |= 4 if tensors[x_squares].columns % 4 else 0
+    if is_matrix_product(tensors, x=x, weight=weight, rows=rows):
+        return {
+            "matrix_rows": largest(matrix_rows(rows)),
+            "any_part_of_k": union(width < spec.columns),
+            "any_bf16_weights": union(1),
+            "any_squares": union(squares),
+            "any_bias": union(bias != NONE),
+        }
     pages_of_row = -(-width // (tile * TILES_PER_PAGE))
     return {
         "any_product": union(1),
@@ -96,6 +120,7 @@ def product_constants(
 def product_tag_order(
     tensors: Sequence[TensorSpec],
     *,
+    weight: int,
     rows: int,
     units: int,
     k: int,
@@ -107,14 +132,21 @@ def product_tag_order(
     """``Instruction.tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
 
     A product loops over rows in groups, over units in blocks, and, once for each block, over long rows in
-    chunks. It reads ``inputs`` for each group, and ``added`` tensors when a block is finished.
+    chunks. It reads ``inputs``, x first, for each group, and ``added`` tensors when a block is finished.
+
+    A matrix product reads all of x before it finishes a group of blocks, a few sums at a time.
     """
+    inputs, added = list(present(*inputs)), list(present(*added))
+    if is_matrix_product(tensors, x=inputs[0], weight=weight, rows=rows):
+        if any(tensors[h].tagged for h in (*inputs, *added)):
+            return TagOrder.BY_MACHINE
+        once = rows <= MAX_MATRIX_ROWS and units <= MATRIX_BLOCKS * BLOCK_UNITS
+        return TagOrder.KEPT if once and not added else TagOrder.READS_LATE
     groups = -(-rows // (1 if single_row else MAX_GROUP_ROWS))
     blocks = -(-units // BLOCK_UNITS)
     pages = ROW_CHUNK_PAGES if single_row else ROWS_CHUNK_PAGES
     chunked = k * itemsize > pages * TILES_PER_PAGE * TILE_ROW_BYTES
-    added = list(present(*added))
-    if groups > 1 and any(tensors[h].tagged for h in (*present(*inputs), *added)):
+    if groups > 1 and any(tensors[h].tagged for h in (*inputs, *added)):
         return TagOrder.BY_MACHINE
     if blocks > 1 and any(tensors[h].tagged for h in added):
         return TagOrder.BY_MACHINE

@@ -17,7 +17,7 @@ import sys
 import textwrap
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -320,22 +320,38 @@ def specialisation(
     return Specialisation(used, common, of_class)
 
 
-def program_header(program: Program, *, trace: bool = False, in_order: bool = False) -> str:
-    """The text of ``program.hpp``: what the GPU's kernel must know about ``program``, and nothing else.
-
-    Programs that differ only in other respects have the same text and share the kernel. With ``in_order`` a
-    worker begins an instruction only when the one before it is stored. A program needs this if its proof
-    relies on the order of its queues.
+def program_specialisation(program: Program) -> Specialisation:
+    """What the kernel of a program is compiled for, with the sizes of its memory.
 
     Raises ValueError when no kernel can be specialised for all of the program.
     """
-    from megavm.instructions import instruction_set
     from megavm.vm.alike import find_alike
     from megavm.vm.cuda.memory import kernel_memory
 
     alike = find_alike(program.words, program.tensors)
     found = specialisation((i for same in alike for i in same.representatives), program.tensors)
-    constants = {**found.common, **vars(kernel_memory(found.common))}
+    return replace(found, common={**found.common, **vars(kernel_memory(found.common))})
+
+
+def program_header(
+    program: Program,
+    *,
+    trace: bool = False,
+    in_order: bool = False,
+    found: Specialisation | None = None,
+) -> str:
+    """The text of ``program.hpp``: what the GPU's kernel must know about ``program``, and nothing else.
+
+    Programs that differ only in other respects have the same text and share the kernel. With ``in_order`` a
+    worker begins an instruction only when the one before it is stored. A program needs this if its proof
+    relies on the order of its queues. ``found``: its specialisation, if that is known.
+
+    Raises ValueError when no kernel can be specialised for all of the program.
+    """
+    from megavm.instructions import instruction_set
+
+    found = found or program_specialisation(program)
+    constants = dict(found.common)
     # Programs of several rows share a kernel, whether or not they pass tagged words.
     several = constants["max_rows"] > 1
     constants["any_tagged_rows"] = int(several or program.exchanges.any_tagged_rows)

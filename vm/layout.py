@@ -19,7 +19,8 @@ from megavm.vm.isa import BF16, TensorSpec
 if TYPE_CHECKING:
     import torch
 
-CHUNK = 8  # bfloat16 elements that a swizzle moves together: 16 bytes
+CHUNK_BYTES = 16  # bytes that a swizzle moves together
+CHUNK = CHUNK_BYTES // BF16.size
 SWIZZLE_COLUMNS = 64  # a row must be whole multiples of this to be swizzled
 
 
@@ -36,8 +37,9 @@ class Layout:
     """One order of elements.
 
     ``ROWS``: natural. ``units(half)``, for weights [N, K]: units of 8 rows, each a sequence of tiles of
-    8 rows x 64 bytes, so that a tile is 512 contiguous bytes; N and K are padded with zeros. With
-    ``half`` > 0 the rows j and j + half of each group of 2 * half rows are neighbours. ``SWIZZLED``, for
+    8 rows x 64 bytes, so that a tile is 512 contiguous bytes; N and K are padded with zeros. Chunk c of 16
+    bytes of row r of a tile lies at chunk c ^ (r >> 1): the 64-byte swizzle of wgmma. With ``half`` > 0
+    the rows j and j + half of each group of 2 * half rows are neighbours. ``SWIZZLED``, for
     bfloat16 KV caches [blocks, kv heads, block_size, d]: chunk c of 16 bytes of slot t lies at chunk
     c ^ (t & 7).
     """
@@ -90,11 +92,11 @@ class Layout:
             padded = value.new_zeros(units * UNIT_ROWS, tiles * tile)
             padded[: spec.rows, : spec.columns] = value
             value = padded
-        return value.reshape(units, UNIT_ROWS, tiles, tile).transpose(1, 2).contiguous()
+        return _exchange_chunks(value.reshape(units, UNIT_ROWS, tiles, tile).transpose(1, 2))
 
     def _unpack_units(self, spec: TensorSpec, storage: torch.Tensor) -> torch.Tensor:
         units, tiles, _, tile = storage.shape
-        value = storage.transpose(1, 2).reshape(units * UNIT_ROWS, tiles * tile)
+        value = _exchange_chunks(storage).transpose(1, 2).reshape(units * UNIT_ROWS, tiles * tile)
         value = value[: spec.rows, : spec.columns]
         if self.half:
             value = value.reshape(-1, self.half, 2, spec.columns).transpose(1, 2)
@@ -110,6 +112,18 @@ def units(half: int = 0) -> Layout:
     return Layout(Order.UNITS, half)
 
 
+def _exchange_chunks(tiles: torch.Tensor) -> torch.Tensor:
+    """Permute the chunks of every row of [units, tiles, 8 rows, 64 bytes]; its own inverse."""
+    chunk = CHUNK_BYTES // tiles.element_size()
+    split = tiles.unflatten(-1, (-1, chunk))
+    exchanged = split.new_empty(split.shape)
+    # Row by row: one index for all rows would need a copy of the whole tensor more.
+    for row in range(UNIT_ROWS):
+        for place in range(split.shape[3]):
+            exchanged[:, :, row, place] = split[:, :, row, place ^ (row >> 1)]
+    return exchanged.flatten(-2)
+
+
 def _swizzle(value: torch.Tensor) -> torch.Tensor:
     """Permute the chunks of every row; the permutation is its own inverse."""
     import torch
@@ -120,6 +134,12 @@ def _swizzle(value: torch.Tensor) -> torch.Tensor:
     chunk = torch.arange(chunks, device=value.device)[None] ^ (slot & 7)
     split = value.reshape(blocks, heads, slots, chunks, CHUNK)
     return split[:, :, slot, chunk].reshape(value.shape)
+
+
+def has_boxes(spec: TensorSpec) -> bool:
+    """Whether the copy engine of a GPU can fetch boxes of a matrix that has natural order."""
+    matrix = len(spec.shape) == 2 and spec.dtype is BF16 and not spec.tagged
+    return matrix and spec.columns * BF16.size % CHUNK_BYTES == 0
 
 
 def swizzled_if_possible(cache: TensorSpec) -> Layout:

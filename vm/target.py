@@ -11,6 +11,7 @@ from typing import Literal
 from megavm.vm.config import (
     BLOCK_UNITS,
     MAX_GROUP_ROWS,
+    MAX_MATRIX_ROWS,
     PAGE_BYTES,
     ROWS_CHUNK_PAGES,
     UNIT_ROWS,
@@ -37,6 +38,10 @@ class Target:
     more than ``summed_columns`` columns of the result, because a worker waits for the other parts each
     time it has finished that many.
 
+    Matrix products: in steps of more than MAX_GROUP_ROWS rows, products of bfloat16 take up to
+    ``matrix_rows`` rows at a time (0: there are no such products). In steps of up to that many rows, they
+    are split along K too, into parts of at least ``matrix_part`` columns.
+
     Split context: from ``many_splits`` splits on, attention leaves workers free for the merges: one
     split fewer costs less than a late merge. A split has at least ``min_chunk`` tokens.
     """
@@ -53,6 +58,8 @@ class Target:
     parted_rows: int = 0
     most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
     summed_columns: int = BLOCK_UNITS * UNIT_ROWS
+    matrix_rows: int = 0
+    matrix_part: int = 0
     many_splits: int = 8
     min_chunk: int = 256
 
@@ -73,6 +80,8 @@ TARGETS = {
             # The columns of a unit of bfloat16 weights, and the rows, that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
             parted_rows=MAX_GROUP_ROWS,
+            matrix_rows=MAX_MATRIX_ROWS,
+            matrix_part=256,
         ),
         Target("reference"),
     )

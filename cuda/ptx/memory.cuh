@@ -291,6 +291,13 @@ __device__ __forceinline__ uint64_t evict_first_policy() {
   return policy;
 }
 
+// Cache policy for data that several workers read.
+__device__ __forceinline__ uint64_t evict_normal_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 // Starts a copy of a multiple of 16 bytes from global to shared memory; `mbarrier` counts the bytes
 // as they land.
 __device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t bytes,
@@ -299,6 +306,18 @@ __device__ __forceinline__ void bulk_load(uint32_t to, uint64_t from, uint32_t b
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], %4;" ::"r"(to),
       "l"(from), "r"(bytes), "r"(mbarrier), "l"(policy)
+      : "memory");
+}
+
+// Starts the copy of a box of a matrix, whose first element has this column and row. `map` is the
+// address of its CUtensorMap, which has the size of the box and its order in shared memory.
+// Elements outside of the matrix are zeros, and count as bytes too.
+__device__ __forceinline__ void box_load(uint32_t to, uint64_t map, uint32_t column, uint32_t row,
+                                         uint32_t mbarrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(mbarrier)
       : "memory");
 }
 

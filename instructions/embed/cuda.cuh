@@ -17,9 +17,10 @@ struct Kernel<Embed> : KernelDefaults {
     uint64_t base;
     uint32_t tile_columns;  // 0: row-major
     uint32_t bytes;         // of an element
+    uint32_t exchanged;     // chunk c of a tile's row lies 16 * c ^ exchanged bytes from its beginning
 
     __device__ __forceinline__ TableRow(const Tensor& table, uint32_t row)
-        : table(table), bytes(element_bytes(table)) {
+        : table(table), bytes(element_bytes(table)), exchanged(row % kUnitRows / 2 * 16) {
       tile_columns = layout_of(table) == Layout::kUnits ? 64 / bytes : 0;
       base = element_at(table, row, 0);
       if (tile_columns == 0) return;
@@ -28,7 +29,8 @@ struct Kernel<Embed> : KernelDefaults {
     }
     __device__ __forceinline__ uint64_t at(uint32_t column) const {
       if (tile_columns == 0) return base + uint64_t{column} * bytes;
-      return base + uint64_t{column / tile_columns} * kTileBytes + column % tile_columns * bytes;
+      return base + uint64_t{column / tile_columns} * kTileBytes +
+             (column % tile_columns * bytes ^ exchanged);
     }
     // Two neighbouring elements as loaded from memory: one word of two bf16, or two of float32.
     __device__ __forceinline__ ptx::Words2 load(uint32_t column) const {

@@ -89,6 +89,7 @@ class GateUp(Instruction):
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         return product_constants(
             tensors,
+            rows=self.row_end - self.row_begin,
             x=self.x,
             weight=self.weight,
             x_squares=self.x_squares,
@@ -102,6 +103,7 @@ class GateUp(Instruction):
         weight = tensors[self.weight]
         return product_tag_order(
             tensors,
+            weight=self.weight,
             rows=self.row_end - self.row_begin,
             units=units_of(2 * self.column_begin, 2 * self.column_end),
             k=weight.columns,

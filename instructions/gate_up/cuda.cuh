@@ -25,6 +25,10 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
         place_of(in[&GateUp::out], row, column & ~1u, in.inst.column_begin, in.inst.column_end);
   }
 
+  __device__ __forceinline__ void move(uint32_t, uint32_t, uint32_t rows, Early& early) const {
+    early.place.move(in[&GateUp::out], rows);
+  }
+
   __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
                                          Kept&) const {
     const float gate = sums.first + early.bias.first, up = sums.second + early.bias.second;

@@ -168,6 +168,7 @@ class Matmul(Instruction):
         return {
             **product_constants(
                 tensors,
+                rows=self.row_end - self.row_begin,
                 x=self.x,
                 weight=self.weight,
                 x_squares=self.x_squares,
@@ -194,6 +195,7 @@ class Matmul(Instruction):
         begin, end = self.k(tensors)
         order = product_tag_order(
             tensors,
+            weight=self.weight,
             rows=self.row_end - self.row_begin,
             units=units_of(self.column_begin, self.column_end),
             k=end - begin,

@@ -53,8 +53,24 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     early.scaled_place = place_of(in[&Matmul::out_scaled], row, column, begin, end);
   }
 
+  __device__ __forceinline__ void move(uint32_t, uint32_t, uint32_t rows, Early& early) const {
+    early.place.move(in[&Matmul::out], rows);
+    if (is_scaled()) early.scaled_place.move(in[&Matmul::out_scaled], rows);
+  }
+
   __device__ __forceinline__ void await(uint32_t row, uint32_t pair, Early& early) const {
     if (!in.has(&Matmul::residual)) return;
+    if constexpr (program::kMatrixRows > 0) {
+      // NOTE: the words are not touched here, so that the loads of several rows are in flight.
+      const Tensor& residual = in[&Matmul::residual];
+      const uint64_t address = element_at(residual, row, 2 * pair);
+      if (is_f32(residual) && !is_tagged(residual) && address % 8 == 0 &&
+          2 * pair >= in.inst.column_begin && 2 * pair + 1 < in.inst.column_end) {
+        const ptx::Words2 words = ptx::load_relaxed2(address);
+        early.residual = {__uint_as_float(words.x), __uint_as_float(words.y)};
+        return;
+      }
+    }
     add_columns(in[&Matmul::residual], in.word(&Matmul::residual), row, 2 * pair, 0,
                 early.residual);
   }

@@ -85,8 +85,26 @@ SCALED = [
     Case("squares of long rows, untagged", rows=6, k=4128, columns=16, extras=True, gather=True),
 ]
 
+# bfloat16 x and weights, and rows of whole 16 bytes: products of many rows on the GPU.
+MATRIX = [
+    Case("matrix", rows=16, k=128, columns=64),
+    Case("matrix, tails", rows=37, k=200, columns=83, live=33),
+    Case("matrix, several blocks", rows=20, k=96, columns=600),
+    Case("matrix, deep", rows=64, k=3104, columns=72, extras=True),
+    Case("matrix, rows in turn", rows=300, k=136, columns=40, live=290, extras=True, scaled=True),
+    Case("matrix, groups in turn", rows=140, k=264, columns=328, extras=True, tiles=2),
+    Case("matrix, scaled", rows=100, k=1024, columns=136, extras=True, scaled=True, live=97),
+    Case("matrix, part", rows=64, k=1088, columns=40, part=2, part_k=416, live=62),
+    Case("matrix, parts added", rows=40, k=640, columns=136, part_k=320, parts=3),
+    Case("matrix, gathered", rows=50, k=264, columns=300, gather=True, live=41, tiles=4),
+    Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),
+    Case("matrix, no live row", rows=16, live=0),
+]
+
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:
+    for case in MATRIX:
+        yield example(rng, replace(case, weight=BF16, x=BF16))
     for case in CASES:
         yield example(rng, case)
         yield example(rng, replace(case, name=f"{case.name}, bf16", weight=BF16))

@@ -21,8 +21,9 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Matmul]:
     handles: dict[str, Any] = {"row_count": context.row_count}
     handles |= context.handles(operation, *OPERANDS, *SCALED, "addends", "peaks")
     part: dict[str, Any] = {name: handles[name] for name in ("x", "weight", "row_count")}
-    if "addends" in handles:
-        part["out"] = handles["addends"]
+    # Where the parts but the first go: the first one adds them, or a reduce does.
+    for others in context.handles(operation, "addends", "others").values():
+        part["out"] = others
     gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
     parts = parts_of(operation)
     # The first part adds the others. It comes last, because it waits for them.

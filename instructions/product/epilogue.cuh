@@ -14,6 +14,8 @@
 //   void begin(row, pair, Early&) const;          look up constants and destinations. The
 //                                                 instruction's waits may not be over. Several
 //                                                 threads may look up a pair, one finishes it
+//   void move(row, pair, rows, Early&) const;     go on to a row that is so many rows further, a
+//                                                 multiple of kMoveRows
 //   void await(row, pair, Early&) const;          fetch what other instructions store, and wait for
 //                                                 it. The instruction's waits are over
 //   void finish(at, sums, early, Kept&) const;    store the results of a pair. All lanes of a warp
@@ -43,9 +45,14 @@ struct Nothing {
   __device__ __forceinline__ void merge(const Nothing&) {}
 };
 
+// Stores of so many rows further are aligned alike, whatever the columns.
+constexpr uint32_t kMoveRows = 4;
+
 template <class Instruction>
 struct EpilogueBase {
   using Kept = Nothing;
+  // Pairs that a thread of a matrix product looks up together, before it finishes them.
+  static constexpr uint32_t kAtOnce = 2;
   const Operands<Instruction> in;
 
   __device__ __forceinline__ explicit EpilogueBase(const Stage& stage) : in(stage) {}
@@ -95,12 +102,12 @@ struct alignas(T) ImageOf {
   uint32_t word[max_of(1, kWordsOf<T>)];
 };
 
-// What all lanes of the warp kept.
+// What `lanes` neighbouring lanes kept, a power of two; all lanes of the warp by default.
 template <class Kept>
-__device__ __forceinline__ Kept merge_lanes(Kept kept) {
+__device__ __forceinline__ Kept merge_lanes(Kept kept, uint32_t lanes = kLanes) {
   if constexpr (kWordsOf<Kept> > 0) {
 #pragma unroll
-    for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2) {
+    for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) {
       auto image = __builtin_bit_cast(ImageOf<Kept>, kept);
 #pragma unroll
       for (uint32_t& word : image.word) word = __shfl_xor_sync(~0u, word, offset);

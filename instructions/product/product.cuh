@@ -7,7 +7,8 @@
 //   for each unit of the block, for each page of the unit in the chunk.
 //
 // A page is up to 32 tiles of [8 rows][64 bytes]; tile i belongs to warp i % 8. One 16-byte shared
-// load per lane and tile is the B operand of two mma.m16n8k16: lane 4n + j gets W[n][8j .. 8j+7].
+// load per lane and tile is the B operand of two mma.m16n8k16: lane 4n + j gets W[n][8j .. 8j+7],
+// which the layout of the weights keeps in chunk j ^ (n >> 1) of row n (vm/layout.py).
 // Rows 0 to 7 of A hold the input's columns 8j .. 8j+3, rows 8 to 15 its columns 8j+4 .. 8j+7. So
 // the first product is valid in the upper half of D and the second in the lower half; the other
 // halves are ignored. A lane's operand A is 16 bytes of its row as well: words 0, 2, 1, 3 of the
@@ -214,7 +215,8 @@ struct PageTiles {
 
   // `tiles`: of the page; read only if the program has partial pages.
   __device__ __forceinline__ void load(uint32_t page_address, uint32_t warp, uint32_t tiles) {
-    const uint32_t from = page_address + warp * kTileBytes + lane_index() * 16;
+    const uint32_t lane = lane_index();
+    const uint32_t from = page_address + warp * kTileBytes + 16 * (lane ^ lane >> 3);
 #pragma unroll
     for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
       tile[i] = ptx::load_shared4(from + i * kNumConsumers * kTileBytes);

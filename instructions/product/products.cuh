@@ -1,6 +1,7 @@
 // The kernel of all product instructions of a program, see kernel.cuh.
 #pragma once
 
+#include "instructions/product/matrix.cuh"
 #include "instructions/product/row.cuh"
 #include "instructions/product/rows.cuh"
 
@@ -30,14 +31,19 @@ struct Products {
   }
 
   static __device__ __forceinline__ void load(const Stage& stage, Loader& loader) {
-    load_product(stage, product(stage), loader);
+    const Product p = product(stage);
+    if (is_matrix(stage, p)) return load_matrix(stage, p, loader);
+    if constexpr (program::kAnyProduct) load_product(stage, p, loader);
   }
 
   static __device__ __forceinline__ void consume(const Stage& stage, Consumer& consumer) {
+    const Product p = product(stage);
+    if constexpr (program::kMatrixRows > 0)
+      if (is_matrix(stage, p)) return MatrixConsumer<Used>(stage, p, consumer).run();
     if constexpr (kStorerFinishes)
-      product_row(stage, product(stage), consumer);
-    else
-      product_rows<Shared>(stage, product(stage), consumer);
+      product_row(stage, p, consumer);
+    else if constexpr (program::kAnyProduct)
+      product_rows<Shared>(stage, p, consumer);
   }
 
   static __device__ __forceinline__ void store(const Stage& stage, Storer& storer) {

@@ -47,7 +47,7 @@ class RowSquares {
   }
 
  private:
-  static constexpr uint32_t kBatch = 2;
+  static constexpr uint32_t kBatch = program::kMatrixRows > 0 ? 4 : 2;
   static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
   static constexpr bool kMayBeTagged = program::kAnySquares & 2;
   using FourSquares = Loaded<true, kMayBeTagged, 4>;

@@ -158,6 +158,7 @@ class QkvRope(Instruction):
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         return product_constants(
             tensors,
+            rows=self.row_end - self.row_begin,
             x=self.x,
             weight=self.weight,
             x_squares=self.x_squares,
@@ -175,6 +176,7 @@ class QkvRope(Instruction):
         weight = tensors[self.weight]
         return product_tag_order(
             tensors,
+            weight=self.weight,
             rows=self.row_end - self.row_begin,
             units=units_of(2 * self.pair_begin, 2 * self.pair_end),
             k=weight.columns,

@@ -18,6 +18,8 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     float cosine, sine;
   };
 
+  static constexpr uint32_t kAtOnce = 1;
+
   __device__ __forceinline__ explicit Epilogue(const Stage& stage) : EpilogueBase(stage) {}
 
   __device__ __forceinline__ Product product() const {
@@ -95,6 +97,13 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       early.cached = element_at(cache, slot.block, cache_column(cache, head, slot.number, e));
     }
     early.alone = 0;
+  }
+
+  __device__ __forceinline__ void move(uint32_t row, uint32_t pair, uint32_t rows,
+                                       Early& early) const {
+    if (rows == 0) return;
+    early = {};
+    begin(row, pair, early);
   }
 
   __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,

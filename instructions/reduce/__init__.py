@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, round_up, scaled_writes, shapes
-from megavm.vm.config import NUM_CONSUMER_WARPS, UNIT_ROWS
+from megavm.vm.config import MAX_GROUP_ROWS, NUM_CONSUMER_WARPS, UNIT_ROWS
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -77,7 +77,8 @@ class Reduce(Instruction):
 
     @classmethod
     def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
-        return True  # one worker reads each word
+        # One worker reads each word, but of many rows the storer would have to handle the words.
+        return rows <= MAX_GROUP_ROWS
 
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         # A thread adds a pair of columns. If none has more than one, the kernel synchronises between

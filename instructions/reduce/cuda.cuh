@@ -8,7 +8,8 @@ namespace megavm {
 // squares.
 template <>
 struct Kernel<Reduce> : KernelDefaults {
-  static constexpr uint32_t kBatch = 4;  // parts that a thread has in flight
+  // Parts that a thread has in flight.
+  static constexpr uint32_t kBatch = program::kMatrixRows > 0 ? 8 : 4;
   static constexpr uint32_t kGroup = kUnitRows / 2;
 
   struct Pair {
@@ -21,22 +22,24 @@ struct Kernel<Reduce> : KernelDefaults {
     const Tensor& parts = in[&Reduce::parts];
     const uint32_t size = own_columns(in[&Reduce::out]);
     const OperandWord word = in.word(&Reduce::parts);
-    if (size % 2 == 0 && is_tagged(parts)) {
+    if (size % 2 == 0) {
       using Words = Loaded<true, true, 2>;
-      const SourceRow from = Words::row_of(parts, row, in.tag(), word);
+      const bool tagged = is_tagged(parts);
+      const SourceRow from = Words::row_of(parts, row, in.tag(), word, tagged);
       Pair sum{0.0f, 0.0f};
 #pragma unroll 1
       for (uint32_t first = column; first < parts.columns; first += kBatch * size) {
         Words raw[kBatch] = {};
         const auto exists = [&](uint32_t i) { return first + i * size < parts.columns; };
         const auto at = [&](uint32_t i) { return first + i * size; };
-        await(from, raw, exists, at);
+        await(from, raw, exists, at, tagged);
 #pragma unroll
         for (uint32_t i = 0; i < kBatch; ++i) {
           if (!exists(i)) continue;
           const bool begins = first == column && i == 0;
-          sum.x = begins ? raw[i].value(0) : sum.x + raw[i].value(0);
-          sum.y = begins ? raw[i].value(1) : sum.y + raw[i].value(1);
+          const float x = raw[i].value(0, tagged), y = raw[i].value(1, tagged);
+          sum.x = begins ? x : sum.x + x;
+          sum.y = begins ? y : sum.y + y;
         }
       }
       return sum;

@@ -82,11 +82,18 @@ class CompileOptions:
 def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     """The options for steps of up to ``rows`` rows on a machine."""
     target = TARGETS[machine]
+    part_of_k = 0
+    if 1 < rows <= target.parted_rows:
+        part_of_k = target.part_of_k
+    elif rows <= 2 * target.matrix_rows:
+        part_of_k = target.matrix_part
     return CompileOptions(
         workers,
         machine=machine,
+        # Workers that multiply neighbouring tiles at the same time share weights and rows of x.
+        assignment="round_robin" if 0 < 2 * target.matrix_rows < rows else "balanced",
         exchange=target.exchange,
         column_unit=target.column_unit,
         min_chunk=target.min_chunk,
-        part_of_k=target.part_of_k if 1 < rows <= target.parted_rows else 0,
+        part_of_k=part_of_k if rows > 1 else 0,
     )

@@ -27,6 +27,7 @@ from megavm.scheduler.llama.graph import (
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel, shard
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
+from megavm.vm.config import MAX_GROUP_ROWS, MIN_MATRIX_ROWS
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import Layout
@@ -369,8 +370,11 @@ def choose_bucket(
 ) -> Bucket:
     """See ``Runner.bucket``."""
     rows = min(_power_of_two(rows), limits.max_num_batched_tokens)
-    logit_rows = min(_power_of_two(max(logit_rows, 1)), limits.max_logit_rows)
     chosen = options(rows)
+    logit_rows = _power_of_two(max(logit_rows, 1))
+    if rows > MAX_GROUP_ROWS and chosen.target.matrix_rows:
+        logit_rows = max(logit_rows, MIN_MATRIX_ROWS)  # then all products are matrix products
+    logit_rows = min(logit_rows, limits.max_logit_rows)
 
     def splits(tokens: int) -> int:
         heads = parallel.heads(config.num_kv_heads)

@@ -54,7 +54,9 @@ def test_an_element_lies_in_the_tile_of_its_row_and_column(dtype: DType) -> None
     tiles = -(-70 // tile)
     for row, column in ((0, 0), (7, 69), (8, 31), (19, 32), (13, 15)):
         unit, inner = divmod(row, 8)
-        place = ((unit * tiles + column // tile) * 8 + inner) * tile + column % tile
+        chunk, element = divmod(column % tile, 16 // dtype.size)
+        within = (chunk ^ inner // 2) * (16 // dtype.size) + element
+        place = ((unit * tiles + column // tile) * 8 + inner) * tile + within
         assert flat[place] == value[row, column]
 
 

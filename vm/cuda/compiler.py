@@ -66,7 +66,7 @@ class Kernel:
 
     @property
     def warnings(self) -> list[str]:
-        """The lines of the log that contain a warning."""
+        """The lines of the log that contain a warning, also of lost performance."""
         return [line for line in self.log.splitlines() if _WARNING.search(line)]
 
 
@@ -190,7 +190,7 @@ def run_nvrtc(
     return bytes(code), log.getvalue().replace(folder + os.sep, "").replace("\0", "").strip()
 
 
-_WARNING = re.compile(r"(: |ptxas )warning\b", re.IGNORECASE)
+_WARNING = re.compile(r"(: |ptxas )warning\b|Potential Performance Loss", re.IGNORECASE)
 _USAGE = {
     "registers": re.compile(r"Used (\d+) registers"),
     "spill_stores": re.compile(r"(\d+) bytes spill stores"),

@@ -9,6 +9,7 @@ from megavm.vm.abi import U32, U64, Member, Struct
 from megavm.vm.events import Event
 
 BARRIER_STRIDE = 32  # words from counter to counter: each has a 128-byte line of its own
+MAP_BYTES = 128  # a CUtensorMap, with which the copy engine finds boxes of a matrix
 NUM_COUNTS = 32  # tensors with numbers of live rows: one lane of the controller reads each
 
 # Fields of Tensor::address above the 48 bits of the address.
@@ -134,10 +135,16 @@ LAUNCH = Struct(
             "several ranks: by handle, as instructions write them: gathered tensors begin with the "
             "rank's share, in the memory of rank 0",
         ),
+        Member(
+            "maps",
+            U64,
+            "address of [tensors][2] maps of the inputs of matrix products, kMapBytes each: for boxes of "
+            "several rows, and of one row",
+        ),
         Member("rank", U32),
         Member("shared_barriers", U32, "the first barriers: all ranks signal them"),
     ),
-    aligned=16,
+    aligned=8,
 )
 
 # A struct comes after those that it names.

@@ -139,7 +139,10 @@ class CudaMachine:
                 choice = layouts.get(spec.name, (present,))
                 own.relayout(spec.name, present if present in choice else choice[0])  # joins parts
         _check_shares(program, memory)
-        return CudaExecutable(self, program, memory, layouts, self._function(program))
+        found = codegen.program_specialisation(program)
+        functions = self._function(program, found)
+        matrix_rows = found.common.get("matrix_rows", 0)
+        return CudaExecutable(self, program, memory, layouts, functions, matrix_rows)
 
     def clock_offsets(self) -> list[Offset]:
         """How far the clock of each rank's GPU is from that of rank 0, measured now."""
@@ -156,10 +159,10 @@ class CudaMachine:
                 f"the process's CUDA context is lost since {self.lost}: start the process again"
             )
 
-    def _function(self, program: Program) -> list[Any]:
+    def _function(self, program: Program, found: codegen.Specialisation) -> list[Any]:
         """The kernel of a program, loaded for each rank."""
         header = codegen.program_header(
-            program, trace=self.trace, in_order=program.needs_queue_order
+            program, trace=self.trace, in_order=program.needs_queue_order, found=found
         )
         if header not in self._functions:
             kernel = cuda_compiler.compile_kernel(

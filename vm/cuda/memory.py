@@ -34,8 +34,8 @@ class KernelMemory:
 
     Products take *groups* of ``group_rows`` rows. A unit of weights has ``unit_pages`` pages, and products
     take at most ``chunk_pages`` of them at a time. All products divide the scratch alike: the *panel* of an
-    input row (in steps of one row), then two halves, each with partial sums and one scale per row. Other
-    instructions use all of the scratch.
+    input row (in steps of one row), then two halves, each with partial sums and one scale per row. Matrix
+    products and other instructions use all of the scratch.
     """
 
     group_rows: int
@@ -65,6 +65,7 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
     scratch = constants.get("max_scratch", 0)
     if constants.get("any_product"):
         scratch = max(scratch, panel_bytes + 2 * 4 * (partial_floats + scales))
+    scratch = max(scratch, _matrix_bytes(constants.get("matrix_rows", 0)))
     scratch = -(-scratch // SCRATCH_UNIT) * SCRATCH_UNIT
     if scratch > SCRATCH_BYTES:
         raise ValueError(
@@ -81,3 +82,15 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
         scratch_bytes=scratch,
         pages=min(NUM_PAGES, (SHARED_BYTES - FIXED_BYTES - scratch) // PAGE_BYTES),
     )
+
+
+def _matrix_bytes(rows: int) -> int:
+    """The scratch of matrix products of so many rows at a time (instructions/product/matrix.cuh).
+
+    Scales; for each consumer 16 x 16 sums with padding; zeros; what each consumer keeps of each row.
+    """
+    if rows == 0:
+        return 0
+    zeros = 1024
+    staged = -(-(4 * rows + NUM_CONSUMER_WARPS * 16 * 80) // zeros) * zeros
+    return staged + zeros + NUM_CONSUMER_WARPS * 8 * rows

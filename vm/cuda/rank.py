@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from megavm.vm.config import NUM_THREADS, NUM_WARPS, SHARED_BYTES
+from megavm.vm.cuda.boxes import input_maps
 from megavm.vm.cuda.faults import FAULT_RECORD, Record
 from megavm.vm.cuda.launch import (
     DTYPE_SHIFT,
@@ -58,11 +59,13 @@ class RankPart:
         function: Any,
         tables: Tables,
         counters: torch.Tensor,
+        matrix_rows: int,
     ) -> None:
         self.memory = memory
         self.rank = rank
         self.driver = machine.drivers[rank]
         self._program = program
+        self._matrix_rows = matrix_rows
         self._side = machine.side_streams[rank]
         self._function = function
         self._device = memory.device
@@ -129,6 +132,10 @@ class RankPart:
                 share = on_rank_0 + _share_begin(spec, self.rank)
                 entry["address"] = share | 1 << GATHERED_SHIFT
         self._written = self.upload(table)
+        if self._matrix_rows:
+            maps = input_maps(self.driver, self.memory, specs, self._matrix_rows)
+            self._maps = self.upload(maps)
+            self.parameters.maps = self._maps.data_ptr()
         self.parameters.tensors = self._tensors.data_ptr()
         self.parameters.written = self._written.data_ptr()
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
+from megavm.scheduler.compiler.tiling import is_matrix_step
 from megavm.vm.isa import F32
 
 
@@ -16,8 +19,24 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
     ``addends``, float32 [rows, (parts - 1) * columns], passes the sums of all other parts to the
     first part, which adds them up. It is tagged whatever its size, because only one worker reads
     each of its words.
+
+    In a matrix product the worker of a first part would have too much to add. The other parts are then a
+    result of their own, ``others``, and a reduce by all workers adds them to the first one.
     """
-    return [_split(o, options) if o.kind == "matmul" else o for o in operations]
+    result: list[Operation] = []
+    for operation in operations:
+        parts = _parts(operation, options)
+        if parts is None:
+            result.append(operation)
+        elif is_matrix_step(operation.outputs["out"].rows, _weight(operation).dtype, options):
+            result += _with_reduce(operation, *parts, options)
+        else:
+            result.append(_with_addends(operation, *parts))
+    return result
+
+
+def _weight(operation: Operation) -> Value:
+    return operation.inputs["weight"]
 
 
 def _is_summed(operation: Operation) -> bool:
@@ -26,21 +45,63 @@ def _is_summed(operation: Operation) -> bool:
     return out.shares > 1 and out.dtype is F32 and not operation.outputs.keys() & {"out_scaled"}
 
 
-def _split(operation: Operation, options: CompileOptions) -> Operation:
-    weight, out = operation.inputs["weight"], operation.outputs["out"]
+def _fewest_bytes(k: int, columns: int, workers: int) -> int:
+    """The number of parts for which the workers of a matrix product read and write fewest bytes.
+
+    With p parts all workers read rows * k * workers / p elements of x, of 2 bytes, and pass (p - 1) * rows *
+    columns sums, which are written and read as words of 8 bytes.
+    """
+    return round(math.sqrt(k * workers / (8 * columns)))
+
+
+def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | None:
+    """The number of parts and the columns of each; None if the operation is not split."""
     width = options.part_of_k
-    if not width or operation.inputs.keys() & {"x_squares", "row_index"} or _is_summed(operation):
-        return operation
-    target = options.target
-    most = target.summed_columns * options.workers // out.own_columns
+    if operation.kind != "matmul" or not width or _is_summed(operation):
+        return None
+    if operation.inputs.keys() & {"x_squares", "row_index"}:
+        return None
+    weight, out, target = _weight(operation), operation.outputs["out"], options.target
+    if is_matrix_step(out.rows, weight.dtype, options):
+        most = _fewest_bytes(weight.columns, out.own_columns, options.workers)
+    elif target.matrix_rows and out.rows > target.parted_rows:
+        return None
+    else:
+        most = target.summed_columns * options.workers // out.own_columns
     count = max(1, min(-(-weight.columns // width), most, target.most_parts))
     step = -(-weight.columns // (count * width)) * width
-    others = -(-weight.columns // step) - 1
-    if others == 0:
-        return operation
-    spec = tagged_spec(f"{operation.label}.parts", (out.rows, others * out.own_columns), F32)
+    parts = -(-weight.columns // step)
+    return (parts, step) if parts > 1 else None
+
+
+def _with_addends(operation: Operation, parts: int, step: int) -> Operation:
+    out = operation.outputs["out"]
+    shape = out.rows, (parts - 1) * out.own_columns
+    addends = Value.of(tagged_spec(f"{operation.label}.parts", shape, F32))
     return replace(
         operation,
-        inputs={**operation.inputs, "addends": Value.of(spec)},
+        inputs={**operation.inputs, "addends": addends},
         attributes={**operation.attributes, "part_k": step},
+    )
+
+
+def _with_reduce(
+    operation: Operation, parts: int, step: int, options: CompileOptions
+) -> Iterator[Operation]:
+    out, label = operation.outputs["out"], operation.label
+    capacity = max(out.rows, min(out.capacity, 2 * options.target.matrix_rows))
+
+    def sums(name: str, count: int) -> Value:
+        return Value(f"{label}.{name}", out.rows, count * out.own_columns, F32, capacity)
+
+    first, others = sums("first", 1), sums("others", parts - 1)
+    gain = {name: v for name, v in operation.inputs.items() if name == "out_gain"}
+    yield replace(
+        operation,
+        inputs={name: v for name, v in operation.inputs.items() if name not in gain},
+        outputs={"out": first, "others": others},
+        attributes={**operation.attributes, "part_k": step},
+    )
+    yield Operation(
+        "reduce", f"{label}.sum", {"parts": others, "residual": first, **gain}, operation.outputs
     )

@@ -1,0 +1,95 @@
+// Matrix instructions of a warpgroup (wgmma): operands in shared memory, sums in registers.
+#pragma once
+
+#include "cuda/integers.cuh"
+
+namespace megavm::ptx {
+
+// How the rows of an operand lie in shared memory: the hardware's swizzles of 16-byte chunks.
+enum class OperandSwizzle : uint32_t { k128Bytes = 1, k64Bytes = 2 };
+
+// Descriptor of an operand whose rows are contiguous along K. Groups of 8 rows are `stride` bytes
+// apart. The address may point to any 32 bytes of the first swizzled row.
+template <OperandSwizzle kSwizzle>
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t address, uint32_t stride) {
+  return uint64_t{static_cast<uint32_t>(kSwizzle)} << 62 | uint64_t{stride >> 4} << 32 |
+         uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Before the first wgmma, and between other accesses to the sums and a wgmma.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void wgmma_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+// Wait until at most kPending of the committed groups are in progress.
+template <uint32_t kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// D += A . B^T (m64nNk16, bf16): A [64][16] and B [N][16] by descriptor. Lane l of warp w has, in
+// sums[4 j + 2 h + i], row 16 w + l / 4 + 8 h and column 8 j + 2 (l % 4) + i.
+template <uint32_t kColumns>
+__device__ __forceinline__ void wgmma(float (&sums)[kColumns / 2], uint64_t a, uint64_t b);
+
+// clang-format off
+#define MEGAVM_SUMS_4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define MEGAVM_SUMS_8(i) MEGAVM_SUMS_4(i), MEGAVM_SUMS_4(i + 4)
+#define MEGAVM_SUMS_16(i) MEGAVM_SUMS_8(i), MEGAVM_SUMS_8(i + 8)
+#define MEGAVM_SUMS_32(i) MEGAVM_SUMS_16(i), MEGAVM_SUMS_16(i + 16)
+#define MEGAVM_SUMS_64(i) MEGAVM_SUMS_32(i), MEGAVM_SUMS_32(i + 32)
+
+template <>
+__device__ __forceinline__ void wgmma<16>(float (&d)[8], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
+      "%8, %9, 1, 1, 1, 0, 0;"
+      : MEGAVM_SUMS_8(0)
+      : "l"(a), "l"(b));
+}
+
+template <>
+__device__ __forceinline__ void wgmma<32>(float (&d)[16], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "%16, %17, 1, 1, 1, 0, 0;"
+      : MEGAVM_SUMS_16(0)
+      : "l"(a), "l"(b));
+}
+
+template <>
+__device__ __forceinline__ void wgmma<64>(float (&d)[32], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "%32, %33, 1, 1, 1, 0, 0;"
+      : MEGAVM_SUMS_32(0)
+      : "l"(a), "l"(b));
+}
+
+template <>
+__device__ __forceinline__ void wgmma<128>(float (&d)[64], uint64_t a, uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      "%64, %65, 1, 1, 1, 0, 0;"
+      : MEGAVM_SUMS_64(0)
+      : "l"(a), "l"(b));
+}
+
+#undef MEGAVM_SUMS_4
+#undef MEGAVM_SUMS_8
+#undef MEGAVM_SUMS_16
+#undef MEGAVM_SUMS_32
+#undef MEGAVM_SUMS_64
+// clang-format on
+
+}  // namespace megavm::ptx

@@ -1,0 +1,522 @@
+// Products of many rows, as matrix products of warpgroups (wgmma): weights are the operand A, rows
+// of x the operand B. The consumers are two warpgroups. Each multiplies blocks of 64 stored rows
+// of the weight with up to kMatrixRows rows of x, and keeps the sums in registers.
+//
+// Loader and consumers process pages in the same order:
+//   for each kMatrixRows rows, for each group of blocks, for each step of some columns:
+//     pages of x; a page of each block.
+//
+// A page of a block has up to 8 units with 4 tiles each: [unit][tile][8 rows][64 bytes], which is
+// wgmma's 64-byte swizzle. If the block has fewer units, the page has the next tiles behind these,
+// and a step has more columns. A wgmma reads 8 units in any case: what follows counts as nothing. A page of x has boxes of 64 columns, [row][128 bytes] with the 128-byte
+// swizzle: as many columns of up to 128 rows as fill the page.
+//
+// When a group is multiplied, each warp puts its sums into shared memory, 16 rows of the weight and
+// 16 rows of x at a time, and finishes them by the epilogue of the instruction (epilogue.cuh).
+#pragma once
+
+#include "cuda/ptx/wgmma.cuh"
+#include "instructions/product/epilogue.cuh"
+#include "instructions/product/row_squares.cuh"
+
+namespace megavm {
+
+struct MatrixSizes {
+  static constexpr uint32_t kRows = max_of(kMinMatrixRows, program::kMatrixRows);
+  static constexpr uint32_t kWarpgroups = kNumConsumers / 4;
+  // Most blocks of a warpgroup: their sums take up to 128 registers, and two steps fit into the ring.
+  static constexpr uint32_t kMaxBlocks = 2;
+  static constexpr uint32_t kGroupBlocks = kMatrixBlocks;
+  static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
+  static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
+  static constexpr uint32_t kBoxTiles = kBoxColumns / kTileColumns;
+  static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;
+  static constexpr uint32_t kPageBoxes = kPageBytes / kBoxBytes;
+  // A piece is up to 4 neighbouring tiles of a unit. A page has room for one of each unit of a
+  // block.
+  static constexpr uint32_t kPieceTiles = 4;
+  static constexpr uint32_t kPieceBytes = kPieceTiles * kTileBytes;
+  // Most pages of a step, and those that it has if the ring is to hold two steps.
+  static constexpr uint32_t kMostPages =
+      ceil_div(kPieceTiles / kBoxTiles, kPageBoxes) + kGroupBlocks;
+  static constexpr uint32_t kGoodPages = kPages / 2;
+  static_assert(program::kMatrixRows == 0 || kMostPages <= kPages);
+
+  static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
+  static constexpr uint32_t kZeroBytes = kUnitRows * kBoxRowBytes;
+
+  // Sums that a warp finishes at a time: 16 rows of x, and 16 rows of the weight with 4 more words,
+  // so that neither rows nor columns of threads meet in a bank.
+  static constexpr uint32_t kStagedRows = 16;
+  static constexpr uint32_t kStagedStride = 4 * (16 + 4);
+  static constexpr uint32_t kStagedAt = 4 * kRows;  // behind the scales
+  // Zeros, as an operand of any number of rows.
+  static constexpr uint32_t kZerosAt =
+      round_up(kStagedAt + kNumConsumers * kStagedRows * kStagedStride, kZeroBytes);
+  static constexpr uint32_t kKeptAt = kZerosAt + kZeroBytes;
+  static constexpr uint32_t kKeptBytes = 8;
+  static constexpr uint32_t kBytes = kKeptAt + kNumConsumers * kRows * kKeptBytes;
+  static_assert(program::kMatrixRows == 0 || kBytes <= kScratch);
+  static_assert(kUnitRows * kBlockUnits == 64);
+  static_assert(kBlockUnits * kPieceBytes == kPageBytes);
+};
+
+// Whether a product is done in this way, as is_matrix_product in instructions/tiles.py has it.
+__device__ __forceinline__ bool is_matrix(const Stage& stage, const Product& p) {
+  if constexpr (program::kMatrixRows == 0) return false;
+  const Tensor& x = stage.tensors[p.x];
+  return !kF32Weights && p.row_end - p.row_begin > kMaxGroupRows && !is_f32(x) && !is_tagged(x) &&
+         x.columns % 8 == 0;
+}
+
+// The order of the pages.
+struct MatrixOrder : MatrixSizes {
+  uint32_t blocks, units, tiles;
+  uint32_t step_tiles;  // tiles of a unit in a page
+  uint32_t steps;
+  uint32_t x_pages;  // of a step
+
+  // NOTE: more tiles a step if a page has only a few units. Pages that are nearly empty would leave
+  // too few bytes in flight.
+  __device__ __forceinline__ explicit MatrixOrder(const Tiling& tiling)
+      : blocks(ceil_div(tiling.units, kBlockUnits)), units(tiling.units), tiles(tiling.tiles()) {
+    step_tiles = kPieceTiles;
+    while (step_tiles * 2 * units * kTileBytes <= kPageBytes &&
+           pages_of_x(step_tiles * 2) + 1 <= kGoodPages)
+      step_tiles *= 2;
+    steps = ceil_div(tiles, step_tiles);
+    x_pages = pages_of_x(step_tiles);
+  }
+
+  __device__ __forceinline__ uint32_t group_end(uint32_t first) const {
+    return min_of(first + kGroupBlocks, blocks);
+  }
+  __device__ __forceinline__ uint32_t units_of(uint32_t block) const {
+    return min_of(kBlockUnits, units - block * kBlockUnits);
+  }
+  __device__ __forceinline__ uint32_t tiles_of(uint32_t step) const {
+    return min_of(step_tiles, tiles - step * step_tiles);
+  }
+ private:
+  static __device__ __forceinline__ uint32_t pages_of_x(uint32_t tiles) {
+    return ceil_div(tiles / kBoxTiles, kPageBoxes);
+  }
+};
+
+// Whether `count` numbers from `address` on follow each other, below `limit`.
+__device__ __forceinline__ bool is_run(uint64_t address, uint32_t count, uint32_t limit) {
+  const uint32_t first = ptx::load_constant(address);
+  bool follow = first < limit && count <= limit - first;
+  for (uint32_t i = lane_index(); i < count; i += kLanes)
+    follow &= ptx::load_constant(address + 4 * i) == first + i;
+  return __all_sync(~0u, follow);
+}
+
+// The loader's part.
+__device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p, Loader& loader) {
+  const MatrixOrder order(p.tiling);
+  using S = MatrixSizes;
+  const Tensor& x = stage.tensors[p.x];
+  const bool gathers = p.row_index != kNone;
+  Boxes boxes = {};
+  const uint32_t handle = stage.words.operands[p.x];
+  const uint64_t index = gathers ? element_at(stage.tensors[p.row_index], 0, 0) : 0;
+  boxes.limit = gathers ? p.x_rows : x.rows;
+  const uint32_t end = live_end(stage, p), lane = lane_index();
+  const uint32_t page_boxes = min_of(S::kPageBoxes, order.step_tiles / S::kBoxTiles);
+  loader.begin_instruction();
+#pragma unroll 1
+  for (uint32_t row = p.row_begin; row < end; row += S::kRows) {
+    boxes.rows = min_of(S::kRows, end - row);
+    // Rows that follow each other need no boxes of single rows, which take much longer.
+    const bool follow = gathers && is_run(index + 4 * row, boxes.rows, boxes.limit);
+    boxes.map = loader.map_of(handle, gathers && !follow);
+    boxes.index = follow ? 0 : index;
+    boxes.row = follow ? ptx::load_constant(index + 4 * row) : row;
+#pragma unroll 1
+    for (uint32_t first = 0; first < order.blocks; first += S::kGroupBlocks) {
+      const uint32_t in_group = order.group_end(first) - first, pages = order.x_pages + in_group;
+      // Lane i has piece i % 8 of a page of block i / 8: the tiles [first_tile, first_tile +
+      // kPieceTiles) of a unit in each step.
+      const uint32_t block = first + lane / kBlockUnits;
+      const uint32_t units = block < order.blocks ? order.units_of(block) : 1;
+      const uint32_t unit = block * kBlockUnits + lane % kBlockUnits % units;
+      const uint32_t first_tile = lane % kBlockUnits / units * S::kPieceTiles;
+      uint64_t from = p.weights + unit * p.unit_bytes + first_tile * kTileBytes;
+      // The units of page `lane` of the step, if that is a page of a block.
+      const uint32_t page_block = first + lane - order.x_pages;
+      const uint32_t page_units =
+          lane >= order.x_pages && lane < pages ? order.units_of(page_block) : 0;
+#pragma unroll 1
+      for (uint32_t step = 0; step < order.steps; ++step) {
+        const uint32_t tiles = order.tiles_of(step);
+        loader.look_ready();
+        PageCursor page = loader.begin_pages(pages, in_group,
+                                             lane < order.x_pages ? page_boxes * S::kBoxBytes
+                                                                  : page_units * tiles * kTileBytes);
+#pragma unroll 1
+        for (uint32_t i = 0; i < order.x_pages; ++i) {
+          boxes.column = p.first_column() + step * order.step_tiles * kTileColumns +
+                         i * S::kPageBoxes * S::kBoxColumns;
+          loader.copy_boxes(page, boxes, page_boxes);
+          page.advance();
+        }
+        page.advance(lane / kBlockUnits);
+        if (block < order.group_end(first) && first_tile < tiles)
+          loader.copy_piece(page, lane % kBlockUnits * S::kPieceBytes, from,
+                            min_of(tiles - first_tile, S::kPieceTiles) * kTileBytes);
+        from += order.step_tiles * kTileBytes;
+      }
+    }
+  }
+}
+
+// The scales of rows [first_row, first_row + rows): each warp has every eighth row. They are
+// computed while weights are multiplied, one after the other.
+class RowScales {
+ public:
+  // NOTE: ptxas waits for every single wgmma if the warp may end while some are in progress. It ends
+  // at a tagged word that is missing, so such squares are read before.
+  static constexpr bool kMayPause = (program::kAnySquares & 6) == 0;
+
+  __device__ __forceinline__ RowScales(const Stage& stage, const Product& p, uint32_t first_row,
+                                       uint32_t rows)
+      : stage_(stage),
+        product_(p),
+        squares_(stage, p),
+        first_row_(first_row),
+        rows_(p.x_squares == kNone ? 0 : rows),
+        next_(warp_index()) {}
+
+  // Finish one row and begin the next. False when none is left.
+  __device__ __forceinline__ bool advance() {
+    if (asked_) {
+      const float scale = squares_.scale();
+      if (lane_index() == 0)
+        ptx::store_shared(scratch_at(4 * (next_ - kNumConsumers)), __float_as_uint(scale));
+    }
+    asked_ = next_ < rows_;
+    if (asked_) squares_.ask(source_row(first_row_ + next_));
+    next_ += kNumConsumers;
+    return asked_;
+  }
+
+ private:
+  // The row of x. The loader has found it, or stops the worker.
+  __device__ __forceinline__ uint32_t source_row(uint32_t row) const {
+    if (product_.row_index == kNone) return row;
+    const uint32_t found =
+        static_cast<uint32_t>(constant_integer(stage_.tensors[product_.row_index], row, 0));
+    return min_of(found, product_.x_rows - 1);
+  }
+
+  const Stage& stage_;
+  const Product& product_;
+  RowSquares squares_;
+  uint32_t first_row_, rows_;
+  uint32_t next_;
+  bool asked_ = false;
+};
+
+// The sums of a warpgroup, of each of its blocks.
+struct MatrixSums : MatrixSizes {
+  float sum[kMaxBlocks][kRows / 2];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (uint32_t b = 0; b < kMaxBlocks; ++b)
+#pragma unroll
+      for (float& s : sum[b]) s = 0.0f;
+  }
+
+  // Keep the compiler from moving accesses to the sums across this point.
+  __device__ __forceinline__ void settle() {
+#pragma unroll
+    for (uint32_t b = 0; b < kMaxBlocks; ++b)
+#pragma unroll
+      for (float& s : sum[b]) asm volatile("" : "+f"(s)::"memory");
+  }
+
+  // Put 16 rows of x of one of the blocks into this warp's part of the scratch.
+  __device__ __forceinline__ void stage(uint32_t block, uint32_t part, uint32_t to) const {
+    const uint32_t lane = lane_index();
+    to += lane % 4 * 2 * kStagedStride + lane / 4 * 4;
+#pragma unroll
+    for (uint32_t b = 0; b < kMaxBlocks; ++b)
+#pragma unroll
+      for (uint32_t i = 0; i < kRows / kStagedRows; ++i)
+        if (block == b && part == i)
+#pragma unroll
+          for (uint32_t j = 0; j < 8; ++j)
+            // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
+            ptx::store_shared(
+                to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
+                __float_as_uint(sum[b][i * 8 + j]));
+  }
+};
+
+// The consumers' part.
+template <class Used>
+class MatrixConsumer : MatrixSizes {
+ public:
+  __device__ __forceinline__ MatrixConsumer(const Stage& stage, const Product& p,
+                                            Consumer& consumer)
+      : stage_(stage), product_(p), consumer_(consumer), order_(p.tiling) {}
+
+  __device__ __forceinline__ void run() {
+    const uint32_t end = live_end(stage_, product_);
+    bool waited = false;
+#pragma unroll 1
+    for (row_ = product_.row_begin; row_ < end; row_ += kRows) {
+      rows_ = min_of(kRows, end - row_);
+      // No warp uses the scratch any more.
+      consumer_.sync();
+      clear_zeros();
+      forget_kept();
+      consumer_.sync();
+#pragma unroll 1
+      for (uint32_t first = 0; first < order_.blocks; first += kGroupBlocks) {
+        if (!waited) {
+          consumer_.begin_waiting();
+          consumer_.wait_ready();
+          consumer_.end_waiting();
+          consumer_.note(stage_, Event::kInputs);
+        }
+        waited = true;
+        group(first);
+      }
+      end_rows();
+    }
+    if (!waited) consumer_.wait_ready();
+    // Products of few rows (rows.cuh) use the scratch at once.
+    if constexpr (program::kAnyProduct) consumer_.sync();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t warpgroup() const { return consumer_.warp() / 4; }
+
+  // Multiply and finish the group of blocks that begins with `first`.
+  __device__ __forceinline__ void group(uint32_t first) {
+    RowScales scales(stage_, product_, row_, first == 0 ? rows_ : 0);
+    const uint32_t in_group = order_.group_end(first) - first;
+    const uint32_t blocks = (in_group + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
+    MatrixSums sums;
+    sums.clear();
+    sums.settle();
+    if (in_group <= kWarpgroups)
+      multiply<1>(in_group, sums, scales);
+    else
+      multiply<kMaxBlocks>(in_group, sums, scales);
+    if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
+    if (first == 0 && product_.x_squares != kNone) {
+      while (scales.advance()) continue;
+      consumer_.sync();
+    }
+    Used::dispatch(stage_.words.header.opcode,
+                   [&]<class I>(I*) { finish(Epilogue<I>(stage_), first, blocks, sums); });
+  }
+
+  // Multiply the blocks of this warpgroup, up to kBlocks.
+  template <uint32_t kBlocks>
+  __device__ __forceinline__ void multiply(uint32_t in_group, MatrixSums& sums, RowScales& scales) {
+    if constexpr (!RowScales::kMayPause)
+      while (scales.advance()) continue;
+    // Rows of x whose scale a warp computes with every piece.
+    const uint32_t scaled =
+        ceil_div(kRows / kNumConsumers + 1, ceil_div(order_.tiles, kPieceTiles));
+    const uint32_t pages = order_.x_pages + in_group;
+    const uint32_t step_pieces = order_.step_tiles / kPieceTiles;
+    PageCursor page = consumer_.page;  // the first of this step
+    uint32_t in_step = 0;
+    // NOTE: one loop over the pieces of all steps. With one in the other ptxas waits for every wgmma.
+    // The pages of a step are free as soon as its products are over: the copies of the step after
+    // the next one are then in flight while the next one is multiplied.
+#pragma unroll 1
+    for (uint32_t tile = 0; tile < order_.tiles; tile += kPieceTiles) {
+      if (in_step == 0) {
+        consumer_.wait_pages(page, pages);
+        if (tile == 0) consumer_.note(stage_, Event::kLoadArrived);
+      }
+      multiply_piece<kBlocks>(page, in_step, order_.tiles - tile, in_group, sums);
+      if constexpr (RowScales::kMayPause)
+        for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
+      ptx::wgmma_wait<0>();
+      sums.settle();
+      if (++in_step == step_pieces || tile + kPieceTiles >= order_.tiles) {
+        in_step = 0;
+        consumer_.finish_pages(page, pages);
+        page.advance(pages);
+      }
+    }
+    consumer_.page = page;
+  }
+
+  // Begin the products of a piece of a step, whose pages begin with `page`. `tiles`: how many there
+  // are from this piece on.
+  template <uint32_t kBlocks>
+  __device__ __forceinline__ void multiply_piece(const PageCursor& page, uint32_t piece,
+                                                 uint32_t tiles, uint32_t in_group,
+                                                 MatrixSums& sums) {
+    // Addresses of the piece of the blocks. If the warpgroup has fewer blocks, it multiplies another
+    // one in their place.
+    uint32_t a[kBlocks];
+#pragma unroll
+    for (uint32_t i = 0; i < kBlocks; ++i) {
+      PageCursor mine = page;
+      mine.advance(order_.x_pages + min_of(warpgroup() + i * kWarpgroups, in_group - 1));
+      a[i] = mine.address() + piece * min_of(kBlockUnits, order_.units) * kPieceBytes;
+    }
+    // NOTE: no branches between these. Otherwise ptxas waits for every single wgmma. Tiles that do
+    // not exist are zeros, of both operands.
+    ptx::wgmma_fence();
+#pragma unroll
+    for (uint32_t tile = 0; tile < kPieceTiles; ++tile) {
+      const uint32_t box = (piece * kPieceTiles + tile) / kBoxTiles;
+      PageCursor mine = page;
+      mine.advance(box / kPageBoxes);
+      const bool exists = tile < tiles;
+      const uint32_t b = exists ? mine.address() + box % kPageBoxes * kBoxBytes +
+                                      tile % kBoxTiles * kTileRowBytes
+                                : scratch_at(kZerosAt);
+      const uint32_t b_stride = exists ? kUnitRows * kBoxRowBytes : 0;
+      const uint32_t a_stride = exists ? kPieceBytes : 0;
+#pragma unroll
+      for (uint32_t part = 0; part < 2; ++part)
+#pragma unroll
+        for (uint32_t i = 0; i < kBlocks; ++i) {
+          const uint32_t from = exists ? a[i] + tile * kTileBytes : scratch_at(kZerosAt);
+          using enum ptx::OperandSwizzle;
+          ptx::wgmma<kRows>(
+              sums.sum[i],
+              ptx::operand_descriptor<k64Bytes>(from + part * kOperandBytes, a_stride),
+              ptx::operand_descriptor<k128Bytes>(b + part * kOperandBytes, b_stride));
+        }
+    }
+    ptx::wgmma_commit();
+  }
+
+  // ---- The epilogue. A warp has 16 rows of each block, lane % 8 is the pair of them.
+
+  __device__ __forceinline__ uint32_t staged_at() const {
+    return scratch_at(kStagedAt) + consumer_.warp() * kStagedRows * kStagedStride;
+  }
+  __device__ __forceinline__ uint32_t kept_at(uint32_t warp, uint32_t row) const {
+    return scratch_at(kKeptAt) + (warp * kRows + row) * kKeptBytes;
+  }
+
+  __device__ __forceinline__ void clear_zeros() const {
+    static_assert(kZeroBytes == 4 * kNumConsumerThreads);
+    ptx::store_shared(scratch_at(kZerosAt) + 4 * consumer_.thread(), 0);
+    ptx::fence_proxy_async();
+  }
+
+  __device__ __forceinline__ void forget_kept() const {
+    for (uint32_t i = lane_index(); i < kRows; i += kLanes)
+      ptx::store_shared2(kept_at(consumer_.warp(), i), 0, 0);
+    __syncwarp();
+  }
+
+  template <class Instruction>
+  __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue, uint32_t first,
+                                         uint32_t blocks, const MatrixSums& sums) const {
+    using Kept = typename Epilogue<Instruction>::Kept;
+    constexpr uint32_t kAtOnce = Epilogue<Instruction>::kAtOnce;
+    constexpr uint32_t kRowStep = kLanes / kPairsOfWarp;
+    static_assert(kRowStep == kMoveRows);
+    const uint32_t pair_in_warp = lane_index() % kPairsOfWarp;
+    hold_stores(consumer_.warp());
+#pragma unroll 1
+    for (uint32_t i = 0; i < blocks; ++i) {
+      const uint32_t block = first + warpgroup() + i * kWarpgroups;
+      const uint32_t in_block = consumer_.warp() % 4 * kPairsOfWarp + pair_in_warp;
+      const uint32_t unit = block * kBlockUnits + in_block / kUnitPairs;
+      const uint32_t pair = product_.pair(unit, in_block % kUnitPairs);
+      const bool exists = unit < order_.units && product_.finishes(pair);
+      // This thread's next row, among the live rows.
+      uint32_t row = lane_index() / kPairsOfWarp;
+      typename Epilogue<Instruction>::Early early = {};
+      if (exists && row < rows_) epilogue.begin(row_ + row, pair, early);
+#pragma unroll 1
+      for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
+        sums.stage(i, part, staged_at());
+        __syncwarp();
+#pragma unroll 1
+        for (uint32_t begin = 0; begin < kStagedRows; begin += kAtOnce * kRowStep) {
+          const auto is_active = [&](uint32_t j) { return exists && row + j * kRowStep < rows_; };
+          typename Epilogue<Instruction>::Early of_row[kAtOnce];
+#pragma unroll
+          for (uint32_t j = 0; j < kAtOnce; ++j) {
+            of_row[j] = early;
+            const uint32_t number = row_ + row + j * kRowStep;
+            if (!is_active(j)) continue;
+            epilogue.move(number, pair, j * kRowStep, of_row[j]);
+            epilogue.await(number, pair, of_row[j]);
+          }
+#pragma unroll
+          for (uint32_t j = 0; j < kAtOnce; ++j) {
+            const uint32_t number = row + j * kRowStep;
+            const uint32_t staged = begin + lane_index() / kPairsOfWarp + j * kRowStep;
+            const ptx::Words2 words =
+                ptx::load_shared2(staged_at() + staged * kStagedStride + pair_in_warp * 8);
+            float scale = 1.0f;
+            if (product_.x_squares != kNone)
+              scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
+            const PairSums pair_sums = {__uint_as_float(words.x) * scale,
+                                        __uint_as_float(words.y) * scale};
+            Kept kept = {};
+            epilogue.finish({row_ + number, pair, is_active(j), 1}, pair_sums, of_row[j], kept);
+            if constexpr (kWordsOf<Kept> > 0)
+              if (epilogue.keeps()) keep(kept, number);
+          }
+          row += kAtOnce * kRowStep;
+          if (exists && row < rows_)
+            epilogue.move(row_ + row, pair, kAtOnce * kRowStep, early);
+        }
+        __syncwarp();
+      }
+    }
+  }
+
+  // Add what the lanes of a row of x kept to what the warp kept of it.
+  template <class Kept>
+  __device__ __forceinline__ void keep(Kept kept, uint32_t row) const {
+    static_assert(sizeof(Kept) == kKeptBytes);
+    kept = merge_lanes(kept, kPairsOfWarp);
+    const uint32_t at = kept_at(consumer_.warp(), row);
+    if (lane_index() % kPairsOfWarp != 0 || row >= rows_) return;
+    Kept all = __builtin_bit_cast(Kept, ptx::load_shared2(at));
+    all.merge(kept);
+    const auto words = __builtin_bit_cast(ptx::Words2, all);
+    ptx::store_shared2(at, words.x, words.y);
+  }
+
+  // When all pairs of these rows are finished: a warp for each row stores what all warps kept.
+  __device__ __forceinline__ void end_rows() {
+    Used::dispatch(stage_.words.header.opcode, [&]<class I>(I*) {
+      using Kept = typename Epilogue<I>::Kept;
+      if constexpr (kWordsOf<Kept> > 0) {
+        const Epilogue<I> epilogue(stage_);
+        if (!epilogue.keeps()) return;
+        consumer_.sync();
+#pragma unroll 1
+        for (uint32_t row = consumer_.warp(); row < rows_; row += kNumConsumers) {
+          Kept all = {};
+          if (lane_index() < kNumConsumers)
+            all = __builtin_bit_cast(Kept, ptx::load_shared2(kept_at(lane_index(), row)));
+          epilogue.end(row_ + row, merge_lanes(all));
+        }
+      }
+    });
+  }
+
+  static constexpr uint32_t kPairsOfWarp = 8;
+
+  const Stage& stage_;
+  const Product& product_;
+  Consumer& consumer_;
+  const MatrixOrder order_;
+  uint32_t row_ = 0;   // the first of the rows of x
+  uint32_t rows_ = 0;  // how many of them are live
+};
+
+}  // namespace megavm
