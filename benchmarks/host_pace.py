@@ -25,6 +25,7 @@ import argparse
 import asyncio
 import ctypes
 import gc
+import importlib
 import json
 import multiprocessing
 import os
@@ -258,9 +259,7 @@ def measure(path: str, batch: int, pace: float, tokens: int, results: Connection
     llm, machine = make_llm(batch, pace)
     factory = None
     if path == "uvloop":
-        import uvloop
-
-        factory = uvloop.new_event_loop
+        factory = importlib.import_module("uvloop").new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
         results.send(runner.run(run_server(llm, machine, batch, tokens)))
 

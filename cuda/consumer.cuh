@@ -74,8 +74,8 @@ class Consumer {
     page_finished(page.slot).arrive_together();
   }
 
-  // `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish them. Those
-  // from `from` on, or the next ones.
+  // `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish them.
+  // Those from `from` on, or the next ones.
   __device__ __forceinline__ void wait_pages(const PageCursor& from, uint32_t count) const {
     PageCursor mine = from;
     mine.advance(lane_index());

@@ -4,8 +4,8 @@
 //
 // Pages are taken in the order in which the consumers read them. If a matrix product (matrix.cuh)
 // needs a page of its input before that is there, the page is taken all the same and its copy is
-// *deferred*, so that the weights behind it are not held up. Whenever the loader waits for anything,
-// it also looks for deferred copies that can begin.
+// *deferred*, so that the weights behind it are not held up. Whenever the loader waits for
+// anything, it also looks for deferred copies that can begin.
 #pragma once
 
 #include "cuda/trace.cuh"
@@ -15,8 +15,7 @@ namespace megavm {
 // A page of boxes of a matrix. A box is kBoxBytes bytes of some rows, row by row, with the 128-byte
 // swizzle; the boxes of a page are neighbours in the matrix.
 constexpr uint32_t kBoxRowBytes = 128;
-constexpr uint32_t kBoxRows =
-    max_of(1, min_of(program::kMatrixRows, kPageBytes / kBoxRowBytes));
+constexpr uint32_t kBoxRows = max_of(1, min_of(program::kMatrixRows, kPageBytes / kBoxRowBytes));
 struct Boxes {
   uint64_t map;     // address of the matrix's map for boxes of kBoxRows rows; with an index, of one
   uint64_t index;   // 0, or the address of the numbers of the rows
@@ -65,8 +64,8 @@ class Loader {
 
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
-  // Take the next `count` pages, of which the last `weights` count as copies in flight. Lane i gives
-  // the bytes of page i. Returns the first page.
+  // Take the next `count` pages, of which the last `weights` count as copies in flight. Lane i
+  // gives the bytes of page i. Returns the first page.
   __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t weights,
                                                     uint32_t bytes) {
     const uint32_t lane = lane_index();
@@ -91,7 +90,8 @@ class Loader {
     return first;
   }
 
-  // Copy `count` boxes into a page that was taken, as soon as the waits of the instruction are over.
+  // Copy `count` boxes into a page that was taken, as soon as the waits of the instruction are
+  // over.
   __device__ __forceinline__ void copy_boxes(const PageCursor& page, const Boxes& boxes,
                                              uint32_t count) {
     if (is_ready_) return issue(page.slot, boxes, count);
@@ -108,7 +108,8 @@ class Loader {
   // Start a copy of this lane's own into a page that was taken.
   __device__ __forceinline__ void copy_piece(const PageCursor& page, uint32_t offset, uint64_t from,
                                              uint32_t bytes) const {
-    ptx::bulk_load(page.address() + offset, from, bytes, page_arrived(page.slot).address(), policy_);
+    ptx::bulk_load(page.address() + offset, from, bytes, page_arrived(page.slot).address(),
+                   policy_);
   }
 
   // Look whether the waits of the instruction are over. Called between the steps of an instruction.

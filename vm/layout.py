@@ -115,13 +115,13 @@ def units(half: int = 0) -> Layout:
 def _exchange_chunks(tiles: torch.Tensor) -> torch.Tensor:
     """Permute the chunks of every row of [units, tiles, 8 rows, 64 bytes]; its own inverse."""
     chunk = CHUNK_BYTES // tiles.element_size()
-    split = tiles.unflatten(-1, (-1, chunk))
+    split = tiles.reshape(*tiles.shape[:3], -1, chunk)
     exchanged = split.new_empty(split.shape)
     # Row by row: one index for all rows would need a copy of the whole tensor more.
     for row in range(UNIT_ROWS):
         for place in range(split.shape[3]):
             exchanged[:, :, row, place] = split[:, :, row, place ^ (row >> 1)]
-    return exchanged.flatten(-2)
+    return exchanged.reshape(tiles.shape)
 
 
 def _swizzle(value: torch.Tensor) -> torch.Tensor:

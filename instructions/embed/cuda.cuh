@@ -17,7 +17,7 @@ struct Kernel<Embed> : KernelDefaults {
     uint64_t base;
     uint32_t tile_columns;  // 0: row-major
     uint32_t bytes;         // of an element
-    uint32_t exchanged;     // chunk c of a tile's row lies 16 * c ^ exchanged bytes from its beginning
+    uint32_t exchanged;  // chunk c of a tile's row lies 16 * c ^ exchanged bytes from its beginning
 
     __device__ __forceinline__ TableRow(const Tensor& table, uint32_t row)
         : table(table), bytes(element_bytes(table)), exchanged(row % kUnitRows / 2 * 16) {

@@ -81,6 +81,15 @@ struct EpilogueBase {
     return p;
   }
 
+  // The default of `move`: begin anew.
+  template <class Early>
+  __device__ __forceinline__ void move(uint32_t row, uint32_t pair, uint32_t rows,
+                                       Early& early) const {
+    if (rows == 0) return;
+    early = {};
+    static_cast<const Epilogue<Instruction>&>(*this).begin(row, pair, early);
+  }
+
   // Defaults of epilogues that read nothing of other instructions, and keep nothing.
   template <class Early>
   __device__ __forceinline__ void await(uint32_t, uint32_t, Early&) const {}

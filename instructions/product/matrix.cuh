@@ -8,8 +8,9 @@
 //
 // A page of a block has up to 8 units with 4 tiles each: [unit][tile][8 rows][64 bytes], which is
 // wgmma's 64-byte swizzle. If the block has fewer units, the page has the next tiles behind these,
-// and a step has more columns. A wgmma reads 8 units in any case: what follows counts as nothing. A page of x has boxes of 64 columns, [row][128 bytes] with the 128-byte
-// swizzle: as many columns of up to 128 rows as fill the page.
+// and a step has more columns. A wgmma reads 8 units in any case: what follows counts as nothing. A
+// page of x has boxes of 64 columns, [row][128 bytes] with the 128-byte swizzle: as many columns of
+// up to 128 rows as fill the page.
 //
 // When a group is multiplied, each warp puts its sums into shared memory, 16 rows of the weight and
 // 16 rows of x at a time, and finishes them by the epilogue of the instruction (epilogue.cuh).
@@ -24,7 +25,8 @@ namespace megavm {
 struct MatrixSizes {
   static constexpr uint32_t kRows = max_of(kMinMatrixRows, program::kMatrixRows);
   static constexpr uint32_t kWarpgroups = kNumConsumers / 4;
-  // Most blocks of a warpgroup: their sums take up to 128 registers, and two steps fit into the ring.
+  // Most blocks of a warpgroup: their sums take up to 128 registers, and two steps fit into the
+  // ring.
   static constexpr uint32_t kMaxBlocks = 2;
   static constexpr uint32_t kGroupBlocks = kMatrixBlocks;
   static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
@@ -97,6 +99,7 @@ struct MatrixOrder : MatrixSizes {
   __device__ __forceinline__ uint32_t tiles_of(uint32_t step) const {
     return min_of(step_tiles, tiles - step * step_tiles);
   }
+
  private:
   static __device__ __forceinline__ uint32_t pages_of_x(uint32_t tiles) {
     return ceil_div(tiles / kBoxTiles, kPageBoxes);
@@ -151,9 +154,9 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       for (uint32_t step = 0; step < order.steps; ++step) {
         const uint32_t tiles = order.tiles_of(step);
         loader.look_ready();
-        PageCursor page = loader.begin_pages(pages, in_group,
-                                             lane < order.x_pages ? page_boxes * S::kBoxBytes
-                                                                  : page_units * tiles * kTileBytes);
+        PageCursor page = loader.begin_pages(
+            pages, in_group,
+            lane < order.x_pages ? page_boxes * S::kBoxBytes : page_units * tiles * kTileBytes);
 #pragma unroll 1
         for (uint32_t i = 0; i < order.x_pages; ++i) {
           boxes.column = p.first_column() + step * order.step_tiles * kTileColumns +
@@ -175,8 +178,8 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
 // computed while weights are multiplied, one after the other.
 class RowScales {
  public:
-  // NOTE: ptxas waits for every single wgmma if the warp may end while some are in progress. It ends
-  // at a tagged word that is missing, so such squares are read before.
+  // NOTE: ptxas waits for every single wgmma if the warp may end while some are in progress. It
+  // ends at a tagged word that is missing, so such squares are read before.
   static constexpr bool kMayPause = (program::kAnySquares & 6) == 0;
 
   __device__ __forceinline__ RowScales(const Stage& stage, const Product& p, uint32_t first_row,
@@ -249,9 +252,8 @@ struct MatrixSums : MatrixSizes {
 #pragma unroll
           for (uint32_t j = 0; j < 8; ++j)
             // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-            ptx::store_shared(
-                to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
-                __float_as_uint(sum[b][i * 8 + j]));
+            ptx::store_shared(to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
+                              __float_as_uint(sum[b][i * 8 + j]));
   }
 };
 
@@ -328,9 +330,9 @@ class MatrixConsumer : MatrixSizes {
     const uint32_t step_pieces = order_.step_tiles / kPieceTiles;
     PageCursor page = consumer_.page;  // the first of this step
     uint32_t in_step = 0;
-    // NOTE: one loop over the pieces of all steps. With one in the other ptxas waits for every wgmma.
-    // The pages of a step are free as soon as its products are over: the copies of the step after
-    // the next one are then in flight while the next one is multiplied.
+    // NOTE: one loop over the pieces of all steps. With one in the other ptxas waits for every
+    // wgmma. The pages of a step are free as soon as its products are over: the copies of the step
+    // after the next one are then in flight while the next one is multiplied.
 #pragma unroll 1
     for (uint32_t tile = 0; tile < order_.tiles; tile += kPieceTiles) {
       if (in_step == 0) {
@@ -357,8 +359,8 @@ class MatrixConsumer : MatrixSizes {
   __device__ __forceinline__ void multiply_piece(const PageCursor& page, uint32_t piece,
                                                  uint32_t tiles, uint32_t in_group,
                                                  MatrixSums& sums) {
-    // Addresses of the piece of the blocks. If the warpgroup has fewer blocks, it multiplies another
-    // one in their place.
+    // Addresses of the piece of the blocks. If the warpgroup has fewer blocks, it multiplies
+    // another one in their place.
     uint32_t a[kBlocks];
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i) {
@@ -375,9 +377,9 @@ class MatrixConsumer : MatrixSizes {
       PageCursor mine = page;
       mine.advance(box / kPageBoxes);
       const bool exists = tile < tiles;
-      const uint32_t b = exists ? mine.address() + box % kPageBoxes * kBoxBytes +
-                                      tile % kBoxTiles * kTileRowBytes
-                                : scratch_at(kZerosAt);
+      const uint32_t b =
+          exists ? mine.address() + box % kPageBoxes * kBoxBytes + tile % kBoxTiles * kTileRowBytes
+                 : scratch_at(kZerosAt);
       const uint32_t b_stride = exists ? kUnitRows * kBoxRowBytes : 0;
       const uint32_t a_stride = exists ? kPieceBytes : 0;
 #pragma unroll
@@ -387,8 +389,7 @@ class MatrixConsumer : MatrixSizes {
           const uint32_t from = exists ? a[i] + tile * kTileBytes : scratch_at(kZerosAt);
           using enum ptx::OperandSwizzle;
           ptx::wgmma<kRows>(
-              sums.sum[i],
-              ptx::operand_descriptor<k64Bytes>(from + part * kOperandBytes, a_stride),
+              sums.sum[i], ptx::operand_descriptor<k64Bytes>(from + part * kOperandBytes, a_stride),
               ptx::operand_descriptor<k128Bytes>(b + part * kOperandBytes, b_stride));
         }
     }
@@ -469,8 +470,7 @@ class MatrixConsumer : MatrixSizes {
               if (epilogue.keeps()) keep(kept, number);
           }
           row += kAtOnce * kRowStep;
-          if (exists && row < rows_)
-            epilogue.move(row_ + row, pair, kAtOnce * kRowStep, early);
+          if (exists && row < rows_) epilogue.move(row_ + row, pair, kAtOnce * kRowStep, early);
         }
         __syncwarp();
       }

@@ -99,13 +99,6 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     early.alone = 0;
   }
 
-  __device__ __forceinline__ void move(uint32_t row, uint32_t pair, uint32_t rows,
-                                       Early& early) const {
-    if (rows == 0) return;
-    early = {};
-    begin(row, pair, early);
-  }
-
   __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
                                          Kept&) const {
     const float a = sums.first + early.bias.first, b = sums.second + early.bias.second;

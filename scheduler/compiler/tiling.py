@@ -14,8 +14,8 @@ from megavm.vm.config import BLOCK_UNITS, MAX_GROUP_ROWS, UNIT_ROWS
 from megavm.vm.isa import BF16, F32, DType
 
 Range = tuple[int, int]  # half-open
-# Matrix products on the GPU (H200): what a worker reads from the second-level cache, and computes, while
-# all do; what a tile costs besides, and each of its sums.
+# Matrix products on the GPU (H200): what a worker reads from the second-level cache, and computes,
+# while all do; what a tile costs besides, and each of its sums.
 WORKER_BANDWIDTH = 40e9
 WORKER_FLOPS = 5.3e12
 TILE_SECONDS = 1.5e-6
@@ -103,8 +103,8 @@ def matrix_tiles(
 ) -> Iterator[tuple[Range, Range]]:
     """(columns, rows) of each tile of a matrix product, see ``product_tiles``.
 
-    The cut is the one that a rough model of the GPU finds fastest. Neighbours share weights, and the rows of
-    ROWS_TOGETHER tiles of rows stay in the second-level cache.
+    The cut is the one that a rough model of the GPU finds fastest. Neighbours share weights, and
+    the rows of ROWS_TOGETHER tiles of rows stay in the second-level cache.
     """
     row_tile = matrix_rows(rows)
     _, tiles = min(
@@ -131,7 +131,8 @@ def _seconds(
 ) -> float:
     """What a product takes with so many tiles of columns, roughly."""
     row_tile = matrix_rows(rows)
-    weight_rows = -(-(-(-columns // unit)) // tiles) * unit * width
+    units = -(-columns // unit)
+    weight_rows = -(-units // tiles) * unit * width
     sums = -(-weight_rows // BLOCK_ROWS) * BLOCK_ROWS * row_tile
     # Rows of x are read again for every group of blocks.
     groups = -(-weight_rows // (BLOCK_ROWS * MATRIX_BLOCKS))

@@ -25,9 +25,9 @@ from megavm.scheduler.llama.graph import (
     step_tensors,
 )
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel, shard
+from megavm.vm.config import MAX_GROUP_ROWS, MIN_MATRIX_ROWS
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
-from megavm.vm.config import MAX_GROUP_ROWS, MIN_MATRIX_ROWS
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import Layout

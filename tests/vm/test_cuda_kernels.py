@@ -128,7 +128,8 @@ def check_spills(kernel: Kernel, rows: tuple[int, ...]) -> None:
     consumers while an attention begins or an epilogue looks up its operands.
     """
     stores, loads = (0, 0) if min(rows) <= MAX_GROUP_ROWS else MATRIX_SPILLS
-    assert kernel.spill_stores <= stores and kernel.spill_loads <= loads, rows
+    assert kernel.spill_stores <= stores, rows
+    assert kernel.spill_loads <= loads, rows
 
 
 @pytest.mark.timeout(600)

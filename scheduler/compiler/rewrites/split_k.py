@@ -20,8 +20,8 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
     first part, which adds them up. It is tagged whatever its size, because only one worker reads
     each of its words.
 
-    In a matrix product the worker of a first part would have too much to add. The other parts are then a
-    result of their own, ``others``, and a reduce by all workers adds them to the first one.
+    In a matrix product the worker of a first part would have too much to add. The other parts are
+    then a result of their own, ``others``, and a reduce by all workers adds them to the first one.
     """
     result: list[Operation] = []
     for operation in operations:
@@ -48,8 +48,9 @@ def _is_summed(operation: Operation) -> bool:
 def _fewest_bytes(k: int, columns: int, workers: int) -> int:
     """The number of parts for which the workers of a matrix product read and write fewest bytes.
 
-    With p parts all workers read rows * k * workers / p elements of x, of 2 bytes, and pass (p - 1) * rows *
-    columns sums, which are written and read as words of 8 bytes.
+    With p parts all workers read rows * k * workers / p elements of x, of 2 bytes, and pass
+    (p - 1) * rows * columns sums of 4 bytes, which are written and read. A sum counts twice: what
+    is written in one step of the exchange is read in the next one.
     """
     return round(math.sqrt(k * workers / (8 * columns)))
 

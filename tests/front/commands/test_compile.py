@@ -62,7 +62,7 @@ def test_seconds_registers_spills_and_path_are_printed(
         lines[0] == f"steps of 1 row: cached, 168 registers, no spills, {model}/cache/name.kernel"
     )
     assert (
-        "steps of 2 to 512 rows: compiled in 2.5 s, 168 registers, 12 bytes of spills, not cached"
+        "steps of 2 to 8 rows: compiled in 2.5 s, 168 registers, 12 bytes of spills, not cached"
         in lines
     )
 
