@@ -271,8 +271,18 @@ __device__ __forceinline__ void store_shared4(uint32_t address, const Words4& v)
                : "memory");
 }
 
-// Loads four 8 x 8 matrices of 16-bit elements, transposed. Lane i passes an address: row i % 8 of
-// matrix i / 8.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane i passes an address: row i % 8 of matrix i
+// / 8. Of each matrix it gets row i / 4, columns 2 (i % 4) and the next.
+__device__ __forceinline__ Words4 load_matrices(uint32_t address) {
+  Words4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(address)
+               : "memory");
+  return v;
+}
+
+// The same, each matrix transposed.
 __device__ __forceinline__ Words4 load_matrices_transposed(uint32_t address) {
   Words4 v;
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"

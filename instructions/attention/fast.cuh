@@ -1,13 +1,14 @@
 // The fast attention: bf16, heads of 64 or 128 elements, up to 8 query heads for a KV head.
 //
-// A page holds 64 (or 32) tokens: their keys, then their values. A warp processes 16 tokens of a
+// A page holds 64 (or 32) tokens: their keys, then their values. Several rows of a sequence read it
+// together (tile.cuh); the rest of this file is for a single row. A warp processes 16 tokens of a
 // page at a time. It computes scores by mma.m16n8k16 with the query heads as rows of A and the keys
 // as B, then sums with the softmax weights as A and the values as B. Rows of the caches are stored
 // swizzled, so shared loads have no bank conflicts. The online softmax follows FlashAttention-2
 // (Dao 2023, arXiv:2307.08691).
 #pragma once
 
-#include "instructions/attention/span.cuh"
+#include "instructions/attention/tile.cuh"
 
 namespace megavm {
 
@@ -28,14 +29,20 @@ struct FastAttention {
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens in one copy
   static constexpr uint32_t kStateFloats = kGroup * (kD + 2);
   static_assert(4 * kNumConsumers * kStateFloats <= program::kMaxScratch);
+  using Tile = AttentionTile<kD, kPageTokens>;
 
-  static __device__ __forceinline__ uint32_t num_pages(const AttentionSpan& span) {
-    return span.cached > span.begin ? ceil_div(span.cached - span.begin, kPageTokens) : 0;
+  static __device__ __forceinline__ AttentionRun run_at(const Operands<Attention>& in, uint32_t row,
+                                                        uint32_t end) {
+    return AttentionRun(in, row, end, Tile::kRows);
   }
 
-  // Number of tokens in a page of the span.
-  static __device__ __forceinline__ uint32_t tokens_of(const AttentionSpan& span, uint32_t page) {
-    return min_of(kPageTokens, span.cached - span.begin - page * kPageTokens);
+  static __device__ __forceinline__ uint32_t num_pages(const AttentionRun& run) {
+    return run.cached > run.begin ? ceil_div(run.cached - run.begin, kPageTokens) : 0;
+  }
+
+  // Number of tokens in a page of the run.
+  static __device__ __forceinline__ uint32_t tokens_of(const AttentionRun& run, uint32_t page) {
+    return min_of(kPageTokens, run.cached - run.begin - page * kPageTokens);
   }
 
   static __device__ __forceinline__ void load(const Operands<Attention>& in, Loader& loader) {
@@ -47,33 +54,33 @@ struct FastAttention {
     const Tensor& table = in[&Attention::block_table];
     const uint32_t heads = keys.columns / (kBlockSize * kD);
     bool ready = false;
-    for (uint32_t row = inst.row_begin; row < live; ++row) {
-      const AttentionSpan span(in, row);
-      const uint32_t pages = num_pages(span);
-      if (pages == 0) continue;
+    for (uint32_t row = inst.row_begin; row < live;) {
+      const AttentionRun run = run_at(in, row, live);
+      row += run.rows;
+      if (num_pages(run) == 0) continue;
       if (!ready) loader.wait_ready();
       ready = true;
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
         uint32_t blocks = 0, known = 0;  // lane i: the KV block of piece known + i
-        const uint32_t pieces = ceil_div(span.cached - span.begin, kPiece);
+        const uint32_t pieces = ceil_div(run.cached - run.begin, kPiece);
         for (uint32_t piece = 0; piece < pieces; ++piece) {
           if (piece % kLanes == 0) {
             known = piece;
-            const uint32_t token = span.begin + (piece + lane) * kPiece;
+            const uint32_t token = run.begin + (piece + lane) * kPiece;
             if (piece + lane < pieces)
-              blocks = kv_block(table, span.sequence, token / kBlockSize, keys.rows);
+              blocks = kv_block(table, run.sequence, token / kBlockSize, keys.rows);
           }
-          const uint32_t token = span.begin + piece * kPiece;
+          const uint32_t token = run.begin + piece * kPiece;
           const uint32_t in_page = piece * kPiece % kPageTokens;
           if (in_page == 0) {
             // Copy multiples of 8 tokens: matrix loads read 8 rows at a time.
-            const uint32_t tokens = tokens_of(span, piece * kPiece / kPageTokens);
+            const uint32_t tokens = tokens_of(run, piece * kPiece / kPageTokens);
             loader.begin_page(2 * ceil_div(tokens, 8) * 8 * kRowBytes);
           }
           const uint32_t block = __shfl_sync(~0u, blocks, piece - known);
           const uint64_t from =
               ((uint64_t{block} * heads + head) * kBlockSize + token % kBlockSize) * kRowBytes;
-          const uint32_t bytes = min_of(kPiece, ceil_div(span.cached - token, 8) * 8) * kRowBytes;
+          const uint32_t bytes = min_of(kPiece, ceil_div(run.cached - token, 8) * 8) * kRowBytes;
           loader.copy(in_page * kRowBytes, base_of(keys) + from, bytes);
           loader.copy(kValuesAt + in_page * kRowBytes, base_of(values) + from, bytes);
         }
@@ -357,17 +364,26 @@ struct FastAttention {
     const Attention& inst = in.inst;
     const uint32_t warp = consumer.warp();
     const uint32_t live = live_end(in, &Attention::row_count, inst.row_begin, inst.row_end);
-    const float scale = inst.scale * kLog2E;
     bool ready = false;
 #pragma unroll 1
     for (uint32_t row = inst.row_begin; row < live; ++row) {
-      const AttentionSpan span(in, row);
-      const uint32_t pages = num_pages(span);
+      const AttentionRun run = run_at(in, row, live);
+      const uint32_t pages = num_pages(run);
+      if constexpr (!kSingleRow)
+        if (run.rows > 1) {
+          if (!ready) consumer.wait_ready();
+          ready = true;
+#pragma unroll 1
+          for (uint32_t head = inst.head_begin; head < inst.head_end; ++head)
+            Tile(in, run, row, head, warp).process(consumer, pages);
+          row += run.rows - 1;
+          continue;
+        }
 #pragma unroll 1
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
         if (!ready) consumer.wait_ready();
         State state;
-        start(in, row, head, span.newest && warp == 0, state);
+        start(in, row, head, run.newest && warp == 0, state);
         if (!ready) consumer.note(in.stage, Event::kInputs);
         ready = true;
 #pragma unroll 1
@@ -382,12 +398,12 @@ struct FastAttention {
 #pragma unroll
           for (uint32_t p = 0; p < 2; ++p) {
             const uint32_t page = p * kPagesPerRound + warp / kWarpsPerPage;
-            const uint32_t there = page < count ? tokens_of(span, begin + page) : 0;
+            const uint32_t there = page < count ? tokens_of(run, begin + page) : 0;
             addresses[p] = cursor.address();
             tokens[p] = there > first ? min_of(kWarpTokens, there - first) : 0;
             cursor.advance(kPagesPerRound);
           }
-          if (tokens[0] > 0) attend(addresses, first, tokens, scale, state);
+          if (tokens[0] > 0) attend(addresses, first, tokens, inst.scale * kLog2E, state);
           consumer.finish_pages(count);
         }
         consumer.note(in.stage, Event::kComputed);

@@ -4,26 +4,71 @@
 
 namespace megavm {
 
+// Tokens [begin, end) of a sequence.
+struct TokenRange {
+  uint32_t begin, end;
+
+  // The tokens that a row at this position sees in the instruction's split.
+  __device__ __forceinline__ TokenRange(const Attention& inst, uint32_t position)
+      : begin(0), end(position + 1) {
+    if (inst.num_splits == 1) return;
+    const uint32_t tokens = position + 1, chunks = ceil_div(tokens, inst.chunk);
+    end = min_of((inst.split + 1) * chunks / inst.num_splits * inst.chunk, tokens);
+    begin = min_of(inst.split * chunks / inst.num_splits * inst.chunk, end);
+  }
+};
+
 // The tokens that an attention instruction attends to for one row.
 struct AttentionSpan {
+  uint32_t sequence, position;
   uint32_t begin, end;  // tokens of the split
   uint32_t cached;      // tokens [begin, cached) are read from the caches
   bool newest;          // whether the row's own token comes from k_new and v_new, in this split
-  uint32_t sequence;
 
   __device__ __forceinline__ AttentionSpan(const Operands<Attention>& in, uint32_t row) {
     const Tensor& table = in[&Attention::block_table];
     sequence = sequence_of(in[&Attention::row_sequence], row, table);
-    const uint32_t position = position_of(in[&Attention::row_position], row, in.step(),
-                                          table.columns * attention::kBlockSize);
-    const Attention& inst = in.inst;
-    const uint32_t tokens = position + 1;
-    const uint32_t chunks = ceil_div(tokens, inst.chunk);
-    begin = inst.split * chunks / inst.num_splits * inst.chunk;
-    end = min_of((inst.split + 1) * chunks / inst.num_splits * inst.chunk, tokens);
-    begin = min_of(begin, end);
+    position = position_of(in[&Attention::row_position], row, in.step(),
+                           table.columns * attention::kBlockSize);
+    const TokenRange seen(in.inst, position);
+    begin = seen.begin;
+    end = seen.end;
     newest = in.has(&Attention::k_new) && begin <= position && position < end;
     cached = newest ? position : end;
+  }
+};
+
+// A run: rows of one sequence at consecutive positions, which attend together. Loader and consumers
+// cut the rows of an instruction into the same runs. Position and newest are those of its first
+// row; its tokens are those that any of its rows attends to.
+struct AttentionRun : AttentionSpan {
+  uint32_t rows;
+
+  // The run that begins at `row`: at most `most` rows, before `live`. Called by whole warps.
+  __device__ __forceinline__ AttentionRun(const Operands<Attention>& in, uint32_t row,
+                                          uint32_t live, uint32_t most)
+      : AttentionSpan(in, row), rows(count(in, row, min_of(most, live - row))) {
+    if (rows > 1) cached = end = AttentionSpan(in, row + rows - 1).end;
+  }
+
+ private:
+  static __device__ __forceinline__ uint32_t count(const Operands<Attention>& in, uint32_t row,
+                                                   uint32_t most) {
+    // A row with k_new has a sequence of its own. Tagged queries are waited for row by row.
+    if (kSingleRow || in.has(&Attention::k_new) || is_tagged(in[&Attention::q])) return 1;
+    const Tensor& sequences = in[&Attention::row_sequence];
+    const Tensor& positions = in[&Attention::row_position];
+    const int32_t sequence = constant_integer(sequences, row, 0);
+    const int32_t position = constant_integer(positions, row, 0);
+    for (uint32_t known = 0; known < most; known += kLanes) {
+      const uint32_t i = known + ptx::thread_index() % kLanes;
+      const bool belongs =
+          i < most && constant_integer(sequences, row + i, 0) == sequence &&
+          constant_integer(positions, row + i, 0) == position + static_cast<int32_t>(i);
+      const uint32_t others = ~__ballot_sync(~0u, belongs);
+      if (others != 0) return known + __ffs(static_cast<int>(others)) - 1;
+    }
+    return most;
   }
 };
 
