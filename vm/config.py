@@ -50,6 +50,9 @@ MAX_MATRIX_ROWS = 128
 ROW_CHUNK_PAGES = 4  # pages of a unit multiplied at a time, in steps of one row
 ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
 
+# Attention on the GPU.
+MAX_ATTENTION_ELEMENTS = 128 * 128  # of queries for one KV head that are processed together
+
 # Sampling state of a sequence, see instructions/sample.
 MAX_STOP_TOKENS = 32
 

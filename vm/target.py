@@ -10,6 +10,7 @@ from typing import Literal
 
 from megavm.vm.config import (
     BLOCK_UNITS,
+    MAX_ATTENTION_ELEMENTS,
     MAX_GROUP_ROWS,
     MAX_MATRIX_ROWS,
     PAGE_BYTES,
@@ -42,6 +43,9 @@ class Target:
     ``matrix_rows`` rows at a time (0: there are no such products). In steps of up to that many rows, they
     are split along K too, into parts of at least ``matrix_part`` columns.
 
+    Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
+    several rows of a prompt (0: the rows of an instruction need not be few).
+
     Split context: from ``many_splits`` splits on, attention leaves workers free for the merges: one
     split fewer costs less than a late merge. A split has at least ``min_chunk`` tokens.
     """
@@ -60,6 +64,7 @@ class Target:
     summed_columns: int = BLOCK_UNITS * UNIT_ROWS
     matrix_rows: int = 0
     matrix_part: int = 0
+    attention_elements: int = 0
     many_splits: int = 8
     min_chunk: int = 256
 
@@ -82,6 +87,7 @@ TARGETS = {
             parted_rows=MAX_GROUP_ROWS,
             matrix_rows=MAX_MATRIX_ROWS,
             matrix_part=256,
+            attention_elements=MAX_ATTENTION_ELEMENTS,
         ),
         Target("reference"),
     )

@@ -145,7 +145,8 @@ class Attention(Instruction):
         width = heads * cache.shape[3]
         copied = sum(width * tensors[h].dtype.size for h in self.newest())
         queries = 2 * width * self.group(tensors) * q.dtype.size
-        return rows * (2 * tokens * width * cache.dtype.size + queries + copied)
+        readers = rows if self.k_new != NONE else 1  # rows of a prompt read the caches together
+        return readers * 2 * tokens * width * cache.dtype.size + rows * (queries + copied)
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin

@@ -32,11 +32,13 @@ class Case:
     kv_head_range: tuple[int, int] | None = None
     splits: tuple[int, int, int] = (0, 1, 8)  # split, number of splits, chunk
     newest: bool = False  # k_new and v_new: rows of different sequences
+    context: int = 64  # most tokens of a sequence
 
 
 APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
+LONG = [(0, i) for i in range(1000, 1100)] + [(1, 900)] + [(2, i) for i in range(70)]
 # Arguments of cases that the fast kernel of the GPU accepts.
 FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
 FAST |= {"splits": (0, 1, 16)}
@@ -99,6 +101,17 @@ CASES = [
     Case("fast, first of two splits", 4, 1, 64, APART, 4, **FAST_HALF),
     Case("fast, last of two splits", 4, 1, 64, APART, 5, **(FAST_HALF | LAST)),
     Case("fast, many rows", 4, 2, 64, MANY, 35, **FAST),
+    Case("fast, prompts", 8, 2, 64, MANY, 33, **FAST),
+    Case("fast, prompts, long heads", 8, 2, 128, MANY, 35, **FAST),
+    Case("fast, prompts, multi-head", 3, 3, 64, MANY, 34, **FAST),
+    Case("fast, prompts, group of three", 6, 2, 64, MANY, 35, **FAST),
+    Case("fast, prompts, group of eight", 8, 1, 64, MANY, 35, **FAST),
+    Case("fast, prompts, group of seven, long heads", 7, 1, 128, MANY, 35, **FAST),
+    Case("fast, prompts, first of two splits", 4, 1, 64, MANY, 35, **FAST_HALF),
+    Case("fast, prompts, last of two splits", 4, 1, 64, MANY, 33, **(FAST_HALF | LAST)),
+    Case("fast, prompts, last of two splits, long heads", 4, 1, 128, MANY, 35, **(FAST_HALF | LAST)),
+    Case("fast, long prompts", 4, 1, 64, LONG, 171, context=1100, **FAST),
+    Case("fast, long prompts, long heads", 8, 2, 128, LONG, 150, context=1100, **FAST),
     Case("fast, newest, tagged", 8, 2, 64, APART, 5, **(FAST | NEWEST)),
     Case("fast, newest, tagged, long heads", 6, 2, 128, APART, 4, **(FAST | NEWEST)),
     Case("fast, newest, tagged, first of two", 4, 1, 64, APART, 4, **(FAST_HALF | NEWEST)),
@@ -117,7 +130,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     """An example whose KV blocks are scattered over a cache that is full of other values."""
     table = Table(rng)
     d, rows = case.head_dim, len(case.rows)
-    per_sequence = -(-64 // case.block_size)
+    per_sequence = -(-case.context // case.block_size)
     num_blocks = 5 * per_sequence + 4
     steps = paged_step(table, case.rows, case.live, per_sequence, num_blocks)
     cache_shape = (num_blocks, case.kv_heads, case.block_size, d)
@@ -156,7 +169,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         split=split,
         num_splits=num_splits,
         chunk=chunk,
-        context=64,
+        context=case.context,
         step_rows=rows,
         scale=d**-0.5,
     )

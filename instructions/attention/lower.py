@@ -9,6 +9,7 @@ from megavm.instructions.attention import Attention
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.tiling import Lowering, cut
+from megavm.vm.config import MAX_GROUP_ROWS
 
 OPERANDS = (
     *("q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"),
@@ -54,14 +55,25 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Attention]:
 def tiling(operation: Operation, options: CompileOptions) -> Tiling:
     """How an operation is cut."""
     _, kv_heads, block_size, _ = operation.inputs["k_cache"].memory.shape
+    q = operation.inputs["q"]
     context = int(operation.attributes["context"])
-    return attention_tiling(operation.inputs["q"].rows, kv_heads, block_size, context, options)
+    queries = 0 if "k_new" in operation.inputs else q.columns // kv_heads
+    return attention_tiling(q.rows, kv_heads, block_size, context, options, queries)
 
 
 def attention_tiling(
-    rows: int, kv_heads: int, block_size: int, context: int, options: CompileOptions
+    rows: int,
+    kv_heads: int,
+    block_size: int,
+    context: int,
+    options: CompileOptions,
+    queries: int = 0,
 ) -> Tiling:
     """How an attention of ``rows`` rows over up to ``context`` tokens is cut.
+
+    ``queries``: elements of a row's queries for one KV head, if several rows may belong to a sequence. No
+    tile then has more rows than the machine attends to together, because late rows of a prompt cost
+    more: many small tiles balance better.
 
     Heads are cut first, because all heads cost the same and the rows of a prompt do not. The context is
     split only if this gives work to idle workers, into three or more splits of at least ``min_chunk``
@@ -71,6 +83,9 @@ def attention_tiling(
     wanted = options.workers * options.waves
     head_tiles = min(kv_heads, wanted)
     row_tile = -(-rows // -(-wanted // head_tiles))
+    together = options.target.attention_elements
+    if queries and together and rows > MAX_GROUP_ROWS:
+        row_tile = min(row_tile, max(together // queries, 1))
     items = -(-rows // row_tile) * head_tiles
     most = options.workers // items
     if most >= options.target.many_splits:

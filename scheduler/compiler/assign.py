@@ -21,7 +21,8 @@ def assign(
 
     Every queue is in topological order, so no instruction can block for ever.
 
-    ``round_robin``: instruction i of an operation goes to worker i mod workers.
+    ``round_robin``: the instructions of an operation are dealt out to the workers there and back,
+    so that a worker has cheap and costly ones where the cost grows with the number.
 
     ``balanced``: the instructions of an operation are cut into runs of neighbours (which share
     weights) of about equal cost. The costliest run goes to the least loaded worker. Operations that
@@ -39,7 +40,8 @@ def assign(
     if options.assignment == "round_robin":
         for members in operations:
             for i, index in enumerate(members):
-                queues[i % options.workers].append(index)
+                turn, place = divmod(i, options.workers)
+                queues[place if turn % 2 == 0 else -1 - place].append(index)
         return queues
     load = [0] * options.workers
     cost_of = figures(program.words, tensors, 1, lambda inst: (_cost(inst, tensors),))[:, 0]

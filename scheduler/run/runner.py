@@ -376,9 +376,11 @@ def choose_bucket(
         logit_rows = max(logit_rows, MIN_MATRIX_ROWS)  # then all products are matrix products
     logit_rows = min(logit_rows, limits.max_logit_rows)
 
+    queries = 0 if decode else config.num_heads // config.num_kv_heads * config.head_dim
+
     def splits(tokens: int) -> int:
         heads = parallel.heads(config.num_kv_heads)
-        return attention_tiling(rows, heads, limits.block_size, tokens, chosen).splits
+        return attention_tiling(rows, heads, limits.block_size, tokens, chosen, queries).splits
 
     longest = limits.max_model_len
     rounded = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
