@@ -60,8 +60,7 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   ptx::store_shared4(address + 16, {row, word, value, target});
   ptx::store_shared2(address + 8, static_cast<uint32_t>(kind), thing);
   ptx::store_shared(ptx::shared_address(&control().stopping), 1);
-  asm volatile("exit;");
-  __builtin_unreachable();
+  ptx::exit();
 }
 
 // The same for semaphores, packed into one word to keep the many waits small: 1, kind, number,
@@ -70,8 +69,7 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   // Keep the record of another lane of this warp: it is more specific.
   const uint32_t address = ptx::shared_address(&current());
   if (ptx::load_shared(address + 8) == 0) ptx::store_shared(address + 12, 1u << 31 | semaphore);
-  asm volatile("exit;");
-  __builtin_unreachable();
+  ptx::exit();
 }
 
 // Stop because the instruction cannot be executed. The arguments appear in the fault's message.

@@ -39,18 +39,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     text = "seconds that a wait on the GPU may take (more under a sanitizer)"
     parser.addoption("--cuda-timeout", type=float, default=10.0, help=text)
     parser.addoption("--cuda-root", type=Path, help="folder of other kernel sources")
+    text = "run the tests of the GPU on a GPU that is emulated (slow)"
+    parser.addoption("--emulate-gpu", action="store_true", help=text)
 
 
 @pytest.fixture(scope="session")
 def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
     """The GPU; tests that need it are skipped where there is none."""
     from megavm.vm.cuda import compiler as cuda_compiler
+    from megavm.vm.cuda.emulated import EmulatedMachine
     from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 
+    root = pytestconfig.getoption("--cuda-root") or cuda_compiler.ROOT
+    if pytestconfig.getoption("--emulate-gpu"):
+        return EmulatedMachine(root=root)
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(f"machine cuda is not available: {reason}")
-    root = pytestconfig.getoption("--cuda-root") or cuda_compiler.ROOT
     return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"), root=root)
 
 

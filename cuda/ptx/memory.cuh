@@ -64,6 +64,15 @@ __device__ __forceinline__ uint32_t zero() {
   return v;
 }
 
+// Keep the compiler from moving accesses to a value across this point.
+__device__ __forceinline__ void settle(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+
+// End this thread.
+[[noreturn]] __device__ __forceinline__ void exit() {
+  asm volatile("exit;");
+  __builtin_unreachable();
+}
+
 // ---- Global memory, bypassing the first-level cache, which is not coherent between SMs.
 
 __device__ __forceinline__ uint32_t load_relaxed(const uint32_t* address) {

@@ -237,7 +237,7 @@ struct MatrixSums : MatrixSizes {
 #pragma unroll
     for (uint32_t b = 0; b < kMaxBlocks; ++b)
 #pragma unroll
-      for (float& s : sum[b]) asm volatile("" : "+f"(s)::"memory");
+      for (float& s : sum[b]) ptx::settle(s);
   }
 
   // Put 16 rows of x of one of the blocks into this warp's part of the scratch.

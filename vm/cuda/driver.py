@@ -28,7 +28,8 @@ class Driver:
 
         self.api: Any = driver
         self.device = device
-        torch.zeros(1, device=f"cuda:{device}")  # torch creates the context with its own flags
+        self.memory_device = f"cuda:{device}"
+        torch.zeros(1, device=self.memory_device)  # torch creates the context with its own flags
         self.context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
         self._handle = int(self.context)
 
@@ -50,6 +51,14 @@ class Driver:
             yield
         finally:
             self.api.cuCtxPopCurrent()
+
+    def stream(self) -> int:
+        """Torch's current stream."""
+        return int(torch.cuda.current_stream(self.memory_device).cuda_stream)
+
+    def host_word(self) -> torch.Tensor:
+        """An int32 word on the host that copies from the GPU do not wait for."""
+        return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
     def function(self, cubin: bytes, name: str = KERNEL_NAME, shared: int = SHARED_BYTES) -> Any:
         """Load a kernel of a cubin and allow it so many bytes of shared memory (all of an SM's)."""

@@ -67,37 +67,49 @@ class CudaMachine:
         trace: bool = False,
         root: Path = cuda_compiler.ROOT,
     ) -> None:
-        self.devices = (device,) if isinstance(device, int) else tuple(device)
-        for number in self.devices:
+        devices = (device,) if isinstance(device, int) else tuple(device)
+        for number in devices:
             reason = reason_unavailable(number)
             if reason is not None:
                 raise ValueError(f"machine 'cuda' is not available: {reason}")
-        self.memory_device = f"cuda:{self.devices[0]}"
-        self.workers = _shared_workers(self.devices)
+        drivers = {number: Driver(number) for number in dict.fromkeys(devices)}
+        of_ranks = [drivers[number] for number in devices]
+        self._initialise(devices, of_ranks, _shared_workers(devices), timeout, trace, root)
+
+    def _initialise(
+        self,
+        devices: tuple[int, ...],
+        drivers: Sequence[Driver],
+        workers: int,
+        timeout: float,
+        trace: bool,
+        root: Path,
+    ) -> None:
+        self.devices = devices
+        self.drivers = drivers  # of each rank
+        self.memory_device = drivers[0].memory_device
+        self.workers = workers
         self.timeout = timeout
         self.trace = trace
         self.root = root
         self.report: cuda_compiler.Report | None = None
         self.lost = ""  # name of the error that made the context unusable
-        drivers = {number: Driver(number) for number in dict.fromkeys(self.devices)}
-        self.drivers = [drivers[number] for number in self.devices]  # of each rank
         # Memory that all ranks write; None for one rank.
-        self.arena = Arena(self.drivers) if len(self.devices) > 1 else None
+        self.arena = Arena(drivers) if len(devices) > 1 else None
         # Streams of the ranks that share a GPU with an earlier rank.
         self.side_streams = [
-            torch.cuda.Stream(number) if number in self.devices[:rank] else None  # type: ignore[no-untyped-call]
-            for rank, number in enumerate(self.devices)
+            torch.cuda.Stream(number) if number in devices[:rank] else None  # type: ignore[no-untyped-call]
+            for rank, number in enumerate(devices)
         ]
         self._clocks: Clocks | None = None
-        self._functions: dict[
-            str, list[Any]
-        ] = {}  # of each rank, by the header that specialises them
+        # Kernels for each rank, by the header that specialises them.
+        self._functions: dict[str, list[Any]] = {}
 
     def memory(self, ranks: int = 1) -> Memory:
         """See ``Machine.memory``."""
         if ranks != len(self.devices):
             raise ValueError(f"the machine has {len(self.devices)} ranks, not {ranks}")
-        devices = [f"cuda:{number}" for number in self.devices]
+        devices = [driver.memory_device for driver in self.drivers]
         return Memory(devices, allocate_shares=self.arena.allocate if self.arena else None)
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CudaExecutable:
@@ -116,9 +128,11 @@ class CudaMachine:
             raise ValueError(
                 f"the program has {program.ranks} ranks, the machine {len(self.devices)} GPUs"
             )
-        for own, number in zip(memory.ranks, self.devices, strict=True):
-            if own.device != torch.device(f"cuda:{number}"):
-                raise ValueError(f"the memory is on {own.device}, the machine on cuda:{number}")
+        for own, driver in zip(memory.ranks, self.drivers, strict=True):
+            if own.device != torch.device(driver.memory_device):
+                raise ValueError(
+                    f"the memory is on {own.device}, the machine on {driver.memory_device}"
+                )
         if program.workers > self.workers:
             raise ValueError(
                 f"the program is for {program.workers} workers, GPU {self.devices[0]} has "

@@ -81,7 +81,7 @@ class RankPart:
         self.counters = counters
         self._abort = counters[-1:]
         self.records = self.zeros(program.workers * NUM_WARPS * RECORD_WORDS)
-        self._host_abort = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._host_abort = self.driver.host_word()
         self._aborted = self._host_abort.numpy()
         self._stream: int | None = None  # of launches that ``wait`` has not waited for
         self.parameters = LaunchParameters(
@@ -141,10 +141,9 @@ class RankPart:
 
     def stream(self) -> int:
         """The stream for launches: torch's current one, or the rank's own if it shares its GPU."""
-        current = torch.cuda.current_stream(self._device)
         if self._side is None:
-            return int(current.cuda_stream)
-        self._side.wait_stream(current)
+            return self.driver.stream()
+        self._side.wait_stream(torch.cuda.current_stream(self._device))
         return int(self._side.cuda_stream)
 
     def start(self, stream: int, parameters: Any = None, workers: int = 0) -> None:

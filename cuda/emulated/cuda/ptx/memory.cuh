@@ -1,0 +1,182 @@
+// The functions of cuda/ptx/memory.cuh, emulated.
+#pragma once
+
+#include "cuda/integers.cuh"
+
+namespace megavm::ptx {
+
+struct Words2 {
+  uint32_t x, y;
+};
+
+struct alignas(16) Words4 {
+  uint32_t x, y, z, w;
+};
+
+inline Words4 zero4() { return {}; }
+inline void settle(Words4&) {}
+inline void settle(float&) {}
+inline uint32_t lane_index() { return emulated::lane_number(); }
+inline uint32_t thread_index() { return emulated::lane->thread; }
+inline uint32_t block_index() { return emulated::worker->block; }
+inline uint32_t zero() { return 0; }
+[[noreturn]] inline void exit() { emulated::end_lane(); }
+
+// ---- Global memory.
+
+inline uint32_t load_relaxed1(uint64_t address) {
+  emulated::poll();
+  return emulated::load_global<uint32_t>(address);
+}
+inline uint32_t load_relaxed(const uint32_t* address) {
+  return load_relaxed1(reinterpret_cast<uint64_t>(address));
+}
+inline uint32_t load_acquire(const uint32_t* address) { return load_relaxed(address); }
+inline uint32_t load_acquire_system(const uint32_t* address) { return load_relaxed(address); }
+inline Words2 load_relaxed_tagged(uint64_t address) {
+  emulated::poll();
+  const uint64_t word = emulated::load_global<uint64_t>(address);
+  return {static_cast<uint32_t>(word), static_cast<uint32_t>(word >> 32)};
+}
+inline Words4 load_relaxed_tagged2(uint64_t address) {
+  emulated::global<Words4>(address);
+  const Words2 first = load_relaxed_tagged(address), second = load_relaxed_tagged(address + 8);
+  return {first.x, first.y, second.x, second.y};
+}
+inline Words2 load_relaxed2(uint64_t address) {
+  emulated::global<uint64_t>(address);
+  return {load_relaxed1(address), load_relaxed1(address + 4)};
+}
+inline Words4 load_relaxed4(uint64_t address) {
+  emulated::global<Words4>(address);
+  const Words2 low = load_relaxed2(address), high = load_relaxed2(address + 8);
+  return {low.x, low.y, high.x, high.y};
+}
+inline unsigned short load_relaxed_half(uint64_t address) {
+  return emulated::load_global<unsigned short>(address);
+}
+
+inline uint32_t load_constant(uint64_t address) { return *emulated::global<uint32_t>(address); }
+inline Words2 load_constant2(uint64_t address) { return *emulated::global<Words2>(address); }
+inline Words4 load_constant4(uint64_t address) { return *emulated::global<Words4>(address); }
+inline unsigned short load_constant_half(uint64_t address) {
+  return *emulated::global<unsigned short>(address);
+}
+
+inline void store_relaxed_tagged(uint64_t address, uint32_t value, uint32_t epoch) {
+  emulated::store_global<uint64_t>(address, uint64_t{epoch} << 32 | value);
+}
+inline void store_relaxed_tagged2(uint64_t address, uint32_t first, uint32_t second,
+                                  uint32_t epoch) {
+  emulated::global<Words4>(address);
+  store_relaxed_tagged(address, first, epoch);
+  store_relaxed_tagged(address + 8, second, epoch);
+}
+inline void store(uint64_t address, uint32_t value) { emulated::store_global(address, value); }
+inline void store2(uint64_t address, uint32_t x, uint32_t y) {
+  emulated::global<Words2>(address, 8);
+  store(address, x);
+  store(address + 4, y);
+}
+inline void store_half(uint64_t address, unsigned short value) {
+  emulated::store_global(address, value);
+}
+inline void store_relaxed(uint32_t* address, uint32_t value) {
+  emulated::store_global(reinterpret_cast<uint64_t>(address), value);
+}
+inline uint32_t fetch_add_relaxed(uint32_t* address, uint32_t value) {
+  emulated::worker->progress = true;
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline void add_release(uint32_t* address, uint32_t value) { fetch_add_relaxed(address, value); }
+inline void add_relaxed(uint32_t* address, uint32_t value) { fetch_add_relaxed(address, value); }
+inline void add_relaxed_system(uint64_t address, uint32_t value) {
+  fetch_add_relaxed(emulated::global<uint32_t>(address), value);
+}
+
+// ---- Shared memory.
+
+inline uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(pointer) -
+                               emulated::worker->shared) +
+         emulated::kSharedBase;
+}
+inline Words4 load_shared4(uint32_t address) { return emulated::load_shared<Words4>(address); }
+inline Words2 load_shared2(uint32_t address) { return emulated::load_shared<Words2>(address); }
+inline uint32_t load_shared(uint32_t address) { return emulated::load_shared<uint32_t>(address); }
+inline uint32_t load_shared_volatile(uint32_t address) { return load_shared(address); }
+inline void store_shared(uint32_t address, uint32_t x) { emulated::store_shared(address, x); }
+inline void store_shared2(uint32_t address, uint32_t x, uint32_t y) {
+  emulated::store_shared(address, Words2{x, y});
+}
+inline void store_shared4(uint32_t address, const Words4& v) { emulated::store_shared(address, v); }
+
+// PTX ISA, "ldmatrix": lane 8 m + r has the address of row r of matrix m. Lane i gets elements
+// 2 (i % 4) and the next of row i / 4 of each matrix; transposed, of column i / 4.
+inline Words4 load_matrices(uint32_t address, bool transposed = false) {
+  const emulated::Meeting& all = emulated::meet("ldmatrix", address);
+  const uint32_t lane = lane_index(), major = lane / 4, minor = lane % 4 * 2;
+  uint32_t words[4];
+  for (uint32_t m = 0; m < 4; ++m) {
+    unsigned short pair[2];
+    for (uint32_t i = 0; i < 2; ++i) {
+      const uint32_t row = transposed ? minor + i : major, column = transposed ? major : minor + i;
+      const uint32_t from = emulated::brought<uint32_t>(all, 8 * m + row);
+      std::memcpy(&pair[i], emulated::shared_bytes(from, 16, 16) + 2 * column, 2);
+    }
+    words[m] = uint32_t{pair[1]} << 16 | pair[0];
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+inline Words4 load_matrices_transposed(uint32_t address) { return load_matrices(address, true); }
+
+// ---- The copy engine.
+
+inline uint64_t evict_first_policy() { return 0; }
+inline uint64_t evict_normal_policy() { return 0; }
+
+inline void bulk_load(uint32_t to, uint64_t from, uint32_t bytes, uint32_t mbarrier, uint64_t) {
+  if (bytes == 0 || bytes % 16 != 0)
+    emulated::fail("a copy of " + std::to_string(bytes) + " bytes: not a multiple of 16");
+  const void* source = emulated::global<Words4>(from);
+  unsigned char* target = emulated::shared_bytes(to, bytes, 16);
+  emulated::copy_later(to, bytes, mbarrier, [=] { std::memcpy(target, source, bytes); });
+}
+
+// A matrix of 2-byte elements and its boxes, as vm/cuda/emulated.py describes them.
+struct BoxMap {
+  uint64_t address, columns, rows, row_bytes, box_columns, box_rows;
+};
+
+// PTX ISA, "Swizzling modes": 128 bytes. The number of a 16-byte chunk in its 128 bytes is exclusive-
+// ored with that of its row in 1024 bytes.
+inline uint32_t swizzled(uint32_t address, uint32_t bits) {
+  return address ^ (address >> 7 & ((1u << bits) - 1)) << 4;
+}
+
+inline void box_load(uint32_t to, uint64_t map_address, uint32_t column, uint32_t row,
+                     uint32_t mbarrier) {
+  const BoxMap map = *emulated::global<BoxMap>(map_address, 8);
+  const uint32_t bytes = static_cast<uint32_t>(map.box_columns * map.box_rows * 2);
+  if (map.box_columns != 64) emulated::fail("a box has 64 columns, there is no such map");
+  emulated::shared_bytes(to, bytes, 128);
+  emulated::copy_later(to, bytes, mbarrier, [=] {
+    for (uint32_t r = 0; r < map.box_rows; ++r)
+      for (uint32_t c = 0; c < 64; ++c) {
+        unsigned short value = 0;
+        const uint64_t from_row = uint64_t{row} + r, from_column = uint64_t{column} + c;
+        if (from_row < map.rows && from_column < map.columns)
+          std::memcpy(&value,
+                      reinterpret_cast<const char*>(map.address) + from_row * map.row_bytes +
+                          2 * from_column,
+                      2);
+        std::memcpy(emulated::shared_bytes(swizzled(to + r * 128 + 2 * c, 3), 2, 2), &value, 2);
+      }
+  });
+}
+
+inline void fence_gpu() { __threadfence(); }
+inline void fence_system() { __threadfence(); }
+inline void fence_proxy_async() {}
+
+}  // namespace megavm::ptx

@@ -1,0 +1,62 @@
+// The functions of cuda/ptx/wgmma.cuh, emulated.
+#pragma once
+
+#include "cuda/ptx/mma.cuh"
+
+namespace megavm::ptx {
+
+enum class OperandSwizzle : uint32_t { k128Bytes = 1, k64Bytes = 2 };
+
+template <OperandSwizzle kSwizzle>
+uint64_t operand_descriptor(uint32_t address, uint32_t stride) {
+  return uint64_t{static_cast<uint32_t>(kSwizzle)} << 62 | uint64_t{stride >> 4} << 32 |
+         uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+}
+
+// Element `k` of a row of an operand. PTX ISA, "Matrix descriptor" and "Swizzling modes": groups of 8
+// rows are `stride` apart, and the swizzle is one of the bits of the address.
+inline float operand(uint64_t descriptor, uint32_t row, uint32_t k) {
+  const uint32_t address = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
+  const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
+  const bool wide = descriptor >> 62 == 1;
+  const uint32_t at = address + row / 8 * stride + row % 8 * (wide ? 128 : 64) + 2 * k;
+  unsigned short bits;
+  std::memcpy(&bits, emulated::shared_bytes(swizzled(at, wide ? 3 : 2), 2, 2), 2);
+  return from_bf16(bits);
+}
+
+inline void wgmma_fence() { __syncwarp(); }
+inline void wgmma_commit() { __syncwarp(); }
+
+// Products are computed when they are waited for: until then their operands must stay, and their
+// sums must not be used.
+template <uint32_t kPending>
+void wgmma_wait() {
+  static_assert(kPending == 0);
+  __syncwarp();
+  for (auto& product : emulated::lane->products) product();
+  emulated::lane->products.clear();
+  __syncwarp();
+}
+
+// PTX ISA, "Matrix fragments for wgmma.mma_async.m64nNk16": lane l of warp w has in sums
+// 4 j + 2 h + i row 16 w + l / 4 + 8 h, column 8 j + 2 (l % 4) + i.
+template <uint32_t kColumns>
+void wgmma(float (&sums)[kColumns / 2], uint64_t a, uint64_t b) {
+  __syncwarp();
+  float* const to = sums;
+  emulated::lane->products.push_back([=] {
+    const uint32_t lane = lane_index(), warp = thread_index() / 32 % 4;
+    float row[2][16];
+    for (uint32_t h = 0; h < 2; ++h)
+      for (uint32_t k = 0; k < 16; ++k) row[h][k] = operand(a, 16 * warp + lane / 4 + 8 * h, k);
+    for (uint32_t j = 0; j < kColumns / 8; ++j)
+      for (uint32_t i = 0; i < 2; ++i)
+        for (uint32_t k = 0; k < 16; ++k) {
+          const float other = operand(b, 8 * j + lane % 4 * 2 + i, k);
+          for (uint32_t h = 0; h < 2; ++h) to[4 * j + 2 * h + i] += row[h][k] * other;
+        }
+  });
+}
+
+}  // namespace megavm::ptx

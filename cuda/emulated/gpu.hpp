@@ -1,0 +1,428 @@
+// A GPU on the CPU: runs the kernel that megakernel.cu makes, as C++ that the host's compiler
+// translates, for tests and for authors of instructions who have no GPU at hand.
+//
+// A worker (an SM) is an OS thread. Each lane of its warps is a fiber: lanes take turns, and one
+// gives way when it waits or polls. What a warp does together (shuffles, votes, matrix instructions)
+// is a meeting of its lanes. The copy engine delivers late, and in any order: until then the
+// destination holds garbage. Products of wgmma are computed when they are waited for.
+//
+// The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
+// addresses are aligned and inside shared memory, that semaphores get no more arrivals than they
+// count. It knows nothing of caches and of the order of memory between workers beyond that of the
+// host, and nothing of time.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __shared__ thread_local
+#define __forceinline__ inline
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __launch_bounds__(...)
+#define __CUDA_ARCH__ 900
+
+namespace emulated {
+
+constexpr uint32_t kLanes = 32;
+constexpr uint32_t kStackBytes = 96 * 1024;
+constexpr uint32_t kSharedBase = 1024;  // the shared-memory address of its first byte
+
+// ---- Errors. The first one ends the launch.
+
+struct Failure {
+  std::mutex mutex;
+  std::string text;
+  std::atomic<bool> failed{false};
+};
+inline Failure& failure() {
+  static Failure shared;
+  return shared;
+}
+
+// ---- Lanes.
+
+struct Worker;
+
+struct Lane {
+  ucontext_t first;  // how it begins
+  jmp_buf place;
+  std::unique_ptr<char[]> stack;
+  uint32_t thread = 0;
+  uint32_t meeting = 0;  // meetings of the warp so far
+  uint32_t polls = 0;
+  bool begun = false;
+  bool ended = false;
+  std::vector<std::function<void()>> products;  // of wgmma, that nobody has waited for
+};
+
+// What lanes bring to a meeting. Lanes that have left a meeting may already come to the next one,
+// but not to the one after, so there is room for two.
+struct Meeting {
+  uint32_t number = 0;
+  uint32_t arrived = 0;
+  const char* kind = nullptr;
+  alignas(16) unsigned char brought[kLanes][32];
+  uint32_t present = 0;  // bit i: lane i
+};
+
+struct Warp {
+  Meeting meetings[2];
+  uint32_t alive = 0;  // bit i: lane i has not ended
+};
+
+// A copy that the copy engine has not delivered.
+struct Copy {
+  uint32_t turns;  // until then
+  uint32_t mbarrier;
+  uint32_t bytes;
+  std::function<void()> deliver;
+};
+
+struct Worker {
+  uint32_t block = 0, blocks = 0;
+  unsigned char* shared = nullptr;
+  uint32_t shared_bytes = 0;
+  std::vector<Lane> lanes;
+  std::vector<Warp> warps;
+  std::vector<Copy> copies;
+  uint32_t at_barrier = 0, barrier_round = 0;  // of __syncthreads
+  std::mt19937 random;
+  jmp_buf scheduler;
+  bool progress = false;  // whether a lane has done more than poll
+};
+
+inline thread_local Worker* worker = nullptr;
+inline thread_local Lane* lane = nullptr;
+
+// NOTE: not inlined, so that no compiler keeps what belongs to one lane across a change of lanes.
+__attribute__((noinline)) inline void give_way() {
+  if (_setjmp(lane->place) == 0) _longjmp(worker->scheduler, 1);
+}
+
+[[noreturn]] __attribute__((noinline)) inline void end_lane() {
+  Lane& mine = *lane;
+  mine.ended = true;
+  worker->warps[mine.thread / kLanes].alive &= ~(1u << mine.thread % kLanes);
+  worker->progress = true;
+  _longjmp(worker->scheduler, 1);
+}
+
+[[noreturn]] inline void fail(const std::string& text) {
+  Failure& shared = failure();
+  {
+    const std::lock_guard lock(shared.mutex);
+    if (!shared.failed)
+      shared.text = "worker " + std::to_string(worker->block) + ", warp " +
+                    std::to_string(lane->thread / kLanes) + ", lane " +
+                    std::to_string(lane->thread % kLanes) + ": " + text;
+    shared.failed = true;
+  }
+  end_lane();
+}
+
+inline uint32_t lane_number() { return lane->thread % kLanes; }
+
+// Give way after some polls: what a loop waits for is made by another lane.
+inline void poll() {
+  if (++lane->polls % 8 == 0) give_way();
+}
+
+// ---- Meetings of a warp.
+
+// Bring a value, wait for all lanes, and return what they brought. It stays until this lane comes
+// to the meeting after the next.
+template <class Value>
+const Meeting& meet(const char* kind, const Value& value) {
+  static_assert(sizeof(Value) <= sizeof(Meeting::brought[0]));
+  Warp& warp = worker->warps[lane->thread / kLanes];
+  const uint32_t number = ++lane->meeting;
+  Meeting& meeting = warp.meetings[number % 2];
+  if (meeting.number != number) meeting = {.number = number, .kind = kind};
+  if (meeting.kind != kind && std::strcmp(meeting.kind, kind) != 0)
+    fail(std::string("this lane is at ") + kind + ", another one of its warp at " + meeting.kind);
+  std::memcpy(meeting.brought[lane_number()], &value, sizeof(Value));
+  meeting.present |= 1u << lane_number();
+  worker->progress = true;
+  while ((warp.alive & ~meeting.present) != 0) give_way();
+  return meeting;
+}
+
+template <class Value>
+Value brought(const Meeting& meeting, uint32_t by) {
+  if ((meeting.present >> by & 1) == 0) fail(std::string("the lane has ended: ") + meeting.kind);
+  Value value;
+  std::memcpy(&value, meeting.brought[by], sizeof(Value));
+  return value;
+}
+
+// ---- Shared memory.
+
+inline unsigned char* shared_bytes(uint32_t address, uint32_t bytes, uint32_t alignment) {
+  const uint32_t offset = address - kSharedBase;
+  if (address < kSharedBase || offset + bytes > worker->shared_bytes)
+    fail("shared memory has no " + std::to_string(bytes) + " bytes at " + std::to_string(offset));
+  if (address % alignment != 0)
+    fail("address " + std::to_string(offset) + " of shared memory is no multiple of " +
+         std::to_string(alignment));
+  return worker->shared + offset;
+}
+
+template <class Value>
+Value load_shared(uint32_t address) {
+  Value value;
+  std::memcpy(&value, shared_bytes(address, sizeof(Value), sizeof(Value)), sizeof(Value));
+  return value;
+}
+template <class Value>
+void store_shared(uint32_t address, const Value& value) {
+  std::memcpy(shared_bytes(address, sizeof(Value), sizeof(Value)), &value, sizeof(Value));
+  worker->progress = true;
+}
+
+// ---- Global memory. Words of up to 8 bytes are atomic.
+
+template <class Value>
+Value* global(uint64_t address, uint32_t alignment = sizeof(Value)) {
+  if (address % alignment != 0)
+    fail("address " + std::to_string(address) + " is no multiple of " + std::to_string(alignment));
+  if (address >> 48 != 0 || address < 4096) fail("there is no memory at " + std::to_string(address));
+  return reinterpret_cast<Value*>(address);
+}
+template <class Value>
+Value load_global(uint64_t address, uint32_t alignment = sizeof(Value)) {
+  return __atomic_load_n(global<Value>(address, alignment), __ATOMIC_ACQUIRE);
+}
+template <class Value>
+void store_global(uint64_t address, Value value, uint32_t alignment = sizeof(Value)) {
+  __atomic_store_n(global<Value>(address, alignment), value, __ATOMIC_RELEASE);
+  worker->progress = true;
+}
+
+// ---- mbarriers: [phase : 1][arrivals that are missing : 15][count : 16][bytes that are missing : 32].
+
+struct Mbarrier {
+  uint32_t missing_bytes;
+  uint16_t count;
+  uint16_t missing : 15;
+  uint16_t phase : 1;
+};
+static_assert(sizeof(Mbarrier) == 8);
+
+inline Mbarrier& mbarrier(uint32_t address) {
+  return *reinterpret_cast<Mbarrier*>(shared_bytes(address, 8, 8));
+}
+inline void complete_if_done(Mbarrier& barrier) {
+  worker->progress = true;
+  if (barrier.missing != 0 || barrier.missing_bytes != 0) return;
+  barrier.missing = barrier.count;
+  barrier.phase ^= 1;
+}
+inline void arrive(uint32_t address, uint32_t bytes) {
+  Mbarrier& barrier = mbarrier(address);
+  barrier.missing_bytes += bytes;
+  if (barrier.missing == 0)
+    fail("the semaphore at " + std::to_string(address - kSharedBase) + " counts " +
+         std::to_string(barrier.count) + " arrivals, this is one more");
+  barrier.missing = barrier.missing - 1;
+  complete_if_done(barrier);
+}
+inline bool is_phase_over(uint32_t address, uint32_t parity) {
+  const bool over = mbarrier(address).phase != parity;
+  if (!over) give_way();
+  return over;
+}
+
+// ---- The copy engine.
+
+// Deliver `bytes` bytes at `to` by `deliver`, later. Until then they are garbage.
+template <class Deliver>
+void copy_later(uint32_t to, uint32_t bytes, uint32_t mbarrier, Deliver&& deliver) {
+  std::memset(shared_bytes(to, bytes, 16), 0xff, bytes);  // NaN
+  worker->copies.push_back(
+      {static_cast<uint32_t>(worker->random() % 6), mbarrier, bytes, std::forward<Deliver>(deliver)});
+}
+
+inline void deliver_copies() {
+  std::vector<Copy> left;
+  std::vector<Copy> due;
+  for (Copy& copy : worker->copies) (copy.turns-- == 0 ? due : left).push_back(std::move(copy));
+  worker->copies = std::move(left);
+  for (Copy& copy : due) {
+    copy.deliver();
+    Mbarrier& barrier = mbarrier(copy.mbarrier);
+    barrier.missing_bytes -= copy.bytes;
+    complete_if_done(barrier);
+  }
+}
+
+// ---- Workers.
+
+using Body = void (*)(const void* launch);
+
+inline thread_local Body lane_body;
+inline thread_local const void* lane_launch;
+
+inline void begin_lane() {
+  lane_body(lane_launch);
+  end_lane();
+}
+
+// Run all lanes of a worker to their end.
+inline void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsigned char* shared,
+                       uint32_t shared_bytes, uint32_t seed, Body body, const void* launch) {
+  Worker own;
+  own.block = block;
+  own.blocks = blocks;
+  own.shared = shared;
+  own.shared_bytes = shared_bytes;
+  own.random.seed(seed * 7919 + block);
+  own.lanes.resize(threads);
+  own.warps.resize(threads / kLanes);
+  std::memset(shared, 0xff, shared_bytes);
+  worker = &own;
+  lane_body = body;
+  lane_launch = launch;
+  for (uint32_t i = 0; i < threads; ++i) {
+    Lane& each = own.lanes[i];
+    each.thread = i;
+    each.stack.reset(new char[kStackBytes]);
+    getcontext(&each.first);
+    each.first.uc_stack.ss_sp = each.stack.get();
+    each.first.uc_stack.ss_size = kStackBytes;
+    each.first.uc_link = nullptr;
+    makecontext(&each.first, begin_lane, 0);
+    own.warps[i / kLanes].alive |= 1u << i % kLanes;
+  }
+  std::vector<uint32_t> order(own.warps.size());
+  for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
+  static thread_local volatile bool alive;
+  for (alive = true; alive;) {
+    alive = false;
+    own.progress = false;
+    std::swap(order[own.random() % order.size()], order[own.random() % order.size()]);
+    for (const uint32_t warp : order) {
+      for (uint32_t i = warp * kLanes; i < (warp + 1) * kLanes; ++i) {
+        if (own.lanes[i].ended) continue;
+        if (failure().failed) {
+          worker = nullptr;
+          return;
+        }
+        alive = true;
+        lane = &own.lanes[i];
+        if (_setjmp(own.scheduler) == 0) {
+          if (lane->begun) _longjmp(lane->place, 1);
+          lane->begun = true;
+          setcontext(&lane->first);
+        }
+      }
+    }
+    deliver_copies();
+    if (!own.progress) std::this_thread::yield();
+  }
+  worker = nullptr;
+}
+
+}  // namespace emulated
+
+// ---- CUDA's own names.
+
+struct EmulatedIndex {
+  uint32_t x;
+};
+#define threadIdx (EmulatedIndex{emulated::lane->thread})
+#define blockIdx (EmulatedIndex{emulated::worker->block})
+#define gridDim (EmulatedIndex{emulated::worker->blocks})
+
+inline void __syncwarp(uint32_t = ~0u) { emulated::meet("__syncwarp", 0); }
+inline void __syncthreads() {
+  using namespace emulated;
+  const uint32_t round = worker->barrier_round;
+  if (++worker->at_barrier == worker->lanes.size()) {
+    worker->at_barrier = 0;
+    ++worker->barrier_round;
+  }
+  worker->progress = true;
+  while (worker->barrier_round == round) give_way();
+}
+inline void __nanosleep(uint32_t) { emulated::give_way(); }
+inline void __threadfence() { std::atomic_thread_fence(std::memory_order_seq_cst); }
+
+template <class Value>
+Value __shfl_sync(uint32_t, Value value, uint32_t from) {
+  const auto& all = emulated::meet("__shfl_sync", value);
+  return emulated::brought<Value>(all, from % emulated::kLanes);
+}
+template <class Value>
+Value __shfl_xor_sync(uint32_t, Value value, uint32_t mask) {
+  const auto& all = emulated::meet("__shfl_xor_sync", value);
+  return emulated::brought<Value>(all, emulated::lane_number() ^ mask);
+}
+template <class Value>
+Value __shfl_down_sync(uint32_t, Value value, uint32_t by) {
+  const auto& all = emulated::meet("__shfl_down_sync", value);
+  const uint32_t from = emulated::lane_number() + by;
+  return from < emulated::kLanes ? emulated::brought<Value>(all, from) : value;
+}
+template <class Value>
+Value __shfl_up_sync(uint32_t, Value value, uint32_t by) {
+  const auto& all = emulated::meet("__shfl_up_sync", value);
+  const uint32_t mine = emulated::lane_number();
+  return mine >= by ? emulated::brought<Value>(all, mine - by) : value;
+}
+inline uint32_t __ballot_sync(uint32_t, bool vote) {
+  const auto& all = emulated::meet("__ballot_sync", vote);
+  uint32_t votes = 0;
+  for (uint32_t i = 0; i < emulated::kLanes; ++i)
+    if (all.present >> i & 1 && emulated::brought<bool>(all, i)) votes |= 1u << i;
+  return votes;
+}
+inline bool __any_sync(uint32_t, bool vote) { return __ballot_sync(~0u, vote) != 0; }
+inline bool __all_sync(uint32_t, bool vote) { return __ballot_sync(~0u, !vote) == 0; }
+template <class Value>
+Value __reduce_max_sync(uint32_t, Value value) {
+  const auto& all = emulated::meet("__reduce_max_sync", value);
+  for (uint32_t i = 0; i < emulated::kLanes; ++i)
+    if (all.present >> i & 1) value = std::max(value, emulated::brought<Value>(all, i));
+  return value;
+}
+
+inline uint32_t __float_as_uint(float value) { return std::bit_cast<uint32_t>(value); }
+inline int32_t __float_as_int(float value) { return std::bit_cast<int32_t>(value); }
+inline float __uint_as_float(uint32_t value) { return std::bit_cast<float>(value); }
+inline float __int_as_float(int32_t value) { return std::bit_cast<float>(value); }
+inline float __expf(float x) { return std::exp(x); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline unsigned long long __float2ull_rn(float x) {
+  return static_cast<unsigned long long>(std::nearbyint(x));
+}
+template <class Value>
+Value atomicAdd(Value* address, Value value) {
+  return __atomic_fetch_add(address, value, __ATOMIC_ACQ_REL);
+}
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+inline int __ffs(int word) { return __builtin_ffs(word); }
+inline int __popc(uint32_t word) { return __builtin_popcount(word); }
+inline int __clz(int word) { return word == 0 ? 32 : __builtin_clz(static_cast<uint32_t>(word)); }
+template <class Value>
+Value __ldg(const Value* address) {
+  return *emulated::global<Value>(reinterpret_cast<uint64_t>(address), alignof(Value));
+}

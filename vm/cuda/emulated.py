@@ -1,0 +1,174 @@
+"""A machine that runs the GPU's kernel on the CPU: for tests, and for authors of instructions without a GPU.
+
+The host's compiler translates the same sources that NVRTC does, with the functions of cuda/ptx replaced by
+those of cuda/emulated. A lane takes about a microsecond for each instruction in which it meets the other lanes
+of its warp, so only small programs are practical.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megavm.vm import codegen
+from megavm.vm.cuda import compiler as cuda_compiler
+from megavm.vm.cuda.driver import CudaError
+from megavm.vm.cuda.launch import MAP_BYTES
+from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.program import Program
+
+ENTRY = "cuda/emulated/launch.cpp"
+FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-fno-strict-aliasing")
+
+
+def reason_unavailable() -> str | None:
+    """Why kernels cannot be emulated here, in words; None when they can."""
+    if _compiler() is None:
+        return "there is no C++ compiler (c++, g++ or clang++, or $CXX)"
+    return None
+
+
+def _compiler() -> str | None:
+    names = (os.environ.get("CXX", ""), "c++", "g++", "clang++")
+    return next((path for name in names if name and (path := shutil.which(name))), None)
+
+
+class EmulatedMachine(CudaMachine):
+    """A CudaMachine whose GPU has ``workers`` SMs and is emulated: memory is the host's.
+
+    A wait that takes longer than ``timeout`` seconds ends the launch with a fault. ``seed`` decides about
+    the order of warps and copies. A launch that does what a GPU does not allow ends with a MachineFault that
+    says what, where and which lane.
+
+    Raises ValueError when there is no C++ compiler.
+    """
+
+    def __init__(
+        self,
+        workers: int = 4,
+        timeout: float = 60.0,
+        trace: bool = False,
+        root: Path = cuda_compiler.ROOT,
+        seed: int = 0,
+    ) -> None:
+        reason = reason_unavailable()
+        if reason is not None:
+            raise ValueError(f"kernels cannot be emulated: {reason}")
+        self.seed = seed
+        self._initialise((0,), [EmulatedDriver(self)], workers, timeout, trace, root)
+
+    def _function(self, program: Program, found: codegen.Specialisation) -> list[Any]:
+        header = codegen.program_header(
+            program, trace=self.trace, in_order=program.needs_queue_order, found=found
+        )
+        if header not in self._functions:
+            library = ctypes.CDLL(str(compile_library(header, self.root)))
+            library.emulated_launch.restype = ctypes.c_char_p
+            self._functions[header] = [library.emulated_launch]
+        return self._functions[header]
+
+
+class EmulatedDriver:
+    """The calls of the CUDA driver that launches need. A launch is over when its call returns."""
+
+    memory_device = "cpu"
+
+    def __init__(self, machine: EmulatedMachine) -> None:
+        from cuda.bindings import driver
+
+        self.api: Any = driver
+        self._machine = machine
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """See ``Driver.call``."""
+        return getattr(self, f"_{name}")(*arguments)
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """See ``Driver.current``."""
+        yield
+
+    def stream(self) -> int:
+        """See ``Driver.stream``."""
+        return 0
+
+    def host_word(self) -> torch.Tensor:
+        """See ``Driver.host_word``."""
+        return torch.zeros(1, dtype=torch.int32)
+
+    def _cuLaunchKernel(self, function: Any, workers: int, *others: Any) -> None:
+        pointers = ctypes.cast(others[-2], ctypes.POINTER(ctypes.c_void_p))
+        problem = function(ctypes.c_void_p(pointers[0]), workers, self._machine.seed)
+        if problem is not None:
+            raise CudaError(problem.decode(), "the emulated kernel")
+
+    def _cuTensorMapEncodeTiled(self, *arguments: Any) -> Any:
+        """BoxMap of cuda/emulated/cuda/ptx/memory.cuh."""
+        _, _, address, sizes, strides, box, *_ = arguments
+        words = [address, *map(int, sizes), *map(int, strides), *map(int, box)]
+        return _Map(np.array([*words, *[0] * (MAP_BYTES // 8 - len(words))], np.uint64))
+
+    def _cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> None:
+        assert value == 0
+        ctypes.memset(address, 0, 4 * count)
+
+    def _cuMemcpyDtoHAsync(self, to: int, source: int, count: int, stream: int) -> None:
+        ctypes.memmove(to, source, count)
+
+    def _cuStreamSynchronize(self, stream: int) -> None:
+        pass
+
+    def _cuCtxSynchronize(self) -> None:
+        pass
+
+
+class _Map:
+    def __init__(self, opaque: Any) -> None:
+        self.opaque = opaque
+
+
+def compile_library(program_header: str, root: Path = cuda_compiler.ROOT) -> Path:
+    """Compile the kernel that ``program_header`` specialises for the CPU, or find it in the cache.
+
+    Raises CompileError with the compiler's log.
+    """
+    generated = cuda_compiler.generated_headers(program_header)
+    compiler = _compiler()
+    assert compiler is not None
+    digest = hashlib.sha256(repr((compiler, FLAGS)).encode())
+    include = (str(root / "cuda/emulated"), str(root))
+    for part in cuda_compiler.included_sources(ENTRY, generated, root):
+        digest.update(part.encode() + b"\0")
+    for path in sorted((root / "cuda/emulated").rglob("*.*h*")):
+        digest.update(path.read_bytes())
+    folder = cuda_compiler.cache_directory()
+    library = folder / f"{digest.hexdigest()}.so"
+    if library.is_file():
+        return library
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="megavm-") as place:
+        for name, text in generated.items():
+            Path(place, name).write_text(text, encoding="utf-8")
+        made = Path(place, "kernel.so")
+        includes = [f"-I{path}" for path in (place, *include)]
+        command = [compiler, *FLAGS, *includes, str(root / ENTRY), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise cuda_compiler.CompileError(
+                f"{ENTRY} does not compile: {done.stderr or done.returncode}"
+            )
+        partial = folder / f".{library.name}.{os.getpid()}"
+        shutil.copyfile(made, partial)
+        os.replace(partial, library)
+    return library
