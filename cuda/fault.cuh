@@ -100,12 +100,13 @@ __device__ __forceinline__ void report_faults() {
   const uint32_t warp = lane_index();
   const uint64_t since = ptx::global_timer();
   bool silent = true;
-  while (silent && ptx::global_timer() - since < kLongest) {
+  while (silent) {
     __nanosleep(100000);
     const uint32_t left = ptx::shared_address(shared_memory) + kCurrentAt + warp * kCurrentBytes;
     silent = warp < kNumWarps && warp != kControllerWarp &&
              ptx::load_shared_volatile(left + 8) == 0 && ptx::load_shared_volatile(left + 12) == 0;
-    silent = __any_sync(~0u, silent);
+    const bool in_time = ptx::global_timer() - since < kLongest;
+    silent = __any_sync(~0u, silent) && __all_sync(~0u, in_time);
   }
   __syncwarp();
   if (warp < kNumWarps) {

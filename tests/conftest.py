@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from megavm.vm.cuda.machine import CudaMachine
 
 MACHINES = ("reference", "cpu", "cuda")
+EMULATED_TIMEOUT = 3.0  # seconds that a wait on the emulated GPU may take at least
 
 
 @pytest.fixture(params=MACHINES)
@@ -44,32 +45,50 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session")
-def cuda_machine(pytestconfig: pytest.Config) -> CudaMachine:
-    """The GPU; tests that need it are skipped where there is none."""
+def make_cuda_machine(pytestconfig: pytest.Config) -> Callable[..., CudaMachine]:
+    """Makes machines of the GPU, with options of CudaMachine; skips where there is none."""
     from megavm.vm.cuda import compiler as cuda_compiler
     from megavm.vm.cuda.emulated import EmulatedMachine
     from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 
-    root = pytestconfig.getoption("--cuda-root") or cuda_compiler.ROOT
+    given: dict[str, Any] = {"root": pytestconfig.getoption("--cuda-root") or cuda_compiler.ROOT}
     if pytestconfig.getoption("--emulate-gpu"):
-        return EmulatedMachine(root=root)
+
+        def emulated(**options: Any) -> CudaMachine:
+            options["timeout"] = max(options.get("timeout", 60.0), EMULATED_TIMEOUT)
+            return EmulatedMachine(**given | options)
+
+        return emulated
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(f"machine cuda is not available: {reason}")
-    return CudaMachine(timeout=pytestconfig.getoption("--cuda-timeout"), root=root)
+    given["timeout"] = pytestconfig.getoption("--cuda-timeout")
+    return lambda **options: CudaMachine(**given | options)
 
 
 @pytest.fixture(scope="session")
-def cuda_ranks(cuda_machine: CudaMachine) -> Callable[..., CudaMachine]:
+def cuda_machine(make_cuda_machine: Callable[..., CudaMachine]) -> CudaMachine:
+    """The GPU; tests that need it are skipped where there is none."""
+    return make_cuda_machine()
+
+
+@pytest.fixture(scope="session")
+def real_gpu(cuda_machine: CudaMachine) -> None:
+    """Tests that need more of a GPU than its kernel are skipped where it is emulated."""
+    if cuda_machine.memory_device == "cpu":
+        pytest.skip("the GPU is emulated")
+
+
+@pytest.fixture(scope="session")
+def cuda_ranks(
+    make_cuda_machine: Callable[..., CudaMachine], real_gpu: None
+) -> Callable[..., CudaMachine]:
     """cuda_ranks(ranks, **options): ranks share GPUs if there are fewer."""
     import torch
 
-    from megavm.vm.cuda.machine import CudaMachine
-
     def make(ranks: int, **options: Any) -> CudaMachine:
         devices = [rank % torch.cuda.device_count() for rank in range(ranks)]
-        given: dict[str, Any] = {"timeout": cuda_machine.timeout, "root": cuda_machine.root}
-        return CudaMachine(devices, **given | options)
+        return make_cuda_machine(device=devices, **options)
 
     return make
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,12 +34,12 @@ class Recorded(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def recorded(cuda_machine: CudaMachine) -> Recorded:
+def recorded(make_cuda_machine: Callable[..., CudaMachine], real_gpu: None) -> Recorded:
     """A launch of a chain of products, each of which reads its weights once.
 
     It is the one of several that the host disturbed least; 2 % of it are 0.7 ms.
     """
-    machine = CudaMachine(timeout=cuda_machine.timeout, trace=True)
+    machine = make_cuda_machine(trace=True)
     graph = Graph(1)
     x = graph.tensor("x", (1, SIZE), BF16, TensorKind.INPUT)
     for i in range(LAYERS):

@@ -39,7 +39,7 @@ MACHINES: dict[str, dict[str, Any]] = {
 def options(request: pytest.FixtureRequest) -> dict[str, Any]:
     """Of an LLM on each machine."""
     if request.param == "cuda":
-        request.getfixturevalue("cuda_machine")
+        request.getfixturevalue("real_gpu")
     return {**OPTIONS, **MACHINES[request.param]}
 
 

@@ -52,7 +52,8 @@ def lose_signals(executable: Any) -> None:
     count = int(program.signals[barrier]) + 1
     if isinstance(executable, CudaExecutable):
         executable._ranks[0].counters[barrier * BARRIER_STRIDE] -= count
-        torch.cuda.synchronize()
+        if executable.memory.device.type == "cuda":
+            torch.cuda.synchronize()
         return
     for _ in range(count):
         executable._loaded.lose_signal(barrier)

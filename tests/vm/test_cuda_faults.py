@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -97,8 +98,8 @@ def test_the_record_that_says_most_comes_first() -> None:
 
 
 @pytest.fixture(scope="module")
-def impatient(cuda_machine: CudaMachine) -> CudaMachine:
-    return CudaMachine(timeout=0.2)
+def impatient(make_cuda_machine: Callable[..., CudaMachine]) -> CudaMachine:
+    return make_cuda_machine(timeout=0.2)
 
 
 def load(

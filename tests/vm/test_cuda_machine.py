@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,7 @@ from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
 
+MakeMachine = Callable[..., CudaMachine]
 INSTRUCTIONS = list(instruction_set().values())
 RELATIVE = {DType.F32: 2e-5, DType.BF16: 2**-7, DType.I32: 0.0}
 ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}
@@ -49,7 +50,9 @@ def rounding(example: Example) -> float:
     inst = example.instruction
     if not isinstance(inst, Attention) or example.tensors[inst.k_cache].dtype is not BF16:
         return 0.0
-    return 4e-3 if inst.partial == NONE else 2e-2  # partial sums are not divided by the weights' total
+    return (
+        4e-3 if inst.partial == NONE else 2e-2
+    )  # partial sums are not divided by the weights' total
 
 
 def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
@@ -158,16 +161,16 @@ def test_launches_may_follow_each_other_before_one_waits(cuda_machine: CudaMachi
     assert executable.barriers == [15 * int(n) for n in program.signals]
 
 
-def test_programs_that_need_the_same_share_a_kernel(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(timeout=cuda_machine.timeout, root=cuda_machine.root)
+def test_programs_that_need_the_same_share_a_kernel(make_cuda_machine: MakeMachine) -> None:
+    machine = make_cuda_machine()
     for columns in (64, 64):
         program = product(columns)
         machine.load(program, filled(program, machine.memory_device))
     assert len(machine._functions) == 1
 
 
-def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(timeout=cuda_machine.timeout, trace=True, root=cuda_machine.root)
+def test_a_trace_has_a_row_for_every_instruction_and_step(make_cuda_machine: MakeMachine) -> None:
+    machine = make_cuda_machine(trace=True)
     program = product()
     executable = machine.load(program, filled(program, machine.memory_device))
     assert executable.trace() == []
@@ -183,7 +186,7 @@ def test_a_trace_has_a_row_for_every_instruction_and_step(cuda_machine: CudaMach
     assert int(begin.min()) > 0
 
 
-def test_what_does_not_fit_the_gpu_is_refused(cuda_machine: CudaMachine) -> None:
+def test_what_does_not_fit_the_gpu_is_refused(cuda_machine: CudaMachine, real_gpu: None) -> None:
     program = product()
     with pytest.raises(ValueError, match="the memory is on cpu, the machine on cuda:0"):
         cuda_machine.load(program, filled(program, "cpu"))

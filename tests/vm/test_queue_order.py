@@ -7,6 +7,7 @@ unless the program's proof rests on the order of its queues.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,7 +118,7 @@ def test_a_chain_in_a_queue_is_computed_in_its_order(
 
 @pytest.fixture(scope="module")
 def holding_machine(
-    cuda_machine: CudaMachine, tmp_path_factory: pytest.TempPathFactory
+    make_cuda_machine: Callable[..., CudaMachine], tmp_path_factory: pytest.TempPathFactory
 ) -> CudaMachine:
     """A GPU whose kernels hold their stores back."""
     root = tmp_path_factory.mktemp("sources")
@@ -127,7 +128,7 @@ def holding_machine(
     text = config.read_text()
     assert "kHoldStores = 0;" in text
     config.write_text(text.replace("kHoldStores = 0;", "kHoldStores = 20000;"))
-    return CudaMachine(timeout=cuda_machine.timeout, root=root)
+    return make_cuda_machine(root=root)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -12,7 +12,6 @@ from sabotage import lose_signals
 from megavm.instructions.copy import Copy
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import CudaExecutable
-from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
 from megavm.vm.machine import MachineFault, MachineLost
 from megavm.vm.memory import Memory
@@ -28,8 +27,8 @@ def impatient(request: pytest.FixtureRequest) -> MakeMachine:
     """Makes a machine that gives up soon."""
     if request.param == "cpu":
         return lambda **options: CpuMachine(timeout=0.2, **options)
-    cuda: CudaMachine = request.getfixturevalue("cuda_machine")
-    return lambda **options: CudaMachine(timeout=0.2, root=cuda.root, **options)
+    make: MakeMachine = request.getfixturevalue("make_cuda_machine")
+    return lambda **options: make(timeout=0.2, **options)
 
 
 def copy(x: int, out: int, **sync: Any) -> Copy:
@@ -136,8 +135,8 @@ def test_what_a_broken_run_noted_is_not_handed_out(impatient: MakeMachine) -> No
     assert all(len(n.times) == 3 * 2 for n in notes)
 
 
-def test_launches_behind_a_broken_one_end_and_leave_nothing(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(timeout=0.2, root=cuda_machine.root)
+def test_launches_behind_a_broken_one_end_and_leave_nothing(make_cuda_machine: MakeMachine) -> None:
+    machine = make_cuda_machine(timeout=0.2)
     executable, memory = load(machine, relay(True))
     assert isinstance(executable, CudaExecutable)
     lose_signals(executable)
@@ -156,8 +155,8 @@ def test_launches_behind_a_broken_one_end_and_leave_nothing(cuda_machine: CudaMa
     check_that_it_runs(executable, memory, 2.0)
 
 
-def test_a_lost_context_is_told_by_everything(cuda_machine: CudaMachine) -> None:
-    machine = CudaMachine(root=cuda_machine.root)
+def test_a_lost_context_is_told_by_everything(make_cuda_machine: MakeMachine) -> None:
+    machine = make_cuda_machine()
     executable, _ = load(machine, relay(True))
     machine.lost = "CUDA_ERROR_TEST"
     for call in (executable.run, executable.reset, lambda: load(machine, relay(True))):

@@ -56,7 +56,7 @@ class EmulatedMachine(CudaMachine):
 
     def __init__(
         self,
-        workers: int = 4,
+        workers: int = 132,
         timeout: float = 60.0,
         trace: bool = False,
         root: Path = cuda_compiler.ROOT,
