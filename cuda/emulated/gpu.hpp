@@ -2,9 +2,9 @@
 // translates, for tests and for authors of instructions who have no GPU at hand.
 //
 // A worker (an SM) is an OS thread. Each lane of its warps is a fiber: lanes take turns, and one
-// gives way when it waits or polls. What a warp does together (shuffles, votes, matrix instructions)
-// is a meeting of its lanes. The copy engine delivers late, and in any order: until then the
-// destination holds garbage. Products of wgmma are computed when they are waited for.
+// gives way when it waits or polls. What a warp does together (shuffles, votes, matrix
+// instructions) is a meeting of its lanes. The copy engine delivers late, and in any order: until
+// then the destination holds garbage. Products of wgmma are computed when they are waited for.
 //
 // The emulation checks what a GPU would not say: that all lanes come to the same meeting, that
 // addresses are aligned and inside shared memory, that semaphores get no more arrivals than they
@@ -69,6 +69,9 @@ struct Lane {
   uint32_t thread = 0;
   uint32_t meeting = 0;  // meetings of the warp so far
   uint32_t polls = 0;
+  uint32_t mbarrier = 0;  // if not 0: it waits for a phase of this mbarrier
+  bool parity = false;
+  bool meets = false;  // it waits for the other lanes of its warp
   bool begun = false;
   bool ended = false;
   std::vector<std::function<void()>> products;  // of wgmma, that nobody has waited for
@@ -162,7 +165,10 @@ const Meeting& meet(const char* kind, const Value& value) {
   std::memcpy(meeting.brought[lane_number()], &value, sizeof(Value));
   meeting.present |= 1u << lane_number();
   worker->progress = true;
-  while ((warp.alive & ~meeting.present) != 0) give_way();
+  while ((warp.alive & ~meeting.present) != 0) {
+    lane->meets = true;
+    give_way();
+  }
   return meeting;
 }
 
@@ -204,7 +210,8 @@ template <class Value>
 Value* global(uint64_t address, uint32_t alignment = sizeof(Value)) {
   if (address % alignment != 0)
     fail("address " + std::to_string(address) + " is no multiple of " + std::to_string(alignment));
-  if (address >> 48 != 0 || address < 4096) fail("there is no memory at " + std::to_string(address));
+  if (address >> 48 != 0 || address < 4096)
+    fail("there is no memory at " + std::to_string(address));
   return reinterpret_cast<Value*>(address);
 }
 template <class Value>
@@ -217,7 +224,8 @@ void store_global(uint64_t address, Value value, uint32_t alignment = sizeof(Val
   worker->progress = true;
 }
 
-// ---- mbarriers: [phase : 1][arrivals that are missing : 15][count : 16][bytes that are missing : 32].
+// ---- mbarriers: [phase : 1][arrivals that are missing : 15][count : 16][bytes that are missing :
+// 32].
 
 struct Mbarrier {
   uint32_t missing_bytes;
@@ -247,8 +255,27 @@ inline void arrive(uint32_t address, uint32_t bytes) {
 }
 inline bool is_phase_over(uint32_t address, uint32_t parity) {
   const bool over = mbarrier(address).phase != parity;
-  if (!over) give_way();
+  if (!over) {
+    lane->mbarrier = address;
+    lane->parity = parity;
+    give_way();
+  }
   return over;
+}
+
+// Whether it is of use to let a lane run on. A lane that waits for a semaphore looks now and then
+// whether its worker stops.
+inline bool can_run(Lane& each, uint32_t turn) {
+  if (each.meets) {
+    const Warp& warp = worker->warps[each.thread / kLanes];
+    if ((warp.alive & ~warp.meetings[each.meeting % 2].present) != 0) return false;
+    each.meets = false;
+  }
+  if (each.mbarrier != 0) {
+    if (mbarrier(each.mbarrier).phase == each.parity && turn % 64 != 0) return false;
+    each.mbarrier = 0;
+  }
+  return true;
 }
 
 // ---- The copy engine.
@@ -257,8 +284,8 @@ inline bool is_phase_over(uint32_t address, uint32_t parity) {
 template <class Deliver>
 void copy_later(uint32_t to, uint32_t bytes, uint32_t mbarrier, Deliver&& deliver) {
   std::memset(shared_bytes(to, bytes, 16), 0xff, bytes);  // NaN
-  worker->copies.push_back(
-      {static_cast<uint32_t>(worker->random() % 6), mbarrier, bytes, std::forward<Deliver>(deliver)});
+  worker->copies.push_back({static_cast<uint32_t>(worker->random() % 6), mbarrier, bytes,
+                            std::forward<Deliver>(deliver)});
 }
 
 inline void deliver_copies() {
@@ -315,18 +342,19 @@ inline void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsign
   std::vector<uint32_t> order(own.warps.size());
   for (uint32_t i = 0; i < order.size(); ++i) order[i] = i;
   static thread_local volatile bool alive;
+  static thread_local uint32_t turn;
+  turn = 0;
   for (alive = true; alive;) {
     alive = false;
     own.progress = false;
+    ++turn;
+    if (failure().failed) break;
     std::swap(order[own.random() % order.size()], order[own.random() % order.size()]);
     for (const uint32_t warp : order) {
       for (uint32_t i = warp * kLanes; i < (warp + 1) * kLanes; ++i) {
         if (own.lanes[i].ended) continue;
-        if (failure().failed) {
-          worker = nullptr;
-          return;
-        }
         alive = true;
+        if (!can_run(own.lanes[i], turn)) continue;
         lane = &own.lanes[i];
         if (_setjmp(own.scheduler) == 0) {
           if (lane->begun) _longjmp(lane->place, 1);

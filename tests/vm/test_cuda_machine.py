@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from against_reference import check_example, examples_of
 
 from megavm.instructions import instruction_set
-from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.vm.config import NONE
 from megavm.vm.cuda.launch import TRACE_COLUMNS
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.example import Example
-from megavm.vm.isa import BF16, F32, DType, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import BF16, F32, TensorKind, TensorSpec
 from megavm.vm.layout import units
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
-from megavm.vm.reference import ReferenceMachine
 
 MakeMachine = Callable[..., CudaMachine]
 INSTRUCTIONS = list(instruction_set().values())
-RELATIVE = {DType.F32: 2e-5, DType.BF16: 2**-7, DType.I32: 0.0}
-ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}
 
 
 def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,43 +32,6 @@ def test_without_a_gpu_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> Non
     assert reason_unavailable() in ("torch sees no GPU", "this torch was built without CUDA")
     with pytest.raises(ValueError, match="machine 'cuda' is not available"):
         CudaMachine()
-
-
-def examples_of(cls: type[Instruction]) -> list[Example]:
-    module = importlib.import_module(f"{cls.__module__}.examples")
-    return list(module.examples(np.random.default_rng(cls.opcode)))
-
-
-def rounding(example: Example) -> float:
-    """How far results of attention may be off besides: the kernel rounds the weights to bf16."""
-    inst = example.instruction
-    if not isinstance(inst, Attention) or example.tensors[inst.k_cache].dtype is not BF16:
-        return 0.0
-    return (
-        4e-3 if inst.partial == NONE else 2e-2
-    )  # partial sums are not divided by the weights' total
-
-
-def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
-    for handle, spec in enumerate(example.tensors):
-        if handle in example.instruction.workspaces():
-            continue
-        a, b = left[spec.name].double(), right[spec.name].cpu().double()
-        bound = (
-            rounding(example)
-            + ABSOLUTE[spec.dtype]
-            + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs())
-        )
-        wrong = ~((a - b).abs() <= bound) & ~(a == b)
-        if bool(wrong.any()):
-            at = tuple(int(i) for i in torch.nonzero(wrong)[0])
-            yield (
-                f"{example.name}: {int(wrong.sum())} of {wrong.numel()} elements of {spec.name} "
-                f"differ; {at}: {a[at]} and {b[at]}"
-            )
-        tags = (m.storage(spec.name)[..., 1].cpu() for m in (left, right) if spec.tagged)
-        if spec.tagged and not torch.equal(*tags):
-            yield f"{example.name}: tags of {spec.name} differ"
 
 
 @pytest.mark.parametrize("alone", [True, False], ids=["alone", "launched"])
@@ -86,15 +43,7 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
 def test_instructions_mean_what_the_reference_says(
     cuda_machine: CudaMachine, example: Example, alone: bool
 ) -> None:
-    memories = example.memory(5), example.memory(5, cuda_machine.memory_device)
-    ReferenceMachine().load(example.program(), memories[0], verify=False).execute_one(0)
-    executable = cuda_machine.load(example.program(), memories[1], verify=False)
-    if alone:
-        executable.execute_one(0)
-    else:
-        executable.run()
-    found = list(differences(example, *memories))
-    assert not found, "\n".join(found)
+    check_example(cuda_machine, example, alone)
 
 
 def tagged_examples() -> Iterator[Any]:
@@ -112,7 +61,7 @@ def tagged_examples() -> Iterator[Any]:
 def test_operands_that_may_be_tagged_are_read_and_written_so(
     cuda_machine: CudaMachine, example: Example
 ) -> None:
-    test_instructions_mean_what_the_reference_says(cuda_machine, example, True)
+    check_example(cuda_machine, example, True)
 
 
 def product(columns: int = 64) -> Program:

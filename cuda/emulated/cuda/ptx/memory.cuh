@@ -148,8 +148,8 @@ struct BoxMap {
   uint64_t address, columns, rows, row_bytes, box_columns, box_rows;
 };
 
-// PTX ISA, "Swizzling modes": 128 bytes. The number of a 16-byte chunk in its 128 bytes is exclusive-
-// ored with that of its row in 1024 bytes.
+// PTX ISA, "Swizzling modes": 128 bytes. The number of a 16-byte chunk in its 128 bytes is
+// exclusive- ored with that of its row in 1024 bytes.
 inline uint32_t swizzled(uint32_t address, uint32_t bits) {
   return address ^ (address >> 7 & ((1u << bits) - 1)) << 4;
 }

@@ -13,8 +13,8 @@ uint64_t operand_descriptor(uint32_t address, uint32_t stride) {
          uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
 }
 
-// Element `k` of a row of an operand. PTX ISA, "Matrix descriptor" and "Swizzling modes": groups of 8
-// rows are `stride` apart, and the swizzle is one of the bits of the address.
+// Element `k` of a row of an operand. PTX ISA, "Matrix descriptor" and "Swizzling modes": groups of
+// 8 rows are `stride` apart, and the swizzle is one of the bits of the address.
 inline float operand(uint64_t descriptor, uint32_t row, uint32_t k) {
   const uint32_t address = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
   const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;

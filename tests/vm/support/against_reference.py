@@ -1,0 +1,70 @@
+"""Compares what an instruction does on a machine of the GPU with what the reference says."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from megavm.instructions.attention import Attention
+from megavm.vm.config import NONE
+from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.example import Example
+from megavm.vm.isa import BF16, DType, Instruction
+from megavm.vm.memory import Memory
+from megavm.vm.reference import ReferenceMachine
+
+RELATIVE = {DType.F32: 2e-5, DType.BF16: 2**-7, DType.I32: 0.0}
+ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}
+
+
+def examples_of(cls: type[Instruction]) -> list[Example]:
+    module = importlib.import_module(f"{cls.__module__}.examples")
+    return list(module.examples(np.random.default_rng(cls.opcode)))
+
+
+def rounding(example: Example) -> float:
+    """How far results of attention may be off besides: the kernel rounds the weights to bf16."""
+    inst = example.instruction
+    if not isinstance(inst, Attention) or example.tensors[inst.k_cache].dtype is not BF16:
+        return 0.0
+    return (
+        4e-3 if inst.partial == NONE else 2e-2
+    )  # partial sums are not divided by the weights' total
+
+
+def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
+    for handle, spec in enumerate(example.tensors):
+        if handle in example.instruction.workspaces():
+            continue
+        a, b = left[spec.name].double(), right[spec.name].cpu().double()
+        bound = (
+            rounding(example)
+            + ABSOLUTE[spec.dtype]
+            + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs())
+        )
+        wrong = ~((a - b).abs() <= bound) & ~(a == b)
+        if bool(wrong.any()):
+            at = tuple(int(i) for i in torch.nonzero(wrong)[0])
+            yield (
+                f"{example.name}: {int(wrong.sum())} of {wrong.numel()} elements of {spec.name} "
+                f"differ; {at}: {a[at]} and {b[at]}"
+            )
+        tags = (m.storage(spec.name)[..., 1].cpu() for m in (left, right) if spec.tagged)
+        if spec.tagged and not torch.equal(*tags):
+            yield f"{example.name}: tags of {spec.name} differ"
+
+
+def check_example(machine: CudaMachine, example: Example, alone: bool) -> None:
+    """Run an example, by itself or in a launch, and compare all that memory then holds."""
+    memories = example.memory(5), example.memory(5, machine.memory_device)
+    ReferenceMachine().load(example.program(), memories[0], verify=False).execute_one(0)
+    executable = machine.load(example.program(), memories[1], verify=False)
+    if alone:
+        executable.execute_one(0)
+    else:
+        executable.run()
+    found = list(differences(example, *memories))
+    assert not found, "\n".join(found)

@@ -1,0 +1,182 @@
+"""The GPU's kernel on an emulated GPU: instructions and a Llama, and what the emulation refuses.
+
+``pytest --emulate-gpu`` runs all tests of the GPU there, which takes long.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from against_reference import check_example, examples_of
+
+from megavm.instructions import instruction_set
+from megavm.instructions.sample import Real
+from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Limits, rope_table
+from megavm.scheduler.run.runner import Runner, weight_specs
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda.compiler import ROOT
+from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
+from megavm.vm.example import Example
+from megavm.vm.isa import BF16
+from megavm.vm.machine import Machine
+
+pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
+
+LIBRARY = Path(__file__).parent / "support" / "emulation.cpp"
+# Examples whose kernels differ most; --emulate-gpu takes all.
+WANTED = ("matrix", "fast, prompts", "fast, long", "fast, newest, tagged")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made = tmp_path_factory.mktemp("emulation") / "emulation.so"
+    include = [f"-I{ROOT / 'cuda' / 'emulated'}", f"-I{ROOT}"]
+    subprocess.run(["c++", *FLAGS, *include, str(LIBRARY), "-o", str(made)], check=True)
+    loaded = ctypes.CDLL(str(made))
+    for name in ("diverging_lanes", "misaligned_load", "load_beyond_shared_memory"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    for name in ("one_arrival_too_many", "early_read", "multiply_fragments", "multiply_warpgroup"):
+        getattr(loaded, name).restype = ctypes.c_char_p
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (
+            "diverging_lanes",
+            "lane 5: this lane is at __syncwarp, another one of its warp at __ballot_sync",
+        ),
+        ("misaligned_load", "address 8 of shared memory is no multiple of 16"),
+        ("load_beyond_shared_memory", "shared memory has no 4 bytes at 65536"),
+        ("one_arrival_too_many", "the semaphore at 0 counts 8 arrivals, this is one more"),
+    ],
+)
+def test_what_a_gpu_does_not_allow_is_refused(library: Any, name: str, text: str) -> None:
+    assert text in getattr(library, name)().decode()
+
+
+def test_a_copy_is_garbage_until_it_has_arrived(library: Any) -> None:
+    words = np.zeros(64, np.uint32)
+    aligned = words[(-words.ctypes.data // 4) % 4 :]
+    aligned[:4] = 17
+    early, late = ctypes.c_uint32(0), ctypes.c_uint32(0)
+    problem = library.early_read(
+        ctypes.c_void_p(aligned.ctypes.data), ctypes.byref(early), ctypes.byref(late)
+    )
+    assert problem == b""
+    assert (early.value, late.value) == (0xFFFFFFFF, 17)
+
+
+class _Matrices(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in "abd"]
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"), [("multiply_fragments", 16, 8), ("multiply_warpgroup", 64, 16)]
+)
+def test_matrix_instructions_multiply(library: Any, name: str, rows: int, columns: int) -> None:
+    rng = np.random.default_rng(rows)
+    a, b = (rng.integers(-9, 9, (n, 16)).astype(np.float32) for n in (rows, columns))
+    d = np.full((rows, columns), np.nan, np.float32)
+    matrices = _Matrices(*(m.ctypes.data for m in (a, b, d)))
+    assert getattr(library, name)(ctypes.byref(matrices)) == b""
+    assert np.array_equal(d, a @ b.T)
+
+
+def some_examples() -> Iterator[Any]:
+    """The first example of every instruction, and those of ``WANTED``."""
+    for cls in instruction_set().values():
+        for i, example in enumerate(examples_of(cls)):
+            if i == 0 or any(name in example.name for name in WANTED):
+                yield pytest.param(example, id=f"{cls.name()}-{example.name}")
+
+
+@pytest.fixture(scope="module")
+def emulated() -> EmulatedMachine:
+    return EmulatedMachine(seed=3)
+
+
+@pytest.mark.parametrize("example", list(some_examples()))
+def test_instructions_mean_what_the_reference_says(
+    emulated: EmulatedMachine, example: Example
+) -> None:
+    check_example(emulated, example, alone=False)
+
+
+LLAMA = LlamaConfig(
+    vocab_size=192,
+    hidden_size=256,
+    intermediate_size=384,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+)
+
+
+def runner_on(machine: Machine, target: str, workers: int) -> Runner:
+    limits = Limits(20, 128, 64, 32, 40, 64)
+    memory = machine.memory()
+    for spec in weight_specs(LLAMA, limits, BF16):
+        if spec.name == "rope":
+            memory.bind(spec, rope_table(LLAMA, limits.max_model_len))
+            continue
+        generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
+        width = spec.shape[-1] if len(spec.shape) > 1 else 1
+        values = torch.randn(spec.shape, generator=generator) * width**-0.5
+        memory.bind(spec, (values if width > 1 else 1 + 0.1 * values).bfloat16())
+    runner = Runner(
+        LLAMA, memory, limits, BF16, machine, lambda rows: default_options(target, workers, rows)
+    )
+    tokens = np.random.default_rng(4).integers(0, LLAMA.vocab_size, (20, 129)).astype(np.int32)
+    for slot in range(20):
+        runner.write_tokens(slot, tokens[slot])
+        runner.block_table[slot] = np.random.default_rng(5).permutation(40).reshape(20, 2)[slot]
+        runner.sampling_real[slot, [Real.TOP_P, Real.REPETITION_PENALTY]] = 1.0
+    return runner
+
+
+def step_of(rows: list[tuple[int, range]]) -> Step:
+    """A step of ranges of positions of some sequences; the last row of each has logits."""
+    sequences = [s for s, positions in rows for _ in positions]
+    positions = [p for _, positions in rows for p in positions]
+    ends = np.cumsum([len(positions) for _, positions in rows]) - 1
+    arrays = (np.array(a, np.int32) for a in (sequences, positions, ends))
+    return Step(*arrays, max(positions) + 1)
+
+
+STEPS = [
+    [(0, range(40)), (1, range(9))],  # prompts, the first of them longer than a tile
+    [(0, range(40, 41)), (1, range(9, 40)), (2, range(17)), (3, range(1))],  # a chunk, a decode row
+    [
+        (s, range(41 if s == 0 else 17 if s == 2 else 1, 42 if s == 0 else 18 if s == 2 else 2))
+        for s in (0, 2, 3)
+    ],
+    [(s, range(50, 51)) for s in range(20)],  # decode rows of matrix products
+    [(7, range(60, 61))],
+]
+
+
+def test_a_llama_computes_what_the_cpu_does() -> None:
+    """Prompts, chunks with decode rows, many decode rows: kernels of 64, 32, 2 to 8, and one row."""
+    emulated = runner_on(EmulatedMachine(seed=1), "cuda", 5)
+    cpu = runner_on(CpuMachine(), "cpu", 1)
+    for rows in STEPS:
+        got = []
+        for runner in (emulated, cpu):
+            runner.run(step_of(rows), 1)
+            got.append(torch.as_tensor(np.array(runner.logits[: len(rows)])))
+        apart = (got[0] - got[1]).abs().max() / got[1].std()
+        assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
