@@ -13,7 +13,7 @@ from megavm.instructions.tiles import (
     round_up,
     shapes,
 )
-from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
+from megavm.vm.config import MAX_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
 from megavm.vm.isa import (
     BF16,
     F32,
@@ -24,6 +24,7 @@ from megavm.vm.isa import (
     TagOrder,
     TensorSpec,
     integer,
+    largest,
     present,
     real,
     same,
@@ -180,6 +181,7 @@ class Attention(Instruction):
             "group": same(group),
             "block_size": same(cache.shape[2]),
             "fast": same(self.is_fast(tensors)),
+            "many_rows": largest(int(self.step_rows > MAX_GROUP_ROWS)),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

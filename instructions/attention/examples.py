@@ -39,6 +39,7 @@ APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
 LONG = [(0, i) for i in range(1000, 1100)] + [(1, 900)] + [(2, i) for i in range(70)]
+LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(15)]
 # Arguments of cases that the fast kernel of the GPU accepts.
 FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
 FAST |= {"splits": (0, 1, 16)}
@@ -109,9 +110,30 @@ CASES = [
     Case("fast, prompts, group of seven, long heads", 7, 1, 128, MANY, 35, **FAST),
     Case("fast, prompts, first of two splits", 4, 1, 64, MANY, 35, **FAST_HALF),
     Case("fast, prompts, last of two splits", 4, 1, 64, MANY, 33, **(FAST_HALF | LAST)),
-    Case("fast, prompts, last of two splits, long heads", 4, 1, 128, MANY, 35, **(FAST_HALF | LAST)),
+    Case(
+        "fast, prompts, last of two splits, long heads", 4, 1, 128, MANY, 35, **(FAST_HALF | LAST)
+    ),
     Case("fast, long prompts", 4, 1, 64, LONG, 171, context=1100, **FAST),
     Case("fast, long prompts, long heads", 8, 2, 128, LONG, 150, context=1100, **FAST),
+    Case("fast, rows apart", 4, 1, 64, LONG_APART, 15, context=256, **FAST),
+    Case("fast, rows apart, long heads", 8, 2, 128, LONG_APART, 14, context=256, **FAST),
+    Case("fast, rows apart, newest", 4, 2, 64, LONG_APART, 15, newest=True, context=256, **FAST),
+    Case(
+        "fast, rows apart, of one head", 2, 2, 128, LONG_APART, 9, newest=True, context=256, **FAST
+    ),
+    Case("fast, rows apart, two", 4, 1, 64, LONG_APART, 2, newest=True, context=256, **FAST),
+    Case("fast, rows apart, one", 4, 1, 128, LONG_APART, 1, newest=True, context=256, **FAST),
+    Case("fast, rows apart, tagged", 8, 1, 64, LONG_APART, 11, context=256, **(FAST | NEWEST)),
+    Case(
+        "fast, rows apart, last of two",
+        6,
+        2,
+        64,
+        LONG_APART,
+        12,
+        context=256,
+        **(FAST_HALF | LAST | NEWEST),
+    ),
     Case("fast, newest, tagged", 8, 2, 64, APART, 5, **(FAST | NEWEST)),
     Case("fast, newest, tagged, long heads", 6, 2, 128, APART, 4, **(FAST | NEWEST)),
     Case("fast, newest, tagged, first of two", 4, 1, 64, APART, 4, **(FAST_HALF | NEWEST)),
@@ -131,7 +153,8 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     table = Table(rng)
     d, rows = case.head_dim, len(case.rows)
     per_sequence = -(-case.context // case.block_size)
-    num_blocks = 5 * per_sequence + 4
+    sequences = max(sequence for sequence, _ in case.rows) + 1
+    num_blocks = sequences * per_sequence + 4
     steps = paged_step(table, case.rows, case.live, per_sequence, num_blocks)
     cache_shape = (num_blocks, case.kv_heads, case.block_size, d)
     split, num_splits, chunk = case.splits

@@ -38,6 +38,28 @@ struct AttentionSpan {
   }
 };
 
+// Whether the rows of an instruction may form runs. A row with k_new has a sequence of its own.
+// Tagged queries are waited for row by row.
+__device__ __forceinline__ bool may_form_runs(const Operands<Attention>& in) {
+  return attention::kManyRows && !in.has(&Attention::k_new) && !is_tagged(in[&Attention::q]);
+}
+
+// How many of the rows from `row` on, at most `most` <= 32 of those before `live`, are no part of a
+// run of several rows that begins with them. Called by whole warps.
+__device__ __forceinline__ uint32_t count_single_rows(const Operands<Attention>& in, uint32_t row,
+                                                      uint32_t most, uint32_t live) {
+  if (!may_form_runs(in)) return most;
+  const Tensor& sequences = in[&Attention::row_sequence];
+  const Tensor& positions = in[&Attention::row_position];
+  const uint32_t mine = row + min_of(lane_index(), most - 1);
+  const bool goes_on =
+      mine + 1 < live &&
+      constant_integer(sequences, mine, 0) == constant_integer(sequences, mine + 1, 0) &&
+      constant_integer(positions, mine, 0) + 1 == constant_integer(positions, mine + 1, 0);
+  const uint32_t others = __ballot_sync(~0u, goes_on);
+  return others == 0 ? most : min_of(most, __ffs(static_cast<int>(others)) - 1);
+}
+
 // A run: rows of one sequence at consecutive positions, which attend together. Loader and consumers
 // cut the rows of an instruction into the same runs. Position and newest are those of its first
 // row; its tokens are those that any of its rows attends to.
@@ -54,8 +76,7 @@ struct AttentionRun : AttentionSpan {
  private:
   static __device__ __forceinline__ uint32_t count(const Operands<Attention>& in, uint32_t row,
                                                    uint32_t most) {
-    // A row with k_new has a sequence of its own. Tagged queries are waited for row by row.
-    if (kSingleRow || in.has(&Attention::k_new) || is_tagged(in[&Attention::q])) return 1;
+    if (!may_form_runs(in)) return 1;
     const Tensor& sequences = in[&Attention::row_sequence];
     const Tensor& positions = in[&Attention::row_position];
     const int32_t sequence = constant_integer(sequences, row, 0);

@@ -17,11 +17,11 @@ struct AttentionTile {
   static constexpr uint32_t kRowBytes = 2 * kD;
   static constexpr uint32_t kValuesAt = kPageTokens * kRowBytes;
   static constexpr uint32_t kMmaRows = 16;
-  // A warp has two parts of 16 query rows, which share the keys and values that it reads from shared
-  // memory; of long heads there is room for one.
+  // A warp has two parts of 16 query rows, which share the keys and values that it reads from
+  // shared memory; of long heads there is room for one.
   static constexpr uint32_t kParts = kMaxAttentionElements / (kNumConsumers * kMmaRows * kD);
   static constexpr uint32_t kRows = kMaxAttentionElements / (kD * kGroup);  // of a run, at most
-  static constexpr uint32_t kChunkTokens = 32;     // whose scores are in registers
+  static constexpr uint32_t kChunkTokens = 32;  // whose scores are in registers
   static constexpr uint32_t kScoreTiles = kChunkTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
   static_assert(kPageTokens % kChunkTokens == 0 && kParts > 0 && kRows > 1);
