@@ -6,7 +6,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
-NATIVE := pyproject.toml CMakeLists.txt vm/codegen.py vm/config.py vm/isa.py vm/program.py \
+NATIVE := pyproject.toml CMakeLists.txt vm/codegen.py vm/config.py vm/constants.py vm/isa.py \
+          vm/operands.py vm/program.py vm/tensors.py \
           $(wildcard vm/cpu/* vm/verify/*pp instructions/*/__init__.py instructions/*/*.hpp)
 
 .PHONY: demo test check clean

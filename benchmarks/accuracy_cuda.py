@@ -36,8 +36,8 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, rope_table
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.runner import Runner, make_machine, weight_specs
-from megavm.vm.isa import BF16
 from megavm.vm.memory import Memory
+from megavm.vm.tensors import BF16
 
 BLOCK = 64
 SEQUENCES = 8

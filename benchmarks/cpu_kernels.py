@@ -22,9 +22,10 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.scheduler.compiler.tiling import SUMS_BYTES
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import BF16, F32, DType, Instruction, Part, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, DType, Part, TensorKind, TensorSpec
 
 DTYPES = {"bfloat16": BF16, "float32": F32}
 CACHE_BYTES = 400e6  # total size of the copies of a weight

@@ -24,8 +24,8 @@ from megavm.scheduler.run.kernels import compile_kernels, default_limits, kernel
 from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import compile_kernel
-from megavm.vm.isa import BF16
 from megavm.vm.target import TARGETS
+from megavm.vm.tensors import BF16
 
 LONGEST = 131072  # context of the shapes that have no config.json
 

@@ -29,7 +29,7 @@ from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import Runner, weight_specs
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import BF16
+from megavm.vm.tensors import BF16
 from read_floor import ReadFloor, time_gpu
 
 MODELS = {

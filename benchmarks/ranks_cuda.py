@@ -31,7 +31,7 @@ from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.parallel import ONE_RANK, Exchange, Parallel
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import F32, TensorKind
+from megavm.vm.tensors import F32, TensorKind
 from read_floor import time_gpu
 from torch_baseline import STEPS, Decoder, Layer
 

@@ -20,9 +20,10 @@ from megavm.profiler.recorder import Recorder
 from megavm.profiler.trace import Trace
 from megavm.profiler.what_if import parse_change, predict
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 K = 512
 WORKERS = 2

@@ -17,8 +17,11 @@ from megavm.vm.config import (
     TILES_PER_PAGE,
     UNIT_ROWS,
 )
-from megavm.vm.isa import BF16, F32, Constant, Region, TagOrder, TensorSpec, largest, present, union
+from megavm.vm.constants import Constant, largest, union
+from megavm.vm.isa import TagOrder
 from megavm.vm.layout import has_boxes
+from megavm.vm.operands import present
+from megavm.vm.tensors import BF16, F32, Region, TensorSpec
 
 # On the CPU.
 INPUT_BYTES = 144 * 1024  # most bytes of the input that a product holds at a time

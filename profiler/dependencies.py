@@ -15,9 +15,11 @@ from megavm.instructions import instruction_set
 from megavm.profiler.trace import BARRIER, TAGGED, Ints, Longs, TraceProgram
 from megavm.vm.alike import figures, tagged_regions
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
-from megavm.vm.isa import FieldKind, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction
 from megavm.vm.layout import ROWS
+from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program
+from megavm.vm.tensors import TensorKind, TensorSpec
 
 CONTEXT: Final = "context"  # the operand with the most tokens that a row attends to; a cost hint
 

@@ -14,7 +14,9 @@ import numpy.typing as npt
 
 from megavm.instructions import instruction_set
 from megavm.vm.config import HEADER_WORDS, NONE
-from megavm.vm.isa import FieldKind, Instruction, TagOrder, TensorSpec
+from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.operands import FieldKind
+from megavm.vm.tensors import TensorSpec
 
 Ints = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint32]

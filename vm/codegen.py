@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megavm.vm.abi import Code, Struct
-    from megavm.vm.isa import Constant, Instruction, TensorSpec
+    from megavm.vm.constants import Constant
+    from megavm.vm.isa import Instruction
     from megavm.vm.program import Program
+    from megavm.vm.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 100  # characters in a line of comments
@@ -112,7 +114,7 @@ def namespace_of(cls: type[Instruction]) -> Iterator[str]:
 
 def struct_of(cls: type[Instruction], operand_words: int, header_words: int) -> Iterator[str]:
     """The struct of an instruction: header, operands, padding; its layout is asserted."""
-    from megavm.vm.isa import FieldKind
+    from megavm.vm.operands import FieldKind
 
     yield f"// {cls.formula()}"
     yield f"struct alignas(kInstructionBytes) {cls.__name__} {{"
@@ -139,7 +141,7 @@ def struct_of(cls: type[Instruction], operand_words: int, header_words: int) -> 
 
 def tensor_operands(cls: type[Instruction]) -> int:
     """A bit for each operand word that is a handle of a tensor."""
-    from megavm.vm.isa import FieldKind
+    from megavm.vm.operands import FieldKind
 
     return sum(1 << i for i, f in enumerate(cls.fields) if f.kind is FieldKind.TENSOR)
 
@@ -153,7 +155,7 @@ def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     """The text of ``isa.hpp``."""
     from megavm.instructions import tiles
     from megavm.vm import config
-    from megavm.vm.isa import DType
+    from megavm.vm.tensors import DType
 
     classes = list(instructions)
     lines = [WARNING, "#pragma once", "", "namespace megavm {", ""]
@@ -282,12 +284,12 @@ class Specialisation:
 def specialisation(
     instructions: Iterable[Instruction], tensors: Sequence[TensorSpec]
 ) -> Specialisation:
-    """Join the constants of instructions (isa.Join says how). One instruction of each kind is enough.
+    """Join the constants of instructions (constants.Join says how). One instruction of each kind is enough.
 
     Raises ValueError when constants must agree and do not.
     """
     from megavm.instructions import instruction_set
-    from megavm.vm.isa import Join, largest
+    from megavm.vm.constants import Join, largest
 
     of_class: dict[str, dict[str, int]] = {}
     common: dict[str, int] = {"max_rows": 0}
@@ -391,7 +393,7 @@ def join(known: dict[str, int], found: Mapping[str, Constant], owner: str) -> No
 
     Raises ValueError when constants must agree and do not.
     """
-    from megavm.vm.isa import Join
+    from megavm.vm.constants import Join
 
     for name, constant in found.items():
         value = constant.value

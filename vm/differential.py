@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from megavm.vm.isa import DType, Region, TensorSpec
 from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import sequential_order
+from megavm.vm.tensors import DType, Region, TensorSpec
 
 RELATIVE = {DType.F32: 1e-4, DType.BF16: 2**-7, DType.I32: 0.0}
 ABSOLUTE = {DType.F32: 1e-5, DType.BF16: 1e-3, DType.I32: 0.0}

@@ -12,9 +12,10 @@ import torch
 
 from megavm.instructions.tiles import squares_of
 from megavm.vm.config import NONE, UNIT_ROWS
-from megavm.vm.isa import F32, I32, DType, Instruction, Part, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, DType, Part, TensorKind, TensorSpec
 
 
 @dataclass(frozen=True)

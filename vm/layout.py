@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megavm.vm.abi import Code
 from megavm.vm.config import TILE_ROW_BYTES, UNIT_ROWS
-from megavm.vm.isa import BF16, TensorSpec
+from megavm.vm.tensors import BF16, TensorSpec
 
 if TYPE_CHECKING:
     import torch

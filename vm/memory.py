@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
-from megavm.vm.isa import DType, Part, TensorSpec
 from megavm.vm.layout import ROWS, Layout
+from megavm.vm.tensors import DType, Part, TensorSpec
 
 TORCH_DTYPE = {DType.F32: torch.float32, DType.BF16: torch.bfloat16, DType.I32: torch.int32}
 

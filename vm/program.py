@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from megavm.instructions import decode
 from megavm.vm.config import HEADER_WORDS, INSTRUCTION_WORDS, NONE
-from megavm.vm.isa import DType, Instruction, Part, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction
+from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
 
 if TYPE_CHECKING:
     from megavm.vm.cuda.exchange import Exchanges

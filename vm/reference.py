@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from megavm.vm.config import NONE
-from megavm.vm.isa import Instruction, Region, TensorSpec
+from megavm.vm.isa import Instruction
 from megavm.vm.machine import Executable, MachineFault, WorkerState, memory_on_cpu, require_ranks
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import Region, TensorSpec
 from megavm.vm.verify import verify as verify_program
 
 Rows = tuple[int, int]

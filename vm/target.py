@@ -17,7 +17,7 @@ from megavm.vm.config import (
     ROWS_CHUNK_PAGES,
     UNIT_ROWS,
 )
-from megavm.vm.isa import BF16
+from megavm.vm.tensors import BF16
 
 Exchange = Literal["barrier", "preferred", "tagged"]  # see CompileOptions
 

@@ -14,24 +14,11 @@ from megavm.instructions.tiles import (
     shapes,
 )
 from megavm.vm.config import MAX_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Constant,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    largest,
-    present,
-    real,
-    same,
-    tensor,
-    whole,
-)
+from megavm.vm.constants import Constant, largest, same
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, swizzled_if_possible
+from megavm.vm.operands import integer, present, real, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 # The CPU's kernel reads a KV block once for up to so many rows of a sequence, as long as their queries for
 # one KV head have no more elements than this, and weighs the scores of so many tokens together.

@@ -11,7 +11,7 @@ import numpy as np
 from megavm.instructions.attention import Attention
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table, paged_step
-from megavm.vm.isa import BF16, F32, DType, TensorKind
+from megavm.vm.tensors import BF16, F32, DType, TensorKind
 
 
 @dataclass(frozen=True)

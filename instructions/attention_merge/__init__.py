@@ -5,19 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    present,
-    tensor,
-    whole,
-)
+from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.operands import integer, present, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 ITEM_ELEMENTS = 32  # elements of a head (an item) that a warp of the GPU merges at a time
 MAX_ITEMS = 32  # most items of an instruction that stores only after all its warps have read

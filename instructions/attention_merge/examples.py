@@ -9,7 +9,7 @@ import torch
 
 from megavm.instructions.attention_merge import AttentionMerge
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import BF16, F32, TensorKind
+from megavm.vm.tensors import BF16, F32, TensorKind
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import ranges
-from megavm.vm.isa import BF16, F32, Instruction, Region, TensorSpec, integer, tensor
+from megavm.vm.isa import Instruction
+from megavm.vm.operands import integer, tensor
+from megavm.vm.tensors import BF16, F32, Region, TensorSpec
 
 
 class Copy(Instruction):

@@ -9,7 +9,7 @@ import numpy as np
 
 from megavm.instructions.copy import Copy
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import BF16, F32
+from megavm.vm.tensors import BF16, F32
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:

@@ -6,22 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
 from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Constant,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    present,
-    tensor,
-    union,
-    whole,
-)
+from megavm.vm.constants import Constant, union
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import ROWS, Layout, units
+from megavm.vm.operands import integer, present, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 
 class Embed(Instruction):

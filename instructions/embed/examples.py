@@ -9,7 +9,7 @@ import numpy as np
 
 from megavm.instructions.embed import Embed
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import BF16, F32, I32, TensorKind
+from megavm.vm.tensors import BF16, F32, I32, TensorKind
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:

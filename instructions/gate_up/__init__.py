@@ -14,22 +14,11 @@ from megavm.instructions.tiles import (
     units_of,
     whole_groups,
 )
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Constant,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    present,
-    real,
-    tensor,
-    whole,
-)
+from megavm.vm.constants import Constant
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, units
+from megavm.vm.operands import integer, present, real, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 
 class GateUp(Instruction):

@@ -9,7 +9,7 @@ import numpy as np
 from megavm.instructions.gate_up import GateUp
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import BF16, F32
+from megavm.vm.tensors import BF16, F32
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:

@@ -16,25 +16,11 @@ from megavm.instructions.tiles import (
     units_of,
 )
 from megavm.vm.config import NONE
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Constant,
-    DType,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    largest,
-    present,
-    real,
-    tensor,
-    union,
-    whole,
-)
+from megavm.vm.constants import Constant, largest, union
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, units
+from megavm.vm.operands import integer, present, real, tensor
+from megavm.vm.tensors import BF16, F32, I32, DType, Region, TensorSpec, whole
 
 PART_COLUMNS = 32  # a part of the columns of x begins at a multiple of this, as tiles of weights do
 

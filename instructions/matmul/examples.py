@@ -11,7 +11,7 @@ import numpy as np
 from megavm.instructions.matmul import Matmul
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import BF16, F32, DType
+from megavm.vm.tensors import BF16, F32, DType
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.vm.isa import Instruction, Region, TensorSpec
+from megavm.vm.isa import Instruction
+from megavm.vm.tensors import Region, TensorSpec
 
 
 class Noop(Instruction):

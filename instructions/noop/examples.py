@@ -8,7 +8,7 @@ import numpy as np
 
 from megavm.instructions.noop import Noop
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import F32
+from megavm.vm.tensors import F32
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:

@@ -15,23 +15,11 @@ from megavm.instructions.tiles import (
     whole_groups,
 )
 from megavm.vm.config import NONE
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Constant,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    present,
-    real,
-    same,
-    tensor,
-    whole,
-)
+from megavm.vm.constants import Constant, same
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, swizzled_if_possible, units
+from megavm.vm.operands import integer, present, real, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 
 class QkvRope(Instruction):

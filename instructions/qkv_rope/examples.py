@@ -12,7 +12,7 @@ import torch
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table, paged_step
-from megavm.vm.isa import BF16, F32, DType, TensorKind
+from megavm.vm.tensors import BF16, F32, DType, TensorKind
 
 POSITIONS = 40
 

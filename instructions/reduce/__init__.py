@@ -6,19 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megavm.instructions.tiles import check_scaled, ranges, round_up, scaled_writes, shapes
 from megavm.vm.config import MAX_GROUP_ROWS, NUM_CONSUMER_WARPS, UNIT_ROWS
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorSpec,
-    integer,
-    present,
-    tensor,
-    whole,
-)
+from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.operands import integer, present, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 
 class Reduce(Instruction):

@@ -6,19 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import ranges, shapes
 from megavm.vm.config import NONE
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    I32,
-    Instruction,
-    Region,
-    TensorSpec,
-    integer,
-    present,
-    real,
-    tensor,
-    whole,
-)
+from megavm.vm.isa import Instruction
+from megavm.vm.operands import integer, present, real, tensor
+from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 
 class RmsNorm(Instruction):

@@ -8,7 +8,7 @@ import numpy as np
 
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import BF16, F32
+from megavm.vm.tensors import BF16, F32
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:

@@ -7,19 +7,10 @@ from enum import IntEnum
 
 from megavm.instructions.tiles import aligned, ranges, shapes
 from megavm.vm.config import MAX_STOP_TOKENS, NONE
-from megavm.vm.isa import (
-    F32,
-    I32,
-    Constant,
-    Instruction,
-    Region,
-    TensorSpec,
-    integer,
-    present,
-    tensor,
-    union,
-    whole,
-)
+from megavm.vm.constants import Constant, union
+from megavm.vm.isa import Instruction
+from megavm.vm.operands import integer, present, tensor
+from megavm.vm.tensors import F32, I32, Region, TensorSpec, whole
 
 
 class Real(IntEnum):

@@ -18,7 +18,7 @@ from megavm.instructions.sample import (
 )
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
-from megavm.vm.isa import F32, I32, TensorKind
+from megavm.vm.tensors import F32, I32, TensorKind
 
 POSITIONS = [5, 0, 11, 30]  # position of the last token of each sequence
 LENGTH = 40

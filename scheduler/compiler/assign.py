@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from megavm.scheduler.compiler.barriers import Synchronised
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.alike import figures
-from megavm.vm.isa import Instruction, TensorSpec
+from megavm.vm.isa import Instruction
+from megavm.vm.tensors import TensorSpec
 
 FLOPS_PER_BYTE = 64  # cost model: about this many FLOPs take as long as moving one byte
 

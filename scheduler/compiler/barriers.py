@@ -47,8 +47,9 @@ from megavm.scheduler.compiler.dependencies import (
 from megavm.scheduler.compiler.lower import Tiles
 from megavm.vm.alike import Words, tag_orders
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS
-from megavm.vm.isa import TagOrder, TensorSpec, Wait, sync_words
+from megavm.vm.isa import TagOrder, Wait, sync_words
 from megavm.vm.program import encode
+from megavm.vm.tensors import TensorSpec
 
 
 @dataclass

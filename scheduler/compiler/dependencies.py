@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megavm.vm.alike import Ints, Words, accesses
-from megavm.vm.isa import TensorSpec
+from megavm.vm.tensors import TensorSpec
 
 Bits = int  # a set of instructions
 

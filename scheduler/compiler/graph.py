@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,8 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 from megavm.scheduler.compiler.tiling import Lowering
 from megavm.vm.config import NONE
-from megavm.vm.isa import Instruction, TensorSpec
+from megavm.vm.isa import Instruction
+from megavm.vm.tensors import TensorSpec
 
 
 @dataclass(frozen=True)

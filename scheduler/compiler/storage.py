@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.vm.isa import DType, TensorKind, TensorSpec
+from megavm.vm.tensors import DType, TensorKind, TensorSpec
 
 
 class Storage:

@@ -11,7 +11,7 @@ from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 from megavm.vm.config import BLOCK_UNITS, MAX_GROUP_ROWS, UNIT_ROWS
-from megavm.vm.isa import BF16, F32, DType
+from megavm.vm.tensors import BF16, F32, DType
 
 Range = tuple[int, int]  # half-open
 # Matrix products on the GPU (H200): what a worker reads from the second-level cache, and computes,

@@ -15,9 +15,9 @@ import numpy as np
 import torch
 
 from megavm.scheduler.engine.step import Floats, Ints, Step
-from megavm.vm.isa import TensorKind, TensorSpec
 from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.tensors import TensorKind, TensorSpec
 
 ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 bytes
 BY_ROW = ("allowed", "bias")  # inputs that move to the GPU row by row, when they have changed

@@ -19,7 +19,7 @@ from megavm.scheduler.llama.config import (
     rope_inverse_frequencies,
 )
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
-from megavm.vm.isa import F32, I32, DType, TensorKind, TensorSpec
+from megavm.vm.tensors import F32, I32, DType, TensorKind, TensorSpec
 
 # Default sizes of steps.
 MAX_NUM_SEQS = 16

@@ -20,8 +20,8 @@ from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import Kernel, compile_kernel
-from megavm.vm.isa import DType
 from megavm.vm.target import TARGETS
+from megavm.vm.tensors import DType
 
 
 @dataclass(frozen=True)

@@ -29,11 +29,11 @@ from megavm.vm.config import MAX_GROUP_ROWS, MIN_MATRIX_ROWS
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
-from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import Layout
 from megavm.vm.machine import Executable, Machine, MachineLost, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 if TYPE_CHECKING:
     from megavm.profiler.recorder import Recorder

@@ -20,20 +20,12 @@ from megavm.vm import config
 from megavm.vm.cpu.machine import CpuMachine, levels
 from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.example import Example
-from megavm.vm.isa import (
-    I32,
-    DType,
-    Field,
-    FieldKind,
-    Instruction,
-    Part,
-    TensorKind,
-    TensorSpec,
-    Wait,
-)
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.operands import Field, FieldKind
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import I32, DType, Part, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 INSTRUCTIONS = list(instruction_set().values())

@@ -9,9 +9,10 @@ from megavm.instructions.copy import Copy
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.trace import Trace
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 COLUMNS = 16
 POSITIONS = np.zeros(1, np.int32)

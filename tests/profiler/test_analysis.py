@@ -32,9 +32,10 @@ from megavm.profiler.recorder import Recorder
 from megavm.profiler.report import format_report, report
 from megavm.profiler.trace import Trace, TraceError
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 WORKERS, ROUNDS, SIZE = 2, 6, 768
 

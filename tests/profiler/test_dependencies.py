@@ -16,8 +16,9 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run.runner import compile_bucket
-from megavm.vm.isa import BF16, F32, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 
 ONE_B = LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True)
 

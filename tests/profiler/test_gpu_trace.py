@@ -21,8 +21,8 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import default_options
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import BF16, F32, TensorKind
 from megavm.vm.memory import Memory
+from megavm.vm.tensors import BF16, F32, TensorKind
 
 LAYERS, SIZE, STEPS, LAUNCHES = 6, 8192, 200, 3
 

@@ -13,10 +13,11 @@ from megavm.profiler.recorder import Recorder
 from megavm.profiler.summary import format_summary, summary
 from megavm.profiler.trace import Trace
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 EVENTS = {"begin": 0, "ready": 1, "inputs": 2, "end": 3, "signalled": 4}
 

@@ -19,10 +19,11 @@ from megavm.profiler.trace import Trace, TraceError
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import EVENTS
 from megavm.vm.cuda.launch import TRACE_COLUMNS
-from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 
 @pytest.mark.parametrize("tagged", [False, True])

@@ -24,11 +24,11 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
 from megavm.vm.differential import first_divergence
-from megavm.vm.isa import BF16, F32, DType, TensorKind
 from megavm.vm.machine import Machine
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program, with_header
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import BF16, F32, DType, TensorKind
 from megavm.vm.verify import VerificationError, verify
 
 ALL_OPTIONS = [

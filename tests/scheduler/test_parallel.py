@@ -27,10 +27,10 @@ from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, logits_spe
 from megavm.scheduler.llama.parallel import Exchange, Parallel, shard
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.differential import first_divergence
-from megavm.vm.isa import F32, TensorKind
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import F32, TensorKind
 
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
 

@@ -12,8 +12,8 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
-from megavm.vm.isa import F32
 from megavm.vm.machine import Machine
+from megavm.vm.tensors import F32
 
 ON = pytest.mark.parametrize("machine", ["cpu", "cuda"], indirect=True)
 

@@ -13,9 +13,9 @@ from megavm.scheduler.engine.step import Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, StepMemory
 from megavm.scheduler.llama.graph import Limits, step_tensors
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import F32, TensorKind, TensorSpec
 from megavm.vm.machine import Executable
 from megavm.vm.memory import Memory
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 LIMITS = Limits(
     max_num_seqs=3,

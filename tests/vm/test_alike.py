@@ -13,8 +13,9 @@ from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.kernels import default_limits
 from megavm.scheduler.run.runner import compile_bucket
 from megavm.vm.alike import accesses, figures
-from megavm.vm.isa import BF16, Instruction
+from megavm.vm.isa import Instruction
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16
 
 
 @pytest.fixture(scope="module", params=[1, 8])

@@ -18,13 +18,15 @@ from megavm.instructions import instruction_set
 from megavm.instructions.copy import Copy
 from megavm.vm import codegen, config
 from megavm.vm.abi import U32, U64, Code, Member, Struct
+from megavm.vm.constants import Constant, largest, same, union
 from megavm.vm.cpu.notes import NOTE
 from megavm.vm.cuda import launch
 from megavm.vm.cuda.faults import FAULT_RECORD, Fault, FaultKind, SemaphoreKind
 from megavm.vm.events import Event
-from megavm.vm.isa import F32, Constant, FieldKind, TensorKind, TensorSpec, largest, same, union
 from megavm.vm.layout import Order
+from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
 CPP = {".cpp", ".hpp", ".cu", ".cuh"}

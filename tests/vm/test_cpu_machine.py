@@ -21,10 +21,11 @@ from megavm.instructions.noop import Noop
 from megavm.instructions.products import sums_of_squares
 from megavm.instructions.tiles import squares_of
 from megavm.vm.cpu.machine import CpuExecutable, CpuMachine, levels
-from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, I32, DType, TensorKind, TensorSpec
 
 STATE, ACTIVATION, INPUT, WEIGHT = (
     TensorKind.STATE,

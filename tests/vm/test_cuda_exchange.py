@@ -13,8 +13,9 @@ from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.alike import tag_orders
 from megavm.vm.config import FAR_TAG, HEADER_WORDS, NONE
 from megavm.vm.cuda.exchange import make_exchanges
-from megavm.vm.isa import BF16, F32, TagOrder, TensorKind, TensorSpec
+from megavm.vm.isa import TagOrder
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 
 CONFIG = LlamaConfig(1024, 2048, 8192, 1, 32, 8, 64)
 

@@ -14,10 +14,11 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.vm.cuda.faults import Fault, FaultKind, Record, SemaphoreKind, sentence, waiting_for
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import BF16, F32, I32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, I32, TensorKind, TensorSpec
 
 STATE, ACTIVATION, INPUT, WEIGHT = (
     TensorKind.STATE,

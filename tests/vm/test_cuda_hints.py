@@ -12,8 +12,8 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
 from megavm.vm.cuda.hints import make_hints
-from megavm.vm.isa import BF16, Region
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, Region
 
 OPTIONS = [
     CompileOptions(6, exchange="tagged", column_unit=8),

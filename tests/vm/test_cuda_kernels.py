@@ -21,9 +21,9 @@ from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.config import MAX_GROUP_ROWS, NUM_THREADS
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
-from megavm.vm.isa import BF16, F32
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
+from megavm.vm.tensors import BF16, F32
 
 MAX_REGISTERS = (
     65536 // NUM_THREADS // 8 * 8

@@ -18,10 +18,10 @@ from megavm.vm.cuda.launch import TRACE_COLUMNS
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
 from megavm.vm.example import Example
-from megavm.vm.isa import BF16, F32, TensorKind, TensorSpec
 from megavm.vm.layout import units
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 
 MakeMachine = Callable[..., CudaMachine]
 INSTRUCTIONS = list(instruction_set().values())

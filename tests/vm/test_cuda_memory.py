@@ -20,8 +20,8 @@ from megavm.vm.codegen import program_header, specialisation
 from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SHARED_BYTES
 from megavm.vm.cuda.compiler import CompileError, compile_kernel
 from megavm.vm.cuda.memory import SCRATCH_BYTES, KernelMemory, kernel_memory
-from megavm.vm.isa import BF16
 from megavm.vm.target import TARGETS
+from megavm.vm.tensors import BF16
 
 LLAMA_8B = LlamaConfig(
     vocab_size=128256,

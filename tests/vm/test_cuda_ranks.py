@@ -23,10 +23,10 @@ from megavm.scheduler.run import runner
 from megavm.vm.cuda import machine as cuda_machines
 from megavm.vm.cuda.launch import BARRIER_STRIDE
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.machine import MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.verify import verify
 
 MakeMachine = Callable[..., CudaMachine]

@@ -10,11 +10,11 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.differential import first_divergence
-from megavm.vm.isa import F32, TensorKind
 from megavm.vm.machine import Executable, memory_on_cpu
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import F32, TensorKind
 
 
 def chain() -> Program:

@@ -28,8 +28,8 @@ from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
-from megavm.vm.isa import BF16
 from megavm.vm.machine import Machine
+from megavm.vm.tensors import BF16
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
 

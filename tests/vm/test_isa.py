@@ -24,19 +24,9 @@ from megavm.vm.config import (
     NONE,
     OPERAND_WORDS,
 )
-from megavm.vm.isa import (
-    BF16,
-    F32,
-    Field,
-    FieldKind,
-    Instruction,
-    TensorKind,
-    TensorSpec,
-    Wait,
-    integer,
-    real,
-    tensor,
-)
+from megavm.vm.isa import Instruction, Wait
+from megavm.vm.operands import Field, FieldKind, integer, real, tensor
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 
 CLASSES = list(instruction_set().values())
 words = st.integers(0, NONE - 1)

@@ -16,10 +16,10 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
-from megavm.vm.isa import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS, SWIZZLED, Layout, units
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 WEIGHT, STATE = TensorKind.WEIGHT, TensorKind.STATE
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megavm.vm.isa import BF16, F32, Part, TensorKind, TensorSpec
 from megavm.vm.layout import ROWS, Layout, units
 from megavm.vm.memory import Memory
+from megavm.vm.tensors import BF16, F32, Part, TensorKind, TensorSpec
 
 WEIGHT = TensorSpec("w", (2, 3), F32, TensorKind.WEIGHT)
 

@@ -15,8 +15,9 @@ import pytest
 from megavm.instructions.copy import Copy
 from megavm.instructions.noop import Noop
 from megavm.vm.config import NONE
-from megavm.vm.isa import BF16, F32, Instruction, Part, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program, with_header
+from megavm.vm.tensors import BF16, F32, Part, TensorKind, TensorSpec
 
 TENSORS = (
     TensorSpec("source", (2, 8), F32, TensorKind.STATE),

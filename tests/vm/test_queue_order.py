@@ -18,10 +18,11 @@ from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 from megavm.vm.verify import verify
 
 SIZE = 64

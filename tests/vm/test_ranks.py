@@ -15,11 +15,12 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 MACHINES = pytest.mark.parametrize(

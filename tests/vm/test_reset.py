@@ -12,11 +12,12 @@ from sabotage import lose_signals
 from megavm.instructions.copy import Copy
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import CudaExecutable
-from megavm.vm.isa import F32, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.machine import MachineFault, MachineLost
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 MakeMachine = Callable[..., Any]
 STATE, ACTIVATION = TensorKind.STATE, TensorKind.ACTIVATION

@@ -9,8 +9,9 @@ from copy_programs import ACTIVATION, INPUT, STATE, fault
 
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
-from megavm.vm.isa import F32, I32, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, TensorKind, TensorSpec
 from megavm.vm.verify import verify
 
 

@@ -12,8 +12,8 @@ from llama_decode import llama
 
 from megavm.instructions.copy import Copy
 from megavm.vm import _native
-from megavm.vm.isa import F32, TensorKind, TensorSpec
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 

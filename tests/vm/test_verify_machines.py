@@ -9,8 +9,8 @@ from gathered_product import gathered
 
 from megavm.instructions.attention.examples import Case, example
 from megavm.instructions.matmul import Matmul
-from megavm.vm.isa import BF16, F32, TensorSpec
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, TensorSpec
 from megavm.vm.verify import verify
 
 # The product of x and w has more sums than a worker of the CPU can keep.

@@ -47,8 +47,9 @@ from megavm.scheduler.compiler.options import Assignment, CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
-from megavm.vm.isa import F32, I32, DType, Instruction, Region, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, DType, Region, TensorKind, TensorSpec
 from megavm.vm.verify import Access, VerificationError, verify
 
 MUTANTS_PER_PROGRAM = 230

@@ -16,8 +16,8 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.vm.isa import F32, I32, Part, TensorSpec
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, Part, TensorSpec
 from megavm.vm.verify import verify
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from copy_programs import ACTIVATION, TENSORS, WEIGHT, A, B, C, T, copy, fault, program
 
 from megavm.instructions.matmul import Matmul
-from megavm.vm.isa import BF16, F32, TensorSpec, Wait
+from megavm.vm.isa import Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, TensorSpec
 from megavm.vm.verify import verify
 
 

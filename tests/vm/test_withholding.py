@@ -17,8 +17,9 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.vm.isa import F32, I32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 WALKS, PROGRAMS, TINY_PROGRAMS = 40, 1000, 700

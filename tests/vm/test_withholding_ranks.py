@@ -15,8 +15,9 @@ from mutations import Draft, mutate
 from toy_graphs import toy_programs_of_ranks
 from withholding import each_action, judge, judge_all
 
-from megavm.vm.isa import F32, Instruction, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 WALKS, PROGRAMS, TINY_PROGRAMS = 8, 150, 80

@@ -10,9 +10,9 @@ import torch
 
 from megavm.vm.cuda.driver import Driver
 from megavm.vm.cuda.launch import MAP_BYTES
-from megavm.vm.isa import TensorSpec
 from megavm.vm.layout import ROWS, has_boxes
 from megavm.vm.memory import Memory
+from megavm.vm.tensors import TensorSpec
 
 BOX_ROW_BYTES = 128
 

@@ -13,7 +13,8 @@ from megavm.vm.alike import in_words, tag_orders, tagged_regions
 from megavm.vm.config import FAR_TAG, HEADER_WORDS, NONE
 from megavm.vm.cuda.hints import make_hints
 from megavm.vm.cuda.launch import EXCHANGE, NUM_COUNTS, TAGGED_REGION
-from megavm.vm.isa import FieldKind, TagOrder
+from megavm.vm.isa import TagOrder
+from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program
 
 

@@ -18,7 +18,9 @@ from megavm.vm.config import (
     STORER_WARP,
     WAITER_WARP,
 )
-from megavm.vm.isa import FieldKind, Instruction, TensorSpec
+from megavm.vm.isa import Instruction
+from megavm.vm.operands import FieldKind
+from megavm.vm.tensors import TensorSpec
 
 
 class FaultKind(Code):

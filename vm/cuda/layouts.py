@@ -9,8 +9,8 @@ import numpy as np
 
 from megavm.vm.alike import Alike, find_alike
 from megavm.vm.config import NONE
-from megavm.vm.isa import FieldKind
 from megavm.vm.layout import ROWS, Layout
+from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program
 
 Choice = tuple[Layout, ...]

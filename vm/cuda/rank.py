@@ -21,9 +21,9 @@ from megavm.vm.cuda.launch import (
     TAGGED_SHIFT,
     TENSOR,
 )
-from megavm.vm.isa import TensorSpec
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import TensorSpec
 
 if TYPE_CHECKING:
     from megavm.vm.cuda.machine import CudaMachine

@@ -39,17 +39,11 @@ from megavm.vm.config import (
 )
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.memory import SCRATCH_BYTES
-from megavm.vm.isa import (
-    Field,
-    FieldKind,
-    Instruction,
-    Region,
-    TagOrder,
-    TensorKind,
-    TensorSpec,
-)
+from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.operands import Field, FieldKind
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
+from megavm.vm.tensors import Region, TensorKind, TensorSpec
 from megavm.vm.verify.expand import expand
 
 MAX_WORKERS = 4096  # more than any machine has; a larger number is a mistake

@@ -29,7 +29,7 @@
 // Two steps suffice: an element that is written at all is written in every step, so a conflict over
 // a longer distance is a chain of conflicts over shorter ones.
 //
-// Earlier reads. An *earlier* read (vm/isa.py) sees what previous steps wrote into an indexed
+// Earlier reads. An *earlier* read (vm/tensors.py, Region) sees what previous steps wrote into an indexed
 // tensor. The writes of its own step and of later steps go to other places and do not conflict with
 // it; only the last writers of the previous step must be over before it. The analysis compares
 // writes of different steps as if they went to the same places, so writes of still earlier steps
@@ -65,7 +65,7 @@ struct Synchronisation {
   bool writes_early;    // it stores before its tagged inputs arrive; it has no tagged results
 };
 
-// A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see vm/isa.py.
+// A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see vm/tensors.py.
 struct Access {
   std::int32_t instruction;
   std::int32_t tensor;

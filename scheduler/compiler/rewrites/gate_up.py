@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.vm.isa import TensorKind, TensorSpec
+from megavm.vm.tensors import TensorKind, TensorSpec
 
 
 def join_gate_and_up(operations: list[Operation], options: CompileOptions) -> list[Operation]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import consists_of_words, tagged_spec
-from megavm.vm.isa import TensorSpec
+from megavm.vm.tensors import TensorSpec
 
 
 def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Operation]:

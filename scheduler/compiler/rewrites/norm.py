@@ -14,7 +14,7 @@ from megavm.instructions import instruction_of
 from megavm.instructions.tiles import squares_of
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.vm.isa import F32, DType
+from megavm.vm.tensors import F32, DType
 
 
 def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> list[Operation]:

@@ -8,7 +8,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.matmul.lower import tiles_of_part
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.vm.isa import F32, TensorKind, TensorSpec
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 
 def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Operation]:

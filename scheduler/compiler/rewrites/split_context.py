@@ -8,7 +8,7 @@ from megavm.instructions.attention.lower import tiling
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
-from megavm.vm.isa import F32, TensorKind, TensorSpec
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 
 def split_context(operations: list[Operation], options: CompileOptions) -> list[Operation]:

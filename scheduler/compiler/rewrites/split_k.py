@@ -10,7 +10,7 @@ from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
 from megavm.scheduler.compiler.tiling import is_matrix_step
-from megavm.vm.isa import F32
+from megavm.vm.tensors import F32
 
 
 def split_k(operations: list[Operation], options: CompileOptions) -> list[Operation]:

@@ -19,11 +19,11 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, rope_table, step_tensors
-from megavm.vm.isa import F32, TensorKind, TensorSpec
 from megavm.vm.machine import Machine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 TOLERANCE = 1e-3
 BLOCK_SIZE = 16

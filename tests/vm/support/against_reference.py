@@ -12,9 +12,10 @@ from megavm.instructions.attention import Attention
 from megavm.vm.config import NONE
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.example import Example
-from megavm.vm.isa import BF16, DType, Instruction
+from megavm.vm.isa import Instruction
 from megavm.vm.memory import Memory
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import BF16, DType
 
 RELATIVE = {DType.F32: 2e-5, DType.BF16: 2**-7, DType.I32: 0.0}
 ABSOLUTE = {DType.F32: 2e-5, DType.BF16: 2e-3, DType.I32: 0.0}

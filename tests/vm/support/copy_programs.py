@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 
 from megavm.instructions.copy import Copy
-from megavm.vm.isa import BF16, F32, I32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, I32, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 WEIGHT, INPUT, STATE, ACTIVATION = (

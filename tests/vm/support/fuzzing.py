@@ -17,8 +17,9 @@ from withholding import judge, live_counts
 
 from megavm.instructions import instruction_set
 from megavm.vm.alike import tag_orders
-from megavm.vm.isa import Instruction, TagOrder, TensorSpec
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.program import Program
+from megavm.vm.tensors import TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 ORDER_RULES = ("deadlock", "unordered", "unwritten", "tag_unreachable", "tag_ambiguous")

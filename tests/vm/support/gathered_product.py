@@ -7,8 +7,8 @@ from typing import Any
 
 from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
-from megavm.vm.isa import F32, I32, TensorKind, TensorSpec
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, TensorKind, TensorSpec
 
 GATHERED = {
     "x": TensorSpec("x", (4, 8), F32, TensorKind.INPUT),

@@ -12,8 +12,9 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Sample
-from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, I32, DType, TensorKind, TensorSpec
 
 
 class Builder:

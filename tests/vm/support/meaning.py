@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from places import Ints, Places, live_part, numbers, share_of, whole_words
 
-from megavm.vm.isa import Instruction, Region, TagOrder, TensorKind, TensorSpec
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.program import Program
+from megavm.vm.tensors import Region, TensorKind, TensorSpec
 
 Mask = npt.NDArray[np.bool_]
 UNWRITTEN = -1

@@ -12,8 +12,10 @@ import numpy.typing as npt
 from megavm.instructions import instruction_set
 from megavm.instructions.noop import Noop
 from megavm.vm.config import HEADER_WORDS, MAX_WAITS, NONE
-from megavm.vm.isa import FieldKind, TensorKind, Wait
+from megavm.vm.isa import Wait
+from megavm.vm.operands import FieldKind
 from megavm.vm.program import Program, with_header
+from megavm.vm.tensors import TensorKind
 
 MOST_INSTRUCTIONS = 48
 Waits = list[tuple[int, int]]

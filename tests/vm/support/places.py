@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.vm.config import NONE
-from megavm.vm.isa import Instruction, Region, TensorSpec
+from megavm.vm.isa import Instruction
+from megavm.vm.tensors import Region, TensorSpec
 
 Ints = npt.NDArray[np.int32]
 

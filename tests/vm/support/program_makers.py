@@ -19,8 +19,9 @@ from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.reduce import Reduce
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.config import MAX_WAITS, NONE
-from megavm.vm.isa import BF16, F32, I32, DType, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, I32, DType, TensorKind, TensorSpec
 
 WEIGHT, INPUT, STATE, ACTIVATION = (
     TensorKind.WEIGHT,

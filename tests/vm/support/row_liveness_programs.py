@@ -17,9 +17,10 @@ import torch
 from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.vm.isa import F32, I32, Instruction, TensorKind, TensorSpec, Wait
+from megavm.vm.isa import Instruction, Wait
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.tensors import F32, I32, TensorKind, TensorSpec
 
 WEIGHT, INPUT, STATE, ACTIVATION = (
     TensorKind.WEIGHT,

@@ -11,8 +11,8 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
-from megavm.vm.isa import BF16, F32, I32, DType, TensorKind, TensorSpec
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, I32, DType, TensorKind, TensorSpec
 
 
 def mlp(rows: int, dtype: DType, counted: bool) -> Graph:
