@@ -1,0 +1,231 @@
+"""The accesses that instructions declare, checked against their tensors and the machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from megavm.vm.alike import accesses_of, find_alike
+from megavm.vm.codegen import specialisation
+from megavm.vm.config import HEADER_WORDS, MIN_PAGES, NONE, WORKING_BYTES
+from megavm.vm.cuda.layouts import program_layouts
+from megavm.vm.cuda.memory import SCRATCH_BYTES
+from megavm.vm.isa import Instruction
+from megavm.vm.operands import Field, FieldKind
+from megavm.vm.program import Program
+from megavm.vm.tensors import Region, TensorKind, TensorSpec
+from megavm.vm.verify.check import Check, Ints
+from megavm.vm.verify.error import VerificationError
+
+
+class DeclarationCheck(Check):
+    """Whether what the instructions of a well-formed program declare fits the program and the machine.
+
+    Layers repeat the same tiles on tensors of the same shapes, and a declaration depends on nothing else,
+    so one instruction of each kind (``alike``) is asked.
+    """
+
+    def __init__(self, program: Program, machine: str) -> None:
+        super().__init__(program, machine)
+        self.alike = tuple(find_alike(self.words, self.tensors))
+
+    def accesses(self) -> Ints:
+        """Rows (instruction, tensor, rows, columns, write, indexed, earlier), sorted by instruction.
+
+        They include only accesses to tensors that instructions may write.
+        Raises VerificationError when a declaration contradicts the program or the machine.
+        """
+        alike = self.alike
+        accesses = accesses_of(alike, 8, self._declaration)
+        if self.machine == "cuda":
+            try:
+                chosen = (inst for same in alike for inst in same.representatives)
+                specialisation(chosen, self.tensors)
+                program_layouts(self.program, alike)
+            except ValueError as error:
+                raise VerificationError(str(error)) from error
+        self._check_constants(accesses)
+        return accesses
+
+    def _declaration(self, number: int, inst: Instruction) -> list[tuple[int, ...]]:
+        """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
+        fields = [field for field in inst.fields if field.kind is FieldKind.TENSOR]
+        handles = [vars(inst)[field.name] for field in fields]
+        try:
+            for sentence in inst.check(self.tensors):
+                self._fail(number, sentence)
+            self._check_budget(number, inst)
+            regions = [
+                (region, write)
+                for declared, write in ((inst.reads, False), (inst.writes, True))
+                for region in self._regions(number, declared, write, handles)
+                if self.tensors[region.tensor].writable
+            ]
+            self._check_gathered(number, fields, handles, regions)
+            if all(field.produced for field in fields if handles.count(vars(inst)[field.name]) > 1):
+                self._check_in_place(number, regions, handles)
+            return [
+                (region.tensor, *self._span(region), write, region.indexed, region.earlier)
+                for region, write in regions
+            ]
+        except (ArithmeticError, LookupError) as error:
+            self._fail(number, f"its operands contradict each other ({error!r})")
+
+    def _check_gathered(
+        self,
+        number: int,
+        fields: Sequence[Field[Any]],
+        handles: Sequence[int],
+        regions: Sequence[tuple[Region, bool]],
+    ) -> None:
+        """A tensor with shares is written by an operand that may be gathered, and not read as well."""
+        for tensor in {r.tensor for r, write in regions if write}:
+            spec = self.tensors[tensor]
+            if spec.shares == 1:
+                continue
+            names = [f for f, handle in zip(fields, handles, strict=True) if handle == tensor]
+            if len(names) > 1 or any(r.tensor == tensor for r, write in regions if not write):
+                self._fail(
+                    number, f"writes {spec.name}, which has shares, and names or reads it twice"
+                )
+            if not names[0].gathered:
+                self._fail(
+                    number,
+                    f"{names[0].name} is {spec.name}, which has shares: kernels write this operand on "
+                    "their own rank only",
+                )
+
+    def _check_in_place(
+        self, number: int, regions: Sequence[tuple[Region, bool]], handles: Sequence[int]
+    ) -> None:
+        """A tile that one operand reads and a tile that another writes are equal or do not overlap.
+
+        Kernels process a tile in any order.
+        """
+        for written in (region for region, write in regions if write):
+            if handles.count(written.tensor) == 1:
+                continue
+            for read in (region for region, write in regions if not write):
+                if read != written and _overlap(read, written):
+                    self._fail(
+                        number,
+                        f"reads rows [{read.rows[0]}, {read.rows[1]}) columns [{read.columns[0]}, "
+                        f"{read.columns[1]}) of {self.tensors[read.tensor].name} by one operand and writes "
+                        "some of them by another, in no particular order",
+                    )
+
+    def _check_budget(self, number: int, inst: Instruction) -> None:
+        """The instruction fits into the memory of a worker."""
+        if self.machine == "cpu":
+            need = inst.working_bytes(self.tensors)
+            if need > WORKING_BYTES:
+                self._fail(
+                    number,
+                    f"needs {need} bytes of working memory, a worker of the CPU has {WORKING_BYTES}",
+                )
+        elif self.machine == "cuda":
+            need = inst.scratch_bytes(self.tensors)
+            if need > SCRATCH_BYTES:
+                self._fail(
+                    number,
+                    f"needs {need} bytes of scratch, a worker of the GPU has {SCRATCH_BYTES} "
+                    f"beside {MIN_PAGES} pages",
+                )
+
+    def _regions(
+        self,
+        number: int,
+        declared: Callable[[Sequence[TensorSpec]], Iterator[Region]],
+        write: bool,
+        handles: list[int],
+    ) -> Iterator[Region]:
+        """The declared regions, after checks that they fit their tensors and that no two writes overlap."""
+        verb = "writes" if write else "reads"
+        seen: list[Region] = []
+        for region in declared(self.tensors):
+            if region.tensor not in handles:
+                self._fail(number, f"{verb} tensor {region.tensor}, which is none of its operands")
+            spec = self.tensors[region.tensor]
+            rows = NONE if region.indexed else spec.rows
+            columns = spec.own_columns if write else spec.columns
+            for what, (begin, end), size in (
+                ("rows", region.rows, rows),
+                ("columns", region.columns, spec.entry_columns if region.indexed else columns),
+            ):
+                if begin >= end:
+                    self._fail(number, f"{verb} the empty {what} [{begin}, {end}) of {spec.name}")
+                if not 0 <= begin < end <= size:
+                    where = f"outside tensor {spec.name} of {size} {what}"
+                    self._fail(number, f"{verb} {what} [{begin}, {end}) {where}")
+            if write and not spec.writable:
+                self._fail(number, f"writes {spec.name}, which is {_article(spec.kind)}")
+            if spec.tagged and region.indexed:
+                self._fail(number, f"{verb} indexed rows of {spec.name}, which is tagged")
+            if region.earlier and (
+                write or not region.indexed or spec.kind is not TensorKind.STATE
+            ):
+                self._fail(
+                    number,
+                    f"{verb} earlier rows of {spec.name}: only indexed rows of a state can be read so",
+                )
+            per_word = 4 // spec.dtype.size
+            if spec.tagged and write and any(c % per_word for c in region.columns):
+                begin, end = region.columns
+                self._fail(
+                    number,
+                    f"writes columns [{begin}, {end}) of {spec.name}, which is tagged: "
+                    f"words of {per_word} {spec.dtype.name} are written as a whole",
+                )
+            if write and any(_overlap(region, other) for other in seen):
+                self._fail(number, f"writes parts of {spec.name} twice, in no particular order")
+            seen.append(region)
+            yield region
+
+    def _span(self, region: Region) -> tuple[int, int, int, int]:
+        """Rows and columns; the columns of a tagged tensor are rounded to whole words."""
+        begin, end = region.columns
+        spec = self.tensors[region.tensor]
+        if spec.tagged:
+            per_word = 4 // spec.dtype.size
+            begin, end = begin // per_word * per_word, -(-end // per_word) * per_word
+        return *region.rows, begin, end
+
+    def _check_constants(self, accesses: Ints) -> None:
+        """No instruction writes a tensor that kernels read before all waits."""
+        written = np.zeros(len(self.tensors) + 1, bool)
+        written[accesses[accesses[:, 6] != 0, 1]] = True
+        for cls, numbers in self._by_class():
+            constant = [
+                (HEADER_WORDS + k, field)
+                for k, field in enumerate(cls.fields)
+                if field.kind is FieldKind.TENSOR and not field.produced
+            ]
+            places = np.array([word for word, _ in constant], np.int64)
+            handles = self.words[np.ix_(numbers, places)]
+            handles[handles == NONE] = len(self.tensors)
+            for row, k in np.argwhere(written[handles])[:1]:
+                tensor = int(handles[row, k])
+                writer = accesses[(accesses[:, 6] != 0) & (accesses[:, 1] == tensor), 0][0]
+                by = (
+                    "it writes itself" if writer == numbers[row] else f"{self._name(writer)} writes"
+                )
+                self._fail(
+                    numbers[row],
+                    f"{constant[k][1].name} is {self.tensors[tensor].name}, which {by}, "
+                    "but kernels read this operand before all waits",
+                )
+
+
+def _overlap(one: Region, two: Region) -> bool:
+    """Whether two regions of an instruction may share an element."""
+    if one.tensor != two.tensor:
+        return False
+    return one.indexed != two.indexed or all(
+        a[0] < b[1] and b[0] < a[1] for a, b in ((one.rows, two.rows), (one.columns, two.columns))
+    )
+
+
+def _article(kind: TensorKind) -> str:
+    return f"{'an' if kind is TensorKind.INPUT else 'a'} {kind.value}"
