@@ -210,7 +210,8 @@ class Instruction:
         """Whether its GPU kernel has activations sooner as tagged words than behind a barrier.
 
         ``operands``: the names of the operands that it has. ``rows``: of the step. The default is what
-        was measured for products: words in steps of one row, barriers in others (docs/techniques.md).
+        was measured for products: words in steps of one row, barriers in others. The numbers of readers
+        and bytes cannot decide it: values equal in both are exchanged differently (docs/techniques.md).
         """
         return rows == 1
 
