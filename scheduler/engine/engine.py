@@ -162,6 +162,9 @@ class Engine:
         self._fault: BaseException | None = None
         # By slot: whether its sequence has chosen a stop token. Only execute uses it.
         self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)
+        # Stop conditions of the slots read last; steady decode steps have the same. Only execute
+        # uses it.
+        self._stops: _Stops | None = None
 
     # Requests.
 
@@ -410,6 +413,8 @@ class Engine:
 
     def _write(self, plan: Plan) -> None:
         runner = self.runner
+        if plan.admissions:
+            self._stops = None
         for admission in plan.admissions:
             slot = admission.slot
             runner.write_tokens(slot, admission.tokens)
@@ -453,21 +458,20 @@ class Engine:
     def _read(self, plan: Plan) -> None:
         """Copy the chosen tokens from memory before another launch can change them."""
         step, runner, count = plan.step, self.runner, len(plan.samplers)
-        choosing = step.logit_row[:count]
-        slots = step.row_sequence[choosing]
-        following = step.row_position[choosing] + 1
+        slots, positions = step.row_sequence, step.row_position
+        if count < step.num_rows:  # else every row chooses a token, in order
+            choosing = step.logit_row[:count]
+            slots, positions = slots[choosing], positions[choosing]
+        following = positions + 1
         columns = following[:, None]
         if plan.steps > 1:
             columns = columns + np.arange(plan.steps, dtype=np.int32)[None]
         plan.tokens = tokens = runner.tokens[slots[:, None], columns]
-        integers = runner.sampling_integer[slots]
-        stops = integers[:, Integer.STOP : Integer.MASKED]
-        if plan.steps == 1:
-            matches = (stops == tokens).any(axis=1, keepdims=True)
-        else:
-            matches = (stops[:, None, :] == tokens[:, :, None]).any(axis=2)
-        plan.stopped = matches & (columns >= integers[:, Integer.MIN_LENGTH, None])
-        self._ended[slots] |= plan.stopped.any(axis=1)
+        if self._stops is None or self._stops.slots is not slots:
+            self._stops = _Stops.of(slots, runner.sampling_integer)
+        plan.stopped = self._stops.stopped(tokens, columns)
+        if plan.stopped.any():
+            self._ended[slots] |= plan.stopped.any(axis=1)
         if step.restricted:
             self._follow(plan, slots, following)
         for i, sequence in enumerate(plan.samplers if plan.with_logprobs else ()):
@@ -512,16 +516,19 @@ class Engine:
         counters.launches += 1
         counters.steps += plan.steps
         counters.rows += plan.step.num_rows * plan.steps
+        failed, before = plan.failed, len(ready)
         for i, (sequence, tokens, stopped) in enumerate(
             zip(plan.samplers, plan.tokens.tolist(), plan.stopped.tolist(), strict=True)
         ):
-            if sequence.state is State.FINISHED or sequence in plan.failed:
+            if sequence.state is State.FINISHED or (failed and sequence in failed):
                 continue
-            complete = sequence in plan.complete
-            ready.append(self._extend(sequence, tokens, stopped, plan.logits.get(i), complete))
-        for sequence, cause in plan.failed.items():
+            logits = plan.logits.get(i) if plan.logits else None
+            complete = bool(plan.complete) and sequence in plan.complete
+            ready.append(self._extend(sequence, tokens, stopped, logits, complete))
+        for sequence, cause in failed.items():
             if sequence.state is not State.FINISHED:
                 ready.append(self._end(sequence, sequence.finish("error", cause)))
+        counters.output_tokens += sum(len(delta.token_ids) for delta in ready[before:])
         self._score(plan)
         counters.collect_seconds += time.perf_counter() - begin
         return ready
@@ -538,21 +545,22 @@ class Engine:
 
         ``complete``: nothing may follow the (only) token.
         """
-        counters = self.counters
         if not sequence.output:
-            counters.prompt_tokens += len(sequence.prompt)
+            self.counters.prompt_tokens += len(sequence.prompt)
+        caching, size = self.blocks.prefix_caching, self.blocks.block_size
+        computed = len(sequence.prompt) + len(sequence.output) - 1
         whole: Delta | None = None
+        logprobs = None
         for token, stop in zip(tokens, stopped, strict=True):
-            logprobs = None
             if logits is not None:
                 logprobs = token_logprobs(logits, token, sequence.request.params.logprobs or 0)
             delta = sequence.append(token, stop, logprobs, complete)
-            counters.output_tokens += 1
+            computed += 1
             if whole is None:
                 whole = delta
             else:
                 whole.extend(delta)
-            if self.blocks.prefix_caching:
+            if caching and computed % size == 0:
                 self.planner.publish_decoded(sequence)
             if delta.finish_reason is not None:
                 self._end(sequence, whole)
@@ -649,6 +657,34 @@ class Engine:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Stops:
+    """When the sequences of slots end at a token.
+
+    ``slots`` int32 [n]; ``ids`` int32 [n, most stop tokens of a slot], filled up with -1;
+    ``min_length`` int32 [n, 1]: tokens of prompt and output before which a stop token ends nothing.
+    """
+
+    slots: Ints
+    ids: Ints
+    min_length: Ints
+
+    @classmethod
+    def of(cls, slots: Ints, sampling: Ints) -> _Stops:
+        """From the rows of ``sampling_integer``."""
+        rows = sampling[slots]
+        most = int(rows[:, Integer.NUM_STOP].max(initial=0))
+        ids = np.ascontiguousarray(rows[:, Integer.STOP : Integer.STOP + most])
+        return cls(slots, ids, rows[:, Integer.MIN_LENGTH, None])
+
+    def stopped(self, tokens: Ints, columns: Ints) -> npt.NDArray[np.bool_]:
+        """Whether each of ``tokens`` [n, steps], at ``columns`` of the table, ends its sequence."""
+        ended = np.zeros(tokens.shape, dtype=np.bool_)
+        for column in range(self.ids.shape[1]):
+            ended |= self.ids[:, column, None] == tokens
+        return ended & (columns >= self.min_length) if ended.any() else ended
 
 
 def _cause(error: BaseException) -> str:

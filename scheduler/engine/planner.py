@@ -188,7 +188,7 @@ class Planner:
         plan.with_logprobs = self._with_logprobs
         context = int(positions.max()) + 1
         rows = self._rows[: len(slots)]
-        plan.step = Step(slots, positions, rows, context, self._restricted)
+        plan.step = Step(slots, positions, rows, context, self._restricted, distinct=True)
 
     def _list_decoders(self) -> tuple[tuple[Sequence, ...], Ints]:
         if self._decoders is None:

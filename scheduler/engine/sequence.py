@@ -224,7 +224,7 @@ class Sequence:
         self.output.append(token)
         delta = Delta(self.request, self.index, [token], [""], [logprobs] if logprobs else [])
         params, count = self.request.params, len(self.output)
-        if self.text is not None and not (stopped and not params.include_stop_str_in_output):
+        if self.text is not None and (not stopped or params.include_stop_str_in_output):
             delta.pieces[0], stop = self.text.push(token, count > params.min_tokens)
             if stop is not None:
                 return self._end(delta, "stop", stop)

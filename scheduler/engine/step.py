@@ -32,6 +32,7 @@ class Step:
     logit_row: Ints
     context: int
     restricted: bool = False
+    distinct: bool = False  # known to have rows of different sequences only
 
     @property
     def num_rows(self) -> int:
@@ -100,4 +101,5 @@ class Plan:
             index[step.logit_row[logit_kept]],
             int(positions.max(initial=-1)) + 1,
             step.restricted,
+            step.distinct,
         )

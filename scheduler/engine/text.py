@@ -39,7 +39,8 @@ class TextStream:
 
         With ``may_stop`` false, stop strings are ordinary text.
         """
-        return self._append(self._decoder.step(token_id), may_stop)
+        piece = self._decoder.step(token_id)
+        return self._append(piece, may_stop) if self._stops else (piece, None)
 
     def finish(self) -> tuple[str, str | None]:
         """The rest of the text, and the stop string that it completes or None."""

@@ -308,7 +308,7 @@ class Runner:
         if not logit_rows:
             arrays["logit_row"][0] = 0  # a program of one row computes its logits in any case
         arrays["logit_count"][0] = logit_rows
-        decode = len(set(step.row_sequence.tolist())) == rows
+        decode = step.distinct or len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
         bucket = self.bucket(rows, logit_rows, context, decode=decode, restricted=step.restricted)
         started = started or _nothing
