@@ -29,6 +29,21 @@ class _Launch:
     first_step: int  # number of its first step since the recorder was made
     positions: Ints
     rows: int
+    sequences: Ints | None
+
+    @property
+    def tokens(self) -> int:
+        """Rows that each step computed."""
+        return len(self.positions)
+
+    def count_rows(self) -> tuple[int, int]:
+        """Number of sequences of a step, and of its rows that belong to prompts.
+
+        A sequence with several rows runs a prompt chunk; one with a single row decodes.
+        """
+        sequences = np.zeros(0, np.int32) if self.sequences is None else self.sequences
+        _, rows = np.unique(sequences, return_counts=True)
+        return len(rows), int(rows[rows > 1].sum())
 
     @property
     def contexts(self) -> Floats:
@@ -36,8 +51,7 @@ class _Launch:
 
         Rows without a token count as 0.
         """
-        tokens = len(self.positions)
-        seen = int(self.positions.sum()) + tokens * (1 + np.arange(self.notes.steps))
+        seen = int(self.positions.sum()) + self.tokens * (1 + np.arange(self.notes.steps))
         return np.asarray(seen / self.rows, np.float64)
 
 
@@ -59,7 +73,7 @@ class Recorder:
         self.machine: dict[str, Any] = {}
         self.model: dict[str, Any] = {}
         self.notes: dict[str, Any] = {}
-        self._new: deque[tuple[TracingExecutable, Ints, int]] = deque()
+        self._new: deque[tuple[TracingExecutable, Ints, int, Ints | None]] = deque()
         # Notes of launches for which ``add`` has not been called yet.
         self._early: dict[TracingExecutable, deque[Notes]] = {}
         self._launches: deque[_Launch] = deque()
@@ -67,15 +81,22 @@ class Recorder:
         self._seen = 0  # steps since the recorder was made
         self._lock = threading.Lock()
 
-    def add(self, executable: TracingExecutable, positions: Ints, rows: int) -> None:
+    def add(
+        self,
+        executable: TracingExecutable,
+        positions: Ints,
+        rows: int,
+        sequences: Ints | None = None,
+    ) -> None:
         """Keep the notes of the executable's next launch. Call it after every launch.
 
         ``positions``, int32 [tokens]: positions of the first step's tokens in their sequences.
-        ``rows``: rows of the program. The arrays are kept, not copied.
+        ``rows``: rows of the program. ``sequences``, int32 [tokens]: the sequence of each token;
+        None when the program is not a model's. The arrays are kept, not copied.
         """
         # Do as little as possible per launch: caches are cold after a step, so code here runs
         # several times slower than usual. ``drain`` processes many launches at once.
-        self._new.append((executable, positions, rows))
+        self._new.append((executable, positions, rows, sequences))
         if len(self._new) >= DRAIN:
             self.drain()
 
@@ -89,7 +110,7 @@ class Recorder:
 
     def _drain(self) -> None:
         while self._new:
-            executable, positions, rows = self._new.popleft()
+            executable, positions, rows, sequences = self._new.popleft()
             noted = self._early.setdefault(executable, deque())
             if not noted:
                 noted += executable.trace()
@@ -98,7 +119,7 @@ class Recorder:
                 del self._early[executable]
             if len(notes.times):
                 self._launches.append(
-                    _Launch(executable.program, notes, self._seen, positions, rows)
+                    _Launch(executable.program, notes, self._seen, positions, rows, sequences)
                 )
                 self._kept += notes.steps
                 self._seen += notes.steps
@@ -167,6 +188,9 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         signalled=np.maximum(row["signalled"], row["end"]),
     )
     cause, channel = find_causes(executions)
+    counts = None
+    if all(launch.sequences is not None for launch in launches):
+        counts = np.array([launch.count_rows() for launch in launches], np.int32)[step_launch]
     return Trace(
         machine={
             "clock_step": _resolution(times),
@@ -176,7 +200,9 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         programs=described,
         step_program=step_program,
         step_number=step_number[dropped:],
-        step_tokens=np.array([len(n.positions) for n in launches], np.int32)[step_launch],
+        step_tokens=np.array([n.tokens for n in launches], np.int32)[step_launch],
+        step_sequences=None if counts is None else counts[:, 0],
+        step_prompt_rows=None if counts is None else counts[:, 1],
         record_step=step,
         record_worker=worker,
         record_slot=slot,

@@ -140,6 +140,9 @@ class Trace:
     record_cause: Ints  # [R]
     record_cause_channel: Ints  # [R]
     times: Longs  # [E, R]
+    # Absent from traces of programs that are not a model's, and from older files.
+    step_sequences: Ints | None = None  # [S]
+    step_prompt_rows: Ints | None = None  # [S]
     events: tuple[Event, ...] = EVENTS
     created: str = ""
     megavm: str = ""

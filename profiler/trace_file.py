@@ -43,6 +43,10 @@ _TRACE_COLUMNS: Final[dict[str, _Column]] = {
     "record.cause_channel": ("<i4", ("records",)),
     "times": ("<i8", ("events", "records")),
 }
+_OPTIONAL_COLUMNS: Final[dict[str, _Column]] = {
+    "step.sequences": ("<i4", ("steps",)),
+    "step.prompt_rows": ("<i4", ("steps",)),
+}
 _PROGRAM_COLUMNS: Final[dict[str, _Column]] = {
     "words": ("<u4", ("instructions", 32)),
     "label": ("<i4", ("instructions",)),
@@ -99,7 +103,9 @@ def encode(trace: Trace) -> bytes:
         "programs": [dict(p.facts) for p in trace.programs],
         "notes": dict(trace.notes),
     }
-    columns = {name: getattr(trace, name.replace(".", "_")) for name in _TRACE_COLUMNS}
+    names = [*_TRACE_COLUMNS, *_OPTIONAL_COLUMNS]
+    found = {name: getattr(trace, name.replace(".", "_")) for name in names}
+    columns = {name: column for name, column in found.items() if column is not None}
     for p, program in enumerate(trace.programs):
         columns |= {f"program.{p}.{name}": getattr(program, name) for name in _PROGRAM_COLUMNS}
     header |= _summary(trace)
@@ -179,7 +185,8 @@ def _read(path: str) -> Trace:
         # For example a type that numpy lacks, or a size that does not fit.
         raise error if isinstance(error, TraceError) else TraceError(_line(error)) from error
     sizes = {"events": len(header["events"])}
-    own = _take(columns, "", _TRACE_COLUMNS, sizes)
+    present = {name: kind for name, kind in _OPTIONAL_COLUMNS.items() if name in columns}
+    own = _take(columns, "", _TRACE_COLUMNS | present, sizes)
     programs = []
     for p, facts in enumerate(header["programs"]):
         taken = _take(columns, f"program.{p}.", _PROGRAM_COLUMNS, {})
@@ -197,7 +204,7 @@ def _read(path: str) -> Trace:
 def _column_names(programs: int) -> set[str]:
     """The columns of a trace with this many programs; other columns of a file are not read."""
     own = {f"program.{p}.{name}" for p in range(programs) for name in _PROGRAM_COLUMNS}
-    return own | _TRACE_COLUMNS.keys()
+    return own | _TRACE_COLUMNS.keys() | _OPTIONAL_COLUMNS.keys()
 
 
 def _line(error: BaseException) -> str:
@@ -393,6 +400,13 @@ def _check_trace(trace: Trace) -> None:
     _check_range("step.program", trace.step_program, 0, len(trace.programs))
     _check_range("step.number", trace.step_number, 0, MAX_TIME)
     _check_range("step.tokens", trace.step_tokens, 0, 1 << 31)
+    most = trace.step_tokens.astype(np.int64) + 1
+    for name, column in (
+        ("step.sequences", trace.step_sequences),
+        ("step.prompt_rows", trace.step_prompt_rows),
+    ):
+        if column is not None:
+            _check_range(name, column, 0, most)
     if (np.diff(trace.step_number) <= 0).any():
         raise TraceError("step.number does not grow")
     _check_range("record.step", trace.record_step, 0, steps)

@@ -110,6 +110,15 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: the terminal belongs to the command."""
 
 
+def server_page(record_url: str) -> str:
+    """The page for a server that records traces of itself when it is asked at ``record_url``.
+
+    Raises TraceError when the page is not installed.
+    """
+    meta = f'<meta name="record" content="{html.escape(record_url)}">\n'
+    return _page_with(meta, before="<title>")
+
+
 def make_server(
     paths: Sequence[str | os.PathLike[str]], host: str = "127.0.0.1", port: int = 0
 ) -> ThreadingHTTPServer:

@@ -16,6 +16,7 @@ from starlette.responses import HTMLResponse, Response
 
 import megavm
 from megavm.profiler import viewer
+from megavm.profiler.trace import TraceError
 from megavm.server import metrics
 from megavm.server.chat import chat
 from megavm.server.completions import complete
@@ -234,23 +235,26 @@ def _add_state(app: FastAPI, service: Service) -> None:
 
 
 def _add_pages(app: FastAPI) -> None:
-    def page(path: Path) -> Response:
-        if not path.is_file():
-            raise ApiError(404, f"The page {path.name} is not installed.")
+    def page(content: bytes | str) -> Response:
         return HTMLResponse(
-            path.read_bytes(),
+            content,
             headers={"cache-control": "no-cache", "x-content-type-options": "nosniff"},
         )
 
     @_get(app, "/", include_in_schema=False)
     async def playground() -> Response:
         """A chat in the browser."""
-        return page(PLAYGROUND)
+        if not PLAYGROUND.is_file():
+            raise ApiError(404, f"The page {PLAYGROUND.name} is not installed.")
+        return page(PLAYGROUND.read_bytes())
 
     @_get(app, "/profiler", include_in_schema=False)
     async def profiler() -> Response:
-        """The profiler's page, which opens traces."""
-        return page(viewer.PAGE)
+        """The profiler's page, which opens traces and records them."""
+        try:
+            return page(viewer.server_page("v1/profile"))
+        except TraceError as error:
+            raise ApiError(404, "The profiler's page is not installed.") from error
 
 
 def _get(app: FastAPI, path: str, **options: Any) -> Callable[[Endpoint], Endpoint]:

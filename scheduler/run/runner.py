@@ -326,7 +326,7 @@ class Runner:
                 raise
             if self._recorder is not None:
                 traced = cast(TracingExecutable, executable)
-                self._recorder.add(traced, step.row_position, bucket.rows)
+                self._recorder.add(traced, step.row_position, bucket.rows, step.row_sequence)
 
     def record(self, recorder: Recorder | None) -> None:
         """Trace the following steps into ``recorder``; None ends the recording.

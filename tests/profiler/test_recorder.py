@@ -355,3 +355,26 @@ def test_a_wait_for_another_rank_names_the_rank_that_came_last() -> None:
             assert trace.record_cause[taken] == last
             waits += int(trace.record_worker[last] != trace.record_worker[taken])
     assert waits > 0, "no rank ever waited for the other"
+
+
+def test_a_step_says_how_many_sequences_and_rows_of_prompts_it_has(tmp_path: Path) -> None:
+    recorder = Recorder()
+    prompts = [list(range(5, 15)), list(range(5, 45)), [7, 8, 9]]
+    with LLM("stories", machine="cpu", workers=2, prefix_caching=False) as llm:
+        llm.record(recorder)
+        llm.generate(prompts, GREEDY)
+    trace = recorder.trace()
+    trace.save(tmp_path / "a")
+    read = Trace.load(tmp_path / "a")
+    assert read.step_sequences is not None
+    assert read.step_prompt_rows is not None
+    # Every token of a prompt is a row, and every sequence ends with the same number of tokens.
+    assert read.step_prompt_rows.sum() == sum(map(len, prompts))
+    assert read.step_sequences.tolist() == [3] * read.num_steps
+    decoded = read.step_tokens - read.step_prompt_rows
+    assert decoded.tolist() == [0] + [3] * (read.num_steps - 1)
+
+
+def test_a_program_that_is_not_a_models_has_no_sequences(tmp_path: Path) -> None:
+    record_ring().save(tmp_path / "a")
+    assert Trace.load(tmp_path / "a").step_sequences is None

@@ -6,6 +6,7 @@ import { byId, button, make } from "./dom.ts";
 import { Opener, takeEmbedded, takeServed } from "./files.ts";
 import { makeHelp } from "./help.ts";
 import { listen } from "./input.ts";
+import { Live, takeLive } from "./live.ts";
 import { Link } from "./link.ts";
 import { Panel } from "./panel.ts";
 import { pristinePage, saveAsHtml } from "./save.ts";
@@ -34,6 +35,7 @@ function storeTheme(dark: boolean): void {
 function start(): void {
   const embedded = takeEmbedded();
   const served = takeServed();
+  const recordUrl = takeLive();
   const page = pristinePage();
 
   const system = matchMedia("(prefers-color-scheme: dark)");
@@ -78,7 +80,9 @@ function start(): void {
     focusSearch: (): void => toolbar.focusSearch(),
   };
   const toolbar = new Toolbar(app, actions);
-  byId("bar").append(toolbar.element, toolbar.legend, announce(app));
+  byId("bar").append(toolbar.element);
+  if (recordUrl !== null) byId("bar").append(new Live(recordUrl, opener, status).element);
+  byId("bar").append(toolbar.legend, announce(app));
   const panel = new Panel(app, () => opener.pick(true));
   byId("main").append(panel.element);
   new Tooltip(app, stage);
@@ -91,7 +95,7 @@ function start(): void {
     make("p", "", "Drop a .megatrace file here, or"),
     button("Open a trace", "", () => opener.pick(false), "primary"),
     make("p", "", "Two files at once are compared. “megavm profile MODEL -o run.megatrace” records one."),
-    make("p", "faint", "Files stay on this computer: this page talks to nobody."),
+    make("p", "faint", `Files stay on this computer: this page talks to ${recordUrl === null ? "nobody" : "this server alone, to record"}.`),
   );
   app.on(["panes"], () => {
     document.body.classList.toggle("empty", app.main === undefined);

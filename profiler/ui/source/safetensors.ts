@@ -110,6 +110,10 @@ export class Safetensors {
     return { buffer: this.buffer.slice(offset, this.start + entry.end), offset: 0 };
   }
 
+  has(name: string): boolean {
+    return this.entries.has(name);
+  }
+
   /** Number of entries along the first axis of a column. */
   length(name: string): number {
     const entry = this.entries.get(name);

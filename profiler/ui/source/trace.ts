@@ -37,6 +37,9 @@ export class Trace implements Events {
   readonly stepProgram: Int32Array;
   readonly stepNumber: Float64Array;
   readonly stepTokens: Int32Array;
+  /** Sequences of every step, and its rows that run prompt chunks; null: the file does not say. */
+  readonly stepSequences: Int32Array | null;
+  readonly stepPromptRows: Int32Array | null;
   /** When the consumers of a step first began, and when its last event was. */
   readonly stepBegin: Float64Array;
   readonly stepEnd: Float64Array;
@@ -92,6 +95,9 @@ export class Trace implements Events {
     const numbers = file.int64("step.number", this.steps);
     this.stepNumber = Float64Array.from({ length: this.steps }, (_, s) => int64At(numbers, s));
     this.stepTokens = file.int32("step.tokens", this.steps);
+    const optional = (name: string): Int32Array | null => (file.has(name) ? file.int32(name, this.steps) : null);
+    this.stepSequences = optional("step.sequences");
+    this.stepPromptRows = optional("step.prompt_rows");
     for (const program of this.stepProgram) {
       if (program < 0 || program >= this.programs.length) {
         throw new FileError(`The file is damaged: a step has program ${program} of ${this.programs.length}.`);

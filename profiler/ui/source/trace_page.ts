@@ -4,8 +4,9 @@ import type { App } from "./app.ts";
 import { make } from "./dom.ts";
 import { bytes, duration, integer, percent, rate } from "./format.ts";
 import type { Page } from "./panel.ts";
-import { makeTable } from "./table.ts";
+import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
+import type { Trace } from "./trace.ts";
 
 const MAX_TEXT = 300;
 const MAX_STEPS = 2000;
@@ -28,15 +29,15 @@ function members(title: string, value: unknown): HTMLElement[] {
 export class TracePage implements Page {
   readonly name = "Trace";
   readonly element = make("section", "page");
-  private shown: unknown = null;
+  private shown: readonly Trace[] = [];
 
   constructor(private readonly app: App) {}
 
   render(): void {
     const { panes } = this.app;
-    const key = panes.map((pane) => pane.trace.name).join();
-    if (key === this.shown) return;
-    this.shown = key;
+    const shown = panes.map((pane) => pane.trace);
+    if (shown.length === this.shown.length && shown.every((trace, i) => trace === this.shown[i])) return;
+    this.shown = shown;
     this.element.replaceChildren(
       ...panes.flatMap((pane) => {
         const { trace } = pane;
@@ -51,6 +52,20 @@ export class TracePage implements Page {
           return sum / Math.max(1, took(s));
         };
         const { bandwidth } = trace.machine;
+        const { stepTokens, stepSequences, stepPromptRows } = trace;
+        const whose: Column<number>[] =
+          stepSequences === null || stepPromptRows === null
+            ? []
+            : [
+                { title: "sequences", text: (s) => integer(stepSequences[s]!), value: (s) => stepSequences[s]!, help: "a request with n > 1 has several" },
+                { title: "prefill", text: (s) => integer(stepPromptRows[s]!), value: (s) => stepPromptRows[s]!, help: "rows of prompt chunks" },
+                {
+                  title: "decode",
+                  text: (s) => integer(stepTokens[s]! - stepPromptRows[s]!),
+                  value: (s) => stepTokens[s]! - stepPromptRows[s]!,
+                  help: "rows of sequences that have one row in the step",
+                },
+              ];
         return [
           make("h2", "", (panes.length > 1 ? `${pane.letter}: ` : "") + trace.name),
           pair("size", bytes(trace.buffer.byteLength)),
@@ -63,6 +78,7 @@ export class TracePage implements Page {
             [
               { title: "step", text: (s) => String(trace.stepNumber[s]), value: (s) => trace.stepNumber[s]! },
               { title: "rows", text: (s) => String(trace.stepTokens[s]), value: (s) => trace.stepTokens[s]! },
+              ...whose,
               { title: "time", text: (s) => duration(took(s)), value: took, bar: (s) => took(s) / longest },
               { title: "gap before", text: (s) => duration(gap(s)), value: gap, help: "time in which no step ran" },
               {
