@@ -153,8 +153,8 @@ def step_of(rows: list[tuple[int, range]]) -> Step:
     sequences = [s for s, positions in rows for _ in positions]
     positions = [p for _, positions in rows for p in positions]
     ends = np.cumsum([len(positions) for _, positions in rows]) - 1
-    arrays = (np.array(a, np.int32) for a in (sequences, positions, ends))
-    return Step(*arrays, max(positions) + 1)
+    row_sequence, row_position = np.array(sequences, np.int32), np.array(positions, np.int32)
+    return Step(row_sequence, row_position, ends.astype(np.int32), max(positions) + 1)
 
 
 STEPS = [

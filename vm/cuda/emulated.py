@@ -23,7 +23,7 @@ import torch
 
 from megavm.vm import codegen
 from megavm.vm.cuda import compiler as cuda_compiler
-from megavm.vm.cuda.driver import CudaError
+from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.launch import MAP_BYTES
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.program import Program
@@ -79,7 +79,7 @@ class EmulatedMachine(CudaMachine):
         return self._functions[header]
 
 
-class EmulatedDriver:
+class EmulatedDriver(Driver):
     """The calls of the CUDA driver that launches need. A launch is over when its call returns."""
 
     memory_device = "cpu"

@@ -29,12 +29,12 @@
 // Two steps suffice: an element that is written at all is written in every step, so a conflict over
 // a longer distance is a chain of conflicts over shorter ones.
 //
-// Earlier reads. An *earlier* read (vm/tensors.py, Region) sees what previous steps wrote into an indexed
-// tensor. The writes of its own step and of later steps go to other places and do not conflict with
-// it; only the last writers of the previous step must be over before it. The analysis compares
-// writes of different steps as if they went to the same places, so writes of still earlier steps
-// are over by then too. A machine may issue such a read as soon as the waits of the header are
-// satisfied, while earlier entries of the queue still run: only those waits order it.
+// Earlier reads. An *earlier* read (vm/tensors.py, Region) sees what previous steps wrote into an
+// indexed tensor. The writes of its own step and of later steps go to other places and do not
+// conflict with it; only the last writers of the previous step must be over before it. The analysis
+// compares writes of different steps as if they went to the same places, so writes of still earlier
+// steps are over by then too. A machine may issue such a read as soon as the waits of the header
+// are satisfied, while earlier entries of the queue still run: only those waits order it.
 //
 // Fast rule and exact rule. A wait for all signals of a step orders every signaller before the
 // waiter only if no signaller can run a step ahead and signal twice. The fast rule assumes this,
@@ -65,7 +65,8 @@ struct Synchronisation {
   bool writes_early;    // it stores before its tagged inputs arrive; it has no tagged results
 };
 
-// A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see vm/tensors.py.
+// A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see
+// vm/tensors.py.
 struct Access {
   std::int32_t instruction;
   std::int32_t tensor;
