@@ -160,6 +160,52 @@ struct PairPlace {
   __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
 };
 
+// Four neighbouring columns of a row, the first a multiple of four.
+struct Four {
+  float value[4];
+};
+
+// Whether fours of a tensor can be stored at once.
+__device__ __forceinline__ bool takes_fours(const Tensor& t) {
+  return !is_gathered(t) && dtype_of(t) != DType::kI32 && t.columns % 4 == 0 &&
+         base_of(t) % 16 == 0;
+}
+
+__device__ __forceinline__ void store_four(const Tensor& t, uint32_t row, uint32_t column,
+                                           const Four& four, uint32_t tag) {
+  const float (&v)[4] = four.value;
+  const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                            __float_as_uint(v[3])};
+  if (is_tagged(t)) {
+    const uint64_t to = word_at(t, row, column);
+    if (!is_f32(t))
+      return ptx::store_relaxed_tagged2(to, ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]),
+                                        tag);
+    ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
+    ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
+    return;
+  }
+  const uint64_t to = element_at(t, row, column);
+  if (is_f32(t))
+    ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
+  else
+    ptx::store2(to, ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]));
+}
+
+// Whether fours can be loaded by `load_four`: float32 that other instructions store, not tagged.
+__device__ __forceinline__ bool has_fours(const Tensor& t) {
+  return is_f32(t) && !is_tagged(t) && t.columns % 4 == 0 && base_of(t) % 16 == 0;
+}
+__device__ __forceinline__ ptx::Words4 load_four(const Tensor& t, uint32_t row, uint32_t column) {
+  return ptx::load_relaxed4(element_at(t, row, column));
+}
+__device__ __forceinline__ void add_four(Four& to, const ptx::Words4& words) {
+  to.value[0] += __uint_as_float(words.x);
+  to.value[1] += __uint_as_float(words.y);
+  to.value[2] += __uint_as_float(words.z);
+  to.value[3] += __uint_as_float(words.w);
+}
+
 // Store one element. The other element of a tagged bf16 word keeps its value.
 __device__ __forceinline__ void write_element(const Tensor& t, uint32_t row, uint32_t column,
                                               float value, uint32_t tag) {

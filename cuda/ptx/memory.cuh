@@ -199,6 +199,12 @@ __device__ __forceinline__ void store2(uint64_t address, uint32_t x, uint32_t y)
   asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
 }
 
+__device__ __forceinline__ void store4(uint64_t address, const Words4& v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
+               "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 __device__ __forceinline__ void store_half(uint64_t address, unsigned short value) {
   asm volatile("st.global.u16 [%0], %1;" ::"l"(address), "h"(value) : "memory");
 }

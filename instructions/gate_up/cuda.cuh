@@ -31,14 +31,44 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
   __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
                                          Kept&) const {
-    const float gate = sums.first + early.bias.first, up = sums.second + early.bias.second;
-    const float result = __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    const float result = activated(sums.first + early.bias.first, sums.second + early.bias.second);
     const float next = __shfl_down_sync(~0u, result, at.apart);
     if (!at.active) return;
     if (early.place.kind == kNone)
       write_element(in[&GateUp::out], at.row, at.pair, result, in.out_tag());
     else if (at.pair % 2 == 0)
       early.place.store(result, next, in.out_tag());
+  }
+
+  // ---- Units: four columns.
+
+  static constexpr bool kUnits = true;
+  struct OfUnit {
+    UnitPairs bias;
+  };
+  struct Asked {};
+
+  __device__ __forceinline__ bool takes_units() const { return takes_fours(in[&GateUp::out]); }
+
+  __device__ __forceinline__ void begin_unit(uint32_t column, OfUnit& unit) const {
+    unit.bias = load_unit_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column, 1);
+  }
+
+  __device__ __forceinline__ void ask(uint32_t, uint32_t, const OfUnit&, Asked&) const {}
+
+  __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t column, const UnitPairs& sums,
+                                              const OfUnit& unit, const Asked&, Kept&) const {
+    Four result;
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitPairs; ++i)
+      result.value[i] = activated(sums.pair[i].first + unit.bias.pair[i].first,
+                                  sums.pair[i].second + unit.bias.pair[i].second);
+    store_four(in[&GateUp::out], row, column, result, in.out_tag());
+  }
+
+ private:
+  static __device__ __forceinline__ float activated(float gate, float up) {
+    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
   }
 };
 

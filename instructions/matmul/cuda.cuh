@@ -108,6 +108,77 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     if (column + 1 < end) peak.merge({result.second, column + 2});
   }
 
+  // ---- Units: eight columns.
+
+  static constexpr bool kUnits = program::kMaxAddends == 0;
+  struct OfUnit {
+    UnitPairs bias, gain;
+  };
+  struct Asked {
+    ptx::Words4 residual[2];
+  };
+
+  __device__ __forceinline__ bool takes_units() const {
+    return takes_fours(in[&Matmul::out]) &&
+           (!in.has(&Matmul::residual) || has_fours(in[&Matmul::residual])) &&
+           (!is_scaled() || takes_fours(in[&Matmul::out_scaled])) && out_begin() % 4 == 0;
+  }
+
+  __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
+    const uint32_t column = 2 * pair;
+    unit.bias = load_unit_bias(in, &Matmul::bias, column, column + 1, 2);
+    if (is_scaled())
+#pragma unroll
+      for (uint32_t i = 0; i < kUnitPairs; ++i)
+        unit.gain.pair[i] = load_pair(in[&Matmul::out_gain], column + 2 * i, column + 2 * i + 1);
+  }
+
+  __device__ __forceinline__ void ask(uint32_t row, uint32_t pair, const OfUnit&,
+                                      Asked& asked) const {
+    if (!in.has(&Matmul::residual)) return;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i)
+      asked.residual[i] = load_four(in[&Matmul::residual], row, 2 * pair + 4 * i);
+  }
+
+  __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t pair, const UnitPairs& sums,
+                                              const OfUnit& unit, const Asked& asked,
+                                              Peak& peak) const {
+    const uint32_t column = 2 * pair, tag = in.out_tag();
+    Four result[2];
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitPairs; ++i) {
+      result[i / 2].value[i % 2 * 2] = sums.pair[i].first + unit.bias.pair[i].first;
+      result[i / 2].value[i % 2 * 2 + 1] = sums.pair[i].second + unit.bias.pair[i].second;
+    }
+    if (in.has(&Matmul::residual))
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) add_four(result[i], asked.residual[i]);
+    if (is_scaled()) {
+      // Store these first: readers of this row wait for them.
+      float squares = 0.0f;
+#pragma unroll
+      for (uint32_t i = 0; i < 2; ++i) {
+        Four scaled;
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+          const PairSums& gain = unit.gain.pair[2 * i + j / 2];
+          scaled.value[j] = result[i].value[j] * (j % 2 ? gain.second : gain.first);
+          squares = fmaf(result[i].value[j], result[i].value[j], squares);
+        }
+        store_four(in[&Matmul::out_scaled], row, column + 4 * i, scaled, tag);
+      }
+      write_element(in[&Matmul::out_squares], row, pair / kUnitPairs, squares, tag);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i)
+      store_four(in[&Matmul::out], row, out_begin() + column + 4 * i, result[i], tag);
+    if (!keeps()) return;
+#pragma unroll
+    for (uint32_t j = 0; j < kUnitRows; ++j)
+      peak.merge({result[j / 4].value[j % 4], column + j + 1});
+  }
+
   __device__ __forceinline__ bool keeps() const { return in.has(&Matmul::peaks); }
 
   __device__ __forceinline__ void end(uint32_t row, const Peak& peak) const {

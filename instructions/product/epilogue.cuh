@@ -23,6 +23,14 @@
 //   bool keeps() const;                           whether `end` has work
 //   void end(row, kept) const;                    when all pairs of a row are finished: store what
 //                                                 their threads kept. One warp calls it
+// In matrix products a thread finishes whole *units*, four pairs of a row that begin at a multiple
+// of four, if an epilogue has kUnits and takes_units() says that all units of the instruction can
+// be finished so. Then it also declares
+//   struct OfUnit;  what is the same for all rows
+//   struct Asked;   what a row needs, in flight while the row before it is finished
+//   void begin_unit(pair, OfUnit&) const;
+//   void ask(row, pair, of_unit, Asked&) const;   the instruction's waits are over
+//   void finish_unit(row, pair, sums, of_unit, asked, Kept&) const;
 #pragma once
 
 #include "instructions/product/product.cuh"
@@ -41,6 +49,11 @@ struct PairAt {
                    // multiple of four
 };
 
+// The sums of a unit and a row.
+struct UnitPairs {
+  PairSums pair[kUnitPairs];
+};
+
 struct Nothing {
   __device__ __forceinline__ void merge(const Nothing&) {}
 };
@@ -53,6 +66,7 @@ struct EpilogueBase {
   using Kept = Nothing;
   // Pairs that a thread of a matrix product looks up together, before it finishes them.
   static constexpr uint32_t kAtOnce = 2;
+  static constexpr bool kUnits = false;
   const Operands<Instruction> in;
 
   __device__ __forceinline__ explicit EpilogueBase(const Stage& stage) : in(stage) {}
@@ -177,6 +191,18 @@ __device__ __forceinline__ PairSums load_bias(const Operands<Instruction>& in,
                                               uint32_t second) {
   if (!program::kAnyBias || !in.has(bias)) return {0.0f, 0.0f};
   return load_pair(in[bias], first, second);
+}
+
+// The biases of a unit's pairs. Pair i adds elements first + step * i and second + step * i.
+template <class Instruction>
+__device__ __forceinline__ UnitPairs load_unit_bias(const Operands<Instruction>& in,
+                                                    uint32_t Instruction::* bias, uint32_t first,
+                                                    uint32_t second, uint32_t step) {
+  UnitPairs found;
+#pragma unroll
+  for (uint32_t i = 0; i < kUnitPairs; ++i)
+    found.pair[i] = load_bias(in, bias, first + step * i, second + step * i);
+  return found;
 }
 
 // The place of two neighbouring columns. Its kind is kNone unless both lie in [begin, end) and one

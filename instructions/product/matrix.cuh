@@ -420,6 +420,10 @@ class MatrixConsumer : MatrixSizes {
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue, uint32_t first,
                                          uint32_t blocks, const MatrixSums& sums) const {
+    if constexpr (Epilogue<Instruction>::kUnits)
+      if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
+          epilogue.takes_units())
+        return finish_units(epilogue, first, blocks, sums);
     using Kept = typename Epilogue<Instruction>::Kept;
     constexpr uint32_t kAtOnce = Epilogue<Instruction>::kAtOnce;
     constexpr uint32_t kRowStep = kLanes / kPairsOfWarp;
@@ -467,7 +471,7 @@ class MatrixConsumer : MatrixSizes {
             Kept kept = {};
             epilogue.finish({row_ + number, pair, is_active(j), 1}, pair_sums, of_row[j], kept);
             if constexpr (kWordsOf<Kept> > 0)
-              if (epilogue.keeps()) keep(kept, number);
+              if (epilogue.keeps()) keep(kept, number, kPairsOfWarp);
           }
           row += kAtOnce * kRowStep;
           if (exists && row < rows_) epilogue.move(row_ + row, pair, kAtOnce * kRowStep, early);
@@ -477,13 +481,61 @@ class MatrixConsumer : MatrixSizes {
     }
   }
 
+  // The same, if a thread may finish a unit at a time. A lane has one of the warp's two units of a
+  // block, and every sixteenth row.
+  template <class Instruction>
+  __device__ __forceinline__ void finish_units(const Epilogue<Instruction>& epilogue,
+                                               uint32_t first, uint32_t blocks,
+                                               const MatrixSums& sums) const {
+    using Kept = typename Epilogue<Instruction>::Kept;
+    static_assert(kStagedRows * kUnitsOfWarp == kLanes);
+    const uint32_t of_warp = lane_index() % kUnitsOfWarp, lane_row = lane_index() / kUnitsOfWarp;
+    hold_stores(consumer_.warp());
+#pragma unroll 1
+    for (uint32_t i = 0; i < blocks; ++i) {
+      const uint32_t block = first + warpgroup() + i * kWarpgroups;
+      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * kUnitsOfWarp + of_warp;
+      const uint32_t pair = product_.pair(unit, 0);
+      const uint32_t rows = unit < order_.units ? rows_ : 0;
+      typename Epilogue<Instruction>::OfUnit of_unit = {};
+      typename Epilogue<Instruction>::Asked asked = {};
+      if (rows > 0) epilogue.begin_unit(pair, of_unit);
+      if (lane_row < rows) epilogue.ask(row_ + lane_row, pair, of_unit, asked);
+#pragma unroll 1
+      for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
+        sums.stage(i, part, staged_at());
+        __syncwarp();
+        const uint32_t row = part * kStagedRows + lane_row;
+        const uint32_t from = staged_at() + lane_row * kStagedStride + of_warp * 4 * kUnitRows;
+        const ptx::Words4 low = ptx::load_shared4(from), high = ptx::load_shared4(from + 16);
+        float scale = 1.0f;
+        if (product_.x_squares != kNone && row < rows)
+          scale = __uint_as_float(ptx::load_shared(scratch_at(4 * row)));
+        typename Epilogue<Instruction>::Asked next = {};
+        if (row + kStagedRows < rows) epilogue.ask(row_ + row + kStagedRows, pair, of_unit, next);
+        const auto scaled = [&](uint32_t x, uint32_t y) {
+          return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
+        };
+        const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
+                                      scaled(high.x, high.y), scaled(high.z, high.w)}};
+        Kept kept = {};
+        if (row < rows) epilogue.finish_unit(row_ + row, pair, unit_sums, of_unit, asked, kept);
+        if constexpr (kWordsOf<Kept> > 0)
+          if (epilogue.keeps()) keep(kept, row, kUnitsOfWarp);
+        asked = next;
+        __syncwarp();
+      }
+    }
+  }
+
   // Add what the lanes of a row of x kept to what the warp kept of it.
+  // `lanes`: neighbouring lanes have the same row.
   template <class Kept>
-  __device__ __forceinline__ void keep(Kept kept, uint32_t row) const {
+  __device__ __forceinline__ void keep(Kept kept, uint32_t row, uint32_t lanes) const {
     static_assert(sizeof(Kept) == kKeptBytes);
-    kept = merge_lanes(kept, kPairsOfWarp);
+    kept = merge_lanes(kept, lanes);
     const uint32_t at = kept_at(consumer_.warp(), row);
-    if (lane_index() % kPairsOfWarp != 0 || row >= rows_) return;
+    if (lane_index() % lanes != 0 || row >= rows_) return;
     Kept all = __builtin_bit_cast(Kept, ptx::load_shared2(at));
     all.merge(kept);
     const auto words = __builtin_bit_cast(ptx::Words2, all);
@@ -510,6 +562,7 @@ class MatrixConsumer : MatrixSizes {
   }
 
   static constexpr uint32_t kPairsOfWarp = 8;
+  static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
 
   const Stage& stage_;
   const Product& product_;

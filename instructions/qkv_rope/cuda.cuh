@@ -33,6 +33,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     uint32_t j;       // first element
     uint32_t half;    // the second element is this much further
 
+    Head() = default;
     __device__ __forceinline__ Head(const Operands<QkvRope>& in, uint32_t pair) {
       half = in[&QkvRope::rope].columns / 2;
       number = pair / half;
@@ -112,6 +113,79 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     const float first = even ? low : other, second = even ? other : high;
     if (early.place.kind != kNone) early.place.store(first, second, in.out_tag());
     if (early.cached != 0) ptx::store(early.cached, ptx::pack_bf16(first, second));
+  }
+
+  // ---- Units: four rotation pairs of a head.
+
+  static constexpr bool kUnits = true;
+  struct OfUnit {
+    Head head;
+    UnitPairs bias;
+  };
+  struct Asked {
+    ptx::Words4 cosine, sine;
+    uint64_t cached[2];  // where the first elements of the pairs go in the cache, and the second
+  };
+
+  __device__ __forceinline__ bool takes_units() const {
+    const Tensor& rope = in[&QkvRope::rope];
+    bool all = rope.columns % 8 == 0 && is_f32(rope) && base_of(rope) % 16 == 0 &&
+               takes_fours(in[&QkvRope::q]);
+    for (const OperandWord copy : {word_if_there(&QkvRope::k_new), word_if_there(&QkvRope::v_new)})
+      all &= copy == kNone || takes_fours(in.stage.tensors[copy]);
+    for (const auto cache : {&QkvRope::k_cache, &QkvRope::v_cache})
+      all &= dtype_of(in[cache]) == DType::kBf16 && takes_fours(in[cache]);
+    return all;
+  }
+
+  __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
+    unit.head = Head(in, pair);
+    const uint32_t half = unit.head.half, weight_row = pair / half * 2 * half + unit.head.j;
+    unit.bias = load_unit_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
+  }
+
+  __device__ __forceinline__ void ask(uint32_t row, uint32_t, const OfUnit& unit,
+                                      Asked& asked) const {
+    const Head& head = unit.head;
+    const Slot slot = slot_of(row);
+    if (head.part < 2) {
+      const uint64_t from = element_at(in[&QkvRope::rope], slot.position, head.j);
+      asked.cosine = ptx::load_constant4(from);
+      asked.sine = ptx::load_constant4(from + 4 * head.half);
+    }
+    if (head.part == 0) return;
+    const Tensor& cache = cache_of(head);
+#pragma unroll
+    for (uint32_t side = 0; side < 2; ++side)
+      asked.cached[side] = element_at(
+          cache, slot.block, cache_column(cache, head, slot.number, head.j + side * head.half));
+  }
+
+  __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t, const UnitPairs& sums,
+                                              const OfUnit& unit, const Asked& asked, Kept&) const {
+    const Head& head = unit.head;
+    const uint32_t cosine[4] = {asked.cosine.x, asked.cosine.y, asked.cosine.z, asked.cosine.w};
+    const uint32_t sine[4] = {asked.sine.x, asked.sine.y, asked.sine.z, asked.sine.w};
+    Four rotated[2];
+#pragma unroll
+    for (uint32_t i = 0; i < kUnitPairs; ++i) {
+      const float a = sums.pair[i].first + unit.bias.pair[i].first;
+      const float b = sums.pair[i].second + unit.bias.pair[i].second;
+      const float c = head.part < 2 ? __uint_as_float(cosine[i]) : 1.0f;
+      const float s = head.part < 2 ? __uint_as_float(sine[i]) : 0.0f;
+      rotated[0].value[i] = a * c - b * s;
+      rotated[1].value[i] = b * c + a * s;
+    }
+    const OperandWord copy = copy_of(head);
+#pragma unroll
+    for (uint32_t side = 0; side < 2; ++side) {
+      const float (&v)[4] = rotated[side].value;
+      if (copy != kNone)
+        store_four(in.stage.tensors[copy], row, head.column(head.j + side * head.half),
+                   rotated[side], in.out_tag());
+      if (head.part > 0)
+        ptx::store2(asked.cached[side], ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]));
+    }
   }
 
  private:

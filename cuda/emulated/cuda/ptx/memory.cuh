@@ -78,6 +78,11 @@ inline void store2(uint64_t address, uint32_t x, uint32_t y) {
   store(address, x);
   store(address + 4, y);
 }
+inline void store4(uint64_t address, const Words4& v) {
+  emulated::global<Words4>(address);
+  store2(address, v.x, v.y);
+  store2(address + 8, v.z, v.w);
+}
 inline void store_half(uint64_t address, unsigned short value) {
   emulated::store_global(address, value);
 }
