@@ -112,9 +112,96 @@ struct Kernel<Reduce> : KernelDefaults {
     return sum;
   }
 
+  // ---- Eight columns by one thread, where no word is tagged: steps of many rows.
+
+  static constexpr uint32_t kUnitBatch = 4;  // parts that a thread has in flight
+
+  // NOTE: results that are not tagged, as all words are read before one of them is stored.
+  static __device__ __forceinline__ bool takes_units(const Operands<Reduce>& in) {
+    const Reduce& inst = in.inst;
+    const bool scaled = in.has(&Reduce::out_scaled);
+    const Tensor& out = in[&Reduce::out];
+    return !kSingleRow && inst.column_begin % kUnitRows == 0 && inst.column_end % kUnitRows == 0 &&
+           out.columns % kUnitRows == 0 && takes_fours(out) && !is_tagged(out) &&
+           has_fours(in[&Reduce::parts]) &&
+           (!in.has(&Reduce::residual) || has_fours(in[&Reduce::residual])) &&
+           (!scaled ||
+            (takes_fours(in[&Reduce::out_scaled]) && !is_tagged(in[&Reduce::out_scaled]) &&
+             !is_tagged(in[&Reduce::out_squares])));
+  }
+
+  static __device__ __forceinline__ void reduce_unit(const Operands<Reduce>& in, uint32_t row,
+                                                     uint32_t column) {
+    const Tensor& parts = in[&Reduce::parts];
+    const uint32_t size = in[&Reduce::out].columns, tag = in.out_tag();
+    constexpr uint32_t kFours = kUnitRows / 4;
+    ptx::Words4 residual[kFours] = {};
+    if (in.has(&Reduce::residual))
+#pragma unroll
+      for (uint32_t i = 0; i < kFours; ++i)
+        residual[i] = load_four(in[&Reduce::residual], row, column + 4 * i);
+    Four sum[kFours];
+#pragma unroll 1
+    for (uint32_t first = 0; first < parts.columns; first += kUnitBatch * size) {
+      ptx::Words4 words[kUnitBatch][kFours];
+#pragma unroll
+      for (uint32_t p = 0; p < kUnitBatch; ++p)
+        if (first + p * size < parts.columns)
+#pragma unroll
+          for (uint32_t i = 0; i < kFours; ++i)
+            words[p][i] = load_four(parts, row, first + p * size + column + 4 * i);
+#pragma unroll
+      for (uint32_t p = 0; p < kUnitBatch; ++p) {
+        if (first + p * size >= parts.columns) continue;
+#pragma unroll
+        for (uint32_t i = 0; i < kFours; ++i) {
+          if (first == 0 && p == 0) sum[i] = {};
+          add_four(sum[i], words[p][i]);
+        }
+      }
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kFours; ++i) {
+      Four scaled;
+#pragma unroll
+      for (uint32_t j = 0; j < 4; j += 2) {
+        const Pair bias = constants(in, &Reduce::bias, column + 4 * i + j, true);
+        sum[i].value[j] += bias.x, sum[i].value[j + 1] += bias.y;
+      }
+      if (in.has(&Reduce::residual)) add_four(sum[i], residual[i]);
+      if (!in.has(&Reduce::out_scaled)) continue;
+#pragma unroll
+      for (uint32_t j = 0; j < 4; j += 2) {
+        const Pair gain = constants(in, &Reduce::out_gain, column + 4 * i + j, true);
+        scaled.value[j] = sum[i].value[j] * gain.x;
+        scaled.value[j + 1] = sum[i].value[j + 1] * gain.y;
+        squares = fmaf(sum[i].value[j], sum[i].value[j], squares);
+        squares = fmaf(sum[i].value[j + 1], sum[i].value[j + 1], squares);
+      }
+      store_four(in[&Reduce::out_scaled], row, column + 4 * i, scaled, tag);
+    }
+    if (in.has(&Reduce::out_scaled))
+      write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
+#pragma unroll
+    for (uint32_t i = 0; i < kFours; ++i)
+      store_four(in[&Reduce::out], row, column + 4 * i, sum[i], tag);
+  }
+
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
     const Reduce& inst = in.inst;
     const uint32_t live = live_end(in, &Reduce::row_count, inst.row_begin, inst.row_end);
+    if (takes_units(in)) {
+      const uint32_t units = (inst.column_end - inst.column_begin) / kUnitRows;
+      consumer.wait_ready();
+      consumer.begin_waiting();
+      consumer.note(in.stage, Event::kInputs);
+#pragma unroll 1
+      for (uint32_t i = consumer.thread(); i < (live - inst.row_begin) * units;
+           i += kNumConsumerThreads)
+        reduce_unit(in, inst.row_begin + i / units, inst.column_begin + i % units * kUnitRows);
+      return;
+    }
     // Each row begins with a lane of its own group of four.
     const uint32_t pairs = ceil_div(inst.column_end - inst.column_begin, 2);
     const uint32_t per_row = ceil_div(pairs, kGroup) * kGroup;

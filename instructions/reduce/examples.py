@@ -23,6 +23,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("no live row", 2, F32, 0, (0, 40), 40, None, None, None),
         ("scaled", 2, F32, 4, (8, 32), 40, None, F32, F32),
         ("scaled, ragged", 4, F32, 3, (16, 46), 46, BF16, F32, BF16),
+        ("scaled, units", 6, F32, 3, (8, 64), 72, BF16, F32, BF16),
         ("scaled, wide", 2, F32, 3, (8, 2600), 2600, None, F32, BF16),
     ]
     for tagged in (False, True):
