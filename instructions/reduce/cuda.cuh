@@ -140,25 +140,22 @@ struct Kernel<Reduce> : KernelDefaults {
 #pragma unroll
       for (uint32_t i = 0; i < kFours; ++i)
         residual[i] = load_four(in[&Reduce::residual], row, column + 4 * i);
-    Four sum[kFours];
+    Four sum[kFours] = {};
+    const uint32_t count = parts.columns / size;
 #pragma unroll 1
-    for (uint32_t first = 0; first < parts.columns; first += kUnitBatch * size) {
+    for (uint32_t first = 0; first < count; first += kUnitBatch) {
       ptx::Words4 words[kUnitBatch][kFours];
+      // NOTE: no load is conditional: all of them are in flight together.
 #pragma unroll
       for (uint32_t p = 0; p < kUnitBatch; ++p)
-        if (first + p * size < parts.columns)
 #pragma unroll
-          for (uint32_t i = 0; i < kFours; ++i)
-            words[p][i] = load_four(parts, row, first + p * size + column + 4 * i);
+        for (uint32_t i = 0; i < kFours; ++i)
+          words[p][i] = load_four(parts, row, min_of(first + p, count - 1) * size + column + 4 * i);
 #pragma unroll
-      for (uint32_t p = 0; p < kUnitBatch; ++p) {
-        if (first + p * size >= parts.columns) continue;
+      for (uint32_t p = 0; p < kUnitBatch; ++p)
+        if (first + p < count)
 #pragma unroll
-        for (uint32_t i = 0; i < kFours; ++i) {
-          if (first == 0 && p == 0) sum[i] = {};
-          add_four(sum[i], words[p][i]);
-        }
-      }
+          for (uint32_t i = 0; i < kFours; ++i) add_four(sum[i], words[p][i]);
     }
     float squares = 0.0f;
 #pragma unroll
