@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -36,6 +37,8 @@ def reason_unavailable() -> str | None:
     """Why kernels cannot be emulated here, in words; None when they can."""
     if _compiler() is None:
         return "there is no C++ compiler (c++, g++ or clang++, or $CXX)"
+    if importlib.util.find_spec("cuda") is None:
+        return 'the package cuda-core is missing: install megavm with the extra "cuda"'
     return None
 
 
@@ -51,7 +54,7 @@ class EmulatedMachine(CudaMachine):
     the order of warps and copies. A launch that does what a GPU does not allow ends with a MachineFault that
     says what, where and which lane.
 
-    Raises ValueError when there is no C++ compiler.
+    Raises ValueError when kernels cannot be emulated here.
     """
 
     def __init__(
