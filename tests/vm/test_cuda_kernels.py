@@ -132,9 +132,13 @@ def check_spills(kernel: Kernel, rows: tuple[int, ...]) -> None:
     assert kernel.spill_loads <= loads, rows
 
 
+# The others add no code but other groups of heads (3 and 8); that of 8 is in the kernel that traces.
+COMPILED = ("llama-1b", "llama-8b", "stories", "stories in float32")
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", COMPILED)
 def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
     headers = kernel_headers(*MODELS[model])
     sizes = sorted(rows for served in headers.values() for rows in served)
