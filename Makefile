@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(BIN)/megavm generate stories "Once upon a time" --echo --max-tokens 160 --seed 7 --stream
 
 test: $(DEV_STAMP)
-	$(BIN)/python -m pytest -q
+	BIN=$(BIN) scripts/test
 
 check: $(DEV_STAMP)
 	BIN=$(BIN) scripts/check
