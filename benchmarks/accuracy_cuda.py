@@ -41,7 +41,7 @@ from megavm.vm.tensors import BF16
 
 BLOCK = 64
 SEQUENCES = 8
-CHUNKS = (8, 64, 33, 16)  # rows of the steps of megavm's prefill, in turn
+CHUNKS = (8, 64, 33, 16, 300, 130)  # rows of the steps of megavm's prefill, in turn
 LONGEST_OWN = 1000  # longer contexts are only given, not computed
 PREFILL = 1024  # tokens of one forward pass of transformers' prefill
 LAUNCH = 32  # tokens per launch of the long run

@@ -60,11 +60,15 @@ def make_runner(
     max_context: int,
     batch: int,
     parallel: Parallel = ONE_RANK,
+    rows: int = 8,
     **options: Any,
 ) -> Runner:
-    """A runner with random weights on the GPUs, scaled to preserve norms."""
+    """A runner with random weights on the GPUs, scaled to preserve norms.
+
+    ``rows``: of its largest step, if that is more than ``batch``.
+    """
     blocks = -(-max_context // 64)
-    limits = Limits(batch, blocks * 64, max(batch, 8), batch, batch * blocks, 64)
+    limits = Limits(batch, blocks * 64, max(batch, rows), batch, batch * blocks, 64)
     memory = machine.memory(parallel.ranks)
     for rank in memory.ranks:
         generator = torch.Generator(rank.device).manual_seed(0)
@@ -125,19 +129,19 @@ def measure(
     return {"batch": batch, "context": context, "steps": steps, "us_per_step": time / steps}
 
 
-def record(runner: Runner, batch: int, context: int, steps: int, path: str) -> None:
+def record_steps(runner: Runner, step: Step, steps: int, path: str) -> None:
     """Write a trace of two launches, after a warm-up launch."""
     recorder = Recorder()
     machine, config = runner.machine, runner.config
     recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}
     recorder.model |= {"name": f"Llama, {config.num_layers} layers of {config.hidden_size}"}
     runner.record(recorder)
-    step = prepare(runner, batch, context)
     runner.run(step, steps)
     recorder.clear()
     for _ in range(2):
         runner.run(step, steps)
     recorder.trace().save(path)
+    runner.record(None)
 
 
 def main() -> None:
@@ -203,7 +207,8 @@ def main() -> None:
         path = save(name, facts)
         print(f"saved {path}")
     if args.trace:
-        record(runner, args.batch[-1], args.context[-1], args.steps, args.trace)
+        step = prepare(runner, args.batch[-1], args.context[-1])
+        record_steps(runner, step, args.steps, args.trace)
         print(f"saved {args.trace}")
 
 

@@ -1,0 +1,227 @@
+"""Steps of many rows on a GPU: batches that decode, and prompts, beside what libraries reach.
+
+    python benchmarks/throughput_cuda.py --model 1b 8b --decode 1 8 16 64 256 \\
+        --prefill 1x4096 8x1024 1x8000 --torch --products --save
+
+Weights are random with the model's shapes. Times are medians of GPU events around a launch and
+include everything from embedding to choice of tokens. The floor is the larger of two times of the
+same run: reading the weights and the keys and values, and the multiplications at the rate of
+cuBLAS for a product of 8192 x 8192 x 8192.
+
+``--torch``: a step of torch.compile at the same batch (torch_baseline.py). ``--products``: the
+products of a layer by cuBLAS, and causal attention of a prompt by torch (the fastest of its
+kernels), each alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import statistics
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from environment import save
+from llama_cuda import MODELS, kv_bytes, make_runner, measure, prepare, record_steps, weight_bytes
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.run.runner import Runner
+from megavm.vm.cuda.machine import CudaMachine
+from read_floor import ReadFloor, time_gpu
+
+BLOCK = 64
+
+
+def layer_products(config: LlamaConfig) -> dict[str, tuple[int, int]]:
+    """The weights of a layer and of the LM head: name -> (rows, columns)."""
+    hidden, wide, d = config.hidden_size, config.intermediate_size, config.head_dim
+    return {
+        "qkv": ((config.num_heads + 2 * config.num_kv_heads) * d, hidden),
+        "out": (hidden, config.num_heads * d),
+        "gate_up": (2 * wide, hidden),
+        "down": (hidden, wide),
+        "lm_head": (config.vocab_size, hidden),
+    }
+
+
+def operations(config: LlamaConfig, rows: int, logit_rows: int, pairs: int) -> int:
+    """Floating-point operations of a step whose rows attend to ``pairs`` tokens altogether."""
+    shapes = layer_products(config)
+    head_rows, head_columns = shapes.pop("lm_head")
+    layer = sum(2 * rows * n * k for n, k in shapes.values())
+    attention = 4 * pairs * config.num_heads * config.head_dim
+    return config.num_layers * (layer + attention) + 2 * logit_rows * head_rows * head_columns
+
+
+def multiplication_rate() -> float:
+    """FLOP/s of cuBLAS for bfloat16 matrices of 8192 x 8192 of random numbers."""
+    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
+    return 2 * 8192**3 / time_gpu(lambda: a @ b, 20) * 1e6
+
+
+def prepare_prompts(runner: Runner, count: int, length: int, before: int = 0) -> Step:
+    """A step of ``count`` prompts of ``length`` tokens after ``before`` tokens each."""
+    prepare(runner, count, 1)
+    each = np.arange(before, before + length, dtype=np.int32)
+    last = np.arange(1, count + 1, dtype=np.int32) * length - 1
+    sequences = np.arange(count, dtype=np.int32)
+    return Step(np.repeat(sequences, length), np.tile(each, count), last, before + length)
+
+
+def measure_prompts(runner: Runner, count: int, length: int, before: int, rounds: int) -> float:
+    """Median microseconds of a step of ``count`` prompts (see ``prepare_prompts``)."""
+    step = prepare_prompts(runner, count, length, before)
+    runner.run(step)
+    executable: Any = runner._executable(
+        runner.bucket(count * length, count, step.context, decode=False)
+    )
+    time = time_gpu(executable.launch, rounds, warm_up=1)
+    executable.finish()
+    return time
+
+
+def measure_products(config: LlamaConfig, rows: int) -> dict[str, float]:
+    """Microseconds of each product of a layer by cuBLAS, for ``rows`` rows."""
+    times = {}
+    for name, (n, k) in layer_products(config).items():
+        # Several copies of the weights: none of them stays in the L2 cache.
+        copies = max(1, (200 << 20) // (2 * n * k))
+        weights = [torch.randn(n, k, device="cuda").to(torch.bfloat16) for _ in range(copies)]
+        x = torch.randn(rows, k, device="cuda").to(torch.bfloat16)
+
+        def work(x: torch.Tensor = x, weights: list[torch.Tensor] = weights) -> None:
+            for weight in weights:
+                F.linear(x, weight)
+
+        times[name] = time_gpu(work, 20) / copies
+    return times
+
+
+def measure_attention(config: LlamaConfig, count: int, length: int) -> float:
+    """Microseconds of causal attention of prompts by the fastest kernel of torch."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def heads(number: int) -> torch.Tensor:
+        shape = (count, number, length, config.head_dim)
+        return torch.randn(shape, device="cuda").to(torch.bfloat16)
+
+    q, k, v = (heads(config.num_heads) for _ in range(3))
+    times = []
+    for kind in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with sdpa_kernel(kind):
+            times.append(
+                time_gpu(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), 20)
+            )
+    return min(times)
+
+
+def prompts(text: str) -> tuple[int, int, int]:
+    """Parse "8x1024", or "8x1024+512": prompts x tokens, after tokens read before."""
+    size, _, before = text.partition("+")
+    count, length = size.split("x")
+    return int(count), int(length), int(before or 0)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b"])
+    parser.add_argument("--layers", type=int, help="fewer layers than the model has")
+    parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="BATCH")
+    parser.add_argument("--context", type=int, default=256, help="of the batches that decode")
+    parser.add_argument("--prefill", type=prompts, nargs="*", default=[], metavar="NxLENGTH")
+    parser.add_argument("--steps", type=int, default=8, help="decode steps per launch")
+    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--torch", action="store_true", help="torch.compile beside the batches")
+    parser.add_argument("--products", action="store_true", help="cuBLAS and torch's attention")
+    parser.add_argument("--trace", help="folder for a trace of each measured step")
+    parser.add_argument("--save", action="store_true")
+    args = parser.parse_args()
+
+    machine = CudaMachine()
+    rate = multiplication_rate()
+    floor = ReadFloor(4 << 30)
+    bandwidth = floor.bandwidth()
+    print(f"{rate / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s")
+    results: list[dict[str, Any]] = []
+
+    def limit(config: LlamaConfig, rows: int, logit_rows: int, pairs: int, read: int) -> float:
+        flops = operations(config, rows, logit_rows, pairs)
+        return 1e6 * max(flops / rate, (weight_bytes(config) + read) / bandwidth)
+
+    def add(model: str, found: dict[str, Any]) -> None:
+        results.append({"model": model} | found)
+        others = (f"{k} {v:.0f}" for k, v in found.items() if k.endswith("_us") and k != "floor_us")
+        text = f"{model} {found['kind']} {found['what']:>12}: {found['us']:9.1f} us, floor "
+        share = 100 * found["floor_us"] / found["us"]
+        print(f"{text}{found['floor_us']:8.1f} ({share:.1f} %)", *others, flush=True)
+
+    for model in args.model:
+        config = MODELS[model]
+        if args.layers:
+            config = dataclasses.replace(config, num_layers=args.layers)
+        batch = max(args.decode, default=1)
+        rows = max([batch, *(n * length for n, length, _ in args.prefill)])
+        if args.decode:
+            length = args.context + 2 * args.steps
+            runner = make_runner(config, machine, length, batch)
+            for batch in args.decode:
+                # The context of the middle of a launch is the one that is asked for.
+                context = args.context - args.steps // 2
+                us = measure(runner, batch, context, args.steps, args.rounds)["us_per_step"]
+                least = limit(
+                    config, batch, batch, batch * args.context, batch * kv_bytes(config, args.context)
+                )
+                found = {"kind": "decode", "what": batch, "context": args.context, "us": us}
+                found["floor_us"] = least
+                if args.torch:
+                    from torch_baseline import measure as measure_torch
+
+                    found["torch_us"] = measure_torch(config, batch, args.context - 8, args.rounds)
+                if args.products:
+                    each = measure_products(config, batch)
+                    head = each.pop("lm_head")
+                    found["products_us"] = config.num_layers * sum(each.values()) + head
+                add(model, found)
+                if args.trace:
+                    path = f"{args.trace}/{model}_decode_{batch}.megatrace"
+                    record_steps(runner, prepare(runner, batch, context), 2, path)
+            del runner
+            gc.collect()
+            torch.cuda.empty_cache()
+        if not args.prefill:
+            continue
+        count = max(n for n, _, _ in args.prefill)
+        longest = max(length + before for _, length, before in args.prefill)
+        runner = make_runner(config, machine, longest + 1, count, rows=rows)
+        for n, length, before in args.prefill:
+            us = measure_prompts(runner, n, length, before, max(3, args.rounds // 4))
+            pairs = n * (length * before + length * (length + 1) // 2)
+            least = limit(config, n * length, n, pairs, n * kv_bytes(config, before))
+            what = f"{n}x{length}" + (f"+{before}" if before else "")
+            found = {"kind": "prefill", "what": what, "us": us, "floor_us": least}
+            if args.products:
+                each = measure_products(config, n * length)
+                each.pop("lm_head")
+                found["products_us"] = config.num_layers * sum(each.values())
+                if not before:
+                    found["attention_us"] = config.num_layers * measure_attention(config, n, length)
+            add(model, found)
+            if args.trace:
+                path = f"{args.trace}/{model}_prefill_{what}.megatrace"
+                record_steps(runner, prepare_prompts(runner, n, length, before), 1, path)
+        del runner
+        gc.collect()
+        torch.cuda.empty_cache()
+    if args.save:
+        facts = {"flops": rate, "bandwidth": bandwidth, "results": results}
+        print(f"saved {save('throughput_cuda', facts)}")
+
+
+if __name__ == "__main__":
+    main()
