@@ -105,11 +105,11 @@ class Loader {
     __syncwarp();
   }
 
-  // Start a copy of this lane's own into a page that was taken.
-  __device__ __forceinline__ void copy_piece(const PageCursor& page, uint32_t offset, uint64_t from,
-                                             uint32_t bytes) const {
-    ptx::bulk_load(page.address() + offset, from, bytes, page_arrived(page.slot).address(),
-                   policy_);
+  // Start the copy of this lane's own box into a page that was taken.
+  __device__ __forceinline__ void copy_box(const PageCursor& page, uint32_t offset, uint64_t map,
+                                           uint32_t column, uint32_t row) const {
+    ptx::box_load(page.address() + offset, map, column, row, page_arrived(page.slot).address(),
+                  policy_);
   }
 
   // Look whether the waits of the instruction are over. Called between the steps of an instruction.
@@ -130,9 +130,10 @@ class Loader {
       }
   }
 
-  // Address of the map for boxes of a tensor; `one_row`: boxes of one row.
-  __device__ __forceinline__ uint64_t map_of(uint32_t handle, bool one_row) const {
-    return maps_ + kMapBytes * (2 * handle + one_row);
+  // Address of a map of a tensor: of an input, 0 for boxes of kBoxRows rows, 1 for boxes of one
+  // row; of a weight, i for boxes of i + 1 units.
+  __device__ __forceinline__ uint64_t map_of(uint32_t handle, uint32_t map) const {
+    return maps_ + kMapBytes * (kMapsOfTensor * handle + map);
   }
 
   // Wait until data that other instructions produced may be copied. They wrote it with ordinary

@@ -47,6 +47,7 @@ BLOCK_UNITS = 8  # units whose sums are finished together
 MAX_GROUP_ROWS = 8  # input rows multiplied together, in steps of several rows
 MIN_MATRIX_ROWS = 16  # fewest and most input rows that matrix products take at a time
 MAX_MATRIX_ROWS = 128
+MAPS_OF_TENSOR = BLOCK_UNITS  # maps of boxes of an operand of matrix products
 ROW_CHUNK_PAGES = 4  # pages of a unit multiplied at a time, in steps of one row
 ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
 

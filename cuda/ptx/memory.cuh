@@ -346,6 +346,16 @@ __device__ __forceinline__ void box_load(uint32_t to, uint64_t map, uint32_t col
       : "memory");
 }
 
+// The same with a cache policy.
+__device__ __forceinline__ void box_load(uint32_t to, uint64_t map, uint32_t column, uint32_t row,
+                                         uint32_t mbarrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(mbarrier), "l"(policy)
+      : "memory");
+}
+
 // Orders every access that this thread made or observed before all its later accesses, as any
 // thread of the GPU sees them.
 __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

@@ -22,7 +22,7 @@ from megavm.vm.layout import Layout, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, DType, Region, TensorSpec, whole
 
-PART_COLUMNS = 32  # a part of the columns of x begins at a multiple of this, as tiles of weights do
+PART_COLUMNS = 64  # a part of the columns of x begins at a multiple of this, as boxes of weights do
 
 
 class Matmul(Instruction):

@@ -61,13 +61,13 @@ PEAKS = [
 
 
 PARTS = [
-    Case("first part", k=96, part_k=32),
+    Case("first part", k=160, part_k=64),
     Case("inner part", rows=3, k=160, columns=21, part=1, part_k=64, live=2),
-    Case("last part", rows=2, k=100, part=3, part_k=32),
+    Case("last part", rows=2, k=164, part=2, part_k=64),
     Case("deep part", rows=7, k=3100, part=1, part_k=1536, columns=19),
     Case("parts added", rows=3, k=96, columns=21, part_k=64, parts=2, tagged=True),
     Case("one part added to everything", rows=9, columns=22, extras=True, parts=1, live=8),
-    Case("part, gathered", rows=6, k=96, part=2, part_k=32, gather=True),
+    Case("part, gathered", rows=6, k=160, part=2, part_k=64, gather=True),
     Case("part, sums stay", rows=40, k=2200, columns=35, part=1, part_k=1088),
     Case("parts added, sums stay", rows=40, k=2200, columns=35, part_k=1088, parts=2),
 ]
@@ -77,7 +77,7 @@ SCALED = [
     Case("scaled, tails", rows=2, k=96, columns=22, scaled=True, extras=True, live=1),
     Case("scaled, one row", columns=40, k=1056, scaled=True, tagged=True, extras=True),
     Case("scaled, tagged", rows=9, columns=24, scaled=True, tagged=True, extras=True),
-    Case("scaled, parts added", rows=8, k=96, columns=16, part_k=32, parts=2, scaled=True),
+    Case("scaled, parts added", rows=8, k=192, columns=16, part_k=64, parts=2, scaled=True),
     Case("scaled, sums stay", rows=40, k=1100, columns=88, scaled=True, extras=True),
     Case("scaled, wide", rows=2, columns=2056, scaled=True, x=BF16, out=BF16, extras=True),
     Case("squares of long rows", rows=3, k=4136, columns=16, extras=True, tagged=True, live=2),
@@ -94,7 +94,7 @@ MATRIX = [
     Case("matrix, rows in turn", rows=300, k=136, columns=40, live=290, extras=True, scaled=True),
     Case("matrix, groups in turn", rows=140, k=264, columns=328, extras=True, tiles=2),
     Case("matrix, scaled", rows=100, k=1024, columns=136, extras=True, scaled=True, live=97),
-    Case("matrix, part", rows=64, k=1088, columns=40, part=2, part_k=416, live=62),
+    Case("matrix, part", rows=64, k=1088, columns=40, part=2, part_k=448, live=62),
     Case("matrix, parts added", rows=40, k=640, columns=136, part_k=320, parts=3),
     Case("matrix, gathered", rows=50, k=264, columns=300, gather=True, live=41, tiles=4),
     Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),

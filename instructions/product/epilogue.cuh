@@ -85,6 +85,7 @@ struct EpilogueBase {
     p.unit_bytes = unit_bytes(weight);
     p.pair_begin = pair_begin;
     p.pair_end = pair_end;
+    p.weight = in.word(&Instruction::weight);
     p.x = in.word(&Instruction::x);
     p.x_squares = word_if_there(&Instruction::x_squares);
     p.row_index = kNone;

@@ -4,13 +4,13 @@
 //
 // Loader and consumers process pages in the same order:
 //   for each kMatrixRows rows, for each group of blocks, for each step of some columns:
-//     pages of x; a page of each block.
+//     pages of x; pages of weights.
 //
-// A page of a block has up to 8 units with 4 tiles each: [unit][tile][8 rows][64 bytes], which is
-// wgmma's 64-byte swizzle. If the block has fewer units, the page has the next tiles behind these,
-// and a step has more columns. A wgmma reads 8 units in any case: what follows counts as nothing. A
-// page of x has boxes of 64 columns, [row][128 bytes] with the 128-byte swizzle: as many columns of
-// up to 128 rows as fill the page.
+// The operands come in boxes of 64 columns, which the copy engine finds by maps (vm/cuda/boxes.py).
+// A box of x is [row][128 bytes] with the 128-byte swizzle. A box of a block of weights is
+// [unit][2 tiles][8 rows][64 bytes], which is wgmma's 64-byte swizzle. If the block has fewer than
+// 8 units, so has its box. A wgmma reads 8 in any case: what follows counts as nothing. What lies
+// beyond the last column is zeros.
 //
 // When a group is multiplied, each warp puts its sums into shared memory, 16 rows of the weight and
 // 16 rows of x at a time, and finishes them by the epilogue of the instruction (epilogue.cuh).
@@ -32,35 +32,30 @@ struct MatrixSizes {
   static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
   static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
   static constexpr uint32_t kBoxTiles = kBoxColumns / kTileColumns;
-  static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;
+  static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;  // of x
   static constexpr uint32_t kPageBoxes = kPageBytes / kBoxBytes;
-  // A piece is up to 4 neighbouring tiles of a unit. A page has room for one of each unit of a
-  // block.
-  static constexpr uint32_t kPieceTiles = 4;
-  static constexpr uint32_t kPieceBytes = kPieceTiles * kTileBytes;
-  // Most pages of a step, and those that it has if the ring is to hold two steps.
-  static constexpr uint32_t kMostPages =
-      ceil_div(kPieceTiles / kBoxTiles, kPageBoxes) + kGroupBlocks;
-  static constexpr uint32_t kGoodPages = kPages / 2;
-  static_assert(program::kMatrixRows == 0 || kMostPages <= kPages);
+  static constexpr uint32_t kUnitBytes = kBoxTiles * kTileBytes;  // of a box of weights
+  static constexpr uint32_t kPageUnits = kPageBytes / kUnitBytes;
+  static constexpr uint32_t kBoxWords = kUnitBytes / 8;  // maps of weights count words of 8 bytes
+  // Most boxes of x in a step, and most pages of a step with several: the ring holds four steps.
+  static constexpr uint32_t kMostBoxes = 4;
+  static constexpr uint32_t kGoodPages = kPages / 4;
+  static_assert(program::kMatrixRows == 0 || 1 + kGroupBlocks * kBlockUnits / kPageUnits <= kPages);
 
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
-  static constexpr uint32_t kZeroBytes = kUnitRows * kBoxRowBytes;
 
   // Sums that a warp finishes at a time: 16 rows of x, and 16 rows of the weight with 4 more words,
   // so that neither rows nor columns of threads meet in a bank.
   static constexpr uint32_t kStagedRows = 16;
   static constexpr uint32_t kStagedStride = 4 * (16 + 4);
   static constexpr uint32_t kStagedAt = 4 * kRows;  // behind the scales
-  // Zeros, as an operand of any number of rows.
-  static constexpr uint32_t kZerosAt =
-      round_up(kStagedAt + kNumConsumers * kStagedRows * kStagedStride, kZeroBytes);
-  static constexpr uint32_t kKeptAt = kZerosAt + kZeroBytes;
+  static constexpr uint32_t kKeptAt = kStagedAt + kNumConsumers * kStagedRows * kStagedStride;
   static constexpr uint32_t kKeptBytes = 8;
   static constexpr uint32_t kBytes = kKeptAt + kNumConsumers * kRows * kKeptBytes;
   static_assert(program::kMatrixRows == 0 || kBytes <= kScratch);
   static_assert(kUnitRows * kBlockUnits == 64);
-  static_assert(kBlockUnits * kPieceBytes == kPageBytes);
+  // A wgmma may read beyond the last page: no further than the scratch.
+  static_assert(kBlockUnits * kUnitBytes <= kBytes);
 };
 
 // Whether a product is done in this way, as is_matrix_product in instructions/tiles.py has it.
@@ -74,35 +69,47 @@ __device__ __forceinline__ bool is_matrix(const Stage& stage, const Product& p) 
 // The order of the pages.
 struct MatrixOrder : MatrixSizes {
   uint32_t blocks, units, tiles;
-  uint32_t step_tiles;  // tiles of a unit in a page
-  uint32_t steps;
-  uint32_t x_pages;  // of a step
 
-  // NOTE: more tiles a step if a page has only a few units. Pages that are nearly empty would leave
-  // too few bytes in flight.
   __device__ __forceinline__ explicit MatrixOrder(const Tiling& tiling)
-      : blocks(ceil_div(tiling.units, kBlockUnits)), units(tiling.units), tiles(tiling.tiles()) {
-    step_tiles = kPieceTiles;
-    while (step_tiles * 2 * units * kTileBytes <= kPageBytes &&
-           pages_of_x(step_tiles * 2) + 1 <= kGoodPages)
-      step_tiles *= 2;
-    steps = ceil_div(tiles, step_tiles);
-    x_pages = pages_of_x(step_tiles);
-  }
+      : blocks(ceil_div(tiling.units, kBlockUnits)), units(tiling.units), tiles(tiling.tiles()) {}
 
-  __device__ __forceinline__ uint32_t group_end(uint32_t first) const {
-    return min_of(first + kGroupBlocks, blocks);
-  }
   __device__ __forceinline__ uint32_t units_of(uint32_t block) const {
     return min_of(kBlockUnits, units - block * kBlockUnits);
   }
-  __device__ __forceinline__ uint32_t tiles_of(uint32_t step) const {
-    return min_of(step_tiles, tiles - step * step_tiles);
+  __device__ __forceinline__ uint32_t boxes() const { return ceil_div(tiles, kBoxTiles); }
+};
+
+// A group of blocks, and its steps. Box i of the weights of a step is that of block i % blocks for
+// box i / blocks of x.
+struct MatrixGroup : MatrixSizes {
+  uint32_t first, blocks;
+  uint32_t boxes = kMostBoxes;                    // of x in a step
+  uint32_t x_pages, pages;                        // of a step
+  uint32_t page_shift = 1;                        // a page has 1 << page_shift boxes of weights
+  uint32_t box_bytes = kBlockUnits * kUnitBytes;  // from one of them to the next
+
+  // NOTE: more boxes a step if the block has only a few units. Steps of few bytes would leave too
+  // few in flight.
+  __device__ __forceinline__ MatrixGroup(const MatrixOrder& order, uint32_t first)
+      : first(first), blocks(min_of(kGroupBlocks, order.blocks - first)) {
+    if (blocks == 1) {
+      box_bytes = order.units_of(first) * kUnitBytes;
+      while (box_bytes << (page_shift + 1) <= kPageBytes) ++page_shift;
+    }
+    while (true) {
+      x_pages = ceil_div(boxes, kPageBoxes);
+      pages = x_pages + ((boxes * blocks + (1u << page_shift) - 1) >> page_shift);
+      if (boxes == 1 || pages <= kGoodPages) break;
+      boxes /= 2;
+    }
   }
 
- private:
-  static __device__ __forceinline__ uint32_t pages_of_x(uint32_t tiles) {
-    return ceil_div(tiles / kBoxTiles, kPageBoxes);
+  // The page, and the place in it, of box i of the weights.
+  __device__ __forceinline__ uint32_t page_of(uint32_t i) const {
+    return x_pages + (i >> page_shift);
+  }
+  __device__ __forceinline__ uint32_t offset_of(uint32_t i) const {
+    return (i & ((1u << page_shift) - 1)) * box_bytes;
   }
 };
 
@@ -126,7 +133,6 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
   const uint64_t index = gathers ? element_at(stage.tensors[p.row_index], 0, 0) : 0;
   boxes.limit = gathers ? p.x_rows : x.rows;
   const uint32_t end = live_end(stage, p), lane = lane_index();
-  const uint32_t page_boxes = min_of(S::kPageBoxes, order.step_tiles / S::kBoxTiles);
   loader.begin_instruction();
 #pragma unroll 1
   for (uint32_t row = p.row_begin; row < end; row += S::kRows) {
@@ -138,37 +144,32 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
     boxes.row = follow ? ptx::load_constant(index + 4 * row) : row;
 #pragma unroll 1
     for (uint32_t first = 0; first < order.blocks; first += S::kGroupBlocks) {
-      const uint32_t in_group = order.group_end(first) - first, pages = order.x_pages + in_group;
-      // Lane i has piece i % 8 of a page of block i / 8: the tiles [first_tile, first_tile +
-      // kPieceTiles) of a unit in each step.
-      const uint32_t block = first + lane / kBlockUnits;
-      const uint32_t units = block < order.blocks ? order.units_of(block) : 1;
-      const uint32_t unit = block * kBlockUnits + lane % kBlockUnits % units;
-      const uint32_t first_tile = lane % kBlockUnits / units * S::kPieceTiles;
-      uint64_t from = p.weights + unit * p.unit_bytes + first_tile * kTileBytes;
-      // The units of page `lane` of the step, if that is a page of a block.
-      const uint32_t page_block = first + lane - order.x_pages;
-      const uint32_t page_units =
-          lane >= order.x_pages && lane < pages ? order.units_of(page_block) : 0;
+      const MatrixGroup group(order, first);
+      const uint32_t weights = group.boxes * group.blocks;
+      const uint32_t x_boxes = min_of(S::kPageBoxes, group.boxes);
+      // Lane i copies box i of the weights of every step, and knows the bytes of page i.
+      const uint32_t block = first + lane % group.blocks, units = order.units_of(block);
+      const uint64_t map = loader.map_of(stage.words.operands[p.weight], units - 1);
+      const uint32_t unit = p.pair_begin / kUnitPairs + block * kBlockUnits;
+      uint32_t column = (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
+      uint32_t bytes = lane < group.x_pages ? x_boxes * S::kBoxBytes : 0;
+      for (uint32_t i = 0; i < weights; ++i)
+        if (lane == group.page_of(i))
+          bytes += order.units_of(first + i % group.blocks) * S::kUnitBytes;
 #pragma unroll 1
-      for (uint32_t step = 0; step < order.steps; ++step) {
-        const uint32_t tiles = order.tiles_of(step);
+      for (uint32_t box = 0; box < order.boxes(); box += group.boxes) {
         loader.look_ready();
-        PageCursor page = loader.begin_pages(
-            pages, in_group,
-            lane < order.x_pages ? page_boxes * S::kBoxBytes : page_units * tiles * kTileBytes);
+        PageCursor page = loader.begin_pages(group.pages, group.pages - group.x_pages, bytes);
+        PageCursor mine = page;
+        mine.advance(group.page_of(lane));
+        if (lane < weights) loader.copy_box(mine, group.offset_of(lane), map, column, unit);
+        column += group.boxes * S::kBoxWords;
 #pragma unroll 1
-        for (uint32_t i = 0; i < order.x_pages; ++i) {
-          boxes.column = p.first_column() + step * order.step_tiles * kTileColumns +
-                         i * S::kPageBoxes * S::kBoxColumns;
-          loader.copy_boxes(page, boxes, page_boxes);
+        for (uint32_t i = 0; i < group.x_pages; ++i) {
+          boxes.column = p.first_column() + (box + i * S::kPageBoxes) * S::kBoxColumns;
+          loader.copy_boxes(page, boxes, x_boxes);
           page.advance();
         }
-        page.advance(lane / kBlockUnits);
-        if (block < order.group_end(first) && first_tile < tiles)
-          loader.copy_piece(page, lane % kBlockUnits * S::kPieceBytes, from,
-                            min_of(tiles - first_tile, S::kPieceTiles) * kTileBytes);
-        from += order.step_tiles * kTileBytes;
       }
     }
   }
@@ -273,9 +274,7 @@ class MatrixConsumer : MatrixSizes {
       rows_ = min_of(kRows, end - row_);
       // No warp uses the scratch any more.
       consumer_.sync();
-      clear_zeros();
       forget_kept();
-      consumer_.sync();
 #pragma unroll 1
       for (uint32_t first = 0; first < order_.blocks; first += kGroupBlocks) {
         if (!waited) {
@@ -300,15 +299,15 @@ class MatrixConsumer : MatrixSizes {
   // Multiply and finish the group of blocks that begins with `first`.
   __device__ __forceinline__ void group(uint32_t first) {
     RowScales scales(stage_, product_, row_, first == 0 ? rows_ : 0);
-    const uint32_t in_group = order_.group_end(first) - first;
-    const uint32_t blocks = (in_group + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
+    const MatrixGroup group(order_, first);
+    const uint32_t blocks = (group.blocks + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
     MatrixSums sums;
     sums.clear();
     sums.settle();
-    if (in_group <= kWarpgroups)
-      multiply<1>(in_group, sums, scales);
+    if (group.blocks <= kWarpgroups)
+      multiply<1>(group, sums, scales);
     else
-      multiply<kMaxBlocks>(in_group, sums, scales);
+      multiply<kMaxBlocks>(group, sums, scales);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
     if (first == 0 && product_.x_squares != kNone) {
       while (scales.advance()) continue;
@@ -320,79 +319,70 @@ class MatrixConsumer : MatrixSizes {
 
   // Multiply the blocks of this warpgroup, up to kBlocks.
   template <uint32_t kBlocks>
-  __device__ __forceinline__ void multiply(uint32_t in_group, MatrixSums& sums, RowScales& scales) {
+  __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums,
+                                           RowScales& scales) {
     if constexpr (!RowScales::kMayPause)
       while (scales.advance()) continue;
-    // Rows of x whose scale a warp computes with every piece.
-    const uint32_t scaled =
-        ceil_div(kRows / kNumConsumers + 1, ceil_div(order_.tiles, kPieceTiles));
-    const uint32_t pages = order_.x_pages + in_group;
-    const uint32_t step_pieces = order_.step_tiles / kPieceTiles;
+    const uint32_t boxes = order_.boxes();
+    // Rows of x whose scale a warp computes with every box.
+    const uint32_t scaled = ceil_div(kRows / kNumConsumers + 1, boxes);
     PageCursor page = consumer_.page;  // the first of this step
     uint32_t in_step = 0;
-    // NOTE: one loop over the pieces of all steps. With one in the other ptxas waits for every
-    // wgmma. The pages of a step are free as soon as its products are over: the copies of the step
-    // after the next one are then in flight while the next one is multiplied.
+    // NOTE: one loop over the boxes of all steps. With one in the other ptxas waits for every
+    // wgmma. The pages of a step are free as soon as its products are over.
 #pragma unroll 1
-    for (uint32_t tile = 0; tile < order_.tiles; tile += kPieceTiles) {
+    for (uint32_t box = 0; box < boxes; ++box) {
       if (in_step == 0) {
-        consumer_.wait_pages(page, pages);
-        if (tile == 0) consumer_.note(stage_, Event::kLoadArrived);
+        consumer_.wait_pages(page, group.pages);
+        if (box == 0) consumer_.note(stage_, Event::kLoadArrived);
       }
-      multiply_piece<kBlocks>(page, in_step, order_.tiles - tile, in_group, sums);
+      multiply_box<kBlocks>(page, in_step, group, sums);
       if constexpr (RowScales::kMayPause)
         for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
       ptx::wgmma_wait<0>();
       sums.settle();
-      if (++in_step == step_pieces || tile + kPieceTiles >= order_.tiles) {
+      if (++in_step == group.boxes || box + 1 == boxes) {
         in_step = 0;
-        consumer_.finish_pages(page, pages);
-        page.advance(pages);
+        consumer_.finish_pages(page, group.pages);
+        page.advance(group.pages);
       }
     }
     consumer_.page = page;
   }
 
-  // Begin the products of a piece of a step, whose pages begin with `page`. `tiles`: how many there
-  // are from this piece on.
+  // Begin the products of box `box` of a step, whose pages begin with `page`.
   template <uint32_t kBlocks>
-  __device__ __forceinline__ void multiply_piece(const PageCursor& page, uint32_t piece,
-                                                 uint32_t tiles, uint32_t in_group,
-                                                 MatrixSums& sums) {
-    // Addresses of the piece of the blocks. If the warpgroup has fewer blocks, it multiplies
-    // another one in their place.
+  __device__ __forceinline__ void multiply_box(const PageCursor& page, uint32_t box,
+                                               const MatrixGroup& group, MatrixSums& sums) {
+    // If the warpgroup has fewer blocks, it multiplies another one in their place.
     uint32_t a[kBlocks];
 #pragma unroll
     for (uint32_t i = 0; i < kBlocks; ++i) {
+      const uint32_t block = min_of(warpgroup() + i * kWarpgroups, group.blocks - 1);
+      const uint32_t number = box * group.blocks + block;
       PageCursor mine = page;
-      mine.advance(order_.x_pages + min_of(warpgroup() + i * kWarpgroups, in_group - 1));
-      a[i] = mine.address() + piece * min_of(kBlockUnits, order_.units) * kPieceBytes;
+      mine.advance(group.page_of(number));
+      a[i] = mine.address() + group.offset_of(number);
     }
-    // NOTE: no branches between these. Otherwise ptxas waits for every single wgmma. Tiles that do
-    // not exist are zeros, of both operands.
+    PageCursor of_x = page;
+    of_x.advance(box / kPageBoxes);
+    const uint32_t b = of_x.address() + box % kPageBoxes * kBoxBytes;
+    // NOTE: no branches between these. Otherwise ptxas waits for every single wgmma.
     ptx::wgmma_fence();
 #pragma unroll
-    for (uint32_t tile = 0; tile < kPieceTiles; ++tile) {
-      const uint32_t box = (piece * kPieceTiles + tile) / kBoxTiles;
-      PageCursor mine = page;
-      mine.advance(box / kPageBoxes);
-      const bool exists = tile < tiles;
-      const uint32_t b =
-          exists ? mine.address() + box % kPageBoxes * kBoxBytes + tile % kBoxTiles * kTileRowBytes
-                 : scratch_at(kZerosAt);
-      const uint32_t b_stride = exists ? kUnitRows * kBoxRowBytes : 0;
-      const uint32_t a_stride = exists ? kPieceBytes : 0;
+    for (uint32_t tile = 0; tile < kBoxTiles; ++tile)
 #pragma unroll
       for (uint32_t part = 0; part < 2; ++part)
 #pragma unroll
         for (uint32_t i = 0; i < kBlocks; ++i) {
-          const uint32_t from = exists ? a[i] + tile * kTileBytes : scratch_at(kZerosAt);
           using enum ptx::OperandSwizzle;
           ptx::wgmma<kRows>(
-              sums.sum[i], ptx::operand_descriptor<k64Bytes>(from + part * kOperandBytes, a_stride),
-              ptx::operand_descriptor<k128Bytes>(b + part * kOperandBytes, b_stride));
+              sums.sum[i],
+              ptx::operand_descriptor<k64Bytes>(a[i] + tile * kTileBytes + part * kOperandBytes,
+                                                kUnitBytes),
+              ptx::operand_descriptor<k128Bytes>(b + tile * kTileRowBytes + part * kOperandBytes,
+                                                 kUnitRows * kBoxRowBytes));
         }
-    }
     ptx::wgmma_commit();
   }
 
@@ -403,12 +393,6 @@ class MatrixConsumer : MatrixSizes {
   }
   __device__ __forceinline__ uint32_t kept_at(uint32_t warp, uint32_t row) const {
     return scratch_at(kKeptAt) + (warp * kRows + row) * kKeptBytes;
-  }
-
-  __device__ __forceinline__ void clear_zeros() const {
-    static_assert(kZeroBytes == 4 * kNumConsumerThreads);
-    ptx::store_shared(scratch_at(kZerosAt) + 4 * consumer_.thread(), 0);
-    ptx::fence_proxy_async();
   }
 
   __device__ __forceinline__ void forget_kept() const {

@@ -57,6 +57,7 @@ struct Product {
   uint64_t unit_bytes;
   uint32_t pair_begin;  // pairs of the weight whose sums are finished; a unit may have others too
   uint32_t pair_end;
+  OperandWord weight;
   OperandWord x;
   OperandWord x_squares;  // kNone: no normalisation
   OperandWord row_index;  // kNone: row r of x for row r

@@ -39,7 +39,7 @@ ALL_OPTIONS = [
     CompileOptions(3, exchange="tagged"),
     CompileOptions(4, assignment="dynamic", exchange="tagged"),
     CompileOptions(132, exchange="tagged"),
-    CompileOptions(9, part_of_k=32),
+    CompileOptions(9, part_of_k=64),
     CompileOptions(40, assignment="dynamic", exchange="tagged", part_of_k=64),
 ]
 
@@ -334,7 +334,7 @@ TAGGED = [
     CompileOptions(4, exchange="tagged", assignment="dynamic", column_unit=2),
     CompileOptions(40, exchange="tagged", column_unit=8, min_chunk=8),
 ]
-IN_PARTS = CompileOptions(8, exchange="tagged", column_unit=8, part_of_k=32)
+IN_PARTS = CompileOptions(8, exchange="tagged", column_unit=8, part_of_k=64)
 PREFERRED = [replace(options, exchange="preferred") for options in [*TAGGED, IN_PARTS]]
 
 
@@ -477,7 +477,7 @@ def test_a_product_has_no_more_parts_than_workers_add_up(workers: int, parts: in
     x = graph.tensor("x", (4, 768), F32, TensorKind.INPUT)
     y = graph.linear("y", x, graph.weight("w", (128, 768), F32), dtype=F32)
     graph.output(y, "y")
-    program = compile_graph(graph, CompileOptions(workers, part_of_k=32))
+    program = compile_graph(graph, CompileOptions(workers, part_of_k=64))
     found = {i.k(program.tensors) for i in program.instructions if isinstance(i, Matmul)}
     step = 768 // parts
     assert found == {(k, k + step) for k in range(0, 768, step)}
@@ -498,8 +498,8 @@ def test_column_tiles_begin_at_multiples_of_the_unit(unit: int) -> None:
         ("column_unit", 0, "column_unit is 0, expected at least 1"),
         ("column_unit", 9, "column_unit is 9, expected an even number"),
         ("workers", 0, "workers is 0, expected at least 1"),
-        ("part_of_k", 48, "part_of_k is 48, expected a multiple of 32"),
-        ("part_of_k", -32, "part_of_k is -32, expected a multiple of 32"),
+        ("part_of_k", 48, "part_of_k is 48, expected a multiple of 64"),
+        ("part_of_k", -64, "part_of_k is -64, expected a multiple of 64"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(name: str, value: int, sentence: str) -> None:

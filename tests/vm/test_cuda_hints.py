@@ -17,7 +17,7 @@ from megavm.vm.tensors import BF16, Region
 
 OPTIONS = [
     CompileOptions(6, exchange="tagged", column_unit=8),
-    CompileOptions(12, exchange="tagged", column_unit=8, part_of_k=32),
+    CompileOptions(12, exchange="tagged", column_unit=8, part_of_k=64),
     CompileOptions(6, exchange="preferred", column_unit=8),
 ]
 

@@ -1,4 +1,4 @@
-"""Maps with which the copy engine finds boxes of the inputs of matrix products (cuda/loader.cuh)."""
+"""Maps with which the copy engine finds boxes of the operands of matrix products (cuda/loader.cuh)."""
 
 from __future__ import annotations
 
@@ -8,52 +8,72 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megavm.vm.config import BLOCK_UNITS, MAPS_OF_TENSOR, TILE_ROW_BYTES, UNIT_ROWS
 from megavm.vm.cuda.driver import Driver
 from megavm.vm.cuda.launch import MAP_BYTES
-from megavm.vm.layout import ROWS, has_boxes
+from megavm.vm.layout import ROWS, Order, has_boxes
 from megavm.vm.memory import Memory
-from megavm.vm.tensors import TensorSpec
+from megavm.vm.tensors import BF16, TensorSpec
 
 BOX_ROW_BYTES = 128
+BOX_TILES = 2  # of a unit of a weight
+WORD_BYTES = 8  # weights are copied as words of this size
 
 
-def input_maps(
+def operand_maps(
     driver: Driver, memory: Memory, specs: Sequence[TensorSpec], rows: int
 ) -> npt.NDArray[np.uint64]:
-    """The maps of tensors in the memory of a GPU: [tensors, 2, words], zeros for those that are no inputs.
+    """The maps of tensors in the memory of a GPU: [tensors, MAPS_OF_TENSOR, words], zeros for others.
 
-    ``rows``: how many rows matrix products take at a time. The first map of a tensor has boxes of that many
-    rows, the second of one row.
+    ``rows``: how many rows matrix products take at a time. The first map of an input has boxes of 64
+    columns of that many rows, with the 128-byte swizzle; the second of one row. Map i of a weight has
+    boxes of BOX_TILES tiles of each of i + 1 units, as they are.
     """
-    maps = np.zeros((len(specs), 2, MAP_BYTES // 8), np.uint64)
+    maps = np.zeros((len(specs), MAPS_OF_TENSOR, MAP_BYTES // 8), np.uint64)
     for place, spec in zip(maps, specs, strict=True):
-        if has_boxes(spec) and memory.layout(spec.name) == ROWS:
-            storage = memory.storage(spec.name)
-            place[0] = _map(driver, spec, storage, rows)
-            place[1] = _map(driver, spec, storage, 1)
+        layout, storage = memory.layout(spec.name), memory.storage(spec.name)
+        if has_boxes(spec) and layout == ROWS:
+            for i, box_rows in enumerate((rows, 1)):
+                box = BOX_ROW_BYTES // spec.dtype.size, box_rows
+                place[i] = _map(driver, storage, spec.dtype.size, spec.columns, spec.rows, box, True)
+        elif spec.dtype is BF16 and layout.order is Order.UNITS:
+            tile = UNIT_ROWS * TILE_ROW_BYTES // WORD_BYTES
+            units, tiles = storage.shape[:2]
+            for i in range(BLOCK_UNITS):
+                box = BOX_TILES * tile, i + 1
+                place[i] = _map(driver, storage, WORD_BYTES, tiles * tile, units, box, False)
     return maps
 
 
 def _map(
-    driver: Driver, spec: TensorSpec, storage: torch.Tensor, box_rows: int
+    driver: Driver,
+    storage: torch.Tensor,
+    size: int,
+    columns: int,
+    rows: int,
+    box: tuple[int, int],
+    swizzled: bool,
 ) -> npt.NDArray[np.uint64]:
+    """The map of a matrix of elements of ``size`` bytes for boxes of (columns, rows)."""
     api = driver.api
-    size = spec.dtype.size
+    kinds, swizzles = api.CUtensorMapDataType, api.CUtensorMapSwizzle
 
     def numbers(kind: type, *values: int) -> list[object]:
         return [kind(value) for value in values]
 
     found = driver.call(
         "cuTensorMapEncodeTiled",
-        api.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        if size == BF16.size
+        else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64,
         2,
         storage.data_ptr(),
-        numbers(api.cuuint64_t, spec.columns, spec.rows),
-        numbers(api.cuuint64_t, spec.columns * size),
-        numbers(api.cuuint32_t, BOX_ROW_BYTES // size, box_rows),
+        numbers(api.cuuint64_t, columns, rows),
+        numbers(api.cuuint64_t, columns * size),
+        numbers(api.cuuint32_t, *box),
         numbers(api.cuuint32_t, 1, 1),
         api.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        api.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzles.CU_TENSOR_MAP_SWIZZLE_128B if swizzled else swizzles.CU_TENSOR_MAP_SWIZZLE_NONE,
         api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -118,8 +118,15 @@ class EmulatedDriver(Driver):
 
     def _cuTensorMapEncodeTiled(self, *arguments: Any) -> Any:
         """BoxMap of cuda/emulated/cuda/ptx/memory.cuh."""
-        _, _, address, sizes, strides, box, *_ = arguments
+        kind, _, address, sizes, strides, box, _, _, swizzle, *_ = arguments
+        kinds, swizzles = self.api.CUtensorMapDataType, self.api.CUtensorMapSwizzle
+        size = {
+            kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16: 2,
+            kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64: 8,
+        }[kind]
+        bits = {swizzles.CU_TENSOR_MAP_SWIZZLE_NONE: 0, swizzles.CU_TENSOR_MAP_SWIZZLE_128B: 3}
         words = [address, *map(int, sizes), *map(int, strides), *map(int, box)]
+        words += [size, bits[swizzle]]
         return _Map(np.array([*words, *[0] * (MAP_BYTES // 8 - len(words))], np.uint64))
 
     def _cuMemsetD32Async(self, address: int, value: int, count: int, stream: int) -> None:

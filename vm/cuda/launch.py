@@ -138,8 +138,8 @@ LAUNCH = Struct(
         Member(
             "maps",
             U64,
-            "address of [tensors][2] maps of the inputs of matrix products, kMapBytes each: for boxes of "
-            "several rows, and of one row",
+            "address of [tensors][kMapsOfTensor] maps of the operands of matrix products, kMapBytes "
+            "each (vm/cuda/boxes.py)",
         ),
         Member("rank", U32),
         Member("shared_barriers", U32, "the first barriers: all ranks signal them"),

@@ -87,10 +87,6 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
 def _matrix_bytes(rows: int) -> int:
     """The scratch of matrix products of so many rows at a time (instructions/product/matrix.cuh).
 
-    Scales; for each consumer 16 x 16 sums with padding; zeros; what each consumer keeps of each row.
+    Scales; for each consumer 16 x 16 sums with padding; what each consumer keeps of each row.
     """
-    if rows == 0:
-        return 0
-    zeros = 1024
-    staged = -(-(4 * rows + NUM_CONSUMER_WARPS * 16 * 80) // zeros) * zeros
-    return staged + zeros + NUM_CONSUMER_WARPS * 8 * rows
+    return 4 * rows + NUM_CONSUMER_WARPS * (16 * 80 + 8 * rows) if rows else 0

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from megavm.vm.config import NUM_THREADS, NUM_WARPS, SHARED_BYTES
-from megavm.vm.cuda.boxes import input_maps
+from megavm.vm.cuda.boxes import operand_maps
 from megavm.vm.cuda.faults import FAULT_RECORD, Record
 from megavm.vm.cuda.launch import (
     DTYPE_SHIFT,
@@ -133,7 +133,7 @@ class RankPart:
                 entry["address"] = share | 1 << GATHERED_SHIFT
         self._written = self.upload(table)
         if self._matrix_rows:
-            maps = input_maps(self.driver, self.memory, specs, self._matrix_rows)
+            maps = operand_maps(self.driver, self.memory, specs, self._matrix_rows)
             self._maps = self.upload(maps)
             self.parameters.maps = self._maps.data_ptr()
         self.parameters.tensors = self._tensors.data_ptr()

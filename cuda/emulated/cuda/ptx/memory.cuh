@@ -148,36 +148,46 @@ inline void bulk_load(uint32_t to, uint64_t from, uint32_t bytes, uint32_t mbarr
   emulated::copy_later(to, bytes, mbarrier, [=] { std::memcpy(target, source, bytes); });
 }
 
-// A matrix of 2-byte elements and its boxes, as vm/cuda/emulated.py describes them.
+// A matrix and its boxes, as vm/cuda/emulated.py describes them.
 struct BoxMap {
-  uint64_t address, columns, rows, row_bytes, box_columns, box_rows;
+  uint64_t address, columns, rows, row_bytes, box_columns, box_rows, element_bytes, swizzle_bits;
 };
 
 // PTX ISA, "Swizzling modes": 128 bytes. The number of a 16-byte chunk in its 128 bytes is
 // exclusive- ored with that of its row in 1024 bytes.
-inline uint32_t swizzled(uint32_t address, uint32_t bits) {
+inline uint32_t swizzled(uint32_t address, uint64_t bits) {
   return address ^ (address >> 7 & ((1u << bits) - 1)) << 4;
 }
 
 inline void box_load(uint32_t to, uint64_t map_address, uint32_t column, uint32_t row,
                      uint32_t mbarrier) {
   const BoxMap map = *emulated::global<BoxMap>(map_address, 8);
-  const uint32_t bytes = static_cast<uint32_t>(map.box_columns * map.box_rows * 2);
-  if (map.box_columns != 64) emulated::fail("a box has 64 columns, there is no such map");
+  const uint32_t size = static_cast<uint32_t>(map.element_bytes);
+  const uint32_t row_bytes = static_cast<uint32_t>(map.box_columns) * size;
+  const uint32_t bytes = row_bytes * static_cast<uint32_t>(map.box_rows);
+  if (row_bytes == 0) emulated::fail("there is no such map of boxes");
+  if (map.swizzle_bits != 0 && row_bytes != 16u << map.swizzle_bits)
+    emulated::fail("the rows of a box have " + std::to_string(row_bytes) + " bytes, the swizzle " +
+                   std::to_string(16u << map.swizzle_bits));
   emulated::shared_bytes(to, bytes, 128);
   emulated::copy_later(to, bytes, mbarrier, [=] {
     for (uint32_t r = 0; r < map.box_rows; ++r)
-      for (uint32_t c = 0; c < 64; ++c) {
-        unsigned short value = 0;
+      for (uint32_t c = 0; c < map.box_columns; ++c) {
+        uint64_t value = 0;
         const uint64_t from_row = uint64_t{row} + r, from_column = uint64_t{column} + c;
         if (from_row < map.rows && from_column < map.columns)
           std::memcpy(&value,
                       reinterpret_cast<const char*>(map.address) + from_row * map.row_bytes +
-                          2 * from_column,
-                      2);
-        std::memcpy(emulated::shared_bytes(swizzled(to + r * 128 + 2 * c, 3), 2, 2), &value, 2);
+                          size * from_column,
+                      size);
+        const uint32_t at = swizzled(to + r * row_bytes + size * c, map.swizzle_bits);
+        std::memcpy(emulated::shared_bytes(at, size, size), &value, size);
       }
   });
+}
+inline void box_load(uint32_t to, uint64_t map, uint32_t column, uint32_t row, uint32_t mbarrier,
+                     uint64_t) {
+  box_load(to, map, column, row, mbarrier);
 }
 
 inline void fence_gpu() { __threadfence(); }
