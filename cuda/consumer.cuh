@@ -77,14 +77,19 @@ class Consumer {
   // `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish them.
   // Those from `from` on, or the next ones.
   __device__ __forceinline__ void wait_pages(const PageCursor& from, uint32_t count) const {
+    if (!have_arrived(from, count)) page_arrived(from.slot).give_up(from.phase);
+  }
+  // The same, but returns false if the worker is stopping.
+  __device__ __forceinline__ bool have_arrived(const PageCursor& from, uint32_t count) const {
     PageCursor mine = from;
     mine.advance(lane_index());
     while (!__all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase)))
-      if (__builtin_expect(is_stopping(), 0)) page_arrived(from.slot).give_up(from.phase);
+      if (__builtin_expect(is_stopping(), 0)) return false;
     __syncwarp();
     PageCursor each = from;
     if constexpr (kWarpArrivals > 1)
       for (uint32_t i = 0; i < count; ++i, each.advance()) page_arrived(each.slot).wait(each.phase);
+    return true;
   }
   __device__ __forceinline__ void finish_pages(const PageCursor& from, uint32_t count) const {
     PageCursor mine = from;

@@ -171,33 +171,49 @@ __device__ __forceinline__ bool takes_fours(const Tensor& t) {
          base_of(t) % 16 == 0;
 }
 
-__device__ __forceinline__ void store_four(const Tensor& t, uint32_t row, uint32_t column,
-                                           const Four& four, uint32_t tag) {
-  const float (&v)[4] = four.value;
-  const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                            __float_as_uint(v[3])};
-  if (is_tagged(t)) {
-    const uint64_t to = word_at(t, row, column);
-    if (!is_f32(t))
-      return ptx::store_relaxed_tagged2(to, ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]),
-                                        tag);
-    ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
-    ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
-    return;
-  }
-  const uint64_t to = element_at(t, row, column);
-  if (is_f32(t))
-    ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
-  else
-    ptx::store2(to, ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]));
-}
+// Neighbouring fours of a tensor, in the same columns of any row: what is the same for all rows.
+struct FourColumns {
+  uint64_t address = 0;  // in row 0
+  uint32_t row_bytes = 0;
+  uint32_t kind = 0;  // bits: 1 float32, else bf16; 2 tagged
 
-// Whether fours can be loaded by `load_four`: float32 that other instructions store, not tagged.
+  FourColumns() = default;
+  __device__ __forceinline__ FourColumns(const Tensor& t, uint32_t column)
+      : address(is_tagged(t) ? word_at(t, 0, column) : element_at(t, 0, column)),
+        row_bytes(t.columns * element_bytes(t) * (is_tagged(t) ? 2 : 1)),
+        kind(is_f32(t) + 2 * is_tagged(t)) {}
+
+  // Store four `number`, counted from the first column.
+  __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
+                                        uint32_t tag) const {
+    const float (&v)[4] = four.value;
+    const uint64_t to =
+        address + uint64_t{row} * row_bytes + number * (8u << (kind & 1) << kind / 2);
+    const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                              __float_as_uint(v[3])};
+    if (kind == 1) {
+      ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
+    } else if (kind == 3) {
+      ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
+      ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
+    } else {
+      const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
+      if (kind == 2)
+        ptx::store_relaxed_tagged2(to, low, high, tag);
+      else
+        ptx::store2(to, low, high);
+    }
+  }
+
+  // Load four `number` of a tensor that has_fours.
+  __device__ __forceinline__ ptx::Words4 load(uint32_t row, uint32_t number) const {
+    return ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number);
+  }
+};
+
+// Whether fours can be loaded: float32 that other instructions store, not tagged.
 __device__ __forceinline__ bool has_fours(const Tensor& t) {
   return is_f32(t) && !is_tagged(t) && t.columns % 4 == 0 && base_of(t) % 16 == 0;
-}
-__device__ __forceinline__ ptx::Words4 load_four(const Tensor& t, uint32_t row, uint32_t column) {
-  return ptx::load_relaxed4(element_at(t, row, column));
 }
 __device__ __forceinline__ void add_four(Four& to, const ptx::Words4& words) {
   to.value[0] += __uint_as_float(words.x);

@@ -23,12 +23,14 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <random>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -74,7 +76,9 @@ struct Lane {
   bool meets = false;  // it waits for the other lanes of its warp
   bool begun = false;
   bool ended = false;
-  std::vector<std::function<void()>> products;  // of wgmma, that nobody has waited for
+  using Products = std::vector<std::function<void()>>;  // of wgmma
+  Products products;                                    // not committed yet
+  std::deque<Products> committed;                       // groups that nobody has waited for
 };
 
 // What lanes bring to a meeting. Lanes that have left a meeting may already come to the next one,

@@ -45,6 +45,7 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
   static constexpr bool kUnits = true;
   struct OfUnit {
     UnitPairs bias;
+    FourColumns out;
   };
   struct Asked {};
 
@@ -52,18 +53,19 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
   __device__ __forceinline__ void begin_unit(uint32_t column, OfUnit& unit) const {
     unit.bias = load_unit_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column, 1);
+    unit.out = FourColumns(in[&GateUp::out], column);
   }
 
   __device__ __forceinline__ void ask(uint32_t, uint32_t, const OfUnit&, Asked&) const {}
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t column, const UnitPairs& sums,
+  __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t, const UnitPairs& sums,
                                               const OfUnit& unit, const Asked&, Kept&) const {
     Four result;
 #pragma unroll
     for (uint32_t i = 0; i < kUnitPairs; ++i)
       result.value[i] = activated(sums.pair[i].first + unit.bias.pair[i].first,
                                   sums.pair[i].second + unit.bias.pair[i].second);
-    store_four(in[&GateUp::out], row, column, result, in.out_tag());
+    unit.out.store(row, 0, result, in.out_tag());
   }
 
  private:

@@ -113,6 +113,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   static constexpr bool kUnits = program::kMaxAddends == 0;
   struct OfUnit {
     UnitPairs bias, gain;
+    FourColumns out, scaled, residual;  // address 0: there is none
   };
   struct Asked {
     ptx::Words4 residual[2];
@@ -127,18 +128,20 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
     const uint32_t column = 2 * pair;
     unit.bias = load_unit_bias(in, &Matmul::bias, column, column + 1, 2);
-    if (is_scaled())
+    unit.out = FourColumns(in[&Matmul::out], out_begin() + column);
+    if (in.has(&Matmul::residual)) unit.residual = FourColumns(in[&Matmul::residual], column);
+    if (!is_scaled()) return;
+    unit.scaled = FourColumns(in[&Matmul::out_scaled], column);
 #pragma unroll
-      for (uint32_t i = 0; i < kUnitPairs; ++i)
-        unit.gain.pair[i] = load_pair(in[&Matmul::out_gain], column + 2 * i, column + 2 * i + 1);
+    for (uint32_t i = 0; i < kUnitPairs; ++i)
+      unit.gain.pair[i] = load_pair(in[&Matmul::out_gain], column + 2 * i, column + 2 * i + 1);
   }
 
-  __device__ __forceinline__ void ask(uint32_t row, uint32_t pair, const OfUnit&,
+  __device__ __forceinline__ void ask(uint32_t row, uint32_t, const OfUnit& unit,
                                       Asked& asked) const {
-    if (!in.has(&Matmul::residual)) return;
+    if (unit.residual.address == 0) return;
 #pragma unroll
-    for (uint32_t i = 0; i < 2; ++i)
-      asked.residual[i] = load_four(in[&Matmul::residual], row, 2 * pair + 4 * i);
+    for (uint32_t i = 0; i < 2; ++i) asked.residual[i] = unit.residual.load(row, i);
   }
 
   __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t pair, const UnitPairs& sums,
@@ -151,10 +154,10 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       result[i / 2].value[i % 2 * 2] = sums.pair[i].first + unit.bias.pair[i].first;
       result[i / 2].value[i % 2 * 2 + 1] = sums.pair[i].second + unit.bias.pair[i].second;
     }
-    if (in.has(&Matmul::residual))
+    if (unit.residual.address != 0)
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) add_four(result[i], asked.residual[i]);
-    if (is_scaled()) {
+    if (program::kAnyOutScaled && unit.scaled.address != 0) {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
 #pragma unroll
@@ -166,13 +169,12 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
           scaled.value[j] = result[i].value[j] * (j % 2 ? gain.second : gain.first);
           squares = fmaf(result[i].value[j], result[i].value[j], squares);
         }
-        store_four(in[&Matmul::out_scaled], row, column + 4 * i, scaled, tag);
+        unit.scaled.store(row, i, scaled, tag);
       }
       write_element(in[&Matmul::out_squares], row, pair / kUnitPairs, squares, tag);
     }
 #pragma unroll
-    for (uint32_t i = 0; i < 2; ++i)
-      store_four(in[&Matmul::out], row, out_begin() + column + 4 * i, result[i], tag);
+    for (uint32_t i = 0; i < 2; ++i) unit.out.store(row, i, result[i], tag);
     if (!keeps()) return;
 #pragma unroll
     for (uint32_t j = 0; j < kUnitRows; ++j)

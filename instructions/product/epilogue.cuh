@@ -27,7 +27,7 @@
 // of four, if an epilogue has kUnits and takes_units() says that all units of the instruction can
 // be finished so. Then it also declares
 //   struct OfUnit;  what is the same for all rows
-//   struct Asked;   what a row needs, in flight while the row before it is finished
+//   struct Asked;   what a row needs, in flight while rows before it are finished
 //   void begin_unit(pair, OfUnit&) const;
 //   void ask(row, pair, of_unit, Asked&) const;   the instruction's waits are over
 //   void finish_unit(row, pair, sums, of_unit, asked, Kept&) const;

@@ -241,20 +241,22 @@ struct MatrixSums : MatrixSizes {
       for (float& s : sum[b]) ptx::settle(s);
   }
 
-  // Put 16 rows of x of one of the blocks into this warp's part of the scratch.
-  __device__ __forceinline__ void stage(uint32_t block, uint32_t part, uint32_t to) const {
+  // Put rows of x of one of the blocks into this warp's part of the scratch: the 16 rows of part
+  // `first` + `next`, where `first` is a multiple of `parts`, and `next` less than that.
+  __device__ __forceinline__ void stage(uint32_t block, uint32_t first, uint32_t next,
+                                        uint32_t parts, uint32_t to) const {
     const uint32_t lane = lane_index();
     to += lane % 4 * 2 * kStagedStride + lane / 4 * 4;
 #pragma unroll
     for (uint32_t b = 0; b < kMaxBlocks; ++b)
 #pragma unroll
-      for (uint32_t i = 0; i < kRows / kStagedRows; ++i)
-        if (block == b && part == i)
+      for (uint32_t i = 0; i < kRows / kStagedRows; i += parts)
+        if (block == b && first == i)
 #pragma unroll
           for (uint32_t j = 0; j < 8; ++j)
             // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
             ptx::store_shared(to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
-                              __float_as_uint(sum[b][i * 8 + j]));
+                              __float_as_uint(sum[b][(i + next) * 8 + j]));
   }
 };
 
@@ -324,30 +326,44 @@ class MatrixConsumer : MatrixSizes {
     if constexpr (!RowScales::kMayPause)
       while (scales.advance()) continue;
     const uint32_t boxes = order_.boxes();
-    // Rows of x whose scale a warp computes with every box.
-    const uint32_t scaled = ceil_div(kRows / kNumConsumers + 1, boxes);
+    // Rows of x whose scale a warp computes beside a box, and from which box to which: what it asks
+    // for has arrived by then.
+    constexpr uint32_t kScales = kRows / kNumConsumers + 1;
+    const uint32_t scaled = ceil_div(kScales, boxes), apart = max_of(1, boxes / kScales);
+    uint32_t next_scales = 0;
     PageCursor page = consumer_.page;  // the first of this step
     uint32_t in_step = 0;
-    // NOTE: one loop over the boxes of all steps. With one in the other ptxas waits for every
-    // wgmma. The pages of a step are free as soon as its products are over.
+    bool stops = false;
+    // NOTE: one loop over the boxes of all steps. With one in the other, or with an end of the warp
+    // in it, ptxas waits for every wgmma. The products of a box are in progress until those of the
+    // next one have begun; then its pages are free.
 #pragma unroll 1
     for (uint32_t box = 0; box < boxes; ++box) {
       if (in_step == 0) {
-        consumer_.wait_pages(page, group.pages);
+        stops = !consumer_.have_arrived(page, group.pages);
+        if (stops) break;
         if (box == 0) consumer_.note(stage_, Event::kLoadArrived);
       }
       multiply_box<kBlocks>(page, in_step, group, sums);
       if constexpr (RowScales::kMayPause)
-        for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
-      ptx::wgmma_wait<0>();
-      sums.settle();
-      if (++in_step == group.boxes || box + 1 == boxes) {
+        if (box == next_scales) {
+          for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
+          next_scales += apart;
+        }
+      ptx::wgmma_wait<1>();
+      if (in_step == 0 && box > 0) {
+        consumer_.finish_pages(consumer_.page, group.pages);
+        consumer_.page = page;
+      }
+      if (++in_step == group.boxes) {
         in_step = 0;
-        consumer_.finish_pages(page, group.pages);
         page.advance(group.pages);
       }
     }
-    consumer_.page = page;
+    ptx::wgmma_wait<0>();
+    sums.settle();
+    if (stops) page_arrived(page.slot).give_up(page.phase);
+    consumer_.finish_pages(group.pages);
   }
 
   // Begin the products of box `box` of a step, whose pages begin with `page`.
@@ -427,7 +443,7 @@ class MatrixConsumer : MatrixSizes {
       if (exists && row < rows_) epilogue.begin(row_ + row, pair, early);
 #pragma unroll 1
       for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
-        sums.stage(i, part, staged_at());
+        sums.stage(i, part, 0, 1, staged_at());
         __syncwarp();
 #pragma unroll 1
         for (uint32_t begin = 0; begin < kStagedRows; begin += kAtOnce * kRowStep) {
@@ -466,7 +482,7 @@ class MatrixConsumer : MatrixSizes {
   }
 
   // The same, if a thread may finish a unit at a time. A lane has one of the warp's two units of a
-  // block, and every sixteenth row.
+  // block, and every sixteenth row. What kAhead of its rows ask for is in flight together.
   template <class Instruction>
   __device__ __forceinline__ void finish_units(const Epilogue<Instruction>& epilogue,
                                                uint32_t first, uint32_t blocks,
@@ -482,32 +498,39 @@ class MatrixConsumer : MatrixSizes {
       const uint32_t pair = product_.pair(unit, 0);
       const uint32_t rows = unit < order_.units ? rows_ : 0;
       typename Epilogue<Instruction>::OfUnit of_unit = {};
-      typename Epilogue<Instruction>::Asked asked = {};
       if (rows > 0) epilogue.begin_unit(pair, of_unit);
-      if (lane_row < rows) epilogue.ask(row_ + lane_row, pair, of_unit, asked);
 #pragma unroll 1
-      for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
-        sums.stage(i, part, staged_at());
-        __syncwarp();
-        const uint32_t row = part * kStagedRows + lane_row;
-        const uint32_t from = staged_at() + lane_row * kStagedStride + of_warp * 4 * kUnitRows;
-        const ptx::Words4 low = ptx::load_shared4(from), high = ptx::load_shared4(from + 16);
-        float scale = 1.0f;
-        if (product_.x_squares != kNone && row < rows)
-          scale = __uint_as_float(ptx::load_shared(scratch_at(4 * row)));
-        typename Epilogue<Instruction>::Asked next = {};
-        if (row + kStagedRows < rows) epilogue.ask(row_ + row + kStagedRows, pair, of_unit, next);
-        const auto scaled = [&](uint32_t x, uint32_t y) {
-          return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
-        };
-        const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
-                                      scaled(high.x, high.y), scaled(high.z, high.w)}};
-        Kept kept = {};
-        if (row < rows) epilogue.finish_unit(row_ + row, pair, unit_sums, of_unit, asked, kept);
-        if constexpr (kWordsOf<Kept> > 0)
-          if (epilogue.keeps()) keep(kept, row, kUnitsOfWarp);
-        asked = next;
-        __syncwarp();
+      for (uint32_t part = 0; part * kStagedRows < rows_; part += kAhead) {
+        const auto row_of = [&](uint32_t j) { return (part + j) * kStagedRows + lane_row; };
+        typename Epilogue<Instruction>::Asked asked[kAhead];
+#pragma unroll
+        for (uint32_t j = 0; j < kAhead; ++j) {
+          asked[j] = {};
+          if (row_of(j) < rows) epilogue.ask(row_ + row_of(j), pair, of_unit, asked[j]);
+        }
+#pragma unroll
+        for (uint32_t j = 0; j < kAhead; ++j) {
+          if ((part + j) * kStagedRows >= rows_) break;
+          sums.stage(i, part, j, kAhead, staged_at());
+          __syncwarp();
+          const uint32_t row = row_of(j);
+          const uint32_t from = staged_at() + lane_row * kStagedStride + of_warp * 4 * kUnitRows;
+          const ptx::Words4 low = ptx::load_shared4(from), high = ptx::load_shared4(from + 16);
+          float scale = 1.0f;
+          if (product_.x_squares != kNone && row < rows)
+            scale = __uint_as_float(ptx::load_shared(scratch_at(4 * row)));
+          const auto scaled = [&](uint32_t x, uint32_t y) {
+            return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
+          };
+          const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
+                                        scaled(high.x, high.y), scaled(high.z, high.w)}};
+          Kept kept = {};
+          if (row < rows)
+            epilogue.finish_unit(row_ + row, pair, unit_sums, of_unit, asked[j], kept);
+          if constexpr (kWordsOf<Kept> > 0)
+            if (epilogue.keeps()) keep(kept, row, kUnitsOfWarp);
+          __syncwarp();
+        }
       }
     }
   }
@@ -545,6 +568,7 @@ class MatrixConsumer : MatrixSizes {
     });
   }
 
+  static constexpr uint32_t kAhead = min_of(4, kRows / kStagedRows);
   static constexpr uint32_t kPairsOfWarp = 8;
   static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
 

@@ -121,6 +121,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   struct OfUnit {
     Head head;
     UnitPairs bias;
+    FourColumns copies[2];  // where the first elements of the pairs go, and the second
   };
   struct Asked {
     ptx::Words4 cosine, sine;
@@ -142,6 +143,12 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     unit.head = Head(in, pair);
     const uint32_t half = unit.head.half, weight_row = pair / half * 2 * half + unit.head.j;
     unit.bias = load_unit_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
+    const OperandWord copy = copy_of(unit.head);
+    if (copy == kNone) return;
+#pragma unroll
+    for (uint32_t side = 0; side < 2; ++side)
+      unit.copies[side] =
+          FourColumns(in.stage.tensors[copy], unit.head.column(unit.head.j + side * half));
   }
 
   __device__ __forceinline__ void ask(uint32_t row, uint32_t, const OfUnit& unit,
@@ -176,13 +183,11 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       rotated[0].value[i] = a * c - b * s;
       rotated[1].value[i] = b * c + a * s;
     }
-    const OperandWord copy = copy_of(head);
 #pragma unroll
     for (uint32_t side = 0; side < 2; ++side) {
       const float (&v)[4] = rotated[side].value;
-      if (copy != kNone)
-        store_four(in.stage.tensors[copy], row, head.column(head.j + side * head.half),
-                   rotated[side], in.out_tag());
+      const FourColumns& copy = unit.copies[side];
+      if (copy.address != 0) copy.store(row, 0, rotated[side], in.out_tag());
       if (head.part > 0)
         ptx::store2(asked.cached[side], ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]));
     }

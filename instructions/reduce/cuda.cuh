@@ -139,7 +139,7 @@ struct Kernel<Reduce> : KernelDefaults {
     if (in.has(&Reduce::residual))
 #pragma unroll
       for (uint32_t i = 0; i < kFours; ++i)
-        residual[i] = load_four(in[&Reduce::residual], row, column + 4 * i);
+        residual[i] = FourColumns(in[&Reduce::residual], column).load(row, i);
     Four sum[kFours] = {};
     const uint32_t count = parts.columns / size;
 #pragma unroll 1
@@ -150,7 +150,8 @@ struct Kernel<Reduce> : KernelDefaults {
       for (uint32_t p = 0; p < kUnitBatch; ++p)
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i)
-          words[p][i] = load_four(parts, row, min_of(first + p, count - 1) * size + column + 4 * i);
+          words[p][i] =
+              FourColumns(parts, min_of(first + p, count - 1) * size + column).load(row, i);
 #pragma unroll
       for (uint32_t p = 0; p < kUnitBatch; ++p)
         if (first + p < count)
@@ -176,13 +177,13 @@ struct Kernel<Reduce> : KernelDefaults {
         squares = fmaf(sum[i].value[j], sum[i].value[j], squares);
         squares = fmaf(sum[i].value[j + 1], sum[i].value[j + 1], squares);
       }
-      store_four(in[&Reduce::out_scaled], row, column + 4 * i, scaled, tag);
+      FourColumns(in[&Reduce::out_scaled], column).store(row, i, scaled, tag);
     }
     if (in.has(&Reduce::out_scaled))
       write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i)
-      store_four(in[&Reduce::out], row, column + 4 * i, sum[i], tag);
+      FourColumns(in[&Reduce::out], column).store(row, i, sum[i], tag);
   }
 
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {

@@ -26,16 +26,21 @@ inline float operand(uint64_t descriptor, uint32_t row, uint32_t k) {
 }
 
 inline void wgmma_fence() { __syncwarp(); }
-inline void wgmma_commit() { __syncwarp(); }
+inline void wgmma_commit() {
+  __syncwarp();
+  emulated::lane->committed.push_back(std::exchange(emulated::lane->products, {}));
+}
 
 // Products are computed when they are waited for: until then their operands must stay, and their
 // sums must not be used.
 template <uint32_t kPending>
 void wgmma_wait() {
-  static_assert(kPending == 0);
   __syncwarp();
-  for (auto& product : emulated::lane->products) product();
-  emulated::lane->products.clear();
+  auto& groups = emulated::lane->committed;
+  while (groups.size() > kPending) {
+    for (auto& product : groups.front()) product();
+    groups.pop_front();
+  }
   __syncwarp();
 }
 
