@@ -184,11 +184,11 @@ struct FourColumns {
         kind(is_f32(t) + 2 * is_tagged(t)) {}
 
   // Store four `number`, counted from the first column.
-  __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
+  __device__ __forceinline__ void store(uint32_t row, int32_t number, const Four& four,
                                         uint32_t tag) const {
     const float (&v)[4] = four.value;
     const uint64_t to =
-        address + uint64_t{row} * row_bytes + number * (8u << (kind & 1) << kind / 2);
+        address + uint64_t{row} * row_bytes + number * (8 << (kind & 1) << kind / 2);
     const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                               __float_as_uint(v[3])};
     if (kind == 1) {
@@ -203,6 +203,19 @@ struct FourColumns {
       else
         ptx::store2(to, low, high);
     }
+  }
+
+  // Store the first two fours.
+  __device__ __forceinline__ void store_two(uint32_t row, const Four (&two)[2],
+                                            uint32_t tag) const {
+    if (kind == 0 && (address | row_bytes) % 16 == 0) {
+      const float (&a)[4] = two[0].value, (&b)[4] = two[1].value;
+      return ptx::store4(address + uint64_t{row} * row_bytes,
+                         {ptx::pack_bf16(a[0], a[1]), ptx::pack_bf16(a[2], a[3]),
+                          ptx::pack_bf16(b[0], b[1]), ptx::pack_bf16(b[2], b[3])});
+    }
+    store(row, 0, two[0], tag);
+    store(row, 1, two[1], tag);
   }
 
   // Load four `number` of a tensor that has_fours.

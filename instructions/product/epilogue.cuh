@@ -27,10 +27,15 @@
 // of four, if an epilogue has kUnits and takes_units() says that all units of the instruction can
 // be finished so. Then it also declares
 //   struct OfUnit;  what is the same for all rows
+//   struct OfRow;   what is the same for all pairs: 8 bytes, or nothing
 //   struct Asked;   what a row needs, in flight while rows before it are finished
 //   void begin_unit(pair, OfUnit&) const;
-//   void ask(row, pair, of_unit, Asked&) const;   the instruction's waits are over
-//   void finish_unit(row, pair, sums, of_unit, asked, Kept&) const;
+//   OfRow look_up(row) const;                     the instruction's waits may not be over
+//   void ask(row, of_row, of_unit, Asked&) const; the instruction's waits are over
+//   void finish_unit(row, of_row, pair, active, sums, of_unit, asked, Kept&) const;
+//                                                 all lanes of a warp call it. Lane 8 i + j has
+//                                                 unit j of eight neighbours, and a row that is the
+//                                                 same for all j
 #pragma once
 
 #include "instructions/product/product.cuh"
@@ -64,6 +69,7 @@ constexpr uint32_t kMoveRows = 4;
 template <class Instruction>
 struct EpilogueBase {
   using Kept = Nothing;
+  using OfRow = Nothing;
   // Pairs that a thread of a matrix product looks up together, before it finishes them.
   static constexpr uint32_t kAtOnce = 2;
   static constexpr bool kUnits = false;

@@ -121,11 +121,10 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   struct OfUnit {
     Head head;
     UnitPairs bias;
-    FourColumns copies[2];  // where the first elements of the pairs go, and the second
+    FourColumns copy;  // where the first elements of the pairs go beside the cache
   };
   struct Asked {
     ptx::Words4 cosine, sine;
-    uint64_t cached[2];  // where the first elements of the pairs go in the cache, and the second
   };
 
   __device__ __forceinline__ bool takes_units() const {
@@ -144,31 +143,31 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     const uint32_t half = unit.head.half, weight_row = pair / half * 2 * half + unit.head.j;
     unit.bias = load_unit_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
     const OperandWord copy = copy_of(unit.head);
-    if (copy == kNone) return;
-#pragma unroll
-    for (uint32_t side = 0; side < 2; ++side)
-      unit.copies[side] =
-          FourColumns(in.stage.tensors[copy], unit.head.column(unit.head.j + side * half));
+    if (copy != kNone)
+      unit.copy = FourColumns(in.stage.tensors[copy], unit.head.column(unit.head.j));
   }
 
-  __device__ __forceinline__ void ask(uint32_t row, uint32_t, const OfUnit& unit,
+  // Where a row goes in the caches.
+  struct OfRow {
+    uint32_t block, position;
+  };
+  __device__ __forceinline__ OfRow look_up(uint32_t row) const {
+    const Slot slot = slot_of(row);
+    return {slot.block, slot.position};
+  }
+
+  __device__ __forceinline__ void ask(uint32_t, const OfRow& of_row, const OfUnit& unit,
                                       Asked& asked) const {
     const Head& head = unit.head;
-    const Slot slot = slot_of(row);
     if (head.part < 2) {
-      const uint64_t from = element_at(in[&QkvRope::rope], slot.position, head.j);
+      const uint64_t from = element_at(in[&QkvRope::rope], of_row.position, head.j);
       asked.cosine = ptx::load_constant4(from);
       asked.sine = ptx::load_constant4(from + 4 * head.half);
     }
-    if (head.part == 0) return;
-    const Tensor& cache = cache_of(head);
-#pragma unroll
-    for (uint32_t side = 0; side < 2; ++side)
-      asked.cached[side] = element_at(
-          cache, slot.block, cache_column(cache, head, slot.number, head.j + side * head.half));
   }
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, uint32_t, const UnitPairs& sums,
+  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow& of_row, uint32_t,
+                                              bool active, const UnitPairs& sums,
                                               const OfUnit& unit, const Asked& asked, Kept&) const {
     const Head& head = unit.head;
     const uint32_t cosine[4] = {asked.cosine.x, asked.cosine.y, asked.cosine.z, asked.cosine.w};
@@ -183,13 +182,19 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       rotated[0].value[i] = a * c - b * s;
       rotated[1].value[i] = b * c + a * s;
     }
+    if (!active) return;
 #pragma unroll
     for (uint32_t side = 0; side < 2; ++side) {
       const float (&v)[4] = rotated[side].value;
-      const FourColumns& copy = unit.copies[side];
-      if (copy.address != 0) copy.store(row, 0, rotated[side], in.out_tag());
-      if (head.part > 0)
-        ptx::store2(asked.cached[side], ptx::pack_bf16(v[0], v[1]), ptx::pack_bf16(v[2], v[3]));
+      const uint32_t further = side * head.half;
+      if (unit.copy.address != 0)
+        unit.copy.store(row, static_cast<int32_t>(further / 4), rotated[side], in.out_tag());
+      if (head.part == 0) continue;
+      const Tensor& cache = cache_of(head);
+      const uint32_t column =
+          cache_column(cache, head, of_row.position % qkv_rope::kBlockSize, head.j + further);
+      ptx::store2(element_at(cache, of_row.block, column), ptx::pack_bf16(v[0], v[1]),
+                  ptx::pack_bf16(v[2], v[3]));
     }
   }
 

@@ -139,7 +139,7 @@ struct Kernel<Reduce> : KernelDefaults {
     if (in.has(&Reduce::residual))
 #pragma unroll
       for (uint32_t i = 0; i < kFours; ++i)
-        residual[i] = FourColumns(in[&Reduce::residual], column).load(row, i);
+        residual[i] = ptx::load_relaxed4(element_at(in[&Reduce::residual], row, column + 4 * i));
     Four sum[kFours] = {};
     const uint32_t count = parts.columns / size;
 #pragma unroll 1
@@ -150,8 +150,8 @@ struct Kernel<Reduce> : KernelDefaults {
       for (uint32_t p = 0; p < kUnitBatch; ++p)
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i)
-          words[p][i] =
-              FourColumns(parts, min_of(first + p, count - 1) * size + column).load(row, i);
+          words[p][i] = ptx::load_relaxed4(
+              element_at(parts, row, min_of(first + p, count - 1) * size + column + 4 * i));
 #pragma unroll
       for (uint32_t p = 0; p < kUnitBatch; ++p)
         if (first + p < count)
@@ -159,9 +159,9 @@ struct Kernel<Reduce> : KernelDefaults {
           for (uint32_t i = 0; i < kFours; ++i) add_four(sum[i], words[p][i]);
     }
     float squares = 0.0f;
+    Four scaled[kFours];
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i) {
-      Four scaled;
 #pragma unroll
       for (uint32_t j = 0; j < 4; j += 2) {
         const Pair bias = constants(in, &Reduce::bias, column + 4 * i + j, true);
@@ -172,18 +172,17 @@ struct Kernel<Reduce> : KernelDefaults {
 #pragma unroll
       for (uint32_t j = 0; j < 4; j += 2) {
         const Pair gain = constants(in, &Reduce::out_gain, column + 4 * i + j, true);
-        scaled.value[j] = sum[i].value[j] * gain.x;
-        scaled.value[j + 1] = sum[i].value[j + 1] * gain.y;
+        scaled[i].value[j] = sum[i].value[j] * gain.x;
+        scaled[i].value[j + 1] = sum[i].value[j + 1] * gain.y;
         squares = fmaf(sum[i].value[j], sum[i].value[j], squares);
         squares = fmaf(sum[i].value[j + 1], sum[i].value[j + 1], squares);
       }
-      FourColumns(in[&Reduce::out_scaled], column).store(row, i, scaled, tag);
     }
-    if (in.has(&Reduce::out_scaled))
+    if (in.has(&Reduce::out_scaled)) {
+      FourColumns(in[&Reduce::out_scaled], column).store_two(row, scaled, tag);
       write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
-#pragma unroll
-    for (uint32_t i = 0; i < kFours; ++i)
-      FourColumns(in[&Reduce::out], column).store(row, i, sum[i], tag);
+    }
+    FourColumns(in[&Reduce::out], column).store_two(row, sum, tag);
   }
 
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
