@@ -18,7 +18,7 @@ import torch
 
 from environment import save
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
-from megavm.profiler.environment import describe_machine
+from megavm.profiler.environment import describe_machine, measure_multiplication
 from megavm.profiler.recorder import Recorder
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
@@ -134,6 +134,7 @@ def record_steps(runner: Runner, step: Step, steps: int, path: str) -> None:
     recorder = Recorder()
     machine, config = runner.machine, runner.config
     recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}
+    recorder.machine |= measure_multiplication(machine.memory_device)
     recorder.model |= {"name": f"Llama, {config.num_layers} layers of {config.hidden_size}"}
     runner.record(recorder)
     runner.run(step, steps)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
-import statistics
 from typing import Any
 
 import numpy as np
@@ -175,7 +174,11 @@ def main() -> None:
                 context = args.context - args.steps // 2
                 us = measure(runner, batch, context, args.steps, args.rounds)["us_per_step"]
                 least = limit(
-                    config, batch, batch, batch * args.context, batch * kv_bytes(config, args.context)
+                    config,
+                    batch,
+                    batch,
+                    batch * args.context,
+                    batch * kv_bytes(config, args.context),
                 )
                 found = {"kind": "decode", "what": batch, "context": args.context, "us": us}
                 found["floor_us"] = least

@@ -375,14 +375,16 @@ def balance(selection: Selection) -> list[Balance]:
 class Bandwidth:
     """Memory bandwidth in bytes/s, over the time in which steps ran.
 
-    ``streamed`` counts weights and KV, ``moved`` all bytes. ``rates`` are streamed bytes/s over
-    time, in bins of ``bin`` ns from ``begin`` on. ``ceiling``: measured bandwidth of the memory.
+    ``streamed`` counts weights and KV, ``from_memory`` the same, but a weight once in a step
+    (``TraceProgram.memory_bytes``), ``moved`` all bytes. ``rates`` are streamed bytes/s over time,
+    in bins of ``bin`` ns from ``begin`` on. ``ceiling``: measured bandwidth of the memory, or None.
     """
 
     streamed_bytes: int
     moved_bytes: int
     streamed: float
     moved: float
+    from_memory: float
     begin: int
     bin: float
     rates: Floats
@@ -390,8 +392,8 @@ class Bandwidth:
 
     @property
     def of_ceiling(self) -> float | None:
-        """``streamed`` as a share of ``ceiling``."""
-        return self.streamed / self.ceiling if self.ceiling else None
+        """``from_memory`` as a share of ``ceiling``."""
+        return self.from_memory / self.ceiling if self.ceiling else None
 
 
 def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
@@ -412,18 +414,42 @@ def bandwidth(selection: Selection, bins: int = BINS) -> Bandwidth:
     edges = np.linspace(0, max(end - origin, int(stop.max())), bins + 1)
     rate = streamed / (stop - start)
     done = _ramps(edges, start, rate) - _ramps(edges, stop, rate)
-    seconds = selection.busy / 1e9
-    total = int(streamed.sum())
     return Bandwidth(
-        streamed_bytes=total,
+        streamed_bytes=int(streamed.sum()),
         moved_bytes=moved,
-        streamed=total / seconds if seconds else 0.0,
-        moved=moved / seconds if seconds else 0.0,
+        streamed=_per_second(selection, "load_bytes"),
+        moved=_per_second(selection, "bytes"),
+        from_memory=_per_second(selection, "memory_bytes"),
         begin=origin,
         bin=float(edges[1]),
         rates=np.maximum(np.diff(done), 0) / edges[1] * 1e9,
         ceiling=trace.machine.get("bandwidth"),
     )
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """FLOP/s over the time in which steps ran, and those of a large matrix product, or None."""
+
+    rate: float
+    ceiling: float | None
+
+    @property
+    def of_ceiling(self) -> float | None:
+        """``rate`` as a share of ``ceiling``."""
+        return self.rate / self.ceiling if self.ceiling else None
+
+
+def arithmetic(selection: Selection) -> Arithmetic:
+    """The achieved rate of arithmetic."""
+    ceiling = selection.trace.machine.get("flops_per_second")
+    return Arithmetic(_per_second(selection, "flops"), ceiling)
+
+
+def _per_second(selection: Selection, name: str) -> float:
+    """A column of the programs, summed over the records, per second in which a step ran."""
+    total = int(selection.column(selection.trace.of_instruction(name)).sum())
+    return total / selection.busy * 1e9 if selection.busy else 0.0
 
 
 def _ramps(at: Floats, begin: Longs, rate: Floats) -> Floats:

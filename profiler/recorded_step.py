@@ -169,6 +169,7 @@ class RecordedStep:
             for times in (spans.load_begin, spans.load_end)
         )
         self._bytes = self.trace.of_instruction("load_bytes")[own].astype(np.float64)
+        self._memory_bytes = self.trace.of_instruction("memory_bytes")[own]
         numbers = np.where(self._loading, np.arange(count), -1)
         first = np.flatnonzero(self._before < 0)
         latest = np.maximum.accumulate(numbers)

@@ -265,5 +265,6 @@ def _clocks(launches: list[_Launch]) -> dict[str, Any]:
 
 
 def _machine(recorder: Recorder, workers: int) -> dict[str, Any]:
-    unknown = {"name": "unknown", "device": "unknown", "clock": "unknown", "bandwidth": None}
-    return {**unknown, "workers": workers, **recorder.machine}
+    unknown = dict.fromkeys(("name", "device", "clock"), "unknown")
+    ceilings = dict.fromkeys(("bandwidth", "flops_per_second"))
+    return {**unknown, **ceilings, "workers": workers, **recorder.machine}

@@ -141,7 +141,7 @@ class Replay(RecordedStep):
         none = np.zeros(factors.scenarios)
         if not ceiling or not self._loading.any():
             return none
-        own = np.bincount(self._phase, self._bytes, len(self.phases))
+        own = np.bincount(self._phase, self._memory_bytes, len(self.phases))
         needed: Floats = own @ factors.loading / ceiling * 1e9
         return needed if own.sum() / ceiling * 1e9 <= self.recorded else none
 

@@ -11,6 +11,7 @@ import numpy as np
 from megavm.profiler.analysis import (
     STATES,
     Selection,
+    arithmetic,
     balance,
     bandwidth,
     by_kind,
@@ -41,7 +42,7 @@ def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
     Raises TraceError when the trace does not have the step.
     """
     selection = Selection.of(trace, number)
-    streams = bandwidth(selection)
+    streams, operations = bandwidth(selection), arithmetic(selection)
     workers = by_worker(selection)
     longest: list[list[dict[str, Any]]] = [[] for _ in range(trace.workers)]
     for row in waits(selection, each_worker=True):
@@ -60,12 +61,18 @@ def report(trace: Trace, number: int | None = None) -> dict[str, Any]:
             "ceiling": streams.ceiling,
             "streamed": streams.streamed,
             "of_ceiling": streams.of_ceiling,
+            "from_memory": streams.from_memory,
             "moved": streams.moved,
             "streamed_bytes": streams.streamed_bytes,
             "moved_bytes": streams.moved_bytes,
             "begin_ns": streams.begin,
             "bin_ns": streams.bin,
             "over_time": streams.rates.tolist(),
+        },
+        "arithmetic": {
+            "ceiling": operations.ceiling,
+            "rate": operations.rate,
+            "of_ceiling": operations.of_ceiling,
         },
         "kinds": by_kind(selection),
         "roles_ns": by_role(selection),
@@ -181,20 +188,32 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"longest {us(steps['gap_longest_ns'])}, "
             f"{percent(steps['gap_ns'], steps['gap_ns'] + steps['busy_ns'])} of the time"
         )
-    ceiling = streams["ceiling"]
-    text = "" if ceiling is None else f", {streams['of_ceiling']:.1%} of {ceiling / 1e9:,.1f}"
-    yield (
-        f"bandwidth  {streams['streamed'] / 1e9:,.1f} GB/s of weights and KV{text}; "
-        f"{streams['moved'] / 1e9:,.1f} GB/s with activations"
-    )
-    if ceiling is not None and streams["of_ceiling"] > 1:
-        yield "           (above the memory's bandwidth: caches hold a part of what was streamed)"
-    yield from _kinds(facts["kinds"], ceiling)
+    yield from _ceilings(streams, facts["arithmetic"])
+    yield from _kinds(facts["kinds"], streams["ceiling"], facts["arithmetic"]["ceiling"])
     yield from _roles(facts["roles_ns"])
     yield from _workers(facts)
     yield from _waits(facts["waits"])
     yield from _phases(facts["phases"])
     yield from _critical(facts["critical_path"])
+
+
+def _ceilings(streams: dict[str, Any], operations: dict[str, Any]) -> Iterator[str]:
+    """Bandwidth and arithmetic of the steps against what the machine can give."""
+    streamed, once, moved = (streams[name] / 1e9 for name in ("streamed", "from_memory", "moved"))
+    share, activations = _of_ceiling(streams), f"{moved:,.1f} GB/s with activations"
+    if once > 0.99 * streamed:
+        yield f"bandwidth  {streamed:,.1f} GB/s of weights and KV{share}; {activations}"
+    else:
+        yield f"bandwidth  {streamed:,.1f} GB/s of weights and KV; {activations}"
+        yield f"           {once:,.1f} GB/s with a weight counted once a step{share}"
+    if streams["ceiling"] is not None and streams["of_ceiling"] > 1:
+        yield "           (above the memory's bandwidth: caches hold a part of what was streamed)"
+    yield f"arithmetic {operations['rate'] / 1e9:,.1f} GFLOP/s{_of_ceiling(operations)}"
+
+
+def _of_ceiling(rates: dict[str, Any]) -> str:
+    ceiling = rates["ceiling"]
+    return "" if ceiling is None else f", {rates['of_ceiling']:.1%} of {ceiling / 1e9:,.1f}"
 
 
 def _what_if(found: dict[str, Any] | str) -> Iterator[str]:
@@ -205,14 +224,16 @@ def _what_if(found: dict[str, Any] | str) -> Iterator[str]:
         yield from format_what_if(found, LONG_PATH)
 
 
-def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[str]:
+def _kinds(
+    kinds: Sequence[dict[str, Any]], bandwidth: float | None, flops: float | None
+) -> Iterator[str]:
     yield ""
     yield "Time by kind of instruction: us of all workers; rates of workers that do nothing else,"
-    yield "weights and KV against the ceiling (above it: what came while they waited)"
+    yield "weights and KV against the bandwidth (above it: what came while they waited)"
     total = sum(row["total"] for row in kinds)
     yield from table(
         ("kind", "count", "share", "total", "computing", "loading", "barrier", "words",
-         "p50", "p99", "GB/s", "of ceiling", "GFLOP/s", "FLOP/B"),
+         "p50", "p99", "GB/s", "of ceiling", "GFLOP/s", "of ceiling", "FLOP/B"),
         [
             (
                 row["kind"],
@@ -222,8 +243,9 @@ def _kinds(kinds: Sequence[dict[str, Any]], ceiling: float | None) -> Iterator[s
                 us(row["p50"]),
                 us(row["p99"]),
                 f"{row['bytes_per_second'] / 1e9:,.1f}",
-                percent(row["streamed_per_second"], ceiling) if ceiling else "-",
+                percent(row["streamed_per_second"], bandwidth) if bandwidth else "-",
                 f"{row['flops_per_second'] / 1e9:,.1f}",
+                percent(row["flops_per_second"], flops) if flops else "-",
                 f"{row['flops_per_byte']:.2f}",
             )
             for row in kinds

@@ -15,6 +15,7 @@ import numpy as np
 from megavm.profiler.analysis import (
     STATES,
     Selection,
+    arithmetic,
     bandwidth,
     by_kind,
     by_worker,
@@ -51,7 +52,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
     step = median_step(trace, common)
     selection = Selection(trace, step, step + 1)
     durations = (trace.step_end - trace.step_begin)[common]
-    streams = bandwidth(selection, 1)
+    streams, operations = bandwidth(selection, 1), arithmetic(selection)
     facts: Facts = {
         "version": VERSION,
         "step": int(trace.step_number[step]),
@@ -61,6 +62,8 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         "spread": _spread(durations),
         "streamed": streams.streamed,
         "of_ceiling": streams.of_ceiling,
+        "flops_per_second": operations.rate,
+        "of_flops_ceiling": operations.of_ceiling,
         "states": _states(selection),
         "critical_path": _path(trace, step)[:LONGEST],
         "late_workers": _late_workers(selection),
@@ -69,7 +72,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         "outliers": _outliers(trace, common, step),
         "workers": _workers(selection),
         "kinds": _kinds(selection),
-        "warnings": list(warnings(trace, streams.of_ceiling)),
+        "warnings": list(warnings(trace, streams.of_ceiling, operations.of_ceiling)),
     }
     try:
         facts["what_if"] = what_if(trace, step)
@@ -185,8 +188,14 @@ def _kinds(selection: Selection) -> list[Facts]:
     return [{name: row[name] for name in names} for row in by_kind(selection)]
 
 
-def warnings(trace: Trace, of_ceiling: float | None) -> Iterator[str]:
-    """Sentences on what may mislead a reader of the numbers."""
+def warnings(
+    trace: Trace, of_ceiling: float | None, of_flops_ceiling: float | None
+) -> Iterator[str]:
+    """Sentences on what may mislead a reader of the numbers.
+
+    ``of_ceiling``, ``of_flops_ceiling``: share of the memory's bandwidth and of the rate of matrix
+    products that the step reached, or None.
+    """
     machine, notes = trace.machine, trace.notes
     yield from _ranks(trace)
     cores = machine.get("cores")
@@ -200,13 +209,23 @@ def warnings(trace: Trace, of_ceiling: float | None) -> Iterator[str]:
             f"streamed data came at {of_ceiling:.0%} of the memory's bandwidth: caches held a part "
             "of it, so that the bandwidth does not limit this step"
         )
-    usual, best = machine.get("bandwidth_median"), machine.get("bandwidth")
-    if isinstance(usual, int | float) and isinstance(best, int | float) and usual < 0.9 * best:
+    if of_flops_ceiling is not None and of_flops_ceiling > 1:
         yield (
-            f"the bandwidth was measured as {best / 1e9:,.1f} GB/s at best and "
-            f"{usual / 1e9:,.1f} in the median: other work used the machine, and shares of it are "
-            "as uncertain"
+            f"the step did {of_flops_ceiling:.0%} of the operations that matrix products of this "
+            "machine do in its time: torch multiplies more slowly here, or most of the program's "
+            "rows were dead"
         )
+    for name, what, unit in (
+        ("bandwidth", "bandwidth", "GB/s"),
+        ("flops_per_second", "rate of matrix products", "GFLOP/s"),
+    ):
+        usual, best = machine.get(f"{name}_median"), machine.get(name)
+        if isinstance(usual, int | float) and isinstance(best, int | float) and usual < 0.9 * best:
+            yield (
+                f"the {what} was measured as {best / 1e9:,.1f} {unit} at best and "
+                f"{usual / 1e9:,.1f} in the median: other work used the machine, and shares of it "
+                "are as uncertain"
+            )
     ratio = notes.get("ratio")
     if isinstance(ratio, int | float) and ratio > 1.1:
         yield f"tracing made a token {ratio:.2f} times as long: short instructions look longer"
@@ -238,11 +257,21 @@ def _ranks(trace: Trace) -> Iterator[str]:
 
 def _sentence(facts: Facts) -> str:
     """The summary in a few words."""
-    parts = [f"A step takes {us(facts['step_ns'])} us"]
-    of_ceiling = facts["of_ceiling"]
+    took = facts["step_ns"]
+    parts = [f"A step takes {f'{took / 1e6:,.1f} ms' if took >= 1e7 else f'{us(took)} us'}"]
     states = facts["states"]
-    if of_ceiling is not None and of_ceiling <= 1:
-        parts[0] += f": {of_ceiling:.0%} of the memory's bandwidth"
+    # What a step reaches above 1 is no ceiling of it: ``warnings`` says why.
+    ceilings = [
+        (share, what)
+        for share, what in (
+            (facts["of_ceiling"], "the memory's bandwidth"),
+            (facts["of_flops_ceiling"], "the rate of matrix products"),
+        )
+        if share is not None and share <= 1
+    ]
+    if ceilings:
+        share, what = max(ceilings)
+        parts[0] += f": {share:.0%} of {what}"
     else:
         waiting = states["barrier"] + states["words"]
         parts[0] += (

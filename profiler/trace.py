@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.vm import events
+from megavm.vm.tensors import DType
 
 MAX_TIME: Final = 1 << 60  # nanoseconds
 SUFFIX: Final = ".megatrace"  # trace files end with it
@@ -37,6 +39,15 @@ BARRIER, TAGGED = 0, 1  # kinds of a channel
 
 class TraceError(ValueError):
     """A trace cannot be read or used; the message gives the reason in one sentence."""
+
+
+def _tensor_bytes(tensor: Sequence[Any]) -> float:
+    """Bytes of a tensor of the header; infinite if its type is not known."""
+    _, shape, dtype, _, _ = tensor
+    size = float(DType[dtype].size) if dtype in DType.__members__ else math.inf
+    for length in shape:
+        size *= float(min(max(length, 0), MAX_TIME))
+    return size
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,6 +99,39 @@ class TraceProgram:
 
     def _name(self, opcode: int) -> str:
         return str(self.facts["opcodes"][str(opcode)]["name"])
+
+    @functools.cached_property
+    def memory_bytes(self) -> Longs:
+        """``load_bytes`` with every weight counted once in a step: int64 [n].
+
+        A weight that several instructions stream is divided among them: all but the first may find
+        it in a cache. KV blocks count as often as they are streamed.
+        """
+        weights = self._weights
+        _, first, group = np.unique(weights, axis=0, return_index=True, return_inverse=True)
+        group = group.reshape(-1)
+        sizes = np.array([_tensor_bytes(tensor) for tensor in self.facts["tensors"]] + [0.0])
+        size = self.ranks * sizes[weights[first]].sum(axis=1)
+        size[(weights[first] < 0).all(axis=1)] = np.inf
+        streamed = np.bincount(group, self.load_bytes)
+        share = np.minimum(size / np.maximum(streamed, 1.0), 1.0)
+        return np.asarray(self.load_bytes * share[group], np.int64)
+
+    @functools.cached_property
+    def _weights(self) -> Longs:
+        """The weights that every instruction names, sorted; -1: none. int64 [n, tensor fields]."""
+        tensors = self.facts["tensors"]
+        is_weight = np.array([tensor[3] == "weight" for tensor in tensors] + [False])
+        fields = {
+            int(opcode): [field["word"] for field in facts["fields"] if field["kind"] == "tensor"]
+            for opcode, facts in self.facts["opcodes"].items()
+        }
+        found = np.full((len(self), max(map(len, fields.values()), default=0)), -1, np.int64)
+        for opcode, words in fields.items():
+            own = self.words[:, 0] == opcode
+            handles = np.minimum(self.words[own][:, words], len(tensors)).astype(np.int64)
+            found[own, : len(words)] = np.where(is_weight[handles], handles, -1)
+        return np.sort(found, axis=1)
 
     def channel_name(self, channel: int) -> str:
         """The name of the barrier or tagged tensor of a channel; "queue" for -1."""
@@ -200,7 +244,7 @@ class Trace:
         return np.full(self.num_records, -1, np.int64)
 
     def of_instruction(self, name: str) -> Longs:
-        """A column of the programs ("bytes", "flops", ...) for every record: int64 [R]."""
+        """A column of the programs ("bytes", "memory_bytes", ...) for every record: int64 [R]."""
         values = [np.asarray(getattr(p, name), np.int64) for p in self.programs]
         first = np.cumsum([0, *map(len, values)])
         joined = np.concatenate([*values, np.empty(0, np.int64)])

@@ -236,7 +236,7 @@ def _read_header(text: str) -> dict[str, Any]:
     _check_depth(header)
     machine = header["machine"]
     _check_members("machine", machine, _MACHINE)
-    for name in ("bandwidth", "clock_step"):
+    for name in ("bandwidth", "flops_per_second", "clock_step"):
         value = machine.setdefault(name, None)
         if value is not None and not (_is_number(value) and 0 < value <= MAX_NUMBER):
             raise TraceError(

@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megavm.profiler.environment import measure_bandwidth
+from megavm.profiler.environment import measure_ceilings
 from megavm.profiler.recorder import Recorder
 from megavm.profiler.trace import SUFFIX, TraceError
 from megavm.profiler.trace_file import encode
@@ -25,7 +25,7 @@ class Profiler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running = False
-        self._bandwidth: dict[str, Any] | None = None  # of the memory, measured once
+        self._ceilings: dict[str, Any] | None = None  # of the machine, measured once
 
     async def profile(self, request: Request) -> Response:
         """The trace of the next steps; of fewer steps if the timeout passes first.
@@ -56,11 +56,11 @@ class Profiler:
             return counters.steps - first >= body.steps <= len(recorder)
 
         async def record() -> None:
-            if self._bandwidth is None:
-                # Between two steps nothing else uses the memory. Requests wait, once.
-                device = llm.runner.machine.memory_device
-                self._bandwidth = await engine_loop.call(lambda: measure_bandwidth(device))
-            recorder.machine |= self._bandwidth
+            if self._ceilings is None:
+                # Between two steps nothing else uses the machine. Requests wait, once.
+                machine = llm.runner.machine
+                self._ceilings = await engine_loop.call(lambda: measure_ceilings(machine))
+            recorder.machine |= self._ceilings
             with suppress(TimeoutError):
                 await engine_loop.until(begin, done, body.timeout)
 

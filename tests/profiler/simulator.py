@@ -178,7 +178,7 @@ def simulate(machine: Machine) -> Trace:
     return Trace(
         machine={
             "name": "simulation", "device": "none", "workers": len(sizes), "bandwidth": None,
-            "clock": "simulated", "clock_step": 1,
+            "flops_per_second": None, "clock": "simulated", "clock_step": 1,
         },
         programs=(program,),
         step_program=zero,

@@ -28,6 +28,7 @@ KINDS = {"embed": 3, "matmul": 5, "gate_up": 6, "qkv_rope": 7, "attention": 8, "
 HOP = 700  # nanoseconds from a signal to who waits for it
 GAP = 4000  # nanoseconds between launches
 RATE = 4.2e12 / 132  # bytes per second and worker
+FLOPS = 7.8e14 / 132  # operations per second and worker
 FIELDS = ["x", "weight", "out", "row_begin", "row_end", "eps"]
 
 
@@ -97,7 +98,7 @@ def program(workers: int, layers: int) -> TraceProgram:
                 for name, t in zip(names, tagged[:-1], strict=True)
             ),
             ["tokens", [1, 4096], "I32", "state", False],
-            ["weights", [4096, 4096], "BF16", "weight", False],
+            ["weights", [int(size.sum()) // 8192, 4096], "BF16", "weight", False],
         ],
         "labels": [*names, "sample"],
         "metadata": {"model": "synthetic"},
@@ -243,6 +244,7 @@ def _assemble(
             "device": "synthetic",
             "workers": workers,
             "bandwidth": RATE * workers,
+            "flops_per_second": FLOPS * workers,
             "clock": "globaltimer",
             "clock_step": 32,
         },

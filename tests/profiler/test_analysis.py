@@ -17,6 +17,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.profiler.analysis import (
     STATES,
     Selection,
+    arithmetic,
     balance,
     bandwidth,
     by_kind,
@@ -213,6 +214,34 @@ def test_bandwidth_is_bytes_over_the_time_that_was_measured() -> None:
     found = bandwidth(Selection.of(trace))
     assert found.streamed_bytes == streamed
     assert found.streamed == pytest.approx(streamed / seconds, rel=0.02)
+
+
+def test_a_weight_that_many_stream_comes_from_memory_once() -> None:
+    trace = synthetic_trace(workers=6, steps=3, layers=2)
+    found = bandwidth(Selection.of(trace))
+    assert found.from_memory == pytest.approx(found.streamed, rel=1e-3)
+    (program,) = trace.programs
+    tensors = [*program.facts["tensors"]]
+    weight = next(i for i, tensor in enumerate(tensors) if tensor[3] == "weight")
+    half = int(program.load_bytes.sum()) // 2
+    tensors[weight] = ["weights", [half // 2], "BF16", "weight", False]
+    smaller = dataclasses.replace(program, facts={**program.facts, "tensors": tensors})
+    again = bandwidth(Selection.of(dataclasses.replace(trace, programs=(smaller,))))
+    assert again.streamed == found.streamed
+    assert again.from_memory == pytest.approx(found.streamed / 2, rel=1e-3)
+    # What is not a weight, such as KV blocks, counts each time.
+    tensors[weight] = ["k_cache", [half // 2], "BF16", "state", False]
+    cache = dataclasses.replace(program, facts={**program.facts, "tensors": tensors})
+    assert cache.memory_bytes.tolist() == program.load_bytes.tolist()
+
+
+def test_arithmetic_is_operations_over_the_time_that_was_measured() -> None:
+    trace, seconds = run_products(launches=3, steps=100)
+    found = arithmetic(Selection.of(trace))
+    whole = int(trace.of_instruction("flops").sum())
+    assert whole >= 300 * ROUNDS * WORKERS * 2 * SIZE * SIZE
+    assert found.rate == pytest.approx(whole / seconds, rel=0.02)
+    assert found.of_ceiling is None
 
 
 def test_bandwidth_over_time_adds_up_to_all_bytes(trace: Trace) -> None:

@@ -49,6 +49,7 @@ def test_profile_writes_a_trace_and_says_what_tracing_cost(
     assert trace.step_tokens[0] > 1
     assert trace.step_number.tolist() == list(range(8))
     assert trace.machine["bandwidth"] >= trace.machine["bandwidth_median"] > 1e8
+    assert trace.machine["flops_per_second"] >= trace.machine["flops_per_second_median"] > 1e8
     assert trace.notes["ratio"] > 0
 
 

@@ -13,7 +13,8 @@ from simulator import changed, layered, simulate, step_time
 from synthetic import synthetic_trace
 from test_replay import PRODUCTS
 
-from megavm.profiler.summary import VERSION, format_summary, summary
+from megavm.profiler.report import format_report, report
+from megavm.profiler.summary import VERSION, Facts, format_summary, summary
 from megavm.profiler.trace import Trace, TraceError
 from megavm.profiler.trace_file import with_summary
 from megavm.profiler.what_if import describe, format_what_if, parse_change, predict, what_if
@@ -55,6 +56,38 @@ def test_what_misleads_is_said() -> None:
     assert all(part in said for part in words)
     assert "% of the memory's bandwidth" not in facts["sentence"]
     assert not summary(trace)["warnings"]
+
+
+def test_the_sentence_names_the_nearer_ceiling() -> None:
+    trace = synthetic_trace(workers=4, steps=3, layers=1)
+    (program,) = trace.programs
+
+    def said(flops: int, ceiling: float | None) -> Facts:
+        own = dataclasses.replace(program, flops=program.load_bytes * flops)
+        machine = {**trace.machine, "flops_per_second": ceiling}
+        return summary(dataclasses.replace(trace, programs=(own,), machine=machine))
+
+    peak = trace.machine["bandwidth"] * 100
+    of_memory = said(0, peak)["of_ceiling"]
+    assert 0.2 < of_memory < 1
+    for flops, ceiling, words in (
+        (90, peak, f"{of_memory:.0%} of the memory's bandwidth"),
+        (110, peak, f"{1.1 * of_memory:.0%} of the rate of matrix products"),
+        (110, None, f"{of_memory:.0%} of the memory's bandwidth"),
+        (1000, peak, f"{of_memory:.0%} of the memory's bandwidth"),
+    ):
+        facts = said(flops, ceiling)
+        assert f": {words};" in facts["sentence"]
+        above = [warning for warning in facts["warnings"] if "operations" in warning]
+        assert len(above) == (flops == 1000)
+    assert "arithmetic" in format_report(report(trace))
+
+
+def test_long_steps_are_said_in_milliseconds() -> None:
+    trace = synthetic_trace(workers=4, steps=3, layers=1)
+    long = dataclasses.replace(trace, times=np.where(trace.times < 0, -1, trace.times * 1000))
+    facts = summary(long)
+    assert facts["sentence"].startswith(f"A step takes {facts['step_ns'] / 1e6:,.1f} ms: ")
 
 
 def test_unknown_workers_leave_the_rest() -> None:

@@ -185,6 +185,10 @@ HOSTILE = {
     "bandwidth huge": (set_header("machine", "bandwidth", value=10**400), "not a number from 0 to"),
     "bandwidth text": (set_header("machine", "bandwidth", value="fast"), "not a number from 0 to"),
     "bandwidth zero": (set_header("machine", "bandwidth", value=0), "not a number from 0 to"),
+    "flops text": (
+        set_header("machine", "flops_per_second", value="1e15"),
+        "not a number from 0 to",
+    ),
     "event twice": (set_header("events", 1, "name", value="fetched"), "an event twice"),
     "events few": (set_header("events", value=[]), "column times has shape"),
     "model a list": (set_header("model", value=[]), r"model \[\], not dict"),

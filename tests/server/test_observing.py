@@ -157,6 +157,7 @@ def test_a_trace_has_the_next_steps_of_a_running_server(
     assert trace.num_steps == 20
     assert trace.model["name"] == "stories"
     assert trace.machine["bandwidth"] >= trace.machine["bandwidth_median"] > 1e8
+    assert trace.machine["flops_per_second"] >= trace.machine["flops_per_second_median"] > 1e8
     assert trace.machine["cores"] >= 1
     assert server.engine.runner._recorder is None  # type: ignore[attr-defined]
 

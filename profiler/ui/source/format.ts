@@ -52,7 +52,8 @@ export function rate(bytesPerNs: number): string {
 
 export function flops(perNs: number): string {
   if (!Number.isFinite(perNs)) return "-";
-  return perNs >= 1000 ? `${(perNs / 1000).toFixed(2)} TFLOP/s` : `${significant(perNs)} GFLOP/s`;
+  if (perNs === 0) return "0";
+  return perNs >= 1000 ? `${significant(perNs / 1000)} TFLOP/s` : `${significant(perNs)} GFLOP/s`;
 }
 
 export function integer(value: number): string {

@@ -11,6 +11,8 @@ export interface Machine {
   readonly device: string;
   /** Bytes per nanosecond (GB/s) that the memory can give; null: unknown. */
   readonly bandwidth: number | null;
+  /** Floating-point operations per nanosecond (GFLOP/s) of a large matrix product; null: unknown. */
+  readonly flops: number | null;
 }
 
 /** Checks the format and its version, and gives the header's members. */
@@ -39,7 +41,15 @@ export function readHeader(file: Safetensors): Json {
 }
 
 export function readMachine(header: Json): Machine {
-  const { name, device, bandwidth } = asObject(header["machine"]);
-  const known = typeof bandwidth === "number" && Number.isFinite(bandwidth) && bandwidth > 0;
-  return { name: asText(name), device: asText(device), bandwidth: known ? bandwidth / 1e9 : null };
+  const machine = asObject(header["machine"]);
+  const perNanosecond = (name: string): number | null => {
+    const value = machine[name];
+    return typeof value === "number" && Number.isFinite(value) && value > 0 ? value / 1e9 : null;
+  };
+  return {
+    name: asText(machine["name"]),
+    device: asText(machine["device"]),
+    bandwidth: perNanosecond("bandwidth"),
+    flops: perNanosecond("flops_per_second"),
+  };
 }

@@ -4,6 +4,7 @@ import type { App } from "./app.ts";
 import { css, colourOfName, word } from "./colour.ts";
 import { make } from "./dom.ts";
 import { bytes, duration, flops, integer, ofCeiling, percent, rate, rows } from "./format.ts";
+import type { Machine } from "./header.ts";
 import type { Page } from "./panel.ts";
 import { ROLES, STATES, STATE_HELP } from "./roles.ts";
 import { GROUPINGS, type GroupStatistics, type Grouping, type Scope, type Statistics } from "./statistics.ts";
@@ -84,7 +85,7 @@ export class StatisticsPage implements Page {
     const statistics = measure(pane.trace, found.scope, grouping);
     this.body.replaceChildren(
       make("p", "faint", (this.app.panes.length > 1 ? `${pane.letter}: ` : "") + found.title),
-      ...this.summary(statistics, pane.trace.machine.bandwidth),
+      ...this.summary(statistics, pane.trace.machine),
       make("h3", "", `By ${grouping}`),
       this.table(statistics, grouping),
       make("h3", "", "Balance: computing and loading of a worker"),
@@ -92,7 +93,7 @@ export class StatisticsPage implements Page {
     );
   }
 
-  private summary(s: Statistics, ceiling: number | null): HTMLElement[] {
+  private summary(s: Statistics, { bandwidth, flops: peak }: Machine): HTMLElement[] {
     const total = s.states.reduce((a, b) => a + b, 0) || 1;
     const bar = make("div", "segments tall");
     const rows = STATES.map((name, state) => {
@@ -113,13 +114,15 @@ export class StatisticsPage implements Page {
       return line;
     });
     const streamed = s.streamed / s.duration;
-    const of = ceiling === null ? "" : ` · ${ofCeiling(streamed / ceiling)}`;
+    const of = bandwidth === null ? "" : ` · ${ofCeiling(streamed / bandwidth)}`;
+    const operations = s.flops / s.duration;
+    const ofPeak = peak === null ? "" : ` · ${percent(operations / peak)} of ceiling`;
     return [
       pair("duration", duration(s.duration)),
       pair("instructions", integer(s.count)),
       pair("streamed", `${bytes(s.streamed)} · ${rate(streamed)}${of}`),
       pair("read and written", `${bytes(s.bytes)} · ${rate(s.bytes / s.duration)}`),
-      pair("operations", flops(s.flops / s.duration)),
+      pair("operations", flops(operations) + ofPeak),
       make("h3", "", "What a worker does"),
       bar,
       ...rows,

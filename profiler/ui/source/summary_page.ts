@@ -4,6 +4,7 @@ import type { App } from "./app.ts";
 import { colourOfName, css, word } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
+import type { Machine } from "./header.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { makeRoofline } from "./roofline.ts";
@@ -59,18 +60,18 @@ export class SummaryPage implements Page {
     if (found.lateRanks.length > 0) parts.push(make("h3", "", "Exchanges between ranks: who came last"), this.lateRanks(found));
     if (found.lateWorkers.length > 0) parts.push(make("h3", "", "Who came last"), this.late(pane, found));
     parts.push(...this.strips(found));
-    const roofline = makeRoofline(found.kinds, trace.machine.bandwidth);
+    const roofline = makeRoofline(found.kinds, trace.machine);
     if (roofline !== null) {
       const picture = make("div");
       picture.append(roofline);
       parts.push(
         make("h3", "", "Kinds of instruction: what workers that did nothing else would reach"),
         picture,
-        this.kinds(found.kinds, trace.machine.bandwidth),
+        this.kinds(found.kinds, trace.machine),
         make(
           "p",
           "faint",
-          "The line is the memory's bandwidth. What lies above it read from caches, or loaded while the workers waited.",
+          "The lines are what was measured of the machine: its memory's bandwidth and the rate of matrix products. What lies above them read from caches, or loaded while the workers waited.",
         ),
       );
     }
@@ -111,7 +112,8 @@ export class SummaryPage implements Page {
     );
   }
 
-  private kinds(kinds: readonly Kind[], ceiling: number | null): HTMLElement {
+  private kinds(kinds: readonly Kind[], { bandwidth, flops: peak }: Machine): HTMLElement {
+    const ofRoof = (k: Kind): number => Math.max(bandwidth === null ? 0 : k.bytes / bandwidth, peak === null ? 0 : k.flops / peak);
     const columns: Column<Kind>[] = [
       { title: "kind", text: (k) => k.name, colour: (k) => css(colourOfName(k.name)) },
       { title: "time", text: (k) => duration(k.total), value: (k) => k.total, help: "of all workers, waiting included" },
@@ -119,8 +121,9 @@ export class SummaryPage implements Page {
       { title: "FLOP/s", text: (k) => flops(k.flops), value: (k) => k.flops },
       { title: "bytes/s", text: (k) => rate(k.bytes), value: (k) => k.bytes },
     ];
-    if (ceiling !== null) {
-      columns.push({ title: "of line", text: (k) => percent(k.bytes / ceiling), value: (k) => k.bytes, help: "bytes/s over the memory's bandwidth" });
+    if (bandwidth !== null || peak !== null) {
+      const help = "bytes/s over the memory's bandwidth, or FLOP/s over that of matrix products, whichever is more";
+      columns.push({ title: "of roof", text: (k) => percent(ofRoof(k)), value: ofRoof, help });
     }
     return makeTable(columns, kinds, (k) => this.app.search(`kind:${word(k.name)}`));
   }

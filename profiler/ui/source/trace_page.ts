@@ -2,7 +2,7 @@
 
 import type { App } from "./app.ts";
 import { make } from "./dom.ts";
-import { bytes, duration, integer, percent, rate } from "./format.ts";
+import { bytes, duration, flops, integer, percent, rate } from "./format.ts";
 import type { Page } from "./panel.ts";
 import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
@@ -10,6 +10,13 @@ import type { Trace } from "./trace.ts";
 
 const MAX_TEXT = 300;
 const MAX_STEPS = 2000;
+
+/** How members that are numbers with a unit are written. */
+const UNITS: ReadonlyMap<string, (value: number) => string> = new Map([
+  ["bandwidth", (value) => rate(value / 1e9)],
+  ["flops_per_second", (value) => flops(value / 1e9)],
+  ["clock_step", duration],
+]);
 
 function text(value: unknown): string {
   const found = typeof value === "string" ? value : (JSON.stringify(value) ?? "");
@@ -20,8 +27,8 @@ function text(value: unknown): string {
 function members(title: string, value: unknown): HTMLElement[] {
   if (typeof value !== "object" || value === null) return [];
   const pairs = Object.entries(value).map(([name, member]) => {
-    if (typeof member !== "number") return pair(name, text(member));
-    return pair(name, name === "bandwidth" ? rate(member / 1e9) : name === "clock_step" ? duration(member) : text(member));
+    const write = UNITS.get(name.replace(/_median$/, ""));
+    return pair(name, write !== undefined && typeof member === "number" ? write(member) : text(member));
   });
   return pairs.length > 0 ? [make("h3", "", title[0]!.toUpperCase() + title.slice(1)), ...pairs] : [];
 }

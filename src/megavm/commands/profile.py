@@ -117,14 +117,13 @@ def _record(
     progress: Progress,
 ) -> dict[str, Any]:
     """Run with and without tracing, each after a warm-up run, and write the trace."""
-    from megavm.profiler.environment import measure_bandwidth
+    from megavm.profiler.environment import measure_ceilings
     from megavm.profiler.recorder import Recorder
     from megavm.profiler.summary import summary
 
     recorder, discarded = Recorder(keep), Recorder(1)
-    progress("measuring the memory")
-    device = llm.runner.machine.memory_device
-    recorder.machine |= measure_bandwidth(device)
+    progress("measuring the machine")
+    recorder.machine |= measure_ceilings(llm.runner.machine)
     progress("running with tracing")
     llm.record(discarded)
     llm.generate(prompt, params)

@@ -174,10 +174,23 @@ def test_a_summary_that_lies_harms_nothing(viewer: Viewer, tmp_path: Path, hosti
     assert viewer.tab("What if")
 
 
-def test_a_streaming_machine_has_a_roof(viewer: Viewer, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("bandwidth", "flops", "roofs"), [(None, None, 0), (4e10, None, 1), (4e10, 1e12, 2)]
+)
+def test_every_measured_ceiling_is_a_roof(
+    viewer: Viewer, tmp_path: Path, bandwidth: float | None, flops: float | None, roofs: int
+) -> None:
     trace = simulate(layered(6, 2, STREAMING))
     assert isinstance(trace.machine, dict)
-    trace.machine["bandwidth"] = 4e10
+    trace.machine.update(bandwidth=bandwidth, flops_per_second=flops)
     trace.save(tmp_path / "streaming.megatrace")
     viewer.open(tmp_path / "streaming.megatrace")
-    assert viewer.page.locator(".roofline .roof").count() == 1
+    lines = viewer.page.locator(".roofline .roof")
+    assert lines.count() == roofs
+    if roofs == 2:
+        slope, flat = (
+            [float(lines.nth(i).get_attribute(name) or "") for name in ("x1", "y1", "x2", "y2")]
+            for i in range(2)
+        )
+        assert slope[2:] == flat[:2]
+        assert flat[1] == flat[3] < slope[1]
