@@ -95,7 +95,7 @@ def _link(trace: Trace, record: int, cause: int, since: int, until: int) -> Link
     marks = {
         "delay": int(spans.begin[record]),
         "latency": int(spans.inputs[record]),
-        "loading": min(int(spans.load_end[record]), int(spans.computed[record])),
+        "loading": int(spans.loaded[record]),
         "computing": int(spans.end[record]),
         "signalling": until,
     }

@@ -75,7 +75,7 @@ def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
     spans = trace.spans
     marks = [
         np.clip(values[lane.record], lane.begin, lane.end)
-        for values in (spans.waited, spans.inputs, np.maximum(spans.load_end, 0), spans.computed)
+        for values in (spans.waited, spans.inputs, spans.loaded, spans.computed)
     ]
     waited, inputs, loaded, computed = marks
     loaded = np.clip(loaded, inputs, computed)

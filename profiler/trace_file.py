@@ -415,8 +415,11 @@ def _check_trace(trace: Trace) -> None:
         raise TraceError("it has a step without records")
     workers = np.array([p.workers for p in trace.programs])[trace.record_program]
     _check_range("record.worker", trace.record_worker, -1, workers)
-    order = np.lexsort((trace.record_slot, trace.record_worker, trace.record_step))
-    if (order != np.arange(records)).any():
+    step, worker, slot = (
+        np.diff(column) for column in (trace.record_step, trace.record_worker, trace.record_slot)
+    )
+    grows = (step > 0) | (step == 0) & ((worker > 0) | (worker == 0) & (slot >= 0))
+    if not grows.all():
         raise TraceError("records are not sorted by step, worker and slot")
     instructions = np.array([len(p) for p in trace.programs])[trace.record_program]
     _check_range("record.instruction", trace.record_instruction, 0, instructions)

@@ -362,6 +362,7 @@ def test_spans_are_in_order_whatever_was_noted() -> None:
             spans.begin,
             spans.waited,
             spans.inputs,
+            spans.loaded,
             spans.computed,
             spans.left,
             spans.end,
@@ -371,6 +372,17 @@ def test_spans_are_in_order_whatever_was_noted() -> None:
             assert (before <= after).all()
         assert ((spans.load_end >= spans.load_begin) | (spans.load_end < 0)).all()
         assert ((spans.load_begin < 0) == (spans.load_end < 0)).all()
+
+
+def test_loads_are_in_flight_until_the_last_one_is_issued() -> None:
+    trace = synthetic_trace(workers=3, steps=2, layers=1)
+    spans, rows = trace.spans, [event.name for event in trace.events]
+    times = trace.times.copy()
+    times[rows.index("load_issued")] = spans.computed
+    times[rows.index("load_arrived")] = spans.inputs  # what the first products need
+    first = dataclasses.replace(trace, times=times).spans
+    assert (first.loaded == first.inputs).all()
+    assert (first.load_end == np.maximum(spans.computed, spans.load_begin)).all()
 
 
 def test_consumers_leave_an_instruction_when_they_turn_to_the_next() -> None:

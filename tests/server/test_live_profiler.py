@@ -75,11 +75,19 @@ def test_the_page_records_with_the_key_and_tells_prefill_and_decode_apart(
         page.screenshot(path=screenshots / f"live_empty_{name}.png")
         record(page, 120)
         key.wait_for()
-        page.get_by_role("alert").get_by_text("API key").wait_for()
+        refused = page.get_by_role("alert").get_by_text("API key")
+        refused.wait_for()
+        # The sentence stands beside the key.
+        label, sentence = key.bounding_box(), refused.bounding_box()
+        assert label is not None
+        assert sentence is not None
+        assert abs(label["y"] + label["height"] / 2 - sentence["y"] - sentence["height"] / 2) < 8
+        assert 0 < sentence["x"] - label["x"] - label["width"] < 40
         page.screenshot(path=screenshots / f"live_refused_{name}.png")
         key.fill(KEY)
         record(page, 120)
         wait(page, SHOWN)
+        assert refused.count() == 0
         assert page.evaluate("profiler.main.trace.steps") == 120
         rows, prompts, sequences = page.evaluate(
             "['stepTokens', 'stepPromptRows', 'stepSequences']"
@@ -101,8 +109,24 @@ def test_the_page_refreshes_until_it_is_stopped(page: Page) -> None:
         with working(server):
             record(page, 5)
             wait(page, SHOWN)
-            page.evaluate("window.before = profiler.main.trace")
+            # One looks at the first half of the step, at taller rows.
+            page.evaluate(
+                "() => { const app = profiler, { trace, step, rows } = app.main;"
+                " window.before = trace; app.motion.stop();"
+                " window.half = (trace.stepEnd[step] - trace.stepBegin[step]) / 2;"
+                " app.view.show(trace.stepBegin[step], trace.stepBegin[step] + window.half);"
+                " app.main.fitRows = false; rows.setRowHeight(30); rows.toggle(0);"
+                " app.changed('view'); }"
+            )
             wait(page, "profiler.main.trace !== window.before")
+            begin, span, height, opened = page.evaluate(
+                "() => { const { view, main } = profiler; return [view.begin"
+                " - main.trace.stepBegin[main.step], view.span / window.half,"
+                " main.rows.rowHeight, [...main.rows.openWorkers]]; }"
+            )
+            assert begin == pytest.approx(0, abs=1)
+            assert span == pytest.approx(1, rel=1e-6)
+            assert (height, opened) == (30, [0])
         page.get_by_role("button", name="Stop").click()
         page.get_by_role("button", name="Record").wait_for()
         # Nobody records any more: the server sees that the page is gone.

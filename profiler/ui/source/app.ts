@@ -110,8 +110,27 @@ export class App implements Scene {
     this.findMatches();
     this.repaint();
     if (compare) this.showStep();
-    else this.view.show(...this.view.limits);
+    else this.view.show(...this.stepWindow());
     this.changed("panes", "view", "selection", "range", "search", "step");
+  }
+
+  /** Show a newer trace of the same program in place of the one that is open: one looks where one looked before. */
+  replace(buffer: ArrayBuffer, name: string): void {
+    const [before, second] = this.panes;
+    const { begin, end, limits } = this.view;
+    this.open(buffer, name, false);
+    const { main } = this;
+    if (before === undefined || second !== undefined || main === undefined || main.trace.workers !== before.trace.workers) return;
+    const [from, to] = [before.trace.stepBegin[before.step]!, before.trace.stepEnd[before.step]!];
+    if (begin <= limits[0] && end >= limits[1]) this.view.show(...this.view.limits);
+    else if (begin > from || end < to) {
+      const by = main.trace.stepBegin[main.step]! - from;
+      this.view.show(begin + by, end + by);
+    }
+    main.fitRows = before.fitRows;
+    main.rows.setRowHeight(before.rows.rowHeight);
+    for (const worker of before.rows.openWorkers) main.rows.toggle(worker, true);
+    main.scrollTo(before.scroll);
   }
 
   /** Close the second trace. */
@@ -183,8 +202,8 @@ export class App implements Scene {
     this.changed("step", "view");
   }
 
-  /** Show the whole of the step that is looked at, in all panes. */
-  showStep(): void {
+  /** The time of the step that is looked at, of all panes, with a margin. */
+  private stepWindow(): [number, number] {
     let low = Infinity;
     let high = -Infinity;
     for (const { trace, step, origin } of this.panes) {
@@ -192,7 +211,13 @@ export class App implements Scene {
       high = Math.max(high, trace.stepEnd[step]! - origin);
     }
     const margin = 0.03 * (high - low);
-    if (high > low) this.motion.glide(low - margin, high + margin);
+    return [low - margin, high + margin];
+  }
+
+  /** Show the whole of the step that is looked at, in all panes. */
+  showStep(): void {
+    const [low, high] = this.stepWindow();
+    if (high > low) this.motion.glide(low, high);
   }
 
   /** Zoom around the middle of the view (below 1: in). */

@@ -11,8 +11,8 @@ import type { View } from "./view.ts";
 /** Pixels from the end of a step's name to the line of the next step that is named. */
 const STEP_SPACE = 10;
 
-/** Coordinates on the canvas are CSS pixels here; the context is scaled. */
-export function drawRuler(ctx: CanvasRenderingContext2D, box: Box, view: View, theme: Theme): void {
+/** Coordinates on the canvas are CSS pixels here; the context is scaled. `origin` says what time 0 is. */
+export function drawRuler(ctx: CanvasRenderingContext2D, box: Box, view: View, theme: Theme, origin: string): void {
   ctx.fillStyle = theme.band;
   ctx.fillRect(0, box.top, box.left + box.width, box.height);
   ctx.font = FONT;
@@ -34,6 +34,7 @@ export function drawRuler(ctx: CanvasRenderingContext2D, box: Box, view: View, t
   }
   ctx.fillStyle = theme.line;
   ctx.fillRect(0, box.top + box.height - 1, box.left + box.width, 1);
+  gutterText(ctx, box, theme, "time", origin);
 }
 
 function tickText(time: number, step: number, view: View): string {

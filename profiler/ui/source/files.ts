@@ -116,18 +116,23 @@ export class Opener {
   async openAll(sources: readonly Source[], beside: boolean): Promise<boolean> {
     let opened = true;
     for (const [i, source] of sources.slice(0, 2).entries()) {
-      opened = (await this.open(source, beside || i > 0)) && opened;
+      opened = (await this.read(source, (buffer) => this.app.open(buffer, source.name, beside || i > 0))) && opened;
     }
     return opened;
   }
 
-  private async open(source: Source, beside: boolean): Promise<boolean> {
+  /** Show a newer trace in place of the one that is open. */
+  async replace(source: Source): Promise<boolean> {
+    return this.read(source, (buffer) => this.app.replace(buffer, source.name));
+  }
+
+  private async read(source: Source, show: (buffer: ArrayBuffer) => void): Promise<boolean> {
     this.status("Reading the trace …", false);
     try {
       const buffer = await source.read();
       // Let the words above be seen before the work begins.
       await new Promise((done) => setTimeout(done, 20));
-      this.app.open(buffer, source.name, beside);
+      show(buffer);
       this.status("", false);
       return true;
     } catch (error) {

@@ -148,7 +148,8 @@ function otherEdges(role: number, { count, timesOf }: Events): Float64Array[] | 
   let used = false;
   for (let r = 0; r < count; r++) {
     let arrived = last[r]!;
-    if (role === LOADER && arrived < 0) arrived = found[1]?.[r] ?? -1;
+    // A kernel may note the arrival of what its first products need; its loads then go on.
+    if (role === LOADER) arrived = Math.max(arrived, found[1]?.[r] ?? -1);
     if (first[r]! < 0 || arrived < 0) continue;
     used = true;
     edges[0]![r] = first[r]!;

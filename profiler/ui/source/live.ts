@@ -64,6 +64,8 @@ export class Live {
   private readonly refresh = make("input");
   private readonly key = make("input");
   private readonly keyLabel = make("label", "group", "API key ", this.key);
+  /** Why the server refused the key, beside it. */
+  private readonly refused = make("span", "refused");
   private readonly record = make("button", "", "Record");
   private running: AbortController | null = null;
 
@@ -79,11 +81,13 @@ export class Live {
     this.key.autocomplete = "off";
     this.key.value = storedKey();
     this.keyLabel.hidden = this.key.value === "";
+    this.refused.setAttribute("role", "alert");
     this.record.title = "record the next steps of this server and show them";
     this.element.append(
       make("span", "group", "This server: the next", this.steps, "steps", this.record),
       make("label", "group", this.refresh, " refresh"),
       this.keyLabel,
+      this.refused,
     );
     this.element.addEventListener("submit", (event) => {
       event.preventDefault();
@@ -96,6 +100,7 @@ export class Live {
   private async run(): Promise<void> {
     const running = (this.running = new AbortController());
     this.record.textContent = "Stop";
+    this.refused.textContent = "";
     storeKey(this.key.value);
     try {
       do await this.once(running.signal);
@@ -115,7 +120,7 @@ export class Live {
       const answer = await this.ask(steps, signal);
       const named = /filename="?([^";]+)/.exec(answer.headers.get("Content-Disposition") ?? "");
       const buffer = await answer.arrayBuffer();
-      await this.opener.openAll([{ name: named?.[1] ?? "server.megatrace", read: () => Promise.resolve(buffer) }], false);
+      await this.opener.replace({ name: named?.[1] ?? "server.megatrace", read: () => Promise.resolve(buffer) });
       if (this.refresh.checked) await pause(signal);
     } catch (error) {
       // No step ran: one will.
@@ -133,12 +138,13 @@ export class Live {
 
   private fail(error: unknown, signal: AbortSignal): void {
     if (signal.aborted) this.status("", false);
-    else if (error instanceof Refusal) {
-      this.status(error.message, true);
-      if (error.status !== 401) return;
+    else if (error instanceof Refusal && error.status === 401) {
+      this.status("", false);
+      this.refused.textContent = error.message;
       this.keyLabel.hidden = false;
       this.key.focus();
-    } else if (error instanceof TypeError) this.status("The server does not answer: is it still running?", true);
+    } else if (error instanceof Refusal) this.status(error.message, true);
+    else if (error instanceof TypeError) this.status("The server does not answer: is it still running?", true);
     else throw error;
   }
 }

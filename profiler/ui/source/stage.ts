@@ -99,7 +99,7 @@ export class Stage {
     for (const pane of panes) this.rowPainter.draw(ctx, pane, view, theme, ratio);
     ctx.setTransform(ratio, 0, 0, ratio, 0, 0);
     this.drawOverview(ctx, scene, main);
-    drawRuler(ctx, this.rulerBox, view, theme);
+    drawRuler(ctx, this.rulerBox, view, theme, panes.length > 1 ? "from step begin" : "from first event");
     const ceiling = Math.max(...panes.map((pane) => pane.bandwidthCeiling));
     for (const pane of panes) {
       if (pane.title.height > 0) drawTitle(ctx, pane, theme);

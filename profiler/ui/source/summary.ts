@@ -9,6 +9,7 @@ import type { Trace } from "./trace.ts";
 const VERSION = 1;
 const MAX_ROWS = 1000;
 const MAX_TEXT = 400;
+const LATE = { count: "count", of: "of" };
 
 export interface Outlier {
   /** Index of the step. */
@@ -31,18 +32,20 @@ export interface Wait {
   readonly count: number;
 }
 
-export interface LateWorker {
-  readonly worker: number;
+/** Who came last, how often, of how many waits. */
+interface Late {
   readonly count: number;
   readonly of: number;
 }
 
+export interface LateWorker extends Late {
+  readonly worker: number;
+}
+
 /** The rank that came last most often in an exchange between ranks. */
-export interface LateRank {
+export interface LateRank extends Late {
   readonly phase: string;
   readonly rank: number;
-  readonly count: number;
-  readonly of: number;
   readonly time: number;
   /** That part of the time in which workers waited for another rank than their own. */
   readonly peerTime: number;
@@ -96,6 +99,12 @@ function numberOf(value: unknown): number {
   return typeof value === "number" && Number.isFinite(value) ? value : 0;
 }
 
+/** Numbers of a row: their names in the file, by their names here. */
+function numbersOf<Name extends string>(row: Json, names: Readonly<Record<Name, string>>): Record<Name, number> {
+  const found = Object.entries<string>(names).map(([own, name]) => [own, numberOf(row[name])] as const);
+  return Object.fromEntries(found) as Record<Name, number>;
+}
+
 function textOf(value: unknown): string {
   return asText(value).slice(0, MAX_TEXT);
 }
@@ -131,27 +140,22 @@ export function readSummary(trace: Trace): Summary | null {
     outliers: readOutliers(trace, found),
     waits: readWaits(trace, found),
     lateWorkers: rowsOf(found["late_workers"])
-      .map((row) => ({ worker: numberOf(row["worker"]), count: numberOf(row["count"]), of: numberOf(row["of"]) }))
+      .map((row) => numbersOf(row, { ...LATE, worker: "worker" }))
       .filter(({ worker, of }) => isIndex(worker, trace.workers) && of > 0),
     lateRanks: rowsOf(found["late_ranks"])
-      .map((row) => ({
-        phase: textOf(row["phase"]),
-        rank: numberOf(row["rank"]),
-        count: numberOf(row["count"]),
-        of: numberOf(row["of"]),
-        time: numberOf(row["ns"]),
-        peerTime: numberOf(row["peer_ns"]),
-      }))
+      .map((row) => ({ phase: textOf(row["phase"]), ...numbersOf(row, { ...LATE, rank: "rank", time: "ns", peerTime: "peer_ns" }) }))
       .filter(({ rank, of }) => isIndex(rank, trace.ranks) && of > 0),
     busy: computing.map((time, w) => time + (loading[w] ?? 0)),
     waiting: barrier.map((time, w) => time + (words[w] ?? 0)),
-    kinds: rowsOf(found["kinds"]).map((row) => ({
-      name: textOf(row["kind"]),
-      total: numberOf(row["total"]),
-      flopsPerByte: numberOf(row["flops_per_byte"]),
-      bytes: numberOf(row["bytes_per_second"]) / 1e9,
-      flops: numberOf(row["flops_per_second"]) / 1e9,
-    })),
+    kinds: rowsOf(found["kinds"]).map((row) => {
+      const { bytes, flops, ...own } = numbersOf(row, {
+        total: "total",
+        flopsPerByte: "flops_per_byte",
+        bytes: "bytes_per_second",
+        flops: "flops_per_second",
+      });
+      return { name: textOf(row["kind"]), ...own, bytes: bytes / 1e9, flops: flops / 1e9 };
+    }),
     whatIf: readWhatIf(found["what_if"]),
   };
 }
@@ -163,45 +167,35 @@ function isIndex(value: number, count: number): boolean {
 function readOutliers(trace: Trace, found: Json): Outlier[] {
   return rowsOf(found["outliers"])
     .map((row) => ({
+      ...numbersOf(row, { time: "ns", ratio: "ratio", more: "more_ns" }),
       step: trace.stepNumber.indexOf(numberOf(row["step"])),
-      time: numberOf(row["ns"]),
-      ratio: numberOf(row["ratio"]),
       phase: shortName(textOf(row["phase"])),
       part: textOf(row["part"]),
-      more: numberOf(row["more_ns"]),
     }))
     .filter(({ step }) => step >= 0);
 }
 
 function readWaits(trace: Trace, found: Json): Wait[] {
   return rowsOf(found["waits"])
-    .filter((row) => isIndex(numberOf(row["record"]), trace.count))
-    .map((row) => {
-      return {
-        record: trace.byFile[numberOf(row["record"])]!,
-        label: textOf(row["label"]),
-        worker: numberOf(row["worker"]),
-        time: numberOf(row["ns"]),
-        lastLabel: textOf(row["last_label"]),
-        lastWorker: numberOf(row["last_worker"]),
-        count: numberOf(row["count"]),
-      };
-    });
+    .map((row) => ({
+      ...numbersOf(row, { record: "record", worker: "worker", time: "ns", lastWorker: "last_worker", count: "count" }),
+      label: textOf(row["label"]),
+      lastLabel: textOf(row["last_label"]),
+    }))
+    .filter(({ record }) => isIndex(record, trace.count))
+    .map((wait) => ({ ...wait, record: trace.byFile[wait.record]! }));
 }
 
 function readWhatIf(found: unknown): WhatIf | string {
   if (typeof found === "string") return textOf(found);
   const facts = asObject(found);
   return {
-    recorded: numberOf(facts["step_ns"]),
-    replayed: numberOf(facts["replayed_ns"]),
-    memory: numberOf(facts["memory_ns"]),
+    ...numbersOf(facts, { recorded: "step_ns", replayed: "replayed_ns", memory: "memory_ns" }),
     changes: rowsOf(facts["changes"]).map((row) => ({
+      ...numbersOf(row, { time: "ns", saved: "saved_ns" }),
       text: textOf(row["text"]),
       what: textOf(row["what"]),
       of: textOf(row["of"]),
-      time: numberOf(row["ns"]),
-      saved: numberOf(row["saved_ns"]),
       memoryBound: row["memory_bound"] === true,
     })),
   };

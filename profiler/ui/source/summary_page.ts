@@ -8,11 +8,20 @@ import type { Machine } from "./header.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { makeRoofline } from "./roofline.ts";
-import { type Kind, type LateRank, type LateWorker, type Outlier, type Summary, type Wait, readSummary } from "./summary.ts";
+import { type Kind, type LateRank, type LateWorker, type Outlier, type Summary, type Wait, readSummary, shortName } from "./summary.ts";
 import { type Column, makeTable } from "./table.ts";
 
 const MAX_CELLS = 1024;
-export const NO_SUMMARY = "This file has no summary that this page knows. “megavm trace view FILE” shows it with one.";
+const NO_SUMMARY = "This file has no summary that this page knows. “megavm trace view FILE” shows it with one.";
+
+/** What a page says of the summary of every pane. */
+export function ofPanes(panes: readonly Pane[], parts: (pane: Pane, found: Summary) => HTMLElement[]): HTMLElement[] {
+  return panes.flatMap((pane) => {
+    const found = readSummary(pane.trace);
+    const title = panes.length > 1 ? [make("h2", "", `${pane.letter}: ${pane.trace.name}`)] : [];
+    return [...title, ...(found === null ? [make("p", "hint", NO_SUMMARY)] : parts(pane, found))];
+  });
+}
 
 export class SummaryPage implements Page {
   readonly name = "Summary";
@@ -29,13 +38,7 @@ export class SummaryPage implements Page {
     const shown = [...panes.map((pane) => pane.trace), theme.dark];
     if (isSame(shown, this.shown)) return;
     this.shown = shown;
-    this.element.replaceChildren(
-      ...panes.flatMap((pane) => {
-        const found = readSummary(pane.trace);
-        const title = panes.length > 1 ? [make("h2", "", `${pane.letter}: ${pane.trace.name}`)] : [];
-        return [...title, ...(found === null ? [make("p", "hint", NO_SUMMARY)] : this.parts(pane, found))];
-      }),
-    );
+    this.element.replaceChildren(...ofPanes(panes, (pane, found) => this.parts(pane, found)));
   }
 
   private parts(pane: Pane, found: Summary): HTMLElement[] {
@@ -191,8 +194,7 @@ export class SummaryPage implements Page {
 export function queryFor(what: string, of: string): string | null {
   if (of === "") return null;
   if (what === "worker") return `worker:${of}`;
-  const phase = of.replace(/ (?:words|barrier)$/, "").replace(/^(?:.*\.)?layers\.\*\./, "");
-  return `phase:${word(phase)}`;
+  return `phase:${word(shortName(of.replace(/ (?:words|barrier)$/, "")))}`;
 }
 
 /** Whether two lists have the same members. */

@@ -4,6 +4,7 @@ import type { App } from "./app.ts";
 import { make } from "./dom.ts";
 import { bytes, duration, flops, integer, percent, rate } from "./format.ts";
 import type { Page } from "./panel.ts";
+import { isSame } from "./summary_page.ts";
 import { type Column, makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
 import type { Trace } from "./trace.ts";
@@ -43,7 +44,7 @@ export class TracePage implements Page {
   render(): void {
     const { panes } = this.app;
     const shown = panes.map((pane) => pane.trace);
-    if (shown.length === this.shown.length && shown.every((trace, i) => trace === this.shown[i])) return;
+    if (isSame(shown, this.shown)) return;
     this.shown = shown;
     this.element.replaceChildren(
       ...panes.flatMap((pane) => {

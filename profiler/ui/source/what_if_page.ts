@@ -5,8 +5,8 @@ import { make } from "./dom.ts";
 import { duration, percent } from "./format.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
-import { type Change, type WhatIf, readSummary } from "./summary.ts";
-import { NO_SUMMARY, isSame, queryFor } from "./summary_page.ts";
+import type { Change, WhatIf } from "./summary.ts";
+import { isSame, ofPanes, queryFor } from "./summary_page.ts";
 import { makeTable } from "./table.ts";
 import { pair } from "./tooltip.ts";
 
@@ -26,14 +26,9 @@ export class WhatIfPage implements Page {
     if (isSame(shown, this.shown)) return;
     this.shown = shown;
     this.element.replaceChildren(
-      ...panes.flatMap((pane) => {
-        const found = readSummary(pane.trace);
-        const title = panes.length > 1 ? [make("h2", "", `${pane.letter}: ${pane.trace.name}`)] : [];
-        if (found === null) return [...title, make("p", "hint", NO_SUMMARY)];
-        const { whatIf } = found;
-        if (typeof whatIf === "string") return [...title, make("p", "hint", `There is no replay: ${whatIf}.`)];
-        return [...title, ...this.parts(pane, found.step, whatIf)];
-      }),
+      ...ofPanes(panes, (pane, { step, whatIf }) =>
+        typeof whatIf === "string" ? [make("p", "hint", `There is no replay: ${whatIf}.`)] : this.parts(pane, step, whatIf),
+      ),
     );
   }
 

@@ -10,6 +10,7 @@ import pytest
 from synthetic import synthetic_trace
 from ui.page import Viewer
 
+from megavm.profiler.analysis import Selection, common_steps, median_step
 from megavm.profiler.trace import Trace
 
 
@@ -19,9 +20,22 @@ def test_empty_page_says_how_to_begin(viewer: Viewer) -> None:
     viewer.screenshot("empty")
 
 
+def test_a_trace_opens_on_the_step_of_median_duration(
+    opened: Viewer, traces: dict[str, Path]
+) -> None:
+    trace = Trace.load(traces["a"])
+    step = median_step(trace, common_steps(Selection.of(trace)))
+    begin, end = opened.view()
+    margin = 0.05 * (trace.step_end[step] - trace.step_begin[step])
+    assert begin == pytest.approx(trace.step_begin[step], abs=margin)
+    assert end == pytest.approx(trace.step_end[step], abs=margin)
+
+
 def test_trace_is_shown_whole(opened: Viewer, traces: dict[str, Path]) -> None:
     trace = Trace.load(traces["a"])
     assert opened.run("pane.trace.count") == trace.num_records
+    opened.page.keyboard.press("Home")
+    opened.settle()
     begin, end = opened.view()
     assert begin <= 0
     assert end >= trace.times.max()
@@ -35,6 +49,8 @@ def test_trace_is_shown_whole(opened: Viewer, traces: dict[str, Path]) -> None:
 
 
 def test_keys_zoom_and_pan(opened: Viewer) -> None:
+    opened.page.keyboard.press("Home")
+    opened.settle()
     before = opened.view()
     span = before[1] - before[0]
     opened.page.mouse.move(700, 500)
