@@ -132,18 +132,23 @@ def by_kind(selection: Selection) -> list[dict[str, Any]]:
     ``computing``, ``loading``, ``barrier`` and ``words`` are sums over all workers. ``p50`` and
     ``p99`` are percentiles of the time of one instruction from ``begin`` to ``left``. Rates are
     those of all workers if they executed nothing else: the total over (computing + loading) /
-    workers. They exceed the memory's bandwidth if data was loaded while the consumers waited.
+    workers. They exceed the memory's bandwidth if data was loaded while the consumers waited. In
+    ``bytes`` and ``streamed`` a weight counts once in a step (``TraceProgram.memory_bytes``).
     """
     trace, spans = selection.trace, selection.spans
     kind = selection.column(trace.record_kind)
     time = states(spans)
     count = len(trace.kinds)
+    streamed, from_memory, whole_bytes = (
+        selection.column(trace.of_instruction(name))
+        for name in ("load_bytes", "memory_bytes", "bytes")
+    )
     totals = {
         name: np.bincount(kind, values, count)
         for name, values in {
             **vars(time),
-            "bytes": selection.column(trace.of_instruction("bytes")),
-            "streamed": selection.column(trace.of_instruction("load_bytes")),
+            "bytes": whole_bytes - streamed + from_memory,
+            "streamed": from_memory,
             "flops": selection.column(trace.of_instruction("flops")),
         }.items()
     }

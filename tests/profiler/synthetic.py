@@ -98,7 +98,7 @@ def program(workers: int, layers: int) -> TraceProgram:
                 for name, t in zip(names, tagged[:-1], strict=True)
             ),
             ["tokens", [1, 4096], "I32", "state", False],
-            ["weights", [int(size.sum()) // 8192, 4096], "BF16", "weight", False],
+            ["weights", [int(size.sum()) // 8192 + 1, 4096], "BF16", "weight", False],
         ],
         "labels": [*names, "sample"],
         "metadata": {"model": "synthetic"},

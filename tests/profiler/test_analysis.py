@@ -229,6 +229,10 @@ def test_a_weight_that_many_stream_comes_from_memory_once() -> None:
     again = bandwidth(Selection.of(dataclasses.replace(trace, programs=(smaller,))))
     assert again.streamed == found.streamed
     assert again.from_memory == pytest.approx(found.streamed / 2, rel=1e-3)
+    kinds = by_kind(Selection.of(dataclasses.replace(trace, programs=(smaller,))))
+    assert sum(row["streamed"] for row in kinds) == pytest.approx(
+        found.streamed_bytes / 2, rel=1e-3
+    )
     # What is not a weight, such as KV blocks, counts each time.
     tensors[weight] = ["k_cache", [half // 2], "BF16", "state", False]
     cache = dataclasses.replace(program, facts={**program.facts, "tensors": tensors})

@@ -6,7 +6,7 @@ import { Motion } from "./motion.ts";
 import { Pane } from "./pane.ts";
 import { type Matches, QueryError, find, firstFrom } from "./query.ts";
 import { type Scene, Stage } from "./stage.ts";
-import { Trace } from "./trace.ts";
+import type { Trace } from "./trace.ts";
 import { View } from "./view.ts";
 
 /** What changed. */
@@ -94,9 +94,8 @@ export class App implements Scene {
     }
   }
 
-  /** Show a trace alone, or beside the one that is open. Throws FileError. */
-  open(buffer: ArrayBuffer, name: string, beside: boolean): void {
-    const trace = new Trace(buffer, name);
+  /** Show a trace alone, or beside the one that is open. */
+  open(trace: Trace, beside: boolean): void {
     const compare = beside && this.panes.length > 0;
     const pane = new Pane(trace, compare ? "B" : "A", this.theme, this.mode);
     this.panes.length = compare ? 1 : 0;
@@ -115,10 +114,10 @@ export class App implements Scene {
   }
 
   /** Show a newer trace of the same program in place of the one that is open: one looks where one looked before. */
-  replace(buffer: ArrayBuffer, name: string): void {
+  replace(trace: Trace): void {
     const [before, second] = this.panes;
     const { begin, end, limits } = this.view;
-    this.open(buffer, name, false);
+    this.open(trace, false);
     const { main } = this;
     if (before === undefined || second !== undefined || main === undefined || main.trace.workers !== before.trace.workers) return;
     const [from, to] = [before.trace.stepBegin[before.step]!, before.trace.stepEnd[before.step]!];

@@ -2,11 +2,12 @@
 
 import type { App } from "./app.ts";
 import { FileError } from "./safetensors.ts";
+import { Trace } from "./trace.ts";
 
 /** A trace as it was handed to the page. */
 export interface Source {
   readonly name: string;
-  readonly read: () => Promise<ArrayBuffer>;
+  readonly read: () => Promise<Blob>;
 }
 
 const EMBEDDED = 'script[type="application/octet-stream"]';
@@ -33,11 +34,8 @@ export function encodeBase64(bytes: Uint8Array): string {
   return parts.join("");
 }
 
-export async function pipe(
-  bytes: Uint8Array<ArrayBuffer>,
-  through: CompressionStream | DecompressionStream,
-): Promise<ArrayBuffer> {
-  return new Response(new Blob([bytes]).stream().pipeThrough(through)).arrayBuffer();
+export function pipe(file: Blob, through: CompressionStream | DecompressionStream): Response {
+  return new Response(file.stream().pipeThrough(through));
 }
 
 /** Take the traces out of a page that was saved with them. */
@@ -50,7 +48,7 @@ export function takeEmbedded(): Source[] {
       name,
       read: async () => {
         try {
-          return await pipe(decodeBase64(text), new DecompressionStream("gzip"));
+          return await pipe(new Blob([decodeBase64(text)]), new DecompressionStream("gzip")).blob();
         } catch {
           throw new FileError("The trace in this page is damaged: it cannot be unpacked.");
         }
@@ -69,7 +67,7 @@ export function takeServed(): Source[] {
       read: async () => {
         const answer = await fetch(`trace/${i}`).catch(() => null);
         if (answer === null || !answer.ok) throw new FileError("The server does not give its trace: is it still running?");
-        return answer.arrayBuffer();
+        return answer.blob();
       },
     };
   });
@@ -78,10 +76,7 @@ export function takeServed(): Source[] {
 export function fromFile(file: File): Source {
   return {
     name: file.name,
-    read: () =>
-      file.arrayBuffer().catch(() => {
-        throw new FileError("The file cannot be read.");
-      }),
+    read: () => Promise.resolve(file),
   };
 }
 
@@ -116,23 +111,26 @@ export class Opener {
   async openAll(sources: readonly Source[], beside: boolean): Promise<boolean> {
     let opened = true;
     for (const [i, source] of sources.slice(0, 2).entries()) {
-      opened = (await this.read(source, (buffer) => this.app.open(buffer, source.name, beside || i > 0))) && opened;
+      opened = (await this.read(source, (trace) => this.app.open(trace, beside || i > 0))) && opened;
     }
     return opened;
   }
 
   /** Show a newer trace in place of the one that is open. */
   async replace(source: Source): Promise<boolean> {
-    return this.read(source, (buffer) => this.app.replace(buffer, source.name));
+    return this.read(source, (trace) => this.app.replace(trace));
   }
 
-  private async read(source: Source, show: (buffer: ArrayBuffer) => void): Promise<boolean> {
+  private async read(source: Source, show: (trace: Trace) => void): Promise<boolean> {
     this.status("Reading the trace …", false);
     try {
-      const buffer = await source.read();
+      const file = await source.read();
+      const buffer = await file.arrayBuffer().catch(() => {
+        throw new FileError("The file cannot be read.");
+      });
       // Let the words above be seen before the work begins.
       await new Promise((done) => setTimeout(done, 20));
-      show(buffer);
+      show(new Trace(buffer, source.name, file));
       this.status("", false);
       return true;
     } catch (error) {

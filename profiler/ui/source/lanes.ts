@@ -39,24 +39,31 @@ export function storedTimes({ count, times, timesOf }: Events): Float64Array {
   for (let r = 0; r < count; r++) {
     if (stored[r]! < 0) for (const event of times) stored[r] = Math.max(stored[r]!, event[r]!);
   }
-  return stored;
+  return shared(stored, times);
 }
 
 /** The spans of all roles, from the events that were noted. */
 export function makeLanes(roles: number, events: Events, stored: Float64Array): Lane[] {
   const consumer = consumerEdges(events, stored);
+  const others = [...events.times, ...consumer];
   return Array.from({ length: roles }, (_, role) => {
     const edges = role === CONSUMER ? consumer : otherEdges(role, events);
     // The storer has what the consumers have left: it stores results, then signals.
     if (role === STORER && edges !== null) {
       const left = consumer[consumer.length - 1]!;
-      return makeLane([edges[0]!.map((end, r) => (end < 0 ? -1 : left[r]!)), ...edges], events);
+      return makeLane([edges[0]!.map((end, r) => (end < 0 ? -1 : left[r]!)), ...edges], events, others);
     }
-    return makeLane(edges, events);
+    return makeLane(edges, events, others);
   });
 }
 
-function makeLane(edges: readonly Float64Array[] | null, events: Events): Lane {
+/** The array among others that holds the same numbers, so that they are in memory once; else the array itself. */
+function shared(array: Float64Array, others: readonly Float64Array[]): Float64Array {
+  return others.find((other) => array.every((value, i) => value === other[i])) ?? array;
+}
+
+function makeLane(found: readonly Float64Array[] | null, events: Events, others: readonly Float64Array[]): Lane {
+  const edges = found?.map((edge) => shared(edge, others)) ?? null;
   if (edges === null) {
     const nothing = new Float64Array(0);
     return { edges: [], search: nothing, subrow: null, depth: 1, used: false };
@@ -82,7 +89,7 @@ function makeLane(edges: readonly Float64Array[] | null, events: Events): Lane {
       if (row >= depth) depth = row + 1;
     }
   }
-  return { edges, search, subrow: depth > 1 ? subrow : null, depth, used: true };
+  return { edges, search: shared(search, edges), subrow: depth > 1 ? subrow : null, depth, used: true };
 }
 
 /** A time within bounds; another where it was not noted. */

@@ -119,8 +119,8 @@ export class Live {
     try {
       const answer = await this.ask(steps, signal);
       const named = /filename="?([^";]+)/.exec(answer.headers.get("Content-Disposition") ?? "");
-      const buffer = await answer.arrayBuffer();
-      await this.opener.replace({ name: named?.[1] ?? "server.megatrace", read: () => Promise.resolve(buffer) });
+      const file = await answer.blob();
+      await this.opener.replace({ name: named?.[1] ?? "server.megatrace", read: () => Promise.resolve(file) });
       if (this.refresh.checked) await pause(signal);
     } catch (error) {
       // No step ran: one will.

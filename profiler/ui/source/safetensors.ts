@@ -103,11 +103,9 @@ export class Safetensors {
     return entry;
   }
 
-  /** Where a column begins in the buffer, copied if that is not a multiple of its width. */
-  private bytes(entry: Entry, width: number): { buffer: ArrayBuffer; offset: number } {
-    const offset = this.start + entry.begin;
-    if (offset % width === 0) return { buffer: this.buffer, offset };
-    return { buffer: this.buffer.slice(offset, this.start + entry.end), offset: 0 };
+  /** The bytes of a column: a copy, so that a column does not keep the whole file in memory. */
+  private bytes(entry: Entry): ArrayBuffer {
+    return this.buffer.slice(this.start + entry.begin, this.start + entry.end);
   }
 
   has(name: string): boolean {
@@ -122,22 +120,19 @@ export class Safetensors {
   }
 
   int32(name: string, ...shape: (number | null)[]): Int32Array {
-    const entry = this.find(name, "I32", shape);
-    const { buffer, offset } = this.bytes(entry, 4);
-    return new Int32Array(buffer, offset, (entry.end - entry.begin) / 4);
+    return new Int32Array(this.bytes(this.find(name, "I32", shape)));
   }
 
   uint32(name: string, ...shape: (number | null)[]): Uint32Array {
-    const entry = this.find(name, "U32", shape);
-    const { buffer, offset } = this.bytes(entry, 4);
-    return new Uint32Array(buffer, offset, (entry.end - entry.begin) / 4);
+    return new Uint32Array(this.bytes(this.find(name, "U32", shape)));
   }
 
-  /** 64-bit integers as pairs of 32-bit words, low word first: see `int64At`. */
+  /** 64-bit integers as pairs of 32-bit words, low word first: see `int64At`. In place if they are aligned. */
   int64(name: string, ...shape: (number | null)[]): Int32Array {
     const entry = this.find(name, "I64", shape);
-    const { buffer, offset } = this.bytes(entry, 4);
-    return new Int32Array(buffer, offset, (entry.end - entry.begin) / 4);
+    const offset = this.start + entry.begin;
+    if (offset % 4 !== 0) return new Int32Array(this.bytes(entry));
+    return new Int32Array(this.buffer, offset, (entry.end - entry.begin) / 4);
   }
 }
 

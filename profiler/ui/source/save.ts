@@ -9,8 +9,8 @@ export function pristinePage(): string {
 }
 
 /** A trace as an element of the page: unpacked by the page, executed by nobody. */
-async function embed(buffer: ArrayBuffer, name: string): Promise<string> {
-  const packed = await pipe(new Uint8Array(buffer), new CompressionStream("gzip"));
+async function embed(file: Blob, name: string): Promise<string> {
+  const packed = await pipe(file, new CompressionStream("gzip")).arrayBuffer();
   const element = document.createElement("script");
   element.type = "application/octet-stream";
   element.dataset["name"] = name;
@@ -20,7 +20,7 @@ async function embed(buffer: ArrayBuffer, name: string): Promise<string> {
 
 export async function saveAsHtml(app: App, page: string): Promise<void> {
   const traces: string[] = [];
-  for (const { trace } of app.panes) traces.push(await embed(trace.buffer, trace.name));
+  for (const { trace } of app.panes) traces.push(await embed(trace.file, trace.name));
   const at = page.indexOf("<script>");
   const blob = new Blob([page.slice(0, at), ...traces, page.slice(at)], { type: "text/html" });
   const link = document.createElement("a");

@@ -24,6 +24,14 @@ export interface EventInfo {
   readonly help: string;
 }
 
+/** Numbers from 0 on, in as few bytes as hold the highest. */
+type Counts = Uint16Array | Uint32Array | Float64Array;
+
+function makeCounts(count: number, highest: number): Counts {
+  if (highest < 2 ** 16) return new Uint16Array(count);
+  return highest < 2 ** 32 ? new Uint32Array(count) : new Float64Array(count);
+}
+
 export class Trace implements Events {
   readonly header: Readonly<Json>;
   readonly machine: Machine;
@@ -66,20 +74,22 @@ export class Trace implements Events {
   readonly labels: readonly string[];
   readonly kind: Uint16Array;
   readonly phase: Uint16Array;
-  readonly label: Int32Array;
+  readonly label: Counts;
   readonly layer: Int32Array;
-  readonly bytes: Float64Array;
-  readonly loadBytes: Float64Array;
+  readonly bytes: Counts;
+  readonly loadBytes: Counts;
   /** End of the last event. */
   readonly end: number;
   private readonly instances: (Int32Array | undefined)[] = [];
 
+  /** `file` keeps the bytes of `buffer`, outside of the memory of the page: the trace holds on to none of them. */
   constructor(
-    readonly buffer: ArrayBuffer,
+    buffer: ArrayBuffer,
     readonly name: string,
+    readonly file: Blob,
   ) {
-    const file = new Safetensors(buffer);
-    const header = (this.header = readHeader(file));
+    const columns = new Safetensors(buffer);
+    const header = (this.header = readHeader(columns));
     this.machine = readMachine(header);
     const model = asObject(header["model"]);
     this.model = asText(model["name"]);
@@ -88,14 +98,14 @@ export class Trace implements Events {
       return { name: String(name), role: String(role), help: String(help ?? "") };
     });
     const headers = asList(header["programs"]);
-    this.programs = headers.map((h, p) => new Program(p, h, file));
+    this.programs = headers.map((h, p) => new Program(p, h, columns));
 
-    this.stepProgram = file.int32("step.program", null);
+    this.stepProgram = columns.int32("step.program", null);
     this.steps = this.stepProgram.length;
-    const numbers = file.int64("step.number", this.steps);
+    const numbers = columns.int64("step.number", this.steps);
     this.stepNumber = Float64Array.from({ length: this.steps }, (_, s) => int64At(numbers, s));
-    this.stepTokens = file.int32("step.tokens", this.steps);
-    const optional = (name: string): Int32Array | null => (file.has(name) ? file.int32(name, this.steps) : null);
+    this.stepTokens = columns.int32("step.tokens", this.steps);
+    const optional = (name: string): Int32Array | null => (columns.has(name) ? columns.int32(name, this.steps) : null);
     this.stepSequences = optional("step.sequences");
     this.stepPromptRows = optional("step.prompt_rows");
     for (const program of this.stepProgram) {
@@ -104,11 +114,11 @@ export class Trace implements Events {
       }
     }
 
-    const fileStep = file.int32("record.step", null);
+    const fileStep = columns.int32("record.step", null);
     const count = (this.count = fileStep.length);
     if (count === 0) throw new FileError("The trace is empty: it has no records.");
-    let fileWorker = file.int32("record.worker", count);
-    const fileInstruction = file.int32("record.instruction", count);
+    let fileWorker = columns.int32("record.worker", count);
+    const fileInstruction = columns.int32("record.instruction", count);
     this.stepOffsets = this.countSteps(fileStep);
     const workers = this.countWorkers(fileWorker);
     this.unknownWorker = fileWorker.includes(-1);
@@ -134,13 +144,13 @@ export class Trace implements Events {
     };
     this.step = gather(fileStep);
     this.worker = gather(fileWorker);
-    this.slot = gather(file.int32("record.slot", count));
+    this.slot = gather(columns.int32("record.slot", count));
     this.instruction = gather(fileInstruction);
-    const cause = gather(file.int32("record.cause", count));
-    this.causeChannel = gather(file.int32("record.cause_channel", count));
+    const cause = gather(columns.int32("record.cause", count));
+    this.causeChannel = gather(columns.int32("record.cause_channel", count));
     this.checkRecords(cause);
     this.cause = cause.map((c) => (c < 0 ? -1 : this.byFile[c]!));
-    this.times = this.readTimes(file);
+    this.times = this.readTimes(columns);
 
     // Names of what the records execute.
     const kinds = new Names();
@@ -169,10 +179,11 @@ export class Trace implements Events {
     this.labels = labels.list;
     this.kind = new Uint16Array(count);
     this.phase = new Uint16Array(count);
-    this.label = new Int32Array(count);
+    this.label = makeCounts(count, labels.list.length);
     this.layer = new Int32Array(count);
-    this.bytes = new Float64Array(count);
-    this.loadBytes = new Float64Array(count);
+    const most = this.programs.reduce((high, program) => program.bytes.reduce((a, b) => Math.max(a, b), high), 0);
+    this.bytes = makeCounts(count, most);
+    this.loadBytes = makeCounts(count, most);
     for (let r = 0; r < count; r++) {
       const info = perProgram[this.stepProgram[this.step[r]!]!]!;
       const i = this.instruction[r]!;
@@ -236,8 +247,8 @@ export class Trace implements Events {
     }
   }
 
-  private readTimes(file: Safetensors): Float64Array[] {
-    const words = file.int64("times", this.events.length, this.count);
+  private readTimes(columns: Safetensors): Float64Array[] {
+    const words = columns.int64("times", this.events.length, this.count);
     return this.events.map((_, e) => {
       const out = new Float64Array(this.count);
       const start = 2 * e * this.count;

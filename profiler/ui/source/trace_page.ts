@@ -76,12 +76,13 @@ export class TracePage implements Page {
               ];
         return [
           make("h2", "", (panes.length > 1 ? `${pane.letter}: ` : "") + trace.name),
-          pair("size", bytes(trace.buffer.byteLength)),
+          pair("size", bytes(trace.file.size)),
           pair("created", text(header["created"])),
           pair("megavm", text(header["megavm"])),
           pair("records", `${integer(trace.count)} in ${integer(trace.steps)} steps`),
           pair("length", duration(trace.end)),
           make("h3", "", "Steps"),
+          ...(trace.steps > MAX_STEPS ? [make("p", "faint", `The first ${integer(MAX_STEPS)} steps of ${integer(trace.steps)}.`)] : []),
           makeTable(
             [
               { title: "step", text: (s) => String(trace.stepNumber[s]), value: (s) => trace.stepNumber[s]! },

@@ -111,3 +111,18 @@ def test_million_spans_are_smooth(
         assert high < 100, f"{name}: drawing takes {found['draw']} ms"
         assert found["frame"][0] < 70, f"{name}: frames take {found['frame']} ms"
     assert loaded < 15
+
+
+def test_a_tab_holds_less_than_three_times_the_file(
+    make_viewer: Callable[..., Viewer], million: Path
+) -> None:
+    viewer = make_viewer().goto().open(million)
+    viewer.page.keyboard.press("Home")
+    for tab in ("Statistics", "Critical path", "Trace", "Layer"):
+        viewer.tab(tab)
+    session = viewer.page.context.new_cdp_session(viewer.page)
+    session.send("HeapProfiler.collectGarbage")
+    found = session.send("Runtime.getHeapUsage")
+    held = found["usedSize"] + found["backingStorageSize"]
+    assert found["backingStorageSize"] > million.stat().st_size
+    assert held < 3 * million.stat().st_size
