@@ -184,11 +184,11 @@ struct FourColumns {
         kind(is_f32(t) + 2 * is_tagged(t)) {}
 
   // Store four `number`, counted from the first column.
-  __device__ __forceinline__ void store(uint32_t row, int32_t number, const Four& four,
+  __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
                                         uint32_t tag) const {
     const float (&v)[4] = four.value;
     const uint64_t to =
-        address + uint64_t{row} * row_bytes + number * (8 << (kind & 1) << kind / 2);
+        address + uint64_t{row} * row_bytes + number * (8u << (kind & 1) << kind / 2);
     const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                               __float_as_uint(v[3])};
     if (kind == 1) {

@@ -58,7 +58,7 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
   __device__ __forceinline__ void ask(uint32_t, const OfRow&, const OfUnit&, Asked&) const {}
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t, bool active,
+  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t,
                                               const UnitPairs& sums, const OfUnit& unit,
                                               const Asked&, Kept&) const {
     Four result;
@@ -66,7 +66,7 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
     for (uint32_t i = 0; i < kUnitPairs; ++i)
       result.value[i] = activated(sums.pair[i].first + unit.bias.pair[i].first,
                                   sums.pair[i].second + unit.bias.pair[i].second);
-    if (active) unit.out.store(row, 0, result, in.out_tag());
+    unit.out.store(row, 0, result, in.out_tag());
   }
 
  private:

@@ -145,9 +145,8 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   }
 
   __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t pair,
-                                              bool active, const UnitPairs& sums,
-                                              const OfUnit& unit, const Asked& asked,
-                                              Peak& peak) const {
+                                              const UnitPairs& sums, const OfUnit& unit,
+                                              const Asked& asked, Peak& peak) const {
     const uint32_t column = 2 * pair, tag = in.out_tag();
     Four result[2];
 #pragma unroll
@@ -158,7 +157,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     if (unit.residual.address != 0)
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) add_four(result[i], asked.residual[i]);
-    if (program::kAnyOutScaled && active && unit.scaled.address != 0) {
+    if (program::kAnyOutScaled && unit.scaled.address != 0) {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
       Four scaled[2];
@@ -173,8 +172,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       unit.scaled.store_two(row, scaled, tag);
       write_element(in[&Matmul::out_squares], row, pair / kUnitPairs, squares, tag);
     }
-    store_unit(row, active, unit.out, result, tag);
-    if (!active) return;
+    unit.out.store_two(row, result, tag);
     if (!keeps()) return;
 #pragma unroll
     for (uint32_t j = 0; j < kUnitRows; ++j)
@@ -203,31 +201,6 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
 
   __device__ __forceinline__ bool is_scaled() const {
     return program::kAnyOutScaled && in.has(&Matmul::out_scaled);
-  }
-
-  // Store the results of a unit. If all units have a neighbour, the two lanes share the float32
-  // columns of both so that a store writes whole sectors.
-  __device__ __forceinline__ void store_unit(uint32_t row, bool active, const FourColumns& to,
-                                             const Four (&result)[2], uint32_t tag) const {
-    const uint32_t units =
-        ceil_div(in.inst.column_end, kUnitRows) - in.inst.column_begin / kUnitRows;
-    const Tensor& out = in[&Matmul::out];
-    if (units % 2 != 0 || !is_f32(out) || is_tagged(out)) {
-      if (active) to.store_two(row, result, tag);
-      return;
-    }
-    const bool odd = lane_index() % 2;
-    Four first, second;
-#pragma unroll
-    for (uint32_t j = 0; j < 4; ++j) {
-      const float low = result[0].value[j], high = result[1].value[j];
-      const float other = __shfl_xor_sync(~0u, odd ? low : high, 1);
-      first.value[j] = odd ? other : low;
-      second.value[j] = odd ? high : other;
-    }
-    if (!active) return;
-    to.store(row, odd ? -1 : 0, first, tag);
-    to.store(row, odd ? 1 : 2, second, tag);
   }
 
   // Store the sum of squares of the four pairs of a unit, which are in lanes `apart` lanes apart.

@@ -28,14 +28,11 @@
 // be finished so. Then it also declares
 //   struct OfUnit;  what is the same for all rows
 //   struct OfRow;   what is the same for all pairs: 8 bytes, or nothing
-//   struct Asked;   what a row needs, in flight while rows before it are finished
+//   struct Asked;   what a row needs, in flight while the row before it is finished
 //   void begin_unit(pair, OfUnit&) const;
 //   OfRow look_up(row) const;                     the instruction's waits may not be over
 //   void ask(row, of_row, of_unit, Asked&) const; the instruction's waits are over
-//   void finish_unit(row, of_row, pair, active, sums, of_unit, asked, Kept&) const;
-//                                                 all lanes of a warp call it. Lane 8 i + j has
-//                                                 unit j of eight neighbours, and a row that is the
-//                                                 same for all j
+//   void finish_unit(row, of_row, pair, sums, of_unit, asked, Kept&) const;
 #pragma once
 
 #include "instructions/product/product.cuh"

@@ -12,8 +12,8 @@
 // 8 units, so has its box. A wgmma reads 8 in any case: what follows counts as nothing. What lies
 // beyond the last column is zeros.
 //
-// When a group is multiplied, its sums go through shared memory, 16 rows of x at a time, and are
-// finished by the epilogue of the instruction (epilogue.cuh).
+// When a group is multiplied, each warp puts its sums into shared memory, 16 rows of the weight and
+// 16 rows of x at a time, and finishes them by the epilogue of the instruction (epilogue.cuh).
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -44,17 +44,13 @@ struct MatrixSizes {
 
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
 
-  // Sums in shared memory, of 16 rows of x at a time: with 4 more words a row, neither rows nor
-  // columns of threads meet in a bank. Warpgroups that finish units share the sums of a block, in
-  // two buffers in turn; otherwise each warp has its own 16 rows of the weight.
+  // Sums that a warp finishes at a time: 16 rows of x, and 16 rows of the weight with 4 more words,
+  // so that neither rows nor columns of threads meet in a bank.
   static constexpr uint32_t kStagedRows = 16;
-  static constexpr uint32_t kStagedStride = 4 * (kUnitRows * kBlockUnits + 4);
-  static constexpr uint32_t kWarpStride = 4 * (16 + 4);
-  static constexpr uint32_t kStagedBytes = kStagedRows * kStagedStride;  // of a buffer
-  static constexpr uint32_t kStagedAt = 4 * kRows;                       // behind the scales
-  static_assert(4 * kWarpStride <= 2 * kStagedStride);
+  static constexpr uint32_t kStagedStride = 4 * (16 + 4);
+  static constexpr uint32_t kStagedAt = 4 * kRows;  // behind the scales
   // What epilogues look up of each row, and what each warp keeps of it.
-  static constexpr uint32_t kOfRowsAt = kStagedAt + kWarpgroups * 2 * kStagedBytes;
+  static constexpr uint32_t kOfRowsAt = kStagedAt + kNumConsumers * kStagedRows * kStagedStride;
   static constexpr uint32_t kOfRowBytes = 8;
   static constexpr uint32_t kKeptAt = kOfRowsAt + kRows * kOfRowBytes;
   static constexpr uint32_t kKeptBytes = 8;
@@ -248,23 +244,20 @@ struct MatrixSums : MatrixSizes {
       for (float& s : sum[b]) ptx::settle(s);
   }
 
-  // Put rows of x of one of the blocks into shared memory, `stride` bytes from row to row: the 16
-  // rows of part `first` + `next`, where `first` is a multiple of `parts`, and `next` less than
-  // that.
-  __device__ __forceinline__ void stage(uint32_t block, uint32_t first, uint32_t next,
-                                        uint32_t parts, uint32_t to, uint32_t stride) const {
+  // Put 16 rows of x of one of the blocks into this warp's part of the scratch.
+  __device__ __forceinline__ void stage(uint32_t block, uint32_t part, uint32_t to) const {
     const uint32_t lane = lane_index();
-    to += lane % 4 * 2 * stride + lane / 4 * 4;
+    to += lane % 4 * 2 * kStagedStride + lane / 4 * 4;
 #pragma unroll
     for (uint32_t b = 0; b < kMaxBlocks; ++b)
 #pragma unroll
-      for (uint32_t i = 0; i < kRows / kStagedRows; i += parts)
-        if (block == b && first == i)
+      for (uint32_t i = 0; i < kRows / kStagedRows; ++i)
+        if (block == b && part == i)
 #pragma unroll
           for (uint32_t j = 0; j < 8; ++j)
             // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-            ptx::store_shared(to + (j / 4 * 8 + j % 2) * stride + j / 2 % 2 * 32,
-                              __float_as_uint(sum[b][(i + next) * 8 + j]));
+            ptx::store_shared(to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
+                              __float_as_uint(sum[b][i * 8 + j]));
   }
 };
 
@@ -417,11 +410,7 @@ class MatrixConsumer : MatrixSizes {
   // ---- The epilogue. A warp has 16 rows of each block, lane % 8 is the pair of them.
 
   __device__ __forceinline__ uint32_t staged_at() const {
-    return scratch_at(kStagedAt) + consumer_.warp() * kStagedRows * kWarpStride;
-  }
-  // A buffer that the warpgroup shares.
-  __device__ __forceinline__ uint32_t shared_at(uint32_t buffer) const {
-    return scratch_at(kStagedAt) + (warpgroup() * 2 + buffer) * kStagedBytes;
+    return scratch_at(kStagedAt) + consumer_.warp() * kStagedRows * kStagedStride;
   }
   __device__ __forceinline__ uint32_t kept_at(uint32_t warp, uint32_t row) const {
     return scratch_at(kKeptAt) + (warp * kRows + row) * kKeptBytes;
@@ -435,12 +424,12 @@ class MatrixConsumer : MatrixSizes {
 
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
-                                         const MatrixGroup& group, const MatrixSums& sums) {
+                                         const MatrixGroup& group, const MatrixSums& sums) const {
+    const uint32_t blocks = (group.blocks + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
     if constexpr (Epilogue<Instruction>::kUnits)
       if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
           epilogue.takes_units())
-        return finish_units(epilogue, group, sums);
-    const uint32_t blocks = (group.blocks + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
+        return finish_units(epilogue, group, blocks, sums);
     using Kept = typename Epilogue<Instruction>::Kept;
     constexpr uint32_t kAtOnce = Epilogue<Instruction>::kAtOnce;
     constexpr uint32_t kRowStep = kLanes / kPairsOfWarp;
@@ -460,7 +449,7 @@ class MatrixConsumer : MatrixSizes {
       if (exists && row < rows_) epilogue.begin(row_ + row, pair, early);
 #pragma unroll 1
       for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
-        sums.stage(i, part, 0, 1, staged_at(), kWarpStride);
+        sums.stage(i, part, staged_at());
         __syncwarp();
 #pragma unroll 1
         for (uint32_t begin = 0; begin < kStagedRows; begin += kAtOnce * kRowStep) {
@@ -479,7 +468,7 @@ class MatrixConsumer : MatrixSizes {
             const uint32_t number = row + j * kRowStep;
             const uint32_t staged = begin + lane_index() / kPairsOfWarp + j * kRowStep;
             const ptx::Words2 words =
-                ptx::load_shared2(staged_at() + staged * kWarpStride + pair_in_warp * 8);
+                ptx::load_shared2(staged_at() + staged * kStagedStride + pair_in_warp * 8);
             float scale = 1.0f;
             if (product_.x_squares != kNone)
               scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
@@ -498,65 +487,52 @@ class MatrixConsumer : MatrixSizes {
     }
   }
 
-  // The same, if a thread may finish a unit at a time. Eight lanes have the units of a block and
-  // the same row, so that they store whole lines; a warp has four of 16 rows. What kAhead of its
-  // rows ask for is in flight together.
+  // The same, if a thread may finish a unit at a time. A lane has one of the warp's two units of a
+  // block, and every sixteenth row.
   template <class Instruction>
   __device__ __forceinline__ void finish_units(const Epilogue<Instruction>& epilogue,
-                                               const MatrixGroup& group, const MatrixSums& sums) {
+                                               const MatrixGroup& group, uint32_t blocks,
+                                               const MatrixSums& sums) const {
     using Kept = typename Epilogue<Instruction>::Kept;
     using OfRow = typename Epilogue<Instruction>::OfRow;
-    static_assert(kStagedRows * kBlockUnits == 4 * kLanes);
-    const uint32_t in_block = lane_index() % kBlockUnits;
-    const uint32_t lane_row =
-        consumer_.warp() % 4 * (kLanes / kBlockUnits) + lane_index() / kBlockUnits;
-    uint32_t buffer = 0;
+    static_assert(kStagedRows * kUnitsOfWarp == kLanes);
+    const uint32_t of_warp = lane_index() % kUnitsOfWarp, lane_row = lane_index() / kUnitsOfWarp;
     hold_stores(consumer_.warp());
-    consumer_.sync();  // the buffers are free
-                       // All warps take part, also those that have fewer blocks.
 #pragma unroll 1
-    for (uint32_t i = 0; i * kWarpgroups < group.blocks; ++i) {
+    for (uint32_t i = 0; i < blocks; ++i) {
       const uint32_t block = group.first + warpgroup() + i * kWarpgroups;
-      const uint32_t unit = block * kBlockUnits + in_block;
+      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * kUnitsOfWarp + of_warp;
       const uint32_t pair = product_.pair(unit, 0);
       const uint32_t rows = unit < order_.units ? rows_ : 0;
       typename Epilogue<Instruction>::OfUnit of_unit = {};
+      typename Epilogue<Instruction>::Asked asked = {};
       if (rows > 0) epilogue.begin_unit(pair, of_unit);
+      if (lane_row < rows) epilogue.ask(row_ + lane_row, found<OfRow>(lane_row), of_unit, asked);
 #pragma unroll 1
-      for (uint32_t part = 0; part * kStagedRows < rows_; part += kAhead) {
-        const auto row_of = [&](uint32_t j) { return (part + j) * kStagedRows + lane_row; };
-        typename Epilogue<Instruction>::Asked asked[kAhead];
-#pragma unroll
-        for (uint32_t j = 0; j < kAhead; ++j) {
-          asked[j] = {};
-          if (row_of(j) < rows)
-            epilogue.ask(row_ + row_of(j), found<OfRow>(row_of(j)), of_unit, asked[j]);
-        }
-#pragma unroll
-        for (uint32_t j = 0; j < kAhead; ++j) {
-          if ((part + j) * kStagedRows >= rows_) break;
-          const uint32_t row = row_of(j), at = shared_at(buffer);
-          sums.stage(i, part, j, kAhead, at + consumer_.warp() % 4 * 2 * 4 * kUnitRows,
-                     kStagedStride);
-          consumer_.sync();
-          buffer ^= 1;
-          const uint32_t from = at + lane_row * kStagedStride + in_block * 4 * kUnitRows;
-          const ptx::Words4 low = ptx::load_shared4(from), high = ptx::load_shared4(from + 16);
-          const bool active = row < rows;
-          float scale = 1.0f;
-          if (product_.x_squares != kNone && active)
-            scale = __uint_as_float(ptx::load_shared(scratch_at(4 * row)));
-          const auto scaled = [&](uint32_t x, uint32_t y) {
-            return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
-          };
-          const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
-                                        scaled(high.x, high.y), scaled(high.z, high.w)}};
-          Kept kept = {};
-          epilogue.finish_unit(row_ + row, found<OfRow>(row), pair, active, unit_sums, of_unit,
-                               asked[j], kept);
-          if constexpr (kWordsOf<Kept> > 0)
-            if (epilogue.keeps()) keep(kept, row, kBlockUnits);
-        }
+      for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
+        sums.stage(i, part, staged_at());
+        __syncwarp();
+        const uint32_t row = part * kStagedRows + lane_row, next_row = row + kStagedRows;
+        const uint32_t from = staged_at() + lane_row * kStagedStride + of_warp * 4 * kUnitRows;
+        const ptx::Words4 low = ptx::load_shared4(from), high = ptx::load_shared4(from + 16);
+        float scale = 1.0f;
+        if (product_.x_squares != kNone && row < rows)
+          scale = __uint_as_float(ptx::load_shared(scratch_at(4 * row)));
+        typename Epilogue<Instruction>::Asked next = {};
+        if (next_row < rows) epilogue.ask(row_ + next_row, found<OfRow>(next_row), of_unit, next);
+        const auto scaled = [&](uint32_t x, uint32_t y) {
+          return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
+        };
+        const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
+                                      scaled(high.x, high.y), scaled(high.z, high.w)}};
+        Kept kept = {};
+        if (row < rows)
+          epilogue.finish_unit(row_ + row, found<OfRow>(row), pair, unit_sums, of_unit, asked,
+                               kept);
+        if constexpr (kWordsOf<Kept> > 0)
+          if (epilogue.keeps()) keep(kept, row, kUnitsOfWarp);
+        asked = next;
+        __syncwarp();
       }
     }
   }
@@ -621,8 +597,8 @@ class MatrixConsumer : MatrixSizes {
     });
   }
 
-  static constexpr uint32_t kAhead = min_of(4, kRows / kStagedRows);
   static constexpr uint32_t kPairsOfWarp = 8;
+  static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
   static constexpr bool kOverlaps = kRows < 128;
 
   const Stage& stage_;

@@ -167,8 +167,8 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   }
 
   __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow& of_row, uint32_t,
-                                              bool active, const UnitPairs& sums,
-                                              const OfUnit& unit, const Asked& asked, Kept&) const {
+                                              const UnitPairs& sums, const OfUnit& unit,
+                                              const Asked& asked, Kept&) const {
     const Head& head = unit.head;
     const uint32_t cosine[4] = {asked.cosine.x, asked.cosine.y, asked.cosine.z, asked.cosine.w};
     const uint32_t sine[4] = {asked.sine.x, asked.sine.y, asked.sine.z, asked.sine.w};
@@ -182,13 +182,11 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       rotated[0].value[i] = a * c - b * s;
       rotated[1].value[i] = b * c + a * s;
     }
-    if (!active) return;
 #pragma unroll
     for (uint32_t side = 0; side < 2; ++side) {
       const float (&v)[4] = rotated[side].value;
       const uint32_t further = side * head.half;
-      if (unit.copy.address != 0)
-        unit.copy.store(row, static_cast<int32_t>(further / 4), rotated[side], in.out_tag());
+      if (unit.copy.address != 0) unit.copy.store(row, further / 4, rotated[side], in.out_tag());
       if (head.part == 0) continue;
       const Tensor& cache = cache_of(head);
       const uint32_t column =

@@ -87,8 +87,7 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
 def _matrix_bytes(rows: int) -> int:
     """The scratch of matrix products of so many rows at a time (instructions/product/matrix.cuh).
 
-    Scales; for each warpgroup two buffers of 16 x 64 sums with padding; what epilogues look up of each
-    row, and what each consumer keeps of it.
+    Scales; for each consumer 16 x 16 sums with padding; what epilogues look up of each row, and what
+    each consumer keeps of it.
     """
-    staged = NUM_CONSUMER_WARPS // 4 * 2 * 16 * (64 + 4)
-    return 4 * (rows + staged) + 8 * rows * (1 + NUM_CONSUMER_WARPS) if rows else 0
+    return 12 * rows + NUM_CONSUMER_WARPS * (16 * 80 + 8 * rows) if rows else 0
