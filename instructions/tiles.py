@@ -30,7 +30,7 @@ PANEL_COLUMNS = 32  # input columns are padded to a multiple of this
 CPU_LANES = 16  # elements of a vector
 _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
 _COLUMN_BLOCK = 2 * CPU_LANES  # output columns whose sums are alive at the same time
-_SPARE_BYTES = 48 * 1024  # for sums of whole blocks, and the buffers of a multiplication method
+_SPARE_BYTES = 64 * 1024  # for sums of whole blocks, and the buffers of a multiplication method
 _ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
 
 MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time

@@ -6,18 +6,20 @@
 
 namespace megavm::MEGAVM_LEVEL {
 
-// Register tiles of the dot products are input rows (tokens) x weight rows.
+// Register tiles of the dot products are input rows (tokens) x weight rows. With 16 registers, of
+// fewer than 16 lanes, tiles of 3 x 4 have their sums in registers for one part of the lanes only:
+// they read a piece once for each part.
 #if defined(__AVX512F__)
 constexpr int kMaxTokens = 4;
 #else
-constexpr int kMaxTokens = 2;
+constexpr int kMaxTokens = 3;
 #endif
 
 constexpr int weight_rows_at_once(int tokens) {
 #if defined(__AVX512F__)
   return tokens == 1 ? 16 : tokens == 2 ? 8 : 4;
 #else
-  return tokens == 1 ? 4 : 2;
+  return tokens == 2 ? 2 : 4;
 #endif
 }
 
@@ -36,15 +38,14 @@ inline void pack_rows(const Worker& worker, const Input& in, int64_t begin, int6
   });
 }
 
-// out[t][w] := x[t] . weights[w] over `width` columns, lane by lane.
+// out[t][w] := x[t] . weights[w] over `width` columns, a multiple of a step, lane by lane.
 template <int kTokens, int kWeights, typename Weight>
-MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
-                       const Weight* const (&weights)[kWeights], int64_t width) {
+MEGAVM_INLINE void dot_steps(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
+                             const Weight* const (&weights)[kWeights], int64_t width) {
   MEGAVM_UNROLL
   for (int t = 0; t < kTokens; ++t) MEGAVM_UNROLL
   for (int w = 0; w < kWeights; ++w) out[t][w] = zero();
-  int64_t c = 0;
-  for (; c + kStep<Weight> <= width; c += kStep<Weight>) {
+  for (int64_t c = 0; c < width; c += kStep<Weight>) {
     decltype(load_step(x)) inputs[kTokens];
     MEGAVM_UNROLL
     for (int t = 0; t < kTokens; ++t) inputs[t] = load_step(x + t * x_stride + c);
@@ -56,14 +57,49 @@ MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x
       for (int t = 0; t < kTokens; ++t) accumulate(out[t][w], weight, inputs[t]);
     }
   }
-  if (c < width) {
-    MEGAVM_UNROLL
-    for (int w = 0; w < kWeights; ++w) {
-      const auto weight = load_step(weights[w] + c, static_cast<int>(width - c));
+}
+
+// The same, one part of the lanes after the other: a tile has more sums than fit in the registers
+// of all lanes. Every lane adds in the same order.
+template <int kTokens, int kWeights, typename Weight>
+MEGAVM_INLINE void dot_parts(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
+                             const Weight* const (&weights)[kWeights], int64_t width) {
+  MEGAVM_UNROLL
+  for (int part = 0; part < kParts; ++part) {
+    NativeFloats sums[kTokens][kWeights] = {};
+    for (int64_t c = part * kPartStep<Weight>; c < width; c += kStep<Weight>) {
+      Terms<Weight> inputs[kTokens];
       MEGAVM_UNROLL
-      for (int t = 0; t < kTokens; ++t)
-        accumulate(out[t][w], weight, load_step(x + t * x_stride + c));
+      for (int t = 0; t < kTokens; ++t) inputs[t] = load_terms(x + t * x_stride + c);
+      MEGAVM_UNROLL
+      for (int w = 0; w < kWeights; ++w) {
+        const Terms<Weight> weight = load_terms(weights[w] + c);
+        MEGAVM_UNROLL
+        for (int t = 0; t < kTokens; ++t) accumulate(sums[t][w], weight, inputs[t]);
+      }
     }
+    MEGAVM_UNROLL
+    for (int t = 0; t < kTokens; ++t) MEGAVM_UNROLL
+    for (int w = 0; w < kWeights; ++w) out[t][w].part[part] = sums[t][w];
+  }
+}
+
+// out[t][w] := x[t] . weights[w] over `width` columns, lane by lane.
+template <int kTokens, int kWeights, typename Weight>
+MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x_stride,
+                       const Weight* const (&weights)[kWeights], int64_t width) {
+  const int64_t whole = width / kStep<Weight> * kStep<Weight>;
+  if constexpr (kParts > 1 && kTokens == kMaxTokens)
+    dot_parts(out, x, x_stride, weights, whole);
+  else
+    dot_steps(out, x, x_stride, weights, whole);
+  if (whole == width) return;
+  MEGAVM_UNROLL
+  for (int w = 0; w < kWeights; ++w) {
+    const auto weight = load_step(weights[w] + whole, static_cast<int>(width - whole));
+    MEGAVM_UNROLL
+    for (int t = 0; t < kTokens; ++t)
+      accumulate(out[t][w], weight, load_step(x + t * x_stride + whole));
   }
 }
 
@@ -80,18 +116,23 @@ constexpr int64_t kCachedColumns = 2048 / sizeof(Weight);
 constexpr int kCachedRows = 8;
 static_assert(kCachedColumns<float> % kPiece<float> == 0,
               "the same additions for every number of rows");
+// Fewest rows for which weights are copied before they are multiplied. The rows of a matrix of 2048
+// columns or so all lie in the same few sets of a cache and displace each other; a copy does not.
+constexpr int kCopiedRows = 16;
 
-// Add the products of kTokens panel rows with the weight rows [begin, end) of a half to their sums.
+// Add the products of kTokens panel rows with `count` weight rows, `stride` elements apart, to
+// their sums.
 template <int kTokens, typename Weight>
-MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* weight, int64_t k,
-                            int begin, int end, int64_t width, float* sums, int half, bool first) {
+MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* weight,
+                            int64_t stride, int count, int64_t width, float* sums, int half,
+                            bool first) {
   constexpr int kWeights = weight_rows_at_once(kTokens);
-  for (; begin < end; begin += kWeights) {
+  for (int begin = 0; begin < count; begin += kWeights) {
     // A missing row repeats the last row; its sum is not used.
     const Weight* weights[kWeights];
     MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w)
-      weights[w] = weight + (begin + w < end ? begin + w : end - 1) * k;
+      weights[w] = weight + (begin + w < count ? begin + w : count - 1) * stride;
     for (int64_t c = 0; c < width; c += kPiece<Weight>) {
       Vec lanes[kTokens][kWeights];
       dot(lanes, panel.data + row * panel.stride + c, panel.stride, weights,
@@ -118,44 +159,16 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
   }
 }
 
-// Add the products of the panel with a block of weights, columns [begin, begin + width), to the
-// block's sums.
-template <typename Weight>
-inline void dot_block(const Input& in, const Panel<Weight>& panel, const Block<Weight>& block,
-                      int64_t begin, int64_t width, float* sums, bool first) {
-  for (int half = 0; half < 2; ++half) {
-    const int count = block.count[half];
-    if (count == 0) continue;
-    const Weight* weight = block.half[half] + begin;
-    const int row = in.num_rows / kMaxTokens * kMaxTokens;  // the first of those that are left over
-    for (int from = 0; from < count; from += kCachedRows) {
-      const int end = from + kCachedRows < count ? from + kCachedRows : count;
-      for (int top = 0; top < row; top += kMaxTokens)
-        dot_half<kMaxTokens>(panel, top, weight, in.k, from, end, width, sums, half, first);
-    }
-    switch (in.num_rows - row) {
-      case 1:
-        dot_half<1>(panel, row, weight, in.k, 0, count, width, sums, half, first);
-        break;
-      case 2:
-        dot_half<kMaxTokens == 2 ? 1 : 2>(panel, row, weight, in.k, 0, count, width, sums, half,
-                                          first);
-        break;
-      case 3:
-        dot_half<kMaxTokens == 2 ? 1 : 3>(panel, row, weight, in.k, 0, count, width, sums, half,
-                                          first);
-        break;
-    }
-  }
-}
-
 // The path of a product that uses dot products.
 template <typename Weight>
 struct DotPath {
   Panel<Weight> panel;
+  Weight* copy;  // of kCachedRows weight rows, kCachedColumns columns of them
 
   DotPath(Worker& worker, const Input& in, int64_t widest)
-      : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, kPanelColumns)), 0} {}
+      : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, kPanelColumns)), 0},
+        copy(worker.allocate<Weight>(
+            in.num_rows < kCopiedRows ? 0 : kCachedRows * kCachedColumns<Weight>)) {}
 
   MEGAVM_INLINE void pack(const Worker& worker, const Input& in, int64_t begin, int64_t width) {
     panel.stride = ceil_to(width, kPanelColumns);
@@ -171,13 +184,48 @@ struct DotPath {
     const int64_t piece = in.num_rows <= kMaxTokens ? width : kCachedColumns<Weight>;
     Panel<Weight> part = panel;
     for (int64_t c = 0; c < width; c += piece) {
-      dot_block(in, part, block, begin + c, width - c < piece ? width - c : piece, sums,
-                first && c == 0);
+      const int64_t columns = width - c < piece ? width - c : piece;
+      for (int half = 0; half < 2; ++half)
+        if (const int count = block.count[half])
+          multiply_half(in, part, block.half[half] + begin + c, count, columns, sums, half,
+                        first && c == 0);
       part.data += piece;
     }
   }
 
   MEGAVM_INLINE void finish(const Input&, float*) const {}
+
+ private:
+  // Add the products of the panel with `count` weight rows to their sums.
+  void multiply_half(const Input& in, const Panel<Weight>& part, const Weight* weight, int count,
+                     int64_t width, float* sums, int half, bool first) const {
+    const int row = in.num_rows / kMaxTokens * kMaxTokens;  // the first of those that are left over
+    for (int from = 0; from < count; from += kCachedRows) {
+      const int rows = from + kCachedRows < count ? kCachedRows : count - from;
+      const Weight* shared = weight + from * in.k;
+      int64_t stride = in.k;
+      if (in.num_rows >= kCopiedRows) {
+        for (int w = 0; w < rows; ++w)
+          std::memcpy(copy + w * kCachedColumns<Weight>, shared + w * stride,
+                      sizeof(Weight) * width);
+        shared = copy;
+        stride = kCachedColumns<Weight>;
+      }
+      for (int top = 0; top < row; top += kMaxTokens)
+        dot_half<kMaxTokens>(part, top, shared, stride, rows, width, sums + from, half, first);
+    }
+    switch (in.num_rows - row) {
+      case 1:
+        dot_half<1>(part, row, weight, in.k, count, width, sums, half, first);
+        break;
+      case 2:
+        dot_half<2>(part, row, weight, in.k, count, width, sums, half, first);
+        break;
+      case 3:
+        dot_half<3>(part, row, weight, in.k, count, width, sums, half, first);
+        break;
+    }
+  }
 };
 
 }  // namespace megavm::MEGAVM_LEVEL

@@ -98,19 +98,21 @@ MEGAVM_INLINE Vec select(const Mask& mask, const Vec& yes, const Vec& no) {
 MEGAVM_INLINE Vec max(const Vec& a, const Vec& b) { return select(b < a, a, b); }
 
 // a * b + c, rounded once if the level has such an instruction.
-MEGAVM_INLINE Vec fma(const Vec& a, const Vec& b, const Vec& c) {
-  Vec out;
+MEGAVM_INLINE NativeFloats fma(NativeFloats a, NativeFloats b, NativeFloats c) {
 #if defined(__AVX512F__)
-  out.part[0] = _mm512_fmadd_ps(a.part[0], b.part[0], c.part[0]);
+  return _mm512_fmadd_ps(a, b, c);
 #elif defined(__AVX2__)
-  MEGAVM_EACH_PART out.part[i_] = _mm256_fmadd_ps(a.part[i_], b.part[i_], c.part[i_]);
+  return _mm256_fmadd_ps(a, b, c);
 #elif defined(__aarch64__)
-  MEGAVM_EACH_PART out.part[i_] = (NativeFloats)vfmaq_f32(
-      (float32x4_t)c.part[i_], (float32x4_t)a.part[i_], (float32x4_t)b.part[i_]);
+  return (NativeFloats)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
-  MEGAVM_EACH_PART out.part[i_] = a.part[i_] * b.part[i_] + c.part[i_];
+  return a * b + c;
 #endif
-  return out;
+}
+
+MEGAVM_INLINE Vec fma(const Vec& a, const Vec& b, Vec c) {
+  MEGAVM_EACH_PART c.part[i_] = fma(a.part[i_], b.part[i_], c.part[i_]);
+  return c;
 }
 
 // Loads and stores need no alignment. With `count`, only the first `count` lanes are accessed; a
@@ -242,6 +244,28 @@ MEGAVM_INLINE Vec sums(const Vec (&rows)[kLanes]) {
   }
   return {_mm512_add_ps(_mm512_shuffle_ps(half[0], half[1], 0x88),
                         _mm512_shuffle_ps(half[0], half[1], 0xdd))};
+#elif defined(__AVX2__)
+  // The same for eight vectors at a time.
+  Vec out = zero();
+  MEGAVM_UNROLL
+  for (int first = 0; first < kCount; first += 8) {
+    __m256 quarter[4];
+    MEGAVM_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const Vec &low = rows[first + i], &high = rows[first + i + 4];
+      const __m256 a = low.part[0] + low.part[1], b = high.part[0] + high.part[1];
+      quarter[i] = _mm256_permute2f128_ps(a, b, 0x20) + _mm256_permute2f128_ps(a, b, 0x31);
+    }
+    __m256 half[2];
+    MEGAVM_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const __m256 a = quarter[2 * i], b = quarter[2 * i + 1];
+      half[i] = _mm256_shuffle_ps(a, b, 0x44) + _mm256_shuffle_ps(a, b, 0xee);
+    }
+    out.part[first / 8] =
+        _mm256_shuffle_ps(half[0], half[1], 0x88) + _mm256_shuffle_ps(half[0], half[1], 0xdd);
+  }
+  return out;
 #else
   float out[kLanes] = {};
   MEGAVM_UNROLL
@@ -390,6 +414,39 @@ MEGAVM_INLINE Bf16Step load_step(const Bf16* from, int count) {
 #endif
 }
 
+// A part of a step in float32: `kTerms` factors for each of its lanes.
+template <typename Element>
+constexpr int kTerms = 4 / sizeof(Element);
+template <typename Element>
+constexpr int64_t kPartStep = kTerms<Element> * kNative;
+
+template <typename Element>
+struct Terms {
+  NativeFloats term[kTerms<Element>];
+};
+
+MEGAVM_INLINE Terms<float> load_terms(const float* from) {
+  Terms<float> out;
+  std::memcpy(&out, from, sizeof(out));
+  return out;
+}
+
+MEGAVM_INLINE Terms<Bf16> terms_of(NativeWords pairs) {
+  return {{(NativeFloats)(pairs << 16), (NativeFloats)(pairs & 0xffff0000u)}};
+}
+
+MEGAVM_INLINE Terms<Bf16> load_terms(const Bf16* from) {
+  NativeWords pairs;
+  std::memcpy(&pairs, from, sizeof(pairs));
+  return terms_of(pairs);
+}
+
+template <typename Element>
+MEGAVM_INLINE void accumulate(NativeFloats& to, const Terms<Element>& a, const Terms<Element>& b) {
+  MEGAVM_UNROLL
+  for (int i = 0; i < kTerms<Element>; ++i) to = fma(a.term[i], b.term[i], to);
+}
+
 MEGAVM_INLINE void accumulate(Vec& to, const FloatStep& a, const FloatStep& b) {
   to = fma(a.values, b.values, to);
 }
@@ -398,14 +455,7 @@ MEGAVM_INLINE void accumulate(Vec& to, const Bf16Step& a, const Bf16Step& b) {
 #if defined(__AVX512BF16__)
   to.part[0] = _mm512_dpbf16_ps(to.part[0], (__m512bh)a.part[0], (__m512bh)b.part[0]);
 #else
-  Vec a_low, b_low, a_high, b_high;
-  MEGAVM_EACH_PART {
-    a_low.part[i_] = (NativeFloats)(a.part[i_] << 16);
-    b_low.part[i_] = (NativeFloats)(b.part[i_] << 16);
-    a_high.part[i_] = (NativeFloats)(a.part[i_] & 0xffff0000u);
-    b_high.part[i_] = (NativeFloats)(b.part[i_] & 0xffff0000u);
-  }
-  to = fma(a_high, b_high, fma(a_low, b_low, to));
+  MEGAVM_EACH_PART accumulate(to.part[i_], terms_of(a.part[i_]), terms_of(b.part[i_]));
 #endif
 }
 
