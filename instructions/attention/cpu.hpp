@@ -148,8 +148,12 @@ MEGAVM_INLINE void add_values(const AttentionState& state, int head, const float
 // Call `use` for the heads [head, end), several at a time: use<kHeads>(first head).
 template <typename Use>
 MEGAVM_INLINE void each_heads(int head, int end, Use use) {
-  constexpr int kMany = kNative == 16 ? 4 : 2;
-  for (; head + kMany <= end; head += kMany) use.template operator()<kMany>(head);
+  if constexpr (kNative == 16) {
+    for (; head + 4 <= end; head += 4) use.template operator()<4>(head);
+  } else {
+    for (; head + 3 <= end && head + 4 != end; head += 3) use.template operator()<3>(head);
+    for (; head + 2 <= end; head += 2) use.template operator()<2>(head);
+  }
   for (; head < end; ++head) use.template operator()<1>(head);
 }
 

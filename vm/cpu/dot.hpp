@@ -70,7 +70,12 @@ MEGAVM_INLINE void dot_parts(Vec (&out)[kTokens][kWeights], const Weight* x, int
     for (int64_t c = part * kPartStep<Weight>; c < width; c += kStep<Weight>) {
       Terms<Weight> inputs[kTokens];
       MEGAVM_UNROLL
-      for (int t = 0; t < kTokens; ++t) inputs[t] = load_terms(x + t * x_stride + c);
+      for (int t = 0; t < kTokens; ++t) {
+        const Weight* input = x + t * x_stride + c;
+        // The next tile begins with the rows behind these.
+        if (part == kParts - 1) __builtin_prefetch(input + kTokens * x_stride);
+        inputs[t] = load_terms(input);
+      }
       MEGAVM_UNROLL
       for (int w = 0; w < kWeights; ++w) {
         const Terms<Weight> weight = load_terms(weights[w] + c);
@@ -200,29 +205,37 @@ struct DotPath {
   void multiply_half(const Input& in, const Panel<Weight>& part, const Weight* weight, int count,
                      int64_t width, float* sums, int half, bool first) const {
     const int row = in.num_rows / kMaxTokens * kMaxTokens;  // the first of those that are left over
+    const bool copied = in.num_rows >= kCopiedRows;
     for (int from = 0; from < count; from += kCachedRows) {
       const int rows = from + kCachedRows < count ? kCachedRows : count - from;
       const Weight* shared = weight + from * in.k;
-      int64_t stride = in.k;
-      if (in.num_rows >= kCopiedRows) {
+      if (copied) {
         for (int w = 0; w < rows; ++w)
-          std::memcpy(copy + w * kCachedColumns<Weight>, shared + w * stride,
-                      sizeof(Weight) * width);
+          std::memcpy(copy + w * kCachedColumns<Weight>, shared + w * in.k, sizeof(Weight) * width);
         shared = copy;
-        stride = kCachedColumns<Weight>;
       }
+      const int64_t stride = copied ? kCachedColumns<Weight> : in.k;
       for (int top = 0; top < row; top += kMaxTokens)
         dot_half<kMaxTokens>(part, top, shared, stride, rows, width, sums + from, half, first);
+      if (copied)
+        multiply_rest(in, part, row, shared, stride, rows, width, sums + from, half, first);
     }
+    if (!copied) multiply_rest(in, part, row, weight, in.k, count, width, sums, half, first);
+  }
+
+  // The same for the panel's rows from `row` on, fewer than kMaxTokens; see dot_half.
+  void multiply_rest(const Input& in, const Panel<Weight>& part, int row, const Weight* weight,
+                     int64_t stride, int count, int64_t width, float* sums, int half,
+                     bool first) const {
     switch (in.num_rows - row) {
       case 1:
-        dot_half<1>(part, row, weight, in.k, count, width, sums, half, first);
+        dot_half<1>(part, row, weight, stride, count, width, sums, half, first);
         break;
       case 2:
-        dot_half<2>(part, row, weight, in.k, count, width, sums, half, first);
+        dot_half<2>(part, row, weight, stride, count, width, sums, half, first);
         break;
       case 3:
-        dot_half<3>(part, row, weight, in.k, count, width, sums, half, first);
+        dot_half<3>(part, row, weight, stride, count, width, sums, half, first);
         break;
     }
   }
