@@ -188,6 +188,7 @@ class Service:
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
+        runner.compile_ahead()
         return llm
 
     def _compile_kernels(self, llm: LLM) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from megavm.instructions.attention.lower import attention_tiling
@@ -25,6 +26,7 @@ from megavm.scheduler.llama.graph import (
     step_tensors,
 )
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel, shard
+from megavm.scheduler.run.programs import Compile, Programs
 from megavm.vm.config import MAX_GROUP_ROWS, MIN_MATRIX_ROWS
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
@@ -123,7 +125,8 @@ class Runner:
         self.dtype = dtype
         self.machine = machine
         self.options = options
-        self._programs: dict[Bucket, Program] = {}
+        self._programs = Programs()
+        self._ahead = False  # whether likely programs are compiled before they are needed
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
@@ -212,7 +215,8 @@ class Runner:
             if progress is not None:
                 progress("reading weights", done + 1, len(weights))
         runner = cls(config, memory, limits, element, device, options_for, parallel)
-        runner._programs.update(known)
+        for bucket, program in known.items():
+            runner._programs.add(bucket, program)
         return runner
 
     # The sizes that the engine plans with.
@@ -281,7 +285,7 @@ class Runner:
         return self._buckets[key]
 
     def program(self, bucket: Bucket) -> Program:
-        """The program of a bucket, compiled on first use."""
+        """The program of a bucket, compiled and loaded on first use."""
         return self._executable(bucket).program
 
     def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
@@ -343,17 +347,73 @@ class Runner:
             self._recorder = recorder
             self.machine.trace = recorder is not None
 
+    def compile_ahead(self) -> None:
+        """From now on, compile in the background what steps are likely to need next.
+
+        The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
+        meanwhile, and a step of the size that is being compiled waits only for the rest. Recording
+        and the end of ``close`` do not wait for the thread.
+        """
+        self._ahead = True
+        self._prepare(self.bucket(1, 1, 1))
+
+    def close(self) -> None:
+        """Compile nothing ahead any more."""
+        self._ahead = False
+        self._programs.close()
+
+    def likely_next(self, bucket: Bucket) -> list[Bucket]:
+        """Buckets of steps that may follow one of ``bucket``, the most likely first.
+
+        The batch goes on decoding, also with a longer context, and sequences end or join; prompts
+        of any length run beside the batch.
+        """
+        sequences = min(bucket.logit_rows, self.max_num_seqs)
+        more, many = (min(n * sequences, self.max_num_seqs) for n in (2, 4))
+        context, longer = bucket.context, min(2 * bucket.context, self.max_model_len)
+        sized = partial(self.bucket, restricted=bucket.restricted)
+        found = [
+            sized(sequences, sequences, context, decode=True),
+            sized(more, more, context, decode=True),
+        ]
+        # A prompt of up to 2**k tokens joins the batch, or begins beside it.
+        prompts = [1 << k for k in range((self.max_num_batched_tokens - 1).bit_length() + 1)]
+        for rows in prompts:
+            found += [sized(rows, count, context) for count in (more, sequences) if rows >= count]
+        fewer = max(sequences // 2, 1)
+        found.append(sized(fewer, fewer, context, decode=True))
+        found.append(sized(sequences, sequences, longer, decode=True))
+        # Many join at once.
+        found.append(sized(many, many, context, decode=True))
+        found += [sized(rows, many, context) for rows in prompts if rows >= many]
+        return list(dict.fromkeys(found))
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Have the programs that are likely after ``bucket`` compiled, if they are not yet."""
+        ready = set(self._programs)
+        missing = [b for b in self.likely_next(bucket) if b not in ready]
+        self._programs.prepare(missing, self._compiler(kernels=True))
+
+    def _compiler(self, kernels: bool = False) -> Compile:
+        """Compiles programs as the runner does now, without keeping the runner alive.
+
+        ``kernels``: compile a GPU's kernel as well, so that loading the program finds it.
+        """
+        machine = self.machine if isinstance(self.machine, CudaMachine) and kernels else None
+        return partial(
+            _compile, self.config, self.limits, self.dtype, self.options, self.parallel, machine
+        )
+
     def _executable(self, bucket: Bucket) -> Executable:
         key = bucket, self._recorder is not None
         known = self._executables.get(key)
         if known is None:
-            program = self._programs.get(bucket) or compile_bucket(
-                self.config, self.limits, self.dtype, bucket, self.options, self.parallel
-            )
-            self._programs[bucket] = program
+            program = self._programs.get(bucket, self._compiler())
             self.memory.allocate(program.tensors)
             known = self.machine.load(program, self.memory, verify=False)
             self._executables[key] = known
+            if self._ahead:
+                self._prepare(bucket)
         return known
 
 
@@ -402,6 +462,22 @@ def compile_bucket(
     graph = llama_graph(config, limits, bucket, dtype, parallel)
     metadata = {"model": "llama", "bucket": vars(bucket)}
     return compile_graph(graph, options(bucket.rows), metadata)
+
+
+def _compile(
+    config: LlamaConfig,
+    limits: Limits,
+    dtype: DType,
+    options: OptionsFor,
+    parallel: Parallel,
+    machine: CudaMachine | None,
+    bucket: Bucket,
+) -> Program:
+    """The program of a bucket; with a machine, its kernel is in the cache afterwards."""
+    program = compile_bucket(config, limits, dtype, bucket, options, parallel)
+    if machine is not None:
+        machine.compile_kernel(program)
+    return program
 
 
 def choose_dtype(config: LlamaConfig, name: str) -> DType:

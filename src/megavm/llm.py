@@ -192,6 +192,8 @@ class LLM:
         self._lock = threading.RLock()
         self._sinks: dict[Hashable, Callable[[Delta], None]] = {}
         self._closed = False
+        if isinstance(self.runner.machine, cuda_machine.CudaMachine):
+            self.runner.machine.report = None  # loading ends here: `progress` is called no more
         report("ready", 1, 1)
 
     def close(self) -> None:
@@ -200,6 +202,7 @@ class LLM:
             if not self._closed:
                 self._closed = True
                 self.engine.close()
+                self.runner.close()
                 self._sinks.clear()
                 del self.engine, self.runner
 

@@ -22,12 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from megavm.vm import codegen
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.launch import MAP_BYTES
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.program import Program
 
 ENTRY = "cuda/emulated/launch.cpp"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-fno-strict-aliasing")
@@ -71,15 +69,13 @@ class EmulatedMachine(CudaMachine):
         self.seed = seed
         self._initialise((0,), [EmulatedDriver(self)], workers, timeout, trace, root)
 
-    def _function(self, program: Program, found: codegen.Specialisation) -> list[Any]:
-        header = codegen.program_header(
-            program, trace=self.trace, in_order=program.needs_queue_order, found=found
-        )
-        if header not in self._functions:
-            library = ctypes.CDLL(str(compile_library(header, self.root)))
-            library.emulated_launch.restype = ctypes.c_char_p
-            self._functions[header] = [library.emulated_launch]
-        return self._functions[header]
+    def _compile(self, header: str) -> Path:
+        return compile_library(header, self.root)
+
+    def _load(self, compiled: Path) -> list[Any]:
+        library = ctypes.CDLL(str(compiled))
+        library.emulated_launch.restype = ctypes.c_char_p
+        return [library.emulated_launch]
 
 
 class EmulatedDriver(Driver):

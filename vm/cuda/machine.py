@@ -173,18 +173,40 @@ class CudaMachine:
                 f"the process's CUDA context is lost since {self.lost}: start the process again"
             )
 
-    def _function(self, program: Program, found: codegen.Specialisation) -> list[Any]:
-        """The kernel of a program, loaded for each rank."""
-        header = codegen.program_header(
+    def compile_kernel(self, program: Program) -> None:
+        """Compile the kernel of a program into the cache, where ``load`` finds it.
+
+        Does not use the GPU, so that any thread may call it. Raises CompileError when it does not
+        compile.
+        """
+        found = codegen.program_specialisation(program)
+        header = self._header(program, found)
+        if header not in self._functions:
+            self._compile(header)
+
+    def _header(self, program: Program, found: codegen.Specialisation) -> str:
+        """The header that specialises the kernel of a program."""
+        return codegen.program_header(
             program, trace=self.trace, in_order=program.needs_queue_order, found=found
         )
+
+    def _function(self, program: Program, found: codegen.Specialisation) -> list[Any]:
+        """The kernel of a program, loaded for each rank."""
+        header = self._header(program, found)
         if header not in self._functions:
-            kernel = cuda_compiler.compile_kernel(
-                header, TARGET.architecture, report=self.report, root=self.root
-            )
-            loaded = {driver: driver.function(kernel.cubin) for driver in set(self.drivers)}
-            self._functions[header] = [loaded[driver] for driver in self.drivers]
+            self._functions[header] = self._load(self._compile(header))
         return self._functions[header]
+
+    def _compile(self, header: str) -> Any:
+        """The kernel that a header specialises, compiled."""
+        return cuda_compiler.compile_kernel(
+            header, TARGET.architecture, report=self.report, root=self.root
+        )
+
+    def _load(self, compiled: Any) -> list[Any]:
+        """A compiled kernel, loaded for each rank."""
+        loaded = {driver: driver.function(compiled.cubin) for driver in set(self.drivers)}
+        return [loaded[driver] for driver in self.drivers]
 
     def _fault(self, error: CudaError) -> MachineFault:
         """The fault for a driver error. Sets ``lost`` when the error made the context unusable."""

@@ -1,0 +1,139 @@
+"""Programs by bucket: compiled once, on demand or ahead of it by a thread in the background."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+
+from megavm.scheduler.llama.graph import Bucket
+from megavm.vm.program import Program
+
+Compile = Callable[[Bucket], Program]
+Task = Callable[[], object]
+
+logger = logging.getLogger("megavm")
+
+
+class Programs:
+    """The programs of a model. Any thread may call all methods.
+
+    Two threads compile different buckets at the same time, but never the same one: the second waits
+    for the first. Iteration yields the buckets whose programs are ready.
+
+    The thread in the background starts with the first ``prepare`` and ends when this object is
+    closed or garbage-collected, once it has compiled the program that it is compiling.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Bucket, Future[Program | None]] = {}
+        self._lock = threading.Lock()  # of _known
+        self._work = _Work()
+        self._end = weakref.finalize(self, self._work.close)
+
+    def __iter__(self) -> Iterator[Bucket]:
+        with self._lock:
+            return iter([bucket for bucket, future in self._known.items() if future.done()])
+
+    def add(self, bucket: Bucket, program: Program) -> None:
+        """Keep a program that is compiled already."""
+        future: Future[Program | None] = Future()
+        future.set_result(program)
+        with self._lock:
+            self._known[bucket] = future
+
+    def get(self, bucket: Bucket, compile: Compile) -> Program:
+        """The program of a bucket; ``compile`` makes it unless it is ready or being compiled.
+
+        Raises what ``compile`` raises. An error of the thread in the background is not raised:
+        this thread then compiles the program itself.
+        """
+        while True:
+            program = _get(self._known, self._lock, bucket, compile)
+            if program is not None:
+                return program
+
+    def prepare(self, buckets: Iterable[Bucket], compile: Compile) -> None:
+        """Compile programs in the background, in this order and before those still queued.
+
+        An error is logged. ``get`` then tries again, but the thread in the background does not.
+        """
+        known, lock = self._known, self._lock
+        self._work.put((b, partial(_get, known, lock, b, compile)) for b in buckets)
+
+    def close(self) -> None:
+        """Drop what is queued. Does not wait for the program that is being compiled."""
+        self._end()
+
+
+def _get(
+    known: dict[Bucket, Future[Program | None]],
+    lock: threading.Lock,
+    bucket: Bucket,
+    compile: Compile,
+) -> Program | None:
+    """The program of a bucket; None when another thread failed to compile it."""
+    with lock:
+        future = known.get(bucket)
+        mine = future is None
+        if future is None:
+            future = known[bucket] = Future()
+    if not mine:
+        return future.result()
+    try:
+        program = compile(bucket)
+    except BaseException:
+        with lock:
+            del known[bucket]
+        future.set_result(None)
+        raise
+    future.set_result(program)
+    return program
+
+
+class _Work:
+    """The queue of the thread in the background. The thread refers to nothing else."""
+
+    def __init__(self) -> None:
+        self._queue: dict[Bucket, Task] = {}
+        self._asked: set[Bucket] = set()  # taken from the queue
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def put(self, items: Iterable[tuple[Bucket, Task]]) -> None:
+        with self._changed:
+            if self._closed:
+                return
+            new = {bucket: task for bucket, task in items if bucket not in self._asked}
+            self._queue = {**new, **self._queue}
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name="megavm-programs", daemon=True
+                )
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._queue.clear()
+            self._changed.notify()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if self._closed:
+                    return
+                bucket = next(iter(self._queue))
+                task = self._queue.pop(bucket)
+                self._asked.add(bucket)
+            try:
+                task()
+            except Exception:
+                logger.exception("the program of %s cannot be compiled ahead of its use", bucket)
+            del task  # keep nothing alive while waiting

@@ -1,0 +1,208 @@
+"""Programs are compiled once, ahead of their use by a thread, without holding up other sizes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megavm import LLM
+from megavm.profiler.recorder import Recorder
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.graph import Bucket
+from megavm.scheduler.run import runner as runner_module
+from megavm.scheduler.run.programs import Programs
+from megavm.vm.program import Program
+
+ONE, TWO, FOUR = (Bucket(rows, rows, 256) for rows in (1, 2, 4))
+PROGRAM = Program.build([], [], [[]])
+SECONDS = 60.0  # after which a test has failed
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+class Slow:
+    """A compiler that notes what it compiles, and waits for ``go_on`` where the test says so."""
+
+    def __init__(self, *held: Bucket) -> None:
+        self.held = held
+        self.began = threading.Event()
+        self.go_on = threading.Event()
+        self.compiled: list[Bucket] = []
+        self.fails: set[str] = set()  # names of threads
+
+    def __call__(self, bucket: Bucket) -> Program:
+        self.compiled.append(bucket)
+        if bucket in self.held:
+            self.began.set()
+            assert self.go_on.wait(SECONDS)
+        if threading.current_thread().name in self.fails:
+            raise ValueError(f"no program for {bucket.rows} rows")
+        return PROGRAM
+
+
+def ended() -> bool:
+    return all(thread.name != "megavm-programs" for thread in threading.enumerate())
+
+
+@pytest.fixture(autouse=True)
+def threads_end() -> Iterator[None]:
+    yield
+    gc.collect()
+    wait_until(ended)
+
+
+def test_another_size_is_compiled_while_one_is_compiling() -> None:
+    programs, compile = Programs(), Slow(TWO)
+    programs.prepare([TWO], compile)
+    assert compile.began.wait(SECONDS)
+    assert programs.get(ONE, compile) is PROGRAM
+    assert set(programs) == {ONE}
+    compile.go_on.set()
+    assert programs.get(TWO, compile) is PROGRAM
+    assert compile.compiled == [TWO, ONE]
+
+
+def test_what_was_asked_for_last_is_compiled_first() -> None:
+    programs, compile = Programs(), Slow(ONE)
+    programs.prepare([ONE], compile)
+    assert compile.began.wait(SECONDS)
+    programs.prepare([TWO], compile)
+    programs.prepare([FOUR, TWO, ONE], compile)
+    compile.go_on.set()
+    wait_until(lambda: len(set(programs)) == 3)
+    assert compile.compiled == [ONE, FOUR, TWO]
+
+
+def test_an_error_in_the_background_is_logged_once_and_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    programs, compile = Programs(), Slow(ONE)
+    compile.fails = {"megavm-programs"}
+    with caplog.at_level(logging.ERROR, "megavm"):
+        programs.prepare([ONE], compile)
+        assert compile.began.wait(SECONDS)
+        waiting = threading.Timer(0.05, compile.go_on.set)
+        waiting.start()
+        assert programs.get(ONE, compile) is PROGRAM
+        waiting.join()
+        programs.prepare([ONE], compile)
+        programs.close()
+        wait_until(ended)
+    assert compile.compiled == [ONE, ONE]
+    assert len(caplog.records) == 1
+    assert "Bucket(rows=1" in caplog.text
+
+
+def test_an_error_of_the_caller_is_raised_and_tried_again() -> None:
+    programs, compile = Programs(), Slow()
+    compile.fails = {threading.current_thread().name}
+    with pytest.raises(ValueError, match="no program for 1 rows"):
+        programs.get(ONE, compile)
+    compile.fails.clear()
+    assert programs.get(ONE, compile) is PROGRAM
+
+
+def test_closing_does_not_wait_and_drops_what_is_queued() -> None:
+    programs, compile = Programs(), Slow(ONE)
+    programs.prepare([ONE, TWO], compile)
+    assert compile.began.wait(SECONDS)
+    programs.close()
+    programs.prepare([FOUR], compile)
+    assert not ended()
+    compile.go_on.set()
+    wait_until(ended)
+    assert compile.compiled == [ONE]
+
+
+# A runner with a compiler that waits.
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
+    """Compiles as always, but waits before buckets of eight rows."""
+    original, slow = runner_module.compile_bucket, Slow()
+
+    def compile_slowly(*arguments: Any) -> Program:
+        bucket = arguments[3]
+        slow.held = (bucket,) if bucket.rows == 8 else ()
+        slow(bucket)
+        return original(*arguments)
+
+    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    return slow
+
+
+@pytest.fixture
+def llm() -> Iterator[LLM]:
+    with LLM("stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=8) as llm:
+        yield llm
+
+
+def step(rows: int) -> Step:
+    """The first tokens of a prompt, and the logits of the last."""
+    places = np.arange(rows, dtype=np.int32)
+    return Step(np.zeros(rows, np.int32), places, places[-1:], rows)
+
+
+def test_steps_run_while_another_size_is_compiled(llm: LLM, slow: Slow) -> None:
+    runner = llm.runner
+    runner.compile_ahead()
+    assert slow.began.wait(SECONDS)
+    for rows in (1, 2, 4, 3):
+        runner.run(step(rows))
+    assert {bucket.rows for bucket in runner._programs} == {1, 2, 4}
+    slow.go_on.set()
+    runner.run(step(8))
+    assert sum(bucket == runner.bucket(8, 1, 8) for bucket in slow.compiled) == 1
+
+
+def test_recording_begins_and_ends_while_a_program_is_compiled(llm: LLM, slow: Slow) -> None:
+    runner, recorder = llm.runner, Recorder()
+    runner.compile_ahead()
+    assert slow.began.wait(SECONDS)
+    runner.record(recorder)
+    runner.run(step(2))
+    runner.record(None)
+    runner.run(step(2))
+    slow.go_on.set()
+    assert recorder.trace().num_steps == 1
+
+
+def test_an_llm_closes_while_a_program_is_compiled(llm: LLM, slow: Slow) -> None:
+    kept = weakref.ref(llm.runner)
+    llm.runner.compile_ahead()
+    assert slow.began.wait(SECONDS)
+    llm.close()
+    gc.collect()
+    assert kept() is None, "the thread keeps the model's memory"
+    slow.go_on.set()
+
+
+def test_the_growth_of_a_batch_is_prepared(llm: LLM) -> None:
+    runner = llm.runner
+
+    def ready(bucket: Bucket) -> bool:
+        return bucket in set(runner._programs)
+
+    runner.compile_ahead()
+    for sequences in (1, 2, 4):
+        bucket = runner.bucket(sequences, sequences, 10, decode=True)
+        wait_until(partial(ready, bucket))
+        runner.program(bucket)
+        for rows in (sequences, 8):
+            assert runner.bucket(rows, sequences, 10) in runner.likely_next(bucket)
+    wait_until(partial(ready, runner.bucket(8, 4, 10)))
