@@ -52,7 +52,8 @@ def measure_bandwidth(device: str) -> dict[str, float]:
     """The rate at which a torch device sums an array in its memory, in bytes/s.
 
     ``bandwidth`` is that of the fastest round, ``bandwidth_median`` that of the median one; a large
-    difference means that other work used the machine. Empty when there is too little free memory.
+    difference means that other work used the machine, or its clock fell. Empty when there is too
+    little free memory.
     """
     where = torch.device(device)
     size = CPU_READ_BYTES

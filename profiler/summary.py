@@ -223,8 +223,8 @@ def warnings(
         if isinstance(usual, int | float) and isinstance(best, int | float) and usual < 0.9 * best:
             yield (
                 f"the {what} was measured as {best / 1e9:,.1f} {unit} at best and "
-                f"{usual / 1e9:,.1f} in the median: other work used the machine, and shares of it "
-                "are as uncertain"
+                f"{usual / 1e9:,.1f} in the median: other work used the machine or its clock fell "
+                "under load, and shares of it are as uncertain"
             )
     ratio = notes.get("ratio")
     if isinstance(ratio, int | float) and ratio > 1.1:

@@ -19,6 +19,8 @@ from megavm.profiler.trace import Trace, TraceError
 from megavm.profiler.trace_file import with_summary
 from megavm.profiler.what_if import describe, format_what_if, parse_change, predict, what_if
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
 
 def test_a_slow_worker_is_named() -> None:
     facts = summary(synthetic_trace(workers=12, steps=5, layers=3, slow_worker=7))
@@ -179,3 +181,12 @@ def test_an_old_file_gets_a_summary_and_keeps_its_columns(tmp_path: Path) -> Non
 def test_a_damaged_file_is_left_to_the_page(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.megatrace").write_bytes(content)
     assert with_summary(tmp_path / "x.megatrace") == (b"", 0)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("llama-1b", 1), ("llama-1b-batch-8", 8)])
+def test_the_shipped_traces_are_two_steps_that_say_what_limits_them(name: str, batch: int) -> None:
+    trace = Trace.load(EXAMPLES / f"{name}-h200.megatrace")
+    assert (trace.num_steps, trace.workers) == (2, 132)
+    assert trace.step_tokens.tolist() == [batch, batch]
+    assert {"bandwidth", "flops_per_second"} <= set(trace.machine)
+    assert "of the memory's bandwidth; gate_up is 3" in summary(trace)["sentence"]

@@ -474,13 +474,13 @@ def test_a_product_of_long_rows_is_split_among_workers() -> None:
 )
 def test_a_product_has_no_more_parts_than_workers_add_up(workers: int, parts: int) -> None:
     graph = Graph(4)
-    x = graph.tensor("x", (4, 768), F32, TensorKind.INPUT)
-    y = graph.linear("y", x, graph.weight("w", (128, 768), F32), dtype=F32)
+    x = graph.tensor("x", (4, 1536), F32, TensorKind.INPUT)
+    y = graph.linear("y", x, graph.weight("w", (128, 1536), F32), dtype=F32)
     graph.output(y, "y")
     program = compile_graph(graph, CompileOptions(workers, part_of_k=64))
     found = {i.k(program.tensors) for i in program.instructions if isinstance(i, Matmul)}
-    step = 768 // parts
-    assert found == {(k, k + step) for k in range(0, 768, step)}
+    step = 1536 // parts
+    assert found == {(k, k + step) for k in range(0, 1536, step)}
 
 
 @pytest.mark.parametrize("unit", [2, 8, 16, 24])

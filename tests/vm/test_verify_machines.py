@@ -44,7 +44,7 @@ def product(weight: int = 1, out: int = 2) -> Matmul:
 def test_an_instruction_beyond_the_working_memory_of_a_cpu_is_refused_there() -> None:
     large = Program.build(WIDE, [product()], [[0]])
     assert fault(large, "cpu") == (
-        "instruction 0 (matmul): needs 2279424 bytes of working memory, "
+        "instruction 0 (matmul): needs 2295808 bytes of working memory, "
         "a worker of the CPU has 359424"
     )
     verify(large, "cuda")

@@ -35,7 +35,9 @@ def operand_maps(
         if has_boxes(spec) and layout == ROWS:
             for i, box_rows in enumerate((rows, 1)):
                 box = BOX_ROW_BYTES // spec.dtype.size, box_rows
-                place[i] = _map(driver, storage, spec.dtype.size, spec.columns, spec.rows, box, True)
+                place[i] = _map(
+                    driver, storage, spec.dtype.size, spec.columns, spec.rows, box, True
+                )
         elif spec.dtype is BF16 and layout.order is Order.UNITS:
             tile = UNIT_ROWS * TILE_ROW_BYTES // WORD_BYTES
             units, tiles = storage.shape[:2]
