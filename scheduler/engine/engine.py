@@ -28,6 +28,7 @@ import numpy.typing as npt
 from megavm.instructions.sample import Integer
 from megavm.scheduler.engine.blocks import BlockManager
 from megavm.scheduler.engine.logprobs import token_logprobs
+from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.planner import Planner
 from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import Delta, Request, Sequence, State, stop_token_ids
@@ -120,6 +121,9 @@ class Engine:
     ``steps_per_launch``: most steps of a launch of pure decode; the host sees their tokens, one per
     step and sequence, after the launch.
 
+    ``tpot_limit``: seconds that a step may take in which sequences decode. Chunks of prompts beside
+    them are cut so that it does, as far as StepPace knows. None: prompts fill the step.
+
     Raises ValueError when ``steps_per_launch`` is not positive or the runner's sizes do not fit
     each other.
     """
@@ -134,6 +138,7 @@ class Engine:
         prefix_caching: bool = True,
         overlap: bool = True,
         steps_per_launch: int = 1,
+        tpot_limit: float | None = None,
     ) -> None:
         if steps_per_launch < 1:
             raise ValueError(f"steps_per_launch is {steps_per_launch}, expected at least 1")
@@ -146,6 +151,7 @@ class Engine:
             runner.max_logit_rows,
             self.blocks,
             steps_per_launch,
+            None if tpot_limit is None else StepPace(tpot_limit),
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder
@@ -403,7 +409,10 @@ class Engine:
                 self._write_masks(plan)
             plan.drop(self._ended)
             if plan.step.num_rows:
+                running = time.perf_counter()
                 self.runner.run(plan.step, plan.steps, started)
+                if (pace := self.planner.pace) is not None:
+                    pace.note(plan.step.num_rows, (time.perf_counter() - running) / plan.steps)
             self._read(plan)
         except BaseException as error:
             # ``collect`` fails the requests, and raises errors that are no fault of the machine,

@@ -17,12 +17,15 @@ from collections import deque
 import numpy as np
 
 from megavm.scheduler.engine.blocks import BlockManager
+from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.sequence import Sequence, State
 from megavm.scheduler.engine.step import Admission, Ints, Plan, Step
 
 
 class Planner:
     """Decides what the next step does with the waiting and running sequences.
+
+    ``pace`` limits the rows of prompts in steps in which sequences decode.
 
     ``failed`` collects sequences that cannot run, each with an error message; they hold no slot and
     no KV blocks any more.
@@ -37,6 +40,7 @@ class Planner:
         max_logit_rows: int,
         blocks: BlockManager,
         steps_per_launch: int = 1,
+        pace: StepPace | None = None,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -52,6 +56,7 @@ class Planner:
         self.max_logit_rows = max_logit_rows
         self.blocks = blocks
         self.steps_per_launch = steps_per_launch
+        self.pace = pace
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self.failed: list[tuple[Sequence, str]] = []
@@ -274,6 +279,8 @@ class Planner:
         rows, context = step.num_rows, step.context
         published: list[tuple[Sequence, int, int]] = []
         budget, logit_budget = self.max_num_batched_tokens, self.max_logit_rows - len(samplers)
+        if self.pace is not None and rows > 0:
+            budget = self.pace.most_rows(rows, budget)
         candidates = iter(list(self._prefilling))
         while rows < budget and logit_budget:
             sequence = next(candidates, None)

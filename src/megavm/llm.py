@@ -90,6 +90,9 @@ class LLM:
             planning would compete with the machine's threads.
         steps_per_launch: tokens that a sequence may get before its stop conditions are checked;
             None is 8 on a GPU and 1 elsewhere.
+        tpot_limit_ms: milliseconds that a step should take at most while sequences decode: chunks
+            of prompts beside them become smaller, down to 16 tokens, as measured steps demand.
+            None: prompts fill the step, which is best for throughput.
         progress: called as progress(phase, done, total) while loading.
 
     Raises:
@@ -116,6 +119,7 @@ class LLM:
         prefix_caching: bool = True,
         overlap: bool | None = None,
         steps_per_launch: int | None = None,
+        tpot_limit_ms: float | None = None,
         progress: Progress | None = None,
     ) -> None:
         report: Callable[[str, int, int], None] = progress or (lambda phase, done, total: None)
@@ -130,6 +134,8 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             steps_per_launch=steps_per_launch,
         )
+        if tpot_limit_ms is not None and not tpot_limit_ms > 0:
+            raise ValueError(f"tpot_limit_ms must be a positive number, not {tpot_limit_ms}")
         parallel = Parallel(tensor_parallel_size, tensor_parallel_exchange)
         report("finding the model", 0, 1)
         directory = resolve(os.fspath(model) if isinstance(model, os.PathLike) else model)
@@ -185,6 +191,7 @@ class LLM:
             prefix_caching=prefix_caching,
             overlap=on_gpu if overlap is None else overlap,
             steps_per_launch=steps_per_launch,
+            tpot_limit=None if tpot_limit_ms is None else tpot_limit_ms / 1e3,
         )
         self.restrictions = RestrictionCompiler(
             self.tokenizer, config.vocab_size, self.checkpoint.eos_token_ids

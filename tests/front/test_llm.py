@@ -394,6 +394,7 @@ def test_a_full_cache_fails_its_own_request_only() -> None:
             "max_num_batched_tokens is 4, less than",
         ),
         ({"steps_per_launch": 0}, "steps_per_launch must be a positive integer"),
+        ({"tpot_limit_ms": 0.0}, "tpot_limit_ms must be a positive number, not 0.0"),
     ],
 )
 def test_a_bad_option_is_refused(options: dict[str, Any], message: str) -> None:

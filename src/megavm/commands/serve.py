@@ -133,6 +133,14 @@ def declare(megavm: Parser) -> None:
         type=length,
         help="tokens of one step; longer prompts are read in chunks (512)",
     )
+    serve.option(
+        logs,
+        "--tpot-limit-ms",
+        metavar="MS",
+        type=number,
+        help="time of a step while answers are written: prompts beside them are read in smaller"
+        " chunks (no limit)",
+    )
     add_chat_template(serve, logs)
     serve.option(
         logs,
@@ -192,6 +200,7 @@ def run(arguments: argparse.Namespace) -> int:
             "max_model_len",
             "max_num_seqs",
             "max_num_batched_tokens",
+            "tpot_limit_ms",
             "workers",
             "tensor_parallel_size",
         )

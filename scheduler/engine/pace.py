@@ -1,0 +1,68 @@
+"""How long steps take, learned from those that ran, and how many rows fit into a time."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Final
+
+FEWEST_PROMPT_ROWS: Final = 16  # of a step beside sequences that decode, whatever the limit
+_REMEMBERED = 9  # steps of a size; the size takes their median
+
+
+class StepPace:
+    """Times of steps by their size, and the rows that a step may have to end within ``limit``.
+
+    A size is the number of rows, rounded up to a power of two: steps of one size run one program.
+    The first step of each size is not counted, as its program may have been compiled in it. A size
+    that has not run is expected to lie on the line through the two largest measured sizes below it;
+    if there is one, to take as much longer than that as it has more rows, which is an upper bound:
+    a step reads the weights once, whatever its rows. No size is tried before the one below it.
+
+    ``limit``: seconds.
+
+    One thread may call ``note`` while another calls ``most_rows``.
+    """
+
+    def __init__(self, limit: float) -> None:
+        if not limit > 0:
+            raise ValueError(f"the time limit of a step is {limit} s, expected a positive number")
+        self.limit = limit
+        self._times: dict[int, tuple[float, ...]] = {}  # by size: of the last steps
+
+    def note(self, rows: int, seconds: float) -> None:
+        """Count a step of ``rows`` rows that took so long."""
+        size = _size(rows)
+        before = self._times.get(size)
+        # A new tuple each time: another thread may be reading the old one.
+        self._times[size] = () if before is None else (*before, seconds)[-_REMEMBERED:]
+
+    def expected(self, rows: int) -> float:
+        """Seconds that a step of ``rows`` rows is expected to take; 0 if nothing is known."""
+        size = _size(rows)
+        known = [
+            (s, statistics.median(t)) for s, t in sorted(self._times.items()) if t and s <= size
+        ]
+        if not known:
+            return 0.0
+        largest, time = known[-1]
+        slope = time / largest
+        if len(known) > 1:
+            smaller, shorter = known[-2]
+            slope = min(slope, max((time - shorter) / (largest - smaller), 0.0))
+        return time + slope * (size - largest)
+
+    def most_rows(self, decoding: int, most: int) -> int:
+        """The most rows, up to ``most``, of a step that ends within the limit.
+
+        ``decoding``: rows of sequences that decode. Beside them a step has room for at least
+        FEWEST_PROMPT_ROWS rows of prompts, or no prompt would ever be read.
+        """
+        least = min(decoding + FEWEST_PROMPT_ROWS, most)
+        rows = _size(least)
+        while rows < most and self._times.get(rows) and self.expected(2 * rows) <= self.limit:
+            rows *= 2
+        return max(least, min(rows, most))
+
+
+def _size(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()

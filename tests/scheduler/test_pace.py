@@ -1,0 +1,122 @@
+"""Steps in which sequences decode stay within a time, and prompts are read all the same."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from engine_runs import make_engine, run_all
+from toy_runner import ToyRunner
+
+from megavm.sampling_params import SamplingParams
+from megavm.scheduler.engine.pace import FEWEST_PROMPT_ROWS, StepPace
+from megavm.scheduler.engine.step import Step
+
+FIXED, PER_ROW, COMPILING = 1e-3, 20e-6, 2.0  # seconds
+
+
+class Clock:
+    """A clock that only the machine moves."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class TimedRunner(ToyRunner):
+    """A toy whose steps take longer with more padded rows; the first of a size compiles."""
+
+    def __init__(self, clock: Clock, **options: Any) -> None:
+        super().__init__(**options)
+        self.clock = clock
+        self.took: list[tuple[int, int, float]] = []  # rows, rows that decode, seconds
+        self._known: set[int] = set()
+
+    def run(self, step: Step, steps: int = 1, started: Any = None) -> None:
+        rows = step.num_rows
+        size = 1 << (rows - 1).bit_length()
+        seconds = steps * (FIXED + PER_ROW * size)
+        compiles = size not in self._known
+        self._known.add(size)
+        self.clock.now += seconds + COMPILING * compiles
+        counts = np.unique(step.row_sequence, return_counts=True)[1]
+        self.took.append((rows, int((counts == 1).sum()), seconds))
+        super().run(step, steps, started)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def mixed_steps(clock: Clock, limit: float | None, overlap: bool) -> list[tuple[int, float]]:
+    """(rows, seconds) of the steps that read long prompts while two sequences decode."""
+    runner = TimedRunner(
+        clock,
+        max_num_seqs=4,
+        max_model_len=3000,
+        max_num_batched_tokens=1024,
+        num_blocks=3000,
+        max_logit_rows=8,
+    )
+    engine = make_engine(runner, overlap=overlap, tpot_limit=limit, prefix_caching=False)
+    params = SamplingParams(temperature=0.0, max_tokens=400, ignore_eos=True)
+    answers = [engine.add(np.array([3, 4, 5]), params) for _ in range(2)]
+    for _ in range(4):
+        engine.step()
+    for length in (2500, 1800):
+        engine.add(np.arange(length) % 40, SamplingParams(temperature=0.0, max_tokens=2))
+    results = run_all(engine)
+    assert all(len(results[a.id, 0].token_ids) > 380 for a in answers)
+    return [(rows, took) for rows, decoding, took in runner.took if rows > decoding >= 2]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_steps_that_decode_stay_within_the_limit(clock: Clock, overlap: bool) -> None:
+    limit = FIXED + PER_ROW * 300
+    steps = mixed_steps(clock, limit, overlap)
+    assert sum(rows for rows, _ in steps) > 4000
+    assert max(took for _, took in steps) <= limit
+    # The largest size that fits, 256, does most of the work: the pace was learned.
+    assert sum(rows for rows, _ in steps if rows > 128) > 2500
+
+
+def test_without_a_limit_prompts_fill_the_step(clock: Clock) -> None:
+    steps = mixed_steps(clock, None, overlap=False)
+    assert max(rows for rows, _ in steps) == 1024
+
+
+def test_a_limit_that_cannot_be_kept_leaves_prompts_a_few_rows(clock: Clock) -> None:
+    steps = mixed_steps(clock, FIXED / 10, overlap=False)
+    # As many as the program of the fewest has.
+    assert {rows for rows, _ in steps[:-2]} == {2 * FEWEST_PROMPT_ROWS}
+
+
+def test_the_first_step_of_a_size_does_not_count() -> None:
+    pace = StepPace(1.0)
+    pace.note(64, 30.0)
+    assert pace.expected(64) == 0.0
+    for seconds in (0.2, 0.9, 0.3):
+        pace.note(50, seconds)
+    assert pace.expected(64) == 0.3
+    assert pace.expected(300) == pytest.approx(0.3 * 8)
+    assert pace.most_rows(40, 4096) == 128
+    assert pace.most_rows(10, 4096) == 32  # not known yet
+    for _ in range(2):
+        pace.note(32, 0.2)
+    for _ in range(2):
+        pace.note(128, 0.4)  # hardly more: on the line, 256 rows take 0.6 and 512 take 1.0
+    assert pace.expected(256) == pytest.approx(0.6)
+    assert pace.most_rows(10, 4096) == 256
+
+
+@pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
+def test_a_limit_is_a_positive_time(limit: float) -> None:
+    with pytest.raises(ValueError, match="time limit of a step is"):
+        StepPace(limit)
