@@ -159,6 +159,8 @@ def main() -> None:
         text = f"{model} {found['kind']} {found['what']:>12}: {found['us']:9.1f} us, floor "
         share = 100 * found["floor_us"] / found["us"]
         print(f"{text}{found['floor_us']:8.1f} ({share:.1f} %)", *others, flush=True)
+        if args.save:  # a run that is cut off keeps what it has
+            save("throughput_cuda", {"flops": rate, "bandwidth": bandwidth, "results": results})
 
     for model in args.model:
         config = MODELS[model]
@@ -221,9 +223,6 @@ def main() -> None:
         del runner
         gc.collect()
         torch.cuda.empty_cache()
-    if args.save:
-        facts = {"flops": rate, "bandwidth": bandwidth, "results": results}
-        print(f"saved {save('throughput_cuda', facts)}")
 
 
 if __name__ == "__main__":
