@@ -25,8 +25,7 @@ namespace megavm {
 struct MatrixSizes {
   static constexpr uint32_t kRows = max_of(kMinMatrixRows, program::kMatrixRows);
   static constexpr uint32_t kWarpgroups = kNumConsumers / 4;
-  // Most blocks of a warpgroup: their sums take up to 128 registers, and two steps fit into the
-  // ring.
+  // Most blocks of a warpgroup: their sums take up to 128 registers.
   static constexpr uint32_t kMaxBlocks = 2;
   static constexpr uint32_t kGroupBlocks = kMatrixBlocks;
   static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
@@ -547,8 +546,8 @@ class MatrixConsumer : MatrixSizes {
                                 ptx::load_shared2(scratch_at(kOfRowsAt) + kOfRowBytes * row));
   }
 
-  // Let the epilogue look up what it needs of each row, a row by a thread.
-  __device__ __forceinline__ void look_up_rows() const {
+  // Let the epilogue look up what it needs of each row, a row by a thread, for all warps.
+  __device__ __forceinline__ void look_up_rows() {
     Used::dispatch(stage_.words.header.opcode, [&]<class I>(I*) {
       if constexpr (Epilogue<I>::kUnits) {
         using OfRow = typename Epilogue<I>::OfRow;
@@ -559,6 +558,7 @@ class MatrixConsumer : MatrixSizes {
                 __builtin_bit_cast(ptx::Words2, Epilogue<I>(stage_).look_up(row_ + row));
             ptx::store_shared2(scratch_at(kOfRowsAt) + kOfRowBytes * row, words.x, words.y);
           }
+          consumer_.sync();
         }
       }
     });
