@@ -76,7 +76,7 @@ compile_options = st.builds(
     fuse_norm=st.booleans(),
     waves=st.integers(1, 2),
     min_chunk=st.sampled_from([4, 256]),
-    part_of_k=st.sampled_from([0, 32]),
+    part_of_k=st.sampled_from([0, 64]),
 )
 
 

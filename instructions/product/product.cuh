@@ -175,6 +175,7 @@ __device__ __forceinline__ Product no_product() {
           zero(),
           zero(),
           zero(),
+          zero(),
           __uint_as_float(zero()),
           zero()};
 }

@@ -108,7 +108,7 @@ def random_case(seed: int, *, most_workers: int = 132) -> Case:
         waves=pick.choice([1, 1, 2]),
         column_unit=pick.choice([8, 8, 16]),
         min_chunk=pick.choice([16, 256]),
-        part_of_k=pick.choice([0, 0, 32]),
+        part_of_k=pick.choice([0, 0, 64]),
         fuse_norm=pick.random() < 0.8,
     )
     graph = llama_graph(config, limits, bucket, F32)
