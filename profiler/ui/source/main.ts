@@ -105,8 +105,10 @@ function start(): void {
   const sources = embedded.length > 0 ? embedded : served;
   if (sources.length > 0) void opener.openAll(sources, false).then((opened) => opened && link.restore());
   else app.on(["panes"], () => link.restore());
-  // For tests, and for people at the console.
-  Object.assign(window, { profiler: app });
+  // For a page that hands its trace over, for tests, and for people at the console.
+  const openTrace = (file: Blob, name: string): Promise<boolean> =>
+    opener.openAll([{ name, read: () => Promise.resolve(file) }], false);
+  Object.assign(window, { profiler: app, openTrace });
 }
 
 start();
