@@ -57,7 +57,7 @@ struct MatrixSizes {
   static_assert(program::kMatrixRows == 0 || kBytes <= kScratch);
   static_assert(kUnitRows * kBlockUnits == 64);
   // A wgmma may read beyond the last page: no further than the scratch.
-  static_assert(kBlockUnits * kUnitBytes <= kBytes);
+  static_assert(program::kMatrixRows == 0 || kBlockUnits * kUnitBytes <= kBytes);
 };
 
 // Whether a product is done in this way, as is_matrix_product in instructions/tiles.py has it.
