@@ -26,13 +26,12 @@ import torch.nn.functional as F
 
 from environment import save
 from llama_cuda import MODELS, kv_bytes, make_runner, measure, prepare, record_steps, weight_bytes
+from megavm.profiler.environment import measure_multiplication
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.machine import CudaMachine
 from read_floor import ReadFloor, time_gpu
-
-BLOCK = 64
 
 
 def layer_products(config: LlamaConfig) -> dict[str, tuple[int, int]]:
@@ -54,12 +53,6 @@ def operations(config: LlamaConfig, rows: int, logit_rows: int, pairs: int) -> i
     layer = sum(2 * rows * n * k for n, k in shapes.values())
     attention = 4 * pairs * config.num_heads * config.head_dim
     return config.num_layers * (layer + attention) + 2 * logit_rows * head_rows * head_columns
-
-
-def multiplication_rate() -> float:
-    """FLOP/s of cuBLAS for bfloat16 matrices of 8192 x 8192 of random numbers."""
-    a, b = (torch.randn(8192, 8192, device="cuda").to(torch.bfloat16) for _ in range(2))
-    return 2 * 8192**3 / time_gpu(lambda: a @ b, 20) * 1e6
 
 
 def prepare_prompts(runner: Runner, count: int, length: int, before: int = 0) -> Step:
@@ -143,7 +136,7 @@ def main() -> None:
     args = parser.parse_args()
 
     machine = CudaMachine()
-    rate = multiplication_rate()
+    rate = measure_multiplication("cuda")["flops_per_second_median"]
     floor = ReadFloor(4 << 30)
     bandwidth = floor.bandwidth()
     print(f"{rate / 1e12:.0f} TFLOP/s, {bandwidth / 1e12:.2f} TB/s")

@@ -75,11 +75,10 @@ class Consumer {
   }
 
   // `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish them.
-  // Those from `from` on, or the next ones.
-  __device__ __forceinline__ void wait_pages(const PageCursor& from, uint32_t count) const {
-    if (!have_arrived(from, count)) page_arrived(from.slot).give_up(from.phase);
+  __device__ __forceinline__ void wait_pages(uint32_t count) const {
+    if (!have_arrived(page, count)) page_arrived(page.slot).give_up(page.phase);
   }
-  // The same, but returns false if the worker is stopping.
+  // The same for those from `from` on, but returns false if the worker is stopping.
   __device__ __forceinline__ bool have_arrived(const PageCursor& from, uint32_t count) const {
     PageCursor mine = from;
     mine.advance(lane_index());
@@ -91,19 +90,15 @@ class Consumer {
       for (uint32_t i = 0; i < count; ++i, each.advance()) page_arrived(each.slot).wait(each.phase);
     return true;
   }
-  __device__ __forceinline__ void finish_pages(const PageCursor& from, uint32_t count) const {
-    PageCursor mine = from;
+  __device__ __forceinline__ void finish_pages(uint32_t count) {
     if constexpr (kWarpArrivals > 1) {
-      for (; count > 0; --count, mine.advance()) finish(mine);
+      for (; count > 0; --count, page.advance()) finish(page);
       return;
     }
+    PageCursor mine = page;
     mine.advance(lane_index());
     __syncwarp();
     if (lane_index() < count) page_finished(mine.slot).arrive();
-  }
-  __device__ __forceinline__ void wait_pages(uint32_t count) const { wait_pages(page, count); }
-  __device__ __forceinline__ void finish_pages(uint32_t count) {
-    finish_pages(page, count);
     page.advance(count);
   }
 

@@ -25,7 +25,7 @@ class Profiler:
     def __init__(self, service: Service) -> None:
         self._service = service
         self._running = False
-        self._ceilings: dict[str, Any] | None = None  # of the machine, measured once
+        self._ceilings: dict[str, Any] | None = None  # what the machine can give, measured once
 
     async def profile(self, request: Request) -> Response:
         """The trace of the next steps; of fewer steps if the timeout passes first.

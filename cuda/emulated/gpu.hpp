@@ -76,7 +76,7 @@ struct Lane {
   bool meets = false;  // it waits for the other lanes of its warp
   bool begun = false;
   bool ended = false;
-  using Products = std::vector<std::function<void()>>;  // of wgmma
+  using Products = std::vector<std::function<void()>>;  // each computes one wgmma
   Products products;                                    // not committed yet
   std::deque<Products> committed;                       // groups that nobody has waited for
 };

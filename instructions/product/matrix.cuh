@@ -31,9 +31,9 @@ struct MatrixSizes {
   static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
   static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
   static constexpr uint32_t kBoxTiles = kBoxColumns / kTileColumns;
-  static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;  // of x
+  static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;  // a box of x
   static constexpr uint32_t kPageBoxes = kPageBytes / kBoxBytes;
-  static constexpr uint32_t kUnitBytes = kBoxTiles * kTileBytes;  // of a box of weights
+  static constexpr uint32_t kUnitBytes = kBoxTiles * kTileBytes;  // a unit in a box of weights
   static constexpr uint32_t kPageUnits = kPageBytes / kUnitBytes;
   static constexpr uint32_t kBoxWords = kUnitBytes / 8;  // maps of weights count words of 8 bytes
   // Most boxes of x in a step, and most pages of a step with several: the ring holds four steps.
@@ -85,8 +85,8 @@ struct MatrixOrder : MatrixSizes {
 // box i / blocks of x.
 struct MatrixGroup : MatrixSizes {
   uint32_t first, blocks;
-  uint32_t boxes = kMostBoxes;                    // of x in a step
-  uint32_t x_pages, pages;                        // of a step
+  uint32_t boxes = kMostBoxes;                    // boxes of x in a step
+  uint32_t x_pages, pages;                        // a step has so many pages of x, and in all
   uint32_t page_shift = 1;                        // a page has 1 << page_shift boxes of weights
   uint32_t box_bytes = kBlockUnits * kUnitBytes;  // from one of them to the next
 
@@ -599,7 +599,8 @@ class MatrixConsumer : MatrixSizes {
 
   static constexpr uint32_t kPairsOfWarp = 8;
   static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
-  static constexpr bool kOverlaps = kRows < 128;
+  // Whether the products of a box may be in progress when those of the next one begin.
+  static constexpr bool kOverlaps = !kMatrixBound;
 
   const Stage& stage_;
   const Product& product_;

@@ -52,7 +52,9 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
 
   // The slot of a row in the KV cache.
   struct Slot {
-    uint32_t block, number, position;
+    uint32_t block, position;
+
+    __device__ __forceinline__ uint32_t number() const { return position % qkv_rope::kBlockSize; }
   };
   __device__ __forceinline__ Slot slot_of(uint32_t row) const {
     const Tensor& table = in[&QkvRope::block_table];
@@ -60,7 +62,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     const uint32_t position = position_of(in[&QkvRope::row_position], row, in.step(), limit);
     const uint32_t sequence = sequence_of(in[&QkvRope::row_sequence], row, table);
     return {kv_block(table, sequence, position / qkv_rope::kBlockSize, in[&QkvRope::k_cache].rows),
-            position % qkv_rope::kBlockSize, position};
+            position};
   }
 
   // Column of an element of a head in the row of a cache that holds a block.
@@ -95,7 +97,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     if (head.part > 0) {
       const Tensor& cache = cache_of(head);
       if (dtype_of(cache) != DType::kBf16) return;
-      early.cached = element_at(cache, slot.block, cache_column(cache, head, slot.number, e));
+      early.cached = element_at(cache, slot.block, cache_column(cache, head, slot.number(), e));
     }
     early.alone = 0;
   }
@@ -147,14 +149,8 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       unit.copy = FourColumns(in.stage.tensors[copy], unit.head.column(unit.head.j));
   }
 
-  // Where a row goes in the caches.
-  struct OfRow {
-    uint32_t block, position;
-  };
-  __device__ __forceinline__ OfRow look_up(uint32_t row) const {
-    const Slot slot = slot_of(row);
-    return {slot.block, slot.position};
-  }
+  using OfRow = Slot;
+  __device__ __forceinline__ OfRow look_up(uint32_t row) const { return slot_of(row); }
 
   __device__ __forceinline__ void ask(uint32_t, const OfRow& of_row, const OfUnit& unit,
                                       Asked& asked) const {
@@ -189,8 +185,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       if (unit.copy.address != 0) unit.copy.store(row, further / 4, rotated[side], in.out_tag());
       if (head.part == 0) continue;
       const Tensor& cache = cache_of(head);
-      const uint32_t column =
-          cache_column(cache, head, of_row.position % qkv_rope::kBlockSize, head.j + further);
+      const uint32_t column = cache_column(cache, head, of_row.number(), head.j + further);
       ptx::store2(element_at(cache, of_row.block, column), ptx::pack_bf16(v[0], v[1]),
                   ptx::pack_bf16(v[2], v[3]));
     }
@@ -220,7 +215,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
         write_element(in.stage.tensors[copy], row, head.column(e), value, in.out_tag());
       if (head.part > 0)
         write_element(cache_of(head), slot.block,
-                      cache_column(cache_of(head), head, slot.number, e), value, 0);
+                      cache_column(cache_of(head), head, slot.number(), e), value, 0);
     }
   }
 };

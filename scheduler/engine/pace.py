@@ -5,8 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Final
 
-FEWEST_PROMPT_ROWS: Final = 16  # of a step beside sequences that decode, whatever the limit
-_REMEMBERED = 9  # steps of a size; the size takes their median
+from megavm.scheduler.engine.step import power_of_two
+
+# Prompts get at least so many rows of a step in which sequences decode, whatever the limit.
+FEWEST_PROMPT_ROWS: Final = 16
+_REMEMBERED = 9  # a size is expected to take the median of its last steps, so many
 
 
 class StepPace:
@@ -31,14 +34,14 @@ class StepPace:
 
     def note(self, rows: int, seconds: float) -> None:
         """Count a step of ``rows`` rows that took so long."""
-        size = _size(rows)
+        size = power_of_two(rows)
         before = self._times.get(size)
         # A new tuple each time: another thread may be reading the old one.
         self._times[size] = () if before is None else (*before, seconds)[-_REMEMBERED:]
 
     def expected(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take; 0 if nothing is known."""
-        size = _size(rows)
+        size = power_of_two(rows)
         known = [
             (s, statistics.median(t)) for s, t in sorted(self._times.items()) if t and s <= size
         ]
@@ -58,11 +61,7 @@ class StepPace:
         FEWEST_PROMPT_ROWS rows of prompts, or no prompt would ever be read.
         """
         least = min(decoding + FEWEST_PROMPT_ROWS, most)
-        rows = _size(least)
+        rows = power_of_two(least)
         while rows < most and self._times.get(rows) and self.expected(2 * rows) <= self.limit:
             rows *= 2
         return max(least, min(rows, most))
-
-
-def _size(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()

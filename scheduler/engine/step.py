@@ -16,6 +16,11 @@ Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 
 
+def power_of_two(number: int) -> int:
+    """The smallest power of two that is at least ``number``. Sizes of buckets are such."""
+    return 1 << max(number - 1, 0).bit_length()
+
+
 @dataclass(slots=True)
 class Step:
     """One pass over a batch of tokens: decode tokens of many sequences and chunks of prefill.

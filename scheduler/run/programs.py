@@ -30,7 +30,7 @@ class Programs:
 
     def __init__(self) -> None:
         self._known: dict[Bucket, Future[Program | None]] = {}
-        self._lock = threading.Lock()  # of _known
+        self._lock = threading.Lock()  # guards _known
         self._work = _Work()
         self._end = weakref.finalize(self, self._work.close)
 

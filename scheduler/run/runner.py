@@ -13,7 +13,7 @@ from megavm.instructions.attention.lower import attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.rewrites import rewrite
-from megavm.scheduler.engine.step import Floats, Ints, Step
+from megavm.scheduler.engine.step import Floats, Ints, Step, power_of_two
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
@@ -267,8 +267,8 @@ class Runner:
         the same way share a bucket.
         """
         # Steps of these sizes have the same bucket (choose_bucket).
-        rows = min(_power_of_two(rows), self.limits.max_num_batched_tokens)
-        logit_rows, context = _power_of_two(logit_rows), _power_of_two(context)
+        rows = min(power_of_two(rows), self.limits.max_num_batched_tokens)
+        logit_rows, context = power_of_two(logit_rows), power_of_two(context)
         key = self.options, rows, logit_rows, context, decode, restricted
         if key not in self._buckets:
             bucket = choose_bucket(
@@ -429,9 +429,9 @@ def choose_bucket(
     parallel: Parallel = ONE_RANK,
 ) -> Bucket:
     """See ``Runner.bucket``."""
-    rows = min(_power_of_two(rows), limits.max_num_batched_tokens)
+    rows = min(power_of_two(rows), limits.max_num_batched_tokens)
     chosen = options(rows)
-    logit_rows = _power_of_two(max(logit_rows, 1))
+    logit_rows = power_of_two(max(logit_rows, 1))
     if rows > MAX_GROUP_ROWS and chosen.target.matrix_rows:
         logit_rows = max(logit_rows, MIN_MATRIX_ROWS)  # then all products are matrix products
     logit_rows = min(logit_rows, limits.max_logit_rows)
@@ -443,7 +443,7 @@ def choose_bucket(
         return attention_tiling(rows, heads, limits.block_size, tokens, chosen, queries).splits
 
     longest = limits.max_model_len
-    rounded = min(_power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
+    rounded = min(power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
     context = longest if splits(rounded) == splits(longest) else rounded
     # ``decode`` changes only programs of several rows that exchange tagged words.
     decode = decode and rows > 1 and chosen.exchange != "barrier"
@@ -508,7 +508,3 @@ def weight_specs(
 
 def _nothing() -> None:
     """For callers that do not ask when the machine runs."""
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()

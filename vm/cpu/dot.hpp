@@ -173,7 +173,7 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
 template <typename Weight>
 struct DotPath {
   Panel<Weight> panel;
-  Weight* copy;  // of kCachedRows weight rows, kCachedColumns columns of them
+  Weight* copy;  // holds kCachedColumns columns of kCachedRows weight rows
 
   DotPath(Worker& worker, const Input& in, int64_t widest)
       : panel{worker.allocate<Weight>(in.num_rows * ceil_to(widest, kPanelColumns)), 0},

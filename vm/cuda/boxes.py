@@ -16,7 +16,7 @@ from megavm.vm.memory import Memory
 from megavm.vm.tensors import BF16, TensorSpec
 
 BOX_ROW_BYTES = 128
-BOX_TILES = 2  # of a unit of a weight
+BOX_TILES = 2  # tiles of each unit in a box of weights
 WORD_BYTES = 8  # weights are copied as words of this size
 
 
