@@ -90,6 +90,12 @@ class Consumer {
       for (uint32_t i = 0; i < count; ++i, each.advance()) page_arrived(each.slot).wait(each.phase);
     return true;
   }
+  // Wait for the pages of a step (Loader::begin_pages). False if the worker is stopping.
+  __device__ __forceinline__ bool has_step_arrived(const PageCursor& first) const {
+    while (!__all_sync(~0u, page_arrived(first.slot).is_over(first.phase)))
+      if (__builtin_expect(is_stopping(), 0)) return false;
+    return true;
+  }
   __device__ __forceinline__ void finish_pages(uint32_t count) {
     if constexpr (kWarpArrivals > 1) {
       for (; count > 0; --count, page.advance()) finish(page);

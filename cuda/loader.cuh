@@ -64,8 +64,8 @@ class Loader {
 
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
-  // Take the next `count` pages, of which the last `weights` count as copies in flight. Lane i
-  // gives the bytes of page i. Returns the first page.
+  // Take the next `count` pages, a step, of which the last `weights` count as copies in flight. The
+  // semaphore of the first page, which is returned, counts the `bytes` of all.
   __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t weights,
                                                     uint32_t bytes) {
     const uint32_t lane = lane_index();
@@ -82,9 +82,10 @@ class Loader {
     const uint32_t number = lane < first.slot ? lane + kPages - first.slot : lane - first.slot;
     if (lane < kPages && number < count) {
       in_flight_ = number >= count - weights;
-      phase_ = first.phase ^ (lane < first.slot);
+      step_ = first;
     }
-    if (lane < count) ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), bytes);
+    if (lane < count)
+      ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), lane == 0 ? bytes : 0);
     __syncwarp();
     next_.advance(count);
     return first;
@@ -105,10 +106,11 @@ class Loader {
     __syncwarp();
   }
 
-  // Start the copy of this lane's own box into a page that was taken.
-  __device__ __forceinline__ void copy_box(const PageCursor& page, uint32_t offset, uint64_t map,
-                                           uint32_t column, uint32_t row) const {
-    ptx::box_load(page.address() + offset, map, column, row, page_arrived(page.slot).address(),
+  // Start the copy of this lane's own box into a page of the step that begins with `first`.
+  __device__ __forceinline__ void copy_box(const PageCursor& first, const PageCursor& page,
+                                           uint32_t offset, uint64_t map, uint32_t column,
+                                           uint32_t row) const {
+    ptx::box_load(page.address() + offset, map, column, row, page_arrived(first.slot).address(),
                   policy_);
   }
 
@@ -172,7 +174,7 @@ class Loader {
 
   // Number of pages of weights in flight.
   __device__ __forceinline__ uint32_t count_in_flight() {
-    if (in_flight_ != 0 && page_arrived(lane_index()).is_over(phase_)) in_flight_ = 0;
+    if (in_flight_ != 0 && page_arrived(step_.slot).is_over(step_.phase)) in_flight_ = 0;
     return __popc(__ballot_sync(~0u, in_flight_ != 0));
   }
 
@@ -201,7 +203,7 @@ class Loader {
     constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
     constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
     const uint32_t to = PageCursor{{slot, 0}}.address();
-    const uint32_t arrived = page_arrived(slot).address();
+    const uint32_t arrived = page_arrived(__shfl_sync(~0u, step_.slot, slot)).address();
     if (boxes.index == 0) {
       const uint32_t box = lane_index();
       if (box < count)
@@ -226,7 +228,7 @@ class Loader {
   PageCursor page_;         // the page begun last
   PageCursor landing_;      // the oldest page that may be in flight
   uint32_t in_flight_ = 0;  // pages issued whose arrival was not observed; kDefers: of lane's page
-  uint32_t phase_ = 0;      // kDefers: of the lane's page
+  PageCursor step_;         // kDefers: the first page of the step of the lane's page
   bool is_ready_ = false;   // whether the waits of the matrix product in progress are over
   bool is_deferred_ = false;
   uint32_t ready_slot_ = 0;  // stage of the instruction that the deferred copy belongs to

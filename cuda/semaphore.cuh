@@ -84,10 +84,13 @@ struct RingCursor {
       phase ^= 1;
     }
   }
+  // No further than one round.
   __device__ __forceinline__ void advance(uint32_t slots) {
     slot += slots;
-    phase ^= slot / kSlots & 1;
-    slot %= kSlots;
+    if (slot >= kSlots) {
+      slot -= kSlots;
+      phase ^= 1;
+    }
   }
 };
 

@@ -7,13 +7,19 @@ namespace megavm::ptx {
 
 // How the rows of an operand lie in shared memory: the hardware's swizzles of 16-byte chunks.
 enum class OperandSwizzle : uint32_t { k128Bytes = 1, k64Bytes = 2 };
+constexpr uint32_t kOperandUnit = 16;  // descriptors count so many bytes
 
-// Descriptor of an operand whose rows are contiguous along K. Groups of 8 rows are `stride` bytes
-// apart. The address may point to any 32 bytes of the first swizzled row.
+// Descriptor of an operand whose rows are contiguous along K, `offset` bytes after `start`, which
+// operand_start gives. Groups of 8 rows are `stride` bytes apart. The descriptor may point to any
+// 32 bytes of the first swizzled row.
+__device__ __forceinline__ uint32_t operand_start(uint32_t address) {
+  return uint32_t{1} << 16 | address / kOperandUnit;
+}
 template <OperandSwizzle kSwizzle>
-__device__ __forceinline__ uint64_t operand_descriptor(uint32_t address, uint32_t stride) {
-  return uint64_t{static_cast<uint32_t>(kSwizzle)} << 62 | uint64_t{stride >> 4} << 32 |
-         uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t start, uint32_t offset,
+                                                       uint32_t stride) {
+  return uint64_t{static_cast<uint32_t>(kSwizzle) << 30 | stride >> 4} << 32 |
+         (start + offset / kOperandUnit);
 }
 
 // Before the first wgmma, and between other accesses to the sums and a wgmma.

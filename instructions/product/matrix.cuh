@@ -85,19 +85,16 @@ struct MatrixOrder : MatrixSizes {
 // box i / blocks of x.
 struct MatrixGroup : MatrixSizes {
   uint32_t first, blocks;
-  uint32_t boxes = kMostBoxes;                    // boxes of x in a step
-  uint32_t x_pages, pages;                        // a step has so many pages of x, and in all
-  uint32_t page_shift = 1;                        // a page has 1 << page_shift boxes of weights
-  uint32_t box_bytes = kBlockUnits * kUnitBytes;  // from one of them to the next
+  uint32_t boxes = kMostBoxes;  // boxes of x in a step
+  uint32_t x_pages, pages;      // a step has so many pages of x, and in all
+  uint32_t page_shift = 1;      // a page has 1 << page_shift boxes of weights
 
   // NOTE: more boxes a step if the block has only a few units. Steps of few bytes would leave too
   // few in flight.
   __device__ __forceinline__ MatrixGroup(const MatrixOrder& order, uint32_t first)
       : first(first), blocks(min_of(kGroupBlocks, order.blocks - first)) {
-    if (blocks == 1) {
-      box_bytes = order.units_of(first) * kUnitBytes;
-      while (box_bytes << (page_shift + 1) <= kPageBytes) ++page_shift;
-    }
+    if (blocks == 1)
+      while (order.units_of(first) << (page_shift + 1) <= kPageUnits) ++page_shift;
     while (true) {
       x_pages = ceil_div(boxes, kPageBoxes);
       pages = x_pages + ((boxes * blocks + (1u << page_shift) - 1) >> page_shift);
@@ -106,12 +103,14 @@ struct MatrixGroup : MatrixSizes {
     }
   }
 
+  // From one box of the weights to the next, in bytes.
+  __device__ __forceinline__ uint32_t box_bytes() const { return kPageBytes >> page_shift; }
   // The page, and the place in it, of box i of the weights.
   __device__ __forceinline__ uint32_t page_of(uint32_t i) const {
     return x_pages + (i >> page_shift);
   }
   __device__ __forceinline__ uint32_t offset_of(uint32_t i) const {
-    return (i & ((1u << page_shift) - 1)) * box_bytes;
+    return (i & ((1u << page_shift) - 1)) * box_bytes();
   }
 };
 
@@ -154,17 +153,16 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       const uint64_t map = loader.map_of(stage.words.operands[p.weight], units - 1);
       const uint32_t unit = p.pair_begin / kUnitPairs + block * kBlockUnits;
       uint32_t column = (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
-      uint32_t bytes = lane < group.x_pages ? x_boxes * S::kBoxBytes : 0;
-      for (uint32_t i = 0; i < weights; ++i)
-        if (lane == group.page_of(i))
-          bytes += order.units_of(first + i % group.blocks) * S::kUnitBytes;
+      const uint32_t end_unit = min_of(order.units, (first + group.blocks) * kBlockUnits);
+      const uint32_t bytes =
+          group.boxes * (S::kBoxBytes + (end_unit - first * kBlockUnits) * S::kUnitBytes);
 #pragma unroll 1
       for (uint32_t box = 0; box < order.boxes(); box += group.boxes) {
         loader.look_ready();
         PageCursor page = loader.begin_pages(group.pages, group.pages - group.x_pages, bytes);
         PageCursor mine = page;
         mine.advance(group.page_of(lane));
-        if (lane < weights) loader.copy_box(mine, group.offset_of(lane), map, column, unit);
+        if (lane < weights) loader.copy_box(page, mine, group.offset_of(lane), map, column, unit);
         column += group.boxes * S::kBoxWords;
 #pragma unroll 1
         for (uint32_t i = 0; i < group.x_pages; ++i) {
@@ -244,19 +242,59 @@ struct MatrixSums : MatrixSizes {
   }
 
   // Put 16 rows of x of one of the blocks into this warp's part of the scratch.
+  // NOTE: a switch, because ptxas makes a jump of it. Of conditions it makes predicates, and runs
+  // through the stores of all parts for each.
   __device__ __forceinline__ void stage(uint32_t block, uint32_t part, uint32_t to) const {
     const uint32_t lane = lane_index();
     to += lane % 4 * 2 * kStagedStride + lane / 4 * 4;
+    switch (block * kParts + part) {
+      case 0:
+        return put<0>(to);
+      case 1:
+        return put<1>(to);
+      case 2:
+        return put<2>(to);
+      case 3:
+        return put<3>(to);
+      case 4:
+        return put<4>(to);
+      case 5:
+        return put<5>(to);
+      case 6:
+        return put<6>(to);
+      case 7:
+        return put<7>(to);
+      case 8:
+        return put<8>(to);
+      case 9:
+        return put<9>(to);
+      case 10:
+        return put<10>(to);
+      case 11:
+        return put<11>(to);
+      case 12:
+        return put<12>(to);
+      case 13:
+        return put<13>(to);
+      case 14:
+        return put<14>(to);
+      case 15:
+        return put<15>(to);
+    }
+  }
+
+ private:
+  static constexpr uint32_t kParts = kRows / kStagedRows;
+  static_assert(kMaxBlocks * kMaxMatrixRows / kStagedRows == 16);
+
+  template <uint32_t kNumber>
+  __device__ __forceinline__ void put(uint32_t to) const {
+    if constexpr (kNumber < kMaxBlocks * kParts)
 #pragma unroll
-    for (uint32_t b = 0; b < kMaxBlocks; ++b)
-#pragma unroll
-      for (uint32_t i = 0; i < kRows / kStagedRows; ++i)
-        if (block == b && part == i)
-#pragma unroll
-          for (uint32_t j = 0; j < 8; ++j)
-            // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-            ptx::store_shared(to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
-                              __float_as_uint(sum[b][i * 8 + j]));
+      for (uint32_t j = 0; j < 8; ++j)
+        // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
+        ptx::store_shared(to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
+                          __float_as_uint(sum[kNumber / kParts][kNumber % kParts * 8 + j]));
   }
 };
 
@@ -319,6 +357,48 @@ class MatrixConsumer : MatrixSizes {
                    [&]<class I>(I*) { finish(Epilogue<I>(stage_), group, sums); });
   }
 
+  // Where the operands of a box begin, as descriptors count.
+  template <uint32_t kBlocks>
+  struct BoxOperands {
+    uint32_t weights[kBlocks], x;
+  };
+
+  // The operands of box `box` of a step whose pages begin with `page`.
+  // NOTE: nothing but sums, because this stands between the products of two boxes.
+  template <uint32_t kBlocks>
+  class StepOperands {
+   public:
+    __device__ __forceinline__ StepOperands(const MatrixGroup& group, uint32_t warpgroup)
+        : box_units_(group.blocks * group.box_bytes() / kUnit) {
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) {
+        // If the warpgroup has fewer blocks, it multiplies another one in their place.
+        const uint32_t block = min_of(warpgroup + i * kWarpgroups, group.blocks - 1);
+        weights_[i] = (group.x_pages * kPageBytes + block * group.box_bytes()) / kUnit;
+      }
+    }
+
+    __device__ __forceinline__ BoxOperands<kBlocks> of(const PageCursor& page, uint32_t box) const {
+      const uint32_t step = page.slot * (kPageBytes / kUnit);
+      BoxOperands<kBlocks> found;
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i)
+        found.weights[i] = in_ring(step + weights_[i] + box * box_units_);
+      found.x = in_ring(step + box * (kBoxBytes / kUnit));
+      return found;
+    }
+
+   private:
+    static constexpr uint32_t kUnit = ptx::kOperandUnit;
+    static __device__ __forceinline__ uint32_t in_ring(uint32_t offset) {
+      constexpr uint32_t kRing = kPages * kPageBytes / kUnit;
+      return ptx::operand_start(PageCursor{}.address()) + min_of(offset, offset - kRing);
+    }
+
+    uint32_t weights_[kBlocks];  // of box 0, from the beginning of the step
+    uint32_t box_units_;         // from one box to the next
+  };
+
   // Multiply the blocks of this warpgroup, up to kBlocks.
   template <uint32_t kBlocks>
   __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums,
@@ -331,62 +411,42 @@ class MatrixConsumer : MatrixSizes {
     constexpr uint32_t kScales = kRows / kNumConsumers + 1;
     const uint32_t scaled = ceil_div(kScales, boxes), apart = max_of(1, boxes / kScales);
     uint32_t next_scales = 0;
-    PageCursor page = consumer_.page;  // the first of this step
+    const StepOperands<kBlocks> operands(group, warpgroup());
+    PageCursor page = consumer_.page;  // the first of the step
     uint32_t in_step = 0;
     bool stops = false;
     // NOTE: one loop over the boxes of all steps. With one in the other, or with an end of the warp
-    // in it, ptxas waits for every wgmma. Few rows: the products of a box are in progress until
-    // those of the next one have begun. Many rows: the two warpgroups keep the tensor cores busy,
-    // and pages that are freed at once are worth more.
+    // in it, ptxas waits for every wgmma. The products of a box are in progress until those of the
+    // next one have begun.
 #pragma unroll 1
     for (uint32_t box = 0; box < boxes; ++box) {
       if (in_step == 0) {
-        stops = !consumer_.have_arrived(page, group.pages);
+        stops = !consumer_.has_step_arrived(page);
         if (stops) break;
         if (box == 0) consumer_.note(stage_, Event::kLoadArrived);
       }
-      multiply_box<kBlocks>(page, in_step, group, sums);
+      multiply_box<kBlocks>(operands.of(page, in_step), sums);
       if constexpr (RowScales::kMayPause)
         if (box == next_scales) {
           for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
           next_scales += apart;
         }
-      if constexpr (kOverlaps) {
-        ptx::wgmma_wait<1>();
-        if (in_step == 0 && box > 0) consumer_.finish_pages(group.pages);
-      } else {
-        ptx::wgmma_wait<0>();
-        sums.settle();
-      }
+      ptx::wgmma_wait<1>();
+      if (in_step == 0 && box > 0) consumer_.finish_pages(group.pages);
       if (++in_step == group.boxes) {
         in_step = 0;
         page.advance(group.pages);
-        if constexpr (!kOverlaps) consumer_.finish_pages(group.pages);
       }
     }
     ptx::wgmma_wait<0>();
     sums.settle();
     if (stops) page_arrived(page.slot).give_up(page.phase);
-    if (kOverlaps || in_step != 0) consumer_.finish_pages(group.pages);
+    consumer_.finish_pages(group.pages);
   }
 
-  // Begin the products of box `box` of a step, whose pages begin with `page`.
+  // Begin the products of a box.
   template <uint32_t kBlocks>
-  __device__ __forceinline__ void multiply_box(const PageCursor& page, uint32_t box,
-                                               const MatrixGroup& group, MatrixSums& sums) {
-    // If the warpgroup has fewer blocks, it multiplies another one in their place.
-    uint32_t a[kBlocks];
-#pragma unroll
-    for (uint32_t i = 0; i < kBlocks; ++i) {
-      const uint32_t block = min_of(warpgroup() + i * kWarpgroups, group.blocks - 1);
-      const uint32_t number = box * group.blocks + block;
-      PageCursor mine = page;
-      mine.advance(group.page_of(number));
-      a[i] = mine.address() + group.offset_of(number);
-    }
-    PageCursor of_x = page;
-    of_x.advance(box / kPageBoxes);
-    const uint32_t b = of_x.address() + box % kPageBoxes * kBoxBytes;
+  __device__ __forceinline__ void multiply_box(const BoxOperands<kBlocks>& box, MatrixSums& sums) {
     // NOTE: no branches between these. Otherwise ptxas waits for every single wgmma.
     ptx::wgmma_fence();
 #pragma unroll
@@ -398,9 +458,9 @@ class MatrixConsumer : MatrixSizes {
           using enum ptx::OperandSwizzle;
           ptx::wgmma<kRows>(
               sums.sum[i],
-              ptx::operand_descriptor<k64Bytes>(a[i] + tile * kTileBytes + part * kOperandBytes,
-                                                kUnitBytes),
-              ptx::operand_descriptor<k128Bytes>(b + tile * kTileRowBytes + part * kOperandBytes,
+              ptx::operand_descriptor<k64Bytes>(
+                  box.weights[i], tile * kTileBytes + part * kOperandBytes, kUnitBytes),
+              ptx::operand_descriptor<k128Bytes>(box.x, tile * kTileRowBytes + part * kOperandBytes,
                                                  kUnitRows * kBoxRowBytes));
         }
     ptx::wgmma_commit();
@@ -599,8 +659,6 @@ class MatrixConsumer : MatrixSizes {
 
   static constexpr uint32_t kPairsOfWarp = 8;
   static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
-  // Whether the products of a box may be in progress when those of the next one begin.
-  static constexpr bool kOverlaps = !kMatrixBound;
 
   const Stage& stage_;
   const Product& product_;

@@ -145,8 +145,8 @@ const char* multiply_warpgroup(const Matrices* matrices) {
         float sums[8] = {};
         using enum ptx::OperandSwizzle;
         ptx::wgmma_fence();
-        ptx::wgmma<16>(sums, ptx::operand_descriptor<k64Bytes>(kBase, 512),
-                       ptx::operand_descriptor<k128Bytes>(kBase + 8192, 1024));
+        ptx::wgmma<16>(sums, ptx::operand_descriptor<k64Bytes>(ptx::operand_start(kBase), 0, 512),
+                       ptx::operand_descriptor<k128Bytes>(ptx::operand_start(kBase), 8192, 1024));
         ptx::wgmma_commit();
         const bool early = sums[0] != 0.0f;  // the emulation computes late
         ptx::wgmma_wait<0>();

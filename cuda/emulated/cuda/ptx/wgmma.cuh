@@ -6,11 +6,13 @@
 namespace megavm::ptx {
 
 enum class OperandSwizzle : uint32_t { k128Bytes = 1, k64Bytes = 2 };
+constexpr uint32_t kOperandUnit = 16;  // descriptors count so many bytes
 
+inline uint32_t operand_start(uint32_t address) { return 1u << 16 | (address & 0x3ffff) >> 4; }
 template <OperandSwizzle kSwizzle>
-uint64_t operand_descriptor(uint32_t address, uint32_t stride) {
+uint64_t operand_descriptor(uint32_t start, uint32_t offset, uint32_t stride) {
   return uint64_t{static_cast<uint32_t>(kSwizzle)} << 62 | uint64_t{stride >> 4} << 32 |
-         uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+         (start + offset / kOperandUnit);
 }
 
 // Element `k` of a row of an operand. PTX ISA, "Matrix descriptor" and "Swizzling modes": groups of
