@@ -62,6 +62,12 @@ class Loader {
                      policy_);
   }
 
+  // The same for a box of a matrix.
+  __device__ __forceinline__ void copy_box(uint32_t offset, uint64_t map, uint32_t column,
+                                           uint32_t row) const {
+    if (lane_index() == 0) copy_box(page_, page_, offset, map, column, row);
+  }
+
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
   // Take the next `count` pages, a step, of which the last `weights` count as copies in flight. The
@@ -133,7 +139,7 @@ class Loader {
   }
 
   // Address of a map of a tensor: of an input, 0 for boxes of kBoxRows rows, 1 for boxes of one
-  // row; of a weight, i for boxes of i + 1 units.
+  // row; of a weight, i for boxes of i + 1 units; of a KV cache, 0 for boxes of tokens of a block.
   __device__ __forceinline__ uint64_t map_of(uint32_t handle, uint32_t map) const {
     return maps_ + kMapBytes * (kMapsOfTensor * handle + map);
   }

@@ -15,6 +15,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <array>
 #include <atomic>
 #include <bit>
 #include <chrono>

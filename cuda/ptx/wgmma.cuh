@@ -1,7 +1,7 @@
 // Matrix instructions of a warpgroup (wgmma): operands in shared memory, sums in registers.
 #pragma once
 
-#include "cuda/integers.cuh"
+#include "cuda/ptx/memory.cuh"
 
 namespace megavm::ptx {
 
@@ -9,11 +9,14 @@ namespace megavm::ptx {
 enum class OperandSwizzle : uint32_t { k128Bytes = 1, k64Bytes = 2 };
 constexpr uint32_t kOperandUnit = 16;  // descriptors count so many bytes
 
-// Descriptor of an operand whose rows are contiguous along K, `offset` bytes after `start`, which
-// operand_start gives. Groups of 8 rows are `stride` bytes apart. The descriptor may point to any
-// 32 bytes of the first swizzled row.
-__device__ __forceinline__ uint32_t operand_start(uint32_t address) {
-  return uint32_t{1} << 16 | address / kOperandUnit;
+// Descriptor of an operand, `offset` bytes after `start`, which operand_start gives.
+// If the rows of the operand are contiguous along K, groups of 8 rows are `stride` bytes apart, and
+// the descriptor may point to any 32 bytes of the first swizzled row. If the operand is transposed,
+// rows along K have 64 contiguous elements each; groups of 8 such rows are `stride` bytes apart,
+// and the next 64 elements of all rows `leading` bytes.
+__device__ __forceinline__ uint32_t operand_start(uint32_t address,
+                                                  uint32_t leading = kOperandUnit) {
+  return leading / kOperandUnit << 16 | address / kOperandUnit;
 }
 template <OperandSwizzle kSwizzle>
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t start, uint32_t offset,
@@ -89,6 +92,30 @@ __device__ __forceinline__ void wgmma<128>(float (&d)[64], uint64_t a, uint64_t 
       "%64, %65, 1, 1, 1, 0, 0;"
       : MEGAVM_SUMS_64(0)
       : "l"(a), "l"(b));
+}
+
+// The same with A in registers, as mma has it: each warp has 16 rows. B is transposed or not.
+template <uint32_t kColumns, bool kTransposed>
+__device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const Words4& a, uint64_t b) {
+  static_assert(kColumns == 64 || kColumns == 128);
+  if constexpr (kColumns == 64)
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
+        : MEGAVM_SUMS_32(0)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "n"(kTransposed));
+  else
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;"
+        : MEGAVM_SUMS_64(0)
+        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "n"(kTransposed));
 }
 
 #undef MEGAVM_SUMS_4

@@ -1,8 +1,8 @@
 // The fast attention: bf16, heads of 64 or 128 elements, up to 8 query heads for a KV head.
 //
-// A page holds 64 (or 32) tokens: their keys, then their values. Several rows of a sequence read it
-// together (tile.cuh). In steps of many rows, a warp has a row of its own (pairs.cuh). The rest of
-// this file is for one row that all warps process: a warp takes 16 tokens of a page at a time. It
+// Several rows of a sequence attend together (tile.cuh). In steps of many rows, a warp has a row of
+// its own (pairs.cuh). The rest of this file is for one row that all warps process. A page holds 64
+// (or 32) tokens, their keys, then their values, and a warp takes 16 of them at a time. It
 // computes scores by mma.m16n8k16 with the query heads as rows of A and the keys as B, then sums
 // with the softmax weights as A and the values as B. Rows of the caches are stored swizzled, so
 // shared loads have no bank conflicts. The online softmax follows FlashAttention-2 (Dao 2023,
@@ -26,7 +26,7 @@ struct FastAttention : AttentionWarp<kD> {
   static constexpr uint32_t kRounds = 2 * kPagesPerRound <= kPages ? 2 : 1;  // waited for together
   static_assert(kPagesPerRound <= kPages);
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens in one copy
-  using Tile = AttentionTile<kD, kPageTokens>;
+  using Tile = AttentionTile<kD>;
   using Pairs = AttentionPairs<kD>;
 
   static __device__ __forceinline__ AttentionRun run_at(const Operands<Attention>& in, uint32_t row,
@@ -67,6 +67,10 @@ struct FastAttention : AttentionWarp<kD> {
       if (!ready) loader.wait_ready();
       ready = true;
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
+        if (attention::kManyRows && run.rows > 1) {
+          Tile::load(in, loader, run, head);
+          continue;
+        }
         uint32_t blocks = 0, known = 0;  // lane i: the KV block of piece known + i
         const uint32_t pieces = ceil_div(run.cached - run.begin, kPiece);
         for (uint32_t piece = 0; piece < pieces; ++piece) {
@@ -200,7 +204,7 @@ struct FastAttention : AttentionWarp<kD> {
       if (attention::kManyRows && run.rows > 1) {
 #pragma unroll 1
         for (uint32_t head = inst.head_begin; head < inst.head_end; ++head)
-          Tile(in, run, row, head, consumer.warp()).process(consumer, num_pages(run));
+          Tile(in, run, row, head, consumer.warp()).process(consumer);
       } else {
         consume_row(in, consumer, row, run, ready);
       }

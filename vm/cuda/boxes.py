@@ -1,7 +1,8 @@
-"""Maps with which the copy engine finds boxes of the operands of matrix products (cuda/loader.cuh)."""
+"""Maps with which the copy engine finds boxes of matrices in memory (cuda/loader.cuh)."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,13 +12,14 @@ import torch
 from megavm.vm.config import BLOCK_UNITS, MAPS_OF_TENSOR, TILE_ROW_BYTES, UNIT_ROWS
 from megavm.vm.cuda.driver import Driver
 from megavm.vm.cuda.launch import MAP_BYTES
-from megavm.vm.layout import ROWS, Order, has_boxes
+from megavm.vm.layout import ROWS, SWIZZLED, Order, has_boxes
 from megavm.vm.memory import Memory
 from megavm.vm.tensors import BF16, TensorSpec
 
 BOX_ROW_BYTES = 128
 BOX_TILES = 2  # tiles of each unit in a box of weights
 WORD_BYTES = 8  # weights are copied as words of this size
+KV_BOX_TOKENS = 64
 
 
 def operand_maps(
@@ -25,20 +27,25 @@ def operand_maps(
 ) -> npt.NDArray[np.uint64]:
     """The maps of tensors in the memory of a GPU: [tensors, MAPS_OF_TENSOR, words], zeros for others.
 
-    ``rows``: how many rows matrix products take at a time. The first map of an input has boxes of 64
-    columns of that many rows, with the 128-byte swizzle; the second of one row. Map i of a weight has
-    boxes of BOX_TILES tiles of each of i + 1 units, as they are.
+    ``rows``: how many rows matrix products take at a time; 0: there are none. The first map of an input
+    has boxes of 64 columns of that many rows, with the 128-byte swizzle; the second of one row. Map i of a
+    weight has boxes of BOX_TILES tiles of each of i + 1 units, as they are. The first map of a KV cache has
+    boxes of 64 columns of the tokens of a block, as they are, up to KV_BOX_TOKENS.
     """
     maps = np.zeros((len(specs), MAPS_OF_TENSOR, MAP_BYTES // 8), np.uint64)
     for place, spec in zip(maps, specs, strict=True):
         layout, storage = memory.layout(spec.name), memory.storage(spec.name)
-        if has_boxes(spec) and layout == ROWS:
+        if layout == SWIZZLED:
+            box = BOX_ROW_BYTES // spec.dtype.size, min(spec.shape[2], KV_BOX_TOKENS)
+            slots = math.prod(spec.shape[:3])
+            place[0] = _map(driver, storage, spec.dtype.size, spec.shape[3], slots, box, False)
+        elif rows and has_boxes(spec) and layout == ROWS:
             for i, box_rows in enumerate((rows, 1)):
                 box = BOX_ROW_BYTES // spec.dtype.size, box_rows
                 place[i] = _map(
                     driver, storage, spec.dtype.size, spec.columns, spec.rows, box, True
                 )
-        elif spec.dtype is BF16 and layout.order is Order.UNITS:
+        elif rows and spec.dtype is BF16 and layout.order is Order.UNITS:
             tile = UNIT_ROWS * TILE_ROW_BYTES // WORD_BYTES
             units, tiles = storage.shape[:2]
             for i in range(BLOCK_UNITS):

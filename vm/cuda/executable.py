@@ -67,7 +67,7 @@ class CudaExecutable:
         memory: Memory,
         layouts: Layouts,
         functions: list[Any],
-        matrix_rows: int,
+        box_rows: int | None,
     ) -> None:
         self.program = program
         self.memory = memory
@@ -81,7 +81,7 @@ class CudaExecutable:
         else:
             counters = list(machine.arena.allocate((words,), torch.int32))
         self._ranks = [
-            RankPart(machine, program, own, rank, function, tables, counter, matrix_rows)
+            RankPart(machine, program, own, rank, function, tables, counter, box_rows)
             for rank, (own, function, counter) in enumerate(
                 zip(memory.ranks, functions, counters, strict=True)
             )

@@ -155,8 +155,11 @@ class CudaMachine:
         _check_shares(program, memory)
         found = codegen.program_specialisation(program)
         functions = self._function(program, found)
-        matrix_rows = found.common.get("matrix_rows", 0)
-        return CudaExecutable(self, program, memory, layouts, functions, matrix_rows)
+        box_rows = found.common.get("matrix_rows", 0)
+        uses_maps = bool(box_rows or found.common.get("many_rows"))
+        return CudaExecutable(
+            self, program, memory, layouts, functions, box_rows if uses_maps else None
+        )
 
     def clock_offsets(self) -> list[Offset]:
         """How far the clock of each rank's GPU is from that of rank 0, measured now."""

@@ -59,13 +59,13 @@ class RankPart:
         function: Any,
         tables: Tables,
         counters: torch.Tensor,
-        matrix_rows: int,
+        box_rows: int | None,
     ) -> None:
         self.memory = memory
         self.rank = rank
         self.driver = machine.drivers[rank]
         self._program = program
-        self._matrix_rows = matrix_rows
+        self._box_rows = box_rows
         self._side = machine.side_streams[rank]
         self._function = function
         self._device = memory.device
@@ -132,8 +132,8 @@ class RankPart:
                 share = on_rank_0 + _share_begin(spec, self.rank)
                 entry["address"] = share | 1 << GATHERED_SHIFT
         self._written = self.upload(table)
-        if self._matrix_rows:
-            maps = operand_maps(self.driver, self.memory, specs, self._matrix_rows)
+        if self._box_rows is not None:
+            maps = operand_maps(self.driver, self.memory, specs, self._box_rows)
             self._maps = self.upload(maps)
             self.parameters.maps = self._maps.data_ptr()
         self.parameters.tensors = self._tensors.data_ptr()

@@ -8,20 +8,31 @@ namespace megavm::ptx {
 enum class OperandSwizzle : uint32_t { k128Bytes = 1, k64Bytes = 2 };
 constexpr uint32_t kOperandUnit = 16;  // descriptors count so many bytes
 
-inline uint32_t operand_start(uint32_t address) { return 1u << 16 | (address & 0x3ffff) >> 4; }
+inline uint32_t operand_start(uint32_t address, uint32_t leading = kOperandUnit) {
+  return leading / kOperandUnit << 16 | (address & 0x3ffff) / kOperandUnit;
+}
 template <OperandSwizzle kSwizzle>
 uint64_t operand_descriptor(uint32_t start, uint32_t offset, uint32_t stride) {
   return uint64_t{static_cast<uint32_t>(kSwizzle)} << 62 | uint64_t{stride >> 4} << 32 |
          (start + offset / kOperandUnit);
 }
 
-// Element `k` of a row of an operand. PTX ISA, "Matrix descriptor" and "Swizzling modes": groups of
-// 8 rows are `stride` apart, and the swizzle is one of the bits of the address.
-inline float operand(uint64_t descriptor, uint32_t row, uint32_t k) {
+// Element `k` of a row of an operand. PTX ISA, "Matrix descriptor", "Strides" and "Swizzling
+// modes": the swizzle is one of the bits of the address. If K is contiguous, groups of 8 rows are
+// the stride offset apart; otherwise groups of 8 columns k are, and groups of 64 rows the leading
+// offset.
+inline float operand(uint64_t descriptor, uint32_t row, uint32_t k, bool transposed = false) {
   const uint32_t address = static_cast<uint32_t>(descriptor & 0x3fff) << 4;
+  const uint32_t leading = static_cast<uint32_t>(descriptor >> 16 & 0x3fff) << 4;
   const uint32_t stride = static_cast<uint32_t>(descriptor >> 32 & 0x3fff) << 4;
   const bool wide = descriptor >> 62 == 1;
-  const uint32_t at = address + row / 8 * stride + row % 8 * (wide ? 128 : 64) + 2 * k;
+  uint32_t at = address;
+  if (transposed) {
+    if (!wide) emulated::fail("transposed operands are emulated with the 128-byte swizzle only");
+    at += row / 64 * leading + k / 8 * stride + k % 8 * 128 + 2 * (row % 64);
+  } else {
+    at += row / 8 * stride + row % 8 * (wide ? 128 : 64) + 2 * k;
+  }
   unsigned short bits;
   std::memcpy(&bits, emulated::shared_bytes(swizzled(at, wide ? 3 : 2), 2, 2), 2);
   return from_bf16(bits);
@@ -47,23 +58,46 @@ void wgmma_wait() {
 }
 
 // PTX ISA, "Matrix fragments for wgmma.mma_async.m64nNk16": lane l of warp w has in sums
-// 4 j + 2 h + i row 16 w + l / 4 + 8 h, column 8 j + 2 (l % 4) + i.
-template <uint32_t kColumns>
-void wgmma(float (&sums)[kColumns / 2], uint64_t a, uint64_t b) {
-  __syncwarp();
+// 4 j + 2 h + i row 16 w + l / 4 + 8 h, column 8 j + 2 (l % 4) + i. `of_a(h, k)`: element k of the
+// row of A with that h, when the product is computed.
+template <uint32_t kColumns, class OfA>
+void begin_product(float (&sums)[kColumns / 2], OfA of_a, uint64_t b, bool transposed) {
   float* const to = sums;
   emulated::lane->products.push_back([=] {
-    const uint32_t lane = lane_index(), warp = thread_index() / 32 % 4;
+    const uint32_t lane = lane_index();
     float row[2][16];
     for (uint32_t h = 0; h < 2; ++h)
-      for (uint32_t k = 0; k < 16; ++k) row[h][k] = operand(a, 16 * warp + lane / 4 + 8 * h, k);
+      for (uint32_t k = 0; k < 16; ++k) row[h][k] = of_a(h, k);
     for (uint32_t j = 0; j < kColumns / 8; ++j)
       for (uint32_t i = 0; i < 2; ++i)
         for (uint32_t k = 0; k < 16; ++k) {
-          const float other = operand(b, 8 * j + lane % 4 * 2 + i, k);
+          const float other = operand(b, 8 * j + lane % 4 * 2 + i, k, transposed);
           for (uint32_t h = 0; h < 2; ++h) to[4 * j + 2 * h + i] += row[h][k] * other;
         }
   });
+}
+
+template <uint32_t kColumns>
+void wgmma(float (&sums)[kColumns / 2], uint64_t a, uint64_t b) {
+  __syncwarp();
+  const uint32_t row = thread_index() / 32 % 4 * 16 + lane_index() / 4;
+  begin_product<kColumns>(
+      sums, [=](uint32_t h, uint32_t k) { return operand(a, row + 8 * h, k); }, b, false);
+}
+
+// The four lanes of a row hold its elements as in mma.
+template <uint32_t kColumns, bool kTransposed>
+void wgmma(float (&sums)[kColumns / 2], const Words4& a, uint64_t b) {
+  const emulated::Meeting& all = emulated::meet("wgmma", a);
+  std::array<Words4, 4> of_row;
+  for (uint32_t i = 0; i < 4; ++i)
+    of_row[i] = emulated::brought<Words4>(all, lane_index() / 4 * 4 + i);
+  const auto of_a = [=](uint32_t h, uint32_t k) {
+    const Words4& words = of_row[k % 8 / 2];
+    const uint32_t word = k < 8 ? (h ? words.y : words.x) : (h ? words.w : words.z);
+    return k % 2 ? high_bf16(word) : low_bf16(word);
+  };
+  begin_product<kColumns>(sums, of_a, b, kTransposed);
 }
 
 }  // namespace megavm::ptx
