@@ -8,6 +8,7 @@ include everything from embedding to choice of tokens. The floor is the larger o
 same run: reading the weights and the keys and values, and the multiplications at the rate of
 cuBLAS for a product of 8192 x 8192 x 8192.
 
+``--tensor-parallel-size``: several GPUs divide the model; the floor is then that of all of them.
 ``--torch``: a step of torch.compile at the same batch (torch_baseline.py). ``--products``: the
 products of a layer by cuBLAS, and causal attention of a prompt by torch (the fastest of its
 kernels), each alone.
@@ -29,6 +30,7 @@ from llama_cuda import MODELS, kv_bytes, make_runner, measure, prepare, record_s
 from megavm.profiler.environment import measure_multiplication
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.parallel import Parallel
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.machine import CudaMachine
 from read_floor import ReadFloor, time_gpu
@@ -131,11 +133,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--torch", action="store_true", help="torch.compile beside the batches")
     parser.add_argument("--products", action="store_true", help="cuBLAS and torch's attention")
+    parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
+    parser.add_argument("--exchange", choices=("all_reduce", "all_gather"), default="all_gather")
     parser.add_argument("--trace", help="folder for a trace of each measured step")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
 
-    machine = CudaMachine()
+    ranks = args.tensor_parallel_size
+    machine = CudaMachine(range(ranks))
+    parallel = Parallel(ranks, args.exchange)
     rate = measure_multiplication("cuda")["flops_per_second_median"]
     floor = ReadFloor(4 << 30)
     bandwidth = floor.bandwidth()
@@ -144,7 +150,7 @@ def main() -> None:
 
     def limit(config: LlamaConfig, rows: int, logit_rows: int, pairs: int, read: int) -> float:
         flops = operations(config, rows, logit_rows, pairs)
-        return 1e6 * max(flops / rate, (weight_bytes(config) + read) / bandwidth)
+        return 1e6 / ranks * max(flops / rate, (weight_bytes(config) + read) / bandwidth)
 
     def add(model: str, found: dict[str, Any]) -> None:
         results.append({"model": model} | found)
@@ -153,7 +159,8 @@ def main() -> None:
         share = 100 * found["floor_us"] / found["us"]
         print(f"{text}{found['floor_us']:8.1f} ({share:.1f} %)", *others, flush=True)
         if args.save:  # a run that is cut off keeps what it has
-            save("throughput_cuda", {"flops": rate, "bandwidth": bandwidth, "results": results})
+            name = "throughput_cuda" + (f"_{ranks}" if ranks > 1 else "")
+            save(name, {"flops": rate, "bandwidth": bandwidth, "results": results})
 
     for model in args.model:
         config = MODELS[model]
@@ -163,7 +170,7 @@ def main() -> None:
         rows = max([batch, *(n * length for n, length, _ in args.prefill)])
         if args.decode:
             length = args.context + 2 * args.steps
-            runner = make_runner(config, machine, length, batch)
+            runner = make_runner(config, machine, length, batch, parallel)
             for batch in args.decode:
                 # The context of the middle of a launch is the one that is asked for.
                 context = args.context - args.steps // 2
@@ -196,7 +203,7 @@ def main() -> None:
             continue
         count = max(n for n, _, _ in args.prefill)
         longest = max(length + before for _, length, before in args.prefill)
-        runner = make_runner(config, machine, longest + 1, count, rows=rows)
+        runner = make_runner(config, machine, longest + 1, count, parallel, rows=rows)
         for n, length, before in args.prefill:
             us = measure_prompts(runner, n, length, before, max(3, args.rounds // 4))
             pairs = n * (length * before + length * (length + 1) // 2)

@@ -31,7 +31,8 @@ class Target:
     "" without a GPU.
 
     ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
-    the host checks its stop conditions. ``column_unit``: column tiles of products begin at
+    the host checks its stop conditions. ``max_num_seqs``: the default of sequences that run at the same
+    time. ``column_unit``: column tiles of products begin at
     multiples of it. ``exchange``: how activations pass between workers (CompileOptions.exchange).
 
     Split K: in steps of 2 to ``parted_rows`` rows, products of long rows are split into parts of
@@ -56,6 +57,7 @@ class Target:
     architecture: str = ""
     block_size: int = 16
     steps_per_launch: int = 1
+    max_num_seqs: int = 16
     column_unit: int = 16
     exchange: Exchange = "barrier"
     part_of_k: int = 0
@@ -80,6 +82,7 @@ TARGETS = {
             architecture="sm_90a",
             block_size=64,
             steps_per_launch=8,
+            max_num_seqs=64,
             column_unit=UNIT_ROWS,
             exchange="preferred",
             # The columns of a unit of bfloat16 weights, and the rows, that the kernel takes at once.

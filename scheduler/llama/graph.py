@@ -22,7 +22,6 @@ from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.vm.tensors import F32, I32, DType, TensorKind, TensorSpec
 
 # Default sizes of steps.
-MAX_NUM_SEQS = 16
 MAX_NUM_BATCHED_TOKENS = 512
 MAX_LOGIT_ROWS = 64
 

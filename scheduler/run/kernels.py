@@ -12,7 +12,6 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
     MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
     Limits,
     llama_graph,
 )
@@ -37,7 +36,7 @@ def default_limits(config: LlamaConfig) -> Limits:
     length = config.max_position_embeddings
     block_size = TARGETS["cuda"].block_size
     return Limits(
-        max_num_seqs=MAX_NUM_SEQS,
+        max_num_seqs=TARGETS["cuda"].max_num_seqs,
         max_model_len=length,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
         max_logit_rows=MAX_LOGIT_ROWS,
@@ -72,14 +71,14 @@ def kernel_headers(
             limits,
             options_for,
             rows,
-            min(rows, MAX_NUM_SEQS),
+            min(rows, limits.max_num_seqs),
             context,
             decode=decode,
             parallel=parallel,
         )
         for rows in sizes
         for context in (1, limits.max_model_len)
-        for decode in ((False, True) if rows <= MAX_NUM_SEQS else (False,))
+        for decode in ((False, True) if rows <= limits.max_num_seqs else (False,))
     )
     for bucket in buckets:
         graph = llama_graph(config, limits, replace(bucket, restricted=restricted), dtype, parallel)

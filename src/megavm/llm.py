@@ -37,7 +37,6 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
     MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
-    MAX_NUM_SEQS,
     Limits,
 )
 from megavm.scheduler.llama.hub import resolve
@@ -71,7 +70,8 @@ class LLM:
         dtype: type of weights and KV cache; "auto" takes the stored type (bfloat16 for float16).
         max_model_len: tokens of the longest sequence, prompt included; None takes the model's
             limit, or less if a KV cache of the default size cannot hold that many.
-        max_num_seqs: sequences that run at the same time; others wait.
+        max_num_seqs: sequences that run at the same time; others wait. None is 64 on a GPU and 16
+            elsewhere, or `max_num_batched_tokens` if that is less.
         max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
         kv_cache_bytes, num_blocks: size of the KV cache; give at most one. By default as many
             blocks as `max_num_seqs` sequences of `max_model_len` tokens need, but at most 85 % of
@@ -106,7 +106,7 @@ class LLM:
         machine: Machine = "auto",
         dtype: Dtype = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = MAX_NUM_SEQS,
+        max_num_seqs: int | None = None,
         max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
         kv_cache_bytes: int | None = None,
         num_blocks: int | None = None,
@@ -149,6 +149,8 @@ class LLM:
             block_size = target.block_size
         if steps_per_launch is None:
             steps_per_launch = target.steps_per_launch
+        if max_num_seqs is None:
+            max_num_seqs = min(target.max_num_seqs, max_num_batched_tokens)
         itemsize = choose_dtype(config, dtype).size
         self.max_model_len, blocks = _kv_sizes(
             config,

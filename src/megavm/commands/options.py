@@ -263,7 +263,11 @@ def add_machine(parser: Parser, *names: str) -> None:
             "type": length,
             "help": "longest context, prompt included, such as 4096, 8k or 32K (the model's)",
         },
-        "max_num_seqs": {"metavar": "N", "type": length, "help": "most sequences in one batch"},
+        "max_num_seqs": {
+            "metavar": "N",
+            "type": length,
+            "help": "most sequences in one batch (64 on a GPU, else 16)",
+        },
         "workers": {
             "metavar": "N",
             "type": length,
