@@ -139,7 +139,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
 
-    ranks = args.tensor_parallel_size
+    ranks: int = args.tensor_parallel_size
     machine = CudaMachine(range(ranks))
     parallel = Parallel(ranks, args.exchange)
     rate = measure_multiplication("cuda")["flops_per_second_median"]
