@@ -153,16 +153,18 @@ def main() -> None:
         return 1e6 / ranks * max(flops / rate, (weight_bytes(config) + read) / bandwidth)
 
     def add(model: str, found: dict[str, Any]) -> None:
-        results.append({"model": model} | found)
+        results.append(found)
         others = (f"{k} {v:.0f}" for k, v in found.items() if k.endswith("_us") and k != "floor_us")
         text = f"{model} {found['kind']} {found['what']:>12}: {found['us']:9.1f} us, floor "
         share = 100 * found["floor_us"] / found["us"]
         print(f"{text}{found['floor_us']:8.1f} ({share:.1f} %)", *others, flush=True)
         if args.save:  # a run that is cut off keeps what it has
-            name = "throughput_cuda" + (f"_{ranks}" if ranks > 1 else "")
-            save(name, {"flops": rate, "bandwidth": bandwidth, "results": results})
+            name = f"throughput_cuda_{model}" + (f"_{ranks}" if ranks > 1 else "")
+            facts = {"model": model, "flops": rate, "bandwidth": bandwidth}
+            save(name, facts | {"results": results})
 
     for model in args.model:
+        results.clear()
         config = MODELS[model]
         if args.layers:
             config = dataclasses.replace(config, num_layers=args.layers)
