@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from megavm.instructions.attention import Attention
 from megavm.vm.config import NONE
@@ -149,7 +151,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
 
 
 def example(rng: np.random.Generator, case: Case) -> Example:
-    """An example whose KV blocks are scattered over a cache that is full of other values."""
+    """An example whose KV blocks are scattered over a cache. Slots that no row sees hold NaN."""
     table = Table(rng)
     d, rows = case.head_dim, len(case.rows)
     per_sequence = -(-case.context // case.block_size)
@@ -170,14 +172,22 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         for name in ("k_new", "v_new")
         if case.newest
     }
+    blocks = table.values["block_table"]
+    unseen = torch.ones(num_blocks, case.block_size, dtype=torch.bool)
+    for sequence, position in case.rows:
+        for token in range(position + (not case.newest)):
+            block = int(blocks[sequence, token // case.block_size])
+            unseen[block, token % case.block_size] = False
+
+    def cache(name: str) -> int:
+        value = table.normal(*cache_shape)
+        value.transpose(1, 2)[unseen] = math.nan
+        return table.add(name, cache_shape, case.cache, TensorKind.STATE, value)
+
     inst = Attention(
         q=table.activation("q", (rows, case.heads * d), case.q, tagged=case.tagged),
-        k_cache=table.add(
-            "k_cache", cache_shape, case.cache, TensorKind.STATE, table.normal(*cache_shape)
-        ),
-        v_cache=table.add(
-            "v_cache", cache_shape, case.cache, TensorKind.STATE, table.normal(*cache_shape)
-        ),
+        k_cache=cache("k_cache"),
+        v_cache=cache("v_cache"),
         out=out,
         partial=partial,
         **newest,

@@ -205,10 +205,10 @@ struct AttentionWarp {
       state.total += (score[p][0][0] + score[p][0][1]) + (score[p][1][0] + score[p][1][1]);
       const uint32_t low = ptx::pack_bf16(score[p][0][0], score[p][0][1]);
       const uint32_t high = ptx::pack_bf16(score[p][1][0], score[p][1][1]);
-      // Values. Rows that were not copied have weight 0, but may hold anything, NaN included: read
-      // one of the first 8 rows instead.
+      // Values. Rows of other tokens have weight 0, but may hold anything, NaN included: read the
+      // first row instead.
       const uint32_t wanted = lane % 8 + lane / 8 % 2 * 8;
-      const uint32_t mine = wanted < ceil_div(tokens[p], 8) * 8 ? wanted : lane % 8;
+      const uint32_t mine = wanted < tokens[p] ? wanted : 0;
       const uint32_t row = keys[p] + kValuesAt + mine * kRowBytes;
 #pragma unroll
       for (uint32_t i = 0; i < kValueTiles; i += 2) {

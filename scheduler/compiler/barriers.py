@@ -213,6 +213,7 @@ class _Grouping:
         for i in sorted(readers):
             key = (self.operation[i], tuple(readers[i]))
             self.group[i] = groups.setdefault(key, len(groups))
+        begin = [0, *itertools.accumulate(len(tiles.instructions) for tiles in self.tiles)]
         crowded = list(kinds)
         merged = True
         while merged:
@@ -222,10 +223,13 @@ class _Grouping:
                 by_operation: dict[int, set[int]] = defaultdict(set)
                 for i in self.members(needed):
                     by_operation[self.operation[i]].add(self.group[i])
-                groups_of_one = max(by_operation.values(), key=len)
+                operation, groups_of_one = max(by_operation.items(), key=lambda item: len(item[1]))
                 if len(groups_of_one) > 1:
                     first = min(groups_of_one)
-                    self.group = [first if g in groups_of_one else g for g in self.group]
+                    # A barrier has instructions of one operation only.
+                    for i in range(begin[operation], begin[operation + 1]):
+                        if self.group[i] in groups_of_one:
+                            self.group[i] = first
                     merged = True
         self._join_sinks()
 

@@ -336,6 +336,7 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
             ABSOLUTE[spec.dtype] + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs()).double()
         )
         wrong = ~((a.double() - b.double()).abs() <= bound) & ~(a == b)
+        wrong &= ~(a.isnan() & b.isnan())
         if bool(wrong.any()):
             at = [int(i) for i in torch.nonzero(wrong)[0]]
             yield (

@@ -46,7 +46,7 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
             + ABSOLUTE[spec.dtype]
             + RELATIVE[spec.dtype] * torch.maximum(a.abs(), b.abs())
         )
-        wrong = ~((a - b).abs() <= bound) & ~(a == b)
+        wrong = ~((a - b).abs() <= bound) & ~(a == b) & ~(a.isnan() & b.isnan())
         if bool(wrong.any()):
             at = tuple(int(i) for i in torch.nonzero(wrong)[0])
             yield (
