@@ -13,6 +13,9 @@ import pytest
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Before torch is imported, here and in processes that tests start. The threads of its operations
+# spin while they wait for each other: where others use the cores too, a test takes much longer.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from megavm.vm.machine import Machine
