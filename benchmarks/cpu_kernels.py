@@ -28,7 +28,6 @@ from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, DType, Part, TensorKind, TensorSpec
 
 DTYPES = {"bfloat16": BF16, "float32": F32}
-CACHE_BYTES = 400e6  # total size of the copies of a weight
 
 
 @dataclass(frozen=True)
@@ -175,6 +174,8 @@ def main() -> None:
         help="of the process: with one worker, on a machine that is not idle",
     )
     parser.add_argument("--shapes", nargs="+", default=None, help="first words of the shapes")
+    text = "total size of the copies of a weight: more than the caches hold"
+    parser.add_argument("--megabytes", type=float, default=400.0, help=text)
     parser.add_argument("--row-tile", type=int, default=None)
     parser.add_argument("--column-tile", type=int, default=None)
     args = parser.parse_args()
@@ -200,7 +201,7 @@ def measure(
     if rows * shape.columns > 2**25:
         rows = min(rows, 8)
     size = shape.weight_rows * shape.k * dtype.size
-    copies = max(1, min(16, round(CACHE_BYTES / size)))
+    copies = max(1, min(16, round(args.megabytes * 1e6 / size)))
     row_tile, column_tile = default_tile(shape, dtype, rows)
     program = build(
         shape,

@@ -14,7 +14,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("cpu_kernels.py --shapes down gate --rows 1 9 --seconds 0.01", "down 2048 x 8192"),
+        (
+            "cpu_kernels.py --shapes down gate --rows 1 9 --seconds 0.01 --megabytes 1",
+            "down 2048 x 8192",
+        ),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
     ],
