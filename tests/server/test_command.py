@@ -108,3 +108,21 @@ def test_the_environment_counts_where_no_option_is_given(
     assert cli.main(["serve", "--port", "82"]) == 7
     assert served.settings == Settings(("name",), api_keys=("secret",), log_prompts=True)
     assert served.address == ("127.0.0.1", 82)
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--port 70000", "--port must be in [0, 65535], not 70000"),
+        ("--max-queue -1", "max_queue must be at least 0"),
+    ],
+)
+def test_a_number_that_makes_no_sense_is_refused_in_one_sentence(
+    served: Served, capsys: pytest.CaptureFixture[str], option: str, said: str
+) -> None:
+    assert cli.main(["serve", "stories", *option.split()]) == 2
+    line, nothing = capsys.readouterr().err.split("\n")
+    assert line.startswith("megavm: error: ")
+    assert said in line
+    assert nothing == ""
+    assert served.settings is None
