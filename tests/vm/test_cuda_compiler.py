@@ -145,7 +145,9 @@ def test_a_header_that_is_missing_is_named(root: Path) -> None:
         compiled(root)
 
 
-def test_warnings_are_kept_with_the_kernel(root: Path) -> None:
+def test_warnings_are_kept_with_the_kernel_and_logged_once(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (root / "cuda" / "second.cuh").write_text(
         "__device__ float second(float x) { int unused; return 2 * x; }\n"
     )
@@ -154,6 +156,9 @@ def test_warnings_are_kept_with_the_kernel(root: Path) -> None:
         assert kernel.cached == cached
         assert len(kernel.warnings) == 1
         assert "unused" in kernel.warnings[0]
+    assert [r.getMessage() for r in caplog.records if r.levelname == "WARNING"] == [
+        f"a kernel for sm_90a: {kernel.warnings[0]}"
+    ]
 
 
 def test_the_largest_function_counts() -> None:

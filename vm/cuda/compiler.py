@@ -104,7 +104,8 @@ def compile_kernel(
 ) -> Kernel:
     """Compile the kernel that ``program_header`` (codegen.program_header) specialises, or load it if cached.
 
-    ``report`` is called with one line when a compilation begins. ``root`` and ``entry`` are for tests.
+    ``report`` is called with one line when a compilation begins. Warnings of the compiler, which are mostly
+    about speed, are logged. ``root`` and ``entry`` are for tests.
 
     Raises CompileError with the compiler's log when it does not compile, ImportError when there is no
     compiler.
@@ -131,6 +132,8 @@ def compile_kernel(
         path=path,
         **resource_usage(log),
     )
+    for warning in made.warnings:
+        logger.warning("a kernel for %s: %s", architecture, warning)
     try:
         write_cached(path, made)
     except OSError as error:
