@@ -26,15 +26,15 @@ struct AttentionTile {
   static constexpr uint32_t kRows = kMaxAttentionElements / (kD * kGroup);  // of a run, at most
   static constexpr uint32_t kTokens = 64;                                   // of a step
   static constexpr uint32_t kPiece = min_of(kBlockSize, kTokens);           // in one box
-  static constexpr uint32_t kPanelColumns = kBoxRowBytes / 2;
-  static constexpr uint32_t kPanels = kD / kPanelColumns;
+  static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
+  static constexpr uint32_t kPanels = kD / kBoxColumns;
   static constexpr uint32_t kPanel = kTokens * kBoxRowBytes;
   static constexpr uint32_t kOperand = kPanels * kPanel;  // the keys of a step, or the values
   static constexpr uint32_t kStepPages = 2 * kOperand / kPageBytes;
   static constexpr uint32_t kMmaColumns = 16;  // of operand A
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
-  static_assert(kD % kPanelColumns == 0 && kParts > 0 && kRows > 1);
+  static_assert(kD % kBoxColumns == 0 && kParts > 0 && kRows > 1);
   static_assert(kStepPages * kPageBytes == 2 * kOperand && kStepPages <= 2);
   static_assert(kLanes * kPiece % kTokens == 0 && kTokens % kPiece == 0);
 
@@ -97,7 +97,7 @@ struct AttentionTile {
           const uint32_t to = operand * kOperand % kPageBytes + piece * kPiece * kBoxRowBytes;
 #pragma unroll
           for (uint32_t panel = 0; panel < kPanels; ++panel)
-            loader.copy_box(to + panel * kPanel, map, panel * kPanelColumns, from);
+            loader.copy_box(to + panel * kPanel, map, panel * kBoxColumns, from);
         }
       }
     }
