@@ -74,7 +74,7 @@ class Consumer {
     page_finished(page.slot).arrive_together();
   }
 
-  // `count` <= 32 pages at once, one lane per page: wait until they have arrived; finish them.
+  // `count` pages at once, one lane per page: wait until they have arrived; finish them.
   __device__ __forceinline__ void wait_pages(uint32_t count) const {
     if (!have_arrived(page, count)) page_arrived(page.slot).give_up(page.phase);
   }
@@ -91,8 +91,12 @@ class Consumer {
     return true;
   }
   // Wait for the pages of a step (Loader::begin_pages). False if the worker is stopping.
-  __device__ __forceinline__ bool has_step_arrived(const PageCursor& first) const {
-    while (!__all_sync(~0u, page_arrived(first.slot).is_over(first.phase)))
+  __device__ __forceinline__ bool has_step_arrived(const PageCursor& first,
+                                                   uint32_t x_pages) const {
+    PageCursor weights = first;
+    weights.advance(x_pages);
+    while (!__all_sync(~0u, page_arrived(first.slot).is_over(first.phase) &
+                                page_arrived(weights.slot).is_over(weights.phase)))
       if (__builtin_expect(is_stopping(), 0)) return false;
     return true;
   }

@@ -38,7 +38,7 @@ class Loader {
   // Take the next page of the ring; the following `copy` calls fill `bytes` of it.
   __device__ __forceinline__ void begin_page(uint32_t bytes) {
     if constexpr (kDefers) {
-      page_ = begin_pages(1, 1, bytes);
+      page_ = begin_pages(0, 1, 0, bytes);
       return;
     }
     page_finished(next_.slot).wait(next_.phase ^ 1);
@@ -70,13 +70,15 @@ class Loader {
 
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
-  // Take the next `count` pages, a step, of which the last `weights` count as copies in flight. The
-  // semaphore of the first page, which is returned, counts the `bytes` of all.
-  __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t weights,
-                                                    uint32_t bytes) {
-    const uint32_t lane = lane_index();
+  // Take the next pages, a *step*: so many of x, then of weights, which count as copies in flight.
+  // The semaphore of the first page of x counts the bytes of all pages of x, that of the first page
+  // of weights those of all weights. Returns the first page.
+  __device__ __forceinline__ PageCursor begin_pages(uint32_t x_pages, uint32_t weight_pages,
+                                                    uint32_t x_bytes, uint32_t weight_bytes) {
+    const uint32_t lane = lane_index(), count = x_pages + weight_pages;
     const PageCursor first = next_;
-    PageCursor mine = first;
+    PageCursor mine = first, first_weights = first;
+    first_weights.advance(x_pages);
     mine.advance(lane);
     const Semaphore finished = page_finished(mine.slot);
     wait_for([&] { return lane >= count || finished.is_over(mine.phase ^ 1); },
@@ -87,11 +89,11 @@ class Loader {
     // This lane's page, counted from the first.
     const uint32_t number = lane < first.slot ? lane + kPages - first.slot : lane - first.slot;
     if (lane < kPages && number < count) {
-      in_flight_ = number >= count - weights;
-      step_ = first;
+      in_flight_ = number >= x_pages;
+      part_ = number < x_pages ? first : first_weights;
     }
-    if (lane < count)
-      ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), lane == 0 ? bytes : 0);
+    const uint32_t bytes = lane == x_pages ? weight_bytes : lane == 0 ? x_bytes : 0;
+    if (lane < count) ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), bytes);
     __syncwarp();
     next_.advance(count);
     return first;
@@ -112,7 +114,7 @@ class Loader {
     __syncwarp();
   }
 
-  // Start the copy of this lane's own box into a page of the step that begins with `first`.
+  // Start the copy of this lane's own box into a page. `first`: of the weights of the step.
   __device__ __forceinline__ void copy_box(const PageCursor& first, const PageCursor& page,
                                            uint32_t offset, uint64_t map, uint32_t column,
                                            uint32_t row) const {
@@ -180,7 +182,7 @@ class Loader {
 
   // Number of pages of weights in flight.
   __device__ __forceinline__ uint32_t count_in_flight() {
-    if (in_flight_ != 0 && page_arrived(step_.slot).is_over(step_.phase)) in_flight_ = 0;
+    if (in_flight_ != 0 && page_arrived(part_.slot).is_over(part_.phase)) in_flight_ = 0;
     return __popc(__ballot_sync(~0u, in_flight_ != 0));
   }
 
@@ -209,7 +211,7 @@ class Loader {
     constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
     constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
     const uint32_t to = PageCursor{{slot, 0}}.address();
-    const uint32_t arrived = page_arrived(__shfl_sync(~0u, step_.slot, slot)).address();
+    const uint32_t arrived = page_arrived(__shfl_sync(~0u, part_.slot, slot)).address();
     if (boxes.index == 0) {
       const uint32_t box = lane_index();
       if (box < count)
@@ -234,7 +236,7 @@ class Loader {
   PageCursor page_;         // the page begun last
   PageCursor landing_;      // the oldest page that may be in flight
   uint32_t in_flight_ = 0;  // pages issued whose arrival was not observed; kDefers: of lane's page
-  PageCursor step_;         // kDefers: the first page of the step of the lane's page
+  PageCursor part_;         // kDefers: the first page of x, or of weights, of the lane's step
   bool is_ready_ = false;   // whether the waits of the matrix product in progress are over
   bool is_deferred_ = false;
   uint32_t ready_slot_ = 0;  // stage of the instruction that the deferred copy belongs to
