@@ -49,6 +49,11 @@ FAST_HALF = FAST | {"splits": (0, 2, 16)}
 LAST = {"splits": (1, 2, 16)}
 NEWEST = {"newest": True, "tagged": True}
 
+
+def blocks(size: int) -> dict[str, Any]:
+    return {"block_size": size, "splits": (0, 1, size)}
+
+
 CASES = [
     Case("multi-head", 2, 2, 16, MIXED, 6),
     Case("grouped", 8, 2, 64, MIXED, 6, kv_head_range=(1, 2)),
@@ -117,6 +122,11 @@ CASES = [
     ),
     Case("fast, long prompts", 4, 1, 64, LONG, 171, context=1100, **FAST),
     Case("fast, long prompts, long heads", 8, 2, 128, LONG, 150, context=1100, **FAST),
+    Case("fast, prompts, small blocks", 4, 2, 128, MANY, 35, **(FAST | blocks(8))),
+    Case(
+        "fast, prompts, blocks of a step", 8, 2, 128, LONG, 171, context=1152, **(FAST | blocks(64))
+    ),
+    Case("fast, prompts, large blocks", 4, 1, 64, LONG, 171, context=1152, **(FAST | blocks(128))),
     Case("fast, rows apart", 4, 1, 64, LONG_APART, 15, context=256, **FAST),
     Case("fast, rows apart, long heads", 8, 2, 128, LONG_APART, 14, context=256, **FAST),
     Case("fast, rows apart, newest", 4, 2, 64, LONG_APART, 15, newest=True, context=256, **FAST),
