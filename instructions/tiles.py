@@ -65,7 +65,7 @@ def product_working_bytes(rows: int, columns: int, k: int, itemsize: int) -> int
 
 
 def is_matrix_product(tensors: Sequence[TensorSpec], *, x: int, weight: int, rows: int) -> bool:
-    """Whether the GPU multiplies ``rows`` rows of x as a matrix (instructions/product/matrix.cuh)."""
+    """Whether the GPU multiplies ``rows`` rows of x as a matrix (instructions/product/matrix_pages.cuh)."""
     return rows > MAX_GROUP_ROWS and has_boxes(tensors[x]) and tensors[weight].dtype is BF16
 
 

@@ -85,7 +85,7 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
 
 
 def _matrix_bytes(rows: int) -> int:
-    """The scratch of matrix products of so many rows at a time (instructions/product/matrix.cuh).
+    """The scratch of matrix products of so many rows at a time (instructions/product/matrix_pages.cuh).
 
     Scales; for each consumer 16 x 16 sums with padding; what epilogues look up of each row, and what
     each consumer keeps of it.

@@ -1,0 +1,174 @@
+// The pages of matrix products: their sizes and order, and what the loader does. matrix.cuh has the
+// consumers' part.
+//
+// Loader and consumers process pages in the same order:
+//   for each kMatrixRows rows, for each group of blocks, for each step of some columns:
+//     pages of x; pages of weights.
+//
+// The operands come in boxes of 64 columns, which the copy engine finds by maps (vm/cuda/boxes.py).
+// A box of x is [row][128 bytes] with the 128-byte swizzle. A box of a block of weights is
+// [unit][2 tiles][8 rows][64 bytes], which is wgmma's 64-byte swizzle. If the block has fewer than
+// 8 units, so has its box. A wgmma reads 8 in any case: what follows counts as nothing. What lies
+// beyond the last column is zeros.
+#pragma once
+
+#include "instructions/product/product.cuh"
+
+namespace megavm {
+
+struct MatrixSizes {
+  static constexpr uint32_t kRows = max_of(kMinMatrixRows, program::kMatrixRows);
+  static constexpr uint32_t kWarpgroups = kNumConsumers / 4;
+  // Most blocks of a warpgroup: their sums take up to 128 registers.
+  static constexpr uint32_t kMaxBlocks = 2;
+  static constexpr uint32_t kGroupBlocks = kMatrixBlocks;
+  static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
+  static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
+  static constexpr uint32_t kBoxTiles = kBoxColumns / kTileColumns;
+  static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;  // a box of x
+  static constexpr uint32_t kPageBoxes = kPageBytes / kBoxBytes;
+  static constexpr uint32_t kUnitBytes = kBoxTiles * kTileBytes;  // a unit in a box of weights
+  static constexpr uint32_t kPageUnits = kPageBytes / kUnitBytes;
+  static constexpr uint32_t kBoxWords = kUnitBytes / 8;  // maps of weights count words of 8 bytes
+  // Most boxes of x in a step, and most pages of a step with several: the ring holds four steps.
+  static constexpr uint32_t kMostBoxes = 4;
+  static constexpr uint32_t kGoodPages = kPages / 4;
+  static_assert(program::kMatrixRows == 0 || 1 + kGroupBlocks * kBlockUnits / kPageUnits <= kPages);
+
+  static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
+
+  // Sums that a warp finishes at a time: 16 rows of x, and 16 rows of the weight with 4 more words,
+  // so that neither rows nor columns of threads meet in a bank.
+  static constexpr uint32_t kStagedRows = 16;
+  static constexpr uint32_t kStagedStride = 4 * (16 + 4);
+  static constexpr uint32_t kStagedAt = 4 * kRows;  // behind the scales
+  // What epilogues look up of each row, and what each warp keeps of it.
+  static constexpr uint32_t kOfRowsAt = kStagedAt + kNumConsumers * kStagedRows * kStagedStride;
+  static constexpr uint32_t kOfRowBytes = 8;
+  static constexpr uint32_t kKeptAt = kOfRowsAt + kRows * kOfRowBytes;
+  static constexpr uint32_t kKeptBytes = 8;
+  static constexpr uint32_t kBytes = kKeptAt + kNumConsumers * kRows * kKeptBytes;
+  static_assert(program::kMatrixRows == 0 || kBytes <= kScratch);
+  static_assert(kUnitRows * kBlockUnits == 64);
+  // A wgmma may read beyond the last page: no further than the scratch.
+  static_assert(program::kMatrixRows == 0 || kBlockUnits * kUnitBytes <= kBytes);
+};
+
+// Whether a product is done in this way, as is_matrix_product in instructions/tiles.py has it.
+__device__ __forceinline__ bool is_matrix(const Stage& stage, const Product& p) {
+  if constexpr (program::kMatrixRows == 0) return false;
+  const Tensor& x = stage.tensors[p.x];
+  return !kF32Weights && p.row_end - p.row_begin > kMaxGroupRows && !is_f32(x) && !is_tagged(x) &&
+         x.columns % 8 == 0;
+}
+
+// The order of the pages.
+struct MatrixOrder : MatrixSizes {
+  uint32_t blocks, units, tiles;
+
+  __device__ __forceinline__ explicit MatrixOrder(const Tiling& tiling)
+      : blocks(ceil_div(tiling.units, kBlockUnits)), units(tiling.units), tiles(tiling.tiles()) {}
+
+  __device__ __forceinline__ uint32_t units_of(uint32_t block) const {
+    return min_of(kBlockUnits, units - block * kBlockUnits);
+  }
+  __device__ __forceinline__ uint32_t boxes() const { return ceil_div(tiles, kBoxTiles); }
+};
+
+// A group of blocks, and its steps. Box i of the weights of a step is that of block i % blocks for
+// box i / blocks of x.
+struct MatrixGroup : MatrixSizes {
+  uint32_t first, blocks;
+  uint32_t boxes = kMostBoxes;  // boxes of x in a step
+  uint32_t x_pages, pages;      // a step has so many pages of x, and in all
+  uint32_t page_shift = 1;      // a page has 1 << page_shift boxes of weights
+
+  // NOTE: more boxes a step if the block has only a few units. Steps of few bytes would leave too
+  // few in flight.
+  __device__ __forceinline__ MatrixGroup(const MatrixOrder& order, uint32_t first)
+      : first(first), blocks(min_of(kGroupBlocks, order.blocks - first)) {
+    if (blocks == 1)
+      while (order.units_of(first) << (page_shift + 1) <= kPageUnits) ++page_shift;
+    while (true) {
+      x_pages = ceil_div(boxes, kPageBoxes);
+      pages = x_pages + ((boxes * blocks + (1u << page_shift) - 1) >> page_shift);
+      if (boxes == 1 || pages <= kGoodPages) break;
+      boxes /= 2;
+    }
+  }
+
+  // From one box of the weights to the next, in bytes.
+  __device__ __forceinline__ uint32_t box_bytes() const { return kPageBytes >> page_shift; }
+  // The page, and the place in it, of box i of the weights.
+  __device__ __forceinline__ uint32_t page_of(uint32_t i) const {
+    return x_pages + (i >> page_shift);
+  }
+  __device__ __forceinline__ uint32_t offset_of(uint32_t i) const {
+    return (i & ((1u << page_shift) - 1)) * box_bytes();
+  }
+};
+
+// Whether `count` numbers from `address` on follow each other, below `limit`.
+__device__ __forceinline__ bool is_run(uint64_t address, uint32_t count, uint32_t limit) {
+  const uint32_t first = ptx::load_constant(address);
+  bool follow = first < limit && count <= limit - first;
+  for (uint32_t i = lane_index(); i < count; i += kLanes)
+    follow &= ptx::load_constant(address + 4 * i) == first + i;
+  return __all_sync(~0u, follow);
+}
+
+// The loader's part.
+__device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p, Loader& loader) {
+  const MatrixOrder order(p.tiling);
+  using S = MatrixSizes;
+  const Tensor& x = stage.tensors[p.x];
+  const bool gathers = p.row_index != kNone;
+  Boxes boxes = {};
+  const uint32_t handle = stage.words.operands[p.x];
+  const uint64_t index = gathers ? element_at(stage.tensors[p.row_index], 0, 0) : 0;
+  boxes.limit = gathers ? p.x_rows : x.rows;
+  const uint32_t end = live_end(stage, p), lane = lane_index();
+  loader.begin_instruction();
+#pragma unroll 1
+  for (uint32_t row = p.row_begin; row < end; row += S::kRows) {
+    boxes.rows = min_of(S::kRows, end - row);
+    // Rows that follow each other need no boxes of single rows, which take much longer.
+    const bool follow = gathers && is_run(index + 4 * row, boxes.rows, boxes.limit);
+    boxes.map = loader.map_of(handle, gathers && !follow);
+    boxes.index = follow ? 0 : index;
+    boxes.row = follow ? ptx::load_constant(index + 4 * row) : row;
+#pragma unroll 1
+    for (uint32_t first = 0; first < order.blocks; first += S::kGroupBlocks) {
+      const MatrixGroup group(order, first);
+      const uint32_t weights = group.boxes * group.blocks;
+      const uint32_t x_boxes = min_of(S::kPageBoxes, group.boxes);
+      // Lane i copies box i of the weights of every step, and knows the bytes of page i.
+      const uint32_t block = first + lane % group.blocks, units = order.units_of(block);
+      const uint64_t map = loader.map_of(stage.words.operands[p.weight], units - 1);
+      const uint32_t unit = p.pair_begin / kUnitPairs + block * kBlockUnits;
+      uint32_t column = (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
+      const uint32_t end_unit = min_of(order.units, (first + group.blocks) * kBlockUnits);
+      const uint32_t bytes = group.boxes * (end_unit - first * kBlockUnits) * S::kUnitBytes;
+#pragma unroll 1
+      for (uint32_t box = 0; box < order.boxes(); box += group.boxes) {
+        loader.look_ready();
+        PageCursor page = loader.begin_pages(group.x_pages, group.pages - group.x_pages,
+                                             group.boxes * S::kBoxBytes, bytes);
+        PageCursor mine = page, of_weights = page;
+        mine.advance(group.page_of(lane));
+        of_weights.advance(group.x_pages);
+        if (lane < weights)
+          loader.copy_box(of_weights, mine, group.offset_of(lane), map, column, unit);
+        column += group.boxes * S::kBoxWords;
+#pragma unroll 1
+        for (uint32_t i = 0; i < group.x_pages; ++i) {
+          boxes.column = p.first_column() + (box + i * S::kPageBoxes) * S::kBoxColumns;
+          loader.copy_boxes(page, boxes, x_boxes);
+          page.advance();
+        }
+      }
+    }
+  }
+}
+
+}  // namespace megavm
