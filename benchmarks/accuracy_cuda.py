@@ -33,7 +33,7 @@ from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import MAX_LOGIT_ROWS, Bucket, Limits, rope_table
+from megavm.scheduler.llama.graph import Bucket, Limits, default_logit_rows, rope_table
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.runner import Runner, make_machine, weight_specs
 from megavm.vm.memory import Memory
@@ -111,7 +111,7 @@ def make(model: str, layers: int | None, max_len: int, machine: str) -> Contende
     each = -(-min(max_len, max(LENGTHS) + BATCH_STEPS + 1) // BLOCK)
     count = per_sequence + (SEQUENCES - 1) * each
     rows = max(CHUNKS)
-    logit_rows = max(SEQUENCES, min(MAX_LOGIT_ROWS, rows))  # as in LLM
+    logit_rows = default_logit_rows(SEQUENCES, rows)
     limits = Limits(SEQUENCES, max_len, rows, logit_rows, count, BLOCK)
     memory = Memory(device)
     weights = native.state_dict()

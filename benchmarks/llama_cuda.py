@@ -24,7 +24,7 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import MAX_LOGIT_ROWS, Limits, rope_table
+from megavm.scheduler.llama.graph import Limits, default_logit_rows, rope_table
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import Runner, weight_specs
@@ -69,7 +69,7 @@ def make_runner(
     """
     blocks = -(-max_context // 64)
     rows = max(batch, rows)
-    logit_rows = max(batch, min(MAX_LOGIT_ROWS, rows))  # as in LLM
+    logit_rows = default_logit_rows(batch, rows)
     limits = Limits(batch, blocks * 64, rows, logit_rows, batch * blocks, 64)
     memory = machine.memory(parallel.ranks)
     for rank in memory.ranks:

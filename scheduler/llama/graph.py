@@ -26,6 +26,15 @@ MAX_NUM_BATCHED_TOKENS = 512
 MAX_LOGIT_ROWS = 64
 
 
+def default_logit_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:
+    """The default of ``Limits.max_logit_rows``: one for each sequence, and some for prompts.
+
+    With fewer than 9 of them a GPU's kernel of more rows also has the code of few rows, which makes
+    its matrix products slow.
+    """
+    return max(max_num_seqs, min(MAX_LOGIT_ROWS, max_num_batched_tokens))
+
+
 @dataclass(frozen=True)
 class Limits:
     """The sizes that all programs of a model share. Raises ValueError when one is not positive."""

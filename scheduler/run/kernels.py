@@ -10,9 +10,9 @@ from megavm.scheduler.compiler.compile import unordered
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
-    MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
     Limits,
+    default_logit_rows,
     llama_graph,
 )
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
@@ -35,11 +35,12 @@ def default_limits(config: LlamaConfig) -> Limits:
     """The default sizes of LLM on a GPU, with KV blocks for one sequence of full context."""
     length = config.max_position_embeddings
     block_size = TARGETS["cuda"].block_size
+    max_num_seqs = TARGETS["cuda"].max_num_seqs
     return Limits(
-        max_num_seqs=TARGETS["cuda"].max_num_seqs,
+        max_num_seqs=max_num_seqs,
         max_model_len=length,
         max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_logit_rows=MAX_LOGIT_ROWS,
+        max_logit_rows=default_logit_rows(max_num_seqs, MAX_NUM_BATCHED_TOKENS),
         num_blocks=-(-length // block_size),
         block_size=block_size,
     )

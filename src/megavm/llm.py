@@ -35,9 +35,9 @@ from megavm.scheduler.engine.sequence import Delta, Request
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
-    MAX_LOGIT_ROWS,
     MAX_NUM_BATCHED_TOKENS,
     Limits,
+    default_logit_rows,
 )
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import Exchange, Parallel
@@ -168,7 +168,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_model_len=self.max_model_len,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_logit_rows=max(max_num_seqs, min(MAX_LOGIT_ROWS, max_num_batched_tokens)),
+            max_logit_rows=default_logit_rows(max_num_seqs, max_num_batched_tokens),
             num_blocks=blocks,
             block_size=block_size,
         )
