@@ -66,6 +66,11 @@ __device__ __forceinline__ uint32_t zero() {
 
 // Keep the compiler from moving accesses to a value across this point.
 __device__ __forceinline__ void settle(float& value) { asm volatile("" : "+f"(value)::"memory"); }
+template <uint32_t kCount>
+__device__ __forceinline__ void settle(float (&values)[kCount]) {
+#pragma unroll
+  for (float& value : values) settle(value);
+}
 
 // End this thread.
 [[noreturn]] __device__ __forceinline__ void exit() {

@@ -50,6 +50,16 @@ __device__ __forceinline__ void wgmma(float (&sums)[kColumns / 2], uint64_t a, u
 #define MEGAVM_SUMS_32(i) MEGAVM_SUMS_16(i), MEGAVM_SUMS_16(i + 16)
 #define MEGAVM_SUMS_64(i) MEGAVM_SUMS_32(i), MEGAVM_SUMS_32(i + 32)
 
+// The registers of the sums in the text of an instruction.
+#define MEGAVM_LIST_32 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+#define MEGAVM_LIST_64 \
+  "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+
 template <>
 __device__ __forceinline__ void wgmma<16>(float (&d)[8], uint64_t a, uint64_t b) {
   asm volatile(
@@ -74,8 +84,7 @@ template <>
 __device__ __forceinline__ void wgmma<64>(float (&d)[32], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      MEGAVM_LIST_32
       "%32, %33, 1, 1, 1, 0, 0;"
       : MEGAVM_SUMS_32(0)
       : "l"(a), "l"(b));
@@ -85,10 +94,7 @@ template <>
 __device__ __forceinline__ void wgmma<128>(float (&d)[64], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+      MEGAVM_LIST_64
       "%64, %65, 1, 1, 1, 0, 0;"
       : MEGAVM_SUMS_64(0)
       : "l"(a), "l"(b));
@@ -101,18 +107,14 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const Words4& a,
   if constexpr (kColumns == 64)
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        MEGAVM_LIST_32
         "{%32, %33, %34, %35}, %36, 1, 1, 1, %37;"
         : MEGAVM_SUMS_32(0)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "n"(kTransposed));
   else
     asm volatile(
         "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        MEGAVM_LIST_64
         "{%64, %65, %66, %67}, %68, 1, 1, 1, %69;"
         : MEGAVM_SUMS_64(0)
         : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "l"(b), "n"(kTransposed));
@@ -123,6 +125,8 @@ __device__ __forceinline__ void wgmma(float (&d)[kColumns / 2], const Words4& a,
 #undef MEGAVM_SUMS_16
 #undef MEGAVM_SUMS_32
 #undef MEGAVM_SUMS_64
+#undef MEGAVM_LIST_32
+#undef MEGAVM_LIST_64
 // clang-format on
 
 }  // namespace megavm::ptx

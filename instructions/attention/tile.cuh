@@ -144,11 +144,6 @@ struct AttentionTile {
   // A lane's scores of a part: 4 * (eighth token) + 2 * (eighth row after) + (next token).
   using Scores = float[kTokens / 2];
 
-  static __device__ __forceinline__ void settle(float* values, uint32_t count) {
-#pragma unroll
-    for (uint32_t i = 0; i < count; ++i) ptx::settle(values[i]);
-  }
-
   // Scores of a part, not scaled, of the tokens whose keys begin at `keys`.
   static __device__ __forceinline__ void multiply_keys(uint32_t keys,
                                                        const ptx::Words4 (&q)[kD / kMmaColumns],
@@ -157,7 +152,7 @@ struct AttentionTile {
     const uint32_t start = ptx::operand_start(keys);
 #pragma unroll
     for (float& s : score) s = __uint_as_float(ptx::zero());
-    settle(score, kTokens / 2);
+    ptx::settle(score);
     ptx::wgmma_fence();
 #pragma unroll
     for (uint32_t i = 0; i < kD / kMmaColumns; ++i)
@@ -167,7 +162,7 @@ struct AttentionTile {
                                              8 * kBoxRowBytes));
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    settle(score, kTokens / 2);
+    ptx::settle(score);
   }
 
   // Give tokens that a query row does not see the score -inf. `first` is the token of score 0.
@@ -233,7 +228,7 @@ struct AttentionTile {
                     ptx::pack_bf16(w[4], w[5]), ptx::pack_bf16(w[6], w[7])};
       ptx::settle(weights[i]);
     }
-    settle(sum, kD / 2);
+    ptx::settle(sum);
     ptx::wgmma_fence();
 #pragma unroll
     for (uint32_t i = 0; i < kTokens / kMmaColumns; ++i)
@@ -242,7 +237,7 @@ struct AttentionTile {
                                                               8 * kBoxRowBytes));
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
-    settle(sum, kD / 2);
+    ptx::settle(sum);
   }
 
   // Values that are not there, or of tokens beyond the run's, have weight 0 but may be anything,

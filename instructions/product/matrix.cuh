@@ -74,9 +74,7 @@ struct MatrixSums : MatrixSizes {
   // Keep the compiler from moving accesses to the sums across this point.
   __device__ __forceinline__ void settle() {
 #pragma unroll
-    for (uint32_t b = 0; b < kMaxBlocks; ++b)
-#pragma unroll
-      for (float& s : sum[b]) ptx::settle(s);
+    for (auto& of_block : sum) ptx::settle(of_block);
   }
 
   // Put 16 rows of x of one of the blocks into this warp's part of the scratch.

@@ -16,6 +16,8 @@ struct alignas(16) Words4 {
 inline Words4 zero4() { return {}; }
 inline void settle(Words4&) {}
 inline void settle(float&) {}
+template <uint32_t kCount>
+void settle(float (&)[kCount]) {}
 inline uint32_t lane_index() { return emulated::lane_number(); }
 inline uint32_t thread_index() { return emulated::lane->thread; }
 inline uint32_t block_index() { return emulated::worker->block; }
