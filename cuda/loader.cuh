@@ -70,9 +70,9 @@ class Loader {
 
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
-  // Take the next pages, a *step*: so many of x, then of weights, which count as copies in flight.
-  // The semaphore of the first page of x counts the bytes of all pages of x, that of the first page
-  // of weights those of all weights. Returns the first page.
+  // Take the next pages, a *step*: pages of x, then pages of weights. Only weights count as copies
+  // in flight. The first page of x has the semaphore for all bytes of x, and the first page of
+  // weights the one for all bytes of weights. Returns the first page.
   __device__ __forceinline__ PageCursor begin_pages(uint32_t x_pages, uint32_t weight_pages,
                                                     uint32_t x_bytes, uint32_t weight_bytes) {
     const uint32_t lane = lane_index(), count = x_pages + weight_pages;

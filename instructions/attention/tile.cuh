@@ -1,7 +1,7 @@
 // Attention of a run: several rows of one sequence, which see nearly the same tokens.
 //
 // The query rows of a tile are the heads of one KV head for each row of the run. A warpgroup has 64
-// of them, or twice 64, and attends to 64 tokens in a step. The loops are those of FlashAttention-2
+// or 128 of them, and attends to 64 tokens in a step. The loops are those of FlashAttention-2
 // (Dao 2023, arXiv:2307.08691) with wgmma: scores are the queries, in registers, times the keys;
 // their weights, in registers, times the values are added to the sums. While one warpgroup weighs
 // its scores, the other one multiplies.
@@ -19,19 +19,19 @@ template <uint32_t kD>
 struct AttentionTile {
   static constexpr uint32_t kGroup = attention::kGroup;
   static constexpr uint32_t kBlockSize = attention::kBlockSize;
-  static constexpr uint32_t kWarps = 4;  // of a warpgroup
+  static constexpr uint32_t kWarps = 4;  // in a warpgroup
   static constexpr uint32_t kWarpRows = 16;
   // Parts of a warpgroup, of 64 query rows each; of long heads there is room for one.
   static constexpr uint32_t kParts = kMaxAttentionElements / (kNumConsumers * kWarpRows * kD);
   static constexpr uint32_t kRows = kMaxAttentionElements / (kD * kGroup);  // of a run, at most
-  static constexpr uint32_t kTokens = 64;                                   // of a step
-  static constexpr uint32_t kPiece = min_of(kBlockSize, kTokens);           // in one box
+  static constexpr uint32_t kTokens = 64;                          // that a step attends to
+  static constexpr uint32_t kPiece = min_of(kBlockSize, kTokens);  // of them that one box holds
   static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
   static constexpr uint32_t kPanels = kD / kBoxColumns;
   static constexpr uint32_t kPanel = kTokens * kBoxRowBytes;
   static constexpr uint32_t kOperand = kPanels * kPanel;  // the keys of a step, or the values
   static constexpr uint32_t kStepPages = 2 * kOperand / kPageBytes;
-  static constexpr uint32_t kMmaColumns = 16;  // of operand A
+  static constexpr uint32_t kMmaColumns = 16;  // of A that one wgmma multiplies
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
   static_assert(kD % kBoxColumns == 0 && kParts > 0 && kRows > 1);

@@ -231,7 +231,7 @@ class MatrixConsumer : MatrixSizes {
       return ptx::operand_start(PageCursor{}.address()) + min_of(offset, offset - kRing);
     }
 
-    uint32_t weights_[kBlocks];  // of box 0, from the beginning of the step
+    uint32_t weights_[kBlocks];  // where box 0 begins, counted from the step
     uint32_t box_units_;         // from one box to the next
   };
 
