@@ -117,12 +117,9 @@ static_assert(kControlAt + kControlBytes == kStagesAt + kFixedBytes, "as the hos
 
 // Most page copies in flight, and most while the consumers wait for results of other workers. A
 // window larger than the ring would let the loader wait for a page whose slot is already reused.
-constexpr bool kMatrixBound = program::kMatrixRows >= 128;  // products do not wait for memory
-constexpr uint32_t kWindow = kMatrixBound ? kPages
-                                          : min_of(kPages, kSingleRow                 ? 5
-                                                           : program::kMatrixRows > 0 ? 6
-                                                                                      : 3);
-constexpr uint32_t kWaitWindow = kMatrixBound ? kPages : 2;
+// With matrix products, which poll less, the ring is the only limit.
+constexpr uint32_t kWindow = min_of(kPages, kSingleRow ? 5 : 3);
+constexpr uint32_t kWaitWindow = 2;
 static_assert(kWindow <= kPages && kWaitWindow <= kPages);
 
 // Weight pages that consumers take into registers while their input is in flight.

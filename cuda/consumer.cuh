@@ -68,6 +68,26 @@ class Consumer {
     all.wait(sync_phase_);
     sync_phase_ ^= 1;
   }
+  // The same, and no consumer has ended when this returns. Ends this warp if one has.
+  // NOTE: `sync` does not say so much: a warp may end in it that others have already counted.
+  __device__ __forceinline__ void sync_alive() {
+    const Semaphore all{SemaphoreKind::kConsumers, 0};
+    all.arrive_together();
+    bool met = false;
+    do {
+      met = ptx::mbarrier_try_wait(all.address(), sync_phase_);
+      if (__builtin_expect(is_stopping(), 0) && has_one_ended()) all.give_up(sync_phase_);
+    } while (!met);
+    sync_phase_ ^= 1;
+  }
+  // The same as sync, but returns false if the worker is stopping.
+  __device__ __forceinline__ bool sync_unless_stopping() {
+    const Semaphore all{SemaphoreKind::kConsumers, 0};
+    all.arrive_together();
+    const bool met = all.wait_unless_stopping(sync_phase_);
+    sync_phase_ ^= 1;
+    return met;
+  }
 
   // This warp has finished reading the page.
   __device__ __forceinline__ void finish(const PageCursor& page) const {
@@ -91,12 +111,8 @@ class Consumer {
     return true;
   }
   // Wait for the pages of a step (Loader::begin_pages). False if the worker is stopping.
-  __device__ __forceinline__ bool has_step_arrived(const PageCursor& first,
-                                                   uint32_t x_pages) const {
-    PageCursor weights = first;
-    weights.advance(x_pages);
-    while (!__all_sync(~0u, page_arrived(first.slot).is_over(first.phase) &
-                                page_arrived(weights.slot).is_over(weights.phase)))
+  __device__ __forceinline__ bool has_step_arrived(const PageCursor& first) const {
+    while (!__all_sync(~0u, page_arrived(first.slot).is_step_over(first.phase)))
       if (__builtin_expect(is_stopping(), 0)) return false;
     return true;
   }
@@ -127,6 +143,12 @@ class Consumer {
   SumsCursor sums;  // the next block of sums
 
  private:
+  // Whether lanes of a consumer have ended: of this one, or of another one.
+  static __device__ __forceinline__ bool has_one_ended() {
+    static_assert(kLanes % kNumConsumers == 0);
+    return __any_sync(~0u, has_ended(warp_index()) || has_ended(lane_index() % kNumConsumers));
+  }
+
   __device__ __forceinline__ void set_waiting(uint32_t waiting) const {
     if (threadIdx.x == 0) ptx::store_shared(ptx::shared_address(&control().waiting), waiting);
   }

@@ -80,6 +80,12 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   __builtin_unreachable();
 }
 
+// Whether a lane of a warp has ended before the end of the queue.
+__device__ __forceinline__ bool has_ended(uint32_t warp) {
+  const uint32_t record = ptx::shared_address(shared_memory) + kCurrentAt + warp * kCurrentBytes;
+  return ptx::load_shared_volatile(record + 8) != 0 || ptx::load_shared_volatile(record + 12) != 0;
+}
+
 // Whether this worker is stopping. Every waiting loop asks this. Only the controller watches the
 // time (see Watch).
 __device__ __forceinline__ bool is_stopping() {
@@ -102,9 +108,7 @@ __device__ __forceinline__ void report_faults() {
   bool silent = true;
   while (silent) {
     __nanosleep(100000);
-    const uint32_t left = ptx::shared_address(shared_memory) + kCurrentAt + warp * kCurrentBytes;
-    silent = warp < kNumWarps && warp != kControllerWarp &&
-             ptx::load_shared_volatile(left + 8) == 0 && ptx::load_shared_volatile(left + 12) == 0;
+    silent = warp < kNumWarps && warp != kControllerWarp && !has_ended(warp);
     const bool in_time = ptx::global_timer() - since < kLongest;
     silent = __any_sync(~0u, silent) && __all_sync(~0u, in_time);
   }

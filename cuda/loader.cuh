@@ -38,7 +38,7 @@ class Loader {
   // Take the next page of the ring; the following `copy` calls fill `bytes` of it.
   __device__ __forceinline__ void begin_page(uint32_t bytes) {
     if constexpr (kDefers) {
-      page_ = begin_pages(0, 1, 0, bytes);
+      page_ = begin_pages(1, bytes);
       return;
     }
     page_finished(next_.slot).wait(next_.phase ^ 1);
@@ -70,41 +70,30 @@ class Loader {
 
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
-  // Take the next pages, a *step*: pages of x, then pages of weights. Only weights count as copies
-  // in flight. The first page of x has the semaphore for all bytes of x, and the first page of
-  // weights the one for all bytes of weights. Returns the first page.
-  __device__ __forceinline__ PageCursor begin_pages(uint32_t x_pages, uint32_t weight_pages,
-                                                    uint32_t x_bytes, uint32_t weight_bytes) {
-    const uint32_t lane = lane_index(), count = x_pages + weight_pages;
+  // Take the next `count` pages, a *step*. The semaphore of the first page counts the bytes of all.
+  // Returns the first page.
+  __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t bytes) {
+    const uint32_t lane = lane_index();
     const PageCursor first = next_;
-    PageCursor mine = first, first_weights = first;
-    first_weights.advance(x_pages);
+    PageCursor mine = first;
     mine.advance(lane);
     const Semaphore finished = page_finished(mine.slot);
-    wait_for([&] { return lane >= count || finished.is_over(mine.phase ^ 1); },
+    wait_for([&] { return lane >= count || finished.is_step_over(mine.phase ^ 1); },
              [&] { page_finished(first.slot).give_up(first.phase ^ 1); });
-    if constexpr (kWindow < kPages)
-      wait_for([&] { return count_in_flight() < window(); },
-               [&] { page_arrived(first.slot).give_up(first.phase); });
-    // This lane's page, counted from the first.
-    const uint32_t number = lane < first.slot ? lane + kPages - first.slot : lane - first.slot;
-    if (lane < kPages && number < count) {
-      in_flight_ = number >= x_pages;
-      part_ = number < x_pages ? first : first_weights;
-    }
-    const uint32_t bytes = lane == x_pages ? weight_bytes : lane == 0 ? x_bytes : 0;
-    if (lane < count) ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), bytes);
+    if (lane < count)
+      ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), lane == 0 ? bytes : 0);
     __syncwarp();
     next_.advance(count);
     return first;
   }
 
-  // Copy `count` boxes into a page that was taken, as soon as the waits of the instruction are
-  // over.
-  __device__ __forceinline__ void copy_boxes(const PageCursor& page, const Boxes& boxes,
-                                             uint32_t count) {
-    if (is_ready_) return issue(page.slot, boxes, count);
+  // Copy `count` boxes into a page of the step that begins with `first`, as soon as the waits of
+  // the instruction are over.
+  __device__ __forceinline__ void copy_boxes(const PageCursor& first, const PageCursor& page,
+                                             const Boxes& boxes, uint32_t count) {
+    if (is_ready_) return issue(first.slot, page.slot, boxes, count);
     if (lane_index() == page.slot) {
+      first_slot_ = first.slot;
       boxes_ = boxes;
       boxes_count_ = count;
       ready_slot_ = stage.slot;
@@ -114,7 +103,7 @@ class Loader {
     __syncwarp();
   }
 
-  // Start the copy of this lane's own box into a page. `first`: of the weights of the step.
+  // Start the copy of this lane's own box into a page of the step that begins with `first`.
   __device__ __forceinline__ void copy_box(const PageCursor& first, const PageCursor& page,
                                            uint32_t offset, uint64_t map, uint32_t column,
                                            uint32_t row) const {
@@ -178,15 +167,7 @@ class Loader {
     }
   }
 
-  // ---- With deferred copies, lane i knows what happens to page i.
-
-  // Number of pages of weights in flight.
-  __device__ __forceinline__ uint32_t count_in_flight() {
-    if (in_flight_ != 0 && page_arrived(part_.slot).is_over(part_.phase)) in_flight_ = 0;
-    return __popc(__ballot_sync(~0u, in_flight_ != 0));
-  }
-
-  // Start the deferred copies of instructions whose waits are over.
+  // Start the deferred copies of instructions whose waits are over. Lane i knows that of page i.
   __device__ __forceinline__ void issue_deferred() {
     if (!__any_sync(~0u, is_deferred_)) return;
     const Semaphore ready{SemaphoreKind::kStageReady, ready_slot_};
@@ -198,7 +179,7 @@ class Loader {
     for (; left != 0; left &= left - 1) {
       const uint32_t slot = __ffs(left) - 1;
       const auto of_slot = [&](auto value) { return __shfl_sync(~0u, value, slot); };
-      issue(slot,
+      issue(of_slot(first_slot_), slot,
             {of_slot(boxes_.map), of_slot(boxes_.index), of_slot(boxes_.column),
              of_slot(boxes_.row), of_slot(boxes_.rows), of_slot(boxes_.limit)},
             of_slot(boxes_count_));
@@ -206,12 +187,13 @@ class Loader {
     __syncwarp();
   }
 
-  // Start the copies of boxes into a page.
-  __device__ __forceinline__ void issue(uint32_t slot, const Boxes& boxes, uint32_t count) const {
+  // Start the copies of boxes into a page of the step that begins with the page in `first_slot`.
+  __device__ __forceinline__ void issue(uint32_t first_slot, uint32_t slot, const Boxes& boxes,
+                                        uint32_t count) const {
     constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
     constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
     const uint32_t to = PageCursor{{slot, 0}}.address();
-    const uint32_t arrived = page_arrived(__shfl_sync(~0u, part_.slot, slot)).address();
+    const uint32_t arrived = page_arrived(first_slot).address();
     if (boxes.index == 0) {
       const uint32_t box = lane_index();
       if (box < count)
@@ -235,10 +217,10 @@ class Loader {
   PageCursor next_;         // the page to fill next
   PageCursor page_;         // the page begun last
   PageCursor landing_;      // the oldest page that may be in flight
-  uint32_t in_flight_ = 0;  // pages issued whose arrival was not observed; kDefers: of lane's page
-  PageCursor part_;         // kDefers: the first page of x, or of weights, of the lane's step
+  uint32_t in_flight_ = 0;  // pages issued whose arrival was not observed
   bool is_ready_ = false;   // whether the waits of the matrix product in progress are over
   bool is_deferred_ = false;
+  uint32_t first_slot_ = 0;  // the step of the deferred copy begins there
   uint32_t ready_slot_ = 0;  // stage of the instruction that the deferred copy belongs to
   uint32_t ready_phase_ = 0;
   Boxes boxes_ = {};

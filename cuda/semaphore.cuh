@@ -37,10 +37,22 @@ struct Semaphore {
     return ptx::mbarrier_test_wait(address(), phase);
   }
 
+  // The same between steps of a matrix product. Those of 128 rows are bound by the power that the
+  // GPU may take: they suspend the thread for a short time, which takes less than polling.
+  __device__ __forceinline__ bool is_step_over(uint32_t phase) const {
+    return program::kMatrixRows >= 128 ? ptx::mbarrier_try_wait(address(), phase) : is_over(phase);
+  }
+
   // Wait until the phase of this parity is complete.
   __device__ __forceinline__ void wait(uint32_t phase) const {
     while (!ptx::mbarrier_try_wait(address(), phase))
       if (__builtin_expect(is_stopping(), 0)) give_up(phase);
+  }
+  // The same, but returns false if the worker is stopping.
+  __device__ __forceinline__ bool wait_unless_stopping(uint32_t phase) const {
+    while (!ptx::mbarrier_try_wait(address(), phase))
+      if (__builtin_expect(is_stopping(), 0)) return false;
+    return true;
   }
   // The same for the controller, which also watches for a timeout: false when the worker must stop.
   __device__ __forceinline__ bool wait_watching(uint32_t phase) const {

@@ -143,6 +143,37 @@ struct PairPlace {
     address += uint64_t{rows} * row_bytes;
   }
 
+  // Store pairs that are kStep columns apart, times `factor`.
+  template <uint32_t kStep, uint32_t kCount>
+  __device__ __forceinline__ void store_all(const float (&pairs)[kCount][2], float factor,
+                                            uint32_t tag) const {
+    store_shares(kind & 4, address, [&](uint64_t to) {
+      // NOTE: the branches are around the stores of all pairs: this code is run once, and most of
+      // its time would be that of fetching it.
+      const auto each = [&](uint32_t bytes, auto&& store) {
+#pragma unroll
+        for (uint32_t i = 0; i < kCount; ++i)
+          store(to + i * kStep * bytes, pairs[i][0] * factor, pairs[i][1] * factor);
+      };
+      if (form() == 3)
+        each(8, [&](uint64_t at, float first, float second) {
+          ptx::store_relaxed_tagged2(at, __float_as_uint(first), __float_as_uint(second), tag);
+        });
+      else if (form() == 2)
+        each(4, [&](uint64_t at, float first, float second) {
+          ptx::store_relaxed_tagged(at, ptx::pack_bf16(first, second), tag);
+        });
+      else if (form() == 1)
+        each(4, [&](uint64_t at, float first, float second) {
+          ptx::store2(at, __float_as_uint(first), __float_as_uint(second));
+        });
+      else
+        each(2, [&](uint64_t at, float first, float second) {
+          ptx::store(at, ptx::pack_bf16(first, second));
+        });
+    });
+  }
+
   __device__ __forceinline__ void store(float first, float second, uint32_t tag) const {
     store_shares(kind & 4, address, [&](uint64_t to) {
       if (form() == 3)
@@ -234,6 +265,29 @@ __device__ __forceinline__ void add_four(Four& to, const ptx::Words4& words) {
   to.value[2] += __uint_as_float(words.z);
   to.value[3] += __uint_as_float(words.w);
 }
+
+// Eight neighbouring elements of a vector that no instruction writes, loaded at once.
+struct EightConstants {
+  ptx::Words4 raw[2];  // the second is for float32
+
+  // Whether there is such a load for every multiple of eight.
+  static __device__ __forceinline__ bool can_load(const Tensor& t) {
+    return dtype_of(t) != DType::kI32 && base_of(t) % 16 == 0;
+  }
+  __device__ __forceinline__ void load(const Tensor& t, uint32_t first) {
+    const uint64_t from = element_at(t, first, 0);
+    raw[0] = ptx::load_constant4(from);
+    if (is_f32(t)) raw[1] = ptx::load_constant4(from + 16);
+  }
+  // Element i.
+  __device__ __forceinline__ float value(const Tensor& t, uint32_t i) const {
+    const auto word = [&](const ptx::Words4& w, uint32_t n) {
+      return n == 0 ? w.x : n == 1 ? w.y : n == 2 ? w.z : w.w;
+    };
+    if (is_f32(t)) return __uint_as_float(word(raw[i / 4], i % 4));
+    return i % 2 ? ptx::high_bf16(word(raw[0], i / 2)) : ptx::low_bf16(word(raw[0], i / 2));
+  }
+};
 
 // Store one element. The other element of a tagged bf16 word keeps its value.
 __device__ __forceinline__ void write_element(const Tensor& t, uint32_t row, uint32_t column,

@@ -18,8 +18,10 @@ struct AttentionPairs {
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens in one copy
   static constexpr uint32_t kPagePieces = kPageTokens / kPiece;
   static constexpr uint32_t kUnitTokens = 2 * Warp::kWarpTokens;
-  // Lanes look up all pieces of a page of each pair at once.
-  static constexpr bool kUsed = attention::kManyRows && kAtOnce * kPagePieces <= kLanes;
+  // Lanes look up all pieces of a page of each pair at once, and the ring holds a page of each
+  // pair.
+  static constexpr bool kUsed =
+      attention::kManyRows && kAtOnce * kPagePieces <= kLanes && kAtOnce <= kPages;
 
   // How many rows from `row` on, before `live`, are processed in this way: none, or up to 8.
   static __device__ __forceinline__ uint32_t single_rows(const Operands<Attention>& in,
@@ -82,27 +84,31 @@ struct AttentionPairs {
       State state;
       Warp::start(in, my_row, my_head, __shfl_sync(~0u, pairs.newest, mine) && part == 0, state);
       if (first == 0) consumer.note(in.stage, Event::kInputs);
-      // Warps beyond those of the last pair go through the pages all the same.
       const uint32_t processed = consumer.warp() / warps;
 #pragma unroll 1
-      for (uint32_t page = 0; page < pairs.most_pages; ++page)
+      for (uint32_t page = 0; page < pairs.most_pages; ++page) {
+        // Every warp waits for all pages of this round and finishes them, those before its own page
+        // before it processes that.
+        const uint32_t with_page = pairs.with_page(page);
+        const uint32_t before = __popc(with_page & ((1u << processed) - 1));
+        const bool reads = with_page >> processed & 1;
+        consumer.wait_pages(before + reads);
+        consumer.note(in.stage, Event::kLoadArrived);
+        consumer.finish_pages(before);
+        const uint32_t left = __popc(with_page) - before;
+        if (reads) {
+          const uint32_t tokens = pairs.tokens_of(processed, page);
+          // Of the units of 32 tokens of a pair, each warp has every `warps`-th.
+          const uint32_t unit = page * kPageTokens / kUnitTokens;
 #pragma unroll 1
-        for (uint32_t pair = 0; pair < pairs.count; ++pair) {
-          const uint32_t tokens = pairs.tokens_of(pair, page);
-          if (tokens == 0) continue;
-          consumer.wait_pages(1);
-          if (page == 0 && pair == 0) consumer.note(in.stage, Event::kLoadArrived);
-          if (pair == processed) {
-            // Of the units of 32 tokens of a pair, each warp has every `warps`-th.
-            const uint32_t unit = page * kPageTokens / kUnitTokens;
-#pragma unroll 1
-            for (uint32_t i = 0; i * kUnitTokens < tokens; ++i)
-              if ((unit + i) % warps == part)
-                attend(consumer.page.address() + i * kUnitTokens * Warp::kRowBytes,
-                       tokens - i * kUnitTokens, in.inst.scale * kLog2E, state);
-          }
-          consumer.finish_pages(1);
+          for (uint32_t i = 0; i * kUnitTokens < tokens; ++i)
+            if ((unit + i) % warps == part)
+              attend(consumer.page.address() + i * kUnitTokens * Warp::kRowBytes,
+                     tokens - i * kUnitTokens, in.inst.scale * kLog2E, state);
         }
+        consumer.wait_pages(left);
+        consumer.finish_pages(left);
+      }
       consumer.note(in.stage, Event::kComputed);
       if (warps == 1) {
         if (processed < pairs.count) Warp::store(in, my_row, my_head, state);
@@ -146,6 +152,11 @@ struct AttentionPairs {
       most_pages = __reduce_max_sync(~0u, ceil_div(cached - begin, kPageTokens));
     }
 
+    // The pairs that have tokens in a page: bit i for pair i.
+    __device__ __forceinline__ uint32_t with_page(uint32_t page) const {
+      const bool mine = lane_index() < count && cached - begin > page * kPageTokens;
+      return __ballot_sync(~0u, mine);
+    }
     // Tokens in a page of a pair.
     __device__ __forceinline__ uint32_t tokens_of(uint32_t pair, uint32_t page) const {
       const uint32_t all = __shfl_sync(~0u, cached - begin, pair), before = page * kPageTokens;

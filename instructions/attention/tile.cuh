@@ -34,9 +34,10 @@ struct AttentionTile {
   static constexpr uint32_t kMmaColumns = 16;  // of A that one wgmma multiplies
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
-  static_assert(kD % kBoxColumns == 0 && kParts > 0 && kRows > 1);
+  // NOTE: one that depends on kD: compilers check others even where there are no tiles.
+  static_assert(kD % kBoxColumns == 0 && kParts > 0 && kRows > 1 &&
+                kLanes * kPiece % kTokens == 0 && kTokens % kPiece == 0);
   static_assert(kStepPages * kPageBytes == 2 * kOperand && kStepPages <= 2);
-  static_assert(kLanes * kPiece % kTokens == 0 && kTokens % kPiece == 0);
 
   struct State {
     ptx::Words4 q[kParts][kD / kMmaColumns];
@@ -241,8 +242,8 @@ struct AttentionTile {
   }
 
   // Values that are not there, or of tokens beyond the run's, have weight 0 but may be anything,
-  // NaN included: make them zeros. All consumers call it.
-  static __device__ __forceinline__ void clear_values(Consumer& consumer, uint32_t values,
+  // NaN included: make them zeros. All consumers call it. False if the worker is stopping.
+  static __device__ __forceinline__ bool clear_values(Consumer& consumer, uint32_t values,
                                                       uint32_t from) {
     constexpr uint32_t kChunk = 16;
     const uint32_t begin = from * kBoxRowBytes / kChunk, end = kPanel / kChunk;
@@ -252,7 +253,7 @@ struct AttentionTile {
       for (uint32_t i = begin + consumer.thread(); i < end; i += kNumConsumerThreads)
         ptx::store_shared4(values + panel * kPanel + i * kChunk, {0, 0, 0, 0});
     ptx::fence_proxy_async();
-    consumer.sync();
+    return consumer.sync_unless_stopping();
   }
 
   // Attend to the step whose operands these are, which begins with token `first`.
@@ -299,9 +300,12 @@ struct AttentionTile {
   }
 
   // All of it: read the tokens of the run.
+  // NOTE: as in matrix products (matrix.cuh, multiply), no warp ends between wgmmas.
   __device__ __forceinline__ void process(Consumer& consumer) const {
     State state;
     start(state);
+    consumer.sync_alive();
+    bool stops = false;
     // The first token that none of this warpgroup's query rows sees.
     const uint32_t group = warp / kWarps * kWarps;
     const uint32_t last =
@@ -310,15 +314,17 @@ struct AttentionTile {
         group * kWarpRows < count() ? TokenRange(in.inst, run.position + last / kGroup).end : 0;
 #pragma unroll 1
     for (uint32_t first = run.begin; first < run.cached; first += kTokens) {
-      consumer.wait_pages(kStepPages);
-      if (first == run.begin) consumer.note(in.stage, Event::kLoadArrived);
+      stops |= !consumer.have_arrived(consumer.page, kStepPages);
+      if (first + kTokens >= run.cached) consumer.note(in.stage, Event::kLoadArrived);
       PageCursor last_page = consumer.page;
       last_page.advance(kStepPages - 1);
       const uint32_t values = last_page.address() + kOperand % kPageBytes;
-      if (run.cached - first < kTokens) clear_values(consumer, values, run.cached - first);
+      if (run.cached - first < kTokens)
+        stops |= !clear_values(consumer, values, run.cached - first);
       if (first < end) attend(consumer.page.address(), values, first, state);
       consumer.finish_pages(kStepPages);
     }
+    if (stops) page_arrived(consumer.page.slot).give_up(consumer.page.phase);
     consumer.note(in.stage, Event::kComputed);
     finish(state);
   }

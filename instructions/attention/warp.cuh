@@ -230,12 +230,16 @@ struct AttentionWarp {
   static __device__ __forceinline__ void store(const Operands<Attention>& in, uint32_t row,
                                                uint32_t head, State& state) {
     join(state);
-    const uint32_t lane = ptx::thread_index() % kLanes;
+    const uint32_t lane = ptx::thread_index() % kLanes, pair = lane % 4 * 2;
     if (lane / 4 >= kGroup) return;
-#pragma unroll
-    for (uint32_t i = 0; i < kValueTiles; ++i)
-      write(in, row, head, lane / 4, i * 8 + lane % 4 * 2, state.sum[i][0], state.sum[i][1],
-            state.highest, state.total);
+    const bool whole = in.inst.num_splits == 1;
+    const uint32_t number = head * kGroup + lane / 4;
+    const uint32_t heads = in[&Attention::q].columns / kD;
+    const uint32_t base = whole ? number * kD : (in.inst.split * heads + number) * (kD + 2);
+    const PairPlace place(whole ? in[&Attention::out] : in[&Attention::partial], row, base + pair);
+    place.template store_all<8>(state.sum, whole ? __fdividef(1.0f, state.total) : 1.0f,
+                                in.out_tag());
+    if (!whole && pair == 0) place.after(kD).store(state.highest * kLn2, state.total, in.out_tag());
   }
 
   // Put the state into shared memory: [query][kD] sums, then [query] highest, [query] total.

@@ -81,6 +81,66 @@ struct Kernel<Embed> : KernelDefaults {
     }
   }
 
+  // ---- Eight columns by one thread, in steps of several rows.
+
+  static constexpr uint32_t kUnitBatch = 4;  // units that a thread has in flight
+
+  static __device__ __forceinline__ bool takes_units(const Operands<Embed>& in) {
+    if constexpr (kSingleRow) return false;
+    const Tensor& table = in[&Embed::table];
+    const Embed& inst = in.inst;
+    bool all = !is_f32(table) && table.columns % kUnitRows == 0 && base_of(table) % 16 == 0 &&
+               inst.column_begin % kUnitRows == 0 && inst.column_end % kUnitRows == 0 &&
+               takes_fours(in[&Embed::out]);
+    if constexpr (embed::kAnyScaled)
+      if (in.has(&Embed::out_scaled))
+        all &=
+            takes_fours(in[&Embed::out_scaled]) && EightConstants::can_load(in[&Embed::out_gain]);
+    return all;
+  }
+
+  static __device__ __forceinline__ void copy_units(const Operands<Embed>& in, uint32_t row,
+                                                    uint32_t token, uint32_t thread,
+                                                    uint32_t threads) {
+    const TableRow from(in[&Embed::table], token);
+    const uint32_t end = in.inst.column_end / kUnitRows, tag = in.out_tag();
+    const bool scaled = embed::kAnyScaled && in.has(&Embed::out_scaled);
+#pragma unroll 1
+    for (uint32_t first = in.inst.column_begin / kUnitRows + thread; first < end;
+         first += kUnitBatch * threads) {
+      ptx::Words4 raw[kUnitBatch];
+      EightConstants gain[kUnitBatch] = {};
+      // NOTE: no load is conditional: all of them are in flight together.
+      const auto column = [&](uint32_t i) {
+        return min_of(first + i * threads, end - 1) * kUnitRows;
+      };
+#pragma unroll
+      for (uint32_t i = 0; i < kUnitBatch; ++i) raw[i] = ptx::load_constant4(from.at(column(i)));
+      if (scaled)
+#pragma unroll
+        for (uint32_t i = 0; i < kUnitBatch; ++i) gain[i].load(in[&Embed::out_gain], column(i));
+#pragma unroll
+      for (uint32_t i = 0; i < kUnitBatch; ++i) {
+        if (first + i * threads >= end) break;
+        const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+        Four value[2], product[2];
+        float squares = 0.0f;
+#pragma unroll
+        for (uint32_t j = 0; j < kUnitRows; ++j) {
+          const float x = j % 2 ? ptx::high_bf16(words[j / 2]) : ptx::low_bf16(words[j / 2]);
+          value[j / 4].value[j % 4] = x;
+          squares = fmaf(x, x, squares);
+          if (scaled) product[j / 4].value[j % 4] = x * gain[i].value(in[&Embed::out_gain], j);
+        }
+        if (scaled) {
+          FourColumns(in[&Embed::out_scaled], column(i)).store_two(row, product, tag);
+          write_element(in[&Embed::out_squares], row, column(i) / kUnitRows, squares, tag);
+        }
+        FourColumns(in[&Embed::out], column(i)).store_two(row, value, tag);
+      }
+    }
+  }
+
   // Store the pairs `first`, first + step, ... multiplied by their gain, and the sum of squares of
   // every 8 columns.
   static __device__ __forceinline__ void scale(const Operands<Embed>& in, uint32_t row,
@@ -123,6 +183,7 @@ struct Kernel<Embed> : KernelDefaults {
     const uint32_t parts = rows == 0 ? 1 : max_of(1, kNumConsumers / rows);
     const uint32_t threads = parts * kLanes, step = kNumConsumers / parts;
     const uint32_t thread = consumer.warp() % parts * kLanes + lane_index();
+    const bool by_units = takes_units(in);
     bool ready = false;
     // If no warp has several rows, synchronise once: every warp has read its token before any warp
     // stores a tagged word.
@@ -140,7 +201,10 @@ struct Kernel<Embed> : KernelDefaults {
         stop_instruction(Fault::kToken, sequence, position, token, vocabulary);
       if (together) consumer.sync();
       together = false;
-      copy_row(in, row, token, thread, threads);
+      if (by_units)
+        copy_units(in, row, token, thread, threads);
+      else
+        copy_row(in, row, token, thread, threads);
     }
     if (!ready) consumer.wait_ready();
     if (together) consumer.sync();

@@ -9,6 +9,11 @@ struct Peak {
   float value;
   uint32_t number;
 
+  // Keep the larger of this result and that of a later column.
+  __device__ __forceinline__ void raise(float other, uint32_t column) {
+    if (value == value && !(other <= value)) *this = {other, column + 1};
+  }
+
   // Keep the larger of two results, or the lower column if they are equal. NaN beats all values.
   __device__ __forceinline__ void merge(const Peak& other) {
     if (other.number == 0) return;
@@ -112,7 +117,8 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
 
   static constexpr bool kUnits = program::kMaxAddends == 0;
   struct OfUnit {
-    UnitPairs bias, gain;
+    UnitPairs bias;
+    EightConstants gain;
     FourColumns out, scaled, residual;  // address 0: there is none
   };
   struct Asked {
@@ -122,7 +128,9 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ bool takes_units() const {
     return takes_fours(in[&Matmul::out]) &&
            (!in.has(&Matmul::residual) || has_fours(in[&Matmul::residual])) &&
-           (!is_scaled() || takes_fours(in[&Matmul::out_scaled])) && out_begin() % 4 == 0;
+           (!is_scaled() || (takes_fours(in[&Matmul::out_scaled]) &&
+                             EightConstants::can_load(in[&Matmul::out_gain]))) &&
+           out_begin() % 4 == 0;
   }
 
   __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
@@ -132,9 +140,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     if (in.has(&Matmul::residual)) unit.residual = FourColumns(in[&Matmul::residual], column);
     if (!is_scaled()) return;
     unit.scaled = FourColumns(in[&Matmul::out_scaled], column);
-#pragma unroll
-    for (uint32_t i = 0; i < kUnitPairs; ++i)
-      unit.gain.pair[i] = load_pair(in[&Matmul::out_gain], column + 2 * i, column + 2 * i + 1);
+    unit.gain.load(in[&Matmul::out_gain], column);
   }
 
   __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfUnit& unit,
@@ -161,12 +167,12 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
       Four scaled[2];
+      const Tensor& gain = in[&Matmul::out_gain];
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i)
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) {
-          const PairSums& gain = unit.gain.pair[2 * i + j / 2];
-          scaled[i].value[j] = result[i].value[j] * (j % 2 ? gain.second : gain.first);
+          scaled[i].value[j] = result[i].value[j] * unit.gain.value(gain, 4 * i + j);
           squares = fmaf(result[i].value[j], result[i].value[j], squares);
         }
       unit.scaled.store_two(row, scaled, tag);
@@ -174,9 +180,10 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     }
     unit.out.store_two(row, result, tag);
     if (!keeps()) return;
+    Peak highest = {result[0].value[0], column + 1};
 #pragma unroll
-    for (uint32_t j = 0; j < kUnitRows; ++j)
-      peak.merge({result[j / 4].value[j % 4], column + j + 1});
+    for (uint32_t j = 1; j < kUnitRows; ++j) highest.raise(result[j / 4].value[j % 4], column + j);
+    peak.merge(highest);
   }
 
   __device__ __forceinline__ bool keeps() const { return in.has(&Matmul::peaks); }

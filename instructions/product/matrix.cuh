@@ -149,19 +149,19 @@ class MatrixConsumer : MatrixSizes {
     for (row_ = product_.row_begin; row_ < end; row_ += kRows) {
       rows_ = min_of(kRows, end - row_);
       // No warp uses the scratch any more.
-      consumer_.sync();
+      consumer_.sync_alive();
       forget_kept();
       look_up_rows();
 #pragma unroll 1
       for (uint32_t first = 0; first < order_.blocks; first += kGroupBlocks) {
+        if (first > 0) consumer_.sync_alive();
+        bool stops = false;
         if (!waited) {
-          consumer_.begin_waiting();
-          consumer_.wait_ready();
-          consumer_.end_waiting();
+          stops = !consumer_.stage.ready().wait_unless_stopping(consumer_.stage.phase);
           consumer_.note(stage_, Event::kInputs);
         }
         waited = true;
-        group(first);
+        group(first, stops);
       }
       end_rows();
     }
@@ -173,17 +173,17 @@ class MatrixConsumer : MatrixSizes {
  private:
   __device__ __forceinline__ uint32_t warpgroup() const { return consumer_.warp() / 4; }
 
-  // Multiply and finish the group of blocks that begins with `first`.
-  __device__ __forceinline__ void group(uint32_t first) {
+  // Multiply and finish the group of blocks that begins with `first`. `stops`: see multiply.
+  __device__ __forceinline__ void group(uint32_t first, bool stops) {
     RowScales scales(stage_, product_, row_, first == 0 ? rows_ : 0);
     const MatrixGroup group(order_, first);
     MatrixSums sums;
     sums.clear();
     sums.settle();
     if (group.blocks <= kWarpgroups)
-      multiply<1>(group, sums, scales);
+      multiply<1>(group, sums, scales, stops);
     else
-      multiply<kMaxBlocks>(group, sums, scales);
+      multiply<kMaxBlocks>(group, sums, scales, stops);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
     if (first == 0 && product_.x_squares != kNone) {
       while (scales.advance()) continue;
@@ -236,11 +236,17 @@ class MatrixConsumer : MatrixSizes {
   };
 
   // Multiply the blocks of this warpgroup, up to kBlocks.
+  // NOTE: a wgmma without all four warps of its warpgroup is an illegal instruction, after which
+  // the GPU's context is lost. So all consumers meet before this, after the last place where one of
+  // them may end. If the worker is stopping (`stops`), they multiply what the pages hold, and end
+  // later.
   template <uint32_t kBlocks>
   __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums,
-                                           RowScales& scales) {
-    if constexpr (!RowScales::kMayPause)
+                                           RowScales& scales, bool stops) {
+    if constexpr (!RowScales::kMayPause) {
       while (scales.advance()) continue;
+      consumer_.sync_alive();
+    }
     const uint32_t boxes = order_.boxes();
     // Rows of x whose scale a warp computes beside a box, and from which box to which: what it asks
     // for has arrived by then.
@@ -250,16 +256,14 @@ class MatrixConsumer : MatrixSizes {
     const StepOperands<kBlocks> operands(group, warpgroup());
     PageCursor page = consumer_.page;  // the first of the step
     uint32_t in_step = 0;
-    bool stops = false;
     // NOTE: one loop over the boxes of all steps. With one in the other, or with an end of the warp
     // in it, ptxas waits for every wgmma. The products of a box are in progress until those of the
     // next one have begun.
 #pragma unroll 1
     for (uint32_t box = 0; box < boxes; ++box) {
       if (in_step == 0) {
-        stops = !consumer_.has_step_arrived(page, group.x_pages);
-        if (stops) break;
-        if (box == 0) consumer_.note(stage_, Event::kLoadArrived);
+        stops |= !consumer_.has_step_arrived(page);
+        if (box + group.boxes >= boxes) consumer_.note(stage_, Event::kLoadArrived);
       }
       multiply_box<kBlocks>(operands.of(page, in_step), sums);
       if constexpr (RowScales::kMayPause)
@@ -276,8 +280,15 @@ class MatrixConsumer : MatrixSizes {
     }
     ptx::wgmma_wait<0>();
     sums.settle();
-    if (stops) page_arrived(page.slot).give_up(page.phase);
+    if (stops) give_up(page);
     consumer_.finish_pages(group.pages);
+  }
+
+  // End this warp, which waited for the instruction's input, or for pages up to `page`.
+  [[noreturn]] __device__ __forceinline__ void give_up(const PageCursor& page) const {
+    const StageCursor& stage = consumer_.stage;
+    if (!stage.ready().is_over(stage.phase)) stage.ready().give_up(stage.phase);
+    page_arrived(page.slot).give_up(page.phase);
   }
 
   // Begin the products of a box.
@@ -454,7 +465,7 @@ class MatrixConsumer : MatrixSizes {
                 __builtin_bit_cast(ptx::Words2, Epilogue<I>(stage_).look_up(row_ + row));
             ptx::store_shared2(scratch_at(kOfRowsAt) + kOfRowBytes * row, words.x, words.y);
           }
-          consumer_.sync();
+          consumer_.sync_alive();
         }
       }
     });

@@ -148,22 +148,20 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       const uint32_t unit = p.pair_begin / kUnitPairs + block * kBlockUnits;
       uint32_t column = (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
       const uint32_t end_unit = min_of(order.units, (first + group.blocks) * kBlockUnits);
-      const uint32_t bytes = group.boxes * (end_unit - first * kBlockUnits) * S::kUnitBytes;
+      const uint32_t bytes =
+          group.boxes * (S::kBoxBytes + (end_unit - first * kBlockUnits) * S::kUnitBytes);
 #pragma unroll 1
       for (uint32_t box = 0; box < order.boxes(); box += group.boxes) {
         loader.look_ready();
-        PageCursor page = loader.begin_pages(group.x_pages, group.pages - group.x_pages,
-                                             group.boxes * S::kBoxBytes, bytes);
-        PageCursor mine = page, of_weights = page;
+        const PageCursor step = loader.begin_pages(group.pages, bytes);
+        PageCursor mine = step, page = step;
         mine.advance(group.page_of(lane));
-        of_weights.advance(group.x_pages);
-        if (lane < weights)
-          loader.copy_box(of_weights, mine, group.offset_of(lane), map, column, unit);
+        if (lane < weights) loader.copy_box(step, mine, group.offset_of(lane), map, column, unit);
         column += group.boxes * S::kBoxWords;
 #pragma unroll 1
         for (uint32_t i = 0; i < group.x_pages; ++i) {
           boxes.column = p.first_column() + (box + i * S::kPageBoxes) * S::kBoxColumns;
-          loader.copy_boxes(page, boxes, x_boxes);
+          loader.copy_boxes(step, page, boxes, x_boxes);
           page.advance();
         }
       }

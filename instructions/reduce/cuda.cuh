@@ -126,7 +126,8 @@ struct Kernel<Reduce> : KernelDefaults {
            has_fours(in[&Reduce::parts]) &&
            (!in.has(&Reduce::residual) || has_fours(in[&Reduce::residual])) &&
            (!scaled ||
-            (takes_fours(in[&Reduce::out_scaled]) && !is_tagged(in[&Reduce::out_scaled]) &&
+            (EightConstants::can_load(in[&Reduce::out_gain]) &&
+             takes_fours(in[&Reduce::out_scaled]) && !is_tagged(in[&Reduce::out_scaled]) &&
              !is_tagged(in[&Reduce::out_squares])));
   }
 
@@ -135,6 +136,8 @@ struct Kernel<Reduce> : KernelDefaults {
     const Tensor& parts = in[&Reduce::parts];
     const uint32_t size = in[&Reduce::out].columns, tag = in.out_tag();
     constexpr uint32_t kFours = kUnitRows / 4;
+    EightConstants gain = {};
+    if (in.has(&Reduce::out_scaled)) gain.load(in[&Reduce::out_gain], column);
     ptx::Words4 residual[kFours] = {};
     if (in.has(&Reduce::residual))
 #pragma unroll
@@ -170,12 +173,9 @@ struct Kernel<Reduce> : KernelDefaults {
       if (in.has(&Reduce::residual)) add_four(sum[i], residual[i]);
       if (!in.has(&Reduce::out_scaled)) continue;
 #pragma unroll
-      for (uint32_t j = 0; j < 4; j += 2) {
-        const Pair gain = constants(in, &Reduce::out_gain, column + 4 * i + j, true);
-        scaled[i].value[j] = sum[i].value[j] * gain.x;
-        scaled[i].value[j + 1] = sum[i].value[j + 1] * gain.y;
+      for (uint32_t j = 0; j < 4; ++j) {
+        scaled[i].value[j] = sum[i].value[j] * gain.value(in[&Reduce::out_gain], 4 * i + j);
         squares = fmaf(sum[i].value[j], sum[i].value[j], squares);
-        squares = fmaf(sum[i].value[j + 1], sum[i].value[j + 1], squares);
       }
     }
     if (in.has(&Reduce::out_scaled)) {

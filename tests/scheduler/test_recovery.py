@@ -15,8 +15,10 @@ import pytest
 from sabotage import Sabotage, impatient_machines
 
 from megavm import LLM, SamplingParams
+from megavm.instructions.sample import Integer, Real
 from megavm.outputs import GenerationError, RequestOutput
 from megavm.profiler.recorder import Recorder
+from megavm.scheduler.engine.step import Step
 from megavm.vm.machine import MachineFault, MachineLost
 
 TEXTS = [
@@ -238,3 +240,29 @@ def test_when_the_machine_is_lost_all_requests_are_told_so(
     assert llm.engine.lost
     # Those that waited were not tried one after the other.
     assert llm.engine.counters.faults == 2
+
+
+@pytest.mark.usefixtures("real_gpu")
+def test_workers_that_stop_between_matrix_products_leave_the_context() -> None:
+    # A warp that ends while the other three of its warpgroup go on to a wgmma loses the context.
+    rows = 320
+    with LLM("stories", dtype="bfloat16", machine="cuda", max_num_batched_tokens=rows) as llm:
+        runner = llm.runner
+        blocks = -(-rows // runner.limits.block_size)
+        runner.write_tokens(0, np.arange(rows, dtype=np.int32) % 100)
+        integer = np.zeros_like(runner.sampling_integer[0])
+        integer[Integer.ENABLED] = 1
+        runner.sampling_integer[0] = integer
+        runner.sampling_real[0, [Real.TOP_P, Real.REPETITION_PENALTY]] = 1.0
+        step = Step(
+            np.zeros(rows, np.int32),
+            np.arange(rows, dtype=np.int32),
+            np.array([rows - 1], np.int32),
+            rows,
+        )
+        for i in range(4 * blocks):
+            runner.block_table[0, :blocks] = np.arange(blocks)
+            runner.run(step)
+            runner.block_table[0, i % blocks] = 10**6
+            with pytest.raises(MachineFault, match="block table entry"):
+                runner.run(step)

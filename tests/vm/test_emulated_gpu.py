@@ -28,7 +28,7 @@ from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
-from megavm.vm.machine import Machine
+from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.tensors import BF16
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
@@ -186,3 +186,19 @@ def test_a_llama_computes_what_the_cpu_does() -> None:
             got.append(torch.as_tensor(np.array(runner.logits[: len(rows)])))
         apart = (got[0] - got[1]).abs().max() / got[1].std()
         assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
+
+
+def test_a_fault_stops_no_warp_between_the_wgmmas_of_its_warpgroup() -> None:
+    """One wgmma without all four warps, and the context of a GPU is lost: the emulation says so."""
+    runner = runner_on(EmulatedMachine(seed=2), "cuda", 5)
+    right = runner.block_table.copy()
+    step = step_of(STEPS[0])
+    runner.run(step, 1)
+    logits = np.array(runner.logits[:2])
+    for sequence in (0, 1):
+        runner.block_table[sequence, 0] = 1000
+        with pytest.raises(MachineFault, match="block table entry"):
+            runner.run(step, 1)
+        runner.block_table[:] = right
+        runner.run(step, 1)
+        assert np.array_equal(logits, runner.logits[:2])

@@ -38,6 +38,15 @@ inline float operand(uint64_t descriptor, uint32_t row, uint32_t k, bool transpo
   return from_bf16(bits);
 }
 
+// A wgmma is one instruction of four warps. If one of them has ended, it is illegal.
+[[gnu::noinline]] inline void need_warpgroup() {
+  const uint32_t first = thread_index() / 32 / 4 * 4;
+  for (uint32_t i = 0; i < 4; ++i)
+    if (emulated::worker->warps[first + i].alive == 0)
+      emulated::fail("warp " + std::to_string(first + i) + " has ended before a wgmma of warp " +
+                     std::to_string(thread_index() / 32));
+}
+
 inline void wgmma_fence() { __syncwarp(); }
 inline void wgmma_commit() {
   __syncwarp();
@@ -62,6 +71,7 @@ void wgmma_wait() {
 // row of A with that h, when the product is computed.
 template <uint32_t kColumns, class OfA>
 void begin_product(float (&sums)[kColumns / 2], OfA of_a, uint64_t b, bool transposed) {
+  need_warpgroup();
   float* const to = sums;
   emulated::lane->products.push_back([=] {
     const uint32_t lane = lane_index();
