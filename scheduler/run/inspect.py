@@ -10,10 +10,15 @@ from dataclasses import replace
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import Assignment, default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
-from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import Parallel
-from megavm.scheduler.run.runner import choose_dtype, choose_machine, make_machine
+from megavm.scheduler.run.runner import (
+    choose_bucket,
+    choose_dtype,
+    choose_machine,
+    make_machine,
+)
 from megavm.vm.alike import find_alike
 from megavm.vm.codegen import specialisation
 from megavm.vm.config import PAGE_BYTES, WORKING_BYTES
@@ -75,8 +80,18 @@ def describe_program(
         options = replace(options, exchange=exchange)
     block_size = options.target.block_size
     blocks = sequences * -(-context // block_size)
-    limits = Limits(sequences, context, rows, sequences, blocks, block_size)
-    bucket = Bucket(rows, sequences, context, decode=rows == sequences)
+    logit_rows = default_logit_rows(sequences, rows)
+    limits = Limits(sequences, context, rows, logit_rows, blocks, block_size)
+    bucket = choose_bucket(
+        config,
+        limits,
+        lambda rows: options,
+        rows,
+        sequences,
+        context,
+        decode=rows == sequences,
+        parallel=parallel,
+    )
     graph = llama_graph(config, limits, bucket, choose_dtype(config, dtype), parallel)
     begin = time.perf_counter()
     program = compile_graph(graph, options, {"model": model}, verified=not verify)
