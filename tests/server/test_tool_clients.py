@@ -103,3 +103,45 @@ def test_langchain_binds_tools(with_tools: RunningServer) -> None:
         assert not message.invalid_tool_calls
     forced = chat.bind_tools([Weather], tool_choice="Weather").invoke("What is the weather?")
     assert Weather(**forced.tool_calls[0]["args"])
+
+
+def test_litellm_chats_streams_and_calls_tools(
+    with_tools: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # or it fetches prices
+    litellm = pytest.importorskip("litellm")
+    where = {
+        "model": "openai/stories",
+        "api_base": f"{with_tools.url}/v1",
+        "api_key": "none",
+        "num_retries": 0,
+    }
+    short: dict[str, Any] = {"messages": MESSAGES, "temperature": 0.0, "max_tokens": 12}
+    right = with_tools.client().chat.completions.create(model="stories", **short)
+    whole = litellm.completion(**where, **short)
+    assert whole.choices[0].message.content == right.choices[0].message.content
+    assert right.usage is not None
+    assert whole.usage.completion_tokens == right.usage.completion_tokens
+    chunks = list(litellm.completion(**where, **short, stream=True))
+    joined = litellm.stream_chunk_builder(chunks)
+    assert joined.choices[0].message.content == right.choices[0].message.content
+
+    # Not strict: the machine would follow a grammar that the text written here does not.
+    function = {"name": "Weather", "parameters": Weather.model_json_schema()}
+    tools = [{"type": "function", "function": function}]
+    with writing(with_tools.service.tokenizer, WRITTEN):
+        called = litellm.completion(**where, messages=MESSAGES, tools=tools)
+        parts = list(litellm.completion(**where, messages=MESSAGES, tools=tools, stream=True))
+    for answer in (called, litellm.stream_chunk_builder(parts)):
+        calls = answer.choices[0].message.tool_calls
+        assert [json.loads(call.function.arguments) for call in calls] == CITIES
+        assert answer.choices[0].finish_reason == "tool_calls"
+
+    schema = {"name": "weather", "schema": Weather.model_json_schema()}
+    structured = litellm.completion(
+        **where,
+        messages=MESSAGES,
+        seed=1,
+        response_format={"type": "json_schema", "json_schema": schema},
+    )
+    Weather.model_validate_json(structured.choices[0].message.content)
