@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -616,3 +618,31 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
         q = values["q"][row].view(kv_heads * group, 1, head_dim)
         want = torch.nn.functional.scaled_dot_product_attention(q, keys, weighted, scale=0.25)
         torch.testing.assert_close(together[row], want.flatten(), rtol=1e-5, atol=1e-5)
+
+
+# The machine gives up after 0.5 s, while the interpreter of Python is ending and has taken the GIL.
+ENDING = """
+import threading, time
+from megavm.instructions.noop import Noop
+from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.isa import Wait
+from megavm.vm.memory import Memory
+from megavm.vm.program import Program
+
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(1.5)
+
+slow = Slow()
+program = Program.build([], [Noop(waits=[Wait(0, 1)])], [[0]], barriers=["never"], workers=1)
+executable = CpuMachine(timeout=0.5).load(program, Memory(), verify=False)
+threading.Thread(target=executable.run, args=(1,), daemon=True).start()
+time.sleep(0.1)
+"""
+
+
+def test_a_run_in_a_daemon_thread_does_not_abort_the_process_that_ends() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDING], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (0, "")

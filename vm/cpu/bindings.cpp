@@ -8,6 +8,7 @@
 
 #include "vm/cpu/interpreter.hpp"
 #include "vm/cpu/levels.hpp"
+#include "vm/gil.hpp"
 
 namespace py = pybind11;
 
@@ -164,7 +165,7 @@ py::object run(Interpreter& interpreter, Executable& executable, uint32_t steps,
                bool main_thread, bool trace) {
   std::optional<Fault> fault;
   {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     fault = interpreter.run(executable, steps, epoch, trace,
                             main_thread ? interrupted : never_interrupted);
   }
@@ -180,7 +181,7 @@ py::tuple execute_one(Interpreter& interpreter, Executable& executable, uint32_t
   size_t used = 0;
   std::optional<Fault> fault;
   {
-    const py::gil_scoped_release release;
+    const GilReleased released;
     fault = interpreter.execute_one(executable, rank, index, step, epoch, &used);
   }
   return py::make_tuple(describe(fault), used);

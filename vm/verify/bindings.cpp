@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "vm/gil.hpp"
 #include "vm/verify/happens_before.hpp"
 
 namespace py = pybind11;
@@ -161,7 +162,7 @@ py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::i
   const ProgramView program = make_view(arrays);
   Analysis analysis;
   {
-    py::gil_scoped_release released;
+    const GilReleased released;
     analysis = analyse(program);
   }
   const py::object fault = analysis.fault ? py::object(to_python(*analysis.fault)) : py::none();
