@@ -18,10 +18,11 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "cpu_kernels.py --shapes down gate --rows 1 9 --seconds 0.01 --megabytes 1",
             "down 2048 x 8192",
         ),
+        ("program_compile.py --model 1b --step 512x1 --rounds 1", "512x1"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
     ],
-    ids=["cpu_kernels", "tracing", "structured_outputs"],
+    ids=["cpu_kernels", "program_compile", "tracing", "structured_outputs"],
 )
 def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
     script, *options = command.split()

@@ -2,29 +2,41 @@
 
 ::
 
-    graph ── rewrite ── allocate ── lower ── add_barriers ── assign ──> Program ── verify
+    graph ── rewrite ── allocate ── lower ── add_barriers ── extend ── assign ──> Program ── verify
 
 rewrites/ turns operations into those that instructions execute, storage.py gives values their
 tensors, lower.py cuts operations into tiles, barriers.py adds waits and signals, and assign.py
-fills the queues.
+fills the queues. Of many layers that are alike, only a few are lowered and get barriers; repeat.py
+extends the result to all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 import numpy as np
 
 from megavm.scheduler.compiler.assign import assign
 from megavm.scheduler.compiler.barriers import add_barriers
-from megavm.scheduler.compiler.graph import Graph
-from megavm.scheduler.compiler.lower import Tiles, lower
+from megavm.scheduler.compiler.graph import Graph, Operation
+from megavm.scheduler.compiler.lower import lower
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.repeat import (
+    Irregular,
+    Repetition,
+    extend,
+    find_repetition,
+    shorten,
+)
 from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.compiler.storage import Storage, allocate
 from megavm.vm.program import Program
 from megavm.vm.verify import VerificationError, verify
+
+logger: Final = logging.getLogger(__name__)
 
 
 def compile_graph(
@@ -40,52 +52,69 @@ def compile_graph(
 
     Raises ValueError when the graph cannot be fused into instructions or does not fit the machine.
     """
-    tiles, storage = _tiles(graph, options)
-    if graph.ranks == 1:
-        program = _program(tiles, storage, graph, options, metadata, closing=False)
-    else:
-        # In most programs ranks cannot run a step ahead of each other, because they meet in it.
-        program = _program(tiles, storage, graph, options, metadata, closing=not verified)
+    operations = rewrite(graph, options)
+    storage = allocate(operations, options)
+    step = _Step(graph, options, operations, storage, dict(metadata or {}))
+    repetition = find_repetition(operations, storage)
+    if repetition is not None:
         try:
-            if verified:
-                verify(program, options.machine)
-            return program
-        except VerificationError as error:
-            if error.rule not in ("unordered", "tag_ambiguous"):
-                raise
-        program = _program(tiles, storage, graph, options, metadata, closing=True)
-    if verified:
-        verify(program, options.machine)
-    return program
+            return step.compile(verified, repetition)
+        except (Irregular, VerificationError) as error:
+            logger.debug("layers are compiled one by one: %s", error)
+    return step.compile(verified)
 
 
-def _program(
-    tiles: list[Tiles],
-    storage: Storage,
-    graph: Graph,
-    options: CompileOptions,
-    metadata: Mapping[str, Any] | None,
-    *,
-    closing: bool,
-) -> Program:
-    """The program of ``tiles``.
+@dataclass(frozen=True)
+class _Step:
+    """What a step is compiled from."""
 
-    ``closing``: on every rank, a step begins when all ranks have ended the one before.
-    """
-    synchronised = add_barriers(tiles, storage.tensors, graph.ranks, closing=closing)
-    queues = assign(synchronised, storage.tensors, options)
-    return Program(
-        tensors=tuple(storage.tensors),
-        words=synchronised.words,
-        queues=tuple(np.array(queue, np.int32) for queue in queues),
-        dynamic=options.assignment == "dynamic",
-        workers=options.workers,
-        barriers=tuple(synchronised.barriers),
-        labels=tuple(synchronised.labels),
-        metadata=dict(metadata or {}),
-        ranks=graph.ranks,
-        shared_barriers=synchronised.shared_barriers,
-    )
+    graph: Graph
+    options: CompileOptions
+    operations: Sequence[Operation]
+    storage: Storage
+    metadata: Mapping[str, Any]
+
+    def compile(self, verified: bool, repetition: Repetition | None = None) -> Program:
+        """The program; of a repetition, only some sections are compiled (repeat.py)."""
+        # In most programs ranks cannot run a step ahead of each other, because they meet in it.
+        closings = [False] if self.graph.ranks == 1 else [False, True] if verified else [True]
+        for closing in closings:
+            program = self._program(repetition, closing)
+            try:
+                if verified:
+                    verify(program, self.options.machine)
+                break
+            except VerificationError as error:
+                if closing is closings[-1] or error.rule not in ("unordered", "tag_ambiguous"):
+                    raise
+        return program
+
+    def _program(self, repetition: Repetition | None, closing: bool) -> Program:
+        """The program.
+
+        ``closing``: on every rank, a step begins when all ranks have ended the one before.
+        """
+        graph, storage, options = self.graph, self.storage, self.options
+        kept = self.operations if repetition is None else shorten(self.operations, repetition)
+        tiles = lower(kept, storage, graph.row_count, options)
+        synchronised = add_barriers(tiles, storage.tensors, graph.ranks, closing=closing)
+        if repetition is not None:
+            synchronised = extend(
+                synchronised, kept, self.operations, storage, repetition, graph.ranks
+            )
+        queues = assign(synchronised, storage.tensors, options)
+        return Program(
+            tensors=tuple(storage.tensors),
+            words=synchronised.words,
+            queues=tuple(np.array(queue, np.int32) for queue in queues),
+            dynamic=options.assignment == "dynamic",
+            workers=options.workers,
+            barriers=tuple(synchronised.barriers),
+            labels=tuple(synchronised.labels),
+            metadata=self.metadata,
+            ranks=graph.ranks,
+            shared_barriers=synchronised.shared_barriers,
+        )
 
 
 def unordered(graph: Graph, options: CompileOptions) -> Program:
@@ -93,12 +122,8 @@ def unordered(graph: Graph, options: CompileOptions) -> Program:
 
     Raises ValueError as ``compile_graph`` does.
     """
-    tiles, storage = _tiles(graph, options)
-    instructions = [inst for operation in tiles for inst in operation.instructions]
-    return Program.build(storage.tensors, instructions, [], ranks=graph.ranks)
-
-
-def _tiles(graph: Graph, options: CompileOptions) -> tuple[list[Tiles], Storage]:
     operations = rewrite(graph, options)
     storage = allocate(operations, options)
-    return lower(operations, storage, graph.row_count, options), storage
+    tiles = lower(operations, storage, graph.row_count, options)
+    instructions = [inst for operation in tiles for inst in operation.instructions]
+    return Program.build(storage.tensors, instructions, [], ranks=graph.ranks)

@@ -21,6 +21,7 @@ WORKER_FLOPS = 5.3e12
 TILE_SECONDS = 1.5e-6
 SUM_SECONDS = 1e-10
 BLOCK_ROWS = BLOCK_UNITS * UNIT_ROWS
+AS_FAST = 1.01
 ROWS_TOGETHER = 8
 SUMS_BYTES = 128 * 1024  # a product on the CPU keeps this much of its sums while x streams
 
@@ -103,14 +104,17 @@ def matrix_tiles(
 ) -> Iterator[tuple[Range, Range]]:
     """(columns, rows) of each tile of a matrix product, see ``product_tiles``.
 
-    The cut is the one that a rough model of the GPU finds fastest. Neighbours share weights, and
-    the rows of ROWS_TOGETHER tiles of rows stay in the second-level cache.
+    The cut is the one with the fewest tiles of those that a rough model of the GPU finds about as
+    fast as the fastest. Neighbours share weights, and the rows of ROWS_TOGETHER tiles of rows stay
+    in the second-level cache.
     """
     row_tile = matrix_rows(rows)
-    _, tiles = min(
-        (_seconds(rows, columns, k, unit, width, workers, tiles), tiles)
+    seconds = {
+        tiles: _seconds(rows, columns, k, unit, width, workers, tiles)
         for tiles in _column_cuts(-(-columns // unit), -(-rows // row_tile), workers)
-    )
+    }
+    limit = AS_FAST * min(seconds.values())
+    tiles = min(tiles for tiles, time in seconds.items() if time <= limit)
     row_ranges = [(top, min(top + row_tile, rows)) for top in range(0, rows, row_tile)]
     if len(row_ranges) > 1 and row_ranges[-1][1] - row_ranges[-1][0] <= MAX_GROUP_ROWS:
         row_ranges[-2:] = [(row_ranges[-2][0], rows)]  # so few rows are no matrix

@@ -20,6 +20,7 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites import rewrite
+from megavm.scheduler.compiler.tiling import matrix_tiles
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
@@ -603,3 +604,11 @@ def test_every_instruction_stands_in_one_queue() -> None:
         program = compile_graph(mlp_graph(F32, 5), options)
         listed = np.sort(np.concatenate(program.queues))
         np.testing.assert_array_equal(listed, np.arange(len(program)))
+
+
+@pytest.mark.parametrize("rows", [64, 512, 4096, 8192])
+def test_matrix_products_have_no_more_tiles_than_they_need(rows: int) -> None:
+    tiles = list(matrix_tiles(rows, 14336, 4096, 64, 2, workers=132))
+    assert len(tiles) <= 2 * 132, "two waves of large tiles are as fast as many of small ones"
+    area = sum((right - left) * (bottom - top) for (left, right), (top, bottom) in tiles)
+    assert area == rows * 14336

@@ -1,0 +1,87 @@
+"""Time to compile and to verify the programs of a model's steps for a GPU. No GPU is needed.
+
+    python benchmarks/program_compile.py [--model 1b 8b 70b] [--rounds 3] [--save]
+
+Steps are named ROWSxSEQUENCES: 64x64 decodes 64 sequences, 8192x8 reads eight prompts of 1024
+tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import time
+from typing import Any
+
+from environment import save
+from llama_cuda import MODELS
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
+from megavm.scheduler.run.runner import choose_bucket
+from megavm.vm.target import TARGETS
+from megavm.vm.tensors import BF16
+from megavm.vm.verify import verify
+
+SHAPES = MODELS | {"70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, 128)}
+STEPS = ("1x1", "8x8", "64x64", "256x256", "512x1", "4096x1", "8192x8")
+CONTEXT = 256  # of decode steps
+
+
+def measure(model: str, step: str, rounds: int) -> dict[str, Any]:
+    """Medians of ``rounds``, in seconds; ``compile_s`` is without ``verify_s``."""
+    rows, sequences = map(int, step.split("x"))
+    config, target = SHAPES[model], TARGETS["cuda"]
+    options_for = functools.partial(default_options, "cuda", target.workers)
+    blocks = -(-max(CONTEXT, rows // sequences) // target.block_size)
+    logit_rows = default_logit_rows(sequences, rows)
+    context = blocks * target.block_size
+    limits = Limits(sequences, context, rows, logit_rows, sequences * blocks, target.block_size)
+    bucket = choose_bucket(
+        config, limits, options_for, rows, sequences, context, decode=rows == sequences
+    )
+    times: list[tuple[float, float]] = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        graph = llama_graph(config, limits, bucket, BF16)
+        program = compile_graph(graph, options_for(bucket.rows), verified=False)
+        compiled = time.perf_counter()
+        verify(program, "cuda")
+        times.append((compiled - begin, time.perf_counter() - compiled))
+    compile_s, verify_s = (statistics.median(t) for t in zip(*times, strict=True))
+    return {
+        "model": model,
+        "step": step,
+        "instructions": len(program),
+        "barriers": len(program.barriers),
+        "compile_s": round(compile_s, 3),
+        "verify_s": round(verify_s, 3),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--model", choices=SHAPES, nargs="+", default=["1b", "8b", "70b"])
+    parser.add_argument("--step", nargs="+", default=STEPS)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--save", action="store_true", help="write results/program_compile.json")
+    arguments = parser.parse_args()
+    print(f"{'model':8}{'step':>10}{'instructions':>14}{'compile s':>11}{'verify s':>10}")
+    results = []
+    for model in arguments.model:
+        for step in arguments.step:
+            r = measure(model, step, arguments.rounds)
+            results.append(r)
+            print(
+                f"{model:8}{step:>10}{r['instructions']:14}{r['compile_s']:11.2f}"
+                f"{r['verify_s']:10.2f}",
+                flush=True,
+            )
+    if arguments.save:
+        print(f"saved {save('program_compile', {'rounds': arguments.rounds, 'results': results})}")
+
+
+if __name__ == "__main__":
+    main()
