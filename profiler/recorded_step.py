@@ -70,6 +70,7 @@ class RecordedStep:
         self._read_channels(int(trace.step_program[step]))
         self._find_input_lags(step)
         self._find_load_lags()
+        self._find_ring()
         self._find_product_lags()
         self._batches = self._order()
 
@@ -184,7 +185,7 @@ class RecordedStep:
         self._follows = (self._load_before >= 0) & (start <= over + _AT_ONCE)
         base = np.where(self._follows, over, base)
         took = np.where(self._loading, self._loaded - base, 0.0)
-        per_byte = self._ns_per_byte(took)
+        self._byte_ns = per_byte = self._ns_per_byte(took)
         pipe = self._bytes * per_byte
         held_up = self._loading & (took > _HELD_UP * pipe)
         self._room_of, self._room_kind = self._event_before(self._loaded)
@@ -196,7 +197,8 @@ class RecordedStep:
         # no faster than the consumers compute.
         own = self._room_kind == 1
         fitted = (self._bytes - room / per_byte)[held_up & own] if per_byte else np.empty(0)
-        ring = max(self._ahead(), float(fitted.max(initial=0.0)))
+        loaded = np.where(self._loading, self._loaded, NEVER)
+        ring = max(self._ahead(loaded), float(fitted.max(initial=0.0)))
         least = np.maximum(self._bytes - ring, 0.0) * per_byte
         self._used_of = self._user_of(ring)
         used = self._left[np.maximum(self._used_of, 0)]
@@ -216,6 +218,35 @@ class RecordedStep:
         used = self._left[np.maximum(self._used_of, 0)]
         self._used_lag = np.minimum(self._loaded - used, 0.0)
 
+    def _find_ring(self) -> None:
+        """The ring of a loader: its bytes, and how long a page takes to arrive in a free place."""
+        own = self.records
+        issued = (self.trace.event("load_issued")[own] - self._origin).astype(np.float64)
+        known = self._loading & (self.trace.event("load_issued")[own] >= 0)
+        self.ring_bytes = self._ahead(np.where(known, issued, NEVER))
+        # Consumers note arrivals when they have seen them: early ones are nearer to the truth.
+        waited = known & (self._loaded > self._inputs)
+        delays = (self._loaded - issued)[waited]
+        self._page_ns = PAGE_BYTES * self._byte_ns
+        if len(delays):
+            self._page_ns = max(self._page_ns, float(np.quantile(delays, 0.25)))
+
+    def ring_users(self, size: float) -> tuple[Longs, Floats]:
+        """What has to be used before the last byte of each record fits into a ring of ``size``.
+
+        The record that the byte before it in the ring belongs to (-1: none of this step), and
+        which part of that record comes first.
+        """
+        of, part = np.full(self._count, -1), np.zeros(self._count)
+        for begin, end in self._queues:
+            own = self._bytes[begin:end]
+            done = np.cumsum(own)
+            found = np.searchsorted(done, done - size, side="right")
+            of[begin:end] = np.where(done > size, found + begin, -1)
+            found = np.minimum(found, end - begin - 1)
+            part[begin:end] = (done - size - done[found]) / np.maximum(own[found], 1.0) + 1
+        return np.where(self._loading, of, -1), np.clip(part, 0.0, 1.0)
+
     def _user_of(self, ring: float) -> Longs:
         """The record that has to be left before the last byte of each record fits into the ring.
 
@@ -228,11 +259,10 @@ class RecordedStep:
             of[begin:end] = np.where(found >= 0, found + begin, -1)
         return np.where(self._loading, of, -1)
 
-    def _ahead(self) -> float:
+    def _ahead(self, loaded: Floats) -> float:
         """How many bytes loaders were ahead of their consumers at most."""
         most = 0.0
         length = np.maximum(self._computed - self._inputs, 1.0)
-        issued = np.where(self._loading, self._loaded, NEVER)
         for begin, end in self._queues:
             own = slice(begin, end)
             done = np.cumsum(self._bytes[own])
@@ -240,8 +270,8 @@ class RecordedStep:
             edges = np.column_stack([self._inputs[own], self._inputs[own] + length[own]]).ravel()
             used = np.column_stack([done - self._bytes[own], done]).ravel()
             edges = np.maximum.accumulate(edges)
-            loads = np.flatnonzero(self._loading[own])
-            ahead = done[loads] - np.interp(issued[own][loads], edges, used)
+            loads = np.flatnonzero(np.isfinite(loaded[own]))
+            ahead = done[loads] - np.interp(loaded[own][loads], edges, used)
             most = max(most, float(ahead.max(initial=0.0)))
         return most
 
@@ -306,6 +336,9 @@ class RecordedStep:
         self._tail[~self._loading] = 0.0
         # Where a load is noted after the sums, it did not hold them up.
         self._tail -= np.where(self._loading, self._loaded - arrived, 0.0)
+        self._loads_take = np.where(self._loading, self._loaded - self._inputs, 0.0)
+        pages = np.maximum(self._bytes / PAGE_BYTES, 1.0)
+        self._last = np.clip(self._tail, 0.0, self._full / pages)  # the last page's part
         self._leave = self._left - self._computed
         self._store = self._end - self._computed
         self._signal = self._signalled - self._end

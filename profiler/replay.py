@@ -18,8 +18,10 @@ from megavm.profiler.recorded_step import NEVER, RecordedStep
 from megavm.profiler.trace import Floats, Longs, TraceError
 
 # What a change is of. "computing", "loading" and "balance" are of a phase, "latency" and "wait" of
-# an exchange, "worker" of a worker, "switching" of all workers.
-CHANGES: Final = ("computing", "loading", "latency", "wait", "worker", "balance", "switching")
+# an exchange, "worker" of a worker, "switching" and "ring" of all workers.
+CHANGES: Final = (
+    *("computing", "loading", "latency", "wait", "worker", "balance", "switching", "ring"),
+)
 _CELLS: Final = 1 << 22  # records, or waits, times scenarios that are replayed at once
 
 
@@ -29,7 +31,7 @@ class Change:
 
     ``what`` is one of ``CHANGES``. ``of``: a phase, an exchange ("layers.*.o_proj words"), or a
     worker's number; empty: all of them. A "wait" is dropped, and a "balance" evened out, by factor
-    0; other factors mean nothing for them.
+    0; other factors mean nothing for them. A "ring" has ``factor`` times the pages.
     """
 
     what: str
@@ -52,6 +54,18 @@ class Replay(RecordedStep):
 
     def run(self, scenarios: Sequence[Sequence[Change]]) -> Replayed:
         """The duration of the step under every scenario, each a combination of changes."""
+        # A ring is modelled by itself (``_fit``): what counts is the model with a changed one
+        # compared with the model of the recorded one.
+        rings = [any(c.what == "ring" for c in changes) for changes in scenarios]
+        if any(rings):
+            others = [[c for c in changes if c.what != "ring"] for changes in scenarios]
+            same = [[*changes, Change("ring", "", 1.0)] for changes in others]
+            changed, modelled, recorded = (self._replay(s) for s in (scenarios, same, others))
+            ratio = np.where(rings, recorded.step / modelled.step, 1.0)
+            return Replayed(np.maximum(changed.step * ratio, changed.floor), changed.floor)
+        return self._replay(scenarios)
+
+    def _replay(self, scenarios: Sequence[Sequence[Change]]) -> Replayed:
         size = max(_CELLS // max(self._count, len(self._pair_record)), 1)
         parts = [scenarios[i : i + size] for i in range(0, len(scenarios), size)]
         found = [self._run(_Factors(self, part)) for part in parts]
@@ -61,7 +75,7 @@ class Replay(RecordedStep):
 
     def _run(self, factors: _Factors) -> tuple[Floats, Floats]:
         shape = self._count, factors.scenarios
-        left, end, signalled, loaded = (np.empty(shape) for _ in range(4))
+        took, summed, left, end, signalled, loaded = (np.zeros(shape) for _ in range(6))
         complete = np.empty((len(self._producers), factors.scenarios))
         for batch in self._batches:
             own = batch.records
@@ -84,12 +98,15 @@ class Replay(RecordedStep):
             phase, worker = self._phase[own], factors.worker[self._worker[own]]
             even = 1 + factors.even[phase] * (self._even[rows] - 1)
             work = factors.computing[phase] * worker * even
+            took[own] = inputs
             self._load(own, begin, inputs, left, loaded, factors)
+            self._fit(own, took, summed, loaded, factors)
             tail = self._tail[rows]
-            computed = np.maximum(
-                inputs + self._full[rows] * work,
-                loaded[own] + np.where(tail > 0, tail * work, tail),
-            )
+            # If loads come later than they did, less is left to compute when the last one is there.
+            later = np.maximum(loaded[own] - inputs - self._loads_take[rows], 0.0)
+            tail = np.where(tail > 0, np.maximum(tail * work - later, self._last[rows] * work), tail)
+            computed = np.maximum(inputs + self._full[rows] * work, loaded[own] + tail)
+            summed[own] = computed
             left[own] = computed + self._leave[rows] * work
             end[own] = computed + self._store[rows] * work
             signalled[own] = end[own] + self._signal[rows] * factors.latency[self._signals[own]]
@@ -135,6 +152,26 @@ class Replay(RecordedStep):
         arrived = np.where(self._room[own, None], np.maximum(arrived, room), arrived)
         loaded[own] = np.where(self._loading[own, None], arrived, NEVER)
 
+    def _fit(
+        self, own: Longs, took: Floats, summed: Floats, loaded: Floats, factors: _Factors
+    ) -> None:
+        """Hold up the loads of the records ``own`` until rings that are modelled have room.
+
+        ``took`` and ``summed``: when records had their inputs, and when their sums were complete.
+        Between these times consumers use what was loaded evenly. A record that does not fit as a
+        whole loads the rest no faster than the memory brings it.
+        """
+        for k in np.flatnonzero(factors.ring).tolist():
+            size = factors.ring[k] * self.ring_bytes
+            of, part = factors.ring_users[factors.ring[k]]
+            user = of[own]
+            first, last = took[user, k], summed[user, k]
+            used = first + part[own] * (last - first)
+            rest = np.maximum(self._bytes[own] - size, 0.0) * self._byte_ns
+            used = np.where(user == own, took[own, k] + rest, used)
+            fits = np.where(user >= 0, used + self._page_ns, NEVER)
+            loaded[own, k] = np.maximum(loaded[own, k], fits)
+
     def _floor(self, factors: _Factors) -> Floats:
         """The time that the memory needs for the streamed bytes; 0: it was not what held up."""
         ceiling = self.trace.machine.get("bandwidth")
@@ -161,9 +198,14 @@ class _Factors:
         self.dropped = np.zeros((exchanges + 1, count), np.bool_)
         self.worker = np.ones((replay.trace.workers, count))
         self.switching = np.ones(count)
+        self.ring = np.zeros(count)  # 0: as it was recorded
         for k, changes in enumerate(scenarios):
             for change in changes:
                 self._add(change, k)
+        self.ring_users = {
+            factor: replay.ring_users(factor * replay.ring_bytes)
+            for factor in np.unique(self.ring[self.ring > 0]).tolist()
+        }
 
     def _add(self, change: Change, k: int) -> None:
         what, factor = change.what, change.factor
@@ -183,6 +225,8 @@ class _Factors:
             self.worker[self._rows(change, workers), k] *= factor
         elif what == "switching":
             self.switching[k] *= factor
+        elif what == "ring":
+            self.ring[k] = factor
         else:
             raise TraceError(f"a change is of {', '.join(CHANGES)}, not of {what!r}")
 

@@ -98,8 +98,10 @@ def parse_change(text: str) -> Change:
     what, of = found["what"], found["of"] or ""
     if what in ("wait", "balance") and factor != 0:
         raise TraceError(f"{text!r}: a {what} can only be left out (=0)")
-    if what == "switching" and of:
-        raise TraceError(f"{text!r}: switching is of all workers")
+    if what in ("switching", "ring") and of:
+        raise TraceError(f"{text!r}: {what} is of all workers")
+    if what == "ring" and factor == 0:
+        raise TraceError(f"{text!r}: a loader needs a page at least")
     return Change(what, of, factor)
 
 
@@ -132,6 +134,8 @@ def _single(replay: Replay) -> list[Change]:
     for of in ("", *replay.loading_phases):
         if replay.loading_phases:
             changes += [Change("loading", of, factor) for factor in (0.0, 0.5)]
+    if replay.ring_bytes:
+        changes.append(Change("ring", "", 2.0))
     changes += [Change("balance", of, 0.0) for of in replay.used_phases]
     for of in ("", *exchanges):
         if exchanges:
@@ -180,6 +184,8 @@ def describe(change: Change) -> str:
             return f"without waiting for {name}'s {kind}"
         case "worker":
             return f"{f'worker {of}' if of else 'every worker'} in {_times(factor)}"
+        case "ring":
+            return f"a ring of {'twice' if factor == 2 else f'{factor:g} times'} the pages"
         case "balance":
             return f"{of or 'every phase'} shared evenly by its workers"
         case _:

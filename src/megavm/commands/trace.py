@@ -37,6 +37,7 @@ changes: FACTOR times the recorded time; 0 takes no time, 0.5 half of it
   worker:40=0.5            all that one worker computes and loads
   balance:gate_up=0        every worker has the mean share; balance=0 of all phases
   switching=0              from one instruction to the next
+  ring=0.5                 loaders can be half as many pages ahead of the consumers
 Several changes are made at once. docs/profiling.md says what the prediction knows and does not.
 """
 
