@@ -526,11 +526,14 @@ class Engine:
         counters.steps += plan.steps
         counters.rows += plan.step.num_rows * plan.steps
         failed, before = plan.failed, len(ready)
-        for i, (sequence, tokens, stopped) in enumerate(
-            zip(plan.samplers, plan.tokens.tolist(), plan.stopped.tolist(), strict=True)
-        ):
+        rest = list(range(len(plan.samplers)))
+        if plan.steps == 1 and not (plan.logits or plan.complete or failed):
+            rest = self._extend_inside(plan, ready)
+        for i in rest:
+            sequence = plan.samplers[i]
             if sequence.state is State.FINISHED or (failed and sequence in failed):
                 continue
+            tokens, stopped = plan.tokens[i].tolist(), plan.stopped[i].tolist()
             logits = plan.logits.get(i) if plan.logits else None
             complete = bool(plan.complete) and sequence in plan.complete
             ready.append(self._extend(sequence, tokens, stopped, logits, complete))
@@ -541,6 +544,31 @@ class Engine:
         self._score(plan)
         counters.collect_seconds += time.perf_counter() - begin
         return ready
+
+    def _extend_inside(self, plan: Plan, ready: list[Delta]) -> list[int]:
+        """Append the tokens in the middle of sequences; the samplers that need ``_extend``.
+
+        Most tokens of a large batch are such, and this takes a third of the time.
+        """
+        assert plan.tokens is not None
+        assert plan.stopped is not None
+        rest: list[int] = []
+        for i, (sequence, token, stopped) in enumerate(
+            zip(plan.samplers, plan.tokens[:, 0].tolist(), plan.stopped[:, 0].tolist(), strict=True)
+        ):
+            if not stopped and sequence.state is not State.FINISHED:
+                delta = sequence.append_inside(token)
+                if delta is not None:
+                    ready.append(delta)
+                    continue
+            rest.append(i)
+        if self.blocks.prefix_caching:
+            step, left = plan.step, set(rest)
+            position = step.row_position[step.logit_row[: len(plan.samplers)]]
+            for i in np.flatnonzero((position + 1) % self.blocks.block_size == 0).tolist():
+                if i not in left:
+                    self.planner.publish_decoded(plan.samplers[i])
+        return rest
 
     def _extend(
         self,

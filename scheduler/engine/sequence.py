@@ -122,6 +122,7 @@ class Sequence:
         "seed",
         "slot",
         "state",
+        "step_text",
         "stop_ids",
         "text",
     )
@@ -144,6 +145,7 @@ class Sequence:
         self.eos_ids = () if params.ignore_eos else eos_ids
         self.stop_ids = stop_token_ids(params, eos_ids)
         self.text = text
+        self.step_text = _no_text if text is None else text.step
         self.prompt = request.prompt
         self.output: list[int] = []
         self.state = State.WAITING
@@ -238,6 +240,18 @@ class Sequence:
             return self._finish_text(delta, "length")
         return delta
 
+    def append_inside(self, token: int) -> Delta | None:
+        """Do what ``append`` does, at a fraction of its time, for a token in the middle.
+
+        None, and nothing is done, if more must be looked at: the first and the last token, stop
+        strings. The token must be no stop token, no log-probability asked for, no grammar complete.
+        """
+        output, step = self.output, self.step_text
+        if step is None or not output or len(output) + 1 >= self.max_output:
+            return None
+        output.append(token)
+        return Delta(self.request, self.index, [token], [step(token)], [])
+
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End the sequence without a token, as for an abort or an error."""
         return self._finish_text(Delta(self.request, self.index, [], [""], []), reason, error=error)
@@ -289,6 +303,10 @@ class Sequence:
         integer[Integer.MASKED] = restriction is not None and restriction.masked
         integer[Integer.BIASED] = restriction is not None and bool(restriction.bias)
         return real, integer
+
+
+def _no_text(_: int) -> str:
+    return ""
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

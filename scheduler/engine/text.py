@@ -23,6 +23,9 @@ class TextStream:
 
     Text that may be the start of a stop string is held back until later text decides.
     ``include_stop``: return the stop string itself at the end.
+
+    Attributes:
+        step: where there are no stop strings, the decoder's ``step``: all that ``push`` does.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class TextStream:
         self._include_stop = include_stop
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
+        self.step = None if stops else decoder.step
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
         """Add a token: the text that is certain now, and the stop string that ended it or None.

@@ -83,6 +83,8 @@ class Tokenizer:
         self._special_ids: frozenset[int] = frozenset()
         self._token_texts: dict[int, str] = {}
         self._whole_texts: dict[int, str | None] = {}
+        # The texts of whole characters that `whole_text` has given, but those of control tokens.
+        self.plain_texts: dict[int, str] = {}
         self._byte_level = _is_byte_level(self._backend)
         if self._backend is not None:
             added = self._backend.get_added_tokens_decoder()
@@ -187,6 +189,8 @@ class Tokenizer:
         if text is not None and "\ufffd" in text:
             text = None
         self._whole_texts[token_id] = text
+        if text is not None and token_id not in self._special_ids:
+            self.plain_texts[token_id] = text
         return text
 
     def knows(self, token_id: int) -> bool:
@@ -400,6 +404,7 @@ class StreamDecoder:
         kept_ids: Sequence[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
+        self._plain_texts = tokenizer.plain_texts
         self._skipped: frozenset[int] = frozenset()
         if skip_special_tokens:
             self._skipped = tokenizer.special_ids.difference(kept_ids)
@@ -415,6 +420,11 @@ class StreamDecoder:
 
     def step(self, token_id: int) -> str:
         """The text that `token_id` adds; "" while a character is incomplete."""
+        if not self._ids:
+            try:
+                return self._plain_texts[token_id]
+            except (KeyError, TypeError):
+                pass
         if not self._ids or self._complete:
             whole = self._tokenizer.whole_text(token_id)
             if whole and token_id in self._skipped:
