@@ -11,9 +11,14 @@ import pytest
 from llama_decode import llama
 
 from megavm.instructions.copy import Copy
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.scheduler.llama.parallel import Parallel
 from megavm.vm import _native
 from megavm.vm.program import Program
-from megavm.vm.tensors import F32, TensorKind, TensorSpec
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 
@@ -52,6 +57,47 @@ def test_a_program_that_cuts_a_tensor_too_finely_is_refused_in_bounded_memory() 
     with pytest.raises(VerificationError, match=r"cut its tensors into 1\d{7} cells") as raised:
         verify(diagonal)
     assert raised.value.rule == "limit"
+
+
+def test_a_program_that_touches_too_many_cells_is_refused_in_bounded_time() -> None:
+    size = 512
+    tensors = [TensorSpec(name, (size, size), F32, TensorKind.STATE) for name in "ab"]
+
+    def copy(x: int, begin: int, end: int) -> Copy:
+        return Copy(
+            x=x,
+            out=1 - x,
+            x_row=begin,
+            x_column=begin,
+            row_begin=begin,
+            row_end=end,
+            column_begin=begin,
+            column_end=end,
+        )
+
+    copies = [copy(0, i, i + 1) for i in range(size)]
+    copies += [copy(i % 2, 0, size) for i in range(1200)]  # each touches all cells of both
+    program = Program.build(tensors, copies, [range(len(copies))])
+    with pytest.raises(VerificationError, match="more than 1000000000 times") as raised:
+        verify(program)
+    assert raised.value.rule == "limit"
+
+
+@pytest.mark.parametrize(
+    ("config", "rows", "ranks"),
+    [
+        (LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128), 64, 4),
+        (LlamaConfig(128256, 8192, 28672, 80, 64, 8, 128), 1, 8),
+    ],
+    ids=["8B, 64 rows, 4 ranks", "70B, 1 row, 8 ranks"],
+)
+def test_programs_of_large_models_on_several_ranks_are_within_the_limits(
+    config: LlamaConfig, rows: int, ranks: int
+) -> None:
+    limits = Limits(rows, 256, rows, rows, 4 * rows, 64)
+    bucket = Bucket(rows, rows, 256, decode=rows > 1)
+    graph = llama_graph(config, limits, bucket, BF16, Parallel(ranks))
+    compile_graph(graph, default_options("cuda", 132, rows))
 
 
 GOOD: dict[str, Any] = {

@@ -69,8 +69,28 @@ class Grid {
   std::vector<std::int64_t> rows_, columns_;
 };
 
-// Throws std::length_error if the program has too many cells, or visits them too often.
-void check_cells(const ProgramView& program, double cells, double visits);
+// Throws std::length_error if the program has too many cells.
+void check_cells(const ProgramView& program, double cells);
+
+// Counts the cells that a search visits, which bounds its time.
+class Visits {
+ public:
+  explicit Visits(const ProgramView& program) : program_(program) {}
+
+  // Throws std::length_error if the search has visited too many.
+  void add(const CellRange& range) {
+    count_ += range.num_cells();
+    if (count_ > kMax) fail();
+  }
+
+ private:
+  static constexpr double kMax = 1e9;
+
+  [[noreturn]] void fail() const;
+
+  const ProgramView& program_;
+  double count_ = 0;
+};
 
 // The grids, by key_of(access), of the accesses for which it returns a key. Throws like
 // check_cells.
@@ -79,14 +99,12 @@ std::map<Key, Grid> make_grids(const ProgramView& program, KeyOf key_of) {
   std::map<Key, Grid> grids;
   for (const auto& access : program.accesses)
     if (const auto key = key_of(access)) grids[*key].cut(access);
-  double cells = 0, visits = 0;
+  double cells = 0;
   for (auto& [key, grid] : grids) {
     grid.finish();
     cells += grid.num_cells();
   }
-  for (const auto& access : program.accesses)
-    if (const auto key = key_of(access)) visits += grids.at(*key).range(access).num_cells();
-  check_cells(program, cells, visits);
+  check_cells(program, cells);
   return grids;
 }
 

@@ -113,16 +113,17 @@ class EventOrder final : public FastOrder {
 
   bool over_before_earlier_reads(Node node) override { return over_before_reads(node); }
   bool over_before_reads(Node node) const override {
-    return has_signal(knowledge_[knowledge_of_[number(current_)]].header, node);
+    return is_over(knowledge_[knowledge_of_[number(current_)]].header, node);
   }
   bool over_before_writes(Node node) const override {
     const auto& knowledge = knowledge_[knowledge_of_[number(current_)]];
-    return has_signal(writes_early() ? knowledge.header : knowledge.over, node);
+    return is_over(writes_early() ? knowledge.header : knowledge.over, node);
   }
   bool read_before_writes(Node node) const override {
     const auto& knowledge = knowledge_[knowledge_of_[number(current_)]];
     const auto& known = writes_early() ? knowledge.header_read : knowledge.read;
-    if (has_signal(known, node)) return true;
+    const auto barrier = index_.program.instructions[node.instruction].signal;
+    if (barrier >= 0 && known.has(barrier_event(barrier, node.step))) return true;
     if (index_.program.instructions[node.instruction].reads_late) return false;
     const auto& groups = tags_.memberships[node.instruction];
     return std::any_of(groups.begin(), groups.end(), [&](std::int32_t group) {
@@ -134,13 +135,14 @@ class EventOrder final : public FastOrder {
     const auto& signallers = index_.signallers[barrier];
     return std::all_of(signallers.begin(), signallers.end(), [&](std::int32_t instruction) {
       return knowledge_[knowledge_of_[number({instruction, 1})]].over.has(
-          barrier_event(barrier, 0));
+          over_event(static_cast<std::size_t>(barrier), 0));
     });
   }
 
  private:
-  // Sets of events. After an event of header or over, its signallers are over; after one of
-  // header_read or read, at least the reads of its signallers or writers are.
+  // Sets of events. After an event of header or over, its signallers are over; these have barriers
+  // only, numbered among themselves (over_event). After one of header_read or read, at least the
+  // reads of its signallers or writers are over.
   struct Knowledge {
     EventSet header, header_read;  // before the reads of the node
     EventSet over, read;           // before its writes
@@ -164,7 +166,12 @@ class EventOrder final : public FastOrder {
     for (std::size_t number = 0; number < sources.size(); ++number)
       numbers_[sources[number].second] = static_cast<std::uint32_t>(number);
     sources_.reserve(sources.size());
-    for (const auto& [last, source] : sources) sources_.push_back(source);
+    barrier_numbers_.resize(barriers);
+    std::uint32_t count = 0;
+    for (const auto& [last, source] : sources) {
+      sources_.push_back(source);
+      if (source < barriers) barrier_numbers_[source] = count++;
+    }
   }
   const Instructions& members_of(std::size_t source) const {
     const auto barriers = index_.signallers.size();
@@ -200,9 +207,14 @@ class EventOrder final : public FastOrder {
   std::uint32_t group_event(std::int32_t group, std::int32_t step) const {
     return event(index_.signallers.size() + static_cast<std::size_t>(group), step);
   }
-  bool has_signal(const EventSet& set, Node node) const {
+  // The number of a barrier's event in sets without groups.
+  std::uint32_t over_event(std::size_t barrier, std::int32_t step) const {
+    return static_cast<std::uint32_t>(barrier_numbers_.size()) * static_cast<std::uint32_t>(step) +
+           barrier_numbers_[barrier];
+  }
+  bool is_over(const EventSet& set, Node node) const {
     const auto barrier = index_.program.instructions[node.instruction].signal;
-    return barrier >= 0 && set.has(barrier_event(barrier, node.step));
+    return barrier >= 0 && set.has(over_event(static_cast<std::size_t>(barrier), node.step));
   }
 
   // What follows from an event.
@@ -221,7 +233,7 @@ class EventOrder final : public FastOrder {
       joined.over.unite(knowledge_[known].over);
       joined.read.unite(knowledge_[known].read);
     }
-    if (is_barrier) joined.over.add(event);
+    if (is_barrier) joined.over.add(over_event(source, step));
     joined.read.add(event);
     count_bytes(joined.over.bytes() + joined.read.bytes());
     return joined;
@@ -232,6 +244,7 @@ class EventOrder final : public FastOrder {
   const std::vector<char>& trusted_;
   std::vector<std::uint32_t> numbers_;  // by source
   std::vector<std::uint32_t> sources_;  // by number
+  std::vector<std::uint32_t> barrier_numbers_;
   std::size_t bytes_ = 0;               // of all sets
   Node current_;
   std::vector<std::uint32_t> knowledge_of_;  // by node

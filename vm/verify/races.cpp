@@ -41,7 +41,8 @@ struct Cell {
 // and its readings since.
 class RaceSearch {
  public:
-  RaceSearch(const Index& index, ExactOrder& exact) : index_(index), exact_(exact) {
+  RaceSearch(const Index& index, ExactOrder& exact)
+      : index_(index), exact_(exact), visits_(index.program) {
     const auto& program = index.program;
     surfaces_.resize(2 * program.tensors.size());
     auto grids = make_grids<std::size_t>(
@@ -121,6 +122,7 @@ class RaceSearch {
                                       FastOrder& order) {
     std::optional<Finding> race;
     if (now.node.step == 0) return race;
+    visits_.add(range);
     Node before;
     surface.grid.for_each(range, [&](std::size_t place) {
       const auto& cell = surface.cells[place];
@@ -134,6 +136,7 @@ class RaceSearch {
 
   void begin_reading(Surface& surface, const CellRange& range, std::uint32_t number,
                      const Visit& now, const TensorTraits& traits) {
+    visits_.add(range);
     auto& writers = surface.readings[number].writers;
     surface.grid.for_each(range, [&](std::size_t place) {
       auto& cell = surface.cells[place];
@@ -176,6 +179,7 @@ class RaceSearch {
     std::optional<Finding> race;
     Node before;
     ++writes_;
+    visits_.add(range);
     surface.grid.for_each(range, [&](std::size_t place) {
       auto& cell = surface.cells[place];
       if (cell.settled) return true;
@@ -238,6 +242,7 @@ class RaceSearch {
 
   const Index& index_;
   ExactOrder& exact_;
+  Visits visits_;
   std::vector<Surface> surfaces_;  // by tensor: plain, indexed
   std::uint64_t writes_ = 0;
   std::optional<Finding> unwritten_;

@@ -19,10 +19,12 @@ TagGroups::TagGroups(const ProgramView& program, std::optional<Finding>& fault)
 
 std::optional<Finding> TagGroups::find_writers(const ProgramView& program, const Grids& grids,
                                                CellWriters& writers) {
+  Visits visits(program);
   for (std::size_t number = 0; number < program.accesses.size(); ++number) {
     const auto& access = program.accesses[number];
     if (!program.tensors[access.tensor].tagged || !access.write) continue;
     const auto& grid = grids.at(access.tensor);
+    visits.add(grid.range(access));
     auto& cells = writers.at(access.tensor);
     std::int64_t other = -1;
     grid.for_each(grid.range(access), [&](std::size_t cell) {
@@ -44,6 +46,7 @@ std::optional<Finding> TagGroups::find_readers(const ProgramView& program, const
                                                const CellWriters& writers) {
   std::map<std::vector<std::int64_t>, std::int32_t> by_region;
   std::map<Instructions, std::int32_t> by_members;
+  Visits visits(program);
   for (std::size_t number = 0; number < program.accesses.size(); ++number) {
     const auto& access = program.accesses[number];
     if (!program.tensors[access.tensor].tagged || access.write) continue;
@@ -53,6 +56,7 @@ std::optional<Finding> TagGroups::find_readers(const ProgramView& program, const
     if (known == by_region.end()) {
       const auto& grid = grids.at(access.tensor);
       const auto& cells = writers.at(access.tensor);
+      visits.add(grid.range(access));
       Instructions group;
       const bool reachable = grid.for_each(grid.range(access), [&](std::size_t cell) {
         if (cells[cell] < 0) return false;
