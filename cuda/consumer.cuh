@@ -72,11 +72,17 @@ class Consumer {
   // NOTE: `sync` does not say so much: a warp may end in it that others have already counted.
   __device__ __forceinline__ void sync_alive() {
     const Semaphore all{SemaphoreKind::kConsumers, 0};
+    // Lanes decide together. A warp gives up only if the others had not all come after it saw that
+    // one has ended: if they had, some may multiply already.
+    static_assert(kLanes % kNumConsumers == 0);
+    __syncwarp();
+    if (__any_sync(~0u, has_ended(warp_index()))) all.give_up(sync_phase_);
     all.arrive_together();
-    bool met = false;
+    bool met = false, ended = false;
     do {
-      met = ptx::mbarrier_try_wait(all.address(), sync_phase_);
-      if (__builtin_expect(is_stopping(), 0) && has_one_ended()) all.give_up(sync_phase_);
+      if (ended) all.give_up(sync_phase_);
+      ended = __any_sync(~0u, is_stopping() && has_ended(lane_index() % kNumConsumers));
+      met = __all_sync(~0u, ptx::mbarrier_try_wait(all.address(), sync_phase_));
     } while (!met);
     sync_phase_ ^= 1;
   }
@@ -103,7 +109,7 @@ class Consumer {
     PageCursor mine = from;
     mine.advance(lane_index());
     while (!__all_sync(~0u, lane_index() >= count || page_arrived(mine.slot).is_over(mine.phase)))
-      if (__builtin_expect(is_stopping(), 0)) return false;
+      if (__any_sync(~0u, is_stopping())) return false;
     __syncwarp();
     PageCursor each = from;
     if constexpr (kWarpArrivals > 1)
@@ -113,7 +119,7 @@ class Consumer {
   // Wait for the pages of a step (Loader::begin_pages). False if the worker is stopping.
   __device__ __forceinline__ bool has_step_arrived(const PageCursor& first) const {
     while (!__all_sync(~0u, page_arrived(first.slot).is_step_over(first.phase)))
-      if (__builtin_expect(is_stopping(), 0)) return false;
+      if (__any_sync(~0u, is_stopping())) return false;
     return true;
   }
   __device__ __forceinline__ void finish_pages(uint32_t count) {
@@ -143,12 +149,6 @@ class Consumer {
   SumsCursor sums;  // the next block of sums
 
  private:
-  // Whether lanes of a consumer have ended: of this one, or of another one.
-  static __device__ __forceinline__ bool has_one_ended() {
-    static_assert(kLanes % kNumConsumers == 0);
-    return __any_sync(~0u, has_ended(warp_index()) || has_ended(lane_index() % kNumConsumers));
-  }
-
   __device__ __forceinline__ void set_waiting(uint32_t waiting) const {
     if (threadIdx.x == 0) ptx::store_shared(ptx::shared_address(&control().waiting), waiting);
   }

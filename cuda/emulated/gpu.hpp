@@ -94,7 +94,8 @@ struct Meeting {
 
 struct Warp {
   Meeting meetings[2];
-  uint32_t alive = 0;  // bit i: lane i has not ended
+  uint32_t alive = 0;   // bit i: lane i has not ended
+  uint32_t fences = 0;  // that its lanes have come to, of wgmma
 };
 
 // A copy that the copy engine has not delivered.
@@ -318,9 +319,11 @@ inline void begin_lane() {
   end_lane();
 }
 
-// Run all lanes of a worker to their end.
-inline void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsigned char* shared,
-                       uint32_t shared_bytes, uint32_t seed, Body body, const void* launch) {
+// Run all lanes of a worker to their end. `at_turn` is called with the number of each turn.
+template <class AtTurn>
+void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsigned char* shared,
+                uint32_t shared_bytes, uint32_t seed, Body body, const void* launch,
+                AtTurn at_turn) {
   Worker own;
   own.block = block;
   own.blocks = blocks;
@@ -352,7 +355,7 @@ inline void run_worker(uint32_t block, uint32_t blocks, uint32_t threads, unsign
   for (alive = true; alive;) {
     alive = false;
     own.progress = false;
-    ++turn;
+    at_turn(++turn);
     if (failure().failed) break;
     std::swap(order[own.random() % order.size()], order[own.random() % order.size()]);
     for (const uint32_t warp : order) {

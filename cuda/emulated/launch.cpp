@@ -6,20 +6,23 @@ namespace megavm {
 thread_local __align__(1024) unsigned char shared_memory[kSharedBytes];
 }
 
-// Run the kernel on `workers` workers. Returns nothing, or what went wrong; the text is valid until
-// the next launch.
+// Run the kernel on `workers` workers; in turn `stop_turn` of its lanes, each is told to stop.
+// Returns nothing, or what went wrong; the text is valid until the next launch.
 extern "C" const char* emulated_launch(const megavm::Launch* launch, uint32_t workers,
-                                       uint32_t seed) {
+                                       uint32_t seed, uint32_t stop_turn) {
   emulated::failure().failed = false;
   emulated::failure().text.clear();
   const auto body = [](const void* each) {
     megavm_kernel(*static_cast<const megavm::Launch*>(each));
   };
+  const auto at_turn = [stop_turn](uint32_t turn) {
+    if (turn == stop_turn) megavm::control().stopping = 1;
+  };
   std::vector<std::thread> threads;
   for (uint32_t i = 0; i < workers; ++i)
     threads.emplace_back([=] {
       emulated::run_worker(i, workers, megavm::kNumThreads, megavm::shared_memory,
-                           megavm::kSharedBytes, seed, body, launch);
+                           megavm::kSharedBytes, seed, body, launch, at_turn);
     });
   for (std::thread& thread : threads) thread.join();
   return emulated::failure().failed ? emulated::failure().text.c_str() : nullptr;

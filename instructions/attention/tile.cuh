@@ -322,7 +322,8 @@ struct AttentionTile {
       if (run.cached - first < kTokens)
         stops |= !clear_values(consumer, values, run.cached - first);
       if (first < end) attend(consumer.page.address(), values, first, state);
-      consumer.finish_pages(kStepPages);
+      // A worker that stops leaves its pages: some may not have arrived.
+      consumer.finish_pages(stops ? 0 : kStepPages);
     }
     if (stops) page_arrived(consumer.page.slot).give_up(consumer.page.phase);
     consumer.note(in.stage, Event::kComputed);

@@ -130,6 +130,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
            (!in.has(&Matmul::residual) || has_fours(in[&Matmul::residual])) &&
            (!is_scaled() || (takes_fours(in[&Matmul::out_scaled]) &&
                              EightConstants::can_load(in[&Matmul::out_gain]))) &&
+           in.inst.column_begin % kUnitRows == 0 && in.inst.column_end % kUnitRows == 0 &&
            out_begin() % 4 == 0;
   }
 

@@ -89,6 +89,7 @@ SCALED = [
 MATRIX = [
     Case("matrix", rows=16, k=128, columns=64),
     Case("matrix, tails", rows=37, k=200, columns=83, live=33),
+    Case("matrix, odd ends", rows=16, k=128, columns=62, tiles=1),
     Case("matrix, several blocks", rows=20, k=96, columns=600),
     Case("matrix, deep", rows=64, k=3104, columns=72, extras=True),
     Case("matrix, rows in turn", rows=300, k=136, columns=40, live=290, extras=True, scaled=True),

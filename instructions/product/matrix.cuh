@@ -272,7 +272,8 @@ class MatrixConsumer : MatrixSizes {
           next_scales += apart;
         }
       ptx::wgmma_wait<1>();
-      if (in_step == 0 && box > 0) consumer_.finish_pages(group.pages);
+      // A worker that stops leaves its pages: some may not have arrived.
+      if (in_step == 0 && box > 0) consumer_.finish_pages(stops ? 0 : group.pages);
       if (++in_step == group.boxes) {
         in_step = 0;
         page.advance(group.pages);

@@ -33,7 +33,9 @@ struct MatrixSizes {
   // Most boxes of x in a step, and most pages of a step with several: the ring holds four steps.
   static constexpr uint32_t kMostBoxes = 4;
   static constexpr uint32_t kGoodPages = kPages / 4;
-  static_assert(program::kMatrixRows == 0 || 1 + kGroupBlocks * kBlockUnits / kPageUnits <= kPages);
+  // A step is finished when the next one has arrived, so the ring holds two at least.
+  static constexpr uint32_t kMostStepPages = 1 + kGroupBlocks * kBlockUnits / kPageUnits;
+  static_assert(program::kMatrixRows == 0 || 2 * kMostStepPages <= kPages);
 
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
 

@@ -29,7 +29,7 @@ MAX_REGISTERS = (
     65536 // NUM_THREADS // 8 * 8
 )  # what a thread may have before roles share them out anew
 MAX_CUBIN = 1 << 20
-MATRIX_SPILLS = 768, 1536  # bytes stored and loaded
+MATRIX_SPILLS = 768, 1600  # bytes stored and loaded
 
 LLAMA_1B = LlamaConfig(
     vocab_size=128256,

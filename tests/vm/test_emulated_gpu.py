@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import random
 import subprocess
 import zlib
 from collections.abc import Iterator
@@ -36,7 +37,14 @@ pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++
 LIBRARY = Path(__file__).parent / "support" / "emulation.cpp"
 # Examples whose kernels differ most; --emulate-gpu takes all.
 WANTED = {
-    *("matrix", "matrix, tails", "matrix, deep", "matrix, scaled", "matrix, parts added"),
+    *(
+        "matrix",
+        "matrix, tails",
+        "matrix, odd ends",
+        "matrix, deep",
+        "matrix, scaled",
+        "matrix, parts added",
+    ),
     *("matrix, gathered in turn", "matrix, newest", "scaled, units"),
     *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
     *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
@@ -186,6 +194,35 @@ def test_a_llama_computes_what_the_cpu_does() -> None:
             got.append(torch.as_tensor(np.array(runner.logits[: len(rows)])))
         apart = (got[0] - got[1]).abs().max() / got[1].std()
         assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
+
+
+@pytest.mark.parametrize("number", [0, 1, 3])
+def test_workers_that_are_told_to_stop_at_any_time_do_nothing_that_a_gpu_forbids(
+    number: int,
+) -> None:
+    """Steps of matrix products, whose warps go on together after some have been told.
+
+    In other kernels a warp ends where it waits. Its lanes wait together on a GPU, but not here.
+    """
+    machine = EmulatedMachine(timeout=20.0)
+    runner = runner_on(machine, "cuda", 5)
+    step = step_of(STEPS[number])
+    runner.run(step, 1)
+    rows = len(step.logit_row)
+    logits = np.array(runner.logits[:rows])
+    rng = random.Random(number)
+    stopped = 0
+    for _ in range(12):
+        machine.stop_turn, machine.seed = rng.randrange(1, 8000), rng.randrange(100)
+        try:
+            runner.run(step, 1)
+        except MachineFault as fault:
+            assert "the emulated kernel" not in str(fault), (machine.stop_turn, machine.seed)
+            stopped += 1
+    assert stopped
+    machine.stop_turn = 0
+    runner.run(step, 1)
+    assert np.array_equal(logits, runner.logits[:rows])
 
 
 def test_a_fault_stops_no_warp_between_the_wgmmas_of_its_warpgroup() -> None:

@@ -49,8 +49,9 @@ class EmulatedMachine(CudaMachine):
     """A CudaMachine whose GPU has ``workers`` SMs and is emulated: memory is the host's.
 
     A wait that takes longer than ``timeout`` seconds ends the launch with a fault. ``seed`` decides about
-    the order of warps and copies. A launch that does what a GPU does not allow ends with a MachineFault that
-    says what, where and which lane.
+    the order of warps and copies. In turn ``stop_turn`` of its lanes every worker is told to stop, as it is
+    when another one has failed (0: never). A launch that does what a GPU does not allow ends with a
+    MachineFault that says what, where and which lane.
 
     Raises ValueError when kernels cannot be emulated here.
     """
@@ -62,11 +63,12 @@ class EmulatedMachine(CudaMachine):
         trace: bool = False,
         root: Path = cuda_compiler.ROOT,
         seed: int = 0,
+        stop_turn: int = 0,
     ) -> None:
         reason = reason_unavailable()
         if reason is not None:
             raise ValueError(f"kernels cannot be emulated: {reason}")
-        self.seed = seed
+        self.seed, self.stop_turn = seed, stop_turn
         self._initialise((0,), [EmulatedDriver(self)], workers, timeout, trace, root)
 
     def _compile(self, header: str) -> Path:
@@ -108,7 +110,8 @@ class EmulatedDriver(Driver):
 
     def _cuLaunchKernel(self, function: Any, workers: int, *others: Any) -> None:
         pointers = ctypes.cast(others[-2], ctypes.POINTER(ctypes.c_void_p))
-        problem = function(ctypes.c_void_p(pointers[0]), workers, self._machine.seed)
+        machine = self._machine
+        problem = function(ctypes.c_void_p(pointers[0]), workers, machine.seed, machine.stop_turn)
         if problem is not None:
             raise CudaError(problem.decode(), "the emulated kernel")
 

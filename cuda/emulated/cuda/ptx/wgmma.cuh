@@ -38,16 +38,26 @@ inline float operand(uint64_t descriptor, uint32_t row, uint32_t k, bool transpo
   return from_bf16(bits);
 }
 
-// A wgmma is one instruction of four warps. If one of them has ended, it is illegal.
-[[gnu::noinline]] inline void need_warpgroup() {
-  const uint32_t first = thread_index() / 32 / 4 * 4;
-  for (uint32_t i = 0; i < 4; ++i)
-    if (emulated::worker->warps[first + i].alive == 0)
-      emulated::fail("warp " + std::to_string(first + i) + " has ended before a wgmma of warp " +
-                     std::to_string(thread_index() / 32));
+// A wgmma is one instruction of four warps, which begin it together with this fence. If one of them
+// has ended, it is illegal.
+inline void wgmma_fence() {
+  __syncwarp();
+  auto& warps = emulated::worker->warps;
+  const uint32_t mine = thread_index() / 32, first = mine / 4 * 4;
+  if (lane_index() == 0) {
+    ++warps[mine].fences;
+    emulated::worker->progress = true;
+  }
+  __syncwarp();
+  for (uint32_t i = first; i < first + 4; ++i)
+    while (warps[i].fences < warps[mine].fences && !emulated::failure().failed) {
+      if (warps[i].alive == 0)
+        emulated::fail("warp " + std::to_string(i) + " has ended before a wgmma of warp " +
+                       std::to_string(mine));
+      emulated::give_way();
+    }
+  __syncwarp();
 }
-
-inline void wgmma_fence() { __syncwarp(); }
 inline void wgmma_commit() {
   __syncwarp();
   emulated::lane->committed.push_back(std::exchange(emulated::lane->products, {}));
@@ -71,7 +81,6 @@ void wgmma_wait() {
 // row of A with that h, when the product is computed.
 template <uint32_t kColumns, class OfA>
 void begin_product(float (&sums)[kColumns / 2], OfA of_a, uint64_t b, bool transposed) {
-  need_warpgroup();
   float* const to = sums;
   emulated::lane->products.push_back([=] {
     const uint32_t lane = lane_index();
