@@ -29,18 +29,24 @@ from pydantic import BaseModel, ConfigDict
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.config import RequestRouterConfig
-from ray.serve.exceptions import RayServeException
+from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message
 
 from megavm import LLM
 from megavm.server.app import create_app
-from megavm.server.errors import unavailable
+from megavm.server.errors import RETRY_AFTER_SECONDS, ApiError
 from megavm.server.logs import logging_to_stderr
 from megavm.server.metrics import CONTENT_TYPE
 from megavm.server.middleware import REQUEST_ID
 from megavm.server.service import Service
-from megavm.server.settings import MAX_BODY_BYTES, MAX_CONNECTIONS, SHUTDOWN_TIMEOUT, Settings
+from megavm.server.settings import (
+    MAX_BODY_BYTES,
+    MAX_CONNECTIONS,
+    MAX_QUEUE,
+    SHUTDOWN_TIMEOUT,
+    Settings,
+)
 
 SESSION: Final = "x-session-id"  # header: the client's name of a session
 REPLICA: Final = "x-replica-id"  # header of answers: the replica that gave it
@@ -56,6 +62,8 @@ class Arguments(BaseModel):
         model, machine, dtype, max_model_len, max_num_seqs, tensor_parallel_size: of LLM.
         served_model_name: what clients call the model; None: `model`.
         api_key: a key that clients must send; None: every client is allowed.
+        allowed_hosts: names by which clients may reach the server beside localhost and IP
+            addresses ("*": all).
         num_replicas: number of replicas, unless `max_replicas` is given.
         min_replicas, max_replicas: Ray chooses the number of replicas between these limits.
         target_ongoing_requests: requests per replica that Ray aims at when it chooses.
@@ -76,6 +84,7 @@ class Arguments(BaseModel):
     tensor_parallel_size: int = 1
     served_model_name: str | None = None
     api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
     num_replicas: int = 1
     min_replicas: int = 1
     max_replicas: int | None = None
@@ -98,6 +107,7 @@ class Replica:
         settings = Settings(
             model_names=(arguments.served_model_name or arguments.model,),
             api_keys=(arguments.api_key,) if arguments.api_key else (),
+            allowed_hosts=arguments.allowed_hosts,
             shutdown_timeout=arguments.shutdown_timeout,
         )
         self._app = create_app(
@@ -230,6 +240,17 @@ async def _until_left(answer: Any) -> AsyncIterator[bytes]:
         answer.cancel()
 
 
+def _queue_full() -> ApiError:
+    message = f"The queue is full: {MAX_QUEUE} requests wait for a replica."
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)}
+    return ApiError(429, message, kind="rate_limit_error", code="queue_full", headers=headers)
+
+
+def _replica_ended() -> ApiError:
+    message = "The replica has ended. Send the request again."
+    return ApiError(503, message, kind="server_error", code="replica_ended")
+
+
 gateway = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
 
 
@@ -269,9 +290,10 @@ class Gateway:
         answer = replica.answer.remote(scope, bytes(body))
         try:
             status, headers = await anext(answer)
+        except BackPressureError:
+            return _queue_full().response(scope)
         except (RayError, RayServeException, StopAsyncIteration):
-            error = unavailable("The replica has ended. Send the request again.", "replica_ended")
-            return error.response(scope)
+            return _replica_ended().response(scope)
         response = StreamingResponse(_until_left(answer), status)
         response.raw_headers = list(headers)
         return response
@@ -282,6 +304,7 @@ def app(arguments: Arguments) -> serve.Application:
     gpus = arguments.tensor_parallel_size if arguments.machine == "cuda" else 0
     replicas = Replica.options(
         max_ongoing_requests=arguments.max_ongoing_requests,
+        max_queued_requests=MAX_QUEUE,
         graceful_shutdown_timeout_s=arguments.shutdown_timeout,
         health_check_period_s=arguments.health_check_period,
         ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": gpus},
