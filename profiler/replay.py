@@ -104,7 +104,9 @@ class Replay(RecordedStep):
             tail = self._tail[rows]
             # If loads come later than they did, less is left to compute when the last one is there.
             later = np.maximum(loaded[own] - inputs - self._loads_take[rows], 0.0)
-            tail = np.where(tail > 0, np.maximum(tail * work - later, self._last[rows] * work), tail)
+            tail = np.where(
+                tail > 0, np.maximum(tail * work - later, self._last[rows] * work), tail
+            )
             computed = np.maximum(inputs + self._full[rows] * work, loaded[own] + tail)
             summed[own] = computed
             left[own] = computed + self._leave[rows] * work

@@ -123,15 +123,15 @@ def test_changes_of_a_machine_that_streams_are_predicted() -> None:
 
 @pytest.mark.parametrize("page", [100.0, 400.0, 900.0])
 def test_shorter_and_longer_rings_are_predicted(page: float) -> None:
-    for ring, pages in itertools.product((4, 8), (2, 3, 4, 6, 8, 16)):
-        machine = layered(8, 4, STREAMING, seed=3, page=page, ring=ring)
+    for recorded, pages in itertools.product((4, 8), (2, 3, 4, 6, 8, 16)):
+        machine = layered(8, 4, STREAMING, seed=3, page=page, ring=recorded)
         replay = Replay(simulate(machine), 0)
         # A loader that never filled its ring does not show how long it is.
-        assert replay.ring_bytes <= ring * PAGE_BYTES
+        assert replay.ring_bytes <= recorded * PAGE_BYTES
         factor = pages * PAGE_BYTES / replay.ring_bytes
         truth = step_time(dataclasses.replace(machine, ring=pages))
         found = replay.run([(Change("ring", "", factor),)]).step[0]
-        assert abs(found - truth) < 0.06 * step_time(machine), (ring, pages)
+        assert abs(found - truth) < 0.06 * step_time(machine), (recorded, pages)
 
 
 def test_rings_of_a_gpu_are_predicted() -> None:
