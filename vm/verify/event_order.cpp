@@ -245,7 +245,7 @@ class EventOrder final : public FastOrder {
   std::vector<std::uint32_t> numbers_;  // by source
   std::vector<std::uint32_t> sources_;  // by number
   std::vector<std::uint32_t> barrier_numbers_;
-  std::size_t bytes_ = 0;               // of all sets
+  std::size_t bytes_ = 0;  // of all sets
   Node current_;
   std::vector<std::uint32_t> knowledge_of_;  // by node
   std::vector<Knowledge> knowledge_;
