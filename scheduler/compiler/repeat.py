@@ -40,11 +40,11 @@ _TARGETS = slice(3, HEADER_WORDS, 2)
 _NAMES = [_SIGNAL, *range(2, HEADER_WORDS, 2)]  # of barriers
 
 
+Words = npt.NDArray[np.uint32]
+
+
 class Irregular(Exception):
     """Sections that are alike as operations did not become alike instructions."""
-
-
-Words = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _operands(operation: Operation) -> dict[str, Value]:
 def _is_consistent(
     operations: Sequence[Operation], storage: Storage, repetition: Repetition
 ) -> bool:
-    """Whether each section has another section's tensors renamed, two names never to one."""
+    """Whether each section is the next one with its tensors renamed, two never to one."""
     period = repetition.period
     for section in range(repetition.count - 1):
         begin = repetition.begin + section * period
