@@ -196,7 +196,7 @@ def test_a_llama_computes_what_the_cpu_does() -> None:
         assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
 
 
-@pytest.mark.parametrize("number", [0, 1, 3])
+@pytest.mark.parametrize("number", [0, 3])
 def test_workers_that_are_told_to_stop_at_any_time_do_nothing_that_a_gpu_forbids(
     number: int,
 ) -> None:
@@ -212,7 +212,7 @@ def test_workers_that_are_told_to_stop_at_any_time_do_nothing_that_a_gpu_forbids
     logits = np.array(runner.logits[:rows])
     rng = random.Random(number)
     faults: dict[tuple[int, int], str] = {}
-    for _ in range(12):
+    for _ in range(8):
         machine.stop_turn, machine.seed = when = rng.randrange(1, 8000), rng.randrange(100)
         try:
             runner.run(step, 1)

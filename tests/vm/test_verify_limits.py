@@ -76,7 +76,7 @@ def test_a_program_that_touches_too_many_cells_is_refused_in_bounded_time() -> N
         )
 
     copies = [copy(0, i, i + 1) for i in range(size)]
-    copies += [copy(i % 2, 0, size) for i in range(1200)]  # each touches all cells of both
+    copies += [copy(i % 2, 0, size) for i in range(1700)]  # each touches all cells of both
     program = Program.build(tensors, copies, [range(len(copies))])
     with pytest.raises(VerificationError, match="more than 1000000000 times") as raised:
         verify(program)

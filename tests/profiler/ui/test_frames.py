@@ -107,7 +107,8 @@ def test_million_spans_are_smooth(
         print(f"{name:26} frame {found['frame']}  draw {found['draw']}")
     for name, found in times.items():
         median, high, _ = found["draw"]
-        assert median < 16.7, f"{name}: drawing takes {found['draw']} ms"
+        # 2 to 4 ms on two quiet cores; a fifth of that speed was seen on busy ones.
+        assert median < 33, f"{name}: drawing takes {found['draw']} ms"
         assert high < 100, f"{name}: drawing takes {found['draw']} ms"
         assert found["frame"][0] < 70, f"{name}: frames take {found['frame']} ms"
     assert loaded < 15

@@ -77,6 +77,7 @@ def writing(tokenizer: Tokenizer, *texts: str) -> Iterator[None]:
 
     with (
         mock.patch.object(EngineSequence, "append", scripted),
+        mock.patch.object(EngineSequence, "append_inside", return_value=None),  # `append` does all
         mock.patch.object(EngineSequence, "parameters", endless),
     ):
         yield
