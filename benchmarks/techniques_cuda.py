@@ -1,21 +1,25 @@
 """The effect of each technique: decode times with one change at a time.
 
     python benchmarks/techniques_cuda.py [--model 1b] [--context 250] [--rounds 50] [--save]
+    python benchmarks/techniques_cuda.py --names barriers none --trace FOLDER
 
 A variant changes a constant or a line in a copy of the kernel sources, a compile option, or the way
 to launch. It is measured between two measurements of the unchanged machine at the same context, and
-must choose the same tokens.
+must choose the same tokens. With --trace nothing is measured: FOLDER gets a trace of every variant
+and of the unchanged machine, which what_if_cuda.py compares with predictions.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import re
 import shutil
 import tempfile
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,7 +28,7 @@ import numpy as np
 import torch
 
 from environment import save
-from llama_cuda import MODELS, make_runner, measure, prepare
+from llama_cuda import MODELS, make_runner, measure, prepare, record_steps
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.compiler import ROOT, CompileError
 from megavm.vm.cuda.executable import CudaExecutable
@@ -184,13 +188,9 @@ class Bench:
         chosen: list[int] = runner.tokens[0, context + 1 : context + 1 + CHECKED].tolist()
         return chosen
 
-    def compare(self, variant: Variant, rounds: int) -> dict[str, Any]:
-        """Measure a variant against the unchanged machine.
-
-        Raises CompileError or ValueError when it cannot be built, MachineFault when it fails to
-        run.
-        """
-        context, steps = variant.context or self.context, variant.steps or self.steps
+    @contextmanager
+    def runner(self, variant: Variant) -> Iterator[Runner]:
+        """A runner of the variant; its kernels can be compiled inside of the context alone."""
         with tempfile.TemporaryDirectory(prefix="megavm-") as folder:
             root = ROOT
             if variant.edits:
@@ -201,6 +201,29 @@ class Bench:
             if variant.options:
                 runner = make_runner(self.config, machine, self.max_context, 1, **variant.options)
             use_machine(runner, machine)
+            yield runner
+
+    def record(self, variant: Variant, folder: Path) -> dict[str, Any]:
+        """Write traces of a variant and, if it is not there, of the unchanged machine."""
+        context, steps = variant.context or self.context, variant.steps or self.steps
+        base = f"as-it-is-{context}-{self.steps}.megatrace"
+        if not (folder / base).exists():
+            step = prepare(self.plain, 1, context)
+            record_steps(self.plain, step, self.steps, str(folder / base))
+        file = f"{variant.technique} {variant.name}".replace(" ", "-").replace(",", "")
+        with self.runner(variant) as runner:
+            step = prepare(runner, 1, context)
+            record_steps(runner, step, steps, str(folder / f"{file}.megatrace"))
+        return {"context": context, "base": base, "trace": f"{file}.megatrace"}
+
+    def compare(self, variant: Variant, rounds: int) -> dict[str, Any]:
+        """Measure a variant against the unchanged machine.
+
+        Raises CompileError or ValueError when it cannot be built, MachineFault when it fails to
+        run.
+        """
+        context, steps = variant.context or self.context, variant.steps or self.steps
+        with self.runner(variant) as runner:
             want = self.tokens(self.plain, context)
             got = self.tokens(runner, context)
 
@@ -241,25 +264,37 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     names = sorted({v.technique for v in VARIANTS})
     parser.add_argument("--only", nargs="+", choices=names, help="techniques")
+    parser.add_argument("--names", nargs="+", metavar="NAME", help="variants: barriers, none ...")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write traces, do not measure")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.model, args.layers, args.context, args.steps)
     results = []
-    print("| technique | changed to | context | as it is, us | changed, us | time |")
-    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
+    else:
+        print("| technique | changed to | context | as it is, us | changed, us | time |")
+        print("| --- | --- | ---: | ---: | ---: | ---: |")
     for variant in VARIANTS:
         if args.only and variant.technique not in args.only:
             continue
+        if args.names and variant.name not in args.names:
+            continue
         found: dict[str, Any]
         try:
-            found = bench.compare(variant, args.rounds)
+            if args.trace:
+                found = bench.record(variant, args.trace)
+            else:
+                found = bench.compare(variant, args.rounds)
         except (CompileError, MachineFault, ValueError) as error:
             found = {"failed": str(error).splitlines()[0]}
             if bench.machine.lost or "context is lost" in str(error):
                 raise
         results.append({"technique": variant.technique, "name": variant.name, **found})
-        print(row(variant, found), flush=True)
-    if args.save:
+        print(results[-1] if args.trace else row(variant, found), flush=True)
+    if args.trace:
+        (args.trace / "traces.json").write_text(json.dumps(results, indent=1) + "\n")
+    elif args.save:
         facts = {"model": args.model, "layers": bench.config.num_layers, "rounds": args.rounds}
         print(f"\nsaved {save('techniques_cuda', {**facts, 'results': results})}")
 

@@ -1,0 +1,163 @@
+"""What-if predictions against traces of programs and kernels that really were changed.
+
+    python benchmarks/techniques_cuda.py --names barriers none --steps 4 --trace FOLDER  # on a GPU
+    python benchmarks/what_if_cuda.py FOLDER [--save]                                    # anywhere
+
+Every prediction is made from the trace of the unchanged machine. What it takes from the other trace
+are facts of single instructions, never a time of a step:
+
+- another exchange: how long a phase's results are on their way on average, before and after;
+- other splits: how many instructions a phase consists of. With a fifteenth of them, each computes
+  and loads 15 times as much. A phase that is gone takes no time, nor do the exchanges for it alone;
+- a ring of other pages: their number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from environment import save
+from megavm.profiler.analysis import Selection, common_steps, phases
+from megavm.profiler.recorded_step import RecordedStep
+from megavm.profiler.replay import Change, Replay
+from megavm.profiler.trace import Longs, Trace
+from megavm.vm.config import NUM_PAGES
+
+MOST_STEPS = 8  # steps of a trace that are replayed
+
+
+def exchange_lags(trace: Trace) -> dict[str, float]:
+    """How long results of every phase take until those whom they held up have them: mean ns."""
+    spans, cause = trace.spans, np.maximum(trace.record_cause, 0)
+    held_up = (trace.record_cause >= 0) & (trace.record_cause_channel >= 0)
+    held_up &= spans.inputs > spans.begin
+    phase, names = phases(trace)
+    producer = phase[trace.record_label[cause]]
+    lag = spans.inputs - spans.end[cause]
+    return {
+        names[p]: float(lag[held_up & (producer == p)].mean())
+        for p in np.unique(producer[held_up]).tolist()
+    }
+
+
+def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
+    """The latencies of all exchanges of ``base`` as they are in ``changed``."""
+    before, after = exchange_lags(base), exchange_lags(changed)
+    return [
+        Change("latency", " ".join(exchange), after[exchange.phase] / before[exchange.phase])
+        for exchange in RecordedStep(base, 0).exchanges
+        if before.get(exchange.phase, 0.0) > 0 and exchange.phase in after
+    ]
+
+
+def instructions(trace: Trace) -> dict[str, int]:
+    """How many instructions every phase of the first step has."""
+    phase, names = phases(trace)
+    count = np.bincount(phase[trace.record_label[trace.record_step == 0]], minlength=len(names))
+    return {name: n for name, n in zip(names, count.tolist(), strict=True) if n}
+
+
+def split_changes(base: Trace, changed: Trace) -> list[Change]:
+    """What the instructions of ``base`` do, if they were as many as those of ``changed``."""
+    before, after = instructions(base), instructions(changed)
+    changes = [
+        Change(what, phase, count / after[phase])
+        for phase, count in before.items()
+        if phase in after and after[phase] != count
+        for what in ("computing", "loading")
+    ]
+    changes += [Change("computing", phase, 0.0) for phase in before if phase not in after]
+    return changes + [
+        Change("latency", " ".join(exchange), 0.0)
+        for exchange in RecordedStep(base, 0).exchanges
+        if (readers := _readers(base, exchange.phase)) and not readers & after.keys()
+    ]
+
+
+def _readers(trace: Trace, producer: str) -> set[str]:
+    """The phases that the phase ``producer`` held up."""
+    phase, names = phases(trace)
+    caused = (trace.record_cause >= 0) & (trace.record_cause_channel >= 0)
+    of = phase[trace.record_label[np.maximum(trace.record_cause, 0)]]
+    found = phase[trace.record_label[caused & (of == names.index(producer))]]
+    return {names[p] for p in np.unique(found).tolist()}
+
+
+def changes_of(technique: str, name: str, base: Trace, changed: Trace) -> list[Change]:
+    """What a variant of techniques_cuda.py changes, in the words of the replay.
+
+    Raises ValueError when the replay has no words for it.
+    """
+    if technique == "exchange":
+        return exchange_changes(base, changed)
+    if technique == "splits of attention":
+        return split_changes(base, changed)
+    if technique == "ring of pages":
+        return [Change("ring", "", int(name.split()[0]) / NUM_PAGES)]
+    raise ValueError(f"a replay cannot change {technique}")
+
+
+def compare(technique: str, name: str, base: Trace, changed: Trace) -> dict[str, Any]:
+    """The predicted and the measured effect of a variant, as parts of a step."""
+    changes = changes_of(technique, name, base, changed)
+    if technique == "splits of attention":
+        # The bytes stay the same: other instructions load them. So no more of them limit the step.
+        base = dataclasses.replace(base, machine={**base.machine, "bandwidth": None})
+    effects = []
+    for step in common_steps(Selection.of(base, None))[:MOST_STEPS].tolist():
+        replay = Replay(base, step)
+        same, other = replay.run([(), changes]).step.tolist()
+        effects.append(other / same - 1)
+    before, after = _median_step(base), _median_step(changed)
+    predicted, measured = float(np.median(effects)), after / before - 1
+    return {
+        "technique": technique,
+        "name": name,
+        "base_us": before / 1e3,
+        "changed_us": after / 1e3,
+        "measured": measured,
+        "predicted": predicted,
+        "error_of_effect": predicted / measured - 1,
+        "changes": [dataclasses.asdict(change) for change in changes],
+    }
+
+
+def _median_step(trace: Trace) -> float:
+    durations: Longs = trace.step_end - trace.step_begin
+    return float(np.median(durations[common_steps(Selection.of(trace, None))]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("folder", type=Path, help="what techniques_cuda.py --trace wrote")
+    parser.add_argument("--save", action="store_true", help="write results/what_if_cuda.json")
+    arguments = parser.parse_args()
+    folder, rows = arguments.folder, []
+    print("| technique | changed to | as it is, us | changed, us | measured | predicted | error |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    for variant in json.loads((folder / "traces.json").read_text(encoding="utf-8")):
+        technique, name = variant["technique"], variant["name"]
+        if "failed" in variant:
+            print(f"| {technique} | {name} | {variant['failed']} | | | | |")
+            continue
+        base, changed = (Trace.load(folder / variant[key]) for key in ("base", "trace"))
+        row = compare(technique, name, base, changed) | {"context": variant["context"]}
+        rows.append(row)
+        print(
+            f"| {technique} | {name} | {row['base_us']:.1f} | {row['changed_us']:.1f} | "
+            f"{row['measured']:+.1%} | {row['predicted']:+.1%} | {row['error_of_effect']:+.0%} |"
+        )
+        for change in row["changes"]:
+            print(f"    {change['what']} of {change['of'] or 'all'}: {change['factor']:.2f} times")
+    if arguments.save:
+        print(f"saved {save('what_if_cuda', {'results': rows})}")
+
+
+if __name__ == "__main__":
+    main()

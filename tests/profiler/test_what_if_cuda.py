@@ -1,0 +1,87 @@
+"""benchmarks/what_if_cuda.py: predictions for other exchanges and splits against a simulation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from simulator import Machine, Task, layered, simulate
+from test_replay import PRODUCTS, STREAMING
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "what_if_cuda.py"
+WORDS = tuple((name, work, pages, True) for name, work, pages, _ in STREAMING)
+
+
+def with_attention(splits: int, merge: bool) -> Machine:
+    """Layers of 12 workers whose two heads are cut into ``splits``, with a merge of each head."""
+    workers = 12
+    queues: list[list[Task]] = [[] for _ in range(workers)]
+    tagged: list[bool] = []
+
+    def phase(name: str, tasks: dict[int, tuple[float, int]]) -> None:
+        group = len(tagged)
+        tagged.append(True)
+        for worker, (work, pages) in tasks.items():
+            waits = (group - 1,) if group else ()
+            queues[worker].append(Task(name, work, group, waits, pages))
+
+    for layer in range(4):
+        own = f"layers.{layer}"
+        phase(f"{own}.qkv", dict.fromkeys(range(workers), (1500.0, 2)))
+        share = 24000.0 / splits, 12 // splits
+        phase(f"{own}.attention", dict.fromkeys(range(2 * splits), share))
+        if merge:
+            phase(f"{own}.attention.merge", dict.fromkeys((10, 11), (600.0, 0)))
+        phase(f"{own}.down_proj", dict.fromkeys(range(workers), (4000.0, 4)))
+    return Machine(tuple(map(tuple, queues)), tuple(tagged))
+
+
+def run(folder: Path, technique: str, name: str, base: Machine, changed: Machine) -> list[str]:
+    """What the script says of a variant: the cells of its row."""
+    files = {"base": "base.megatrace", "trace": "changed.megatrace"}
+    for machine, file in zip((base, changed), files.values(), strict=True):
+        simulate(machine).save(folder / file)
+    row = {"technique": technique, "name": name, "context": 1, **files}
+    (folder / "traces.json").write_text(json.dumps([row]))
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return [cell.strip() for cell in done.stdout.splitlines()[2].split("|")[1:-1]]
+
+
+def effects(cells: list[str]) -> tuple[float, float]:
+    """The measured and the predicted effect, in percent."""
+    return float(cells[4].rstrip("%")), float(cells[5].rstrip("%"))
+
+
+@pytest.mark.parametrize(
+    "phases", [PRODUCTS, STREAMING, WORDS], ids=["products", "streaming", "words"]
+)
+def test_slower_exchanges_are_predicted(
+    tmp_path: Path, phases: tuple[tuple[str, float, int, bool], ...]
+) -> None:
+    base = layered(8, 4, phases, seed=3, hop=700.0)
+    barriers = dataclasses.replace(base, tagged=(False,) * len(base.tagged), hop=2200.0)
+    measured, predicted = effects(run(tmp_path, "exchange", "barriers", base, barriers))
+    assert measured > 10
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_attention_in_one_piece_is_predicted(tmp_path: Path) -> None:
+    base, whole = with_attention(4, merge=True), with_attention(1, merge=False)
+    measured, predicted = effects(run(tmp_path, "splits of attention", "none", base, whole))
+    assert measured > 30
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_a_shorter_ring_is_predicted(tmp_path: Path) -> None:
+    base = layered(8, 4, STREAMING, seed=3, ring=13)
+    short = dataclasses.replace(base, ring=4)
+    measured, predicted = effects(run(tmp_path, "ring of pages", "4 pages", base, short))
+    assert measured > 3
+    assert predicted == pytest.approx(measured, abs=3)
