@@ -29,13 +29,15 @@ from megavm.profiler.tables import percent, table, us
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
-VERSION: Final = 1  # of the summary in a file; a reader ignores one that it does not know
+VERSION: Final = 2  # of the summary in a file; a reader ignores one that it does not know
 LONGEST: Final = 10  # waits, outliers and late workers that are listed
+BEST: Final = 5  # changes that would bring most, and could be made
 OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the median
 _WIDTH: Final = 120  # of lines of text
 _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
 
 _POSSIBLE: Final = ("wait", "balance")  # changes to nothing that a program could have
+_NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
 Facts = dict[str, Any]
 
@@ -78,6 +80,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         facts["what_if"] = what_if(trace, step)
     except TraceError as error:
         facts["what_if"] = str(error)
+    facts["best"] = _best(facts["what_if"])
     facts["sentence"] = _sentence(facts)
     return facts
 
@@ -177,6 +180,23 @@ def _outliers(trace: Trace, common: Longs, median: int) -> list[Facts]:
     return rows
 
 
+def _best(found: Facts | str) -> list[Facts]:
+    """The changes that would bring most, of those that could be made.
+
+    What takes no time at all would bring more, but is a bound that no program reaches; everything
+    at half the time is no single change.
+    """
+    changes = found["changes"] if isinstance(found, dict) else []
+    attainable = [
+        row
+        for row in changes
+        if row["saved_ns"] > 0
+        and (row["of"] or row["what"] == "ring")
+        and (row["factor"] or row["what"] in _POSSIBLE)
+    ]
+    return attainable[:BEST]
+
+
 def _workers(selection: Selection) -> dict[str, list[int]]:
     """Time of every worker in each state, as lists by worker: ns."""
     return {name: times.tolist() for name, times in by_worker(selection).items()}
@@ -215,16 +235,19 @@ def warnings(
             "machine do in its time: torch multiplies more slowly here, or most of the program's "
             "rows were dead"
         )
-    for name, what, unit in (
-        ("bandwidth", "bandwidth", "GB/s"),
-        ("flops_per_second", "rate of matrix products", "GFLOP/s"),
+    for name, what, unit, share in (
+        ("bandwidth", "bandwidth", "B/s", of_ceiling),
+        ("flops_per_second", "rate of matrix products", "FLOP/s", of_flops_ceiling),
     ):
         usual, best = machine.get(f"{name}_median"), machine.get(name)
+        if share is None or share < _NEAR:
+            continue  # its limit is far away
         if isinstance(usual, int | float) and isinstance(best, int | float) and usual < 0.9 * best:
+            scale, prefix = (1e12, "T") if best >= 1e12 else (1e9, "G")
             yield (
-                f"the {what} was measured as {best / 1e9:,.1f} {unit} at best and "
-                f"{usual / 1e9:,.1f} in the median: other work used the machine or its clock fell "
-                "under load, and shares of it are as uncertain"
+                f"the {what} was measured as {best / scale:,.1f} {prefix}{unit} at best and "
+                f"{usual / scale:,.1f} in the median: other work used the machine or its clock "
+                "fell under load, and shares of it are as uncertain"
             )
     ratio = notes.get("ratio")
     if isinstance(ratio, int | float) and ratio > 1.1:
@@ -289,14 +312,9 @@ def _sentence(facts: Facts) -> str:
         parts.append(
             f"rank {row['rank']} came last in {share} of {row['of']:,} waits for {row['phase']}"
         )
-    found = facts["what_if"]
-    changes = found["changes"] if isinstance(found, dict) else []
-    # What takes no time at all would bring most, and cannot be had.
-    real = [row for row in changes if row["of"] and (row["factor"] or row["what"] in _POSSIBLE)]
-    best = next((row for row in real if row["saved_ns"] > 0), None)
-    if best is not None:
-        share = percent(best["saved_ns"], facts["step_ns"])
-        parts.append(f"the largest single gain: {best['text']}, {share} less")
+    for row in facts["best"][:1]:
+        share = percent(row["saved_ns"], facts["step_ns"])
+        parts.append(f"what would help most: {row['text']}, {share} less")
     return "; ".join(parts) + "."
 
 

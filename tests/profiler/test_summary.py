@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,6 +59,14 @@ def test_what_misleads_is_said() -> None:
     assert all(part in said for part in words)
     assert "% of the memory's bandwidth" not in facts["sentence"]
     assert not summary(trace)["warnings"]
+    # The spread of a ceiling that is far away misleads nobody.
+    for peak, count in ((1e9, 1), (1e18, 0)):
+        known = {"flops_per_second": peak, "flops_per_second_median": peak / 2}
+        spread = dataclasses.replace(trace, machine={**trace.machine, **known})
+        said = [
+            text for text in summary(spread)["warnings"] if "rate of matrix products was" in text
+        ]
+        assert len(said) == count
 
 
 def test_the_sentence_names_the_nearer_ceiling() -> None:
@@ -151,6 +160,25 @@ def test_a_phase_that_the_step_lacks_is_refused_with_those_that_it_has() -> None
         predict(simulate(layered(2, 1, PRODUCTS)), 0, [parse_change("computing:gate=0")])
 
 
+def header_of(content: bytes) -> dict[str, Any]:
+    """The header of a trace file."""
+    container = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+    header: dict[str, Any] = json.loads(container["__metadata__"]["header"])
+    return header
+
+
+def test_what_takes_no_time_does_not_help_most() -> None:
+    facts = summary(simulate(layered(5, 3, PRODUCTS, hop=1500.0)))
+    changes = facts["what_if"]["changes"]
+    assert changes[0]["factor"] == 0
+    assert facts["best"]
+    for row in facts["best"]:
+        assert row["of"]
+        assert row["factor"] > 0 or row["what"] in ("wait", "balance")
+        assert row in changes
+    assert f"what would help most: {facts['best'][0]['text']}, " in facts["sentence"]
+
+
 def test_an_old_file_gets_a_summary_and_keeps_its_columns(tmp_path: Path) -> None:
     trace = synthetic_trace(workers=3, steps=3, layers=1)
     path, old = tmp_path / "a.megatrace", tmp_path / "old.megatrace"
@@ -169,10 +197,7 @@ def test_an_old_file_gets_a_summary_and_keeps_its_columns(tmp_path: Path) -> Non
     loaded = Trace.load(tmp_path / "new.megatrace")
     assert (loaded.times == trace.times).all()
     assert (loaded.record_cause == trace.record_cause).all()
-    size = int.from_bytes(begin[:8], "little")
-    assert json.loads(json.loads(begin[8 : 8 + size])["__metadata__"]["header"])["summary"] == (
-        json.loads(json.dumps(summary(trace)))
-    )
+    assert header_of(begin)["summary"] == json.loads(json.dumps(summary(trace)))
 
 
 @pytest.mark.parametrize(
@@ -189,4 +214,15 @@ def test_the_shipped_traces_are_two_steps_that_say_what_limits_them(name: str, b
     assert (trace.num_steps, trace.workers) == (2, 132)
     assert trace.step_tokens.tolist() == [batch, batch]
     assert {"bandwidth", "flops_per_second"} <= set(trace.machine)
-    assert "of the memory's bandwidth; gate_up is 3" in summary(trace)["sentence"]
+    facts = summary(trace)
+    assert "of the memory's bandwidth; gate_up is 3" in facts["sentence"]
+    assert f"what would help most: {facts['best'][0]['text']}" in facts["sentence"]
+    # What the page shows of the file is what the report says today: else save it again.
+    shown = header_of((EXAMPLES / f"{name}-h200.megatrace").read_bytes())["summary"]
+    assert shown["version"] == VERSION
+    for member in ("sentence", "warnings", "late_workers", "waits", "critical_path"):
+        assert shown[member] == facts[member]
+    own, now = (f["what_if"]["changes"] for f in (shown, facts))
+    assert {row["text"]: row["ns"] for row in own} == pytest.approx(
+        {row["text"]: row["ns"] for row in now}
+    )

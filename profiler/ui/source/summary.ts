@@ -6,7 +6,8 @@
 import { type Json, asList, asObject, asText } from "./json.ts";
 import type { Trace } from "./trace.ts";
 
-const VERSION = 1;
+/** Version 1 has no `best`. */
+const VERSIONS = [1, 2];
 const MAX_ROWS = 1000;
 const MAX_TEXT = 400;
 const LATE = { count: "count", of: "of" };
@@ -60,6 +61,17 @@ export interface Kind {
   readonly flops: number;
 }
 
+/** The links of a critical path that are of one phase: ns. */
+export interface PathPhase {
+  readonly phase: string;
+  readonly time: number;
+  /** Until its inputs are there: delay and latency. */
+  readonly waiting: number;
+  readonly loading: number;
+  /** With signalling. */
+  readonly computing: number;
+}
+
 export interface Change {
   readonly text: string;
   readonly what: string;
@@ -83,6 +95,10 @@ export interface Summary {
   readonly step: number;
   readonly time: number;
   readonly warnings: readonly string[];
+  /** The critical path by phase, longest first. */
+  readonly path: readonly PathPhase[];
+  /** The changes that would bring most, of those that could be made. */
+  readonly best: readonly Change[];
   readonly outliers: readonly Outlier[];
   readonly waits: readonly Wait[];
   readonly lateWorkers: readonly LateWorker[];
@@ -121,7 +137,7 @@ export function shortName(name: string): string {
 /** The summary of a trace; null: its file has none that this page knows. */
 export function readSummary(trace: Trace): Summary | null {
   const found = asObject(trace.header["summary"]);
-  if (found["version"] !== VERSION) return null;
+  if (!VERSIONS.includes(numberOf(found["version"]))) return null;
   const step = trace.stepNumber.indexOf(numberOf(found["step"]));
   if (step < 0) return null;
   const states = asObject(found["workers"]);
@@ -137,6 +153,12 @@ export function readSummary(trace: Trace): Summary | null {
     step,
     time: numberOf(found["step_ns"]),
     warnings: asList(found["warnings"]).slice(0, 20).map(textOf),
+    path: rowsOf(found["critical_path"]).map((row) => {
+      const own = numbersOf(row, { time: "ns", delay: "delay", latency: "latency", loading: "loading", computing: "computing", signalling: "signalling" });
+      const { time, loading, delay, latency, computing, signalling } = own;
+      return { phase: shortName(textOf(row["phase"])), time, waiting: delay + latency, loading, computing: computing + signalling };
+    }),
+    best: rowsOf(found["best"]).map(readChange),
     outliers: readOutliers(trace, found),
     waits: readWaits(trace, found),
     lateWorkers: rowsOf(found["late_workers"])
@@ -191,12 +213,16 @@ function readWhatIf(found: unknown): WhatIf | string {
   const facts = asObject(found);
   return {
     ...numbersOf(facts, { recorded: "step_ns", replayed: "replayed_ns", memory: "memory_ns" }),
-    changes: rowsOf(facts["changes"]).map((row) => ({
-      ...numbersOf(row, { time: "ns", saved: "saved_ns" }),
-      text: textOf(row["text"]),
-      what: textOf(row["what"]),
-      of: textOf(row["of"]),
-      memoryBound: row["memory_bound"] === true,
-    })),
+    changes: rowsOf(facts["changes"]).map(readChange),
+  };
+}
+
+function readChange(row: Json): Change {
+  return {
+    ...numbersOf(row, { time: "ns", saved: "saved_ns" }),
+    text: textOf(row["text"]),
+    what: textOf(row["what"]),
+    of: textOf(row["of"]),
+    memoryBound: row["memory_bound"] === true,
   };
 }

@@ -1,6 +1,7 @@
 /** What a trace says at first sight. Everything in it leads to its place in the timeline. */
 
 import type { App } from "./app.ts";
+import { changesTable } from "./changes_table.ts";
 import { colourOfName, css, word } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
@@ -8,10 +9,12 @@ import type { Machine } from "./header.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { makeRoofline } from "./roofline.ts";
-import { type Kind, type LateRank, type LateWorker, type Outlier, type Summary, type Wait, readSummary, shortName } from "./summary.ts";
+import { type Kind, type LateRank, type LateWorker, type Outlier, type PathPhase, type Summary, type Wait, readSummary } from "./summary.ts";
 import { type Column, makeTable } from "./table.ts";
 
 const MAX_CELLS = 1024;
+/** Times that differ less than by this part are shown as alike. */
+const LEAST_SPREAD = 0.1;
 const NO_SUMMARY = "This file has no summary that this page knows. “megavm trace view FILE” shows it with one.";
 
 /** What a page says of the summary of every pane. */
@@ -59,9 +62,11 @@ export class SummaryPage implements Page {
       ),
     ];
     if (found.outliers.length > 0) parts.push(make("h3", "", "Steps that took much longer"), this.outliers(pane, found));
-    if (found.waits.length > 0) parts.push(make("h3", "", "Longest waits"), this.waits(pane, found));
+    if (found.path.length > 0) parts.push(make("h3", "", "Where the time goes: the critical path of the step"), this.path(found));
+    if (found.best.length > 0) parts.push(make("h3", "", "What would help most"), this.best(found));
     if (found.lateRanks.length > 0) parts.push(make("h3", "", "Exchanges between ranks: who came last"), this.lateRanks(found));
     if (found.lateWorkers.length > 0) parts.push(make("h3", "", "Who came last"), this.late(pane, found));
+    if (found.waits.length > 0) parts.push(make("h3", "", "Longest waits"), this.waits(pane, found));
     parts.push(...this.strips(found));
     const roofline = makeRoofline(found.kinds, trace.machine);
     if (roofline !== null) {
@@ -98,6 +103,22 @@ export class SummaryPage implements Page {
       outliers,
       (o) => this.show(pane, o.step),
     );
+  }
+
+  private path({ path, time }: Summary): HTMLElement {
+    const columns: Column<PathPhase>[] = [
+      { title: "phase", text: (p) => p.phase, colour: (p) => css(colourOfName(p.phase)) },
+      { title: "time", text: (p) => duration(p.time), value: (p) => p.time, bar: (p) => p.time / (path[0]?.time || 1) },
+      { title: "part", text: (p) => percent(p.time / Math.max(1, time)), value: (p) => p.time, help: "of the step" },
+      { title: "waits", text: (p) => duration(p.waiting), value: (p) => p.waiting, help: "until its inputs are there" },
+      { title: "loads", text: (p) => duration(p.loading), value: (p) => p.loading, help: "from its inputs until its weights are there" },
+      { title: "computes", text: (p) => duration(p.computing), value: (p) => p.computing, help: "and signals" },
+    ];
+    return makeTable(columns, path, (p) => this.app.search(`phase:${word(p.phase)}`));
+  }
+
+  private best({ best, time, whatIf }: Summary): HTMLElement {
+    return changesTable(this.app, best, typeof whatIf === "string" ? time : whatIf.replayed);
   }
 
   private waits(pane: Pane, { waits }: Summary): HTMLElement {
@@ -166,19 +187,18 @@ export class SummaryPage implements Page {
     const [computing, , barrier] = this.app.theme.states;
     if (found.busy.length === 0) return [];
     const strip = (title: string, times: readonly number[], colour: (typeof this.app.theme.states)[number]): HTMLElement[] => {
-      const most = Math.max(...times.slice(0, MAX_CELLS), 1);
+      const [low, high] = [Math.min(...times), Math.max(...times)];
       const cells = times.slice(0, MAX_CELLS).map((time, worker) => {
         const part = time / Math.max(1, found.time);
         const cell = button("", `worker ${worker}: ${duration(time)}, ${percent(part)} of the step`, () =>
           this.app.search(`worker:${worker}`),
         );
-        cell.style.backgroundColor = `rgb(${colour.map(Math.round).join(" ")} / ${(0.08 + 0.92 * (time / most)).toFixed(3)})`;
+        cell.style.backgroundColor = `rgb(${colour.map(Math.round).join(" ")} / ${strength(time, low, high).toFixed(3)})`;
         cell.tabIndex = -1;
         return cell;
       });
-      const [low, high] = [Math.min(...times), Math.max(...times)];
       return [
-        make("p", "faint", `${title}: ${duration(low)} to ${duration(high)}`),
+        make("p", "faint", `${title}: ${duration(low)} (faint) to ${duration(high)}`),
         make("div", "strip", ...cells),
       ];
     };
@@ -190,11 +210,13 @@ export class SummaryPage implements Page {
   }
 }
 
-/** What the timeline is searched for, for something that a change or a row is of. */
-export function queryFor(what: string, of: string): string | null {
-  if (of === "") return null;
-  if (what === "worker") return `worker:${of}`;
-  return `phase:${word(shortName(of.replace(/ (?:words|barrier)$/, "")))}`;
+/**
+ * How strong the colour of a time is, from 0 to 1. The least and the longest time are as far apart as colours can be, unless
+ * they are nearly the same.
+ */
+function strength(time: number, low: number, high: number): number {
+  const spread = Math.max(high - low, LEAST_SPREAD * high, 1);
+  return 1 - 0.85 * Math.min(1, (high - time) / spread);
 }
 
 /** Whether two lists have the same members. */

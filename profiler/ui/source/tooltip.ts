@@ -12,6 +12,7 @@ import { css } from "./colour.ts";
 import type { Trace } from "./trace.ts";
 
 const MAX_FIELDS = 11;
+const ABOVE = "More than the memory gives: the bytes of an instruction count evenly from its first load to its last; or caches held them.";
 
 /** A name and a value, side by side. */
 export function pair(name: string, value: string, className = ""): HTMLElement {
@@ -110,10 +111,12 @@ export class Tooltip {
     if (this.lastY < pane.bandwidth.top) return piece(pane, this.lastY, time);
     const { bandwidth } = pane.activity.sample(time - half, time + half, 1);
     const limit = pane.trace.machine.bandwidth;
-    const of = limit === null ? "" : `, ${percent(bandwidth[0]! / limit)} of the ceiling`;
+    const share = limit === null ? 0 : bandwidth[0]! / limit;
+    const of = limit === null ? "" : `, ${percent(share)} of the ceiling`;
     return [
       make("b", "", instant(time - pane.origin, half)),
       pair("streamed", `${rate(bandwidth[0]!)}${of}`),
+      ...(share > 1 ? [make("div", "faint", ABOVE)] : []),
       ...statesAt(pane, time, half).map(({ name, workers }) => pair(name, `${workers.toFixed(1)} workers`)),
     ];
   }

@@ -1,13 +1,13 @@
 /** The step of the summary with one thing changed: what would help, and how much. */
 
 import type { App } from "./app.ts";
+import { changesTable } from "./changes_table.ts";
 import { make } from "./dom.ts";
-import { duration, percent } from "./format.ts";
+import { duration } from "./format.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
-import type { Change, WhatIf } from "./summary.ts";
-import { isSame, ofPanes, queryFor } from "./summary_page.ts";
-import { makeTable } from "./table.ts";
+import type { WhatIf } from "./summary.ts";
+import { isSame, ofPanes } from "./summary_page.ts";
 import { pair } from "./tooltip.ts";
 
 /** Changes that bring less are not listed: ns. */
@@ -45,30 +45,13 @@ export class WhatIfPage implements Page {
       pair("replayed with nothing changed", duration(found.replayed)),
       ...(found.memory > 0 ? [pair("its bytes alone take", duration(found.memory))] : []),
       make("h3", "", "Single changes"),
-      gains.length > 0 ? this.table(gains, found) : make("p", "hint", "No single change makes the step shorter."),
+      gains.length > 0 ? changesTable(this.app, gains, found.replayed) : make("p", "hint", "No single change makes the step shorter."),
       make(
         "p",
         "faint",
-        "* As long as the memory needs for the step's bytes. " +
+        "What takes no time is a bound, not a change that could be made. * As long as the memory needs for the step's bytes. " +
           "Other factors, and several changes at once: “megavm trace what-if FILE computing:gate_up=0.8 latency=0.5”.",
       ),
     ];
-  }
-
-  private table(gains: readonly Change[], { replayed }: WhatIf): HTMLElement {
-    const most = Math.max(1, gains[0]?.saved ?? 1);
-    return makeTable<Change>(
-      [
-        { title: "change", text: (c) => c.text, className: () => "wrap" },
-        { title: "step", text: (c) => duration(c.time) + (c.memoryBound ? "*" : ""), value: (c) => c.time, help: "how long it would take" },
-        { title: "saved", text: (c) => duration(c.saved), value: (c) => c.saved, bar: (c) => c.saved / most },
-        { title: "part", text: (c) => percent(c.saved / Math.max(1, replayed)), value: (c) => c.saved },
-      ],
-      gains,
-      ({ what, of }) => {
-        const query = queryFor(what, of);
-        if (query !== null) this.app.search(query);
-      },
-    );
   }
 }

@@ -32,10 +32,18 @@ def test_the_summary_opens_first_and_is_that_of_the_report(
     assert facts["sentence"] in text
     assert "worker 40 came last" in text
     tables = slow.page.locator(".page:visible tbody")
-    waits = tables.nth(0).locator("tr").nth(0).locator("td").all_inner_texts()
+    path = table_rows(tables.nth(0))
+    for row in facts["critical_path"]:
+        name = row["phase"].removeprefix("layers.*.")
+        assert nanoseconds(path[name][1]) == pytest.approx(row["ns"], rel=0.01)
+        parts = sum(map(nanoseconds, path[name][3:]))
+        assert parts == pytest.approx(row["ns"], rel=0.01, abs=3)
+    best = table_rows(tables.nth(1))
+    assert list(best) == [row["text"] for row in facts["best"]]
+    waits = tables.nth(3).locator("tr").nth(0).locator("td").all_inner_texts()
     assert waits[0] == facts["waits"][0]["label"]
     assert nanoseconds(waits[2]) == pytest.approx(facts["waits"][0]["ns"], rel=0.01)
-    late = table_rows(tables.nth(1))
+    late = table_rows(tables.nth(2))
     assert late["40"][1] == f"{facts['late_workers'][0]['count']:,}"
     assert slow.page.locator(".page:visible .strip").nth(0).locator("button").count() == 132
     # Every kind that computes is a dot.
@@ -47,9 +55,15 @@ def test_what_the_summary_names_is_found_in_the_timeline(
     slow: Viewer, traces: dict[str, Path]
 ) -> None:
     facts = summary(Trace.load(traces["b"]))
-    slow.page.locator(".page:visible tbody").nth(1).locator("tr").nth(0).click()
+    tables = slow.page.locator(".page:visible tbody")
+    tables.nth(0).locator("tr").nth(0).click()
+    phase = facts["critical_path"][0]["phase"].removeprefix("layers.*.")
+    assert slow.run("app.query") == f"phase:{phase}"
+    tables.nth(1).locator("tr", has_text="worker 40").click()
     assert slow.run("app.query") == "worker:40"
-    slow.page.locator(".page:visible tbody").nth(0).locator("tr").nth(0).click()
+    tables.nth(2).locator("tr").nth(0).click()
+    assert slow.run("app.query") == "worker:40"
+    tables.nth(3).locator("tr").nth(0).click()
     slow.settle()
     record = slow.run("pane.trace.fileIndex[app.selected.record]")
     assert record == facts["waits"][0]["record"]
