@@ -19,6 +19,9 @@ PARTS: Final = STATES[:4]  # the states of instructions: all but idle
 # Members of a trace's model that say what there is to compute.
 _MODEL: Final = ("name", "parameters", "layers", "hidden_size", "vocab_size", "dtype")
 
+# Of fewer steps, the shortest and the longest hold the median with less than 95 %.
+LEAST_STEPS: Final = 6
+
 _TRACING: Final = 0.05  # a difference of what tracing costs that is worth a note
 
 Totals = dict[str, dict[str, float]]  # by name: ns of all workers per step
@@ -28,22 +31,27 @@ def diff(before: Trace, after: Trace) -> dict[str, Any]:
     """The changes from one trace to another, as JSON values; times are ns.
 
     Compares only steps with the number of tokens that is most frequent in both traces (decode steps
-    with decode steps). ``kinds``, ``phases`` and ``labels`` hold times of all workers per step,
-    ``critical_path`` those of the steps of median duration. ``steps`` pairs steps in order.
-    ``slower`` is the change of the median step with its interval, ``differences`` sentences on what
-    else is different.
-
-    Raises TraceError when the traces have no number of tokens in common.
+    with decode steps). If the traces have none in common, compares steps with the number that is
+    most frequent in each, and ``differences`` says so; ``tokens`` has both numbers. ``kinds``,
+    ``phases`` and ``labels`` hold times of all workers per step, ``critical_path`` those of the
+    steps of median duration. ``steps`` pairs steps in order. ``slower`` is the change of the median
+    step with its interval, ``differences`` sentences on what else is different.
     """
-    tokens = _common_tokens(before, after)
-    chosen = [np.flatnonzero(t.step_tokens == tokens) for t in (before, after)]
-    a, b = (_Side(t, steps) for t, steps in zip((before, after), chosen, strict=True))
+    tokens = _tokens(before, after)
+    a, b = (
+        _Side(t, np.flatnonzero(t.step_tokens == count))
+        for t, count in zip((before, after), tokens, strict=True)
+    )
     return {
-        "tokens": tokens,
+        "tokens": list(tokens),
         "machines": [dict(t.machine) for t in (before, after)],
         "models": [dict(t.model) for t in (before, after)],
         "count": [len(a.steps), len(b.steps)],
-        "differences": [*model_differences(before, after), *_run_differences(before, after)],
+        "differences": [
+            *model_differences(before, after),
+            *_step_differences(*tokens),
+            *_run_differences(before, after),
+        ],
         "step": _change(a.median, b.median),
         "slower": slower(a.durations, b.durations),
         "gap": _change(a.gap, b.gap),
@@ -67,6 +75,11 @@ def model_differences(before: Trace, after: Trace) -> list[str]:
         for name in _MODEL
         if name in before.model and name in after.model and before.model[name] != after.model[name]
     ][:1]
+
+
+def _step_differences(a: int, b: int) -> Iterator[str]:
+    if a != b:
+        yield f"the steps are different: they have {a} tokens in A and {b} in B"
 
 
 def _run_differences(before: Trace, after: Trace) -> Iterator[str]:
@@ -106,16 +119,19 @@ def _median_interval(durations: Longs) -> tuple[float, float]:
 def judge(facts: dict[str, Any], limit: float) -> tuple[bool, str]:
     """Whether B is slower than A by more than ``limit`` for certain, and a sentence that says so.
 
-    ``limit`` is a part: 0.03 is 3 %. Raises TraceError when the models are different.
+    ``limit`` is a part: 0.03 is 3 %. Raises TraceError when the models or the numbers of tokens are
+    different, or there are too few steps to know their noise.
     """
-    different = [text for text in facts["differences"] if text.startswith("the models")]
+    different = [t for t in facts["differences"] if t.startswith(("the models", "the steps"))]
     if different:
         raise TraceError(f"{different[0]}: no limit on the change of time makes sense")
-    said, change, least = (
-        _said(facts["slower"]),
-        facts["slower"]["change"],
-        facts["slower"]["least"],
-    )
+    if min(facts["count"]) < LEAST_STEPS:
+        a, b = facts["count"]
+        raise TraceError(
+            f"{a} steps of A and {b} of B do not show their noise: a limit needs at least "
+            f"{LEAST_STEPS} of both"
+        )
+    said, change, least = _said(facts), facts["slower"]["change"], facts["slower"]["least"]
     if least > limit:
         return True, f"{said}: above the limit of {limit:.1%}"
     if change > limit:
@@ -123,23 +139,28 @@ def judge(facts: dict[str, Any], limit: float) -> tuple[bool, str]:
     return False, f"{said}: within the limit of {limit:.1%}"
 
 
-def _said(slower: dict[str, float]) -> str:
+def _said(facts: dict[str, Any]) -> str:
+    slower = facts["slower"]
+    noise = (
+        f"with the noise over steps {slower['least']:+.1%} to {slower['most']:+.1%}"
+        if min(facts["count"]) >= LEAST_STEPS
+        else f"the noise over fewer than {LEAST_STEPS} steps is not known"
+    )
     return (
         f"a step of B takes {1 + slower['change']:.3f} times as long as one of A: "
-        f"{slower['change']:+.1%}, with the noise over steps "
-        f"{slower['least']:+.1%} to {slower['most']:+.1%}"
+        f"{slower['change']:+.1%}, {noise}"
     )
 
 
-def _common_tokens(before: Trace, after: Trace) -> int:
-    counts = [Counter(t.step_tokens.tolist()) for t in (before, after)]
-    common = counts[0].keys() & counts[1].keys()
-    if not common:
-        raise TraceError(
-            "the traces have no steps of the same number of tokens: "
-            f"{sorted(counts[0])[:8]} and {sorted(counts[1])[:8]}"
-        )
-    return int(max(common, key=lambda n: (min(counts[0][n], counts[1][n]), -n)))
+def _tokens(before: Trace, after: Trace) -> tuple[int, int]:
+    """How many tokens the compared steps of both traces have: the same number, if there is one."""
+    a, b = (Counter(t.step_tokens.tolist()) for t in (before, after))
+    common = a.keys() & b.keys()
+    if common:
+        most = int(max(common, key=lambda n: (min(a[n], b[n]), -n)))
+        return most, most
+    first, second = (int(max(counts, key=lambda n: (counts[n], -n))) for counts in (a, b))
+    return first, second
 
 
 def _change(a: float, b: float) -> dict[str, Any]:
@@ -221,10 +242,12 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"{name}  {model.get('name', 'unknown model')} on {machine['name']} "
             f"({machine['device']}, {machine['workers']} workers), {count} steps"
         )
-    yield f"compared: steps of {facts['tokens']} tokens"
+    first, second = facts["tokens"]
+    also = "" if first == second else f" in A, of {second} in B"
+    yield f"compared: steps of {first} tokens{also}"
     for difference in facts["differences"]:
         yield f"note: {difference}"
-    yield _said(facts["slower"])
+    yield _said(facts)
     yield ""
     rows = [("step, us", facts["step"], 1e3), ("gap before it, us", facts["gap"], 1e3)]
     rows.append(("weights and KV, GB/s", facts["streamed"], 1e9))

@@ -418,8 +418,23 @@ def test_what_became_slower_is_named_first() -> None:
     assert "down_proj" in format_diff(facts)
 
 
-def test_traces_without_steps_in_common_are_refused() -> None:
-    one, two = (synthetic_trace(workers=2, steps=2, layers=1) for _ in range(2))
+def test_steps_of_different_numbers_of_tokens_are_compared_without_a_limit() -> None:
+    one, two = (synthetic_trace(workers=2, steps=8, layers=1, seed=seed) for seed in (1, 2))
     more = dataclasses.replace(two, step_tokens=two.step_tokens + 7)
-    with pytest.raises(TraceError, match=r"same number of tokens: \[1\] and \[8\]"):
-        diff(one, more)
+    facts = diff(one, more)
+    assert facts["tokens"] == [1, 8]
+    assert facts["differences"] == ["the steps are different: they have 1 tokens in A and 8 in B"]
+    assert "compared: steps of 1 tokens in A, of 8 in B" in format_diff(facts)
+    with pytest.raises(TraceError, match=r"the steps are different.*no limit"):
+        judge(facts, 0.03)
+    # One step in common is enough to compare only such steps.
+    more.step_tokens[3] = 1
+    assert diff(one, more)["tokens"] == [1, 1]
+
+
+def test_too_few_steps_are_judged_by_no_limit() -> None:
+    few, many = (synthetic_trace(workers=2, steps=n, layers=1) for n in (5, 6))
+    with pytest.raises(TraceError, match="5 steps of A and 6 of B do not show their noise"):
+        judge(diff(few, many), 0.03)
+    assert "the noise over fewer than 6 steps is not known" in format_diff(diff(few, many))
+    assert not judge(diff(many, many), 0.03)[0]

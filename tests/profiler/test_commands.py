@@ -139,18 +139,17 @@ def test_diff_prints_tables_or_json(
     assert facts["step"]["ratio"] > 1
 
 
-def test_diff_fails_above_a_limit(
-    capsys: pytest.CaptureFixture[str], saved: str, tmp_path: Path
-) -> None:
-    slow, other = str(tmp_path / "b.megatrace"), str(tmp_path / "c.megatrace")
-    synthetic_trace(workers=3, steps=4, layers=2, slower={"gate_up": 2.0}).save(slow)
+def test_diff_fails_above_a_limit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    saved, slow, other = (str(tmp_path / f"{name}.megatrace") for name in ("one", "two", "three"))
+    synthetic_trace(workers=3, steps=6, layers=2).save(saved)
+    synthetic_trace(workers=3, steps=6, layers=2, slower={"gate_up": 2.0}).save(slow)
     failed = run(capsys, "trace", "diff", saved, slow, "--fail-above", "3%")
     assert failed.code == 1
     assert "FAILED: a step of B takes 1." in failed.out
     assert run(capsys, "trace", "diff", slow, saved, "--fail-above", "3%").code == 0
     passed = run(capsys, "trace", "diff", saved, slow, "--fail-above", "900", "--json")
     assert (passed.code, json.loads(passed.out)["failed"]) == (0, False)
-    trace = synthetic_trace(workers=3, steps=4, layers=2)
+    trace = synthetic_trace(workers=3, steps=6, layers=2)
     dataclasses.replace(trace, model={"name": "another"}).save(other)
     refused = run(capsys, "trace", "diff", saved, other, "--fail-above", "3%")
     assert (refused.code, refused.out) == (2, "")
