@@ -23,6 +23,25 @@ Exchange = Literal["barrier", "preferred", "tagged"]  # see CompileOptions
 
 
 @dataclass(frozen=True)
+class MatrixTimes:
+    """A rough model of the time of a tile of a matrix product, while all workers multiply.
+
+    A worker reads ``bytes_per_second`` from the second-level cache and computes ``flops_per_second``; the
+    slower of the two counts. A tile takes ``tile`` seconds more, and ``sum`` seconds for each of its sums.
+    """
+
+    bytes_per_second: float
+    flops_per_second: float
+    tile: float
+    sum: float
+
+    def seconds(self, read: float, flops: float, sums: int) -> float:
+        """The time of a tile that reads so many bytes."""
+        work = max(read / self.bytes_per_second, flops / self.flops_per_second)
+        return work + (self.tile + self.sum * sums)
+
+
+@dataclass(frozen=True)
 class Target:
     """A machine, as the compiler and the engine see it.
 
@@ -41,11 +60,14 @@ class Target:
     time it has finished that many.
 
     Matrix products: in steps of more than MAX_GROUP_ROWS rows, products of bfloat16 take up to
-    ``matrix_rows`` rows at a time (0: there are no such products). In steps of up to that many rows, they
-    are split along K too, into parts of at least ``matrix_part`` columns.
+    ``matrix_rows`` rows at a time (0: the machine has no such products). In steps of up to that many rows,
+    they are split along K too, into parts of at least ``matrix_part`` columns. ``matrix_times`` predicts
+    how long their tiles take. The rows of ``matrix_row_tiles`` tiles of rows stay in the second-level cache.
 
     Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
     several rows of a prompt (0: the rows of an instruction need not be few).
+
+    Assignment: ``flops_per_byte`` FLOPs take about as long as moving one byte.
 
     Split context: from ``many_splits`` splits on, attention leaves workers free for the merges: one
     split fewer costs less than a late merge. A split has at least ``min_chunk`` tokens.
@@ -66,7 +88,10 @@ class Target:
     summed_columns: int = BLOCK_UNITS * UNIT_ROWS
     matrix_rows: int = 0
     matrix_part: int = 0
+    matrix_times: MatrixTimes | None = None
+    matrix_row_tiles: int = 8
     attention_elements: int = 0
+    flops_per_byte: int = 64
     many_splits: int = 8
     min_chunk: int = 256
 
@@ -90,6 +115,7 @@ TARGETS = {
             parted_rows=MAX_GROUP_ROWS,
             matrix_rows=MAX_MATRIX_ROWS,
             matrix_part=256,
+            matrix_times=MatrixTimes(40e9, 5.3e12, tile=1.5e-6, sum=1e-10),  # H200
             attention_elements=MAX_ATTENTION_ELEMENTS,
         ),
         Target("reference"),

@@ -12,8 +12,6 @@ from megavm.vm.alike import figures
 from megavm.vm.isa import Instruction
 from megavm.vm.tensors import TensorSpec
 
-FLOPS_PER_BYTE = 64  # cost model: about this many FLOPs take as long as moving one byte
-
 
 def assign(
     program: Synchronised, tensors: Sequence[TensorSpec], options: CompileOptions
@@ -45,7 +43,8 @@ def assign(
                 queues[place if turn % 2 == 0 else -1 - place].append(index)
         return queues
     load = [0] * options.workers
-    cost_of = figures(program.words, tensors, 1, lambda inst: (_cost(inst, tensors),))[:, 0]
+    rate = options.target.flops_per_byte
+    cost_of = figures(program.words, tensors, 1, lambda i: (_cost(i, tensors, rate),))[:, 0]
     busy: dict[int, set[int]] = {}  # last instruction of an operation -> its workers
     for members in sorted(operations, key=lambda m: len(m) >= options.workers):
         costs: list[int] = cost_of[members].tolist()
@@ -62,8 +61,8 @@ def assign(
     return [sorted(queue) for queue in queues]
 
 
-def _cost(inst: Instruction, tensors: Sequence[TensorSpec]) -> int:
-    return inst.bytes(tensors) + inst.flops(tensors) // FLOPS_PER_BYTE + 1
+def _cost(inst: Instruction, tensors: Sequence[TensorSpec], flops_per_byte: int) -> int:
+    return inst.bytes(tensors) + inst.flops(tensors) // flops_per_byte + 1
 
 
 def _runs(members: Sequence[int], costs: Sequence[int], count: int) -> list[tuple[int, list[int]]]:

@@ -11,18 +11,12 @@ from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 from megavm.vm.config import BLOCK_UNITS, MAX_GROUP_ROWS, UNIT_ROWS
+from megavm.vm.target import MatrixTimes, Target
 from megavm.vm.tensors import BF16, F32, DType
 
 Range = tuple[int, int]  # half-open
-# Matrix products on the GPU (H200): what a worker reads from the second-level cache, and computes,
-# while all do; what a tile costs besides, and each of its sums.
-WORKER_BANDWIDTH = 40e9
-WORKER_FLOPS = 5.3e12
-TILE_SECONDS = 1.5e-6
-SUM_SECONDS = 1e-10
 BLOCK_ROWS = BLOCK_UNITS * UNIT_ROWS
-AS_FAST = 1.01
-ROWS_TOGETHER = 8
+AS_FAST = 1.01  # cuts whose predicted times differ by no more count as equally fast
 SUMS_BYTES = 128 * 1024  # a product on the CPU keeps this much of its sums while x streams
 
 
@@ -78,7 +72,8 @@ def product_tiles(
     stay there while weights stream. Otherwise the sums stay, and input and weights stream.
     """
     if is_matrix_step(rows, BF16 if itemsize == BF16.size else F32, options):
-        yield from matrix_tiles(rows, columns, k, unit, width, workers or options.workers)
+        workers = workers or options.workers
+        yield from matrix_tiles(rows, columns, k, unit, width, workers, options.target)
         return
     if rows * k * itemsize <= INPUT_BYTES:
         row_tile, column_tile = rows, columns
@@ -87,8 +82,8 @@ def product_tiles(
         row_tile = min(rows, 1 << (fitting.bit_length() - 1))
         column_tile = SUMS_BYTES // (4 * row_tile * width) // unit * unit
     for begin, end in column_tiles(columns, unit, options, workers):
-        pieces = -(-(end - begin) // column_tile)
-        step = -(-(end - begin) // (pieces * unit)) * unit
+        count = -(-(end - begin) // column_tile)
+        step = -(-(end - begin) // (count * unit)) * unit
         for left in range(begin, end, step):
             for top in range(0, rows, row_tile):
                 yield (left, min(left + step, end)), (top, min(top + row_tile, rows))
@@ -100,17 +95,21 @@ def is_matrix_step(rows: int, weights: DType, options: CompileOptions) -> bool:
 
 
 def matrix_tiles(
-    rows: int, columns: int, k: int, unit: int, width: int, workers: int
+    rows: int, columns: int, k: int, unit: int, width: int, workers: int, target: Target
 ) -> Iterator[tuple[Range, Range]]:
     """(columns, rows) of each tile of a matrix product, see ``product_tiles``.
 
-    The cut is the one with the fewest tiles of those that a rough model of the GPU finds about as
-    fast as the fastest. Neighbours share weights, and the rows of ROWS_TOGETHER tiles of rows stay
-    in the second-level cache.
+    Several cuts are about as fast as the fastest (``Target.matrix_times``); the one with the fewest
+    tiles is taken. Neighbours share weights, and the rows of ``Target.matrix_row_tiles`` tiles of
+    rows stay in the second-level cache.
+
+    Raises ValueError when the machine has no matrix products.
     """
-    row_tile = matrix_rows(rows)
+    if target.matrix_times is None:
+        raise ValueError(f"machine {target.name} has no matrix products")
+    row_tile, times = matrix_rows(rows), target.matrix_times
     seconds = {
-        tiles: _seconds(rows, columns, k, unit, width, workers, tiles)
+        tiles: _seconds(rows, columns, k, unit, width, workers, tiles, times)
         for tiles in _column_cuts(-(-columns // unit), -(-rows // row_tile), workers)
     }
     limit = AS_FAST * min(seconds.values())
@@ -118,10 +117,11 @@ def matrix_tiles(
     row_ranges = [(top, min(top + row_tile, rows)) for top in range(0, rows, row_tile)]
     if len(row_ranges) > 1 and row_ranges[-1][1] - row_ranges[-1][0] <= MAX_GROUP_ROWS:
         row_ranges[-2:] = [(row_ranges[-2][0], rows)]  # so few rows are no matrix
-    for first in range(0, len(row_ranges), ROWS_TOGETHER):
-        for columns_of_tile in equal_tiles(columns, unit, tiles):
-            for row_range in row_ranges[first : first + ROWS_TOGETHER]:
-                yield columns_of_tile, row_range
+    together = target.matrix_row_tiles
+    for first in range(0, len(row_ranges), together):
+        for column_range in equal_tiles(columns, unit, tiles):
+            for row_range in row_ranges[first : first + together]:
+                yield column_range, row_range
 
 
 def _column_cuts(units: int, row_tiles: int, workers: int) -> set[int]:
@@ -131,9 +131,16 @@ def _column_cuts(units: int, row_tiles: int, workers: int) -> set[int]:
 
 
 def _seconds(
-    rows: int, columns: int, k: int, unit: int, width: int, workers: int, tiles: int
+    rows: int,
+    columns: int,
+    k: int,
+    unit: int,
+    width: int,
+    workers: int,
+    tiles: int,
+    times: MatrixTimes,
 ) -> float:
-    """What a product takes with so many tiles of columns, roughly."""
+    """The predicted time of a product that is cut into so many tiles of columns."""
     row_tile = matrix_rows(rows)
     units = -(-columns // unit)
     weight_rows = -(-units // tiles) * unit * width
@@ -141,13 +148,12 @@ def _seconds(
     # Rows of x are read again for every group of blocks.
     groups = -(-weight_rows // (BLOCK_ROWS * MATRIX_BLOCKS))
     read = BF16.size * k * (weight_rows + groups * min(row_tile, rows))
-    tile = max(read / WORKER_BANDWIDTH, 2 * sums * k / WORKER_FLOPS)
-    tile += TILE_SECONDS + SUM_SECONDS * sums
+    tile = times.seconds(read, 2 * sums * k, sums)
     return -(-tiles * -(-rows // row_tile) // workers) * tile
 
 
-def cut(size: int, pieces: int) -> Iterator[Range]:
-    """Cut [0, size) into at most ``pieces`` nearly equal ranges."""
-    pieces = min(size, pieces)
-    for i in range(pieces):
-        yield size * i // pieces, size * (i + 1) // pieces
+def cut(size: int, count: int) -> Iterator[Range]:
+    """Cut [0, size) into at most ``count`` nearly equal ranges."""
+    count = min(size, count)
+    for i in range(count):
+        yield size * i // count, size * (i + 1) // count

@@ -29,6 +29,7 @@ from megavm.vm.machine import Machine
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program, with_header
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, F32, DType, TensorKind
 from megavm.vm.verify import VerificationError, verify
 
@@ -608,7 +609,7 @@ def test_every_instruction_stands_in_one_queue() -> None:
 
 @pytest.mark.parametrize("rows", [64, 512, 4096, 8192])
 def test_matrix_products_have_no_more_tiles_than_they_need(rows: int) -> None:
-    tiles = list(matrix_tiles(rows, 14336, 4096, 64, 2, workers=132))
+    tiles = list(matrix_tiles(rows, 14336, 4096, 64, 2, 132, TARGETS["cuda"]))
     assert len(tiles) <= 2 * 132, "two waves of large tiles are as fast as many of small ones"
     area = sum((right - left) * (bottom - top) for (left, right), (top, bottom) in tiles)
     assert area == rows * 14336
