@@ -86,6 +86,8 @@ class Instruction:
     # Name of the C++ template that is the GPU kernel of all instructions of this family; they share one copy
     # of its code. Empty: the instruction has a kernel of its own.
     family: ClassVar[str] = ""
+    # Name of the operand with a row for each sequence, for the sentence of a fault.
+    sequence_operand: ClassVar[str] = "the tensor"
 
     waits: tuple[Wait, ...]
     signal: int | None
@@ -94,7 +96,7 @@ class Instruction:
         cls.fields = tuple(f for f in vars(cls).values() if isinstance(f, Field))
         if len(cls.fields) > OPERAND_WORDS:
             raise TypeError(
-                f"{cls.__name__} declares {len(cls.fields)} operands; {OPERAND_WORDS} words are there"
+                f"{cls.__name__} declares {len(cls.fields)} operands; an instruction has {OPERAND_WORDS} words"
             )
         cls._format = f"<{HEADER_WORDS}I{''.join(f.format for f in cls.fields)}"
         cls._tail = b"\0" * (4 * (OPERAND_WORDS - len(cls.fields)))
@@ -215,13 +217,18 @@ class Instruction:
         """
         return rows == 1
 
-    def sequence_holder(self) -> str:
-        """For the sentence of a fault: the operand with too few sequences when a row's is out of range."""
-        return "tokens" if "tokens" in self.__dict__ else "block_table"
+    @classmethod
+    def stored_columns(cls, columns: Mapping[str, int], column_unit: int) -> int | None:
+        """The fewest neighbouring columns of a result that it stores at once; None: those of its tile.
+
+        A result can be tagged only if such a run is whole words. ``columns``: of the inputs, by operand.
+        ``column_unit``: tiles of columns begin at multiples of it.
+        """
+        return None
 
     def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
         """For the sentence of a fault: the operand with only ``limit`` positions when a row's is beyond."""
-        return self.sequence_holder()
+        return self.sequence_operand
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         """Sentences about operands that contradict each other or the tensors they name."""

@@ -50,6 +50,7 @@ class Attention(Instruction):
     """
 
     opcode = 8
+    sequence_operand = "block_table"
     # Programs split attention or not, depending on the context; with the merge one kernel serves both.
     companions = ("attention_merge",)
 
@@ -145,12 +146,14 @@ class Attention(Instruction):
         _, _, block_size, head_dim = tensors[self.k_cache].shape
         group, size = self.group(tensors), tensors[self.k_cache].dtype.size
         newest = 0 if self.k_new == NONE else 2 * aligned(block_size * head_dim * size)
-        values = aligned(4 * block_size * head_dim) if size != 4 else 0  # a block's, as float32
+        values = (
+            aligned(4 * block_size * head_dim) if size != 4 else 0
+        )  # of one KV block, as float32
         width = round_up(head_dim, CPU_LANES)
         rows = min(ROWS_AT_ONCE, max(1, QUERY_ELEMENTS // (group * width)))
         heads = min(self.row_end - self.row_begin, rows) * group
         keys = aligned(4 * width * CPU_LANES)
-        queries = 2 * aligned(4 * heads * width)  # and sums
+        queries = 2 * aligned(4 * heads * width)  # queries, and as many sums
         run = max(RUN_TOKENS // block_size, 1) * block_size
         scores = aligned(4 * heads * round_up(run, CPU_LANES))
         return newest + values + keys + queries + scores + 2 * aligned(4 * heads)

@@ -22,6 +22,7 @@ class Embed(Instruction):
     """
 
     opcode = 3
+    sequence_operand = "tokens"
 
     table = tensor("embeddings [vocabulary, hidden]", F32, BF16)
     tokens = tensor("token ids of every sequence [sequences, max length]", I32, produced=True)

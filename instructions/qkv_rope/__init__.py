@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
@@ -45,6 +46,7 @@ class QkvRope(Instruction):
 
     opcode = 7
     family = "Products"
+    sequence_operand = "block_table"
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor(
@@ -173,8 +175,17 @@ class QkvRope(Instruction):
             single_row=single_row,
         )
 
+    @staticmethod
+    def pair_unit(head_dim: int, column_unit: int) -> int:
+        """Tiles begin at multiples of this many rotation pairs. It divides half a head."""
+        return math.gcd(head_dim // 2, column_unit // 2)
+
+    @classmethod
+    def stored_columns(cls, columns: Mapping[str, int], column_unit: int) -> int:
+        return cls.pair_unit(columns["rope"], column_unit)  # the halves of a head lie apart
+
     def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
-        return "rope" if tensors[self.rope].rows == limit else self.sequence_holder()
+        return "rope" if tensors[self.rope].rows == limit else self.sequence_operand
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]

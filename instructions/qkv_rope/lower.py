@@ -19,7 +19,8 @@ def lower(operation: Operation, context: Lowering) -> Iterator[QkvRope]:
     """Yield a tile of rotation pairs for each worker. Queries, keys and values are cut together."""
     x, weight = operation.inputs["x"], operation.inputs["weight"]
     handles = context.handles(operation, *OPERANDS)
-    unit = context.options.pair_unit(operation.inputs["rope"].columns)
+    head_dim = operation.inputs["rope"].columns
+    unit = QkvRope.pair_unit(head_dim, context.options.column_unit)
     for tile, rows in product_tiles(
         x.rows, weight.rows // 2, weight.columns, weight.dtype.size, unit, 2, context.options
     ):

@@ -74,6 +74,7 @@ class Sample(Instruction):
     """
 
     opcode = 10
+    sequence_operand = "tokens"
 
     logits = tensor("logits [logit rows, vocabulary]", F32, tagged=True)
     peaks = tensor(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,10 +19,9 @@ class CompileOptions:
     - ``machine``: "cpu", "cuda" or "reference"; the program must fit it (megavm.vm.verify).
     - ``assignment``: which queue an instruction goes to (assign.py).
     - ``exchange``: how activations pass between workers. ``barrier``: counters. ``tagged``: tagged
-      words for activations of which a rank makes at most ``tagged_bytes``, counters for others
-      (storage.py).
-      ``preferred``: tagged words only for those of them that all their readers take sooner as
-      words (Instruction.prefers_words).
+      words for activations of at most ``tagged_bytes`` per rank, counters for others (storage.py).
+      ``preferred``: as ``tagged``, but an activation is tagged only if all instructions that read
+      it prefer words (Instruction.prefers_words).
     - ``fuse_norm``: fuse RMSNorm into the operations around it (rewrites/norm.py).
     - ``waves``: column tiles per worker and operation. One large tile each is best for static
       queues; several let a dynamic queue balance the load.
@@ -70,13 +68,6 @@ class CompileOptions:
     def target(self) -> Target:
         """The machine that the program is for."""
         return TARGETS[self.machine]
-
-    def pair_unit(self, head_dim: int) -> int:
-        """Tiles of QkvRope begin at multiples of this many rotation pairs.
-
-        It divides half a head.
-        """
-        return math.gcd(head_dim // 2, self.column_unit // 2)
 
 
 def default_options(machine: str, workers: int, rows: int) -> CompileOptions:

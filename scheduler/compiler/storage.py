@@ -131,6 +131,9 @@ def consists_of_words(operation: Operation, value: Value, options: CompileOption
     stored at once.
     """
     share = run = value.own_columns * value.dtype.size
-    if operation.kind == "qkv_rope":  # stores the two halves of a head separately
-        run = options.pair_unit(operation.inputs["rope"].columns) * value.dtype.size
+    producer = instruction_of(operation.kind)
+    if producer is not None:
+        columns = {name: v.columns for name, v in operation.inputs.items()}
+        stored = producer.stored_columns(columns, options.column_unit)
+        run = share if stored is None else stored * value.dtype.size
     return share % 4 == 0 and run % 4 == 0 and value.rows * share <= options.tagged_bytes

@@ -267,7 +267,9 @@ def test_a_missing_tag_names_tensor_row_word_and_epochs() -> None:
     memory.epoch = 41
     with pytest.raises(MachineFault) as caught:
         executable.run()
-    assert caught.value.workers[1].waiting_for == "tensor halves, row 1, word 2: epoch 0, wanted 42"
+    assert (
+        caught.value.workers[1].waiting_for == "tensor halves, row 1, word 2: epoch 0, expected 42"
+    )
 
 
 def test_workers_that_wait_for_each_other_are_both_named() -> None:

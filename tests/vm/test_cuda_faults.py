@@ -80,7 +80,7 @@ def test_waits_are_told_as_on_the_cpu() -> None:
     barrier = record(FaultKind.BARRIER, 0, 0, 1, 0, 0, 5, 7)
     assert waiting_for(barrier, inst, tensors, ["a", "b"]) == "barrier 1 (b): value 5, target 7"
     tag = record(FaultKind.ABORTED << 8 | FaultKind.TAG, 0, 0, operand, 0, 3, 4, 5)
-    assert waiting_for(tag, inst, tensors, []) == "tensor t, row 0, word 3: epoch 4, wanted 5"
+    assert waiting_for(tag, inst, tensors, []) == "tensor t, row 0, word 3: epoch 4, expected 5"
     page = record(FaultKind.SEMAPHORE, 0, 0, SemaphoreKind.PAGE_ARRIVED, 7, 0, 0, 1)
     assert waiting_for(page, inst, tensors, []) == "page 7 to arrive (phase 1)"
 
@@ -160,7 +160,7 @@ def test_a_missing_tag_names_tensor_row_word_and_epochs(impatient: CudaMachine) 
     )
     executable, memory = load(impatient, Program.build(tensors, [sink], [[0]]))
     memory.epoch = 41
-    with pytest.raises(MachineFault, match=r"tensor halves, row 1, word \d: epoch 0, wanted 42"):
+    with pytest.raises(MachineFault, match=r"tensor halves, row 1, word \d: epoch 0, expected 42"):
         executable.run()
     with pytest.raises(MachineFault, match=r"instruction 0 waits for tensor halves, row 1, word"):
         impatient.load(executable.program, memory, verify=False).execute_one(0)

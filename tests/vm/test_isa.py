@@ -203,7 +203,7 @@ def test_the_name_is_snake_case_and_the_formula_the_first_line() -> None:
 
 def test_more_operands_than_words_are_refused() -> None:
     too_many = {f"f{i}": integer("one of many") for i in range(OPERAND_WORDS + 1)}
-    with pytest.raises(TypeError, match="declares 25 operands; 24 words are there"):
+    with pytest.raises(TypeError, match="declares 25 operands; an instruction has 24 words"):
         type("TooMany", (Instruction,), too_many)
 
 

@@ -200,7 +200,7 @@ class CpuExecutable:
         elif kind == "tag":
             waiting = (
                 f"tensor {self.program.tensors[thing].name}, row {row}, word {word}: "
-                f"epoch {value}, wanted {target}"
+                f"epoch {value}, expected {target}"
             )
         text = self.program.instructions[index].disassemble(self.program.tensors)
         return WorkerState(worker, "worker", index, text, waiting, of_rank)

@@ -174,10 +174,10 @@ def sentence(record: Record, inst: Instruction | None, tensors: Sequence[TensorS
 def _holder(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
     """The tensor for which a position or a sequence is too large."""
     if inst is None:
-        return "block_table"
+        return Instruction.sequence_operand
     if record.thing == Fault.POSITION:
         return inst.position_holder(record.target, tensors)
-    return inst.sequence_holder()
+    return inst.sequence_operand
 
 
 def _signed(word: int) -> int:
@@ -198,7 +198,7 @@ def waiting_for(
         name = _operand(record.thing, inst, tensors)
         return (
             f"tensor {name}, row {record.row}, word {record.word}: "
-            f"epoch {record.value}, wanted {record.target}"
+            f"epoch {record.value}, expected {record.target}"
         )
     if record.condition is FaultKind.SEMAPHORE:
         try:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
+
+from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
 
@@ -12,13 +16,13 @@ def gather_in_product(operations: list[Operation], options: CompileOptions) -> l
     fused = {
         o
         for o in operations
-        if o.kind == "gather" and all(r.kind == "matmul" for r in readers[o.outputs["out"]])
+        if o.kind == "gather" and all(_takes_index(r.kind) for r in readers[o.outputs["out"]])
     }
     result: list[Operation] = []
     for operation in operations:
         if operation in fused:
             continue
-        gather = producers.get(operation.inputs["x"]) if operation.kind == "matmul" else None
+        gather = producers.get(operation.inputs["x"]) if _takes_index(operation.kind) else None
         if gather is not None and gather in fused:
             inputs = {
                 **operation.inputs,
@@ -27,8 +31,13 @@ def gather_in_product(operations: list[Operation], options: CompileOptions) -> l
             }
             if "count" in gather.inputs:
                 inputs["row_count"] = gather.inputs["count"]
-            operation = Operation(
-                "matmul", operation.label, inputs, operation.outputs, operation.attributes
-            )
+            operation = replace(operation, inputs=inputs)
         result.append(operation)
     return result
+
+
+@functools.cache
+def _takes_index(kind: str) -> bool:
+    """Whether operations of this kind can read the rows of ``x`` through ``row_index``."""
+    cls = instruction_of(kind)
+    return cls is not None and any(field.name == "row_index" for field in cls.fields)
