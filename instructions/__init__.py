@@ -1,7 +1,8 @@
 """The instruction set: one folder per instruction. Every folder is found and registered.
 
-Each folder ``<name>/`` holds the declaration (``__init__.py``), the meaning in torch (``reference.py``),
-and the kernels of the CPU machine (``cpu.hpp``) and the GPU (``cuda.cuh``).
+Each folder ``<name>/`` holds the declaration (``__init__.py``), the meaning in torch (``reference.py``), the
+kernels of the CPU machine (``cpu.hpp``) and the GPU (``cuda.cuh``), and examples for tests (``examples.py``).
+``lower.py`` cuts an operation of a graph into instructions, if graphs have that operation.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def instruction_set() -> MappingProxyType[int, type[Instruction]]:
 
 
 def instruction_of(kind: str) -> type[Instruction] | None:
-    """The instruction that executes operations of a kind: the one of that name, if there is one."""
+    """The instruction that executes operations of a kind: the one of that name, or None."""
     return next((cls for cls in instruction_set().values() if cls.name() == kind), None)
 
 

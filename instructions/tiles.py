@@ -169,12 +169,12 @@ def ranges(**limits: tuple[int, int, int]) -> Iterator[str]:
             yield f"{name} [{begin}, {end}) is empty or outside [0, {size})"
 
 
-def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int]) -> Iterator[str]:
+def shapes(tensors: Sequence[TensorSpec], **expected: tuple[int, int | None, int]) -> Iterator[str]:
     """A sentence for every ``name=(handle, rows, columns)`` whose tensor has another matrix shape.
 
     Rows None: any number (declared regions must lie inside anyway). A handle NONE is skipped.
     """
-    for name, (handle, rows, columns) in wanted.items():
+    for name, (handle, rows, columns) in expected.items():
         if handle == NONE:
             continue
         spec = tensors[handle]
@@ -182,12 +182,12 @@ def shapes(tensors: Sequence[TensorSpec], **wanted: tuple[int, int | None, int])
             yield _other_shape(name, spec, rows, columns)
 
 
-def result_columns(tensors: Sequence[TensorSpec], **wanted: tuple[int, int]) -> Iterator[str]:
-    """A sentence for every result ``name=(handle, columns)`` of which a rank writes other columns.
+def result_columns(tensors: Sequence[TensorSpec], **expected: tuple[int, int]) -> Iterator[str]:
+    """A sentence for every result ``name=(handle, columns)`` if one rank writes another number of columns.
 
     A handle NONE is skipped.
     """
-    for name, (handle, columns) in wanted.items():
+    for name, (handle, columns) in expected.items():
         if handle != NONE and tensors[handle].own_columns != columns:
             yield _other_shape(name, tensors[handle], None, columns)
 

@@ -21,15 +21,15 @@ class Divergence:
     """The first instruction after which two machines hold different values."""
 
     step: int
-    rank: int  # of the tensor
+    rank: int  # the rank whose tensor differs
     instruction: int
     disassembly: str
     label: str
     tensor: str
-    row: int  # of the tensor seen as a matrix
+    row: int  # row and column of the tensor as a matrix
     column: int
     values: tuple[float, float]
-    elements: int  # how many differ in this tensor
+    elements: int  # number of elements of the tensor that differ
 
     def __str__(self) -> str:
         return (

@@ -117,7 +117,7 @@ def _exchange_chunks(tiles: torch.Tensor) -> torch.Tensor:
     chunk = CHUNK_BYTES // tiles.element_size()
     split = tiles.reshape(*tiles.shape[:3], -1, chunk)
     exchanged = split.new_empty(split.shape)
-    # Row by row: one index for all rows would need a copy of the whole tensor more.
+    # Row by row: one index for all rows would need one more copy of the whole tensor.
     for row in range(UNIT_ROWS):
         for place in range(split.shape[3]):
             exchanged[:, :, row, place] = split[:, :, row, place ^ (row >> 1)]

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int32]
 class WorkerState:
     """Where a worker was when the machine stopped."""
 
-    worker: int  # of its rank
+    worker: int  # its number within its rank
     role: str
     instruction: int | None  # None: no instruction was running
     disassembly: str

@@ -29,7 +29,7 @@ F32, BF16, I32 = DType.F32, DType.BF16, DType.I32
 
 
 class TensorKind(Enum):
-    """Who writes a tensor, and how long its contents live."""
+    """What may write a tensor, and how long its contents live."""
 
     WEIGHT = "weight"  # bound once, read-only
     INPUT = "input"  # written by the host before a launch, read-only while it runs

@@ -80,16 +80,16 @@ def attention_tiling(
     tokens: two splits do not pay for a merge. If there would be many splits, workers are left free for the
     merges, which then already wait when the last split ends.
     """
-    wanted = options.workers * options.waves
-    head_tiles = min(kv_heads, wanted)
-    row_tile = -(-rows // -(-wanted // head_tiles))
+    most_tiles = options.workers * options.waves
+    head_tiles = min(kv_heads, most_tiles)
+    row_tile = -(-rows // -(-most_tiles // head_tiles))
     together = options.target.attention_elements
     if queries and together and rows > MAX_GROUP_ROWS:
         row_tile = min(row_tile, max(together // queries, 1))
-    items = -(-rows // row_tile) * head_tiles
-    most = options.workers // items
-    if most >= options.target.many_splits:
-        most = (options.workers - items) // items
-    pieces = -(-context // options.min_chunk)
-    splits = max(1, min(most, pieces)) if pieces > 2 else 1
+    tiles = -(-rows // row_tile) * head_tiles
+    splits = options.workers // tiles
+    if splits >= options.target.many_splits:
+        splits = (options.workers - tiles) // tiles
+    long_enough = -(-context // options.min_chunk)
+    splits = max(1, min(splits, long_enough)) if long_enough > 2 else 1
     return Tiling(head_tiles, row_tile, splits, block_size)

@@ -20,14 +20,14 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Embed]:
     if out.rows >= workers:
         tiles = [((0, out.own_columns), rows) for rows in cut(out.rows, workers)]
     else:
-        columns = column_tiles(out.own_columns, COLUMN_UNIT, context.options)
-        tiles = [(part, (0, out.rows)) for part in columns]
-    for columns_of_tile, rows in tiles:
+        cuts = column_tiles(out.own_columns, COLUMN_UNIT, context.options)
+        tiles = [(columns, (0, out.rows)) for columns in cuts]
+    for columns, rows in tiles:
         yield Embed(
             **handles,
             row_count=context.row_count,
             row_begin=rows[0],
             row_end=rows[1],
-            column_begin=columns_of_tile[0],
-            column_end=columns_of_tile[1],
+            column_begin=columns[0],
+            column_end=columns[1],
         )

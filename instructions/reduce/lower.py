@@ -22,9 +22,8 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Reduce]:
         tiles = [((0, out.own_columns), rows) for rows in cut(out.rows, workers)]
     else:
         unit = math.lcm(context.options.column_unit, UNIT_ROWS)
-        tiles = [
-            (part, (0, out.rows)) for part in column_tiles(out.own_columns, unit, context.options)
-        ]
+        cuts = column_tiles(out.own_columns, unit, context.options)
+        tiles = [(columns, (0, out.rows)) for columns in cuts]
     for columns, rows in tiles:
         yield Reduce(
             **handles,

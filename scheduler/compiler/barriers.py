@@ -88,11 +88,11 @@ def add_barriers(
     roots = [not (waits[i] or (n.tags and not early[i])) for i, n in enumerate(needs)]
     plain = bits_of(regions.instruction[regions.write & ~regions.tagged])
     count = len(instructions)
-    everybody = (1 << count) - 1
+    all_bits = (1 << count) - 1
     shared = sum_of(waits) >> count
-    waits = [(waited | waited >> count) & everybody for waited in waits]
+    waits = [(waited | waited >> count) & all_bits for waited in waits]
     seen = sum_of(needed.tags for needed in needs)
-    sinks = everybody & ~sum_of(waits) & ~(seen & ~plain & ~late)
+    sinks = all_bits & ~sum_of(waits) & ~(seen & ~plain & ~late)
     grouping = _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks)
     return grouping.result(words, shared | (sinks if closing else 0), ranks)
 
@@ -115,7 +115,7 @@ def _reduce(
     done: list[Bits] = []
     read: list[Bits] = []
     count = len(needs)
-    everybody = (1 << count) - 1
+    all_bits = (1 << count) - 1
     ends = list(itertools.accumulate(sizes))
     before = [(1 << end) - 1 for end in ends]  # all instructions before each end
 
@@ -137,12 +137,12 @@ def _reduce(
 
     @functools.cache
     def through_waits(waits: Bits) -> tuple[Bits, Bits]:
-        own_done, own_read = through_own(waits & everybody)
+        own_done, own_read = through_own(waits & all_bits)
         if not waits >> count:
             return own_done, own_read
         # What is complete on the own rank of each of these is complete on all ranks.
         done_there, read_there = (
-            known | (known & everybody) << count for known in through_own(waits >> count)
+            known | (known & all_bits) << count for known in through_own(waits >> count)
         )
         return own_done | done_there, own_read | read_there
 

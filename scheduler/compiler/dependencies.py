@@ -52,7 +52,7 @@ class Accesses:
         self.earlier, self.write = rows[:, 7] != 0, rows[:, 8] != 0
         self.tagged = np.array([t.tagged for t in tensors], dtype=bool)[self.tensor]
         self.shares = np.array([t.shares for t in tensors], dtype=np.int64)[self.tensor]
-        self.rank = np.zeros(len(rows), np.int64)  # that makes the access to a tensor of this rank
+        self.rank = np.zeros(len(rows), np.int64)  # makes the access to this rank's tensor
         self._add_writes_of_other_ranks(tensors)
 
     def _add_writes_of_other_ranks(self, tensors: Sequence[TensorSpec]) -> None:
@@ -168,15 +168,15 @@ def find_needs(regions: Accesses, sizes: Sequence[int]) -> list[Needs]:
 
 
 def _required(numbers: Bits, count: int, ranks: int) -> Bits:
-    """The instructions to wait for: those of a tensor with shares on all ranks."""
+    """The instructions to wait for. Those that access a tensor with shares are on all ranks."""
     if ranks == 1:
         return numbers
-    everybody = (1 << count) - 1
-    return sum_of((numbers >> count * rank) & everybody for rank in range(ranks)) << count
+    all_bits = (1 << count) - 1
+    return sum_of((numbers >> count * rank) & all_bits for rank in range(ranks)) << count
 
 
 def _known(numbers: Bits, count: int, ranks: int) -> Bits:
-    """The instructions of which words are known to be there: on all ranks, or else none."""
+    """The instructions whose words have arrived from all ranks."""
     if ranks == 1:
         return numbers
     known = (1 << count) - 1

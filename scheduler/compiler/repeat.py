@@ -37,7 +37,7 @@ _COPIED = 2  # the section whose instructions stand for those left out
 _SIGNAL = 1
 _AWAITED = slice(2, HEADER_WORDS, 2)
 _TARGETS = slice(3, HEADER_WORDS, 2)
-_NAMES = [_SIGNAL, *range(2, HEADER_WORDS, 2)]  # of barriers
+_NAMES = [_SIGNAL, *range(2, HEADER_WORDS, 2)]  # words that name barriers
 
 
 Words = npt.NDArray[np.uint32]

@@ -236,7 +236,7 @@ class _Layers:
         return self.graph.silu_mul(f"{label}.gate_up", gate, up)
 
     def _joined(self, label: str, name: str, x: Value, has_bias: bool) -> Value:
-        """The product that brings ranks together again: of x, of which each rank has columns."""
+        """The product of x, whose columns are divided among the ranks. All ranks get the result."""
         bias = self._bias(name, self.hidden, has_bias)
         if self.parallel.ranks > 1 and not self.parallel.gathers:
             weight = self._weight(name, self.hidden, x.columns)

@@ -39,11 +39,11 @@ class Keys:
         self._config = config
         self._prefix = prefix
 
-    def _fail(self, key: str, wanted: str) -> NoReturn:
+    def _fail(self, key: str, expected: str) -> NoReturn:
         if self._config.get(key) is None:
             raise ValueError(f"config key {self._prefix}{key} is missing")
         value = short(self._config[key])
-        raise ValueError(f"config key {self._prefix}{key}={value} must be {wanted}")
+        raise ValueError(f"config key {self._prefix}{key}={value} must be {expected}")
 
     def integer(self, key: str, *, maximum: int, default: int | None = None) -> int:
         value = self._config.get(key)

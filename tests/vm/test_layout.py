@@ -218,17 +218,17 @@ SQUARES = [
 def test_a_weight_in_units_that_another_kernel_takes_in_rows_is_refused(other: Copy) -> None:
     program = Program.build(SQUARES, [product(), other], [[0, 1]])
     operand = "x" if other.x == 1 else "out"
-    with pytest.raises(ValueError, match="tensor w is wanted as") as error:
+    with pytest.raises(ValueError, match="tensor w is needed as") as error:
         program_layouts(program)
     assert str(error.value) == (
-        "tensor w is wanted as units by instruction 0 (matmul, weight) "
+        "tensor w is needed as units by instruction 0 (matmul, weight) "
         f"and rows by instruction 1 (copy, {operand})"
     )
 
 
 def test_an_instruction_may_not_want_a_tensor_in_two_layouts_itself() -> None:
     program = Program.build(SQUARES, [product(x=1)], [[0]])
-    with pytest.raises(ValueError, match=r"w is wanted as units by .*weight\) and rows by .*x\)"):
+    with pytest.raises(ValueError, match=r"w is needed as units by .*weight\) and rows by .*x\)"):
         program_layouts(program)
 
 
@@ -240,7 +240,7 @@ def test_two_kernels_that_have_no_layout_in_common_are_named(
     monkeypatch.setattr(Embed, "layouts", lambda self, tensors: {"table": (ROWS, units(4))})
     with pytest.raises(
         ValueError,
-        match=r"embed_tokens.weight is wanted as rows or units\(4\) by instruction 0 "
+        match=r"embed_tokens.weight is needed as rows or units\(4\) by instruction 0 "
         r"\(embed, table\) and units by instruction \d+ \(matmul, weight\)",
     ):
         program_layouts(program)

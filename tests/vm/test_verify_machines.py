@@ -79,7 +79,7 @@ def test_what_one_kernel_of_a_gpu_cannot_serve_is_refused_there() -> None:
 def test_a_tensor_that_kernels_of_a_gpu_need_in_two_layouts_is_refused_there() -> None:
     units = gathered(copy(1, 2, rows=(1, 2)))
     assert fault(units, "cuda") == (
-        "tensor w is wanted as units by instruction 0 (matmul, weight) "
+        "tensor w is needed as units by instruction 0 (matmul, weight) "
         "and rows by instruction 1 (copy, x)"
     )
     verify(units, "cpu")

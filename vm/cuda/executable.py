@@ -88,7 +88,7 @@ class CudaExecutable:
         ]
         self._alone: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         self._traces = machine.trace  # whether the kernel was compiled with traces
-        self._noting: list[_LaunchNotes] = []  # of launches that ``finish`` has not waited for
+        self._noting: list[_LaunchNotes] = []  # launches that ``finish`` has not waited for
         self._noted: list[_LaunchNotes] = []
         self._steps_before = 0
         self._resolve()

@@ -34,12 +34,12 @@ def make_hints(
     begun = [np.empty((0, 3), np.int64)]
     for tensor in np.unique(regions[:, 0]):
         here = np.flatnonzero(writes[:, 1] == tensor)
-        those = np.flatnonzero(regions[:, 0] == tensor)
+        candidates = np.flatnonzero(regions[:, 0] == tensor)
         top, left = writes[here, 2, None], writes[here, 4, None]
-        _, first_row, last_row, first, last = regions[those].T
+        _, first_row, last_row, first, last = regions[candidates].T
         inside = (first_row <= top) & (top < last_row) & (first <= left) & (left < last)
         write, region = np.nonzero(inside)
-        begun.append(np.column_stack([here[write], writes[here[write], 0], those[region]]))
+        begun.append(np.column_stack([here[write], writes[here[write], 0], candidates[region]]))
     begins = np.concatenate(begun)
     begins = begins[np.argsort(begins[:, 0], kind="stable")]
     readers = np.bincount(source, minlength=len(regions))

@@ -35,13 +35,13 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
             for name, choice in inst.layouts(tensors).items():
                 row[slots[name]] = known.setdefault(choice, len(known))
         named.append((same.handles, table[same.kind]))
-    wanted = np.zeros((len(tensors) + 1, len(known)), bool)
+    accepted = np.zeros((len(tensors) + 1, len(known)), bool)
     for handles, numbers in named:
-        wanted[np.where(handles == NONE, len(tensors), handles), numbers] = True
+        accepted[np.where(handles == NONE, len(tensors), handles), numbers] = True
     found: dict[str, Choice] = {}
     common_of: dict[bytes, Choice] = {}  # tensors with the same set of choices share the result
-    for handle in np.flatnonzero(wanted[:-1].any(axis=1)).tolist():
-        pattern = wanted[handle].tobytes()
+    for handle in np.flatnonzero(accepted[:-1].any(axis=1)).tolist():
+        pattern = accepted[handle].tobytes()
         if pattern not in common_of:
             several = [choice for choice, is_one in zip(known, pattern, strict=True) if is_one]
             common = tuple(layout for layout in several[0] if all(layout in c for c in several))
@@ -57,16 +57,16 @@ def _conflict(program: Program, handle: int, several: list[Choice]) -> str:
     """A sentence that names the instructions whose layouts of a tensor have nothing in common."""
     pairs = [(a, b) for a, b in itertools.combinations(several, 2) if not set(a) & set(b)]
     chosen = pairs[0] if pairs else several
-    wanted: dict[Choice, str] = {}
+    places: dict[Choice, str] = {}
     for number, inst in enumerate(program.instructions):
         declared = inst.layouts(program.tensors)
         for field in inst.fields:
             if field.kind is FieldKind.TENSOR and getattr(inst, field.name) == handle:
                 place = f"instruction {number} ({inst.name()}, {field.name})"
-                wanted.setdefault(declared.get(field.name, (ROWS,)), place)
-    wishes = sorted((wanted[choice], names(choice)) for choice in chosen)
-    text = " and ".join(f"{layout} by {place}" for place, layout in wishes)
-    return f"tensor {program.tensors[handle].name} is wanted as {text}"
+                places.setdefault(declared.get(field.name, (ROWS,)), place)
+    needs = sorted((places[choice], names(choice)) for choice in chosen)
+    text = " and ".join(f"{layout} by {place}" for place, layout in needs)
+    return f"tensor {program.tensors[handle].name} is needed as {text}"
 
 
 def names(choice: Choice) -> str:

@@ -83,7 +83,7 @@ class RankPart:
         self.records = self.zeros(program.workers * NUM_WARPS * RECORD_WORDS)
         self._host_abort = self.driver.host_word()
         self._aborted = self._host_abort.numpy()
-        self._stream: int | None = None  # of launches that ``wait`` has not waited for
+        self._stream: int | None = None  # launches run on it until ``wait`` returns
         self.parameters = LaunchParameters(
             instructions=self._instructions.data_ptr(),
             queue_begin=self._queue_begin.data_ptr(),

@@ -31,5 +31,5 @@ class Access:
     region: Region
     write: bool
     step: int = 0
-    rank: int = 0  # of the instruction
+    rank: int = 0  # the rank that runs the instruction
     tensor_rank: int = 0

@@ -24,7 +24,7 @@ class Expanded:
 
     barriers: int
     queues: npt.NDArray[np.int32]  # all queues, one after the other
-    lengths: Ints  # of each queue
+    lengths: Ints  # number of instructions of each queue
     waits: Ints  # [instructions, MAX_WAITS, 2]: barrier, target
     signals: Ints  # [instructions]: barrier
     accesses: Ints  # [a, 9]: instruction, tensor, rows, columns, write, indexed, earlier

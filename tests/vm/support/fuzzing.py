@@ -37,9 +37,8 @@ class Verdict:
     rule: str | None
     sentence: str
     finding: Finding | None
-    order_in_vain: bool = (
-        False  # said to need the order of its queues, which the simulator does not see
-    )
+    # The verifier says that it needs the order of its queues, the simulator finds no need.
+    needless_order: bool = False
 
     @property
     def false_accept(self) -> bool:
@@ -81,7 +80,7 @@ def check(program: Program, rng: random.Random) -> Verdict:
         return Verdict(program, None, "", finding)
     overlapping = judge(program, queue_order=False, seed=seed)
     if program.needs_queue_order:
-        return Verdict(program, None, "", None, order_in_vain=overlapping is None)
+        return Verdict(program, None, "", None, needless_order=overlapping is None)
     sentence = "accepted, whatever the order of its queues"
     return Verdict(program, None, sentence, overlapping)
 
@@ -173,7 +172,7 @@ class Tally:
     over_rejections: Counter[str] = field(default_factory=Counter)
     false_accepts: int = 0
     without_order: int = 0
-    orders_in_vain: int = 0
+    needless_orders: int = 0
 
     def add(self, verdict: Verdict) -> None:
         rule = verdict.rule or "accepted"
@@ -181,7 +180,7 @@ class Tally:
         self.over_rejections[rule] += verdict.over_rejection
         self.false_accepts += verdict.false_accept
         self.without_order += bool(verdict.rule is None and verdict.sentence)
-        self.orders_in_vain += verdict.order_in_vain
+        self.needless_orders += verdict.needless_order
 
     @property
     def checked(self) -> int:
@@ -200,7 +199,7 @@ class Tally:
         return (
             f"checked {self.checked}, accepted {self.accepted} "
             f"({self.without_order} without the order of their queues; "
-            f"{self.orders_in_vain} with it in vain), "
+            f"{self.needless_orders} do not need it), "
             f"rejected {self.checked - self.accepted} (form {self.rules['form']}), "
             f"false accepts {self.false_accepts}, over-rejections {over} of {judged} "
             f"({100 * over / max(judged, 1):.2f} %{': ' if by_rule else ''}{by_rule})"
