@@ -108,7 +108,7 @@ def test_a_damaged_cache_file_is_made_again(
     again = compiled(root)
     assert not again.cached
     assert again.cubin == first.cubin
-    assert "is damaged and will be made again" in caplog.text
+    assert "is damaged and will be compiled again" in caplog.text
     assert compiled(root).cached
 
 

@@ -278,7 +278,7 @@ def read_cached(path: Path) -> Kernel | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        logger.warning("%s is damaged and will be made again: %s", path, error)
+        logger.warning("%s is damaged and will be compiled again: %s", path, error)
         return None
 
 

@@ -26,6 +26,7 @@ from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.launch import MAP_BYTES
 from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.target import TARGETS
 
 ENTRY = "cuda/emulated/launch.cpp"
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-fno-strict-aliasing")
@@ -48,7 +49,7 @@ def _compiler() -> str | None:
 class EmulatedMachine(CudaMachine):
     """A CudaMachine whose GPU has ``workers`` SMs and is emulated: memory is the host's.
 
-    A wait that takes longer than ``timeout`` seconds ends the launch with a fault. ``seed`` decides about
+    A wait that takes longer than ``timeout`` seconds ends the launch with a fault. ``seed`` determines
     the order of warps and copies. In turn ``stop_turn`` of its lanes every worker is told to stop, as it is
     when another one has failed (0: never). A launch that does what a GPU does not allow ends with a
     MachineFault that says what, where and which lane.
@@ -58,7 +59,7 @@ class EmulatedMachine(CudaMachine):
 
     def __init__(
         self,
-        workers: int = 132,
+        workers: int = TARGETS["cuda"].workers,
         timeout: float = 60.0,
         trace: bool = False,
         root: Path = cuda_compiler.ROOT,
