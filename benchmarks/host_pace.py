@@ -32,7 +32,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Final, cast
@@ -107,7 +107,9 @@ class PacedExecutable:
     def launch(self, steps: int = 1) -> None:
         """Begin a launch; its tokens are there at once, as copies behind it read them."""
         machine, begin = self._machine, time.perf_counter()
-        if not machine.launches:
+        if machine.launches:
+            begin = max(begin, machine.launches[-1].end)  # behind the one in progress
+        else:
             # A thread's timers are late by 50 us unless it asks for less; a GPU's host spins.
             ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
         rows, count = int(self._rows[0]), int(self._count[0])
@@ -120,14 +122,15 @@ class PacedExecutable:
         full = rows == count == machine.batch
         machine.launches.append(Launch(begin, self._complete, full))
 
-    def finish(self) -> None:
-        """Wait without the GIL until the launch is complete."""
-        time.sleep(max(0.0, self._complete - time.perf_counter()))
+    def mark(self) -> Callable[[], None]:
+        """A wait, without the GIL, until the last launch is complete."""
+        complete = self._complete
+        return lambda: time.sleep(max(0.0, complete - time.perf_counter()))
 
     def run(self, steps: int = 1) -> None:
         """Launch and wait."""
         self.launch(steps)
-        self.finish()
+        self.mark()()
 
     def reset(self) -> None:
         """As ``Executable.reset``; there are no counters."""

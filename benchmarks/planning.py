@@ -78,6 +78,14 @@ class EchoRunner:
         self.tokens[slots, positions + 1] = self.text[(slots + positions) % len(self.text)]
         self.seconds += time.thread_time() - begin
 
+    def can_queue(self, step: Step, steps: int = 1) -> bool:
+        """As ``Runner.can_queue``."""
+        return False
+
+    def start(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
+        """As ``Runner.start`` on a CPU."""
+        self.run(step, steps, started)
+
 
 def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
     """Times of ``steps`` decode steps of ``batch`` sequences, in microseconds."""

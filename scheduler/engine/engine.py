@@ -7,9 +7,14 @@ One step is three calls::
     deltas = engine.collect(plan)   tokens to text, check stop conditions, free blocks
 
 ``step`` makes all three. With ``overlap`` it keeps one launch running and one queued behind it:
-while the machine runs launch n, the host collects launch n - 1 and plans launch n + 1, so the
-machine never waits for the host. This works because sampled tokens stay in memory, where the next
-launch reads them; a plan depends only on their number.
+while the machine runs launch n, the host collects launch n - 1 and plans launch n + 1. This works
+because sampled tokens stay in memory, where the next launch reads them; a plan depends only on
+their number.
+
+On a GPU, launch n + 1 begins behind launch n before the host has read the tokens of n, so the
+machine does not wait for the host (``begin`` and ``end``, the two halves of ``execute``). A row of
+n + 1 whose sequence has ended in n is then computed for nothing, and its token is not read.
+Launches that need what n has chosen wait: see ``_can_queue``.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.planner import Planner
 from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import Delta, Request, Sequence, State, stop_token_ids
-from megavm.scheduler.engine.step import Floats, Ints, Plan, Step
+from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Plan, Step
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.engine.text import Decoder, TextStream
 from megavm.vm.config import MAX_STOP_TOKENS
@@ -90,6 +95,19 @@ class StepRunner(Protocol):
 
         Calls ``started`` once the machine runs, and before work that takes long.
         Raises MachineFault when it fails. Later steps can still run, except after MachineLost.
+        """
+        ...
+
+    def can_queue(self, step: Step, steps: int = 1) -> bool:
+        """Whether ``start`` can put a step behind the one in progress without a delay."""
+        ...
+
+    def start(
+        self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
+    ) -> Launch | None:
+        """Start ``step`` behind the one in progress, if there is one; there may not be two.
+
+        None if it is complete already. ``Launch.finish`` raises faults that ``run`` would raise.
         """
         ...
 
@@ -166,11 +184,12 @@ class Engine:
         self._outstanding: deque[Plan] = deque()  # plans that are not collected yet
         # Set from a failed launch until it is collected.
         self._fault: BaseException | None = None
-        # By slot: whether its sequence has chosen a stop token. Only execute uses it.
-        self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)
-        # Stop conditions of the slots read last; steady decode steps have the same. Only execute
-        # uses it.
+        # Only ``begin`` and ``end`` use the following.
+        self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)  # slots: at a stop token
+        # Stop conditions of the slots read last; steady decode steps have the same.
         self._stops: _Stops | None = None
+        self._in_progress: Plan | None = None  # the last plan, until it has ended
+        self._last_end = 0.0  # of a step, by time.perf_counter
 
     # Requests.
 
@@ -367,7 +386,7 @@ class Engine:
             plan = self.plan()
             if plan is None:
                 return
-            self._thread.submit(self.execute, plan)
+            self._thread.submit(self, plan)
 
     def _take_ready(self) -> list[Delta]:
         ready, self._ready = self._ready, []
@@ -393,32 +412,108 @@ class Engine:
         self.counters.plan_seconds += time.perf_counter() - begin
         return plan
 
-    def execute(self, plan: Plan, started: Callable[[], None] | None = None) -> None:
+    def execute(self, plan: Plan) -> None:
         """Write ``plan`` to memory, run it, and store the results in the plan.
 
-        ``started``: see ``StepRunner.run``.
-        Does not raise. One thread must make all calls; it need not be the thread of the other
-        methods.
+        Does not raise. One thread must make all calls of this method, ``begin`` and ``end``; it
+        need not be the thread of the other methods.
         """
+        if self.begin(plan):
+            self.end(plan)
+
+    def begin(
+        self,
+        plan: Plan,
+        settle: Callable[[], None] = lambda: None,
+        started: Callable[[], None] | None = None,
+    ) -> bool:
+        """Write ``plan`` to memory and start it; whether ``end`` must be called to complete it.
+
+        The plan before it may be in progress. If this one cannot run behind it, ``settle`` is
+        called, which must ``end`` that one. ``started``: see ``StepRunner.run``. Does not raise.
+        """
+        if self._in_progress is not None and not self._can_queue(plan, self._in_progress):
+            settle()
+            if self._in_progress is not None:  # an interrupt came before its end
+                self.end(self._in_progress)
         if self._fault is not None or plan.generation != self.planner.generation:
-            return  # the launch before it failed, and this one needs its results
+            return False  # the launch before it failed, and this one needs its results
         begin = time.perf_counter()
         try:
+            if plan.admissions and (running := self._in_progress) is not None:
+                # What it still chooses in these slots is of sequences that have ended.
+                if running.gone is None:
+                    running.gone = np.zeros_like(self._ended)
+                running.gone[[admission.slot for admission in plan.admissions]] = True
             self._write(plan)
             if plan.step.restricted:
                 self._write_masks(plan)
             plan.drop(self._ended)
+            plan.started = time.perf_counter()
             if plan.step.num_rows:
-                running = time.perf_counter()
-                self.runner.run(plan.step, plan.steps, started)
-                if (pace := self.planner.pace) is not None:
-                    pace.note(plan.step.num_rows, (time.perf_counter() - running) / plan.steps)
-            self._read(plan)
+                plan.launch = self.runner.start(plan.step, plan.steps, started)
+            if plan.launch is None:
+                settle()
+                if self._fault is None:
+                    self._complete(plan, plan.started)
+            else:
+                self._in_progress = plan
         except BaseException as error:
-            # ``collect`` fails the requests, and raises errors that are no fault of the machine,
-            # such as Ctrl-C.
-            plan.error = self._fault = error
+            settle()
+            self._fail(plan, error)
         self.counters.run_seconds += time.perf_counter() - begin
+        return plan.launch is not None
+
+    def end(self, plan: Plan) -> None:
+        """Wait for a plan that has begun, and store the results in it. Does not raise."""
+        assert plan.launch is not None, "the plan has begun"
+        launch, plan.launch = plan.launch, None
+        if self._in_progress is plan:
+            self._in_progress = None
+        begin = time.perf_counter()
+        try:
+            if self._fault is not None or plan.generation != self.planner.generation:
+                launch.cancel()
+                return
+            launch.finish(plan.gone)
+            if plan.gone is not None:
+                plan.drop(plan.gone)
+            self._complete(plan, max(plan.started, self._last_end))
+        except BaseException as error:
+            self._fail(plan, error)
+        finally:
+            self.counters.run_seconds += time.perf_counter() - begin
+
+    def _complete(self, plan: Plan, begin: float) -> None:
+        """Read the results of a plan that has run since ``begin``."""
+        self._last_end = time.perf_counter()
+        if plan.step.num_rows and (pace := self.planner.pace) is not None:
+            pace.note(plan.step.num_rows, (self._last_end - begin) / plan.steps)
+        self._read(plan)
+
+    def _fail(self, plan: Plan, error: BaseException) -> None:
+        # ``collect`` fails the requests, and raises errors that are no fault of the machine, such
+        # as Ctrl-C.
+        if self._fault is None:
+            plan.error = self._fault = error
+
+    def _can_queue(self, plan: Plan, running: Plan) -> bool:
+        """Whether a plan may start before the tokens of the one in progress are known.
+
+        Rows of sequences that end there are computed for nothing then.
+        """
+        if self._fault is not None or running.generation != self.planner.generation:
+            return False
+        if any(p.with_logprobs or p.scored for p in (running, plan)):
+            return False  # there is one tensor of logits
+        if plan.step.restricted and any(s.follower is not None for s in plan.samplers):
+            return False  # its mask depends on the token
+        if plan.steps > 1 and plan.step.num_rows == 1:
+            # It may end, and a request that comes then would wait for several steps of nothing.
+            slot = plan.step.row_sequence[0]
+            if self.runner.sampling_integer[slot, Integer.NUM_STOP]:
+                return False
+        return self.runner.can_queue(plan.step, plan.steps)
 
     def _write(self, plan: Plan) -> None:
         runner = self.runner
@@ -716,7 +811,7 @@ class _Stops:
         ids = np.ascontiguousarray(rows[:, Integer.STOP : Integer.STOP + most])
         return cls(slots, ids, rows[:, Integer.MIN_LENGTH, None])
 
-    def stopped(self, tokens: Ints, columns: Ints) -> npt.NDArray[np.bool_]:
+    def stopped(self, tokens: Ints, columns: Ints) -> Bools:
         """Whether each of ``tokens`` [n, steps], at ``columns`` of the table, ends its sequence."""
         ended = np.zeros(tokens.shape, dtype=np.bool_)
         for column in range(self.ids.shape[1]):

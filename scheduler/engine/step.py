@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Bools = npt.NDArray[np.bool_]
 
 
 def power_of_two(number: int) -> int:
@@ -43,6 +44,22 @@ class Step:
     def num_rows(self) -> int:
         """Number of rows, each one token."""
         return len(self.row_sequence)
+
+
+class Launch(Protocol):
+    """A step that the machine runs, or will run after the one before it."""
+
+    def finish(self, gone: Bools | None = None) -> None:
+        """Wait until it is complete and bring the chosen tokens to the host.
+
+        ``gone``, by slot: leave out the tokens of these, which belong to others meanwhile. Raises
+        MachineFault when the step has failed; the machine can run others then.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Wait for its end without results, after a step before it has failed."""
+        ...
 
 
 @dataclass(slots=True)
@@ -77,17 +94,22 @@ class Plan:
     # before theirs.
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
-    # Set by execute: the chosen tokens [samplers, steps], whether each is a stop token, and the
-    # requested logits by logit row.
+    # While it is in progress: the launch, and by slot whether that belongs to another sequence now.
+    launch: Launch | None = None
+    gone: Bools | None = None
+    started: float = 0.0  # by time.perf_counter
+
+    # Set when it is complete: the chosen tokens [samplers, steps], whether each is a stop token,
+    # and the requested logits by logit row.
     tokens: Ints | None = None
-    stopped: npt.NDArray[np.bool_] | None = None
+    stopped: Bools | None = None
     logits: dict[int, Floats] = field(default_factory=dict)
     # Sequences whose grammar the token completes; sequences that cannot go on, with a sentence.
     complete: set[Sequence] = field(default_factory=set)
     failed: dict[Sequence, str] = field(default_factory=dict)
     error: BaseException | None = None
 
-    def drop(self, ended: npt.NDArray[np.bool_]) -> None:
+    def drop(self, ended: Bools) -> None:
         """Remove the rows of slots whose sequence has ended since the plan was made."""
         step = self.step
         gone = ended[step.row_sequence]

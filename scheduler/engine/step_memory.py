@@ -8,18 +8,20 @@ Rows of the large tensors move only when they have changed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
-from megavm.scheduler.engine.step import Floats, Ints, Step
+from megavm.scheduler.engine.step import Bools, Floats, Ints, Step
 from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.tensors import TensorKind, TensorSpec
 
 ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 bytes
+MOST_LAUNCHES = 2  # in progress: one runs, and one waits behind it
 BY_ROW = ("allowed", "bias")  # inputs that move to the GPU row by row, when they have changed
 
 
@@ -30,8 +32,11 @@ class AsynchronousExecutable(Executable, Protocol):
         """Start to run without waiting."""
         ...
 
-    def finish(self) -> None:
-        """Wait until all launches are complete. Raises MachineFault when one fails."""
+    def mark(self) -> Callable[[], None]:
+        """Note all work that was started until now; the result waits for it.
+
+        It raises MachineFault when a launch has failed.
+        """
         ...
 
 
@@ -91,12 +96,24 @@ class DeviceRows:
         return rows
 
 
+@dataclass(slots=True)
+class _Stage:
+    """Pinned memory that copies of one launch use. The host writes to it when it has ended."""
+
+    slab: torch.Tensor
+    places: torch.Tensor  # int64: where the chosen tokens are in the table
+    chosen: torch.Tensor  # int32
+
+
 class DeviceStepMemory(StepMemory):
     """The step tensors of a memory on a GPU.
 
     All inputs but those of BY_ROW share one slab on the host and one on the GPU. Launches write
     tokens too, so these have a mirror on the host, with the host's tokens and those that launches
     chose.
+
+    A launch may be started while another one is in progress, but not while two are. Copies to the
+    GPU run in the order of launches, from a stage of each of them.
     """
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
@@ -104,7 +121,7 @@ class DeviceStepMemory(StepMemory):
         self._on_gpu = memory.device.type == "cuda"
         inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
-        self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=self._on_gpu)
+        self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
         self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
         begin = 0
@@ -118,7 +135,7 @@ class DeviceStepMemory(StepMemory):
         tokens = steps["tokens"]
         memory.allocate([tokens])
         self._tokens = [rank.storage(tokens.name) for rank in memory.ranks]
-        self._host_tokens = torch.zeros(tokens.shape, dtype=torch.int32, pin_memory=self._on_gpu)
+        self._host_tokens = self._pinned(tokens.shape, torch.int32)
         self.arrays["tokens"] = self._host_tokens.numpy()
         self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
         # On the host, and on each rank's GPU.
@@ -126,25 +143,32 @@ class DeviceStepMemory(StepMemory):
         for name in BY_ROW:
             spec = steps[name]
             memory.allocate([spec])
-            dtype = TORCH_DTYPE[spec.dtype]
-            host = torch.zeros(spec.shape, dtype=dtype, pin_memory=self._on_gpu)
+            host = self._pinned(spec.shape, TORCH_DTYPE[spec.dtype])
             self._rows[name] = host, [rank.storage(spec.name) for rank in memory.ranks]
             self.arrays[name] = host.numpy()
         self._changed: dict[tuple[str, int], None] = {}  # (tensor, row) to copy to the GPU
         self.logits = DeviceRows(memory, "logits")
         self._copies = []
-        self._reserve(steps["logit_row"].rows)
+        count = steps["logit_row"].rows
+        self._stages = [
+            _Stage(self._pinned(self._host_slab.shape, torch.int32), *self._buffers(count))
+            for _ in range(MOST_LAUNCHES)
+        ]
+        self._next = 0  # stage of the next launch
+        # Copies run in order, so all launches use these.
+        self._device_places = torch.zeros(count, dtype=torch.int64, device=self._devices[0])
+        self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._devices[0])
 
     def _current(self) -> contextlib.AbstractContextManager[Any]:
         """Make the GPU of rank 0 current for torch, in any thread."""
         return torch.cuda.device(self._devices[0]) if self._on_gpu else contextlib.nullcontext()
 
-    def _reserve(self, count: int) -> None:
-        """Allocate buffers for ``count`` chosen tokens and their places, on host and GPU."""
-        self._places = torch.zeros(count, dtype=torch.int64, pin_memory=self._on_gpu)
-        self._device_places = torch.zeros(count, dtype=torch.int64, device=self._devices[0])
-        self._chosen = torch.zeros(count, dtype=torch.int32, pin_memory=self._on_gpu)
-        self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._devices[0])
+    def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)
+
+    def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """For the places of ``count`` chosen tokens, and for the tokens."""
+        return self._pinned((count,), torch.int64), self._pinned((count,), torch.int32)
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         super().write_tokens(slot, tokens)
@@ -160,10 +184,21 @@ class DeviceStepMemory(StepMemory):
         steps: int,
         started: Callable[[], None] = lambda: None,
     ) -> None:
+        finish = self.start(executable, step, steps)
+        started()
+        finish(None)
+
+    def start(
+        self, executable: Executable, step: Step, steps: int
+    ) -> Callable[[Bools | None], None]:
+        """Start the program, behind a launch in progress; the result is ``Launch.finish``."""
         device = cast(AsynchronousExecutable, executable)
+        stage = self._stages[self._next]
+        self._next = (self._next + 1) % MOST_LAUNCHES
+        stage.slab.copy_(self._host_slab)
         with self._current():
             for slab in self._slabs:
-                slab.copy_(self._host_slab, non_blocking=True)
+                slab.copy_(stage.slab, non_blocking=True)
             for slot, count in self._written:
                 source = self._host_tokens[slot, :count]
                 for tokens in self._tokens:
@@ -175,27 +210,44 @@ class DeviceStepMemory(StepMemory):
                     rows[slot].copy_(host[slot], non_blocking=True)
             self._changed.clear()
             device.launch(steps)
-            places = self._fetch(step, steps)
-            started()
-            device.finish()
-        self.arrays["tokens"].reshape(-1)[places] = self._chosen[: len(places)].numpy()
+            slots, places = self._fetch(stage, step, steps)
+            wait = device.mark()
+        chosen = stage.chosen
 
-    def _fetch(self, step: Step, steps: int) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Start to copy the tokens that follow the logit rows; their flat indices in the table."""
-        slots = step.row_sequence[step.logit_row].astype(np.int64)
+        def finish(gone: Bools | None = None) -> None:
+            wait()
+            found = chosen[: len(places)].numpy()
+            kept: Any = slice(None)
+            if gone is not None:
+                kept = ~gone[slots]
+            self.arrays["tokens"].reshape(-1)[places[kept]] = found[kept]
+
+        return finish
+
+    def _fetch(
+        self, stage: _Stage, step: Step, steps: int
+    ) -> tuple[Ints, np.ndarray[Any, np.dtype[np.int64]]]:
+        """Start to copy the tokens that follow the logit rows.
+
+        Returns their slots, and their flat indices in the table.
+        """
+        slots = step.row_sequence[step.logit_row]
         following = step.row_position[step.logit_row] + 1
         columns = following[:, None] + np.arange(steps)[None]
         # A bad step may name places outside the table: clip them, the machine reports the error.
         tokens = self._tokens[0]  # all ranks choose the same
-        places = (slots[:, None] * tokens.shape[1] + columns).reshape(-1)
+        places = (slots[:, None].astype(np.int64) * tokens.shape[1] + columns).reshape(-1)
         places = places.clip(0, tokens.numel() - 1)
         count = len(places)
-        if count > len(self._places):
-            self._reserve(2 * count)
-        self._places[:count].numpy()[:] = places
-        self._device_places[:count].copy_(self._places[:count], non_blocking=True)
+        if count > len(stage.places):
+            stage.places, stage.chosen = self._buffers(2 * count)
+        if count > len(self._device_places):
+            self._device_places = torch.zeros_like(stage.places, device=self._devices[0])
+            self._device_chosen = torch.zeros_like(stage.chosen, device=self._devices[0])
+        stage.places[:count].numpy()[:] = places
+        self._device_places[:count].copy_(stage.places[:count], non_blocking=True)
         torch.index_select(
             tokens.view(-1), 0, self._device_places[:count], out=self._device_chosen[:count]
         )
-        self._chosen[:count].copy_(self._device_chosen[:count], non_blocking=True)
-        return places
+        stage.chosen[:count].copy_(self._device_chosen[:count], non_blocking=True)
+        return slots.repeat(steps), places

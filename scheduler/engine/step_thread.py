@@ -5,16 +5,44 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
 
 from megavm.scheduler.engine.step import Plan
 
-Execute = Callable[[Plan, Callable[[], None]], None]
-Plans = queue.SimpleQueue[tuple[Execute, Plan] | None]
+
+class Executor(Protocol):
+    """Executes plans (Engine). Both methods must not raise."""
+
+    def begin(self, plan: Plan, settle: Callable[[], None], started: Callable[[], None]) -> bool:
+        """Begin to execute a plan; whether ``end`` must be called to complete it.
+
+        The plan before it may still be in progress: ``settle`` completes that one. ``started`` says
+        that the machine runs this plan, or that this takes long.
+        """
+        ...
+
+    def end(self, plan: Plan) -> None:
+        """Complete a plan: wait for the machine and read the results."""
+        ...
+
+
+class _Order(Enum):
+    SETTLE = 1  # complete the plan in progress: none will come behind it
+    END = 2
+
+
+Plans = queue.SimpleQueue[tuple[Executor, Plan] | _Order]
 
 
 class StepThread:
     """One thread and its queue of plans. Only one other thread may submit and wait.
+
+    A plan that is still in progress after ``begin`` is completed when the next one has begun behind
+    it. So the machine goes on to that one while this thread reads results and the other one uses
+    them.
 
     A plan is returned once the machine runs the plan behind it, if there is one: the work of the
     waiting thread would otherwise delay that launch, as only one thread of Python runs at a time.
@@ -31,23 +59,22 @@ class StepThread:
             target=_loop, args=(self._plans, self._done), name="megavm-steps", daemon=True
         )
         self._thread.start()
-        self._end = weakref.finalize(self, self._plans.put, None)
+        self._end = weakref.finalize(self, self._plans.put, _Order.END)
 
     @property
     def pending(self) -> int:
         """Number of plans submitted and not yet returned by ``wait``."""
         return self._pending
 
-    def submit(self, execute: Execute, plan: Plan) -> None:
-        """Queue the call ``execute(plan, started)``, which must not raise.
-
-        It may call ``started`` once the machine runs, or to say that this takes long.
-        """
-        self._plans.put((execute, plan))
+    def submit(self, executor: Executor, plan: Plan) -> None:
+        """Queue a plan."""
+        self._plans.put((executor, plan))
         self._pending += 1
 
     def wait(self) -> Plan:
         """Wait for the oldest submitted plan to be executed, and return it."""
+        if self._pending < 2:
+            self._plans.put(_Order.SETTLE)
         plan = self._done.get()
         self._pending -= 1
         return plan
@@ -59,21 +86,37 @@ class StepThread:
 
 
 def _loop(plans: Plans, done: queue.SimpleQueue[Plan]) -> None:
-    held: list[Plan] = []  # executed, but not returned before the next one runs
+    held: deque[Plan] = deque()  # executed, but not returned before the next one runs
+    running: list[tuple[weakref.ref[Executor], Plan]] = []  # the plan in progress
+
+    def settle() -> None:
+        while running:
+            owner, plan = running.pop()
+            executor = owner()
+            if executor is not None:
+                executor.end(plan)
+            held.append(plan)
 
     def release() -> None:
         while held:
-            done.put(held.pop())
+            done.put(held.popleft())
 
     while True:
         if plans.empty():
             release()
         item = plans.get()
-        if item is None:
-            break
-        execute, plan = item
-        execute(plan, release)
+        if not isinstance(item, tuple):
+            settle()
+            release()
+            if item is _Order.END:
+                break
+            continue
+        executor, plan = item
+        unfinished = executor.begin(plan, settle, release)
+        settle()
         release()
-        held.append(plan)
-        del item, execute, plan  # keep neither the engine nor the plan alive while waiting
-    release()
+        if unfinished:
+            running.append((weakref.ref(executor), plan))
+        else:
+            held.append(plan)
+        del item, executor, plan  # keep neither the engine nor the plan alive while waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Hashable
@@ -13,7 +14,7 @@ from megavm.instructions.attention.lower import attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.rewrites import rewrite
-from megavm.scheduler.engine.step import Floats, Ints, Step, power_of_two
+from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Step, power_of_two
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
@@ -297,7 +298,57 @@ class Runner:
         the contents of memory are unspecified then, and later steps that do not depend on them can
         run. Raises MachineLost when no step can run any more.
         """
-        rows, logit_rows = len(step.row_sequence), len(step.logit_row)
+        bucket = self._describe(step, steps)
+        started = started or _nothing
+        with self._running:
+            executable = self._loaded(bucket, started)
+            try:
+                self._step.run(executable, step, steps, started)
+            except MachineLost:
+                raise
+            except BaseException:
+                # After a fault or Ctrl-C the counters hold values from the middle of a step.
+                executable.reset()
+                raise
+            if self._recorder is not None:
+                traced = cast(TracingExecutable, executable)
+                self._recorder.add(traced, step.row_position, bucket.rows, step.row_sequence)
+
+    def can_queue(self, step: Step, steps: int = 1) -> bool:
+        """Whether ``start`` can put a step behind the one in progress without a delay."""
+        return (
+            isinstance(self._step, DeviceStepMemory)
+            and self._recorder is None
+            and (self._bucket_of(step, steps), False) in self._executables
+        )
+
+    def start(
+        self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
+    ) -> Launch | None:
+        """Start what ``run`` runs, behind the step in progress, if there is one.
+
+        There may be one, but not two. On a machine that the host must wait for, and while a
+        recorder is set, the step runs as in ``run``; None is returned then.
+
+        Raises ValueError as ``run`` does. ``Launch.finish`` raises errors of the machine.
+        """
+        memory, started = self._step, started or _nothing
+        if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
+            self.run(step, steps, started)
+            return None
+        bucket = self._describe(step, steps)
+        with self._running:
+            executable = self._loaded(bucket, started)
+            try:
+                finish = memory.start(executable, step, steps)
+            except BaseException as error:
+                finish = partial(_fail, error)  # the step in progress must end before the reset
+        started()
+        return _Launch(executable, finish)
+
+    def _describe(self, step: Step, steps: int) -> Bucket:
+        """Write a step to the arrays, and find the bucket of its program."""
+        rows, logit_rows = step.num_rows, len(step.logit_row)
         limits = self.limits
         if not 0 < rows <= limits.max_num_batched_tokens or logit_rows > limits.max_logit_rows:
             raise ValueError(
@@ -312,25 +363,21 @@ class Runner:
         if not logit_rows:
             arrays["logit_row"][0] = 0  # a program of one row computes its logits in any case
         arrays["logit_count"][0] = logit_rows
+        return self._bucket_of(step, steps)
+
+    def _bucket_of(self, step: Step, steps: int) -> Bucket:
+        rows = step.num_rows
         decode = step.distinct or len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
-        bucket = self.bucket(rows, logit_rows, context, decode=decode, restricted=step.restricted)
-        started = started or _nothing
-        with self._running:
-            if (bucket, self._recorder is not None) not in self._executables:
-                started()
-            executable = self._executable(bucket)
-            try:
-                self._step.run(executable, step, steps, started)
-            except MachineLost:
-                raise
-            except BaseException:
-                # After a fault or Ctrl-C the counters hold values from the middle of a step.
-                executable.reset()
-                raise
-            if self._recorder is not None:
-                traced = cast(TracingExecutable, executable)
-                self._recorder.add(traced, step.row_position, bucket.rows, step.row_sequence)
+        return self.bucket(
+            rows, len(step.logit_row), context, decode=decode, restricted=step.restricted
+        )
+
+    def _loaded(self, bucket: Bucket, started: Callable[[], None]) -> Executable:
+        """The executable of a bucket; calls ``started`` if it must be made first."""
+        if (bucket, self._recorder is not None) not in self._executables:
+            started()
+        return self._executable(bucket)
 
     def record(self, recorder: Recorder | None) -> None:
         """Trace the following steps into ``recorder``; None ends the recording.
@@ -504,6 +551,34 @@ def weight_specs(
             if value.spec is not None and value.spec.kind is TensorKind.WEIGHT:
                 specs[value.spec.name] = value.spec
     return list(specs.values())
+
+
+class _Launch:
+    """A step in progress on a GPU."""
+
+    def __init__(self, executable: Executable, finish: Callable[[Bools | None], None]) -> None:
+        self._executable = executable
+        self._finish = finish
+
+    def finish(self, gone: Bools | None = None) -> None:
+        """See ``Launch.finish``."""
+        try:
+            self._finish(gone)
+        except MachineLost:
+            raise
+        except BaseException:
+            self._executable.reset()
+            raise
+
+    def cancel(self) -> None:
+        """See ``Launch.cancel``."""
+        with contextlib.suppress(MachineLost):
+            self._executable.reset()
+
+
+def _fail(error: BaseException, gone: Bools | None = None) -> None:
+    """Raise the error with which a launch could not start."""
+    raise error
 
 
 def _nothing() -> None:

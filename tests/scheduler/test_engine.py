@@ -53,7 +53,25 @@ def test_a_stop_token_ends_the_rows_of_its_sequence_at_once(overlap: bool) -> No
     assert results[0, 0].outcome() == alone([1, 2, 3], params)
     assert results[0, 0].stop_reason == stop
     length = len(results[0, 0].token_ids)
-    assert sum(s.num_rows for s in runner.steps_seen) == 3 + length - 1
+    # Behind a step in progress, the next one begins before the stop token is seen.
+    assert sum(s.num_rows for s in runner.steps_seen) == 3 + length - 1 + runner.queues
+
+
+def test_a_slot_is_used_again_while_a_step_in_progress_still_chooses_for_its_last_sequence(
+    overlap: bool,
+) -> None:
+    runner = toy.ToyRunner(max_num_seqs=2, vocab_size=12)
+    engine = make_engine(runner, overlap=overlap)
+    long = greedy(max_tokens=40)
+    # Every token ends these sequences, also the one after their end.
+    short = greedy(min_tokens=3, max_tokens=9, stop_token_ids=list(range(12)))
+    prompts = [[1, 2, 3], *([4, i] for i in range(9))]
+    for i, prompt in enumerate(prompts):
+        engine.add(prompt, long if i == 0 else short, i)
+    results = run_all(engine)
+    for i, prompt in enumerate(prompts):
+        assert results[i, 0].outcome() == alone(prompt, long if i == 0 else short, 0, runner)
+    assert_idle(engine)
 
 
 def test_blocks_running_out_preempts_the_youngest_and_changes_no_text(overlap: bool) -> None:

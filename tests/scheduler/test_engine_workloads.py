@@ -65,6 +65,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
             "block_size": block_size,
             "max_logit_rows": seqs + draw(st.sampled_from([0, 1, 10])),
             "faults": draw(st.sampled_from([(), (), (), (3,), (0, 1), (5, 20)])),
+            "queues": draw(st.booleans()),
         },
         "engine": {
             "prefix_caching": draw(st.booleans()),

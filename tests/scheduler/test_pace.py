@@ -77,7 +77,6 @@ def mixed_steps(clock: Clock, limit: float | None, overlap: bool) -> list[tuple[
     return [(rows, took) for rows, decoding, took in runner.took if rows > decoding >= 2]
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 def test_steps_that_decode_stay_within_the_limit(clock: Clock, overlap: bool) -> None:
     limit = FIXED + PER_ROW * 75
     steps = mixed_steps(clock, limit, overlap)

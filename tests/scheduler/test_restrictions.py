@@ -57,7 +57,6 @@ def counted(tokens: list[int]) -> bool:
     return all(token % 4 == place % 4 for place, token in enumerate(tokens))
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("steps_per_launch", [1, 4])
 def test_a_grammar_is_followed_and_ends_its_sequence(overlap: bool, steps_per_launch: int) -> None:
     engine = make_engine(overlap=overlap, steps_per_launch=steps_per_launch)
@@ -105,7 +104,6 @@ def test_only_launches_with_a_grammar_run_one_step() -> None:
     assert (True, 4) in steps, "a mask that does not change needs no host between two steps"
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(4))
 def test_preemption_and_a_short_cache_change_no_output(overlap: bool, seed: int) -> None:
     def outputs(num_blocks: int) -> tuple[dict[Any, Any], int]:
@@ -126,7 +124,6 @@ def test_preemption_and_a_short_cache_change_no_output(overlap: bool, seed: int)
     assert narrow == wide
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 def test_a_fault_ends_running_grammars_and_later_ones_run(overlap: bool) -> None:
     runner = toy.ToyRunner(faults=(3,), max_num_seqs=2)
     engine = make_engine(runner, overlap=overlap)
@@ -141,7 +138,6 @@ def test_a_fault_ends_running_grammars_and_later_ones_run(overlap: bool) -> None
     engine.close()
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("stuck_at", [0, 1, 5])
 def test_a_grammar_that_is_stuck_fails_its_sequence_alone(overlap: bool, stuck_at: int) -> None:
     engine = make_engine(overlap=overlap)

@@ -38,6 +38,10 @@ class Launched:
         self.calls.append("launch")
         self.work(steps)
 
+    def mark(self) -> Callable[[], None]:
+        self.calls.append("mark")
+        return self.finish
+
     def finish(self) -> None:
         self.calls.append("finish")
         if torch.cuda.is_available():
@@ -129,7 +133,7 @@ def test_chosen_tokens_come_back_for_logit_rows(
     rows = Step(ints(0, 1, 1, 2), ints(4, 0, 1, 9), ints(0, 3), 10)
     launched, program = executable(work)
     step.run(program, rows, steps)
-    assert launched.calls == ["launch", "finish"]
+    assert [call for call in launched.calls if call != "mark"] == ["launch", "finish"]
     tokens = step.arrays["tokens"]
     assert tokens[0, 5 : 5 + steps].tolist() == [i + 1 for i in range(steps)]
     assert tokens[2, 10 : 10 + steps].tolist() == [200 + i + 1 for i in range(steps)]
@@ -148,3 +152,43 @@ def test_logits_are_those_of_the_last_step(made: tuple[Memory, StepMemory]) -> N
     assert step.logits[1].tolist() == [5, 6, 7, 8, 9]
     assert step.logits[:2].shape == (2, 5)
     assert step.logits[1].dtype == np.float32
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_step_may_be_started_before_the_one_in_progress_is_read(
+    request: pytest.FixtureRequest, device: str
+) -> None:
+    if device == "cuda":
+        device = request.getfixturevalue("cuda_machine").memory_device
+    memory, made = make(DeviceStepMemory, device)
+    assert isinstance(made, DeviceStepMemory)
+    seen: list[list[int]] = []
+
+    def work(steps: int) -> None:
+        tokens = memory.storage("step.tokens")
+        slots = memory["step.row_sequence"].cpu()[:2].tolist()
+        positions = memory["step.row_position"].cpu()[:2].tolist()
+        seen.append(tokens[0, :4].tolist())
+        for slot, position in zip(slots, positions, strict=True):
+            tokens[slot, position + 1] = 100 * slot + position
+
+    _, program = executable(work)
+    finishes = []
+    for position in range(2, 5):
+        made.arrays["row_sequence"][:2] = [0, 2]
+        made.arrays["row_position"][:2] = position
+        if position == 3:  # slot 0 belongs to another sequence from now on
+            made.write_tokens(0, ints(11, 12, 13, 14))
+        step = Step(ints(0, 2), ints(position, position), ints(0, 1), position + 1)
+        finishes.append(made.start(program, step, 1))
+        if position == 3:
+            gone = np.array([True, False, False])
+            finishes.pop(0)(gone)
+            assert made.arrays["tokens"][0, :5].tolist() == [11, 12, 13, 14, 0]
+            assert made.arrays["tokens"][2, :5].tolist() == [0, 0, 0, 202, 0]
+        if position == 4:
+            finishes.pop(0)(None)
+    finishes.pop(0)(None)
+    assert seen == [[0, 0, 0, 0], [11, 12, 13, 14], [11, 12, 13, 14]]
+    assert made.arrays["tokens"][0, :6].tolist() == [11, 12, 13, 14, 3, 4]
+    assert made.arrays["tokens"][2, :6].tolist() == [0, 0, 0, 202, 203, 204]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from megavm.scheduler.engine.step import Step
+from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.run import runner
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import CudaExecutable
@@ -70,16 +71,17 @@ class Sabotage:
     def __init__(self, sabotaged: runner.Runner) -> None:
         self.runs = 0
         self.at: set[int] = set()
-        self._run = sabotaged._step.run
-        sabotaged._step.run = self.run  # type: ignore[method-assign,assignment]
+        memory = sabotaged._step
+        # On a GPU, ``run`` starts the step too.
+        name = "start" if isinstance(memory, DeviceStepMemory) else "run"
+        self._run = getattr(memory, name)
+        setattr(memory, name, self.run)
 
-    def run(
-        self, executable: Executable, step: Step, steps: int, started: Callable[[], None]
-    ) -> None:
+    def run(self, executable: Executable, step: Step, steps: int, *started: Any) -> Any:
         number, self.runs = self.runs, self.runs + 1
         if number in self.at:
             lose_signals(executable)
-        self._run(executable, step, steps, started)
+        return self._run(executable, step, steps, *started)
 
     def fail(self, *after: int) -> None:
         """Let runs fail; 0 is the next."""

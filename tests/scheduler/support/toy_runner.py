@@ -72,6 +72,8 @@ def toy_token(
 class ToyRunner:
     """See the module.
 
+    ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
+
     ``faults``, ``bugs`` and ``interrupts`` list the numbers of the runs that end in a MachineFault,
     a KeyError and a KeyboardInterrupt; from run ``lost`` on all end in a MachineLost.
     """
@@ -87,6 +89,7 @@ class ToyRunner:
     bugs: tuple[int, ...] = ()
     interrupts: tuple[int, ...] = ()
     lost: int | None = None
+    queues: bool = False
     steps_seen: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -106,12 +109,42 @@ class ToyRunner:
         self.kv = np.full((self.num_blocks, self.block_size, 3), -1, dtype=np.int64)
         self.epoch = 0
         self.runs = 0
+        self.device_tokens = self.tokens.copy()
+        self.launches: list[ToyLaunch] = []  # in progress
+        self.most_launches = 0
+        # Of the next step: what its copies bring to the device.
+        self._written: list[tuple[int, np.ndarray]] = []
+        self._published: list[tuple[str, int, np.ndarray]] = []
 
     def write_tokens(self, slot: int, tokens: np.ndarray) -> None:
         self.tokens[slot, : len(tokens)] = tokens
+        self._written.append((slot, tokens.copy()))
 
     def publish(self, name: str, slot: int) -> None:
-        self._seen[name][slot] = getattr(self, name)[slot]
+        row = getattr(self, name)[slot].copy()
+        if self.queues:
+            self._published.append((name, slot, row))
+        else:
+            self._seen[name][slot] = row
+
+    def can_queue(self, step: Step, steps: int = 1) -> bool:
+        return self.queues
+
+    def start(
+        self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
+    ) -> ToyLaunch | None:
+        if not self.queues:
+            self.run(step, steps, started)
+            return None
+        if started is not None:
+            started()
+        inputs = {name: getattr(self, name).copy() for name in ToyLaunch.INPUTS}
+        launch = ToyLaunch(self, step, steps, inputs, self._written, self._published)
+        self._written, self._published = [], []
+        self.launches.append(launch)
+        self.most_launches = max(self.most_launches, len(self.launches))
+        assert len(self.launches) <= 2
+        return launch
 
     def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
         self.runs += 1
@@ -203,6 +236,70 @@ class ToyRunner:
             assert epoch < self.epoch or p in own, f"position {p} was written by another sequence"
             tokens.append(token)
         return tokens
+
+
+class ToyLaunch:
+    """A step that runs when its end is waited for, or the end of one behind it."""
+
+    INPUTS = ("block_table", "sampling_real", "sampling_integer")
+
+    def __init__(
+        self,
+        runner: ToyRunner,
+        step: Step,
+        steps: int,
+        inputs: dict[str, np.ndarray],
+        written: list[tuple[int, np.ndarray]],
+        published: list[tuple[str, int, np.ndarray]],
+    ) -> None:
+        self.runner = runner
+        self.step = step
+        self.steps = steps
+        self.inputs = inputs
+        self.written = written
+        self.published = published
+        self.error: BaseException | None = None
+        self.ran = False
+
+    def run(self) -> None:
+        """On the device: with the inputs of the time of the start."""
+        runner = self.runner
+        for slot, tokens in self.written:
+            runner.device_tokens[slot, : len(tokens)] = tokens
+        for name, slot, row in self.published:
+            runner._seen[name][slot] = row
+        on_host = {name: getattr(runner, name) for name in ("tokens", *self.INPUTS)}
+        runner.tokens = runner.device_tokens
+        for name, values in self.inputs.items():
+            setattr(runner, name, values)
+        try:
+            runner.run(self.step, self.steps)
+        except BaseException as error:
+            self.error = error
+        finally:
+            for name, values in on_host.items():
+                setattr(runner, name, values)
+            self.ran = True
+
+    def end(self) -> None:
+        while self in self.runner.launches:
+            launch = self.runner.launches.pop(0)
+            launch.run()
+
+    def finish(self, gone: np.ndarray | None = None) -> None:
+        assert not self.ran, "the step has ended already"
+        self.end()
+        if self.error is not None:
+            raise self.error
+        step, runner = self.step, self.runner
+        for row in step.logit_row.tolist():
+            slot, position = int(step.row_sequence[row]), int(step.row_position[row])
+            if gone is None or not gone[slot]:
+                columns = slice(position + 1, position + 1 + self.steps)
+                runner.tokens[slot, columns] = runner.device_tokens[slot, columns]
+
+    def cancel(self) -> None:
+        self.end()
 
 
 class ToyDecoder:
