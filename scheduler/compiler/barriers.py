@@ -93,8 +93,8 @@ def add_barriers(
     waits = [(waited | waited >> count) & all_bits for waited in waits]
     seen = sum_of(needed.tags for needed in needs)
     sinks = all_bits & ~sum_of(waits) & ~(seen & ~plain & ~late)
-    grouping = _Grouping(operations, waits, [n.earlier for n in needs], roots, sinks)
-    return grouping.result(words, shared | (sinks if closing else 0), ranks)
+    counters = _Counters(operations, waits, [n.earlier for n in needs], roots, sinks)
+    return counters.result(words, shared | (sinks if closing else 0), ranks)
 
 
 def _reduce(
@@ -120,19 +120,19 @@ def _reduce(
     before = [(1 << end) - 1 for end in ends]  # all instructions before each end
 
     @functools.cache
-    def through_part(part: Bits) -> tuple[Bits, Bits]:
-        members = members_of(part)
+    def through_operation(waits: Bits) -> tuple[Bits, Bits]:
+        members = members_of(waits)
         return _union(done, members), _union(read, members)
 
     @functools.cache
     def through_own(waits: Bits) -> tuple[Bits, Bits]:
         all_done = all_read = 0
         while waits:
-            part = waits & before[bisect.bisect_right(ends, (waits & -waits).bit_length() - 1)]
-            waits ^= part
-            part_done, part_read = through_part(part)
-            all_done |= part_done
-            all_read |= part_read
+            end = before[bisect.bisect_right(ends, (waits & -waits).bit_length() - 1)]
+            done_by_one, read_by_one = through_operation(waits & end)
+            waits &= ~end
+            all_done |= done_by_one
+            all_read |= read_by_one
         return all_done, all_read
 
     @functools.cache
@@ -177,8 +177,8 @@ def _union(sets: Sequence[Bits], members: Sequence[int]) -> Bits:
     return result
 
 
-class _Grouping:
-    """Chooses the barriers that meet all needs, then writes the headers."""
+class _Counters:
+    """Chooses the barrier that each producer signals, then writes the headers."""
 
     def __init__(
         self,
@@ -196,11 +196,12 @@ class _Grouping:
         self.earlier = earlier
         self.roots = roots  # whether an instruction depends on nothing in its step
         self.sinks = sinks  # instructions whose completion nothing else in the step implies
-        self.group = [-1] * len(self.operation)
+        # The number of the counter that each instruction signals; -1: none.
+        self.counter = [-1] * len(self.operation)
         self.members = functools.cache(members_of)
-        self._choose_groups()
+        self._choose_counters()
 
-    def _choose_groups(self) -> None:
+    def _choose_counters(self) -> None:
         """Give producers with the same readers one barrier; merge barriers that are too many."""
         readers: dict[int, list[int]] = defaultdict(list)
         kinds: dict[Bits, int] = {}
@@ -209,27 +210,27 @@ class _Grouping:
                 kinds[needed] = len(kinds)
                 for i in self.members(needed):
                     readers[i].append(kinds[needed])
-        groups: dict[tuple[int, tuple[int, ...]], int] = {}
+        counters: dict[tuple[int, tuple[int, ...]], int] = {}
         for i in sorted(readers):
             key = (self.operation[i], tuple(readers[i]))
-            self.group[i] = groups.setdefault(key, len(groups))
+            self.counter[i] = counters.setdefault(key, len(counters))
         begin = [0, *itertools.accumulate(len(tiles.instructions) for tiles in self.tiles)]
         crowded = list(kinds)
         merged = True
         while merged:
-            crowded = [n for n in crowded if len(self._groups(n)) > MAX_WAITS]
+            crowded = [n for n in crowded if len(self._counters(n)) > MAX_WAITS]
             merged = False
             for needed in crowded:
                 by_operation: dict[int, set[int]] = defaultdict(set)
                 for i in self.members(needed):
-                    by_operation[self.operation[i]].add(self.group[i])
-                operation, groups_of_one = max(by_operation.items(), key=lambda item: len(item[1]))
-                if len(groups_of_one) > 1:
-                    first = min(groups_of_one)
+                    by_operation[self.operation[i]].add(self.counter[i])
+                operation, of_operation = max(by_operation.items(), key=lambda item: len(item[1]))
+                if len(of_operation) > 1:
+                    first = min(of_operation)
                     # A barrier has instructions of one operation only.
                     for i in range(begin[operation], begin[operation + 1]):
-                        if self.group[i] in groups_of_one:
-                            self.group[i] = first
+                        if self.counter[i] in of_operation:
+                            self.counter[i] = first
                     merged = True
         self._join_sinks()
 
@@ -242,12 +243,14 @@ class _Grouping:
         """
         awaited = functools.reduce(int.__or__, self.earlier, 0) & self.sinks
         for sinks in (awaited, self.sinks):
-            groups = self._groups(sinks)
-            if groups and len(self._groups(self.sinks)) > MAX_WAITS:
-                self.group = [groups[0] if g in groups else g for g in self.group]
+            counters = self._counters(sinks)
+            if counters and len(self._counters(self.sinks)) > MAX_WAITS:
+                self.counter = [
+                    counters[0] if counter in counters else counter for counter in self.counter
+                ]
 
-    def _groups(self, needed: Bits) -> list[int]:
-        return sorted({self.group[i] for i in self.members(needed)})
+    def _counters(self, needed: Bits) -> list[int]:
+        return sorted({self.counter[i] for i in self.members(needed)})
 
     def result(self, words: Words, shared: Bits, ranks: int) -> Synchronised:
         """Write all headers, and add Noops that join barriers where a header has too many waits.
@@ -260,16 +263,16 @@ class _Grouping:
         headers: list[tuple[int, ...]] = []
         labels: list[str] = []
         operations: list[int] = []
-        meeting = {self.group[i] for i in self.members(shared)} - {-1}
-        others = {g for g in self.group if g >= 0} - meeting
-        number = {g: n for n, g in enumerate([*sorted(meeting), *sorted(others)])}
+        meeting = {self.counter[i] for i in self.members(shared)} - {-1}
+        others = {counter for counter in self.counter if counter >= 0} - meeting
+        number = {counter: n for n, counter in enumerate([*sorted(meeting), *sorted(others)])}
         sizes = [0] * len(number)
         names = [""] * len(number)
-        for i, g in enumerate(self.group):
-            if g >= 0:
-                sizes[number[g]] += ranks if g in meeting else 1
+        for i, counter in enumerate(self.counter):
+            if counter >= 0:
+                sizes[number[counter]] += ranks if counter in meeting else 1
                 label = self.tiles[self.operation[i]].label
-                names[number[g]] = f"{label}.done{number[g]}"
+                names[number[counter]] = f"{label}.done{number[counter]}"
         joined: dict[tuple[Wait, ...], Wait] = {}
 
         def emit(inst: int, waits: list[Wait], signal: int | None, operation: int) -> None:
@@ -287,16 +290,16 @@ class _Grouping:
             labels.append(label)
             operations.append(operation)
 
-        closing = [Wait(number[g], 0) for g in self._groups(self.sinks)]
+        closing = [Wait(number[counter], 0) for counter in self._counters(self.sinks)]
         cache: dict[tuple[Bits, Bits], list[Wait]] = {}
         for i, needed in enumerate(zip(self.needs, self.earlier, strict=True)):
             if needed not in cache:
-                now, before = ([number[g] for g in self._groups(n)] for n in needed)
-                cache[needed] = [Wait(g, 0) for g in before if g not in now]
-                cache[needed] += [Wait(g, sizes[g]) for g in now]
+                now, before = ([number[counter] for counter in self._counters(n)] for n in needed)
+                cache[needed] = [Wait(counter, 0) for counter in before if counter not in now]
+                cache[needed] += [Wait(counter, sizes[counter]) for counter in now]
             waits = closing if self.roots[i] else cache[needed]
-            g = self.group[i]
-            emit(i, list(waits), None if g < 0 else number[g], self.operation[i])
+            counter = self.counter[i]
+            emit(i, list(waits), None if counter < 0 else number[counter], self.operation[i])
         words = words[np.array(chosen, dtype=np.int64)]
         words[:, 1:HEADER_WORDS] = np.array(headers, np.uint32).reshape(-1, HEADER_WORDS - 1)
         return Synchronised(words, labels, operations, names, len(meeting))

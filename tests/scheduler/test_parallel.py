@@ -106,7 +106,7 @@ def memory_of_ranks(case: Case, parallel: Parallel, whole: Memory) -> Memory:
 
 
 def _parts(case: Case, whole: Memory, rank: Memory, name: str) -> list[tuple[str, int]]:
-    """Names and rows of the tensors of which a tensor consists; ``whole`` gets those it lacks."""
+    """Names and rows of the parts of a tensor; ``whole`` gets those it lacks."""
     spec = rank.spec(name)
     if not spec.parts:
         return [(name, spec.rows)]

@@ -148,7 +148,7 @@ def test_launches_behind_a_broken_one_end_and_leave_nothing(make_cuda_machine: M
         executable.finish()
     executable.reset()
     check_that_it_runs(executable, memory, 1.0)
-    # Nobody waits for these before the reset.
+    # No instruction waits for these before the reset.
     lose_signals(executable)
     for _ in range(4):
         executable.launch(2)

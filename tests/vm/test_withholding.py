@@ -165,7 +165,7 @@ GOOD: dict[str, Callable[[], Program]] = {
     "plain writes behind their barrier, words or not": lambda: queues(
         [product(A, B, [(0, 0)], 1, peaks=PEAKS)], [peaks(), copy(B, C, [(1, 1)], 0)]
     ),
-    # The words of t come when b was read; so b may be overwritten by who waits for them.
+    # The words of t come when b was read, so an instruction that waits for them may overwrite b.
     "a write after words": lambda: queues(
         [copy(B, T, [(0, 1)])], [copy(A, B, [(1, 0)], 0), copy(T, B, [], 1)]
     ),
@@ -226,7 +226,7 @@ BAD: dict[str, tuple[str, Callable[[], Program]]] = {
         "race",
         lambda: queues([copy(A, T, [(0, 0)])], [copy(A, T, [(0, 0)])], [copy(T, B, [], 0)]),
     ),
-    "words that nobody writes": (
+    "words that no instruction writes": (
         "hang",
         lambda: queues([copy(A, T, [(0, 0)], None, (0, 1))], [copy(T, B, [], 0)]),
     ),

@@ -136,13 +136,13 @@ BAD: dict[str, tuple[str, Callable[[], Program]]] = {
         "race",
         lambda: gather(shared=1, dynamic=True),
     ),
-    "nobody says that a gather was read": ("race", lambda: gather(begin=(0, 0))),
+    "no signal says that a gather was read": ("race", lambda: gather(begin=(0, 0))),
     "a gather in the order of the queue": (
         "unwritten",
         lambda: program([copy(A, ALL, MINE), copy(ALL, Y, WHOLE)], barriers=0, shared=0),
     ),
     "two signals of one rank for one of each": ("unwritten", lambda: gather_and_more(2)),
-    "the other rank overruns words that nobody answers": ("hang", lambda: words(shared=0)),
+    "the other rank overruns words without an answer": ("hang", lambda: words(shared=0)),
     "words answered before they are read": (
         "hang",
         lambda: program(

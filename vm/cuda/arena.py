@@ -13,7 +13,7 @@ from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.launch import RANK_SHIFT
 
 ALIGNMENT = 256  # bytes: every tensor begins at a multiple
-CHUNK = 32 << 20  # bytes that each rank takes from its GPU at a time, at least
+MAPPED_AT_ONCE = 32 << 20  # bytes that each rank takes from its GPU at a time, at least
 
 
 class _Mapped:
@@ -64,16 +64,16 @@ class Arena:
             access.flags = api.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
             self._access.append(access)
         granularity = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_RECOMMENDED
-        self._unit = max(
+        self._granularity = max(
             int(first.call("cuMemGetAllocationGranularity", properties, granularity))
             for properties in self._properties
         )
         size = len(self._drivers) << RANK_SHIFT
         self._begin = int(first.call("cuMemAddressReserve", size, 0, 0, 0))
         self._used = self._mapped = 0  # bytes of each rank
-        chunks: list[tuple[int, int, Any]] = []  # address, bytes, handle
-        self._chunks = chunks
-        weakref.finalize(self, _free, first, self._begin, size, chunks)
+        mappings: list[tuple[int, int, Any]] = []  # address, bytes, handle
+        self._mappings = mappings
+        weakref.finalize(self, _free, first, self._begin, size, mappings)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Zeros of a shape, one tensor for each rank.
@@ -98,7 +98,7 @@ class Arena:
 
     def _map(self, size: int) -> None:
         """Give every rank at least ``size`` more bytes."""
-        size = -(-max(size, CHUNK) // self._unit) * self._unit
+        size = -(-max(size, MAPPED_AT_ONCE) // self._granularity) * self._granularity
         if self._mapped + size > 1 << RANK_SHIFT:
             raise torch.OutOfMemoryError(
                 f"the tensors that ranks gather need {self._mapped + size} bytes on each, at most "
@@ -116,14 +116,14 @@ class Arena:
                         f"GPU {driver.device} has no room for {size} bytes that ranks gather: {error}"
                     ) from error
                 driver.call("cuMemMap", address, size, 0, handle, 0)
-                self._chunks.append((address, size, handle))
+                self._mappings.append((address, size, handle))
                 driver.call("cuMemSetAccess", address, size, self._access, len(self._access))
         self._mapped += size
 
 
-def _free(driver: Driver, begin: int, size: int, chunks: list[tuple[int, int, Any]]) -> None:
+def _free(driver: Driver, begin: int, size: int, mappings: list[tuple[int, int, Any]]) -> None:
     """Unmap and release everything; after a lost context nothing can be released."""
-    for address, length, handle in chunks:
+    for address, length, handle in mappings:
         driver.api.cuMemUnmap(address, length)
         driver.api.cuMemRelease(handle)
     driver.api.cuMemAddressFree(begin, size)

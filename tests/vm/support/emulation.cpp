@@ -61,8 +61,8 @@ const char* one_arrival_too_many() {
       [](const void*) {
         if (emulated::lane_number() == 0) ptx::mbarrier_init(kBase, 8);
         __syncwarp();
-        // The phase is over with the eighth; nobody waits for it, but the next one takes eight
-        // more.
+        // The phase is over with the eighth arrival. No warp waits for it, but the next phase takes
+        // eight more.
         if (emulated::lane_number() == 0) emulated::mbarrier(kBase).missing = 0;
         __syncwarp();
         ptx::mbarrier_arrive(kBase);

@@ -71,15 +71,15 @@ class Table:
             self.specs.append(TensorSpec(name, shape, dtype, kind, tagged, shares=shares))
         return self.handles[name]
 
-    def some(self) -> int:
+    def any_exchanged(self) -> int:
         return self.rng.choice(self.exchanged)
 
     def target(self, x: int = NONE) -> int:
-        """A tensor of which an instruction may write 4 columns, on its rank or on all; not ``x``."""
+        """A tensor with 4 columns for an instruction to write, on its rank or on all; not ``x``."""
         gathered = [handle for handle in self.gathered if handle != x]
         if gathered and self.rng.random() < 0.6:
             return self.rng.choice(gathered)
-        return self.some()
+        return self.any_exchanged()
 
     def row_count(self) -> int:
         return self.add("row_count", 1, dtype=I32)
@@ -103,16 +103,18 @@ def random_tile(t: Table) -> Instruction:
     if kind < 0.4:
         x_row = top if rng.random() < 0.7 else rng.randint(0, t.rows - (bottom - top))
         x_column = begin if rng.random() < 0.8 else rng.choice((0, 4 - (end - begin)))
-        return Copy(x=t.some(), out=t.target(), x_row=x_row, x_column=x_column, **rows, **columns)
+        return Copy(
+            x=t.any_exchanged(), out=t.target(), x_row=x_row, x_column=x_column, **rows, **columns
+        )
     if kind < 0.6:
         gain = t.add("gain", 4, kind=WEIGHT)
-        x, out = t.some(), t.some()
+        x, out = t.any_exchanged(), t.any_exchanged()
         return RmsNorm(x=x, gain=gain, out=out, row_count=counted, eps=1.0, **rows)
     if kind < 0.75:
         return Matmul(
-            x=t.some(),
+            x=t.any_exchanged(),
             weight=t.weight(),
-            residual=t.some() if rng.random() < 0.6 else NONE,
+            residual=t.any_exchanged() if rng.random() < 0.6 else NONE,
             out=t.target(),
             row_count=counted,
             x_rows=bottom,
@@ -142,7 +144,7 @@ def random_wide_tile(
         tile |= {"column_begin": 0, "column_end": 4 * t.ranks}
         return Copy(x=x, out=t.wide[0], x_row=rows["row_begin"], x_column=0, **tile)
     if kind < 0.8 and t.specs[x].dtype is F32:
-        residual = t.some() if rng.random() < 0.4 else NONE
+        residual = t.any_exchanged() if rng.random() < 0.4 else NONE
         return Reduce(parts=x, residual=residual, out=t.target(x), row_count=counted, **tile)
     return Matmul(
         x=x,
@@ -170,14 +172,16 @@ def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) 
         "k_cache": t.add("keys", 4, 2, 2, 2, kind=STATE),
         "v_cache": t.add("values", 4, 2, 2, 2, kind=STATE),
     }
-    newest: dict[str, Any] = {"k_new": t.some(), "v_new": t.some()} if rng.random() < 0.6 else {}
+    newest: dict[str, Any] = (
+        {"k_new": t.any_exchanged(), "v_new": t.any_exchanged()} if rng.random() < 0.6 else {}
+    )
     if rng.random() < 0.5:
         first, last = rng.choice(((0, 4), (2, 6), (0, 6), (2, 4)))
         rope = t.add("rope", 4, 2)
         return QkvRope(
-            x=t.some(),
+            x=t.any_exchanged(),
             weight=t.add("qkv_weight", 12, 4, kind=WEIGHT),
-            q=t.some(),
+            q=t.any_exchanged(),
             rope=rope,
             pair_begin=first,
             pair_end=last,
@@ -187,7 +191,7 @@ def random_cache_tile(t: Table, rows: dict[str, Any], columns: tuple[int, int]) 
             **rows,
         )
     return Attention(
-        q=t.some(),
+        q=t.any_exchanged(),
         out=t.target(),
         head_begin=columns[0] // 2,
         head_end=columns[1] // 2,
@@ -270,7 +274,7 @@ def random_tiles(t: Table, count: int) -> list[Instruction]:
 
 
 def random_program(rng: random.Random, most: int = 7, ranks: int = 1) -> Program:
-    """A program of two or more tiles, most of which wait for the tiles they conflict with."""
+    """A program of two or more tiles. Most tiles wait for those they conflict with."""
     t = Table(rng, ranks)
     tiles = random_tiles(t, rng.randint(2, most))
     dynamic = rng.random() < 0.35
