@@ -1,3 +1,4 @@
+# PYTHON_ARGCOMPLETE_OK (for activate-global-python-argcomplete)
 """The command `megavm`: parses the command line, runs a command, returns its exit code.
 
 Each command is a module of `megavm.commands`: its `declare` adds the command and its options to the
@@ -57,6 +58,7 @@ MODEL is a Hugging Face model directory, the name of a model that comes with meg
 a model id on the Hugging Face hub. Every option can also be set in the environment, for example
 MEGAVM_MAX_TOKENS=200 for --max-tokens 200; the option on the command line wins.
 Options of a command: megavm COMMAND --help
+Completion in bash and zsh: eval "$(register-python-argcomplete megavm)"
 """
 
 
@@ -123,7 +125,12 @@ def _run(arguments: Sequence[str] | None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # the terminal's encoding may lack characters
-    parsed, unknown = build_parser().parse_known_args(arguments)
+    whole = build_parser()
+    if "_ARGCOMPLETE" in os.environ:  # the shell completes a command line
+        import argcomplete
+
+        argcomplete.autocomplete(whole)
+    parsed, unknown = whole.parse_known_args(arguments)
     parser: Parser = parsed.parser
     if unknown := parser.place(parsed, unknown):
         parser.error(f"unrecognized arguments: {' '.join(unknown)}")
