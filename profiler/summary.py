@@ -310,7 +310,8 @@ def _sentence(facts: Facts) -> str:
     for row in facts["late_ranks"][:1]:
         share = f"{row['count'] / row['of']:.0%}"
         parts.append(
-            f"rank {row['rank']} came last in {share} of {row['of']:,} waits for {row['phase']}"
+            f"rank {row['rank']} came last in {share} of {row['of']:,} waits for "
+            f"{short_name(row['phase'])}"
         )
     for row in facts["best"][:1]:
         share = percent(row["saved_ns"], facts["step_ns"])

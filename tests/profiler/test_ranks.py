@@ -98,7 +98,7 @@ def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
         "peer_ns": 4 * 330,
     }
     text = "\n".join(format_summary(summary(trace)))
-    assert "rank 1 came last in 75% of 8 waits for layers.*.gather" in " ".join(text.split())
+    assert "rank 1 came last in 75% of 8 waits for gather" in " ".join(text.split())
 
 
 def test_the_clocks_of_ranks_and_the_ranks_survive_the_file(tmp_path: Path) -> None:

@@ -4,18 +4,19 @@ import type { App } from "./app.ts";
 import { make } from "./dom.ts";
 import { duration } from "./format.ts";
 
-function describe({ selected, range }: App, what: "selection" | "range"): string {
+function describe(app: App, what: "selection" | "range"): string {
+  const { selected, range } = app;
   if (what === "range" && range !== null) {
     const [low, high] = range.workers;
     const all = low === 0 && high === range.pane.trace.workers;
-    return `selected ${duration(range.end - range.begin)} of ${all ? "all workers" : `workers ${low} to ${high - 1}`}`;
+    return `${app.sideOf(range.pane)}selected ${duration(range.end - range.begin)} of ${all ? "all workers" : `workers ${low} to ${high - 1}`}`;
   }
   if (selected === null) return "nothing is selected";
   const { trace } = selected.pane;
   const { record } = selected;
   const [begin, end] = trace.span(record);
   return (
-    `${trace.labelOf(record) || trace.kindOf(record)} on worker ${trace.workerName(trace.worker[record]!)}, ` +
+    `${app.sideOf(selected.pane)}${trace.labelOf(record) || trace.kindOf(record)} on worker ${trace.workerName(trace.worker[record]!)}, ` +
     `step ${trace.stepNumber[trace.step[record]!]}, ${duration(end - begin)}, of which ${duration(trace.waitOf(record))} waiting`
   );
 }

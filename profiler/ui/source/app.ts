@@ -50,6 +50,11 @@ export class App implements Scene {
     }).observe(element);
   }
 
+  /** "A: " or "B: ", where two traces are shown. */
+  sideOf(pane: Pane): string {
+    return this.panes.length > 1 ? `${pane.letter}: ` : "";
+  }
+
   get main(): Pane | undefined {
     return this.panes[0];
   }

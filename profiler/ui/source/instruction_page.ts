@@ -21,7 +21,7 @@ export class InstructionPage implements Page {
 
   render(): void {
     const { selected, theme } = this.app;
-    const key = selected === null ? null : `${selected.pane.letter}${selected.pane.trace.name}${selected.record}${theme.dark}`;
+    const key = selected === null ? null : `${selected.pane.letter}${this.app.sideOf(selected.pane)}${selected.pane.trace.name}${selected.record}${theme.dark}`;
     if (key === this.shown && key !== null) return;
     this.shown = key;
     if (selected === null) {
@@ -52,7 +52,7 @@ export class InstructionPage implements Page {
     const busy = split[2]! + split[3]! + split[4]!;
     const work = program.flops[instruction]!;
     const parts: HTMLElement[] = [
-      make("h2", "", trace.labelOf(record) || trace.kindOf(record)),
+      make("h2", "", this.app.sideOf(pane) + (trace.labelOf(record) || trace.kindOf(record))),
       make("p", "faint", program.opcode(instruction).help.split("\n")[0]!),
       pair("kind", trace.kindOf(record)),
       pair("worker, slot", `${trace.workerName(trace.worker[record]!)}, ${trace.slot[record]}`),

@@ -21,7 +21,8 @@ export class LayerPage implements Page {
     const pane = this.app.selected?.pane ?? this.app.main;
     if (pane === undefined) return;
     const { trace, step } = pane;
-    const state = [trace, step, this.app.theme];
+    const side = this.app.sideOf(pane);
+    const state = [trace, step, this.app.theme, side];
     if (state.every((value, i) => value === this.shown[i])) return;
     this.shown = state;
     const folded = fold(trace, pane.phases, step);
@@ -32,7 +33,7 @@ export class LayerPage implements Page {
     }
     const { mean, p10, p90 } = folded.length;
     this.element.replaceChildren(
-      make("h2", "", "The mean layer"),
+      make("h2", "", side ? `${side}the mean layer` : "The mean layer"),
       make(
         "p",
         "faint",

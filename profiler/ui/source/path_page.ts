@@ -44,7 +44,8 @@ export class PathPage implements Page {
     const pane = this.app.selected?.pane ?? this.app.main;
     if (pane === undefined) return;
     const { trace, step } = pane;
-    const key = `${pane.letter}${trace.name}${step}${this.app.critical}${this.app.theme.dark}`;
+    const side = this.app.sideOf(pane);
+    const key = `${pane.letter}${side}${trace.name}${step}${this.app.critical}${this.app.theme.dark}`;
     if (key === this.key) return;
     this.key = key;
     const path = pane.causes.path(step);
@@ -56,7 +57,7 @@ export class PathPage implements Page {
       () => this.app.setCritical(!this.app.critical),
     );
     this.element.replaceChildren(
-      make("h2", "", `Step ${trace.stepNumber[step]}`),
+      make("h2", "", `${side}${side ? "step" : "Step"} ${trace.stepNumber[step]}`),
       make("p", "faint", "The chain of records that made the step as long as it was: each began to compute when the one before it was over."),
       pair("step", duration(whole)),
       pair("path", `${duration(length)} · ${percent(length / whole)} of the step`),

@@ -79,12 +79,12 @@ export class StatisticsPage implements Page {
       return;
     }
     const grouping = this.grouping.value as Grouping;
-    const key = JSON.stringify([found.scope, grouping, pane.letter, pane.trace.name, this.app.theme.dark]);
+    const key = JSON.stringify([found.scope, grouping, this.app.sideOf(pane), pane.trace.name, this.app.theme.dark]);
     if (key === this.key) return;
     this.key = key;
     const statistics = measure(pane.trace, found.scope, grouping);
     this.body.replaceChildren(
-      make("p", "faint", (this.app.panes.length > 1 ? `${pane.letter}: ` : "") + found.title),
+      make("p", "faint", this.app.sideOf(pane) + found.title),
       ...this.summary(statistics, pane.trace.machine),
       make("h3", "", `By ${grouping}`),
       this.table(statistics, grouping),

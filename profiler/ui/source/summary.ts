@@ -165,7 +165,7 @@ export function readSummary(trace: Trace): Summary | null {
       .map((row) => numbersOf(row, { ...LATE, worker: "worker" }))
       .filter(({ worker, of }) => isIndex(worker, trace.workers) && of > 0),
     lateRanks: rowsOf(found["late_ranks"])
-      .map((row) => ({ phase: textOf(row["phase"]), ...numbersOf(row, { ...LATE, rank: "rank", time: "ns", peerTime: "peer_ns" }) }))
+      .map((row) => ({ phase: shortName(textOf(row["phase"])), ...numbersOf(row, { ...LATE, rank: "rank", time: "ns", peerTime: "peer_ns" }) }))
       .filter(({ rank, of }) => isIndex(rank, trace.ranks) && of > 0),
     busy: computing.map((time, w) => time + (loading[w] ?? 0)),
     waiting: barrier.map((time, w) => time + (words[w] ?? 0)),

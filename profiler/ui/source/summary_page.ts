@@ -163,7 +163,7 @@ export class SummaryPage implements Page {
         { title: "for a peer", text: (r) => duration(r.peerTime), value: (r) => r.peerTime, help: "waiting for another rank than the worker's own" },
       ],
       found.lateRanks,
-      (r) => this.app.search(word(r.phase)),
+      (r) => this.app.search(`phase:${word(r.phase)}`),
     );
   }
 

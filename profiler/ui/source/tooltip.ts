@@ -50,12 +50,12 @@ export function segmentBar(app: App, trace: Trace, record: number): HTMLElement 
 }
 
 /** A layer or a phase of a step. */
-function piece(pane: Pane, y: number, time: number): HTMLElement[] {
+function piece(side: string, pane: Pane, y: number, time: number): HTMLElement[] {
   const found = pane.pieceAt(y, time);
   if (found === null) return [make("b", "", "between two steps")];
   const { begin, end, step, name } = found;
   return [
-    make("b", "", name),
+    make("b", "", side + name),
     make("div", "faint", `step ${pane.trace.stepNumber[step]}`),
     pair("time", duration(end - begin)),
     pair("begins, since the step did", duration(begin - pane.trace.stepBegin[step]!)),
@@ -73,27 +73,39 @@ export class Tooltip {
   ) {
     this.element.hidden = true;
     parent.append(this.element);
-    app.on(["hover", "view"], () => this.update());
+    app.on(["hover", "view"], () => {
+      this.update();
+      this.fit();
+    });
     parent.addEventListener("pointermove", (event) => this.place(event.clientX, event.clientY));
   }
 
   private place(x: number, y: number): void {
     const box = this.parent.getBoundingClientRect();
-    this.lastY = y - box.top;
+    [this.lastX, this.lastY] = [x - box.left, y - box.top];
     this.update();
+    this.fit();
+  }
+
+  /** Beside the pointer and inside of the timeline, for what it holds now. */
+  private fit(): void {
+    if (this.element.hidden) return;
+    const [x, y] = [this.lastX, this.lastY];
+    const { clientWidth, clientHeight } = this.parent;
     const { offsetWidth: width, offsetHeight: height } = this.element;
-    const left = x - box.left + 16 + width > box.width ? x - box.left - width - 12 : x - box.left + 16;
-    const top = Math.min(y - box.top + 14, box.height - height - 6);
+    const left = x + 16 + width > clientWidth ? x - width - 12 : x + 16;
+    const top = Math.min(y + 14, clientHeight - height - 6);
     this.element.style.left = `${Math.max(4, left)}px`;
     this.element.style.top = `${Math.max(4, top)}px`;
   }
 
+  private lastX = 0;
   private lastY = 0;
 
   private update(): void {
     const { hovered, cursor } = this.app;
     if (hovered !== null) {
-      const key = hovered.record + hovered.pane.letter;
+      const key = hovered.record + hovered.pane.letter + this.app.panes.length;
       if (this.shown !== key) this.element.replaceChildren(...this.record(hovered.pane, hovered.record));
       this.shown = key;
       this.element.hidden = false;
@@ -108,13 +120,13 @@ export class Tooltip {
   private track(pane: Pane, x: number): HTMLElement[] {
     const time = pane.timeAt(this.app.view, x);
     const half = this.app.view.span / pane.body.width / 2;
-    if (this.lastY < pane.bandwidth.top) return piece(pane, this.lastY, time);
+    if (this.lastY < pane.bandwidth.top) return piece(this.app.sideOf(pane), pane, this.lastY, time);
     const { bandwidth } = pane.activity.sample(time - half, time + half, 1);
     const limit = pane.trace.machine.bandwidth;
     const share = limit === null ? 0 : bandwidth[0]! / limit;
     const of = limit === null ? "" : `, ${percent(share)} of the ceiling`;
     return [
-      make("b", "", instant(time - pane.origin, half)),
+      make("b", "", this.app.sideOf(pane) + instant(time - pane.origin, half)),
       pair("streamed", `${rate(bandwidth[0]!)}${of}`),
       ...(share > 1 ? [make("div", "faint", ABOVE)] : []),
       ...statesAt(pane, time, half).map(({ name, workers }) => pair(name, `${workers.toFixed(1)} workers`)),
@@ -129,7 +141,7 @@ export class Tooltip {
     const [begin, end] = trace.span(record);
     const origin = trace.stepBegin[trace.step[record]!]!;
     const lines = [
-      make("b", "", trace.labelOf(record) || trace.kindOf(record)),
+      make("b", "", this.app.sideOf(pane) + (trace.labelOf(record) || trace.kindOf(record))),
       make(
         "div",
         "faint",

@@ -75,7 +75,7 @@ export class TracePage implements Page {
                 },
               ];
         return [
-          make("h2", "", (panes.length > 1 ? `${pane.letter}: ` : "") + trace.name),
+          make("h2", "", this.app.sideOf(pane) + trace.name),
           pair("size", bytes(trace.file.size)),
           pair("created", text(header["created"])),
           pair("megavm", text(header["megavm"])),

@@ -76,7 +76,7 @@ class Viewer:
 
     def open(self, *traces: Path) -> Viewer:
         """Open traces as a user does, the second one beside the first."""
-        for number, trace in enumerate(traces):
+        for number, trace in enumerate(traces, int(self.run("app.panes.length"))):
             name = "Compare" if number else "Open a trace"
             with self.page.expect_file_chooser() as chooser:
                 self.page.get_by_role("button", name=name, exact=True).first.click()

@@ -34,6 +34,37 @@ def test_the_same_program_has_no_notes(viewer: Viewer, traces: dict[str, Path]) 
     assert viewer.page.locator(".page:visible .note").count() == 0
 
 
+def test_every_tab_says_which_trace_it_is_of(viewer: Viewer, traces: dict[str, Path]) -> None:
+    viewer.open(traces["a"])
+    assert viewer.tab("Layer").startswith("The mean layer")
+    viewer.open(traces["b"])
+    assert viewer.tab("Layer").startswith("A: the mean layer")
+    assert viewer.tab("Critical path").startswith("A: step ")
+    assert "A: step " in viewer.tab("Statistics")
+    viewer.run("app.select(app.panes[1], 700, true)")
+    viewer.settle()
+    label = viewer.run("app.panes[1].trace.labelOf(700)")
+    assert viewer.tab("Instruction").startswith(f"B: {label}")
+    assert viewer.tab("Critical path").startswith("B: step ")
+    assert viewer.page.locator("[aria-live]").first.inner_text().startswith(f"B: {label}")
+    x, y = viewer.run(
+        "(() => { const pane = app.panes[1], box = app.stage.overlay.getBoundingClientRect();"
+        " const [a, b] = pane.trace.span(700);"
+        " return [box.left + pane.xOf(app.view, (a + b) / 2), box.top + pane.middleOf(700)]; })()"
+    )
+    viewer.page.mouse.move(x, y)
+    viewer.settle()
+    tip = viewer.page.locator(".tooltip")
+    assert tip.inner_text().startswith("B: ")
+    # It stays inside of the window when what it shows changes under the pointer.
+    for key in "+++":
+        viewer.page.keyboard.press(key)
+    viewer.settle()
+    box = tip.bounding_box()
+    assert box is not None
+    assert box["y"] + box["height"] <= viewer.page.viewport_size["height"]  # type: ignore[index]
+
+
 def test_a_range_of_the_second_trace_is_in_the_link(
     viewer: Viewer, traces: dict[str, Path]
 ) -> None:
