@@ -22,7 +22,7 @@ def instruction_set() -> MappingProxyType[int, type[Instruction]]:
     Raises TypeError when a folder declares no or several instructions, is not named after its
     instruction, or uses an opcode twice.
     """
-    found: dict[int, type[Instruction]] = {}
+    by_opcode: dict[int, type[Instruction]] = {}
     for info in pkgutil.iter_modules(__path__):
         if not info.ispkg:
             continue
@@ -40,12 +40,12 @@ def instruction_set() -> MappingProxyType[int, type[Instruction]]:
                 f"instructions/{info.name} declares {names}: expected one class of its name"
             )
         cls = declared[0]
-        if cls.opcode in found:
+        if cls.opcode in by_opcode:
             raise TypeError(
-                f"{cls.__name__} and {found[cls.opcode].__name__} both have opcode {cls.opcode}"
+                f"{cls.__name__} and {by_opcode[cls.opcode].__name__} both have opcode {cls.opcode}"
             )
-        found[cls.opcode] = cls
-    return MappingProxyType(dict(sorted(found.items())))
+        by_opcode[cls.opcode] = cls
+    return MappingProxyType(dict(sorted(by_opcode.items())))
 
 
 def instruction_of(kind: str) -> type[Instruction] | None:

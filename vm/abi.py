@@ -129,9 +129,9 @@ class Struct:
 
         kinds = {U32: ctypes.c_uint32, U64: ctypes.c_uint64, I64: ctypes.c_int64}
         fields = [(m.name, kinds[U64 if m.is_address else str(m.type)]) for m in self.members]
-        made = type(self.name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
-        if ctypes.sizeof(made) != self.size:
+        result = type(self.name, (ctypes.Structure,), {"_fields_": fields, "__slots__": ()})
+        if ctypes.sizeof(result) != self.size:
             raise ValueError(
-                f"{self.name} has {self.size} bytes in C++, {ctypes.sizeof(made)} here"
+                f"{self.name} has {self.size} bytes in C++, {ctypes.sizeof(result)} here"
             )
-        return made
+        return result

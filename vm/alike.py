@@ -71,7 +71,7 @@ def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
 
     Raises ValueError when a tensor is not an operand.
     """
-    found = [np.empty((0, width + 1), np.int64)]
+    tables = [np.empty((0, width + 1), np.int64)]
     for same in alike:
         table: list[tuple[int, ...]] = []
         lengths = []
@@ -93,8 +93,8 @@ def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
         place = np.arange(len(member)) - np.repeat(np.cumsum(sizes) - sizes, sizes)
         entries = np.array(table, np.int64)[starts[member] + place]
         tensor = same.handles[member, entries[:, 0]]
-        found.append(np.column_stack([same.numbers[member], tensor, entries[:, 1:]]))
-    result = np.concatenate(found)
+        tables.append(np.column_stack([same.numbers[member], tensor, entries[:, 1:]]))
+    result = np.concatenate(tables)
     return result[np.argsort(result[:, 0], kind="stable")]
 
 

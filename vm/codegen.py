@@ -300,17 +300,17 @@ def specialisation(
         if "row_begin" in values and "row_end" in values:
             rows = values["row_end"] - values["row_begin"]
             common["max_rows"] = max(common["max_rows"], rows)
-        found = inst.constants(tensors)
+        declared = inst.constants(tensors)
         # Most tiles declare the same: join that only once.
         scratch = inst.scratch_bytes(tensors)
-        key = type(inst), scratch, *found.items()
+        key = type(inst), scratch, *declared.items()
         if key in known:
             continue
         known.add(key)
         if scratch:
             join(common, {"max_scratch": largest(scratch)}, "")
-        join(of_class.setdefault(inst.name(), {}), found, inst.name())
-        join(common, {n: c for n, c in found.items() if c.join is not Join.SAME}, "")
+        join(of_class.setdefault(inst.name(), {}), declared, inst.name())
+        join(common, {n: c for n, c in declared.items() if c.join is not Join.SAME}, "")
         names.update((inst.name(), *inst.companions))
     if common.get("any_f32_weights") and common.get("any_bf16_weights"):
         raise ValueError(
@@ -331,8 +331,8 @@ def program_specialisation(program: Program) -> Specialisation:
     from megavm.vm.cuda.memory import kernel_memory
 
     alike = find_alike(program.words, program.tensors)
-    found = specialisation((i for same in alike for i in same.representatives), program.tensors)
-    return replace(found, common={**found.common, **vars(kernel_memory(found.common))})
+    joined = specialisation((i for same in alike for i in same.representatives), program.tensors)
+    return replace(joined, common={**joined.common, **vars(kernel_memory(joined.common))})
 
 
 def program_header(
@@ -390,14 +390,14 @@ def program_header(
     return "\n".join(lines)
 
 
-def join(known: dict[str, int], found: Mapping[str, Constant], owner: str) -> None:
+def join(known: dict[str, int], declared: Mapping[str, Constant], owner: str) -> None:
     """Merge constants into ``known``.
 
     Raises ValueError when constants must agree and do not.
     """
     from megavm.vm.constants import Join
 
-    for name, constant in found.items():
+    for name, constant in declared.items():
         value = constant.value
         if name not in known:
             known[name] = value

@@ -73,11 +73,11 @@ def first_divergence(
                 spec = program.tensors[region.tensor]
                 for reached in range(program.ranks) if spec.shares > 1 else (rank,):
                     pair = memories[0].ranks[reached], memories[1].ranks[reached]
-                    found = _compare(spec, region, rank, pair, tolerance)
-                    if found is not None:
+                    difference = _compare(spec, region, rank, pair, tolerance)
+                    if difference is not None:
                         text = inst.disassemble(program.tensors)
                         label = program.labels[index]
-                        return Divergence(step, reached, index, text, label, spec.name, *found)
+                        return Divergence(step, reached, index, text, label, spec.name, *difference)
                     pair[1].take(spec.name, pair[0])
     return None
 

@@ -71,9 +71,9 @@ class Example:
         ]
         for name in plain:
             for operands in ((name,), plain):
-                found = self._tagged(operands)
-                if not any(self.instruction.check(found.tensors)):
-                    yield name, found
+                variant = self._tagged(operands)
+                if not any(self.instruction.check(variant.tensors)):
+                    yield name, variant
                     break
 
     def _is_whole_words(self, handle: int) -> bool:
@@ -84,14 +84,16 @@ class Example:
         return all(end * size % 4 == 0 for end in ends)
 
     def _tagged(self, operands: Sequence[str]) -> Example:
-        made = self.changed(*operands, kind=TensorKind.ACTIVATION, tagged=True)
+        variant = self.changed(*operands, kind=TensorKind.ACTIVATION, tagged=True)
         values = dict(self.values)
-        for region in self.instruction.reads(made.tensors):
-            spec = made.tensors[region.tensor]
-            if spec.tagged and not self.tensors[region.tensor].tagged:  # a value, so it is written
+        for region in self.instruction.reads(variant.tensors):
+            spec = variant.tensors[region.tensor]
+            if (
+                spec.tagged and not self.tensors[region.tensor].tagged
+            ):  # its value counts as written
                 values.setdefault(spec.name, torch.zeros(spec.shape))
         names = ", ".join(operands)
-        return replace(made, name=f"{self.name}, with {names} tagged", values=values)
+        return replace(variant, name=f"{self.name}, with {names} tagged", values=values)
 
 
 @dataclass

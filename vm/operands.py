@@ -60,9 +60,9 @@ class Field(Generic[T]):
         self.parts = parts
         self.gathered = gathered
         self.least = least
-        found = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
-        self.shape = found[0] if found else ""
-        self.rank = self.shape.count(",") + 1 if found else None
+        match = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
+        self.shape = match[0] if match else ""
+        self.rank = self.shape.count(",") + 1 if match else None
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name

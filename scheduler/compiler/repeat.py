@@ -83,9 +83,11 @@ def find_repetition(operations: Sequence[Operation], storage: Storage) -> Repeti
         run = 0
         for i in range(len(form) - period):
             run = run + 1 if form[i] == form[i + period] else 0
-            found = Repetition(i + 1 - run, period, run // period + 1)
-            if found.count > KEPT and (longest is None or found.left_out > longest.left_out):
-                longest = found
+            candidate = Repetition(i + 1 - run, period, run // period + 1)
+            if candidate.count > KEPT and (
+                longest is None or candidate.left_out > longest.left_out
+            ):
+                longest = candidate
     if longest is None or not _is_consistent(operations, storage, longest):
         return None
     return longest
@@ -352,8 +354,8 @@ class _Extension:
 
 
 def _replaced(words: Words, table: Mapping[int, int]) -> Words:
-    found = [table[word] for word in words.ravel().tolist()]
-    return np.array(found, np.uint32).reshape(words.shape)
+    replaced = [table[word] for word in words.ravel().tolist()]
+    return np.array(replaced, np.uint32).reshape(words.shape)
 
 
 def _handle_words(words: Words) -> npt.NDArray[np.bool_]:

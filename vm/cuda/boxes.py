@@ -70,7 +70,7 @@ def _map(
     def numbers(kind: type, *values: int) -> list[object]:
         return [kind(value) for value in values]
 
-    found = driver.call(
+    encoded = driver.call(
         "cuTensorMapEncodeTiled",
         kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
         if size == BF16.size
@@ -86,4 +86,4 @@ def _map(
         api.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         api.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )
-    return np.array([int(word) for word in found.opaque], np.uint64)
+    return np.array([int(word) for word in encoded.opaque], np.uint64)

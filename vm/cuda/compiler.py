@@ -123,7 +123,7 @@ def compile_kernel(
         report(line)
     begin = time.perf_counter()
     cubin, log = run_nvrtc(generated, architecture, options, root, entry)
-    made = Kernel(
+    kernel = Kernel(
         cubin=cubin,
         architecture=architecture,
         log=log,
@@ -132,14 +132,14 @@ def compile_kernel(
         path=path,
         **resource_usage(log),
     )
-    for warning in made.warnings:
+    for warning in kernel.warnings:
         logger.warning("a kernel for %s: %s", architecture, warning)
     try:
-        write_cached(path, made)
+        write_cached(path, kernel)
     except OSError as error:
         logger.warning("the kernel cannot be cached in %s: %s", path.parent, error)
-        return Kernel(**{**vars(made), "path": None})
-    return made
+        return Kernel(**{**vars(kernel), "path": None})
+    return kernel
 
 
 def generated_headers(program_header: str) -> dict[str, str]:

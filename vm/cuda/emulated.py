@@ -170,15 +170,15 @@ def compile_library(program_header: str, root: Path = cuda_compiler.ROOT) -> Pat
     with tempfile.TemporaryDirectory(prefix="megavm-") as place:
         for name, text in generated.items():
             Path(place, name).write_text(text, encoding="utf-8")
-        made = Path(place, "kernel.so")
+        built = Path(place, "kernel.so")
         includes = [f"-I{path}" for path in (place, *include)]
-        command = [compiler, *FLAGS, *includes, str(root / ENTRY), "-o", str(made)]
+        command = [compiler, *FLAGS, *includes, str(root / ENTRY), "-o", str(built)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
             raise cuda_compiler.CompileError(
                 f"{ENTRY} does not compile: {done.stderr or done.returncode}"
             )
         partial = folder / f".{library.name}.{os.getpid()}"
-        shutil.copyfile(made, partial)
+        shutil.copyfile(built, partial)
         os.replace(partial, library)
     return library

@@ -51,27 +51,27 @@ def make_exchanges(program: Program) -> Exchanges:
     table["hint"]["signal"], table["hint"]["wait"] = hints.T
     table["row_count"] = NONE
     counts = np.full(NUM_COUNTS, NONE, np.uint32)
-    found = in_words(declared, program.tensors)
-    if not len(found):
+    tagged = in_words(declared, program.tensors)
+    if not len(tagged):
         return Exchanges(table, np.zeros(1, TAGGED_REGION.dtype()), signals, counts)
-    number, tensor, *box, written = found.T
+    number, tensor, *box, written = tagged.T
     ways = _ways(program)
-    ways[_mixed(found), 1] = NONE  # the machine handles all their words
+    ways[_mixed(tagged), 1] = NONE  # the machine handles all their words
     handles = np.unique(ways[ways[:, 1] != NONE, 1])[:NUM_COUNTS]
     counts[: len(handles)] = handles
     ways[~np.isin(ways[:, 1], handles), 1] = NONE
     if len(handles):
         counted = ways[:, 1] != NONE
         ways[counted, 1] = np.searchsorted(handles, ways[counted, 1])
-    found_here = ways[number, 0] != 0
-    number, tensor, written = number[found_here], tensor[found_here], written[found_here]
+    handled = ways[number, 0] != 0
+    number, tensor, written = number[handled], tensor[handled], written[handled]
     regions = np.zeros(max(len(number), 1), TAGGED_REGION.dtype())
     operands = program.words[number, HEADER_WORDS:].astype(np.int64)
     is_tensor = _tensor_words(program)[number]
     regions["operand"][: len(number)] = ((operands == tensor[:, None]) & is_tensor).argmax(axis=1)
     regions["written"][: len(number)] = written
     for name, edge in zip(("row_begin", "row_end", "word_begin", "word_end"), box, strict=True):
-        regions[name][: len(number)] = edge[found_here]
+        regions[name][: len(number)] = edge[handled]
     ends = np.searchsorted(number, np.arange(len(program)), side="right")
     begins = np.concatenate([[0], ends[:-1]])
     table["num_regions"], table["regions_begin"] = ends - begins, begins

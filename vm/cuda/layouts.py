@@ -38,7 +38,7 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
     accepted = np.zeros((len(tensors) + 1, len(known)), bool)
     for handles, numbers in named:
         accepted[np.where(handles == NONE, len(tensors), handles), numbers] = True
-    found: dict[str, Choice] = {}
+    choices: dict[str, Choice] = {}
     common_of: dict[bytes, Choice] = {}  # tensors with the same set of choices share the result
     for handle in np.flatnonzero(accepted[:-1].any(axis=1)).tolist():
         pattern = accepted[handle].tobytes()
@@ -48,9 +48,9 @@ def program_layouts(program: Program, alike: Iterable[Alike] | None = None) -> d
             if not common:
                 raise ValueError(_conflict(program, handle, several))
             common_of[pattern] = common
-        found[tensors[handle].name] = common_of[pattern]
+        choices[tensors[handle].name] = common_of[pattern]
         common_of[pattern][0].check(tensors[handle])
-    return found
+    return choices
 
 
 def _conflict(program: Program, handle: int, several: list[Choice]) -> str:

@@ -194,13 +194,13 @@ class RankPart:
     def take_records(self) -> list[Record]:
         """The fault records of the rank's warps. Clears them, and the abort word."""
         words = self.records.cpu().numpy().view(np.uint32).reshape(-1, RECORD_WORDS)
-        found = [
+        records = [
             Record.read(i // NUM_WARPS, i % NUM_WARPS, words[i].tolist(), self.rank)
             for i in np.flatnonzero(words[:, 0]).tolist()
         ]
         self.records.zero_()
         self._abort.zero_()
-        return found
+        return records
 
 
 def _share_begin(spec: TensorSpec, rank: int) -> int:

@@ -58,12 +58,12 @@ class OrderCheck(Check):
         rule, first, first_step, second, second_step, blocked = fault
         if rule == "deadlock":
             raise VerificationError(self._deadlock(blocked), rule)
-        found = [
+        conflicting = [
             self._access(whole.accesses[number], step)
             for number, step in ((first, first_step), (second, second_step))
             if number >= 0
         ]
-        raise VerificationError(getattr(self, f"_{rule}")(*found), rule, tuple(found))
+        raise VerificationError(getattr(self, f"_{rule}")(*conflicting), rule, tuple(conflicting))
 
     def _access(self, row: Ints, step: int) -> Access:
         number, tensor, top, bottom, left, right, write, indexed, earlier = (int(v) for v in row)
