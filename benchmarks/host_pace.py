@@ -172,6 +172,7 @@ def summary(llm: LLM, machine: PacedMachine) -> dict[str, Any]:
         "idle_share": round(sum(waits) / sum(periods), 4),
         "idle_us": {
             "median": round(1e6 * statistics.median(waits), 1),
+            "p90": round(1e6 * waits[int(0.9 * (len(waits) - 1))], 1),
             "p99": round(1e6 * waits[int(0.99 * (len(waits) - 1))], 1),
         },
         "plan_us": round(plan, 1),

@@ -449,6 +449,7 @@ class Engine:
             if plan.step.restricted:
                 self._write_masks(plan)
             plan.drop(self._ended)
+            plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
             plan.started = time.perf_counter()
             if plan.step.num_rows:
                 plan.launch = self.runner.start(plan.step, plan.steps, started)

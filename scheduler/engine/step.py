@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -30,7 +30,8 @@ class Step:
     writes its keys and values, and it attends to positions 0 .. row_position[r]. Logits are
     computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``restricted``:
     a sequence that chooses a token has a mask of allowed tokens, or a bias. In a launch of several
-    steps all positions advance by one from step to step.
+    steps all positions advance by one from step to step. ``wants_logits``: the host may read the
+    logits afterwards; else it reads only the chosen tokens.
     """
 
     row_sequence: Ints
@@ -39,11 +40,28 @@ class Step:
     context: int
     restricted: bool = False
     distinct: bool = False  # known to have rows of different sequences only
+    wants_logits: bool = True
 
     @property
     def num_rows(self) -> int:
         """Number of rows, each one token."""
         return len(self.row_sequence)
+
+    def parts(self, rows: int) -> list[Step]:
+        """Steps of at most so many rows that, one after the other, choose the same tokens."""
+        found = []
+        for begin in range(0, self.num_rows, rows):
+            own = slice(begin, begin + rows)
+            logit_row = self.logit_row[(self.logit_row >= begin) & (self.logit_row < begin + rows)]
+            found.append(
+                replace(
+                    self,
+                    row_sequence=self.row_sequence[own],
+                    row_position=self.row_position[own],
+                    logit_row=logit_row - np.int32(begin),
+                )
+            )
+        return found
 
 
 class Launch(Protocol):

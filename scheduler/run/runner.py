@@ -46,6 +46,7 @@ Progress = Callable[[str, int, int], None]  # (phase, done, total)
 OptionsFor = Callable[[int], CompileOptions]  # rows of a step -> its compile options
 
 MIN_CONTEXT_BUCKET = 256
+MOST_PARTS = 8  # of a step that runs in parts while its program is compiled
 MACHINES = ("auto", "cpu", "cuda", "reference")
 
 logger = logging.getLogger("megavm")
@@ -328,11 +329,17 @@ class Runner:
         """Start what ``run`` runs, behind the step in progress, if there is one.
 
         There may be one, but not two. On a machine that the host must wait for, and while a
-        recorder is set, the step runs as in ``run``; None is returned then.
+        recorder is set, the step runs as in ``run``; None is returned then. While its program is
+        compiled ahead, it runs in parts, by programs of fewer rows, unless it wants logits.
 
         Raises ValueError as ``run`` does. ``Launch.finish`` raises errors of the machine.
         """
         memory, started = self._step, started or _nothing
+        parts = self._parts(step, steps)
+        if len(parts) > 1:
+            for part in parts:
+                self.run(part, steps, started)
+            return None
         if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
             self.run(step, steps, started)
             return None
@@ -345,6 +352,23 @@ class Runner:
                 finish = partial(_fail, error)  # the step in progress must end before the reset
         started()
         return _Launch(executable, finish)
+
+    def _parts(self, step: Step, steps: int) -> list[Step]:
+        """The steps to run for ``step``: itself, or parts while its program is compiled ahead."""
+        if not self._ahead or step.wants_logits or self._recorder is not None:
+            return [step]
+        bucket = self._bucket_of(step, steps)
+        if (bucket, False) in self._executables or bucket in set(self._programs):
+            return [step]
+        self._programs.prepare([bucket], self._compiler(kernels=True))
+        size = power_of_two(step.num_rows) // 2
+        while size * MOST_PARTS >= step.num_rows and size:
+            parts = step.parts(size)
+            buckets = {self._bucket_of(part, steps) for part in parts}
+            if all((bucket, False) in self._executables for bucket in buckets):
+                return parts
+            size //= 2
+        return [step]
 
     def _describe(self, step: Step, steps: int) -> Bucket:
         """Write a step to the arrays, and find the bucket of its program."""
@@ -520,10 +544,10 @@ def _compile(
     machine: CudaMachine | None,
     bucket: Bucket,
 ) -> Program:
-    """The program of a bucket; with a machine, its kernel is in the cache afterwards."""
+    """The program of a bucket; with a machine, all that loading it takes time for is done."""
     program = compile_bucket(config, limits, dtype, bucket, options, parallel)
     if machine is not None:
-        machine.compile_kernel(program)
+        machine.prepare(program)
     return program
 
 

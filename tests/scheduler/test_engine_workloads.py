@@ -66,6 +66,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
             "max_logit_rows": seqs + draw(st.sampled_from([0, 1, 10])),
             "faults": draw(st.sampled_from([(), (), (), (3,), (0, 1), (5, 20)])),
             "queues": draw(st.booleans()),
+            "part_rows": draw(st.sampled_from([0, 0, 1, 2, 5])),
         },
         "engine": {
             "prefix_caching": draw(st.booleans()),

@@ -13,14 +13,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from megavm import LLM
+from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
+from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
-from megavm.scheduler.llama.graph import Bucket
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.programs import Programs
+from megavm.vm import codegen
+from megavm.vm.cuda import exchange as exchange_module
+from megavm.vm.cuda import machine as machine_module
+from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.program import Program
+from megavm.vm.tensors import BF16
 
 ONE, TWO, FOUR = (Bucket(rows, rows, 256) for rows in (1, 2, 4))
 PROGRAM = Program.build([], [], [[]])
@@ -128,6 +137,38 @@ def test_closing_does_not_wait_and_drops_what_is_queued() -> None:
     assert compile.compiled == [ONE]
 
 
+def test_loading_a_program_that_was_prepared_finds_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reason = reason_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    machine, config = EmulatedMachine(), LlamaConfig(96, 128, 128, 1, 2, 1, 64)
+    monkeypatch.setattr(machine, "_compile", lambda header: header)
+    monkeypatch.setattr(machine, "_load", lambda compiled: [None])
+    limits = Limits(2, 64, 8, 2, 8, 16)
+    memory = machine.memory()
+    for spec in runner_module.weight_specs(config, limits, BF16):
+        memory.bind(spec, torch.zeros(spec.shape, dtype=TORCH_DTYPE[spec.dtype]))
+    runner = runner_module.Runner(
+        config, memory, limits, BF16, machine, lambda rows: default_options("cuda", 3, rows)
+    )
+    bucket = runner.bucket(2, 2, 1, decode=True)
+    program = runner._compiler(kernels=True)(bucket)
+    runner._programs.add(bucket, program)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("done again")
+
+    for module, name in (
+        (machine_module, "program_layouts"),
+        (codegen, "program_specialisation"),
+        (exchange_module, "make_exchanges"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
+    assert runner.program(bucket) is program
+
+
 # A runner with a compiler that waits.
 
 
@@ -168,6 +209,41 @@ def test_steps_run_while_another_size_is_compiled(llm: LLM, slow: Slow) -> None:
     slow.go_on.set()
     runner.run(step(8))
     assert sum(bucket == runner.bucket(8, 1, 8) for bucket in slow.compiled) == 1
+
+
+def test_a_step_runs_in_parts_while_its_program_is_compiled(llm: LLM, slow: Slow) -> None:
+    prompt, params = [5, 6, 7, 8, 9, 10, 11, 12], SamplingParams(temperature=0.0, max_tokens=3)
+    with LLM(
+        "stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=4
+    ) as fours:
+        expected = [fours.generate(p, params)[0].outputs[0].token_ids for p in (prompt, prompt[:5])]
+    runner = llm.runner
+    runner.compile_ahead()
+    assert slow.began.wait(SECONDS)
+    for rows in (1, 2, 4):
+        runner.run(step(rows))
+    for p, tokens in zip((prompt, prompt[:5]), expected, strict=True):
+        assert llm.generate(p, params)[0].outputs[0].token_ids == tokens
+    eight = runner.bucket(8, 1, 8)
+    assert eight not in set(runner._programs)
+    slow.go_on.set()
+    wait_until(lambda: eight in set(runner._programs))
+    llm.engine.blocks.forget_all()
+    assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected[0]
+    assert (eight, False) in runner._executables
+
+
+def test_a_step_that_wants_logits_waits_for_its_program(llm: LLM, slow: Slow) -> None:
+    runner = llm.runner
+    runner.compile_ahead()
+    assert slow.began.wait(SECONDS)
+    for rows in (1, 2, 4):
+        runner.run(step(rows))
+    threading.Timer(0.3, slow.go_on.set).start()
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
+    assert llm.generate(prompt, params)[0].outputs[0].logprobs
+    assert slow.go_on.is_set()
 
 
 def test_recording_begins_and_ends_while_a_program_is_compiled(llm: LLM, slow: Slow) -> None:

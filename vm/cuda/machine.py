@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,15 @@ from megavm.vm.cuda.driver import CudaError, Driver
 from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.launch import RANK_SHIFT
 from megavm.vm.cuda.layouts import names, program_layouts
-from megavm.vm.layout import ROWS
+from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, require_ranks
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
 
 TARGET = TARGETS["cuda"]
+
+_Needs = tuple[dict[str, tuple[Layout, ...]], codegen.Specialisation]
 
 
 def reason_unavailable(device: int = 0) -> str | None:
@@ -104,6 +107,7 @@ class CudaMachine:
         self._clocks: Clocks | None = None
         # Kernels for each rank, by the header that specialises them.
         self._functions: dict[str, list[Any]] = {}
+        self._known_needs: weakref.WeakKeyDictionary[Program, _Needs] = weakref.WeakKeyDictionary()
 
     def memory(self, ranks: int = 1) -> Memory:
         """See ``Machine.memory``."""
@@ -138,7 +142,7 @@ class CudaMachine:
                 f"the program is for {program.workers} workers, GPU {self.devices[0]} has "
                 f"{self.workers} SMs{' for each rank' if program.ranks > 1 else ''}"
             )
-        layouts = program_layouts(program)
+        layouts, found = self._needs(program)
         for own in memory.ranks:
             own.require(program.tensors)
             for name, choice in layouts.items():
@@ -153,7 +157,6 @@ class CudaMachine:
                 choice = layouts.get(spec.name, (present,))
                 own.relayout(spec.name, present if present in choice else choice[0])  # joins parts
         _check_shares(program, memory)
-        found = codegen.program_specialisation(program)
         functions = self._function(program, found)
         box_rows = found.common.get("matrix_rows", 0)
         uses_maps = bool(box_rows or found.common.get("many_rows"))
@@ -176,16 +179,25 @@ class CudaMachine:
                 f"the process's CUDA context is lost since {self.lost}: start the process again"
             )
 
-    def compile_kernel(self, program: Program) -> None:
-        """Compile the kernel of a program into the cache, where ``load`` finds it.
+    def prepare(self, program: Program) -> None:
+        """Do what ``load`` takes time for: compile the kernel into the cache, and make the tables.
 
-        Does not use the GPU, so that any thread may call it. Raises CompileError when it does not
-        compile.
+        Does not use the GPU, so that any thread may call it. Raises CompileError when the kernel does
+        not compile.
         """
-        found = codegen.program_specialisation(program)
+        _, found = self._needs(program)
         header = self._header(program, found)
         if header not in self._functions:
             self._compile(header)
+        _ = program.exchanges  # the program keeps them
+
+    def _needs(self, program: Program) -> _Needs:
+        """Layouts that a program accepts, and what specialises its kernel: found once."""
+        known = self._known_needs.get(program)
+        if known is None:
+            known = program_layouts(program), codegen.program_specialisation(program)
+            self._known_needs[program] = known
+        return known
 
     def _header(self, program: Program, found: codegen.Specialisation) -> str:
         """The header that specialises the kernel of a program."""

@@ -72,6 +72,8 @@ def toy_token(
 class ToyRunner:
     """See the module.
 
+    ``part_rows``: steps run in parts of so many rows, unless it is 0 or they want logits.
+
     ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
 
     ``faults``, ``bugs`` and ``interrupts`` list the numbers of the runs that end in a MachineFault,
@@ -90,6 +92,7 @@ class ToyRunner:
     interrupts: tuple[int, ...] = ()
     lost: int | None = None
     queues: bool = False
+    part_rows: int = 0
     steps_seen: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -162,8 +165,10 @@ class ToyRunner:
             self.kv[...] = -1  # what was in memory is lost
             raise MachineFault("worker 0 gave up")
         self.steps_seen.append(step)
-        for offset in range(steps):
-            self._step(step, offset, steps)
+        whole = step.wants_logits or not self.part_rows
+        for part in [step] if whole else step.parts(self.part_rows):
+            for offset in range(steps):
+                self._step(part, offset, steps)
 
     def _step(self, step: Step, offset: int, steps: int) -> None:
         self.epoch += 1
@@ -175,7 +180,8 @@ class ToyRunner:
             assert array.ndim == 1
         assert len(step.row_position) == rows
         assert steps == 1 or logit_rows == rows
-        assert step.context == int(step.row_position.max()) + 1
+        context = int(step.row_position.max()) + 1
+        assert step.context == context or (self.part_rows and step.context > context)
         assert ((step.row_sequence >= 0) & (step.row_sequence < self.max_num_seqs)).all()
         assert ((step.row_position >= 0) & (step.row_position < self.max_model_len)).all()
         assert len(set(step.logit_row.tolist())) == logit_rows
