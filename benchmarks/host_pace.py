@@ -1,6 +1,7 @@
 """How long a GPU waits for its host, at the pace of a GPU that none is needed for.
 
-    python benchmarks/host_pace.py [--batches 1 8 64 256] [--paths engine asyncio uvloop] [--save]
+    python benchmarks/host_pace.py [--batches 1 8 64 256] [--paths engine asyncio uvloop]
+                                   [--steps-per-launch 1 8] [--save]
 
 The engine, the launches' bookkeeping and the server are the real ones, with the shipped model's
 tokenizer. Only the machine is replaced. A *paced machine* executes nothing: a launch chooses the
@@ -9,7 +10,7 @@ The paces are those that megavm aims at for a Llama of 1B on an H200.
 
 ``idle_share``: time between the end of a launch and the begin of the next, over all time; launches
 that are not a decode step of the full batch are left out. ``plan_us`` and ``collect_us`` are means
-of a step, by the clock, so they include waiting for the GIL and for a core. Paths:
+of a launch, by the clock, so they include waiting for the GIL and for a core. Paths:
 
 - ``engine``: ``Engine.step`` in a loop; nobody reads the text.
 - ``asyncio``: the server without uvloop and httptools, one streaming HTTP client per sequence.
@@ -26,6 +27,7 @@ import asyncio
 import ctypes
 import gc
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
@@ -136,10 +138,10 @@ class PacedExecutable:
         """As ``Executable.reset``; there are no counters."""
 
 
-def make_llm(batch: int, pace: float) -> tuple[LLM, PacedMachine]:
+def make_llm(batch: int, pace: float, steps: int = 1) -> tuple[LLM, PacedMachine]:
     """The shipped model with a paced machine, and step memory as a GPU has it."""
     with patch.object(runner_module, "StepMemory", DeviceStepMemory):
-        llm = LLM("stories", max_num_seqs=batch, overlap=True, steps_per_launch=1)
+        llm = LLM("stories", max_num_seqs=batch, overlap=True, steps_per_launch=steps)
     text = llm.tokenizer.encode(__doc__ or "", add_special_tokens=False)
     machine = PacedMachine(batch, pace, torch.tensor(text, dtype=torch.int32))
     llm.runner.machine = machine
@@ -153,10 +155,10 @@ def make_llm(batch: int, pace: float) -> tuple[LLM, PacedMachine]:
 # What is measured.
 
 
-def summary(llm: LLM, machine: PacedMachine) -> dict[str, Any]:
-    """The waits of the GPU in steps of the full batch, and the host's work of all launches."""
+def summary(llm: LLM, machine: PacedMachine, steps: int) -> dict[str, Any]:
+    """The waits of the GPU in launches of the full batch, and the host's work of all launches."""
     pairs = zip(machine.launches, machine.launches[1:], strict=False)
-    full = [(a, b) for a, b in pairs if a.full and b.full][WARM_UP:]
+    full = [(a, b) for a, b in pairs if a.full and b.full][WARM_UP // steps :]
     waits = sorted(max(0.0, b.begin - a.end) for a, b in full)
     if not waits:
         raise RuntimeError("the batch was never full: the clients were too slow")
@@ -167,8 +169,8 @@ def summary(llm: LLM, machine: PacedMachine) -> dict[str, Any]:
         for seconds in (counters.plan_seconds, counters.collect_seconds)
     )
     return {
-        "steps": len(full),
-        "step_ms": round(1e3 * statistics.median(periods), 3),
+        "launches": len(full),
+        "step_ms": round(1e3 * statistics.median(periods) / steps, 3),
         "idle_share": round(sum(waits) / sum(periods), 4),
         "idle_us": {
             "median": round(1e6 * statistics.median(waits), 1),
@@ -177,13 +179,13 @@ def summary(llm: LLM, machine: PacedMachine) -> dict[str, Any]:
         },
         "plan_us": round(plan, 1),
         "collect_us": round(collect, 1),
-        "host_share": round(1e-6 * (plan + collect) / machine.pace, 4),
+        "host_share": round(1e-6 * (plan + collect) / (machine.pace * steps), 4),
     }
 
 
-def run_engine(batch: int, pace: float, tokens: int) -> dict[str, Any]:
-    """Steps of the engine alone."""
-    llm, machine = make_llm(batch, pace)
+def run_engine(batch: int, pace: float, tokens: int, steps: int) -> dict[str, Any]:
+    """Launches of the engine alone."""
+    llm, machine = make_llm(batch, pace, steps)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i in range(batch):
         llm.engine.add([2 + i % 100] * (1 + i % 16), params)
@@ -191,13 +193,15 @@ def run_engine(batch: int, pace: float, tokens: int) -> dict[str, Any]:
     gc.freeze()  # as the server does
     while llm.engine.has_work:
         llm.engine.step()
-    result = summary(llm, machine)
+    result = summary(llm, machine, steps)
     llm.close()
     return result
 
 
-async def run_server(llm: LLM, machine: PacedMachine, batch: int, tokens: int) -> dict[str, Any]:
-    """Steps of a server while ``batch`` clients read streams."""
+async def run_server(
+    llm: LLM, machine: PacedMachine, batch: int, tokens: int, steps: int
+) -> dict[str, Any]:
+    """Launches of a server while ``batch`` clients read streams."""
     listener = listen("127.0.0.1", 0)
     server = Server(lambda progress: llm, Settings(("model",)), listener)
     serving = asyncio.create_task(server.serve())
@@ -213,7 +217,7 @@ async def run_server(llm: LLM, machine: PacedMachine, batch: int, tokens: int) -
     await asyncio.to_thread(clients.join)
     if events != batch * tokens:
         raise RuntimeError(f"the clients read {events} events of {batch * tokens} tokens")
-    result = summary(llm, machine)
+    result = summary(llm, machine, steps)
     result["event_loop"] = type(asyncio.get_running_loop()).__module__.partition(".")[0]
     server.should_exit = True
     await serving
@@ -252,28 +256,32 @@ def run_clients(port: int, clients: int, tokens: int, results: Connection) -> No
     results.send(asyncio.run(everyone()))
 
 
-def measure(path: str, batch: int, pace: float, tokens: int, results: Connection) -> None:
+def measure(
+    path: str, batch: int, pace: float, tokens: int, steps: int, results: Connection
+) -> None:
     """Main function of the process of one path and batch; sends the result."""
     if path == "asyncio":
         for name in ("uvloop", "httptools"):
             sys.modules[name] = None  # type: ignore[assignment]  # as if it were not installed
     if path == "engine":
-        results.send(run_engine(batch, pace, tokens))
+        results.send(run_engine(batch, pace, tokens, steps))
         return
-    llm, machine = make_llm(batch, pace)
+    llm, machine = make_llm(batch, pace, steps)
     factory = None
     if path == "uvloop":
         factory = importlib.import_module("uvloop").new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        results.send(runner.run(run_server(llm, machine, batch, tokens)))
+        results.send(runner.run(run_server(llm, machine, batch, tokens, steps)))
 
 
-def measure_apart(path: str, batch: int, tokens: int, limit: float = 300.0) -> dict[str, Any]:
+def measure_apart(
+    path: str, batch: int, tokens: int, steps: int, limit: float = 300.0
+) -> dict[str, Any]:
     """``measure`` in a process of its own. Raises RuntimeError when it fails or takes too long."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     pace = 1e-3 * PACE_MS[batch]
-    process = context.Process(target=measure, args=(path, batch, pace, tokens, theirs))
+    process = context.Process(target=measure, args=(path, batch, pace, tokens, steps, theirs))
     process.start()
     theirs.close()
     try:
@@ -285,7 +293,8 @@ def measure_apart(path: str, batch: int, tokens: int, limit: float = 300.0) -> d
     finally:
         process.terminate()
         process.join()
-    return {"path": path, "batch": batch, "pace_ms": PACE_MS[batch], **result}
+    sizes = {"batch": batch, "steps_per_launch": steps, "pace_ms": PACE_MS[batch]}
+    return {"path": path, **sizes, **result}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -293,17 +302,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batches", type=int, nargs="+", choices=PACE_MS, default=list(PACE_MS))
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
+    parser.add_argument("--steps-per-launch", type=int, nargs="+", default=[1])
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each sequence")
     parser.add_argument("--save", action="store_true", help="write results/host_pace.json")
     options = parser.parse_args(arguments)
-    print(f"{'path':>8} {'batch':>6} {'pace ms':>8} {'step ms':>8} {'idle':>7} ", end="")
+    print(
+        f"{'path':>8} {'batch':>6} {'steps':>6} {'pace ms':>8} {'step ms':>8} {'idle':>7} ", end=""
+    )
     print(f"{'plan us':>8} {'collect us':>11} {'host':>7}")
     results = []
     for path in options.paths:
-        for batch in options.batches:
-            r = measure_apart(path, batch, options.tokens)
+        for batch, steps in itertools.product(options.batches, options.steps_per_launch):
+            r = measure_apart(path, batch, options.tokens, steps)
             results.append(r)
-            print(f"{path:>8} {batch:6} {r['pace_ms']:8} {r['step_ms']:8} ", end="")
+            print(f"{path:>8} {batch:6} {steps:6} {r['pace_ms']:8} {r['step_ms']:8} ", end="")
             print(f"{r['idle_share']:7.1%} {r['plan_us']:8} {r['collect_us']:11} ", end="")
             print(f"{r['host_share']:7.1%}", flush=True)
     late = any(r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT for r in results)
