@@ -13,12 +13,13 @@ __device__ __forceinline__ void note(const Launch& launch, const Stage& stage, E
   }
 }
 
-// Record which worker executes the instruction.
+// Record which worker executes the instruction, and on which SM.
 __device__ __forceinline__ void note_worker(const Launch& launch, const Stage& stage) {
   if constexpr (program::kTrace) {
     const uint64_t row = static_cast<uint64_t>(stage.trace_row) * kTraceColumns;
+    const uint32_t worker = (program::kRanks > 1 ? launch.rank * gridDim.x : 0) + blockIdx.x;
     launch.trace[row + kWorkerColumn] =
-        (program::kRanks > 1 ? launch.rank * gridDim.x : 0) + blockIdx.x;
+        (static_cast<uint64_t>(ptx::sm_number()) + 1) << kSmShift | worker;
   }
 }
 

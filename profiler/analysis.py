@@ -315,6 +315,17 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     return sorted(rows, key=lambda row: -row.total)
 
 
+def came_last(trace: Trace, waited: Longs, who: Ints, count: int) -> tuple[Longs, int]:
+    """How often each of ``count`` workers or SMs came last: int64 [count], and of how many waits.
+
+    ``waited``: the records that waited. ``who``: the worker or SM of every record; -1: unknown.
+    """
+    waited = waited[trace.record_cause_channel[waited] >= 0]
+    cause = trace.record_cause[waited]
+    often = np.bincount(who[cause[cause >= 0]] + 1, minlength=count + 1)[1:]
+    return np.asarray(often, np.int64), len(waited)
+
+
 def phases(trace: Trace) -> tuple[Ints, tuple[str, ...]]:
     """The phase of every label of the trace, int32 [labels], and the names of the phases.
 

@@ -170,7 +170,7 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
     places, times = _records(launches, np.cumsum([-dropped, *steps[:-1]]))
     order = np.lexsort(places[[2, 0, 1]])
     order = order[places[1, order] >= 0]
-    worker, step, slot, instruction = places[:, order]
+    worker, step, slot, instruction, sm = places[:, order]
     times = times[:, order]
     noted = times > 0
     times = np.where(noted, times - times[noted].min(initial=np.iinfo(np.int64).max), -1)
@@ -209,6 +209,7 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         record_instruction=instruction,
         record_cause=cause,
         record_cause_channel=channel,
+        record_sm=sm if (sm >= 0).any() else None,
         times=times,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         megavm=version("megavm"),
@@ -219,9 +220,10 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
 
 
 def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
-    """Worker, step, slot, instruction [4, r] and times [events, r] of all launches; 0: not noted.
+    """Worker, step, slot, instruction, SM [5, r] and times [events, r] of all launches.
 
-    ``first_steps``: index in the trace of the first step of each launch.
+    Times that were not noted are 0. ``first_steps``: index in the trace of the first step of each
+    launch.
     """
     places, times = [], []
     for launch, first in zip(launches, first_steps.tolist(), strict=True):
@@ -229,7 +231,8 @@ def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
         worker, step, slot, instruction = launch.notes.places(program)
         if program.ranks > 1:  # see trace_program
             instruction = instruction + np.int32(len(program)) * (worker // program.workers)
-        places.append(np.stack([worker, step + np.int32(first), slot, instruction]))
+        sms = launch.notes.sms()
+        places.append(np.stack([worker, step + np.int32(first), slot, instruction, sms]))
         noted = launch.notes.times.cpu().numpy()
         table = np.zeros((len(EVENTS), len(worker)), np.int64)
         for i, event in enumerate(EVENTS):

@@ -19,12 +19,14 @@ from megavm.profiler.analysis import (
     bandwidth,
     by_kind,
     by_worker,
+    came_last,
     common_steps,
     median_step,
     phases,
 )
 from megavm.profiler.critical_path import PARTS, critical_path
 from megavm.profiler.ranks import late_ranks
+from megavm.profiler.sms import by_sm, slow_sms
 from megavm.profiler.tables import percent, table, us
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
@@ -70,6 +72,8 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         "critical_path": _path(trace, step)[:LONGEST],
         "late_workers": _late_workers(selection),
         "late_ranks": late_ranks(trace, common)[:LONGEST],
+        "sms": by_sm(trace, common),
+        "slow_sms": slow_sms(trace, common),
         "waits": _longest_waits(selection),
         "outliers": _outliers(trace, common, step),
         "workers": _workers(selection),
@@ -114,12 +118,10 @@ def _path(trace: Trace, step: int) -> list[Facts]:
 def _late_workers(selection: Selection) -> list[Facts]:
     """The workers that came last most often, of all waits for channels."""
     trace, spans = selection.trace, selection.spans
-    waited = (spans.inputs > spans.begin) & (selection.column(trace.record_cause_channel) >= 0)
-    cause = selection.column(trace.record_cause)[waited]
-    worker = trace.record_worker[cause[cause >= 0]]
-    who, often = np.unique(worker[worker >= 0], return_counts=True)
+    waited = selection.records.start + np.flatnonzero(spans.inputs > spans.begin)
+    often, of = came_last(trace, waited, trace.record_worker, trace.workers)
     order = np.argsort(-often, kind="stable")[:LONGEST]
-    return [{"worker": int(who[i]), "count": int(often[i]), "of": int(waited.sum())} for i in order]
+    return [{"worker": int(w), "count": int(often[w]), "of": of} for w in order if often[w]]
 
 
 def _longest_waits(selection: Selection) -> list[Facts]:
@@ -358,6 +360,7 @@ def format_summary(facts: Facts) -> Iterator[str]:
                 for row in facts["late_workers"][:3]
             ],
         )
+    yield from _sms(facts)
     yield from _exchanges(facts["late_ranks"], facts["steps"])
     if facts["waits"]:
         yield ""
@@ -378,6 +381,36 @@ def format_summary(facts: Facts) -> Iterator[str]:
             ],
             left=5,
         )
+
+
+def _sms(facts: Facts) -> Iterator[str]:
+    """How evenly the SMs are loaded, and who of them came last, as a table."""
+    sms = facts["sms"]
+    if not sms:
+        return
+    least, most = (us(pick(row["ns"] for row in sms)) for pick in (min, max))
+    yield ""
+    yield (
+        f"SMs that compute and load longest, means of {facts['steps']} steps "
+        f"(all {len(sms)}: {least} to {most} us)"
+    )
+    several = any(row["rank"] for row in sms)
+    yield from table(
+        ("SM", "us", "of the mean", "at equal work", "came last in", "share"),
+        [
+            (
+                f"{row['rank']}:{row['sm']}" if several else str(row["sm"]),
+                us(row["ns"]),
+                f"{row['of_mean']:.2f}",
+                f"{row['equal_work']:.2f}",
+                f"{row['count']:,}",
+                percent(row["count"], row["of"]),
+            )
+            for row in sorted(sms, key=lambda row: -float(row["ns"]))[:5]
+        ],
+    )
+    if facts["slow_sms"]:
+        yield from textwrap.wrap(facts["slow_sms"] + ".", _WIDTH)
 
 
 def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:

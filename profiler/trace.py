@@ -197,6 +197,8 @@ class Trace:
     # Absent from traces of programs that are not a model's, and from older files.
     step_sequences: Ints | None = None  # [S]
     step_prompt_rows: Ints | None = None  # [S]
+    # The SM of a GPU on which a record was executed, -1: unknown. Absent: all are.
+    record_sm: Ints | None = None  # [R]
     events: tuple[Event, ...] = EVENTS
     created: str = ""
     megavm: str = ""
@@ -234,6 +236,28 @@ class Trace:
             return f"worker {worker}"
         rank, own = divmod(worker, max(self.workers // self.ranks, 1))
         return f"rank {rank}, worker {own}"
+
+    @functools.cached_property
+    def sms(self) -> tuple[tuple[int, int], ...]:
+        """The SMs that executed records, as (rank, number of the SM on its GPU), sorted."""
+        if self.record_sm is None:
+            return ()
+        known = self.record_sm >= 0
+        pairs = np.unique(np.stack([self.record_rank[known], self.record_sm[known]]), axis=1)
+        return tuple((rank, sm) for rank, sm in pairs.T.tolist())
+
+    @functools.cached_property
+    def record_place(self) -> Ints:
+        """The SM of every record as an index of ``sms``; -1: unknown. int32 [R]."""
+        if self.record_sm is None:
+            return np.full(self.num_records, -1, np.int32)
+        own = self.record_rank.astype(np.int64) << 32 | self.record_sm
+        among = np.array([rank << 32 | sm for rank, sm in self.sms], np.int64)
+        return np.where(self.record_sm >= 0, np.searchsorted(among, own), -1).astype(np.int32)
+
+    def sm_title(self, rank: int, sm: int | str) -> str:
+        """The name of an SM: "SM 3", in a trace of several ranks "rank 1, SM 3"."""
+        return f"SM {sm}" if self.ranks == 1 else f"rank {rank}, SM {sm}"
 
     @functools.cached_property
     def by_worker(self) -> Longs:

@@ -25,6 +25,7 @@ from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, T
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
+MAX_SMS: Final = 1 << 16
 MAX_QUOTE: Final = 200  # characters of a library's error message that are shown
 MAX_DEPTH: Final = 64  # nesting of objects and lists in the header
 MAX_NUMBER: Final = 1e30  # largest bytes/s and ns; arithmetic with it does not overflow
@@ -46,6 +47,7 @@ _TRACE_COLUMNS: Final[dict[str, _Column]] = {
 _OPTIONAL_COLUMNS: Final[dict[str, _Column]] = {
     "step.sequences": ("<i4", ("steps",)),
     "step.prompt_rows": ("<i4", ("steps",)),
+    "record.sm": ("<i4", ("records",)),
 }
 _PROGRAM_COLUMNS: Final[dict[str, _Column]] = {
     "words": ("<u4", ("instructions", 32)),
@@ -415,6 +417,8 @@ def _check_trace(trace: Trace) -> None:
         raise TraceError("it has a step without records")
     workers = np.array([p.workers for p in trace.programs])[trace.record_program]
     _check_range("record.worker", trace.record_worker, -1, workers)
+    if trace.record_sm is not None:
+        _check_range("record.sm", trace.record_sm, -1, MAX_SMS)
     step, worker, slot = (
         np.diff(column) for column in (trace.record_step, trace.record_worker, trace.record_slot)
     )

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Final, Self
 
 from megavm.vm.abi import Code
+
+# The number of a worker in a trace may have that of its SM above it, plus 1: 0 is an unknown one.
+SM_SHIFT: Final = 32
 
 
 class Event(Code):

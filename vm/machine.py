@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megavm.vm.events import SM_SHIFT
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
@@ -61,7 +62,8 @@ class Notes:
     Workers are numbered through all ranks.
     ``times`` is int64 [rows, n] on the machine's device, in nanoseconds of one clock for all workers and
     launches, 0 for an event that did not happen. ``events`` maps events of the profiler to columns.
-    ``worker_column`` is the column of the executing worker (None: the machine does not record it).
+    ``worker_column`` is the column of the executing worker (None: the machine does not record it); a GPU adds
+    the worker's SM above SM_SHIFT.
     ``offsets``: for each of several ranks the offset of its clock that was taken off its times, and how much
     more or less it may be, in ns.
     """
@@ -79,7 +81,7 @@ class Notes:
         order = np.concatenate([np.empty(0, np.int32), *queues])
         slots = np.concatenate([np.arange(n, dtype=np.int32) for n in (0, *lengths)])
         if self.worker_column is not None:
-            workers = self.times[:, self.worker_column].cpu().numpy().astype(np.int32)
+            workers = (self._worker_values() & ((1 << SM_SHIFT) - 1)).astype(np.int32)
         elif program.dynamic:
             workers = np.full(len(order) * self.steps, -1, np.int32)
         else:
@@ -90,6 +92,16 @@ class Notes:
         number = np.arange(len(length)) - first * self.steps  # among the executions of its queue
         place = first + number % length
         return workers, (number // length).astype(np.int32), slots[place], order[place]
+
+    def sms(self) -> Ints:
+        """The SM on which every row was executed, a number on its rank's GPU; -1: unknown. int32 [rows]."""
+        if self.worker_column is None:
+            return np.full(len(self.times), -1, np.int32)
+        return ((self._worker_values() >> SM_SHIFT) - 1).astype(np.int32)
+
+    def _worker_values(self) -> npt.NDArray[np.int64]:
+        values: npt.NDArray[np.int64] = self.times[:, self.worker_column].cpu().numpy()
+        return values
 
 
 class Machine(Protocol):

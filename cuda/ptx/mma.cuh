@@ -68,4 +68,11 @@ __device__ __forceinline__ uint64_t global_timer() {
   return time;
 }
 
+// The SM that executes the thread. The two of a TPC have neighbouring numbers.
+__device__ __forceinline__ uint32_t sm_number() {
+  uint32_t number;
+  asm volatile("mov.u32 %0, %smid;" : "=r"(number));
+  return number;
+}
+
 }  // namespace megavm::ptx

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -142,10 +142,14 @@ def synthetic_trace(
     *,
     slower: Mapping[str, float] | None = None,
     slow_worker: int | None = None,
+    sms: bool = False,
+    slow_sms: Sequence[int] = (),
 ) -> Trace:
     """A plausible trace of ``steps * (workers * (5 * layers + 1) + 1)`` records.
 
     ``slower`` multiplies the time of phases by label, ``slow_worker`` takes four times as long.
+    With ``sms`` it knows the SMs of workers, which are others in each step; ``slow_sms`` take 1.3
+    times as long.
     """
     made = program(workers, layers)
     random = np.random.default_rng(seed)
@@ -160,6 +164,8 @@ def synthetic_trace(
         work[:, 1 + LABELS.index(label) : -1 : len(LABELS)] *= factor
     if slow_worker is not None:
         work[:, :, slow_worker] *= 4
+    sm = np.stack([np.random.default_rng(step).permutation(workers) for step in range(steps)])
+    work *= np.where(np.isin(sm, slow_sms), 1.3, 1.0)[:, None, :]
     stream = size[:, None] / RATE * 1e9 * random.gamma(60, 1 / 60, shape)
     times = {name: np.zeros(shape) for name in EVENT_NAMES}
     now = 0.0
@@ -189,7 +195,9 @@ def synthetic_trace(
             slowest[step, phase] = int(finish.argmax())
             complete = float(finish.max()) + HOP
         now = complete
-    return _assemble(made, times, slowest, through_queue, workers, steps)
+    trace = _assemble(made, times, slowest, through_queue, workers, steps)
+    ran_on = sm[trace.record_step, trace.record_worker].astype(np.int32)
+    return dataclasses.replace(trace, record_sm=ran_on) if sms else trace
 
 
 EVENT_NAMES = (

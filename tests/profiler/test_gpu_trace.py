@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from recording import POSITIONS, ring
 
 from megavm.profiler.analysis import STATES, Selection, bandwidth, by_kind, by_role, by_worker
 from megavm.profiler.critical_path import critical_path
@@ -132,3 +133,27 @@ def test_a_saved_trace_says_the_same(trace: Trace, tmp_path: Path) -> None:
     again = Selection.of(Trace.load(tmp_path / "gpu.megatrace"))
     assert bandwidth(again).streamed == bandwidth(Selection.of(trace)).streamed
     assert by_role(again) == by_role(Selection.of(trace))
+
+
+def test_every_record_knows_the_sm_of_its_worker(
+    make_cuda_machine: Callable[..., CudaMachine], tmp_path: Path
+) -> None:
+    machine = make_cuda_machine(trace=True)
+    program = ring(2, 3)
+    memory = Memory(machine.memory_device)
+    memory.allocate(program.tensors)
+    executable = machine.load(program, memory)
+    recorder = Recorder()
+    for _ in range(3):
+        executable.run(2)
+        recorder.add(executable, POSITIONS, rows=1)
+    recorder.trace().save(tmp_path / "gpu.megatrace")
+    trace = Trace.load(tmp_path / "gpu.megatrace")
+    assert trace.record_sm is not None
+    assert (trace.record_sm >= 0).all()
+    assert (trace.record_worker == trace.record_instruction % 2).all()
+    for launch in range(3):
+        own = trace.record_step // 2 == launch
+        pairs = np.unique(np.stack([trace.record_worker, trace.record_sm])[:, own], axis=1)
+        assert pairs[0].tolist() == [0, 1]  # a worker stays where it is
+        assert len(set(pairs[1].tolist())) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import threading
 from pathlib import Path
@@ -18,7 +19,8 @@ from megavm.profiler.report import report
 from megavm.profiler.trace import Trace, TraceError
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import EVENTS
-from megavm.vm.cuda.launch import TRACE_COLUMNS
+from megavm.vm.cuda.launch import TRACE_COLUMNS, WORKER_COLUMN
+from megavm.vm.events import SM_SHIFT
 from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
@@ -191,6 +193,39 @@ def test_the_notes_of_a_gpu_become_the_same_columns(tmp_path: Path) -> None:
     assert trace.machine["clock_step"] == 320
     trace.save(tmp_path / "a")
     assert Trace.load(tmp_path / "a").num_records == 12
+
+
+def test_the_sm_above_the_number_of_a_worker_is_taken_apart(tmp_path: Path) -> None:
+    class Noted(FakeGpu):
+        def trace(self) -> list[Notes]:
+            (notes,) = super().trace()
+            workers = torch.arange(2).repeat_interleave(len(notes.times) // 2)
+            notes.times[:, WORKER_COLUMN] = workers + ((10 * workers + 4 + 1) << SM_SHIFT)
+            notes.times[0, WORKER_COLUMN] = 0
+            return [dataclasses.replace(notes, worker_column=WORKER_COLUMN)]
+
+    recorder = Recorder()
+    recorder.add(Noted(ring(2, 2), 3), POSITIONS, rows=1)
+    trace = recorder.trace()
+    assert (trace.record_worker == trace.record_instruction % 2).all()
+    assert trace.record_sm is not None
+    assert trace.record_sm[0] == -1  # 0 above it: it is not known
+    assert (trace.record_sm[1:] == 10 * trace.record_worker[1:] + 4).all()
+    assert trace.sms == ((0, 4), (0, 14))
+    assert trace.record_place[0] == -1
+    assert (trace.record_place[1:] == trace.record_worker[1:]).all()
+    trace.save(tmp_path / "a")
+    again = Trace.load(tmp_path / "a").record_sm
+    assert again is not None
+    assert (again == trace.record_sm).all()
+
+
+def test_a_machine_without_sms_has_no_column_of_them(tmp_path: Path) -> None:
+    trace = record_ring()
+    assert trace.record_sm is None
+    assert trace.sms == ()
+    trace.save(tmp_path / "a")
+    assert Trace.load(tmp_path / "a").record_sm is None
 
 
 def test_a_dynamic_queue_whose_workers_were_not_noted_has_none(tmp_path: Path) -> None:

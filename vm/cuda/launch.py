@@ -5,8 +5,8 @@ codegen.py writes these declarations to ``launch.hpp``, for device code.
 
 from __future__ import annotations
 
+from megavm.vm import events
 from megavm.vm.abi import U32, U64, Member, Struct
-from megavm.vm.events import Event
 
 BARRIER_STRIDE = 32  # words from counter to counter: each has a 128-byte line of its own
 MAP_BYTES = 128  # a CUtensorMap, with which the copy engine finds boxes of a matrix
@@ -24,7 +24,8 @@ RANK_SHIFT = 36
 
 # The trace of a launch is uint64 [instructions of all queues x steps, TRACE_COLUMNS]: worker by worker,
 # step by step. The number of an event is its column; times are nanoseconds of the global timer.
-WORKER_COLUMN = len(Event)  # the worker that executes the instruction
+WORKER_COLUMN = len(events.Event)  # the worker that executes the instruction, and its SM above it
+SM_SHIFT = events.SM_SHIFT
 TRACE_COLUMNS = WORKER_COLUMN + 1
 
 TENSOR = Struct(

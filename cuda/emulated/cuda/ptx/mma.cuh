@@ -60,4 +60,6 @@ inline uint64_t global_timer() {
   return static_cast<uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count());
 }
 
+inline uint32_t sm_number() { return blockIdx.x; }
+
 }  // namespace megavm::ptx
