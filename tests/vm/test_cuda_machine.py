@@ -135,6 +135,19 @@ def test_a_trace_has_a_row_for_every_instruction_and_step(make_cuda_machine: Mak
     assert int(begin.min()) > 0
 
 
+def test_a_launch_that_is_waited_for_alone_has_a_trace(make_cuda_machine: MakeMachine) -> None:
+    machine = make_cuda_machine(trace=True)
+    program = product()
+    executable = machine.load(program, filled(program, machine.memory_device))
+    executable.launch(2)
+    wait = executable.mark()  # type: ignore[attr-defined]
+    executable.launch(3)
+    wait()
+    assert [notes.steps for notes in executable.trace()] == [2]
+    executable.finish()
+    assert [notes.steps for notes in executable.trace()] == [3]
+
+
 def test_what_does_not_fit_the_gpu_is_refused(cuda_machine: CudaMachine, real_gpu: None) -> None:
     program = product()
     with pytest.raises(ValueError, match="the memory is on cpu, the machine on cuda:0"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -175,8 +175,7 @@ class CudaExecutable:
         if any(faulted):
             self.broken = True
             raise self._machine_fault(self._instruction_at)
-        self._noted += self._noting
-        self._noting = []
+        self._end_noting(self._noting)
 
     def reset(self) -> None:
         """Set counters and fault records to those of a fresh load, so that the program runs again.
@@ -298,6 +297,12 @@ class CudaExecutable:
             rank.parameters.trace = times.data_ptr()
             notes.append(times.view(-1, TRACE_COLUMNS)[:rows])
         return notes
+
+    def _end_noting(self, launches: Sequence[_LaunchNotes]) -> None:
+        """The notes of these launches, the oldest in progress, are complete."""
+        count = min(len(launches), len(self._noting))
+        self._noted += self._noting[:count]
+        self._noting = self._noting[count:]
 
     def trace(self) -> list[Notes]:
         """The traces of all launches finished since the last call, in ns of the global timer of rank 0's GPU.

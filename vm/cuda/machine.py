@@ -251,6 +251,7 @@ class QueueingExecutable(CudaExecutable):
         It raises MachineFault when a launch of this executable has faulted.
         """
         self._machine.check_alive()
+        launched = list(self._noting)
         waits = []
         for driver in dict.fromkeys(self._machine.drivers):
             if driver.memory_device == "cpu":  # emulated: all launches have ended
@@ -270,6 +271,7 @@ class QueueingExecutable(CudaExecutable):
             if any(rank._aborted[0] for rank in self._ranks):
                 self.broken = True
                 raise self._machine_fault(self._instruction_at)
+            self._end_noting(launched)
 
         return wait
 
