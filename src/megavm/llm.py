@@ -81,8 +81,9 @@ class LLM:
         workers: workers of the machine, of each rank; None takes the machine's default.
         tensor_parallel_size: number of ranks that divide the model; it must divide the KV heads.
             Machine "cpu" runs ranks as groups of threads, "cuda" on as many GPUs, from GPU 0 on.
-        tensor_parallel_exchange: how ranks put a layer together. With "all_gather" results have the
-            same bits as on one rank, and two GPUs are faster; "all_reduce" adds sums of all ranks.
+        tensor_parallel_exchange: how ranks put a layer together. With "all_gather" each number is
+            one rank's sum, so that results have the bits of one rank where work is cut alike, and
+            two GPUs are faster; "all_reduce" adds sums of all ranks.
         chat_template: a file with a Jinja template that takes the place of the model's.
         seed: seed of the generator of seeds for requests that have none.
         prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
