@@ -26,7 +26,7 @@ from megavm.profiler.analysis import (
 )
 from megavm.profiler.critical_path import PARTS, critical_path
 from megavm.profiler.ranks import late_ranks
-from megavm.profiler.sms import by_sm, slow_sms
+from megavm.profiler.sms import by_sm, slow_sms, sm_times
 from megavm.profiler.tables import percent, table, us
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
@@ -57,6 +57,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
     selection = Selection(trace, step, step + 1)
     durations = (trace.step_end - trace.step_begin)[common]
     streams, operations = bandwidth(selection, 1), arithmetic(selection)
+    sms = sm_times(trace, common)
     facts: Facts = {
         "version": VERSION,
         "step": int(trace.step_number[step]),
@@ -72,8 +73,8 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         "critical_path": _path(trace, step)[:LONGEST],
         "late_workers": _late_workers(selection),
         "late_ranks": late_ranks(trace, common)[:LONGEST],
-        "sms": by_sm(trace, common),
-        "slow_sms": slow_sms(trace, common),
+        "sms": by_sm(sms),
+        "slow_sms": slow_sms(sms),
         "waits": _longest_waits(selection),
         "outliers": _outliers(trace, common, step),
         "workers": _workers(selection),

@@ -16,6 +16,7 @@ from megavm.vm import events
 from megavm.vm.tensors import DType
 
 MAX_TIME: Final = 1 << 60  # nanoseconds
+MAX_SMS: Final = 1 << 16  # of one GPU
 SUFFIX: Final = ".megatrace"  # trace files end with it
 
 Ints = npt.NDArray[np.int32]
@@ -240,22 +241,25 @@ class Trace:
     @functools.cached_property
     def sms(self) -> tuple[tuple[int, int], ...]:
         """The SMs that executed records, as (rank, number of the SM on its GPU), sorted."""
-        if self.record_sm is None:
-            return ()
-        known = self.record_sm >= 0
-        pairs = np.unique(np.stack([self.record_rank[known], self.record_sm[known]]), axis=1)
-        return tuple((rank, sm) for rank, sm in pairs.T.tolist())
+        places = np.unique(self._sm_places)
+        return tuple(divmod(place, MAX_SMS) for place in places[places >= 0].tolist())
 
     @functools.cached_property
     def record_place(self) -> Ints:
         """The SM of every record as an index of ``sms``; -1: unknown. int32 [R]."""
-        if self.record_sm is None:
-            return np.full(self.num_records, -1, np.int32)
-        own = self.record_rank.astype(np.int64) << 32 | self.record_sm
-        among = np.array([rank << 32 | sm for rank, sm in self.sms], np.int64)
-        return np.where(self.record_sm >= 0, np.searchsorted(among, own), -1).astype(np.int32)
+        among = np.array([rank * MAX_SMS + sm for rank, sm in self.sms], np.int64)
+        places = self._sm_places
+        return np.where(places >= 0, np.searchsorted(among, places), -1).astype(np.int32)
 
-    def sm_title(self, rank: int, sm: int | str) -> str:
+    @property
+    def _sm_places(self) -> Longs:
+        """A number for the SM of every record, different for each rank; -1: unknown."""
+        if self.record_sm is None:
+            return np.full(self.num_records, -1, np.int64)
+        places = self.record_rank.astype(np.int64) * MAX_SMS + self.record_sm
+        return np.where(self.record_sm >= 0, places, -1)
+
+    def sm_title(self, rank: int, sm: int) -> str:
         """The name of an SM: "SM 3", in a trace of several ranks "rank 1, SM 3"."""
         return f"SM {sm}" if self.ranks == 1 else f"rank {rank}, SM {sm}"
 

@@ -20,12 +20,11 @@ from safetensors.numpy import save
 from megavm.profiler.output import open_output
 from megavm.profiler.summary import VERSION as SUMMARY_VERSION
 from megavm.profiler.summary import summary
-from megavm.profiler.trace import BARRIER, MAX_TIME, Event, Trace, TraceError, TraceProgram
+from megavm.profiler.trace import BARRIER, MAX_SMS, MAX_TIME, Event, Trace, TraceError, TraceProgram
 
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
-MAX_SMS: Final = 1 << 16
 MAX_QUOTE: Final = 200  # characters of a library's error message that are shown
 MAX_DEPTH: Final = 64  # nesting of objects and lists in the header
 MAX_NUMBER: Final = 1e30  # largest bytes/s and ns; arithmetic with it does not overflow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +100,17 @@ def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
     }
     text = "\n".join(format_summary(summary(trace)))
     assert "rank 1 came last in 75% of 8 waits for gather" in " ".join(text.split())
+
+
+def test_sms_of_ranks_are_told_apart() -> None:
+    trace = recorded(gather(False), [0, 1, 0])
+    own = dataclasses.replace(trace, record_sm=np.full(trace.num_records, 3, np.int32))
+    assert own.sms == ((0, 3), (1, 3))
+    assert (own.record_place == own.record_rank).all()
+    assert own.sm_title(*own.sms[1]) == "rank 1, SM 3"
+    facts = summary(own)
+    assert [(row["rank"], row["sm"]) for row in facts["sms"]] == [(0, 3), (1, 3)]
+    assert "\n1:3 " in "\n".join(format_summary(facts))
 
 
 def test_the_clocks_of_ranks_and_the_ranks_survive_the_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from synthetic import synthetic_trace
 
 from megavm.profiler.analysis import Selection, by_worker
 from megavm.profiler.report import format_report, report
-from megavm.profiler.sms import STEPS, by_sm, slow_sms
+from megavm.profiler.sms import STEPS, by_sm, slow_sms, sm_times
 from megavm.profiler.summary import format_summary, summary
 from megavm.profiler.trace import Trace, TraceError
 
@@ -29,7 +29,7 @@ def all_steps(trace: Trace) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
 def test_in_one_step_an_sm_does_what_its_worker_does() -> None:
     trace = traced(5)
     assert trace.record_sm is not None
-    rows = by_sm(trace, np.array([3]))
+    rows = by_sm(sm_times(trace, np.array([3])))
     times = by_worker(Selection(trace, 3, 4))
     own = trace.record_step == 3
     for row in rows:
@@ -58,18 +58,18 @@ def test_a_slow_sm_is_named_wherever_workers_run() -> None:
 
 
 def test_a_slow_pair_is_named_as_one() -> None:
-    text = slow_sms(traced(8, 9), np.arange(20))
-    assert text.startswith("both SMs of a TPC, SM 8 and 9, took ")
+    text = slow_sms(sm_times(traced(8, 9), np.arange(20)))
+    assert text.startswith("Both SMs of a TPC (SM 8 and 9) took ")
     # Two slow SMs of different pairs are no pair.
-    text = slow_sms(traced(9, 10), np.arange(20))
+    text = slow_sms(sm_times(traced(9, 10), np.arange(20)))
     assert text.startswith(("SM 9 took", "SM 10 took"))
     assert "and 1 more is slow" in text
 
 
 def test_equal_sms_and_few_steps_say_nothing() -> None:
-    assert slow_sms(traced(), np.arange(20)) == ""
-    assert slow_sms(traced(5), np.arange(STEPS - 1)) == ""
-    assert slow_sms(traced(5), np.arange(STEPS)) != ""
+    assert slow_sms(sm_times(traced(), np.arange(20))) == ""
+    assert slow_sms(sm_times(traced(5), np.arange(STEPS - 1))) == ""
+    assert slow_sms(sm_times(traced(5), np.arange(STEPS))) != ""
     assert summary(traced(5))["slow_sms"]
     assert "SM 5" not in summary(traced(5, steps=2))["slow_sms"]
 
@@ -77,7 +77,7 @@ def test_equal_sms_and_few_steps_say_nothing() -> None:
 def test_a_worker_that_never_moved_may_be_the_cause() -> None:
     trace = synthetic_trace(WORKERS, 20, layers=4, slow_worker=7)
     still = dataclasses.replace(trace, record_sm=100 + trace.record_worker)
-    text = slow_sms(still, all_steps(still))
+    text = slow_sms(sm_times(still, all_steps(still)))
     assert text.startswith("SM 107 took ")
     assert "worker 7 ran there in all steps, so its instructions may be the cause" in text
 
@@ -92,7 +92,9 @@ def test_traces_without_sms_say_nothing_of_them() -> None:
     # Half of them unknown: the known ones are counted.
     sm = np.where(trace.record_worker % 2, trace.record_worker, -1).astype(np.int32)
     half = dataclasses.replace(trace, record_sm=sm)
-    assert [row["sm"] for row in by_sm(half, all_steps(half))] == list(range(1, WORKERS, 2))
+    assert [row["sm"] for row in by_sm(sm_times(half, all_steps(half)))] == list(
+        range(1, WORKERS, 2)
+    )
 
 
 def test_the_file_keeps_sms_and_refuses_impossible_ones(tmp_path: Path) -> None:

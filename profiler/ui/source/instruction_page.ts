@@ -56,6 +56,7 @@ export class InstructionPage implements Page {
       make("p", "faint", program.opcode(instruction).help.split("\n")[0]!),
       pair("kind", trace.kindOf(record)),
       pair("worker, slot", `${trace.workerName(trace.worker[record]!)}, ${trace.slot[record]}`),
+      ...(trace.smPlace(record) < 0 ? [] : [pair("SM", trace.smPlaceName(trace.smPlace(record)))]),
       pair("step", `${trace.stepNumber[step]}, ${rows(trace.stepTokens[step]!)}`),
       pair("instruction, record", `${instruction}, ${trace.fileIndex[record]}`),
       make("h3", "", `Consumers: ${duration(end - begin)}`),

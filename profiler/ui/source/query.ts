@@ -19,11 +19,11 @@ const SIZES: Readonly<Record<string, number>> = {
 };
 
 export const HELP =
-  "kind: phase: label: layer: worker: step: slot: instruction: with a name, a number, a range 0-7 or a list 1,2; " +
+  "kind: phase: label: layer: worker: sm: step: slot: instruction: with a name, a number, a range 0-7 or a list 1,2; " +
   "wait barrier words loading compute finish time load bytes with > >= < <= and a number with its unit (3us, 1.5ms, 64KB); " +
   "! before a term: not; other words are looked for in labels and kinds";
 
-const KEYS = ["kind", "phase", "label", "layer", "worker", "step", "slot", "instruction"];
+const KEYS = ["kind", "phase", "label", "layer", "worker", "sm", "step", "slot", "instruction"];
 const MAX_SPELLED = 12;
 
 /** What is wrong with a query, for the page. */
@@ -125,6 +125,9 @@ function keyTerm(trace: Trace, key: string, text: string): Test {
       return numeric(trace.layer);
     case "worker":
       return numeric(trace.worker);
+    case "sm":
+      if (trace.sm === null) throw new QueryError("this trace does not say on which SM workers ran");
+      return numeric(trace.sm);
     case "slot":
       return numeric(trace.slot);
     case "instruction":

@@ -25,7 +25,7 @@ export class StatisticsPage implements Page {
 
   constructor(private readonly app: App) {
     for (const name of PLACES) this.place.append(new Option(name === "trace" ? "whole trace" : name, name));
-    for (const name of GROUPINGS) this.grouping.append(new Option(name, name));
+    for (const name of GROUPINGS) this.grouping.append(new Option(titleOf(name), name));
     this.place.value = "step";
     this.place.title = "what the numbers are of";
     this.grouping.title = "what the table has rows of";
@@ -78,6 +78,7 @@ export class StatisticsPage implements Page {
       );
       return;
     }
+    for (const option of this.grouping.options) option.hidden = option.value === "sm" && pane.trace.sm === null;
     const grouping = this.grouping.value as Grouping;
     const key = JSON.stringify([found.scope, grouping, this.app.sideOf(pane), pane.trace.name, this.app.theme.dark]);
     if (key === this.key) return;
@@ -86,7 +87,7 @@ export class StatisticsPage implements Page {
     this.body.replaceChildren(
       make("p", "faint", this.app.sideOf(pane) + found.title),
       ...this.summary(statistics, pane.trace.machine),
-      make("h3", "", `By ${grouping}`),
+      make("h3", "", `By ${titleOf(grouping)}`),
       this.table(statistics, grouping),
       make("h3", "", "Balance: computing and loading of a worker"),
       this.balance(balance(pane.trace, found.scope)),
@@ -148,7 +149,7 @@ export class StatisticsPage implements Page {
     const most = Math.max(1, ...s.groups.map((g) => g.total));
     const columns: Column<GroupStatistics>[] = [
       {
-        title: grouping,
+        title: titleOf(grouping),
         text: (g) => g.name,
         colour: (g) => (grouping === "phase" || grouping === "kind" ? css(colourOfName(g.name)) : null),
       },
@@ -175,7 +176,12 @@ export class StatisticsPage implements Page {
   }
 }
 
+function titleOf(grouping: Grouping): string {
+  return grouping === "sm" ? "SM" : grouping;
+}
+
 function queryOf(grouping: Grouping, name: string): string {
+  if (grouping === "sm") return name === "SM unknown" ? "sm:none" : `sm:${name.replace(/^.*\D/, "")}`;
   const numbered = grouping === "layer" || grouping === "worker";
   return `${grouping}:${numbered ? name.replace(/^\w+ /, "") : word(name)}`;
 }

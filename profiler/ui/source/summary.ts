@@ -43,6 +43,16 @@ export interface LateWorker extends Late {
   readonly worker: number;
 }
 
+/** What an SM did in all steps like this one. */
+export interface Sm extends Late {
+  readonly rank: number;
+  readonly sm: number;
+  /** Computing and loading in a step, that over the mean of all SMs, and over what its instructions take on average. */
+  readonly time: number;
+  readonly ofMean: number;
+  readonly equalWork: number;
+}
+
 /** The rank that came last most often in an exchange between ranks. */
 export interface LateRank extends Late {
   readonly phase: string;
@@ -103,6 +113,10 @@ export interface Summary {
   readonly waits: readonly Wait[];
   readonly lateWorkers: readonly LateWorker[];
   readonly lateRanks: readonly LateRank[];
+  /** In the order of their numbers, so that the two of a TPC are neighbours. */
+  readonly sms: readonly Sm[];
+  /** A sentence on SMs that are slow in all steps, or nothing. */
+  readonly slowSms: string;
   /** What every worker computes and loads, and how long it waits. */
   readonly busy: readonly number[];
   readonly waiting: readonly number[];
@@ -167,6 +181,10 @@ export function readSummary(trace: Trace): Summary | null {
     lateRanks: rowsOf(found["late_ranks"])
       .map((row) => ({ phase: shortName(textOf(row["phase"])), ...numbersOf(row, { ...LATE, rank: "rank", time: "ns", peerTime: "peer_ns" }) }))
       .filter(({ rank, of }) => isIndex(rank, trace.ranks) && of > 0),
+    sms: rowsOf(found["sms"])
+      .map((row) => numbersOf(row, { ...LATE, rank: "rank", sm: "sm", time: "ns", ofMean: "of_mean", equalWork: "equal_work" }))
+      .filter(({ rank, of }) => isIndex(rank, trace.ranks) && of >= 0),
+    slowSms: textOf(found["slow_sms"]),
     busy: computing.map((time, w) => time + (loading[w] ?? 0)),
     waiting: barrier.map((time, w) => time + (words[w] ?? 0)),
     kinds: rowsOf(found["kinds"]).map((row) => {

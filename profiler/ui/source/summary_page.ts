@@ -2,17 +2,19 @@
 
 import type { App } from "./app.ts";
 import { changesTable } from "./changes_table.ts";
-import { colourOfName, css, word } from "./colour.ts";
+import { type Rgb, colourOfName, css, word } from "./colour.ts";
 import { button, make } from "./dom.ts";
 import { duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
 import type { Machine } from "./header.ts";
 import type { Pane } from "./pane.ts";
 import type { Page } from "./panel.ts";
 import { makeRoofline } from "./roofline.ts";
-import { type Kind, type LateRank, type LateWorker, type Outlier, type PathPhase, type Summary, type Wait, readSummary } from "./summary.ts";
+import { type Kind, type LateRank, type LateWorker, type Outlier, type PathPhase, type Sm, type Summary, type Wait, readSummary } from "./summary.ts";
 import { type Column, makeTable } from "./table.ts";
 
 const MAX_CELLS = 1024;
+/** SMs of the table: those that compute and load longest. */
+const MAX_SMS = 8;
 /** Times that differ less than by this part are shown as alike. */
 const LEAST_SPREAD = 0.1;
 const NO_SUMMARY = "This file has no summary that this page knows. “megavm trace view FILE” shows it with one.";
@@ -24,6 +26,13 @@ export function ofPanes(panes: readonly Pane[], parts: (pane: Pane, found: Summa
     const title = panes.length > 1 ? [make("h2", "", `${pane.letter}: ${pane.trace.name}`)] : [];
     return [...title, ...(found === null ? [make("p", "hint", NO_SUMMARY)] : parts(pane, found))];
   });
+}
+
+/** A worker or SM in a strip, and the search that finds it. */
+interface Cell {
+  readonly name: string;
+  readonly time: number;
+  readonly query: string;
 }
 
 export class SummaryPage implements Page {
@@ -67,7 +76,7 @@ export class SummaryPage implements Page {
     if (found.lateRanks.length > 0) parts.push(make("h3", "", "Exchanges between ranks: who came last"), this.lateRanks(found));
     if (found.lateWorkers.length > 0) parts.push(make("h3", "", "Who came last"), this.late(pane, found));
     if (found.waits.length > 0) parts.push(make("h3", "", "Longest waits"), this.waits(pane, found));
-    parts.push(...this.strips(found));
+    parts.push(...this.strips(pane, found), ...this.sms(pane, found));
     const roofline = makeRoofline(found.kinds, trace.machine);
     if (roofline !== null) {
       const picture = make("div");
@@ -183,29 +192,60 @@ export class SummaryPage implements Page {
   }
 
   /** A cell for every worker: how its time compares with that of the others. */
-  private strips(found: Summary): HTMLElement[] {
+  private strips(pane: Pane, found: Summary): HTMLElement[] {
     const [computing, , barrier] = this.app.theme.states;
     if (found.busy.length === 0) return [];
-    const strip = (title: string, times: readonly number[], colour: (typeof this.app.theme.states)[number]): HTMLElement[] => {
-      const [low, high] = [Math.min(...times), Math.max(...times)];
-      const cells = times.slice(0, MAX_CELLS).map((time, worker) => {
-        const part = time / Math.max(1, found.time);
-        const cell = button("", `worker ${worker}: ${duration(time)}, ${percent(part)} of the step`, () =>
-          this.app.search(`worker:${worker}`),
-        );
-        cell.style.backgroundColor = `rgb(${colour.map(Math.round).join(" ")} / ${strength(time, low, high).toFixed(3)})`;
-        cell.tabIndex = -1;
-        return cell;
-      });
-      return [
-        make("p", "faint", `${title}: ${duration(low)} (faint) to ${duration(high)}`),
-        make("div", "strip", ...cells),
-      ];
-    };
+    const cells = (times: readonly number[]): Cell[] =>
+      times.map((time, worker) => ({ name: `worker ${pane.trace.workerName(worker)}`, time, query: `worker:${worker}` }));
     return [
       make("h3", "", "Workers, from the first to the last"),
-      ...strip("computing and loading", found.busy, computing!),
-      ...strip("waiting", found.waiting, barrier!),
+      ...this.strip(found, "computing and loading", cells(found.busy), computing!),
+      ...this.strip(found, "waiting", cells(found.waiting), barrier!),
+    ];
+  }
+
+  private strip({ time: whole }: Summary, title: string, all: readonly Cell[], colour: Rgb): HTMLElement[] {
+    const times = all.map(({ time }) => time);
+    const [low, high] = [Math.min(...times), Math.max(...times)];
+    const cells = all.slice(0, MAX_CELLS).map(({ name, time, query }) => {
+      const part = time / Math.max(1, whole);
+      const cell = button("", `${name}: ${duration(time)}, ${percent(part)} of the step`, () => this.app.search(query));
+      cell.style.backgroundColor = `rgb(${colour.map(Math.round).join(" ")} / ${strength(time, low, high).toFixed(3)})`;
+      cell.tabIndex = -1;
+      return cell;
+    });
+    return [
+      make("p", "faint", `${title}: ${duration(low)} (faint) to ${duration(high)}`),
+      make("div", "strip", ...cells),
+    ];
+  }
+
+  /** The same by SM, over all steps like this one, and which SMs are busy longest. */
+  private sms(pane: Pane, found: Summary): HTMLElement[] {
+    const { sms } = found;
+    if (sms.length === 0) return [];
+    const name = ({ rank, sm }: Sm): string => pane.trace.smName(rank, sm);
+    const cells = sms.map((s) => ({ name: `SM ${name(s)}`, time: s.time, query: `sm:${s.sm}` }));
+    const longest = [...sms].sort((a, b) => b.time - a.time).slice(0, MAX_SMS);
+    const ofMean = { text: (s: Sm) => `${s.ofMean.toFixed(2)} ×`, value: (s: Sm) => s.ofMean };
+    const equal = { text: (s: Sm) => `${s.equalWork.toFixed(2)} ×`, value: (s: Sm) => s.equalWork };
+    const part = (s: Sm): number => s.count / Math.max(1, s.of);
+    const table = makeTable<Sm>(
+      [
+        { title: "SM", text: name, value: (s) => s.sm, help: "its number on the GPU; 2n and 2n + 1 are one TPC" },
+        { title: "work", text: (s) => duration(s.time), value: (s) => s.time, help: "computing and loading, mean of all steps like this one" },
+        { title: "of mean", ...ofMean, help: "over the mean of all SMs" },
+        { title: "equal work", ...equal, help: "over what instructions of the same label, bytes and operations take on average on all SMs" },
+        { title: "came last", text: (s) => percent(part(s)), value: part, bar: part, help: "of all waits for others" },
+      ],
+      longest,
+      (s) => this.app.search(`sm:${s.sm}`),
+    );
+    return [
+      make("h3", "", "SMs, from the first to the last"),
+      ...(found.slowSms === "" ? [] : [make("p", "note", `${found.slowSms}.`)]),
+      ...this.strip(found, "computing and loading", cells, this.app.theme.states[0]!),
+      table,
     ];
   }
 }

@@ -15,6 +15,7 @@ import { CONSUMER, ROLES, SEGMENTS } from "./roles.ts";
 import { FileError, Safetensors, int64At } from "./safetensors.ts";
 
 const MAX_WORKERS = 65536;
+const MAX_SMS = 65536;
 /** Of the upper half of a time: 2^60 ns. */
 const MAX_HIGH = 2 ** 28;
 
@@ -60,6 +61,8 @@ export class Trace implements Events {
   readonly workerOffsets: Int32Array;
   readonly step: Int32Array;
   readonly worker: Int32Array;
+  /** The SM of the rank's GPU on which each record was executed, -1: unknown; null: the file does not say. */
+  readonly sm: Int32Array | null;
   readonly slot: Int32Array;
   readonly instruction: Int32Array;
   readonly cause: Int32Array;
@@ -144,6 +147,10 @@ export class Trace implements Events {
     };
     this.step = gather(fileStep);
     this.worker = gather(fileWorker);
+    this.sm = columns.has("record.sm") ? gather(columns.int32("record.sm", count)) : null;
+    for (const sm of this.sm ?? []) {
+      if (sm < -1 || sm >= MAX_SMS) throw new FileError(`The file is damaged: a record has SM ${sm} of ${MAX_SMS}.`);
+    }
     this.slot = gather(columns.int32("record.slot", count));
     this.instruction = gather(fileInstruction);
     const cause = gather(columns.int32("record.cause", count));
@@ -310,6 +317,21 @@ export class Trace implements Events {
   workerName(worker: number): string {
     if (this.unknownWorker && worker === this.workers - 1) return "unknown";
     return this.ranks > 1 ? `${this.rankOf(worker)}:${worker % this.workersPerRank}` : String(worker);
+  }
+
+  /** The name of an SM: its number, after that of its rank where there are several. */
+  smName(rank: number, sm: number): string {
+    return this.ranks > 1 ? `${rank}:${sm}` : String(sm);
+  }
+
+  /** A number for the SM of a record that no SM of another rank has; -1: unknown. */
+  smPlace(record: number): number {
+    const sm = this.sm?.[record] ?? -1;
+    return sm < 0 ? -1 : (this.rankOf(this.worker[record]!) ?? 0) * MAX_SMS + sm;
+  }
+
+  smPlaceName(place: number): string {
+    return place < 0 ? "unknown" : this.smName(Math.floor(place / MAX_SMS), place % MAX_SMS);
   }
 
   get ranks(): number {
