@@ -18,7 +18,7 @@ from megavm.scheduler.llama.graph import (
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.codegen import program_header
-from megavm.vm.cuda.compiler import Kernel, compile_kernel
+from megavm.vm.cuda.compiler import Kernel, compile_ahead, compile_kernel
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import DType
 
@@ -100,11 +100,17 @@ def compile_kernels(
 ) -> list[ModelKernel]:
     """Compile the kernels of a model, or load them from the cache. See ``kernel_headers``.
 
+    Kernels are compiled side by side, one for each core; ``report`` gets a line before that.
+
     Raises ValueError when the model cannot be compiled, CompileError when a kernel cannot.
     """
-    return [
-        ModelKernel(rows, compile_kernel(header, architecture, report=report))
-        for header, rows in kernel_headers(
-            config, dtype, workers, restricted=restricted, parallel=parallel
-        ).items()
-    ]
+    headers = kernel_headers(config, dtype, workers, restricted=restricted, parallel=parallel)
+    if report is not None:
+        report(f"compiling up to {len(headers)} kernels for {architecture} ...")
+    new = set(compile_ahead(list(headers), architecture))
+    kernels = []
+    for header, rows in headers.items():
+        kernel = compile_kernel(header, architecture)
+        cached = kernel.cached and header not in new
+        kernels.append(ModelKernel(rows, replace(kernel, cached=cached)))
+    return kernels

@@ -8,10 +8,12 @@ import pytest
 
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.compiler import (
+    CompileError,
     CompilerOptions,
     Kernel,
     cache_directory,
     cache_key,
+    compile_ahead,
     compile_kernel,
     included_sources,
     resource_usage,
@@ -62,6 +64,18 @@ def test_a_kernel_is_compiled_once_and_then_read_from_the_cache(root: Path) -> N
     assert first.registers == second.registers > 0
     assert (first.spill_stores, first.spill_loads, first.warnings) == (0, 0, [])
     assert [p.name for p in first.path.parent.iterdir()] == [first.path.name]
+
+
+def test_kernels_are_compiled_side_by_side_and_errors_are_left_to_compile_kernel(
+    root: Path,
+) -> None:
+    broken = HEADER.replace("3", "what")
+    headers = [HEADER, HEADER.replace("3", "4"), broken]
+    assert compile_ahead(headers, processes=2, root=root) == headers
+    assert [compiled(root, header).cached for header in headers[:2]] == [True, True]
+    with pytest.raises(CompileError, match="what"):
+        compiled(root, broken)
+    assert compile_ahead(headers, processes=2, root=root) == [broken]
 
 
 @pytest.mark.parametrize("name", ["megakernel.cu", "first.cuh", "second.cuh"])

@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -112,8 +114,7 @@ def compile_kernel(
     """
     options = options or CompilerOptions()
     generated = generated_headers(program_header)
-    key = cache_key(generated, architecture, options, root, entry)
-    path = cache_directory() / f"{key}.kernel"
+    path = _cache_path(generated, architecture, options, root, entry)
     known = read_cached(path)
     if known is not None:
         return known
@@ -140,6 +141,59 @@ def compile_kernel(
         logger.warning("the kernel cannot be cached in %s: %s", path.parent, error)
         return Kernel(**{**vars(kernel), "path": None})
     return kernel
+
+
+def compile_ahead(
+    program_headers: Sequence[str],
+    architecture: str = TARGETS["cuda"].architecture,
+    *,
+    processes: int | None = None,
+    root: Path = ROOT,
+) -> list[str]:
+    """Compile kernels into the cache, several at a time; return the headers that it did not hold.
+
+    NVRTC compiles one kernel at a time in a process, so each kernel has its own. ``processes``: how
+    many at a time; by default, as many as there are cores that this process may use. A kernel that
+    does not compile, or cannot be stored, is left to ``compile_kernel``, which says why.
+    """
+    options = CompilerOptions()
+    missing = [
+        header
+        for header in program_headers
+        if not _cache_path(generated_headers(header), architecture, options, root).is_file()
+    ]
+    waiting, running = list(missing), list[subprocess.Popen[str]]()
+    most = processes or len(os.sched_getaffinity(0))
+    if most < 2 or len(missing) < 2:
+        return missing
+    try:
+        while waiting or running:
+            while waiting and len(running) < most:
+                running.append(_start_compiler(waiting.pop(), architecture, root))
+            running.pop(0).wait()
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+    return missing
+
+
+def _start_compiler(program_header: str, architecture: str, root: Path) -> subprocess.Popen[str]:
+    """Start a process that compiles a kernel into the cache (see the end of this file)."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, architecture, str(root)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdin is not None
+    try:
+        process.stdin.write(program_header)
+        process.stdin.close()
+    except BrokenPipeError:  # it has ended; compile_kernel says why
+        pass
+    return process
 
 
 def generated_headers(program_header: str) -> dict[str, str]:
@@ -223,6 +277,17 @@ def cache_directory() -> Path:
     return Path(os.path.expanduser("~")) / ".cache" / "megavm"
 
 
+def _cache_path(
+    generated: Mapping[str, str],
+    architecture: str,
+    options: CompilerOptions,
+    root: Path = ROOT,
+    entry: str = ENTRY,
+) -> Path:
+    """Where the cache has a kernel."""
+    return cache_directory() / f"{cache_key(generated, architecture, options, root, entry)}.kernel"
+
+
 def cache_key(
     generated: Mapping[str, str],
     architecture: str,
@@ -299,3 +364,7 @@ def write_cached(path: Path, kernel: Kernel) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+if __name__ == "__main__":  # a process of compile_ahead
+    compile_kernel(sys.stdin.read(), sys.argv[1], root=Path(sys.argv[2]))

@@ -48,6 +48,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         )
 
     monkeypatch.setattr(kernels, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(kernels, "compile_ahead", lambda headers, architecture: headers[1:])
     monkeypatch.setattr(cuda_compiler, "reason_unavailable", lambda: None)
     monkeypatch.setattr(cuda_machine, "reason_unavailable", lambda device=0: "no GPU today")
     return str(tmp_path)
