@@ -45,7 +45,7 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
     if (stage.trace_row == kNone) return;
     if (lane_index() == 0) set_current(stage.position, stage.step - launch.first_step);
     consumer.note(stage, Event::kBegin);
-    Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) {
+    Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) __attribute__((always_inline)) {
       K::consume(stage, consumer);
       if constexpr (!K::kStores) consumer.note(stage, Event::kEnd);
     });

@@ -20,9 +20,10 @@ struct Boxes {
   uint64_t map;     // address of the matrix's map for boxes of kBoxRows rows; with an index, of one
   uint64_t index;   // 0, or the address of the numbers of the rows
   uint32_t column;  // the first
-  uint32_t row;     // the first, of the index if there is one
-  uint32_t rows;    // rows that count; further ones only if there is an index: they become zeros
-  uint32_t limit;   // rows of the matrix
+  uint32_t end_column;  // boxes that begin there or later are zeros
+  uint32_t row;         // the first, of the index if there is one
+  uint32_t rows;   // rows that count; further ones only if there is an index: they become zeros
+  uint32_t limit;  // rows of the matrix
 };
 
 class Loader {
@@ -181,7 +182,8 @@ class Loader {
       const auto of_slot = [&](auto value) { return __shfl_sync(~0u, value, slot); };
       issue(of_slot(first_slot_), slot,
             {of_slot(boxes_.map), of_slot(boxes_.index), of_slot(boxes_.column),
-             of_slot(boxes_.row), of_slot(boxes_.rows), of_slot(boxes_.limit)},
+             of_slot(boxes_.end_column), of_slot(boxes_.row), of_slot(boxes_.rows),
+             of_slot(boxes_.limit)},
             of_slot(boxes_count_));
     }
     __syncwarp();
@@ -192,13 +194,17 @@ class Loader {
                                         uint32_t count) const {
     constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
     constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
+    constexpr uint32_t kBeyond = 1u << 30;  // beyond any matrix
     const uint32_t to = PageCursor{{slot, 0}}.address();
     const uint32_t arrived = page_arrived(first_slot).address();
+    const auto column_of = [&](uint32_t box) {
+      const uint32_t column = boxes.column + box * kBoxColumns;
+      return column < boxes.end_column ? column : kBeyond;
+    };
     if (boxes.index == 0) {
       const uint32_t box = lane_index();
       if (box < count)
-        ptx::box_load(to + box * kBoxBytes, boxes.map, boxes.column + box * kBoxColumns, boxes.row,
-                      arrived);
+        ptx::box_load(to + box * kBoxBytes, boxes.map, column_of(box), boxes.row, arrived);
       return;
     }
     for (uint32_t i = lane_index(); i < count * kBoxRows; i += kLanes) {
@@ -209,8 +215,7 @@ class Loader {
         from = ptx::load_constant(boxes.index + 4 * row);
         if (from >= boxes.limit) stop_instruction(Fault::kRowIndex, row, 0, from, boxes.limit);
       }
-      ptx::box_load(to + i * kBoxRowBytes, boxes.map, boxes.column + i / kBoxRows * kBoxColumns,
-                    from, arrived);
+      ptx::box_load(to + i * kBoxRowBytes, boxes.map, column_of(i / kBoxRows), from, arrived);
     }
   }
 

@@ -369,8 +369,13 @@ __device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" 
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Orders ordinary accesses before later copies of the copy engine, which uses the async proxy.
+// NOTE: it waits for all stores of the thread, those to global memory too.
 __device__ __forceinline__ void fence_proxy_async() {
   asm volatile("fence.proxy.async;" ::: "memory");
+}
+// The same for accesses to shared memory alone, which takes next to no time.
+__device__ __forceinline__ void fence_proxy_async_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
 }  // namespace megavm::ptx

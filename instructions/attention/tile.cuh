@@ -252,7 +252,7 @@ struct AttentionTile {
 #pragma unroll 1
       for (uint32_t i = begin + consumer.thread(); i < end; i += kNumConsumerThreads)
         ptx::store_shared4(values + panel * kPanel + i * kChunk, {0, 0, 0, 0});
-    ptx::fence_proxy_async();
+    ptx::fence_proxy_async_shared();
     return consumer.sync_unless_stopping();
   }
 

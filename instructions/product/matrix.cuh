@@ -2,8 +2,12 @@
 // of x the operand B. The consumers are two warpgroups. Each multiplies blocks of 64 stored rows
 // of the weight with up to kMatrixRows rows of x, and keeps the sums in registers.
 //
-// When a group is multiplied, each warp puts its sums into shared memory, 16 rows of the weight and
-// 16 rows of x at a time, and finishes them by the epilogue of the instruction (epilogue.cuh).
+// When a group is multiplied, each warp *stages* its sums in the pages of the last step: 16 rows of
+// the weight and up to 64 rows of x at a time. Then it finishes them by the epilogue of the
+// instruction (epilogue.cuh).
+//
+// A group of one block would leave a warpgroup without work. There, each warpgroup multiplies half
+// of the boxes, and the epilogue adds the sums of both.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -77,60 +81,43 @@ struct MatrixSums : MatrixSizes {
     for (auto& of_block : sum) ptx::settle(of_block);
   }
 
-  // Put 16 rows of x of one of the blocks into this warp's part of the scratch.
+  // Stage the sums of kStagedRows rows of x and of one of the blocks, from address `to` on.
   // NOTE: a switch, because ptxas makes a jump of it. Of conditions it makes predicates, and runs
   // through the stores of all parts for each.
   __device__ __forceinline__ void stage(uint32_t block, uint32_t part, uint32_t to) const {
-    const uint32_t lane = lane_index();
-    to += lane % 4 * 2 * kStagedStride + lane / 4 * 4;
+    const uint32_t lane = lane_index(), weight_row = lane / 4, x_rows = lane % 4;
+    // Row 2 x_rows + next of x, row weight_row + 8 half of the weight; see staged_at.
+    uint32_t places[2][2];
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half)
+#pragma unroll
+      for (uint32_t next = 0; next < 2; ++next)
+        places[half][next] = to + staged_at(2 * x_rows + next, weight_row + 8 * half);
     switch (block * kParts + part) {
       case 0:
-        return put<0>(to);
+        return put<0>(places);
       case 1:
-        return put<1>(to);
+        return put<1>(places);
       case 2:
-        return put<2>(to);
+        return put<2>(places);
       case 3:
-        return put<3>(to);
-      case 4:
-        return put<4>(to);
-      case 5:
-        return put<5>(to);
-      case 6:
-        return put<6>(to);
-      case 7:
-        return put<7>(to);
-      case 8:
-        return put<8>(to);
-      case 9:
-        return put<9>(to);
-      case 10:
-        return put<10>(to);
-      case 11:
-        return put<11>(to);
-      case 12:
-        return put<12>(to);
-      case 13:
-        return put<13>(to);
-      case 14:
-        return put<14>(to);
-      case 15:
-        return put<15>(to);
+        return put<3>(places);
     }
   }
 
- private:
   static constexpr uint32_t kParts = kRows / kStagedRows;
-  static_assert(kMaxBlocks * kMaxMatrixRows / kStagedRows == 16);
+  static_assert(kMaxBlocks * kParts <= 4);
 
+ private:
   template <uint32_t kNumber>
-  __device__ __forceinline__ void put(uint32_t to) const {
+  __device__ __forceinline__ void put(const uint32_t (&places)[2][2]) const {
     if constexpr (kNumber < kMaxBlocks * kParts)
 #pragma unroll
-      for (uint32_t j = 0; j < 8; ++j)
+      for (uint32_t i = 0; i < kStagedRows / 2; ++i)
         // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-        ptx::store_shared(to + (j / 4 * 8 + j % 2) * kStagedStride + j / 2 % 2 * 32,
-                          __float_as_uint(sum[kNumber / kParts][kNumber % kParts * 8 + j]));
+        ptx::store_shared(
+            places[i / 2 % 2][i % 2] + i / 4 * 8 * kStagedRowBytes,
+            __float_as_uint(sum[kNumber / kParts][kNumber % kParts * (kStagedRows / 2) + i]));
   }
 };
 
@@ -171,6 +158,9 @@ class MatrixConsumer : MatrixSizes {
   }
 
  private:
+  static constexpr uint32_t kPairsOfWarp = 8;
+  static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
+
   __device__ __forceinline__ uint32_t warpgroup() const { return consumer_.warp() / 4; }
 
   // Multiply and finish the group of blocks that begins with `first`. `stops`: see multiply.
@@ -180,17 +170,23 @@ class MatrixConsumer : MatrixSizes {
     MatrixSums sums;
     sums.clear();
     sums.settle();
-    if (group.blocks <= kWarpgroups)
-      multiply<1>(group, sums, scales, stops);
+    const uint32_t own = group.boxes / (group.is_shared() ? kWarpgroups : 1);
+    if (group.blocks > kWarpgroups)
+      multiply<kMaxBlocks, 1>(group, sums, scales, stops);
+    else if (kRows <= 64 && own % 2 == 0)
+      multiply<1, kRows <= 64 ? 2 : 1>(group, sums, scales, stops);
     else
-      multiply<kMaxBlocks>(group, sums, scales, stops);
+      multiply<1, 1>(group, sums, scales, stops);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
-    if (first == 0 && product_.x_squares != kNone) {
-      while (scales.advance()) continue;
-      consumer_.sync();
-    }
-    Used::dispatch(stage_.words.header.opcode,
-                   [&]<class I>(I*) { finish(Epilogue<I>(stage_), group, sums); });
+    while (scales.advance()) continue;
+    // The pages of the last step may be overwritten, and the scales are there.
+    consumer_.sync_alive();
+    Used::dispatch(stage_.words.header.opcode, [&]<class I>(I*) __attribute__((always_inline)) {
+      finish(Epilogue<I>(stage_), group, sums);
+    });
+    // Copies into these pages come after the sums that were staged there.
+    ptx::fence_proxy_async_shared();
+    consumer_.finish_pages(group.pages);
   }
 
   // Where the operands of a box begin, as descriptors count.
@@ -199,7 +195,7 @@ class MatrixConsumer : MatrixSizes {
     uint32_t weights[kBlocks], x;
   };
 
-  // The operands of box `box` of a step whose pages begin with `page`.
+  // The operands of this warpgroup's boxes of a step whose pages begin with `page`.
   // NOTE: nothing but sums, because this stands between the products of two boxes.
   template <uint32_t kBlocks>
   class StepOperands {
@@ -235,46 +231,56 @@ class MatrixConsumer : MatrixSizes {
     uint32_t box_units_;         // from one box to the next
   };
 
-  // Multiply the blocks of this warpgroup, up to kBlocks.
+  // Multiply the blocks of this warpgroup, up to kBlocks, by kBoxes boxes at a time. The pages of
+  // the last step are not finished.
   // NOTE: a wgmma without all four warps of its warpgroup is an illegal instruction, after which
   // the GPU's context is lost. So all consumers meet before this, after the last place where one of
   // them may end. If the worker is stopping (`stops`), they multiply what the pages hold, and end
   // later.
-  template <uint32_t kBlocks>
+  template <uint32_t kBlocks, uint32_t kBoxes>
   __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums,
                                            RowScales& scales, bool stops) {
     if constexpr (!RowScales::kMayPause) {
       while (scales.advance()) continue;
       consumer_.sync_alive();
     }
-    const uint32_t boxes = order_.boxes();
-    // Rows of x whose scale a warp computes beside a box, and from which box to which: what it asks
-    // for has arrived by then.
+    // A *turn* is kBoxes boxes of a step. All boxes of a step are there; those beyond the last
+    // column are zeros.
+    const uint32_t steps = ceil_div(order_.boxes(), group.boxes);
+    const uint32_t own = group.is_shared() ? group.boxes / kWarpgroups : group.boxes;
+    const uint32_t first_box = group.is_shared() ? warpgroup() * own : 0;
+    const uint32_t turns = steps * (own / kBoxes);
+    // Rows of x whose scale a warp computes beside a turn, and from which turn to which: what it
+    // asks for has arrived by then.
     constexpr uint32_t kScales = kRows / kNumConsumers + 1;
-    const uint32_t scaled = ceil_div(kScales, boxes), apart = max_of(1, boxes / kScales);
+    const uint32_t scaled = ceil_div(kScales, turns), apart = max_of(1, turns / kScales);
     uint32_t next_scales = 0;
     const StepOperands<kBlocks> operands(group, warpgroup());
     PageCursor page = consumer_.page;  // the first of the step
-    uint32_t in_step = 0;
-    // NOTE: one loop over the boxes of all steps. With one in the other, or with an end of the warp
-    // in it, ptxas waits for every wgmma. The products of a box are in progress until those of the
+    uint32_t in_step = 0;              // boxes of this warpgroup
+    // NOTE: one loop over the turns of all steps. With one in the other, or with an end of the warp
+    // in it, ptxas waits for every wgmma. The products of a turn are in progress until those of the
     // next one have begun.
 #pragma unroll 1
-    for (uint32_t box = 0; box < boxes; ++box) {
+    for (uint32_t turn = 0; turn < turns; ++turn) {
       if (in_step == 0) {
         stops |= !consumer_.has_step_arrived(page);
-        if (box + group.boxes >= boxes) consumer_.note(stage_, Event::kLoadArrived);
+        if (turn + own / kBoxes >= turns) consumer_.note(stage_, Event::kLoadArrived);
       }
-      multiply_box<kBlocks>(operands.of(page, in_step), sums);
+      BoxOperands<kBlocks> boxes[kBoxes];
+#pragma unroll
+      for (uint32_t i = 0; i < kBoxes; ++i) boxes[i] = operands.of(page, first_box + in_step + i);
+      multiply_boxes<kBlocks, kBoxes>(boxes, sums);
       if constexpr (RowScales::kMayPause)
-        if (box == next_scales) {
+        if (turn == next_scales) {
           for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
           next_scales += apart;
         }
       ptx::wgmma_wait<1>();
       // A worker that stops leaves its pages: some may not have arrived.
-      if (in_step == 0 && box > 0) consumer_.finish_pages(stops ? 0 : group.pages);
-      if (++in_step == group.boxes) {
+      if (in_step == 0 && turn > 0) consumer_.finish_pages(stops ? 0 : group.pages);
+      in_step += kBoxes;
+      if (in_step == own) {
         in_step = 0;
         page.advance(group.pages);
       }
@@ -282,7 +288,6 @@ class MatrixConsumer : MatrixSizes {
     ptx::wgmma_wait<0>();
     sums.settle();
     if (stops) give_up(page);
-    consumer_.finish_pages(group.pages);
   }
 
   // End this warp, which waited for the instruction's input, or for pages up to `page`.
@@ -292,33 +297,101 @@ class MatrixConsumer : MatrixSizes {
     page_arrived(page.slot).give_up(page.phase);
   }
 
-  // Begin the products of a box.
-  template <uint32_t kBlocks>
-  __device__ __forceinline__ void multiply_box(const BoxOperands<kBlocks>& box, MatrixSums& sums) {
+  // Begin the products of several boxes.
+  template <uint32_t kBlocks, uint32_t kBoxes>
+  __device__ __forceinline__ void multiply_boxes(const BoxOperands<kBlocks> (&boxes)[kBoxes],
+                                                 MatrixSums& sums) {
     // NOTE: no branches between these. Otherwise ptxas waits for every single wgmma.
     ptx::wgmma_fence();
 #pragma unroll
-    for (uint32_t tile = 0; tile < kBoxTiles; ++tile)
+    for (const BoxOperands<kBlocks>& box : boxes)
 #pragma unroll
-      for (uint32_t part = 0; part < 2; ++part)
+      for (uint32_t tile = 0; tile < kBoxTiles; ++tile)
 #pragma unroll
-        for (uint32_t i = 0; i < kBlocks; ++i) {
-          using enum ptx::OperandSwizzle;
-          ptx::wgmma<kRows>(
-              sums.sum[i],
-              ptx::operand_descriptor<k64Bytes>(
-                  box.weights[i], tile * kTileBytes + part * kOperandBytes, kUnitBytes),
-              ptx::operand_descriptor<k128Bytes>(box.x, tile * kTileRowBytes + part * kOperandBytes,
-                                                 kUnitRows * kBoxRowBytes));
-        }
+        for (uint32_t part = 0; part < 2; ++part)
+#pragma unroll
+          for (uint32_t i = 0; i < kBlocks; ++i) {
+            using enum ptx::OperandSwizzle;
+            ptx::wgmma<kRows>(
+                sums.sum[i],
+                ptx::operand_descriptor<k64Bytes>(
+                    box.weights[i], tile * kTileBytes + part * kOperandBytes, kUnitBytes),
+                ptx::operand_descriptor<k128Bytes>(
+                    box.x, tile * kTileRowBytes + part * kOperandBytes, kUnitRows * kBoxRowBytes));
+          }
     ptx::wgmma_commit();
   }
 
   // ---- The epilogue. A warp has 16 rows of each block, lane % 8 is the pair of them.
 
-  __device__ __forceinline__ uint32_t staged_at() const {
-    return scratch_at(kStagedAt) + consumer_.warp() * kStagedRows * kStagedStride;
+  // Where a warp stages its sums, in the pages of the last step.
+  __device__ __forceinline__ uint32_t stage_of(uint32_t warp) const {
+    constexpr uint32_t kOfPage = kPageBytes / kStagedBytes;
+    PageCursor page = consumer_.page;
+    page.advance(warp / kOfPage);
+    return page.address() + warp % kOfPage * kStagedBytes;
   }
+
+  // Stage a part of the sums of block `i`, and wait for the other warps that have sums of it.
+  __device__ __forceinline__ void stage(const MatrixGroup& group, const MatrixSums& sums,
+                                        uint32_t i, uint32_t part) const {
+    const auto meet = [&] {
+      if (group.is_shared())
+        consumer_.sync();
+      else
+        __syncwarp();
+    };
+    if (part > 0 || i > 0) meet();
+    sums.stage(i, part, stage_of(consumer_.warp()));
+    meet();
+  }
+
+  // What the warps staged that have the same 16 rows of the weight: one warp, or in a shared group
+  // one of each warpgroup, whose sums are added.
+  struct Staged {
+    uint32_t own, other;
+    bool is_shared;
+
+    template <class Words, class Load>
+    __device__ __forceinline__ Words add(uint32_t at, Load&& load) const {
+      Words words = load(own + at);
+      if (is_shared) add_words(words, load(other + at));
+      return words;
+    }
+    __device__ __forceinline__ ptx::Words4 load4(uint32_t at) const {
+      return add<ptx::Words4>(at, [](uint32_t from) { return ptx::load_shared4(from); });
+    }
+    __device__ __forceinline__ ptx::Words2 load2(uint32_t at) const {
+      return add<ptx::Words2>(at, [](uint32_t from) { return ptx::load_shared2(from); });
+    }
+
+   private:
+    static __device__ __forceinline__ uint32_t sum(uint32_t a, uint32_t b) {
+      return __float_as_uint(__uint_as_float(a) + __uint_as_float(b));
+    }
+    static __device__ __forceinline__ void add_words(ptx::Words2& to, const ptx::Words2& words) {
+      to = {sum(to.x, words.x), sum(to.y, words.y)};
+    }
+    static __device__ __forceinline__ void add_words(ptx::Words4& to, const ptx::Words4& words) {
+      to = {sum(to.x, words.x), sum(to.y, words.y), sum(to.z, words.z), sum(to.w, words.w)};
+    }
+  };
+  __device__ __forceinline__ Staged staged_in(const MatrixGroup& group) const {
+    const uint32_t warp = consumer_.warp();
+    if (!group.is_shared()) return {stage_of(warp), 0, false};
+    return {stage_of(warp % 4), stage_of(warp % 4 + 4), true};
+  }
+
+  // Blocks of the group that this warpgroup finishes, and block i of them. In a shared group both
+  // warpgroups finish its block, and take rows in turn.
+  __device__ __forceinline__ uint32_t blocks_of(const MatrixGroup& group) const {
+    if (group.is_shared()) return 1;
+    return (group.blocks + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
+  }
+  __device__ __forceinline__ uint32_t block_of(const MatrixGroup& group, uint32_t i) const {
+    return group.first + (group.is_shared() ? 0 : warpgroup() + i * kWarpgroups);
+  }
+
   __device__ __forceinline__ uint32_t kept_at(uint32_t warp, uint32_t row) const {
     return scratch_at(kKeptAt) + (warp * kRows + row) * kKeptBytes;
   }
@@ -332,34 +405,35 @@ class MatrixConsumer : MatrixSizes {
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
                                          const MatrixGroup& group, const MatrixSums& sums) const {
-    const uint32_t blocks = (group.blocks + kWarpgroups - 1 - warpgroup()) / kWarpgroups;
     if constexpr (Epilogue<Instruction>::kUnits)
       if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
           epilogue.takes_units())
-        return finish_units(epilogue, group, blocks, sums);
+        return Units<Instruction>(*this, epilogue, group, sums).finish();
     using Kept = typename Epilogue<Instruction>::Kept;
     constexpr uint32_t kAtOnce = Epilogue<Instruction>::kAtOnce;
-    constexpr uint32_t kRowStep = kLanes / kPairsOfWarp;
-    static_assert(kRowStep == kMoveRows);
+    constexpr uint32_t kRowStep = kLanes / kPairsOfWarp, kTurnRows = kAtOnce * kRowStep;
+    static_assert(kRowStep == kMoveRows && kStagedRows % (kWarpgroups * kTurnRows) == 0);
     const uint32_t pair_in_warp = lane_index() % kPairsOfWarp;
+    const Staged from = staged_in(group);
+    // Rows that a warp finishes at a time, and how far it is to the next ones.
+    const uint32_t first = group.is_shared() ? warpgroup() * kTurnRows : 0;
+    const uint32_t apart = group.is_shared() ? kWarpgroups * kTurnRows : kTurnRows;
     hold_stores(consumer_.warp());
 #pragma unroll 1
-    for (uint32_t i = 0; i < blocks; ++i) {
-      const uint32_t block = group.first + warpgroup() + i * kWarpgroups;
+    for (uint32_t i = 0; i < blocks_of(group); ++i) {
       const uint32_t in_block = consumer_.warp() % 4 * kPairsOfWarp + pair_in_warp;
-      const uint32_t unit = block * kBlockUnits + in_block / kUnitPairs;
+      const uint32_t unit = block_of(group, i) * kBlockUnits + in_block / kUnitPairs;
       const uint32_t pair = product_.pair(unit, in_block % kUnitPairs);
       const bool exists = unit < order_.units && product_.finishes(pair);
       // This thread's next row, among the live rows.
-      uint32_t row = lane_index() / kPairsOfWarp;
+      uint32_t row = first + lane_index() / kPairsOfWarp;
       typename Epilogue<Instruction>::Early early = {};
       if (exists && row < rows_) epilogue.begin(row_ + row, pair, early);
 #pragma unroll 1
       for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
-        sums.stage(i, part, staged_at());
-        __syncwarp();
+        stage(group, sums, i, part);
 #pragma unroll 1
-        for (uint32_t begin = 0; begin < kStagedRows; begin += kAtOnce * kRowStep) {
+        for (uint32_t begin = first; begin < kStagedRows; begin += apart) {
           const auto is_active = [&](uint32_t j) { return exists && row + j * kRowStep < rows_; };
           typename Epilogue<Instruction>::Early of_row[kAtOnce];
 #pragma unroll
@@ -373,9 +447,7 @@ class MatrixConsumer : MatrixSizes {
 #pragma unroll
           for (uint32_t j = 0; j < kAtOnce; ++j) {
             const uint32_t number = row + j * kRowStep;
-            const uint32_t staged = begin + lane_index() / kPairsOfWarp + j * kRowStep;
-            const ptx::Words2 words =
-                ptx::load_shared2(staged_at() + staged * kStagedStride + pair_in_warp * 8);
+            const ptx::Words2 words = from.load2(staged_at(number % kStagedRows, 2 * pair_in_warp));
             float scale = 1.0f;
             if (product_.x_squares != kNone)
               scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
@@ -386,63 +458,130 @@ class MatrixConsumer : MatrixSizes {
             if constexpr (kWordsOf<Kept> > 0)
               if (epilogue.keeps()) keep(kept, number, kPairsOfWarp);
           }
-          row += kAtOnce * kRowStep;
-          if (exists && row < rows_) epilogue.move(row_ + row, pair, kAtOnce * kRowStep, early);
+          row += apart;
+          if (exists && row < rows_) epilogue.move(row_ + row, pair, apart, early);
         }
-        __syncwarp();
       }
     }
   }
 
   // The same, if a thread may finish a unit at a time. A lane has one of the warp's two units of a
-  // block, and every sixteenth row.
+  // block, and every sixteenth row. It finishes kTogether of them at a time, so that what one waits
+  // for is hidden by the other.
   template <class Instruction>
-  __device__ __forceinline__ void finish_units(const Epilogue<Instruction>& epilogue,
-                                               const MatrixGroup& group, uint32_t blocks,
-                                               const MatrixSums& sums) const {
+  struct Units {
     using Kept = typename Epilogue<Instruction>::Kept;
     using OfRow = typename Epilogue<Instruction>::OfRow;
-    static_assert(kStagedRows * kUnitsOfWarp == kLanes);
-    const uint32_t of_warp = lane_index() % kUnitsOfWarp, lane_row = lane_index() / kUnitsOfWarp;
-    hold_stores(consumer_.warp());
+    using OfUnit = typename Epilogue<Instruction>::OfUnit;
+    using Asked = typename Epilogue<Instruction>::Asked;
+    static constexpr uint32_t kTurnRows = kLanes / kUnitsOfWarp;  // rows of a warp at a time
+    static constexpr uint32_t kTurns = kStagedRows / kTurnRows, kTogether = min_of(2, kTurns);
+
+    const MatrixConsumer& consumer;
+    const Epilogue<Instruction>& epilogue;
+    const MatrixGroup& group;
+    const MatrixSums& sums;
+    const Staged from;
+    uint32_t first, apart;  // turns of this warp
+    uint32_t of_warp, lane_row;
+
+    __device__ __forceinline__ Units(const MatrixConsumer& consumer,
+                                     const Epilogue<Instruction>& epilogue,
+                                     const MatrixGroup& group, const MatrixSums& sums)
+        : consumer(consumer),
+          epilogue(epilogue),
+          group(group),
+          sums(sums),
+          from(consumer.staged_in(group)),
+          first(group.is_shared() ? consumer.warpgroup() : 0),
+          apart(group.is_shared() ? kWarpgroups : 1),
+          of_warp(lane_index() % kUnitsOfWarp),
+          lane_row(lane_index() / kUnitsOfWarp) {}
+
+    // NOTE: one copy of the code for each part of each block. So the sums that are staged already
+    // occupy no registers, and nothing spills.
+    template <uint32_t kBlock = 0>
+    __device__ __forceinline__ void finish() const {
+      if constexpr (kBlock < kMaxBlocks) {
+        if (kBlock >= consumer.blocks_of(group)) return;
+        const uint32_t unit = consumer.block_of(group, kBlock) * kBlockUnits +
+                              consumer.consumer_.warp() % 4 * kUnitsOfWarp + of_warp;
+        const uint32_t pair = consumer.product_.pair(unit, 0);
+        const uint32_t rows = unit < consumer.order_.units ? consumer.rows_ : 0;
+        OfUnit of_unit = {};
+        if (rows > 0) epilogue.begin_unit(pair, of_unit);
+        Asked asked[kTogether] = {};
+        ask(0, first, rows, of_unit, asked);
+        finish_parts<kBlock>(pair, rows, of_unit, asked);
+        finish<kBlock + 1>();
+      }
+    }
+
+   private:
+    // The row of turn `number` of a part, among the rows of the group.
+    __device__ __forceinline__ uint32_t row_of(uint32_t part, uint32_t number) const {
+      return part * kStagedRows + number * kTurnRows + lane_row;
+    }
+
+    // Ask for what the rows of a turn need, and of the turns after it that come with it.
+    __device__ __forceinline__ void ask(uint32_t part, uint32_t turn, uint32_t rows,
+                                        const OfUnit& of_unit, Asked (&asked)[kTogether]) const {
+#pragma unroll
+      for (uint32_t j = 0; j < kTogether; ++j) {
+        const uint32_t number = turn + j * apart, row = row_of(part, number);
+        if (number < kTurns && row < rows)
+          epilogue.ask(consumer.row_ + row, consumer.template found<OfRow>(row), of_unit, asked[j]);
+      }
+    }
+
+    template <uint32_t kBlock, uint32_t kPart = 0>
+    __device__ __forceinline__ void finish_parts(uint32_t pair, uint32_t rows,
+                                                 const OfUnit& of_unit,
+                                                 Asked (&asked)[kTogether]) const {
+      if constexpr (kPart < MatrixSums::kParts) {
+        if (kPart * kStagedRows >= consumer.rows_) return;
+        consumer.stage(group, sums, kBlock, kPart);
 #pragma unroll 1
-    for (uint32_t i = 0; i < blocks; ++i) {
-      const uint32_t block = group.first + warpgroup() + i * kWarpgroups;
-      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * kUnitsOfWarp + of_warp;
-      const uint32_t pair = product_.pair(unit, 0);
-      const uint32_t rows = unit < order_.units ? rows_ : 0;
-      typename Epilogue<Instruction>::OfUnit of_unit = {};
-      typename Epilogue<Instruction>::Asked asked = {};
-      if (rows > 0) epilogue.begin_unit(pair, of_unit);
-      if (lane_row < rows) epilogue.ask(row_ + lane_row, found<OfRow>(lane_row), of_unit, asked);
-#pragma unroll 1
-      for (uint32_t part = 0; part * kStagedRows < rows_; ++part) {
-        sums.stage(i, part, staged_at());
-        __syncwarp();
-        const uint32_t row = part * kStagedRows + lane_row, next_row = row + kStagedRows;
-        const uint32_t from = staged_at() + lane_row * kStagedStride + of_warp * 4 * kUnitRows;
-        const ptx::Words4 low = ptx::load_shared4(from), high = ptx::load_shared4(from + 16);
+        for (uint32_t turn = first; turn < kTurns; turn += kTogether * apart) {
+          Asked next[kTogether] = {};
+          if (turn + kTogether * apart < kTurns)
+            ask(kPart, turn + kTogether * apart, rows, of_unit, next);
+          else if (kPart + 1 < MatrixSums::kParts)
+            ask(kPart + 1, first, rows, of_unit, next);
+#pragma unroll
+          for (uint32_t j = 0; j < kTogether; ++j) {
+            finish_turn(kPart, turn + j * apart, pair, rows, of_unit, asked[j]);
+            asked[j] = next[j];
+          }
+        }
+        finish_parts<kBlock, kPart + 1>(pair, rows, of_unit, asked);
+      }
+    }
+
+    __device__ __forceinline__ void finish_turn(uint32_t part, uint32_t number, uint32_t pair,
+                                                uint32_t rows, const OfUnit& of_unit,
+                                                const Asked& asked) const {
+      const uint32_t row = row_of(part, number);
+      Kept kept = {};
+      if (number < kTurns && row < rows) {
+        const uint32_t place =
+            staged_at(lane_row, of_warp * kUnitRows) + number * kTurnRows * kStagedRowBytes;
+        const ptx::Words4 low = from.load4(place), high = from.load4(place ^ 16);
         float scale = 1.0f;
-        if (product_.x_squares != kNone && row < rows)
+        if (consumer.product_.x_squares != kNone)
           scale = __uint_as_float(ptx::load_shared(scratch_at(4 * row)));
-        typename Epilogue<Instruction>::Asked next = {};
-        if (next_row < rows) epilogue.ask(row_ + next_row, found<OfRow>(next_row), of_unit, next);
         const auto scaled = [&](uint32_t x, uint32_t y) {
           return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
         };
         const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
                                       scaled(high.x, high.y), scaled(high.z, high.w)}};
-        Kept kept = {};
-        if (row < rows)
-          epilogue.finish_unit(row_ + row, found<OfRow>(row), pair, unit_sums, of_unit, asked,
-                               kept);
-        if constexpr (kWordsOf<Kept> > 0)
-          if (epilogue.keeps()) keep(kept, row, kUnitsOfWarp);
-        asked = next;
-        __syncwarp();
+        epilogue.finish_unit(consumer.row_ + row, consumer.template found<OfRow>(row), pair,
+                             unit_sums, of_unit, asked, kept);
       }
+      if constexpr (kWordsOf<Kept> > 0)
+        if (epilogue.keeps()) consumer.keep(kept, row, kUnitsOfWarp);
     }
-  }
+  };
 
   // What the epilogue looked up of a row.
   template <class OfRow>
@@ -504,9 +643,6 @@ class MatrixConsumer : MatrixSizes {
       }
     });
   }
-
-  static constexpr uint32_t kPairsOfWarp = 8;
-  static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
 
   const Stage& stage_;
   const Product& product_;

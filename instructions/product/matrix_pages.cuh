@@ -4,6 +4,8 @@
 // Loader and consumers process pages in the same order:
 //   for each kMatrixRows rows, for each group of blocks, for each step of some columns:
 //     pages of x; pages of weights.
+// In steps of few rows, all workers multiply the same x at the same time. Each begins with other
+// columns, so that they do not read the same lines at once.
 //
 // The operands come in boxes of 64 columns, which the copy engine finds by maps (vm/cuda/boxes.py).
 // A box of x is [row][128 bytes] with the 128-byte swizzle. A box of a block of weights is
@@ -37,23 +39,40 @@ struct MatrixSizes {
   static constexpr uint32_t kMostStepPages = 1 + kGroupBlocks * kBlockUnits / kPageUnits;
   static_assert(program::kMatrixRows == 0 || 2 * kMostStepPages <= kPages);
 
+  // Whether workers begin with different columns. With more rows, several tiles of them are
+  // multiplied at the same time, and the second-level cache likes that workers share lines.
+  static constexpr bool kRotates = kRows <= 64;
+
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
 
-  // Sums that a warp finishes at a time: 16 rows of x, and 16 rows of the weight with 4 more words,
-  // so that neither rows nor columns of threads meet in a bank.
-  static constexpr uint32_t kStagedRows = 16;
-  static constexpr uint32_t kStagedStride = 4 * (16 + 4);
-  static constexpr uint32_t kStagedAt = 4 * kRows;  // behind the scales
-  // What epilogues look up of each row, and what each warp keeps of it.
-  static constexpr uint32_t kOfRowsAt = kStagedAt + kNumConsumers * kStagedRows * kStagedStride;
+  // A warp stages its sums of so many rows of x and 16 rows of the weight, in pages of a step.
+  static constexpr uint32_t kStagedRows = min_of(kRows, 64);
+  static constexpr uint32_t kStagedRowBytes = 16 * 4;
+  static constexpr uint32_t kStagedBytes = kStagedRows * kStagedRowBytes;
+  static_assert(kNumConsumers * kStagedBytes <= 2 * kPageBytes, "a step has two pages at least");
+
+  // Where the sum of a row of x and a row of the weight is staged.
+  // Each row of x has 64 bytes. So that neither the threads that store sums (2 rows of x in 4
+  // lanes, 8 rows of the weight) nor those that load them (16 bytes, neighbouring rows of x) meet
+  // in a bank, bits 0 and 1 of the number of the row change places, bit 2 swaps the halves of a
+  // row, and bit 0 the quarters of a half.
+  static __device__ __forceinline__ uint32_t staged_at(uint32_t row, uint32_t weight_row) {
+    const uint32_t place = (row & ~3u) | (row & 1) << 1 | (row >> 1 & 1);
+    const uint32_t quarter = weight_row / 4 ^ (row >> 2 & 1) << 1 ^ (row & 1);
+    return place * kStagedRowBytes + quarter * 16 + weight_row % 4 * 4;
+  }
+
+  // Scratch: the scales of the rows; what epilogues look up of each row; what each warp keeps of
+  // it.
+  static constexpr uint32_t kOfRowsAt = 4 * kRows;
   static constexpr uint32_t kOfRowBytes = 8;
   static constexpr uint32_t kKeptAt = kOfRowsAt + kRows * kOfRowBytes;
   static constexpr uint32_t kKeptBytes = 8;
   static constexpr uint32_t kBytes = kKeptAt + kNumConsumers * kRows * kKeptBytes;
   static_assert(program::kMatrixRows == 0 || kBytes <= kScratch);
   static_assert(kUnitRows * kBlockUnits == 64);
-  // A wgmma may read beyond the last page: no further than the scratch.
-  static_assert(program::kMatrixRows == 0 || kBlockUnits * kUnitBytes <= kBytes);
+  // A wgmma may read beyond the last page.
+  static_assert(kScratchAt + kBlockUnits * kUnitBytes <= kSharedBytes);
 };
 
 // Whether a product is done in this way, as is_matrix_product in instructions/tiles.py has it.
@@ -99,6 +118,9 @@ struct MatrixGroup : MatrixSizes {
     }
   }
 
+  // Whether the warpgroups share the only block: each multiplies half of the boxes of a step.
+  __device__ __forceinline__ bool is_shared() const { return blocks == 1 && boxes > 1; }
+
   // From one box of the weights to the next, in bytes.
   __device__ __forceinline__ uint32_t box_bytes() const { return kPageBytes >> page_shift; }
   // The page, and the place in it, of box i of the weights.
@@ -127,8 +149,11 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
   const bool gathers = p.row_index != kNone;
   Boxes boxes = {};
   const uint32_t handle = stage.words.operands[p.x];
+  const uint32_t first_unit = p.pair_begin / kUnitPairs;
+  const uint32_t all_units = ceil_div(stage.tensors[p.weight].rows, kUnitRows);
   const uint64_t index = gathers ? element_at(stage.tensors[p.row_index], 0, 0) : 0;
   boxes.limit = gathers ? p.x_rows : x.rows;
+  boxes.end_column = p.first_column() + p.tiling.k;
   const uint32_t end = live_end(stage, p), lane = lane_index();
   loader.begin_instruction();
 #pragma unroll 1
@@ -147,22 +172,28 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       // Lane i copies box i of the weights of every step, and knows the bytes of page i.
       const uint32_t block = first + lane % group.blocks, units = order.units_of(block);
       const uint64_t map = loader.map_of(stage.words.operands[p.weight], units - 1);
-      const uint32_t unit = p.pair_begin / kUnitPairs + block * kBlockUnits;
-      uint32_t column = (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
+      const uint32_t unit = first_unit + block * kBlockUnits;
+      const uint32_t column =
+          (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
       const uint32_t end_unit = min_of(order.units, (first + group.blocks) * kBlockUnits);
       const uint32_t bytes =
           group.boxes * (S::kBoxBytes + (end_unit - first * kBlockUnits) * S::kUnitBytes);
+      const uint32_t steps = ceil_div(order.boxes(), group.boxes);
+      uint32_t number = S::kRotates ? steps * first_unit / all_units : 0;
 #pragma unroll 1
-      for (uint32_t box = 0; box < order.boxes(); box += group.boxes) {
+      for (uint32_t i = 0; i < steps; ++i, ++number) {
+        if (S::kRotates && number == steps) number = 0;
+        const uint32_t box = number * group.boxes;
         loader.look_ready();
         const PageCursor step = loader.begin_pages(group.pages, bytes);
         PageCursor mine = step, page = step;
         mine.advance(group.page_of(lane));
-        if (lane < weights) loader.copy_box(step, mine, group.offset_of(lane), map, column, unit);
-        column += group.boxes * S::kBoxWords;
+        if (lane < weights)
+          loader.copy_box(step, mine, group.offset_of(lane), map, column + box * S::kBoxWords,
+                          unit);
 #pragma unroll 1
-        for (uint32_t i = 0; i < group.x_pages; ++i) {
-          boxes.column = p.first_column() + (box + i * S::kPageBoxes) * S::kBoxColumns;
+        for (uint32_t j = 0; j < group.x_pages; ++j) {
+          boxes.column = p.first_column() + (box + j * S::kPageBoxes) * S::kBoxColumns;
           loader.copy_boxes(step, page, boxes, x_boxes);
           page.advance();
         }

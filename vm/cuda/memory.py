@@ -87,7 +87,6 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
 def _matrix_bytes(rows: int) -> int:
     """The scratch of matrix products of so many rows at a time (instructions/product/matrix_pages.cuh).
 
-    Scales; for each consumer 16 x 16 sums with padding; what epilogues look up of each row, and what
-    each consumer keeps of it.
+    Scales; what epilogues look up of each row, and what each consumer keeps of it.
     """
-    return 12 * rows + NUM_CONSUMER_WARPS * (16 * 80 + 8 * rows) if rows else 0
+    return 12 * rows + NUM_CONSUMER_WARPS * 8 * rows

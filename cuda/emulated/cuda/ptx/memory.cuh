@@ -195,5 +195,6 @@ inline void box_load(uint32_t to, uint64_t map, uint32_t column, uint32_t row, u
 inline void fence_gpu() { __threadfence(); }
 inline void fence_system() { __threadfence(); }
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_shared() {}
 
 }  // namespace megavm::ptx
