@@ -60,6 +60,11 @@ def lose_signals(executable: Any) -> None:
         executable._loaded.lose_signal(barrier)
 
 
+def run_name(of: runner.Runner) -> str:
+    """The method of its step memory that each run calls. On a GPU, ``run`` starts the step too."""
+    return "start" if isinstance(of._step, DeviceStepMemory) else "run"
+
+
 class Sabotage:
     """Counts the runs of a runner, and makes some of them fail.
 
@@ -71,9 +76,7 @@ class Sabotage:
     def __init__(self, sabotaged: runner.Runner) -> None:
         self.runs = 0
         self.at: set[int] = set()
-        memory = sabotaged._step
-        # On a GPU, ``run`` starts the step too.
-        name = "start" if isinstance(memory, DeviceStepMemory) else "run"
+        memory, name = sabotaged._step, run_name(sabotaged)
         self._run = getattr(memory, name)
         setattr(memory, name, self.run)
 

@@ -236,6 +236,8 @@ def test_a_product_names_the_tagged_word_that_it_waits_for(
     )
     executable, memory = load(impatient, Program.build(tensors, [inst], [[0]]))
     memory.epoch = 6
-    with pytest.raises(MachineFault, match=rf"tensor {missing}, row \d, word \d+: epoch 0, expected"):
+    with pytest.raises(
+        MachineFault, match=rf"tensor {missing}, row \d, word \d+: epoch 0, expected"
+    ):
         executable.run()
     check_that_it_works(impatient)
