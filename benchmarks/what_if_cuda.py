@@ -6,10 +6,15 @@
 Every prediction is made from the trace of the unchanged machine. What it takes from the other trace
 are facts of single instructions, never a time of a step:
 
-- another exchange: how long a phase's results are on their way on average, before and after;
-- other splits: how many instructions a phase consists of. With a fifteenth of them, each computes
-  and loads 15 times as much. A phase that is gone takes no time, nor do the exchanges for it alone;
+- another exchange: how long a phase's results are on their way, before and after. Attention's loads
+  wait for barriers and not for words, so its time from its inputs to its sums is another too;
+- other splits: the time of an instruction from its inputs to its sums, where a phase consists of
+  more or fewer of them. A phase that is gone takes no time, nor do the exchanges for it alone;
 - a ring of other pages: their number.
+
+All times are those of the slowest in a layer, averaged over layers and steps: the next phase waits
+for it. The replay multiplies what each record took, so a ratio of mean times is one of something
+else where the spread changes: words reach some workers much sooner than others, barriers all alike.
 """
 
 from __future__ import annotations
@@ -33,26 +38,64 @@ MOST_STEPS = 8  # steps of a trace that are replayed
 
 
 def exchange_lags(trace: Trace) -> dict[str, float]:
-    """How long results of every phase take until those whom they held up have them: mean ns."""
+    """From a phase's last result until the last of those whom it held up have it: mean ns."""
     spans, cause = trace.spans, np.maximum(trace.record_cause, 0)
     held_up = (trace.record_cause >= 0) & (trace.record_cause_channel >= 0)
     held_up &= spans.inputs > spans.begin
     phase, names = phases(trace)
     producer = phase[trace.record_label[cause]]
-    lag = spans.inputs - spans.end[cause]
-    return {
-        names[p]: float(lag[held_up & (producer == p)].mean())
-        for p in np.unique(producer[held_up]).tolist()
-    }
+    lags = {}
+    for p in np.unique(producer[held_up]).tolist():
+        own = np.flatnonzero(held_up & (producer == p))
+        done = _latest(trace, own, spans.end[cause[own]])
+        lags[names[p]] = float((_latest(trace, own, spans.inputs[own]) - done).mean())
+    return lags
+
+
+def product_times(trace: Trace) -> dict[str, float]:
+    """From the inputs to the sums of the slowest instruction of every phase in a layer: mean ns."""
+    took = trace.spans.computed - trace.spans.inputs
+    phase, names = phases(trace)
+    of = phase[trace.record_label]
+    times = {}
+    for p in np.unique(of).tolist():
+        own = np.flatnonzero(of == p)
+        times[names[p]] = float(_latest(trace, own, took[own]).mean())
+    return times
+
+
+def _latest(trace: Trace, records: Longs, times: Longs) -> Longs:
+    """The latest of the records' times, for every label in every step."""
+    key = trace.record_step[records].astype(np.int64) * len(trace.labels)
+    groups, of = np.unique(key + trace.record_label[records], return_inverse=True)
+    latest = np.full(len(groups), np.iinfo(np.int64).min)
+    np.maximum.at(latest, of.reshape(-1), times)
+    return latest
 
 
 def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
-    """The latencies of all exchanges of ``base`` as they are in ``changed``."""
+    """The latencies of all exchanges of ``base`` as they are in ``changed``, and its attention."""
     before, after = exchange_lags(base), exchange_lags(changed)
-    return [
+    changes = [
         Change("latency", " ".join(exchange), after[exchange.phase] / before[exchange.phase])
         for exchange in RecordedStep(base, 0).exchanges
-        if before.get(exchange.phase, 0.0) > 0 and exchange.phase in after
+        if before.get(exchange.phase, 0.0) > 0 and after.get(exchange.phase, 0.0) > 0
+    ]
+    phase, names = phases(base)
+    attends = [kind == "attention" for kind in base.kinds]
+    own = np.array(attends, np.bool_)[base.record_kind]
+    return changes + _other_products(
+        base, changed, {names[p] for p in np.unique(phase[base.record_label[own]]).tolist()}
+    )
+
+
+def _other_products(base: Trace, changed: Trace, of: set[str]) -> list[Change]:
+    """The phases ``of``, as long from their inputs to their sums as they are in ``changed``."""
+    before, after = product_times(base), product_times(changed)
+    return [
+        Change("computing", phase, after[phase] / before[phase])
+        for phase in before
+        if phase in of and phase in after and before[phase] > 0
     ]
 
 
@@ -64,14 +107,14 @@ def instructions(trace: Trace) -> dict[str, int]:
 
 
 def split_changes(base: Trace, changed: Trace) -> list[Change]:
-    """What the instructions of ``base`` do, if they were as many as those of ``changed``."""
+    """What the instructions of ``base`` do, if they were as many as those of ``changed``.
+
+    The time from inputs to sums is one of loading and computing, so both change alike.
+    """
     before, after = instructions(base), instructions(changed)
-    changes = [
-        Change(what, phase, count / after[phase])
-        for phase, count in before.items()
-        if phase in after and after[phase] != count
-        for what in ("computing", "loading")
-    ]
+    others = {phase for phase, count in before.items() if after.get(phase, count) != count}
+    products = _other_products(base, changed, others)
+    changes = products + [dataclasses.replace(change, what="loading") for change in products]
     changes += [Change("computing", phase, 0.0) for phase in before if phase not in after]
     return changes + [
         Change("latency", " ".join(exchange), 0.0)

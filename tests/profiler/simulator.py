@@ -30,6 +30,7 @@ class Task:
     group: int
     waits: tuple[int, ...] = ()
     pages: int = 0
+    late: bool = False  # loads wait for the barriers that it waits for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Machine:
     page: float = 400.0  # to load a page
     ring: int = 8  # pages that a loader may be ahead
     slower: tuple[float, ...] = ()  # factors of the loaders of workers
+    stray: float = 0.0  # the most that an exchange takes longer for some workers than for others
 
 
 class Happening:
@@ -70,6 +72,11 @@ class Simulation:
         ]
         self.completed_at = [0.0] * len(machine.tagged)
         self.notes: list[list[dict[str, float]]] = [[{} for _ in q] for q in machine.queues]
+        self.ready = [[Happening() for _ in q] for q in machine.queues]
+        random = np.random.default_rng(0)
+        self.ways = machine.hop + machine.stray * random.random(
+            (len(machine.queues), len(machine.tagged))
+        )
         for worker, queue in enumerate(machine.queues):
             pages = sum(task.pages for task in queue)
             arrived = [Happening() for _ in range(pages)]
@@ -102,7 +109,11 @@ class Simulation:
     def load(self, worker: int, arrived: list[Happening], freed: list[Happening]) -> Process:
         page = 0
         slower = self.machine.slower[worker] if self.machine.slower else 1.0
-        for task, note in zip(self.machine.queues[worker], self.notes[worker], strict=True):
+        for task, note, ready in zip(
+            self.machine.queues[worker], self.notes[worker], self.ready[worker], strict=True
+        ):
+            if task.late and not all(self.machine.tagged[group] for group in task.waits):
+                yield ready
             for i in range(task.pages):
                 if page >= self.machine.ring:
                     yield freed[page - self.machine.ring]
@@ -115,15 +126,19 @@ class Simulation:
 
     def consume(self, worker: int, arrived: list[Happening], freed: list[Happening]) -> Process:
         page = 0
-        for task, note in zip(self.machine.queues[worker], self.notes[worker], strict=True):
+        for task, note, ready in zip(
+            self.machine.queues[worker], self.notes[worker], self.ready[worker], strict=True
+        ):
             yield self.machine.turn
             note["fetched"] = note["begin"] = note["ready"] = self.now
             for group in task.waits:
                 yield self.complete[group]
-                yield max(self.completed_at[group] + self.machine.hop - self.now, 0.0)
+                way = float(self.ways[worker, group])
+                yield max(self.completed_at[group] + way - self.now, 0.0)
                 if not self.machine.tagged[group]:
                     note["ready"] = self.now
             note["inputs"] = self.now
+            self.happen(ready)
             for _ in range(task.pages):
                 yield arrived[page]
                 yield task.work / task.pages
@@ -201,7 +216,7 @@ def _program(machine: Machine, tasks: Sequence[Task]) -> TraceProgram:
     waits = [(i, g, 0) for i, task in enumerate(tasks) for g in sorted(task.waits)]
     size = np.array([16384 * task.pages for task in tasks], np.int64)
     words = np.zeros((count, 32), np.uint32)
-    words[:, 0] = 1
+    words[:, 0] = [2 if task.label.endswith(".attention") else 1 for task in tasks]
     words[:, 1:8] = np.array([NONE] + [NONE, 0] * 3, np.uint32)
     tagged = np.array(machine.tagged)
     return TraceProgram(
@@ -210,7 +225,10 @@ def _program(machine: Machine, tasks: Sequence[Task]) -> TraceProgram:
             "barriers": [f"group {g}" for g in range(groups)],
             "tensors": [[f"group {g}", [1, 1], "F32", "activation", True] for g in range(groups)],
             "labels": labels, "metadata": {},
-            "opcodes": {"1": {"name": "task", "help": "computes", "fields": []}},
+            "opcodes": {
+                "1": {"name": "task", "help": "computes", "fields": []},
+                "2": {"name": "attention", "help": "attends", "fields": []},
+            },
         },
         words=words,
         label=np.array([labels.index(task.label) for task in tasks], np.int32),

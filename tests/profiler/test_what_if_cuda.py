@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from simulator import Machine, Task, layered, simulate
 from test_replay import PRODUCTS, STREAMING
@@ -21,6 +22,8 @@ def with_attention(splits: int, merge: bool) -> Machine:
     workers = 12
     queues: list[list[Task]] = [[] for _ in range(workers)]
     tagged: list[bool] = []
+    # Twelve parts of two heads take unequal times: splits are as slow as their parts together.
+    parts = np.random.default_rng(5).uniform(1000.0, 3000.0, 24)
 
     def phase(name: str, tasks: dict[int, tuple[float, int]]) -> None:
         group = len(tagged)
@@ -32,12 +35,13 @@ def with_attention(splits: int, merge: bool) -> Machine:
     for layer in range(4):
         own = f"layers.{layer}"
         phase(f"{own}.qkv", dict.fromkeys(range(workers), (1500.0, 2)))
-        share = 24000.0 / splits, 12 // splits
-        phase(f"{own}.attention", dict.fromkeys(range(2 * splits), share))
+        shares = parts.reshape(2 * splits, -1).sum(axis=1).tolist()
+        split = {worker: (share, 12 // splits) for worker, share in enumerate(shares)}
+        phase(f"{own}.attention", split)
         if merge:
             phase(f"{own}.attention.merge", dict.fromkeys((10, 11), (600.0, 0)))
         phase(f"{own}.down_proj", dict.fromkeys(range(workers), (4000.0, 4)))
-    return Machine(tuple(map(tuple, queues)), tuple(tagged))
+    return Machine(tuple(map(tuple, queues)), tuple(tagged), store=800.0)
 
 
 def run(folder: Path, technique: str, name: str, base: Machine, changed: Machine) -> list[str]:
@@ -72,11 +76,44 @@ def test_slower_exchanges_are_predicted(
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
+def test_exchanges_with_another_spread_are_predicted(tmp_path: Path) -> None:
+    base = layered(24, 4, WORDS, seed=3, hop=300.0, stray=1500.0)
+    tagged = (False,) * len(base.tagged)
+    barriers = dataclasses.replace(base, tagged=tagged, hop=2600.0, stray=300.0)
+    measured, predicted = effects(run(tmp_path, "exchange", "barriers", base, barriers))
+    assert measured > 10
+    assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_loads_that_wait_for_barriers_are_predicted(tmp_path: Path) -> None:
+    words = layered(8, 4, WORDS, seed=3, hop=700.0)
+    queues = tuple(
+        tuple(
+            dataclasses.replace(task, pages=8, late=True) if "attention" in task.label else task
+            for task in queue
+        )
+        for queue in words.queues
+    )
+    base = dataclasses.replace(words, queues=queues)
+    barriers = dataclasses.replace(base, tagged=(False,) * len(base.tagged), hop=2200.0)
+    measured, predicted = effects(run(tmp_path, "exchange", "barriers", base, barriers))
+    assert measured > 20
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
 def test_attention_in_one_piece_is_predicted(tmp_path: Path) -> None:
     base, whole = with_attention(4, merge=True), with_attention(1, merge=False)
     measured, predicted = effects(run(tmp_path, "splits of attention", "none", base, whole))
     assert measured > 30
     assert predicted == pytest.approx(measured, rel=0.15)
+
+
+def test_attention_in_splits_is_predicted(tmp_path: Path) -> None:
+    whole, splits = with_attention(1, merge=False), with_attention(4, merge=False)
+    measured, predicted = effects(run(tmp_path, "splits of attention", "4", whole, splits))
+    assert measured < -30
+    # Loaders of the two workers that had it all are the least alike afterwards.
+    assert predicted == pytest.approx(measured, rel=0.2)
 
 
 def test_a_shorter_ring_is_predicted(tmp_path: Path) -> None:
