@@ -7,9 +7,9 @@ Every prediction is made from the trace of the unchanged machine. What it takes 
 are facts of single instructions, never a time of a step:
 
 - another exchange: how long a phase's results are on their way, before and after. Attention's loads
-  wait for barriers and not for words, so its time from its inputs to its sums is another too;
-- other splits: the time of an instruction from its inputs to its sums, where a phase consists of
-  more or fewer of them. A phase that is gone takes no time, nor do the exchanges for it alone;
+  wait for barriers and not for words, so its time from its inputs to its results is another too;
+- other splits: the time of an instruction from its inputs to its results, where a phase consists
+  of more or fewer of them. A phase that is gone takes no time, nor do the exchanges for it alone;
 - a ring of other pages: their number.
 
 All times are those of the slowest in a layer, averaged over layers and steps: the next phase waits
@@ -52,9 +52,12 @@ def exchange_lags(trace: Trace) -> dict[str, float]:
     return lags
 
 
-def product_times(trace: Trace) -> dict[str, float]:
-    """From the inputs to the sums of the slowest instruction of every phase in a layer: mean ns."""
-    took = trace.spans.computed - trace.spans.inputs
+def instruction_times(trace: Trace) -> dict[str, float]:
+    """From the inputs to the results of a phase's slowest instruction in a layer: mean ns.
+
+    To the results, not to the sums: a replay multiplies the time to store them, too.
+    """
+    took = trace.spans.end - trace.spans.inputs
     phase, names = phases(trace)
     of = phase[trace.record_label]
     times = {}
@@ -84,14 +87,14 @@ def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
     phase, names = phases(base)
     attends = [kind == "attention" for kind in base.kinds]
     own = np.array(attends, np.bool_)[base.record_kind]
-    return changes + _other_products(
+    return changes + _other_times(
         base, changed, {names[p] for p in np.unique(phase[base.record_label[own]]).tolist()}
     )
 
 
-def _other_products(base: Trace, changed: Trace, of: set[str]) -> list[Change]:
-    """The phases ``of``, as long from their inputs to their sums as they are in ``changed``."""
-    before, after = product_times(base), product_times(changed)
+def _other_times(base: Trace, changed: Trace, of: set[str]) -> list[Change]:
+    """The phases ``of``, as long from their inputs to their results as they are in ``changed``."""
+    before, after = instruction_times(base), instruction_times(changed)
     return [
         Change("computing", phase, after[phase] / before[phase])
         for phase in before
@@ -109,12 +112,12 @@ def instructions(trace: Trace) -> dict[str, int]:
 def split_changes(base: Trace, changed: Trace) -> list[Change]:
     """What the instructions of ``base`` do, if they were as many as those of ``changed``.
 
-    The time from inputs to sums is one of loading and computing, so both change alike.
+    The time from inputs to results is one of loading and computing, so both change alike.
     """
     before, after = instructions(base), instructions(changed)
     others = {phase for phase, count in before.items() if after.get(phase, count) != count}
-    products = _other_products(base, changed, others)
-    changes = products + [dataclasses.replace(change, what="loading") for change in products]
+    times = _other_times(base, changed, others)
+    changes = times + [dataclasses.replace(change, what="loading") for change in times]
     changes += [Change("computing", phase, 0.0) for phase in before if phase not in after]
     return changes + [
         Change("latency", " ".join(exchange), 0.0)

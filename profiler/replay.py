@@ -109,9 +109,8 @@ class Replay(RecordedStep):
             )
             computed = np.maximum(inputs + self._full[rows] * work, loaded[own] + tail)
             summed[own] = computed
-            # Handing over sums takes as long for few products as for many.
-            left[own] = computed + self._leave[rows] * worker
-            end[own] = computed + self._store[rows] * worker
+            left[own] = computed + self._leave[rows] * work
+            end[own] = computed + self._store[rows] * work
             signalled[own] = end[own] + self._signal[rows] * factors.latency[self._signals[own]]
             if len(batch.channels):
                 tagged = self._tagged[batch.producer_channel][:, None]
