@@ -31,7 +31,8 @@ from megavm.profiler.tables import percent, table, us
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
-VERSION: Final = 2  # of the summary in a file; a reader ignores one that it does not know
+# Version of the summary in a file. A reader ignores summaries of other versions.
+VERSION: Final = 2
 LONGEST: Final = 10  # waits, outliers and late workers that are listed
 BEST: Final = 5  # changes that would bring most, and could be made
 OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the median

@@ -16,7 +16,7 @@ from megavm.vm import events
 from megavm.vm.tensors import DType
 
 MAX_TIME: Final = 1 << 60  # nanoseconds
-MAX_SMS: Final = 1 << 16  # of one GPU
+MAX_SMS: Final = 1 << 16  # no GPU has so many
 SUFFIX: Final = ".megatrace"  # trace files end with it
 
 Ints = npt.NDArray[np.int32]

@@ -170,11 +170,10 @@ class MatrixConsumer : MatrixSizes {
     MatrixSums sums;
     sums.clear();
     sums.settle();
-    const uint32_t own = group.boxes / (group.is_shared() ? kWarpgroups : 1);
     if (group.blocks > kWarpgroups)
       multiply<kMaxBlocks, 1>(group, sums, scales, stops);
-    else if (kRows <= 64 && own % 2 == 0)
-      multiply<1, kRows <= 64 ? 2 : 1>(group, sums, scales, stops);
+    else if (kTurnBoxes > 1 && group.own_boxes() % kTurnBoxes == 0)
+      multiply<1, kTurnBoxes>(group, sums, scales, stops);
     else
       multiply<1, 1>(group, sums, scales, stops);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
@@ -247,7 +246,7 @@ class MatrixConsumer : MatrixSizes {
     // A *turn* is kBoxes boxes of a step. All boxes of a step are there; those beyond the last
     // column are zeros.
     const uint32_t steps = ceil_div(order_.boxes(), group.boxes);
-    const uint32_t own = group.is_shared() ? group.boxes / kWarpgroups : group.boxes;
+    const uint32_t own = group.own_boxes();
     const uint32_t first_box = group.is_shared() ? warpgroup() * own : 0;
     const uint32_t turns = steps * (own / kBoxes);
     // Rows of x whose scale a warp computes beside a turn, and from which turn to which: what it

@@ -39,6 +39,9 @@ struct MatrixSizes {
   static constexpr uint32_t kMostStepPages = 1 + kGroupBlocks * kBlockUnits / kPageUnits;
   static_assert(program::kMatrixRows == 0 || 2 * kMostStepPages <= kPages);
 
+  // Most boxes that a warpgroup multiplies at a time. With 128 rows there are never two of its own.
+  static constexpr uint32_t kTurnBoxes = kRows <= 64 ? 2 : 1;
+
   // Whether workers begin with different columns. With more rows, several tiles of them are
   // multiplied at the same time, and the second-level cache likes that workers share lines.
   static constexpr bool kRotates = kRows <= 64;
@@ -120,6 +123,10 @@ struct MatrixGroup : MatrixSizes {
 
   // Whether the warpgroups share the only block: each multiplies half of the boxes of a step.
   __device__ __forceinline__ bool is_shared() const { return blocks == 1 && boxes > 1; }
+  // Boxes of a step that each warpgroup multiplies.
+  __device__ __forceinline__ uint32_t own_boxes() const {
+    return is_shared() ? boxes / kWarpgroups : boxes;
+  }
 
   // From one box of the weights to the next, in bytes.
   __device__ __forceinline__ uint32_t box_bytes() const { return kPageBytes >> page_shift; }

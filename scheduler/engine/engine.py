@@ -189,7 +189,7 @@ class Engine:
         # Stop conditions of the slots read last; steady decode steps have the same.
         self._stops: _Stops | None = None
         self._in_progress: Plan | None = None  # the last plan, until it has ended
-        self._last_end = 0.0  # of a step, by time.perf_counter
+        self._last_end = 0.0  # when the last step ended, by time.perf_counter
 
     # Requests.
 

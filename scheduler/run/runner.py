@@ -46,7 +46,8 @@ Progress = Callable[[str, int, int], None]  # (phase, done, total)
 OptionsFor = Callable[[int], CompileOptions]  # rows of a step -> its compile options
 
 MIN_CONTEXT_BUCKET = 256
-MOST_PARTS = 8  # of a step that runs in parts while its program is compiled
+# A step whose program is still being compiled runs in at most this many parts.
+MOST_PARTS = 8
 MACHINES = ("auto", "cpu", "cuda", "reference")
 
 logger = logging.getLogger("megavm")

@@ -140,7 +140,7 @@ def test_a_launch_that_is_waited_for_alone_has_a_trace(make_cuda_machine: MakeMa
     program = product()
     executable = machine.load(program, filled(program, machine.memory_device))
     executable.launch(2)
-    wait = executable.mark()  # type: ignore[attr-defined]
+    wait = executable.mark()
     executable.launch(3)
     wait()
     assert [notes.steps for notes in executable.trace()] == [2]

@@ -114,7 +114,7 @@ def compile_kernel(
     """
     options = options or CompilerOptions()
     generated = generated_headers(program_header)
-    path = _cache_path(generated, architecture, options, root, entry)
+    path = _cache_path(cache_key(generated, architecture, options, root, entry))
     known = read_cached(path)
     if known is not None:
         return known
@@ -160,12 +160,14 @@ def compile_ahead(
     missing = [
         header
         for header in program_headers
-        if not _cache_path(generated_headers(header), architecture, options, root).is_file()
+        if not _cache_path(
+            cache_key(generated_headers(header), architecture, options, root)
+        ).is_file()
     ]
-    waiting, running = list(missing), list[subprocess.Popen[str]]()
     most = processes or len(os.sched_getaffinity(0))
     if most < 2 or len(missing) < 2:
         return missing
+    waiting, running = list(missing), list[subprocess.Popen[str]]()
     try:
         while waiting or running:
             while waiting and len(running) < most:
@@ -277,15 +279,9 @@ def cache_directory() -> Path:
     return Path(os.path.expanduser("~")) / ".cache" / "megavm"
 
 
-def _cache_path(
-    generated: Mapping[str, str],
-    architecture: str,
-    options: CompilerOptions,
-    root: Path = ROOT,
-    entry: str = ENTRY,
-) -> Path:
-    """Where the cache has a kernel."""
-    return cache_directory() / f"{cache_key(generated, architecture, options, root, entry)}.kernel"
+def _cache_path(key: str) -> Path:
+    """Where the cache has the kernel with a key (``cache_key``)."""
+    return cache_directory() / f"{key}.kernel"
 
 
 def cache_key(

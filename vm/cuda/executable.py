@@ -177,6 +177,36 @@ class CudaExecutable:
             raise self._machine_fault(self._instruction_at)
         self._end_noting(self._noting)
 
+    def mark(self) -> Callable[[], None]:
+        """Note all work on torch's current streams, launches included; the result waits for it.
+
+        It raises MachineFault when a launch of this executable has faulted.
+        """
+        self._machine.check_alive()
+        launched = list(self._noting)
+        waits = []
+        for driver in dict.fromkeys(self._machine.drivers):
+            if driver.memory_device == "cpu":  # emulated: all launches have ended
+                continue
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(driver.memory_device))
+            waits.append((driver, event))
+
+        def wait() -> None:
+            try:
+                for driver, event in waits:
+                    with driver.current():
+                        driver.call("cuEventSynchronize", event.cuda_event)
+            except CudaError as error:
+                self.broken = True
+                raise self._machine._fault(error) from error
+            if any(rank._aborted[0] for rank in self._ranks):
+                self.broken = True
+                raise self._machine_fault(self._instruction_at)
+            self._end_noting(launched)
+
+        return wait
+
     def reset(self) -> None:
         """Set counters and fault records to those of a fresh load, so that the program runs again.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,7 +160,7 @@ class CudaMachine:
         functions = self._function(program, found)
         box_rows = found.common.get("matrix_rows", 0)
         uses_maps = bool(box_rows or found.common.get("many_rows"))
-        return QueueingExecutable(
+        return CudaExecutable(
             self, program, memory, layouts, functions, box_rows if uses_maps else None
         )
 
@@ -240,40 +240,6 @@ class CudaMachine:
         return MachineLost(
             f"{which} failed: {error}; the process's CUDA context is lost: start the process again"
         )
-
-
-class QueueingExecutable(CudaExecutable):
-    """A CudaExecutable whose launches can be waited for one by one while later ones are in progress."""
-
-    def mark(self) -> Callable[[], None]:
-        """Note all work on torch's current streams, launches included; the result waits for it.
-
-        It raises MachineFault when a launch of this executable has faulted.
-        """
-        self._machine.check_alive()
-        launched = list(self._noting)
-        waits = []
-        for driver in dict.fromkeys(self._machine.drivers):
-            if driver.memory_device == "cpu":  # emulated: all launches have ended
-                continue
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(driver.memory_device))
-            waits.append((driver, event))
-
-        def wait() -> None:
-            try:
-                for driver, event in waits:
-                    with driver.current():
-                        driver.call("cuEventSynchronize", event.cuda_event)
-            except CudaError as error:
-                self.broken = True
-                raise self._machine._fault(error) from error
-            if any(rank._aborted[0] for rank in self._ranks):
-                self.broken = True
-                raise self._machine_fault(self._instruction_at)
-            self._end_noting(launched)
-
-        return wait
 
 
 def _shared_workers(devices: Sequence[int]) -> int:
