@@ -119,7 +119,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   struct OfUnit {
     UnitPairs bias;
     EightConstants gain;
-    FourColumns out, scaled, residual;  // address 0: there is none
+    FourColumns out, scaled, residual;
   };
   struct Asked {
     ptx::Words4 residual[2];
@@ -144,27 +144,26 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     unit.gain.load(in[&Matmul::out_gain], column);
   }
 
-  __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfUnit& unit,
+  __device__ __forceinline__ void ask(const UnitAt& at, const OfRow&, const OfUnit& unit,
                                       Asked& asked) const {
-    if (unit.residual.address == 0) return;
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) asked.residual[i] = unit.residual.load(row, i);
+    if (in.has(&Matmul::residual)) unit.residual.load_two(at, asked.residual);
   }
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t pair,
-                                              const UnitPairs& sums, const OfUnit& unit,
-                                              const Asked& asked, Peak& peak) const {
-    const uint32_t column = 2 * pair, tag = in.out_tag();
+  __device__ __forceinline__ void finish_unit(const UnitAt& at, const OfRow&, const UnitPairs& sums,
+                                              const OfUnit& unit, Asked& asked, Peak& peak) const {
+    const uint32_t column = 2 * at.pair, tag = in.out_tag();
     Four result[2];
 #pragma unroll
     for (uint32_t i = 0; i < kUnitPairs; ++i) {
       result[i / 2].value[i % 2 * 2] = sums.pair[i].first + unit.bias.pair[i].first;
       result[i / 2].value[i % 2 * 2 + 1] = sums.pair[i].second + unit.bias.pair[i].second;
     }
-    if (unit.residual.address != 0)
+    if (in.has(&Matmul::residual)) {
+      FourColumns::complete(at, asked.residual);
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) add_four(result[i], asked.residual[i]);
-    if (program::kAnyOutScaled && unit.scaled.address != 0) {
+    }
+    if (is_scaled()) {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
       Four scaled[2];
@@ -176,15 +175,32 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
           scaled[i].value[j] = result[i].value[j] * unit.gain.value(gain, 4 * i + j);
           squares = fmaf(result[i].value[j], result[i].value[j], squares);
         }
-      unit.scaled.store_two(row, scaled, tag);
-      write_element(in[&Matmul::out_squares], row, pair / kUnitPairs, squares, tag);
+      unit.scaled.store_two(at, scaled, tag);
+      if (at.active)
+        write_element(in[&Matmul::out_squares], at.row, at.pair / kUnitPairs, squares, tag);
     }
-    unit.out.store_two(row, result, tag);
-    if (!keeps()) return;
+    unit.out.store_two(at, result, tag);
+    if (!at.active || !keeps()) return;
     Peak highest = {result[0].value[0], column + 1};
 #pragma unroll
     for (uint32_t j = 1; j < kUnitRows; ++j) highest.raise(result[j / 4].value[j % 4], column + j);
     peak.merge(highest);
+  }
+
+  // ---- Sums that are the results, such as those of parts of K.
+
+  static constexpr bool kPlain = true;
+  __device__ __forceinline__ bool is_plain() const {
+    const Tensor& out = in[&Matmul::out];
+    return is_f32(out) && !is_tagged(out) && !is_gathered(out) && !is_scaled() && !keeps() &&
+           (program::kMaxAddends == 0 || !in.has(&Matmul::addends)) &&
+           !in.has(&Matmul::residual) && !in.has(&Matmul::bias) && !in.has(&Matmul::x_squares);
+  }
+  __device__ __forceinline__ bool has_column(uint32_t column) const {
+    return column >= in.inst.column_begin && column < in.inst.column_end;
+  }
+  __device__ __forceinline__ uint64_t plain_at(uint32_t row, uint32_t column) const {
+    return element_at(in[&Matmul::out], row, out_begin() + column);
   }
 
   __device__ __forceinline__ bool keeps() const { return in.has(&Matmul::peaks); }

@@ -31,8 +31,13 @@
 //   struct Asked;   what a row needs, in flight while the row before it is finished
 //   void begin_unit(pair, OfUnit&) const;
 //   OfRow look_up(row) const;                     the instruction's waits may not be over
-//   void ask(row, of_row, of_unit, Asked&) const; the instruction's waits are over
-//   void finish_unit(row, of_row, pair, sums, of_unit, asked, Kept&) const;
+//   void ask(at, of_row, of_unit, Asked&) const;  the instruction's waits are over
+//   void finish_unit(at, of_row, sums, of_unit, Asked&, Kept&) const;
+//                                                 all lanes of a warp call it together
+// If an epilogue has kPlain, is_plain() says that the sums themselves are the results, as float32.
+// Then it also declares
+//   bool has_column(column) const;                whether the instruction stores this column
+//   uint64_t plain_at(row, column) const;         where it is stored
 #pragma once
 
 #include "instructions/product/product.cuh"
@@ -70,6 +75,7 @@ struct EpilogueBase {
   // Pairs that a thread of a matrix product looks up together, before it finishes them.
   static constexpr uint32_t kAtOnce = 2;
   static constexpr bool kUnits = false;
+  static constexpr bool kPlain = false;
   const Operands<Instruction> in;
 
   __device__ __forceinline__ explicit EpilogueBase(const Stage& stage) : in(stage) {}

@@ -403,7 +403,13 @@ class MatrixConsumer : MatrixSizes {
 
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
-                                         const MatrixGroup& group, const MatrixSums& sums) const {
+                                         const MatrixGroup& group, MatrixSums& sums) const {
+    if constexpr (Epilogue<Instruction>::kPlain)
+      if (epilogue.is_plain()) {
+        hold_stores(consumer_.warp());
+        return group.is_shared() ? store_shared_sums(epilogue, group, sums)
+                                 : store_sums(epilogue, group, sums);
+      }
     if constexpr (Epilogue<Instruction>::kUnits)
       if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
           epilogue.takes_units())
@@ -464,6 +470,82 @@ class MatrixConsumer : MatrixSizes {
     }
   }
 
+  // Results that are the sums themselves leave the registers at once: no warp stages anything. A
+  // store of a warp is eight neighbouring columns of four rows, whole sectors.
+  template <uint32_t kBlock = 0, class Plain>
+  __device__ __forceinline__ void store_sums(const Plain& epilogue, const MatrixGroup& group,
+                                             const MatrixSums& sums) const {
+    if constexpr (kBlock < kMaxBlocks) {
+      if (kBlock >= blocks_of(group)) return;
+      store_eights<0, kRows / 8>(epilogue, block_of(group, kBlock), sums.sum[kBlock]);
+      store_sums<kBlock + 1>(epilogue, group, sums);
+    }
+  }
+
+  // The same in a shared group: each warpgroup gives the other its sums of half of the rows of x,
+  // and stores the other half.
+  template <class Plain>
+  __device__ __forceinline__ void store_shared_sums(const Plain& epilogue, const MatrixGroup& group,
+                                                    MatrixSums& sums) const {
+    constexpr uint32_t kHalf = kRows / 16;  // in eights of rows
+    if (warpgroup() == 0) {
+      exchange_sums<kHalf, 0>(sums.sum[0]);
+      store_eights<0, kHalf>(epilogue, group.first, sums.sum[0]);
+    } else {
+      exchange_sums<0, kHalf>(sums.sum[0]);
+      store_eights<kHalf, 2 * kHalf>(epilogue, group.first, sums.sum[0]);
+    }
+  }
+
+  // Give the other warpgroup the sums of the eights of rows from kGiven on, and add its sums to
+  // those from kKept on.
+  template <uint32_t kGiven, uint32_t kKept>
+  __device__ __forceinline__ void exchange_sums(float (&sum)[kRows / 2]) const {
+    constexpr uint32_t kFours = kRows / 16;  // each has two rows of x and of the weight
+    static_assert(kFours * kLanes * 16 <= kStagedBytes);
+    const uint32_t warp = consumer_.warp(), lane = 16 * lane_index();
+    const uint32_t own = stage_of(warp) + lane, other = stage_of(warp ^ 4) + lane;
+#pragma unroll
+    for (uint32_t i = 0; i < kFours; ++i) {
+      const float (&s)[kRows / 2] = sum;
+      constexpr uint32_t kAt = 4 * kGiven;
+      ptx::store_shared4(own + i * kLanes * 16,
+                         {__float_as_uint(s[kAt + 4 * i]), __float_as_uint(s[kAt + 4 * i + 1]),
+                          __float_as_uint(s[kAt + 4 * i + 2]), __float_as_uint(s[kAt + 4 * i + 3])});
+    }
+    consumer_.sync();
+#pragma unroll
+    for (uint32_t i = 0; i < kFours; ++i) {
+      const ptx::Words4 words = ptx::load_shared4(other + i * kLanes * 16);
+      float* kept = sum + 4 * (kKept + i);
+      kept[0] += __uint_as_float(words.x), kept[1] += __uint_as_float(words.y);
+      kept[2] += __uint_as_float(words.z), kept[3] += __uint_as_float(words.w);
+    }
+  }
+
+  // Store the sums of a block and of eight rows of x at a time, of the eights [kFirst, kEnd).
+  template <uint32_t kFirst, uint32_t kEnd, class Plain>
+  __device__ __forceinline__ void store_eights(const Plain& epilogue, uint32_t block,
+                                               const float (&sum)[kRows / 2]) const {
+    const uint32_t lane = lane_index(), row = 8 * kFirst + lane % 4 * 2;
+    const uint64_t row_bytes = epilogue.plain_at(1, 0) - epilogue.plain_at(0, 0);
+#pragma unroll
+    for (uint32_t half = 0; half < 2; ++half) {
+      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * kUnitsOfWarp + half;
+      const uint32_t column = 2 * product_.pair(unit, 0) + lane / 4;
+      if (unit >= order_.units || !epilogue.has_column(column)) continue;
+      uint64_t to = epilogue.plain_at(row_ + row, column);
+#pragma unroll
+      for (uint32_t i = 0; i < kEnd - kFirst; ++i, to += 8 * row_bytes)
+#pragma unroll
+        for (uint32_t next = 0; next < 2; ++next)
+          // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
+          if (row + 8 * i + next < rows_)
+            ptx::store(to + next * row_bytes,
+                       __float_as_uint(sum[4 * (kFirst + i) + 2 * half + next]));
+    }
+  }
+
   // The same, if a thread may finish a unit at a time. A lane has one of the warp's two units of a
   // block, and every sixteenth row. It finishes kTogether of them at a time, so that what one waits
   // for is hidden by the other.
@@ -483,6 +565,13 @@ class MatrixConsumer : MatrixSizes {
     const Staged from;
     uint32_t first, apart;  // turns of this warp
     uint32_t of_warp, lane_row;
+
+    // A lane's unit of a block.
+    struct OfBlock {
+      uint32_t pair;
+      uint32_t rows;  // 0: there is no such unit
+      bool beside;
+    };
 
     __device__ __forceinline__ Units(const MatrixConsumer& consumer,
                                      const Epilogue<Instruction>& epilogue,
@@ -505,13 +594,16 @@ class MatrixConsumer : MatrixSizes {
         if (kBlock >= consumer.blocks_of(group)) return;
         const uint32_t unit = consumer.block_of(group, kBlock) * kBlockUnits +
                               consumer.consumer_.warp() % 4 * kUnitsOfWarp + of_warp;
-        const uint32_t pair = consumer.product_.pair(unit, 0);
-        const uint32_t rows = unit < consumer.order_.units ? consumer.rows_ : 0;
+        static_assert(kUnitsOfWarp == 2);  // lane ^ 1 has the other unit of the warp
+        const uint32_t units = consumer.order_.units;
+        // Lanes without a unit take the last one along, so that all know the same tensors.
+        const OfBlock of_block = {consumer.product_.pair(min_of(unit, units - 1), 0),
+                                  unit < units ? consumer.rows_ : 0, (unit | 1) < units};
         OfUnit of_unit = {};
-        if (rows > 0) epilogue.begin_unit(pair, of_unit);
+        epilogue.begin_unit(of_block.pair, of_unit);
         Asked asked[kTogether] = {};
-        ask(0, first, rows, of_unit, asked);
-        finish_parts<kBlock>(pair, rows, of_unit, asked);
+        ask(0, first, of_block, of_unit, asked);
+        finish_parts<kBlock>(of_block, of_unit, asked);
         finish<kBlock + 1>();
       }
     }
@@ -521,21 +613,28 @@ class MatrixConsumer : MatrixSizes {
     __device__ __forceinline__ uint32_t row_of(uint32_t part, uint32_t number) const {
       return part * kStagedRows + number * kTurnRows + lane_row;
     }
+    __device__ __forceinline__ UnitAt at(uint32_t part, uint32_t number,
+                                         const OfBlock& of_block) const {
+      const uint32_t row = row_of(part, number);
+      return {consumer.row_ + row, of_block.pair, number < kTurns && row < of_block.rows,
+              of_block.beside};
+    }
 
     // Ask for what the rows of a turn need, and of the turns after it that come with it.
-    __device__ __forceinline__ void ask(uint32_t part, uint32_t turn, uint32_t rows,
+    __device__ __forceinline__ void ask(uint32_t part, uint32_t turn, const OfBlock& of_block,
                                         const OfUnit& of_unit, Asked (&asked)[kTogether]) const {
 #pragma unroll
       for (uint32_t j = 0; j < kTogether; ++j) {
-        const uint32_t number = turn + j * apart, row = row_of(part, number);
-        if (number < kTurns && row < rows)
-          epilogue.ask(consumer.row_ + row, consumer.template found<OfRow>(row), of_unit, asked[j]);
+        const uint32_t number = turn + j * apart;
+        const UnitAt here = at(part, number, of_block);
+        if (here.active)
+          epilogue.ask(here, consumer.template found<OfRow>(row_of(part, number)), of_unit,
+                       asked[j]);
       }
     }
 
     template <uint32_t kBlock, uint32_t kPart = 0>
-    __device__ __forceinline__ void finish_parts(uint32_t pair, uint32_t rows,
-                                                 const OfUnit& of_unit,
+    __device__ __forceinline__ void finish_parts(const OfBlock& of_block, const OfUnit& of_unit,
                                                  Asked (&asked)[kTogether]) const {
       if constexpr (kPart < MatrixSums::kParts) {
         if (kPart * kStagedRows >= consumer.rows_) return;
@@ -544,25 +643,28 @@ class MatrixConsumer : MatrixSizes {
         for (uint32_t turn = first; turn < kTurns; turn += kTogether * apart) {
           Asked next[kTogether] = {};
           if (turn + kTogether * apart < kTurns)
-            ask(kPart, turn + kTogether * apart, rows, of_unit, next);
+            ask(kPart, turn + kTogether * apart, of_block, of_unit, next);
           else if (kPart + 1 < MatrixSums::kParts)
-            ask(kPart + 1, first, rows, of_unit, next);
+            ask(kPart + 1, first, of_block, of_unit, next);
 #pragma unroll
           for (uint32_t j = 0; j < kTogether; ++j) {
-            finish_turn(kPart, turn + j * apart, pair, rows, of_unit, asked[j]);
+            finish_turn(kPart, turn + j * apart, of_block, of_unit, asked[j]);
             asked[j] = next[j];
           }
         }
-        finish_parts<kBlock, kPart + 1>(pair, rows, of_unit, asked);
+        finish_parts<kBlock, kPart + 1>(of_block, of_unit, asked);
       }
     }
 
-    __device__ __forceinline__ void finish_turn(uint32_t part, uint32_t number, uint32_t pair,
-                                                uint32_t rows, const OfUnit& of_unit,
-                                                const Asked& asked) const {
+    __device__ __forceinline__ void finish_turn(uint32_t part, uint32_t number,
+                                                const OfBlock& of_block, const OfUnit& of_unit,
+                                                Asked& asked) const {
       const uint32_t row = row_of(part, number);
+      const UnitAt here = at(part, number, of_block);
       Kept kept = {};
-      if (number < kTurns && row < rows) {
+      UnitPairs unit_sums = {};
+      OfRow of_row = {};
+      if (here.active) {
         const uint32_t place =
             staged_at(lane_row, of_warp * kUnitRows) + number * kTurnRows * kStagedRowBytes;
         const ptx::Words4 low = from.load4(place), high = from.load4(place ^ 16);
@@ -572,11 +674,11 @@ class MatrixConsumer : MatrixSizes {
         const auto scaled = [&](uint32_t x, uint32_t y) {
           return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
         };
-        const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
-                                      scaled(high.x, high.y), scaled(high.z, high.w)}};
-        epilogue.finish_unit(consumer.row_ + row, consumer.template found<OfRow>(row), pair,
-                             unit_sums, of_unit, asked, kept);
+        unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w), scaled(high.x, high.y),
+                      scaled(high.z, high.w)}};
+        of_row = consumer.template found<OfRow>(row);
       }
+      epilogue.finish_unit(here, of_row, unit_sums, of_unit, asked, kept);
       if constexpr (kWordsOf<Kept> > 0)
         if (epilogue.keeps()) consumer.keep(kept, row, kUnitsOfWarp);
     }
