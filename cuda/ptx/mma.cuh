@@ -35,6 +35,15 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
+// x = 2^(x * factor + addend).
+// NOTE: in place, and not to be moved, so that a fragment of wgmma stays where it is. Otherwise
+// ptxas gives its registers to the next product, whose own fragment it moves there and back.
+__device__ __forceinline__ void exp2_in_place(float& x, float factor, float addend) {
+  asm volatile("fma.rn.f32 %0, %0, %1, %2;\n\tex2.approx.ftz.f32 %0, %0;"
+               : "+f"(x)
+               : "f"(factor), "f"(addend));
+}
+
 // Two floats as bf16, `low` in the lower half.
 __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;

@@ -205,7 +205,7 @@ struct AttentionTile {
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
           float& s = score[4 * n + 2 * half + j];
-          s = ptx::exp2(fmaf(s, scale, -base));
+          ptx::exp2_in_place(s, scale, -base);
           total += s;
         }
       state.total[part][half] = fmaf(state.total[part][half], rescale[half], total);
@@ -227,7 +227,6 @@ struct AttentionTile {
       const float* w = weight + 8 * i;
       weights[i] = {ptx::pack_bf16(w[0], w[1]), ptx::pack_bf16(w[2], w[3]),
                     ptx::pack_bf16(w[4], w[5]), ptx::pack_bf16(w[6], w[7])};
-      ptx::settle(weights[i]);
     }
     ptx::settle(sum);
     ptx::wgmma_fence();
