@@ -232,11 +232,17 @@ def kernel_table(instructions: Iterable[type[Instruction]]) -> str:
 
 def faults_header() -> str:
     """The text of ``faults.hpp``: how device code reports faults."""
-    from megavm.vm.cuda.faults import FAULT_RECORD, Fault, FaultKind, SemaphoreKind
+    from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, SemaphoreKind, fault_names
 
     lines = [warning("vm/cuda/faults.py"), "#pragma once", "", "namespace megavm {", ""]
-    for enum in (FaultKind, SemaphoreKind, Fault):
+    for enum in (FaultKind, SemaphoreKind):
         lines += enumeration(enum)
+    lines += [
+        "// Errors that instructions find in their data.",
+        "enum class Fault : unsigned int {",
+    ]
+    lines += [f"  k{camel(name)} = {code}," for code, name in enumerate(fault_names())]
+    lines += ["};", ""]
     lines += [*shared_struct(FAULT_RECORD), "}  // namespace megavm", ""]
     return "\n".join(lines)
 

@@ -86,8 +86,9 @@ class Instruction:
     # Name of the C++ template that is the GPU kernel of all instructions of this family; they share one copy
     # of its code. Empty: the instruction has a kernel of its own.
     family: ClassVar[str] = ""
-    # Name of the operand with a row for each sequence, for the sentence of a fault.
-    sequence_operand: ClassVar[str] = "the tensor"
+    # The faults that its GPU kernel finds in data, by name (``Fault::kRowIndex`` is "ROW_INDEX"), and the sentence
+    # of each with the words of its record: {row}, {word}, {value}, {target}.
+    faults: ClassVar[Mapping[str, str]] = {}
 
     waits: tuple[Wait, ...]
     signal: int | None
@@ -226,9 +227,9 @@ class Instruction:
         """
         return None
 
-    def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
-        """For the sentence of a fault: the operand with only ``limit`` positions when a row's is beyond."""
-        return self.sequence_operand
+    def fault(self, name: str, target: int, tensors: Sequence[TensorSpec]) -> str:
+        """The sentence of one of its ``faults``, for sentences that depend on its operands."""
+        return self.faults[name]
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         """Sentences about operands that contradict each other or the tensors they name."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from megavm.instructions.qkv_rope import check_newest
+from megavm.instructions.step_rows import KV_FAULTS
 from megavm.instructions.tiles import (
     CPU_LANES,
     aligned,
@@ -50,7 +51,7 @@ class Attention(Instruction):
     """
 
     opcode = 8
-    sequence_operand = "block_table"
+    faults = KV_FAULTS
     # Programs split attention or not, depending on the context; with the merge one kernel serves both.
     companions = ("attention_merge",)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from megavm.instructions.step_rows import TOKEN_FAULT, row_faults
 from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
 from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.constants import Constant, union
@@ -22,7 +23,7 @@ class Embed(Instruction):
     """
 
     opcode = 3
-    sequence_operand = "tokens"
+    faults = row_faults("tokens") | TOKEN_FAULT
 
     table = tensor("embeddings [vocabulary, hidden]", F32, BF16)
     tokens = tensor("token ids of every sequence [sequences, max length]", I32, produced=True)

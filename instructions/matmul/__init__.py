@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import ClassVar
 
 from megavm.instructions.tiles import (
     check_scaled,
@@ -57,6 +58,9 @@ class Matmul(Instruction):
 
     opcode = 5
     family = "Products"
+    faults: ClassVar[Mapping[str, str]] = {
+        "ROW_INDEX": "row_index of row {row} is {value}, expected below {target}"
+    }
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("weight [columns, k]", F32, BF16)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from megavm.instructions.step_rows import KV_FAULTS, position_fault
 from megavm.instructions.tiles import (
     product_constants,
     product_tag_order,
@@ -46,7 +47,7 @@ class QkvRope(Instruction):
 
     opcode = 7
     family = "Products"
-    sequence_operand = "block_table"
+    faults = KV_FAULTS
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor(
@@ -184,8 +185,10 @@ class QkvRope(Instruction):
     def stored_columns(cls, columns: Mapping[str, int], column_unit: int) -> int:
         return cls.pair_unit(columns["rope"], column_unit)  # the halves of a head lie apart
 
-    def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
-        return "rope" if tensors[self.rope].rows == limit else self.sequence_operand
+    def fault(self, name: str, target: int, tensors: Sequence[TensorSpec]) -> str:
+        if name == "POSITION" and tensors[self.rope].rows == target:
+            return position_fault("rope")
+        return super().fault(name, target, tensors)
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, q = tensors[self.x], tensors[self.q]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
+from typing import ClassVar
 
+from megavm.instructions.step_rows import TOKEN_FAULT, row_faults
 from megavm.instructions.tiles import aligned, ranges, shapes
 from megavm.vm.config import MAX_STOP_TOKENS, NONE
 from megavm.vm.constants import Constant, union
@@ -74,7 +76,14 @@ class Sample(Instruction):
     """
 
     opcode = 10
-    sequence_operand = "tokens"
+    faults: ClassVar[Mapping[str, str]] = {
+        **row_faults("tokens", positions="tokens, but for its last column,"),
+        **TOKEN_FAULT,
+        "LOGIT_ROW": "logit_row of row {row} is {value}, the step has {target} rows",
+        "NAN_LOGITS": "logits of row {row} hold NaN",
+        "NUM_STOP": "NUM_STOP of sequence {row} is {value}",
+        "UNSUPPORTED": "the kernel was not compiled for operands like these ({value}, {target})",
+    }
 
     logits = tensor("logits [logit rows, vocabulary]", F32, tagged=True)
     peaks = tensor(
@@ -94,9 +103,6 @@ class Sample(Instruction):
     row_end = integer("end of the logit rows")
     allowed = tensor("a bit for each token [sequences, words]", I32, optional=True)
     bias = tensor("added to the logits [sequences, vocabulary]", F32, optional=True)
-
-    def position_holder(self, limit: int, tensors: Sequence[TensorSpec]) -> str:
-        return "tokens, but for its last column,"
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)

@@ -16,7 +16,7 @@ import torch
 import megavm.instructions
 from megavm.instructions import decode, instruction_set
 from megavm.instructions.copy import Copy
-from megavm.vm import config
+from megavm.vm import codegen, config
 from megavm.vm.cpu.machine import CpuMachine, levels
 from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.example import Example
@@ -59,6 +59,21 @@ def test_folder_holds_declaration_meaning_kernel_and_examples(cls: type[Instruct
     assert folder.name == cls.name()
     for name in ("__init__.py", "reference.py", "cpu.hpp", "cuda.cuh", "examples.py"):
         assert (folder / name).is_file(), f"{folder.name} has no {name}"
+
+
+@every_instruction
+def test_faults_of_the_kernel_have_sentences(cls: type[Instruction]) -> None:
+    pattern = re.compile(r"\bFault::k(\w+)")
+    own = {
+        name for path in folder_of(cls).glob("*.cuh") for name in pattern.findall(path.read_text())
+    }
+    declared = {codegen.camel(name) for name in cls.faults}
+    assert own <= declared
+    root = folder_of(cls).parents[1]
+    sources = [*(root / "cuda").glob("*.cuh"), *(root / "instructions").rglob("*.cuh")]
+    assert declared <= {name for path in sources for name in pattern.findall(path.read_text())}
+    for sentence in cls.faults.values():
+        assert sentence.format(row=1, word=2, value=3, target=4)
 
 
 @every_instruction

@@ -21,7 +21,7 @@ from megavm.vm.abi import U32, U64, Code, Member, Struct
 from megavm.vm.constants import Constant, largest, same, union
 from megavm.vm.cpu.notes import NOTE
 from megavm.vm.cuda import launch
-from megavm.vm.cuda.faults import FAULT_RECORD, Fault, FaultKind, SemaphoreKind
+from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, SemaphoreKind
 from megavm.vm.events import Event
 from megavm.vm.layout import Order
 from megavm.vm.operands import FieldKind
@@ -214,7 +214,6 @@ def test_structs_lie_in_cpp_as_in_numpy_and_ctypes(tmp_path: Path) -> None:
     [
         (FaultKind, "FaultKind", FAULTS_HEADER),
         (SemaphoreKind, "SemaphoreKind", FAULTS_HEADER),
-        (Fault, "Fault", FAULTS_HEADER),
         (Order, "Layout", LAUNCH_HEADER),
         (Event, "Event", LAUNCH_HEADER),
     ],

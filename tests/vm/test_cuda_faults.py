@@ -8,11 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
-from megavm.vm.cuda.faults import Fault, FaultKind, Record, SemaphoreKind, sentence, waiting_for
+from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.sample import Sample
+from megavm.vm.cuda.faults import (
+    FaultKind,
+    Record,
+    SemaphoreKind,
+    fault_names,
+    sentence,
+    waiting_for,
+)
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import MachineFault
@@ -50,25 +60,50 @@ def record(kind: int, *rest: int, warp: int = 0) -> Record:
 
 
 @pytest.mark.parametrize(
-    ("fault", "arguments", "want"),
+    ("cls", "fault", "arguments", "want"),
     [
-        (Fault.ROW_SEQUENCE, (0, 0, 2**32 - 1, 4), "row_sequence of row 0 is -1, tokens has 4 seq"),
-        (Fault.POSITION, (5, 0, 9, 8), "row 5 is at position 9, tokens holds [0, 8)"),
-        (Fault.KV_BLOCK, (1, 2, 70, 64), "block table entry [1, 2] is 70, the KV cache has 64 bl"),
         (
-            Fault.TOKEN,
+            Embed,
+            "ROW_SEQUENCE",
+            (0, 0, 2**32 - 1, 4),
+            "row_sequence of row 0 is -1, tokens has 4 seq",
+        ),
+        (Embed, "POSITION", (5, 0, 9, 8), "row 5 is at position 9, tokens holds [0, 8)"),
+        (
+            Embed,
+            "TOKEN",
             (1, 6, 99, 50),
             "token 99 at position 6 of sequence 1 is outside the vocabul",
         ),
-        (Fault.NUM_STOP, (2, 0, 33, 32), "NUM_STOP of sequence 2 is 33"),
-        (77, (1, 2, 3, 4), "fault 77 (row 1, word 2, value 3, target 4)"),
+        (Attention, "ROW_SEQUENCE", (0, 0, 5, 4), "row_sequence of row 0 is 5, block_table has 4"),
+        (
+            Attention,
+            "KV_BLOCK",
+            (1, 2, 70, 64),
+            "block table entry [1, 2] is 70, the KV cache has 64",
+        ),
+        (QkvRope, "POSITION", (5, 0, 9, 8), "row 5 is at position 9, rope holds [0, 8)"),
+        (QkvRope, "POSITION", (5, 0, 9, 7), "row 5 is at position 9, block_table holds [0, 7)"),
+        (
+            Sample,
+            "POSITION",
+            (5, 0, 9, 8),
+            "row 5 is at position 9, tokens, but for its last column",
+        ),
+        (Sample, "NUM_STOP", (2, 0, 33, 32), "NUM_STOP of sequence 2 is 33"),
+        (Matmul, "ROW_INDEX", (2, 0, 33, 32), "row_index of row 2 is 33, expected below 32"),
+        (Copy, "TOKEN", (1, 2, 3, 4), "fault TOKEN (row 1, word 2, value 3, target 4)"),
+        (Embed, 77, (1, 2, 3, 4), "fault 77 (row 1, word 2, value 3, target 4)"),
     ],
 )
 def test_what_an_instruction_found_is_a_sentence(
-    fault: int, arguments: tuple[int, ...], want: str
+    cls: type[Instruction], fault: str | int, arguments: tuple[int, ...], want: str
 ) -> None:
-    found = record(FaultKind.INSTRUCTION, 0, 0, int(fault), *arguments)
-    assert sentence(found, embed(), EMBED_TENSORS).startswith(want)
+    code = fault if isinstance(fault, int) else fault_names().index(fault)
+    found = record(FaultKind.INSTRUCTION, 0, 0, code, *arguments)
+    operands: dict[str, Any] = {f.name: 0 for f in cls.fields}
+    inst = cls(**operands)
+    assert sentence(found, inst, [TensorSpec("rope", (8, 4), F32, WEIGHT)]).startswith(want)
 
 
 def test_waits_are_told_as_on_the_cpu() -> None:

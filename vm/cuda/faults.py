@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from megavm.instructions import instruction_set
 from megavm.vm.abi import U32, Code, Member, Struct
 from megavm.vm.config import (
     CONTROLLER_WARP,
@@ -33,7 +34,7 @@ class FaultKind(Code):
         "thing: operand word of the tensor; row, word; value: epoch found, target: wanted",
     )
     SEMAPHORE = 3, "thing: SemaphoreKind; row: its number; target: phase"
-    INSTRUCTION = 4, "thing: Fault; row, word, value, target: its arguments"
+    INSTRUCTION = 4, "thing: Fault; row, word, value, target: as its sentence says"
     ABORTED = (
         5,
         "another warp stopped first; the other words are those of the wait that it was in",
@@ -64,27 +65,9 @@ class SemaphoreKind(Code):
     )  # its half of the scratch may be overwritten
 
 
-class Fault(Code):
-    """Errors that an instruction finds in its data, in the sentences of the CPU's kernels.
-
-    {holder} is the tensor that the value indexes.
-    """
-
-    ROW_SEQUENCE = 0, "row_sequence of row {row} is {value}, {holder} has {target} sequences"
-    POSITION = 1, "row {row} is at position {value}, {holder} holds [0, {target})"
-    KV_BLOCK = (
-        2,
-        "block table entry [{row}, {word}] is {value}, the KV cache has {target} blocks",
-    )
-    TOKEN = (
-        3,
-        "token {value} at position {word} of sequence {row} is outside the vocabulary of {target}",
-    )
-    LOGIT_ROW = 4, "logit_row of row {row} is {value}, the step has {target} rows"
-    NAN_LOGITS = 5, "logits of row {row} hold NaN"
-    NUM_STOP = 6, "NUM_STOP of sequence {row} is {value}"
-    ROW_INDEX = 7, "row_index of row {row} is {value}, expected below {target}"
-    UNSUPPORTED = 8, "the kernel was not compiled for operands like these ({value}, {target})"
+def fault_names() -> list[str]:
+    """The faults that instructions find in their data (Instruction.faults). The code of a fault is its index."""
+    return sorted({name for cls in instruction_set().values() for name in cls.faults})
 
 
 ROLES = {
@@ -154,30 +137,17 @@ FAULT_RECORD = Struct(
 )
 
 
-def sentence(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
+def sentence(record: Record, inst: Instruction, tensors: Sequence[TensorSpec]) -> str:
     """The sentence for an error that an instruction found in its data."""
-    try:
-        template = Fault(record.thing).doc
-    except ValueError:
-        template = (
-            f"fault {record.thing} (row {{row}}, word {{word}}, value {{value}}, target {{target}})"
-        )
+    names = fault_names()
+    name = names[record.thing] if record.thing < len(names) else str(record.thing)
+    if name in inst.faults:
+        template = inst.fault(name, record.target, tensors)
+    else:
+        template = f"fault {name} (row {{row}}, word {{word}}, value {{value}}, target {{target}})"
     return template.format(
-        row=record.row,
-        word=record.word,
-        value=_signed(record.value),
-        target=record.target,
-        holder=_holder(record, inst, tensors),
+        row=record.row, word=record.word, value=_signed(record.value), target=record.target
     )
-
-
-def _holder(record: Record, inst: Instruction | None, tensors: Sequence[TensorSpec]) -> str:
-    """The tensor for which a position or a sequence is too large."""
-    if inst is None:
-        return Instruction.sequence_operand
-    if record.thing == Fault.POSITION:
-        return inst.position_holder(record.target, tensors)
-    return inst.sequence_operand
 
 
 def _signed(word: int) -> int:
