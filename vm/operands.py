@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Generic, Self, TypeVar, overload
 
 from megavm.vm.config import NONE
-from megavm.vm.tensors import DType
+from megavm.vm.tensors import DType, TensorSpec
 
 T = TypeVar("T", int, float)
 
@@ -23,6 +23,8 @@ class FieldKind(Enum):
     INTEGER = "integer"
     REAL = "real"
 
+
+ROWS = (0,)  # an index that chooses among the rows of a tensor
 
 _SHAPE = re.compile(r"\[[^\[\]]+\]")  # finds the shape in the description of a tensor operand
 
@@ -48,6 +50,7 @@ class Field(Generic[T]):
         tagged: bool = False,
         parts: bool = False,
         gathered: bool = False,
+        index: tuple[int, ...] = ROWS,
         least: float = -math.inf,
     ) -> None:
         self.kind = kind
@@ -59,6 +62,7 @@ class Field(Generic[T]):
         self.tagged = tagged
         self.parts = parts
         self.gathered = gathered
+        self.index = index
         self.least = least
         match = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
         self.shape = match[0] if match else ""
@@ -75,6 +79,10 @@ class Field(Generic[T]):
         if instance is None:
             return self
         raise AttributeError(f"{owner.__name__}.{self.name} was never given a value")
+
+    def entry_columns(self, spec: TensorSpec) -> int:
+        """Columns of a row of an indexed region (Region) of a tensor that is this operand."""
+        return math.prod(size for i, size in enumerate(spec.shape) if i not in self.index)
 
     @property
     def format(self) -> str:
@@ -118,6 +126,7 @@ def tensor(
     tagged: bool = False,
     parts: bool = False,
     gathered: bool = False,
+    index: tuple[int, ...] = ROWS,
 ) -> Field[int]:
     """Declare a tensor operand (a handle). ``dtypes`` lists what the tensor may hold.
 
@@ -127,7 +136,8 @@ def tensor(
     the instruction's waits end, and through caches that do not see other workers' writes. With ``tagged``
     instructions may also exchange the operand as tagged words; it is then ``produced`` as well. With
     ``parts`` the tensor may consist of parts (TensorSpec). With ``gathered`` the instruction may write a
-    share of the tensor on all ranks. The contents of a ``workspace`` are unspecified after the instruction,
+    share of the tensor on all ranks. ``index``: the dimensions that the index of its indexed regions chooses
+    among (Region). The contents of a ``workspace`` are unspecified after the instruction,
     and machines may differ in them.
     """
     return Field(
@@ -140,6 +150,7 @@ def tensor(
         tagged=tagged,
         parts=parts,
         gathered=gathered,
+        index=index,
     )
 
 

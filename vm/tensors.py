@@ -144,15 +144,6 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.size
 
     @functools.cached_property
-    def entry_columns(self) -> int:
-        """Columns of one row of an indexed region (see Region).
-
-        In a KV cache [blocks, kv heads, block_size, d] that row is one slot of all KV heads: kv heads * d
-        columns. In any other tensor it is a row of the tensor.
-        """
-        return self.shape[1] * self.shape[3] if len(self.shape) == 4 else self.columns
-
-    @functools.cached_property
     def writable(self) -> bool:
         return self.kind in (TensorKind.STATE, TensorKind.ACTIVATION)
 
@@ -164,8 +155,9 @@ class Region:
     The rows of an *indexed* region are entries of an index that the host writes, not rows of the tensor:
     row r of a KV cache is the slot that the block table assigns to step row r, and row i of the token
     table belongs to the sequence of logit row i. The host guarantees that distinct entries name distinct
-    places, and all indexed regions of one tensor use the same index. An indexed row has
-    TensorSpec.entry_columns columns: in a KV cache, column ``kv head * head_dim + element``.
+    places, and all indexed regions of one tensor use the same index. The operand declares which dimensions
+    the index chooses among (Field.index); columns count through the others: in a KV cache, column
+    ``kv head * head_dim + element``.
 
     An *earlier* region is an indexed region that is read. The read touches only places that earlier steps
     wrote and that neither this step nor a later one writes. So it must follow the writes of the previous

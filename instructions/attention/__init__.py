@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from megavm.instructions.qkv_rope import check_newest
+from megavm.instructions.qkv_rope import SLOTS, check_newest
 from megavm.instructions.step_rows import KV_FAULTS
 from megavm.instructions.tiles import (
     CPU_LANES,
@@ -56,8 +56,12 @@ class Attention(Instruction):
     companions = ("attention_merge",)
 
     q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
-    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
-    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    k_cache = tensor(
+        "keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True, index=SLOTS
+    )
+    v_cache = tensor(
+        "values [blocks, kv heads, block_size, d]", F32, BF16, produced=True, index=SLOTS
+    )
     k_new = tensor(
         "keys of the rows themselves [rows, kv heads * d]", F32, BF16, optional=True, tagged=True
     )
@@ -204,10 +208,8 @@ class Attention(Instruction):
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         q, k_cache, v_cache = (tensors[h] for h in (self.q, self.k_cache, self.v_cache))
-        if len(k_cache.shape) != 4 or k_cache.shape != v_cache.shape:
-            yield (
-                f"k_cache {k_cache.shape} and v_cache {v_cache.shape} must be equal and of four dimensions"
-            )
+        if k_cache.shape != v_cache.shape:
+            yield f"k_cache {k_cache.shape} and v_cache {v_cache.shape} must be equal"
             return
         _, kv_heads, block_size, head_dim = k_cache.shape
         yield from ranges(

@@ -23,6 +23,8 @@ from megavm.vm.layout import Layout, swizzled_if_possible, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
+SLOTS = (0, 2)  # the index of a KV cache chooses a block and a slot in it
+
 
 class QkvRope(Instruction):
     """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(queries), rope(keys), values of s[r] * (x[r] . weight^T)
@@ -60,8 +62,12 @@ class QkvRope(Instruction):
         "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
     )
     q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
-    k_cache = tensor("keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
-    v_cache = tensor("values [blocks, kv heads, block_size, d]", F32, BF16, produced=True)
+    k_cache = tensor(
+        "keys [blocks, kv heads, block_size, d]", F32, BF16, produced=True, index=SLOTS
+    )
+    v_cache = tensor(
+        "values [blocks, kv heads, block_size, d]", F32, BF16, produced=True, index=SLOTS
+    )
     k_new = tensor("the keys again [rows, kv heads * d]", F32, BF16, optional=True, tagged=True)
     v_new = tensor("the values again [rows, kv heads * d]", F32, BF16, optional=True, tagged=True)
     rope = tensor("cos and sin of the angles [positions, d]", F32)
@@ -106,7 +112,10 @@ class QkvRope(Instruction):
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
-        queries, keys = tensors[self.q].columns, tensors[self.k_cache].entry_columns
+        queries, keys = (
+            tensors[self.q].columns,
+            QkvRope.k_cache.entry_columns(tensors[self.k_cache]),
+        )
         outputs = (
             (0, queries, self.q, NONE),
             (queries, keys, self.k_cache, self.k_new),
@@ -194,10 +203,9 @@ class QkvRope(Instruction):
         x, q = tensors[self.x], tensors[self.q]
         k_cache, v_cache = tensors[self.k_cache], tensors[self.v_cache]
         head_dim = tensors[self.rope].columns
-        if len(k_cache.shape) != 4 or k_cache.shape != v_cache.shape or head_dim % 2:
+        if k_cache.shape != v_cache.shape or head_dim % 2:
             yield (
-                f"k_cache {k_cache.shape} and v_cache {v_cache.shape} must be equal, of four dimensions, "
-                f"and head_dim {head_dim} even"
+                f"k_cache {k_cache.shape} and v_cache {v_cache.shape} must be equal, and head_dim {head_dim} even"
             )
             return
         kv_columns = k_cache.shape[1] * head_dim

@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from megavm.instructions.qkv_rope import QkvRope
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 
@@ -208,7 +209,7 @@ class Graph:
             "row_position": batch.row_position,
             "block_table": batch.block_table,
         }
-        columns = weight.rows - sum(cache.memory.entry_columns for cache in caches)
+        columns = weight.rows - 2 * QkvRope.k_cache.entry_columns(caches[0].memory)
         q = self._value(f"{label}.q", x.rows, columns, dtype, x.capacity)
         outputs = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
         attributes = {"decode": decode}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,7 @@ class DeclarationCheck(Check):
         """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
         fields = [field for field in inst.fields if field.kind is FieldKind.TENSOR]
         handles = [vars(inst)[field.name] for field in fields]
+        operands = dict(zip(handles, fields, strict=True))
         try:
             for sentence in inst.check(self.tensors):
                 self._fail(number, sentence)
@@ -60,7 +61,7 @@ class DeclarationCheck(Check):
             regions = [
                 (region, write)
                 for declared, write in ((inst.reads, False), (inst.writes, True))
-                for region in self._regions(number, declared, write, handles)
+                for region in self._regions(number, declared, write, operands)
                 if self.tensors[region.tensor].writable
             ]
             self._check_gathered(number, fields, handles, regions)
@@ -139,20 +140,22 @@ class DeclarationCheck(Check):
         number: int,
         declared: Callable[[Sequence[TensorSpec]], Iterator[Region]],
         write: bool,
-        handles: list[int],
+        operands: Mapping[int, Field[Any]],
     ) -> Iterator[Region]:
         """The declared regions, after checks that they fit their tensors and that no two writes overlap."""
         verb = "writes" if write else "reads"
         seen: list[Region] = []
         for region in declared(self.tensors):
-            if region.tensor not in handles:
+            if region.tensor not in operands:
                 self._fail(number, f"{verb} tensor {region.tensor}, which is none of its operands")
             spec = self.tensors[region.tensor]
             rows = NONE if region.indexed else spec.rows
             columns = spec.own_columns if write else spec.columns
+            if region.indexed:
+                columns = operands[region.tensor].entry_columns(spec)
             for what, (begin, end), size in (
                 ("rows", region.rows, rows),
-                ("columns", region.columns, spec.entry_columns if region.indexed else columns),
+                ("columns", region.columns, columns),
             ):
                 if begin >= end:
                     self._fail(number, f"{verb} the empty {what} [{begin}, {end}) of {spec.name}")

@@ -8,7 +8,9 @@ import numpy as np
 
 from megavm.vm import _native
 from megavm.vm.alike import Alike, tag_orders
+from megavm.vm.config import HEADER_WORDS
 from megavm.vm.isa import TagOrder
+from megavm.vm.operands import ROWS
 from megavm.vm.tensors import Region, TensorKind
 from megavm.vm.verify.check import Check, Ints
 from megavm.vm.verify.error import Access, VerificationError
@@ -27,8 +29,8 @@ class OrderCheck(Check):
         """
         program = self.program
         traits = [
-            (t.tagged, t.kind is TensorKind.ACTIVATION, t.entry_columns == t.columns)
-            for t in self.tensors
+            (t.tagged, t.kind is TensorKind.ACTIVATION, whole_rows)
+            for t, whole_rows in zip(self.tensors, self._indexed_by_rows(), strict=True)
         ]
         whole = expand(program, accesses)
         # All machines but the GPU keep the order of tagged words for every instruction.
@@ -64,6 +66,18 @@ class OrderCheck(Check):
             if number >= 0
         ]
         raise VerificationError(getattr(self, f"_{rule}")(*conflicting), rule, tuple(conflicting))
+
+    def _indexed_by_rows(self) -> list[bool]:
+        """Of each tensor, whether its indexed regions consist of whole rows of the tensor."""
+        result = [True] * len(self.tensors)
+        for cls, numbers in self._by_class():
+            for word, field in enumerate(cls.fields, HEADER_WORDS):
+                if field.index == ROWS:
+                    continue
+                for handle in np.unique(self.words[numbers, word]):
+                    spec = self.tensors[handle]
+                    result[handle] = field.entry_columns(spec) == spec.columns
+        return result
 
     def _access(self, row: Ints, step: int) -> Access:
         number, tensor, top, bottom, left, right, write, indexed, earlier = (int(v) for v in row)

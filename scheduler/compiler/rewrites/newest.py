@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megavm.instructions.qkv_rope import QkvRope
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import consists_of_words, tagged_spec
@@ -35,7 +36,7 @@ def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Op
 
 def _newest(operation: Operation) -> dict[str, Value]:
     cache = operation.outputs["k_cache"].memory
-    shape = (operation.inputs["x"].rows, cache.entry_columns)
+    shape = (operation.inputs["x"].rows, QkvRope.k_cache.entry_columns(cache))
     return {
         f"{part}_new": Value.of(
             tagged_spec(
