@@ -20,11 +20,11 @@ import torch
 
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
-from megavm.scheduler.compiler.tiling import SUMS_BYTES
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import Instruction
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, F32, DType, Part, TensorKind, TensorSpec
 
 DTYPES = {"bfloat16": BF16, "float32": F32}
@@ -150,11 +150,11 @@ def torch_product(shape: Shape, x: torch.Tensor, weights: list[torch.Tensor]) ->
 
 
 def default_tile(shape: Shape, dtype: DType, rows: int) -> tuple[int, int]:
-    """Rows and columns of a tile: all columns for few rows, else as many as SUMS_BYTES allows."""
+    """Rows and columns of a tile: all columns for few rows, else as Target.sums_bytes allows."""
     if rows < 16:
         return rows, shape.columns
     row_tile = min(rows, 128)
-    sums = SUMS_BYTES // 4 // row_tile
+    sums = TARGETS["cpu"].sums_bytes // 4 // row_tile
     return row_tile, sums // 2 if shape.gated else sums
 
 

@@ -7,12 +7,17 @@ from typing import Any
 
 from megavm.vm.config import (
     BLOCK_UNITS,
+    CPU_LANES,
+    INPUT_BYTES,
+    MATRIX_BLOCKS,
     MAX_GROUP_ROWS,
     MAX_MATRIX_ROWS,
     MIN_MATRIX_ROWS,
     NONE,
+    PANEL_COLUMNS,
     ROW_CHUNK_PAGES,
     ROWS_CHUNK_PAGES,
+    SPLIT_COLUMNS,
     TILE_ROW_BYTES,
     TILES_PER_PAGE,
     UNIT_ROWS,
@@ -24,16 +29,10 @@ from megavm.vm.operands import present
 from megavm.vm.tensors import BF16, F32, Region, TensorSpec
 
 # On the CPU.
-INPUT_BYTES = 144 * 1024  # most bytes of the input that a product holds at a time
-SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
-PANEL_COLUMNS = 32  # input columns are padded to a multiple of this
-CPU_LANES = 16  # elements of a vector
 _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
 _COLUMN_BLOCK = 2 * CPU_LANES  # output columns whose sums are alive at the same time
 _SPARE_BYTES = 64 * 1024  # for sums of whole blocks, and the buffers of a multiplication method
 _ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
-
-MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
 
 SCALED = ("out_gain", "out_scaled", "out_squares")  # operands of a producer of rows to normalise
 

@@ -53,9 +53,9 @@ def constants(module: types.ModuleType) -> Iterator[str]:
             yield f"constexpr unsigned int k{camel(name)} = {value}u;"
 
 
-def own_constants(module: types.ModuleType, *others: types.ModuleType) -> list[str]:
-    """The constants of a module without those that it imports from ``others``."""
-    known = {line for other in others for line in constants(other)}
+def own_constants(module: types.ModuleType, imported: types.ModuleType) -> list[str]:
+    """The constants of a module without those of ``imported``."""
+    known = set(constants(imported))
     return [line for line in constants(module) if line not in known]
 
 
@@ -97,11 +97,10 @@ def enumerations(module: types.ModuleType) -> Iterator[type[IntEnum]]:
 
 def namespace_of(cls: type[Instruction]) -> Iterator[str]:
     """The enumerations and constants of an instruction's module, in a namespace of its name."""
-    from megavm.instructions import tiles
     from megavm.vm import config
 
     module = importlib.import_module(cls.__module__)
-    lines = own_constants(module, config, tiles)
+    lines = own_constants(module, config)
     for enum in enumerations(module):
         members = ", ".join(f"k{camel(m.name)} = {m.value}" for m in enum)
         lines.append(f"enum {enum.__name__} : unsigned int {{ {members} }};")
@@ -153,13 +152,12 @@ def gathered_operands(cls: type[Instruction]) -> int:
 
 def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     """The text of ``isa.hpp``."""
-    from megavm.instructions import tiles
     from megavm.vm import config
     from megavm.vm.tensors import DType
 
     classes = list(instructions)
     lines = [WARNING, "#pragma once", "", "namespace megavm {", ""]
-    lines += [*constants(config), "", *own_constants(tiles, config), ""]
+    lines += [*constants(config), ""]
     lines += ["enum class DType : unsigned int {"]
     lines += [f"  k{camel(t.name)} = {t.code}," for t in DType]
     lines += ["};", "", "constexpr unsigned int dtype_bytes(DType dtype) {", "  switch (dtype) {"]

@@ -14,8 +14,12 @@ INSTRUCTION_BYTES = 4 * INSTRUCTION_WORDS
 NONE = 0xFFFFFFFF  # "no barrier" in the header, "no tensor" in an optional tensor field
 FAR_TAG = 0x80000000  # a step's tag exclusive-or this is a tag that no instruction waits for
 
-# Working memory of a worker of the CPU machine.
+# A worker of the CPU machine: its working memory, and the products in it.
 WORKING_BYTES = 351 * 1024
+INPUT_BYTES = 144 * 1024  # most bytes of the input that a product holds at a time
+SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
+PANEL_COLUMNS = 32  # input columns are padded to a multiple of this
+CPU_LANES = 16  # elements of a vector
 
 # Warps of a worker on the GPU: the consumers, then one warp of each other role.
 NUM_CONSUMER_WARPS = 8
@@ -47,6 +51,7 @@ BLOCK_UNITS = 8  # units whose sums are finished together
 MAX_GROUP_ROWS = 8  # input rows multiplied together, in steps of several rows
 MIN_MATRIX_ROWS = 16  # fewest and most input rows that matrix products take at a time
 MAX_MATRIX_ROWS = 128
+MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
 MAPS_OF_TENSOR = BLOCK_UNITS  # maps of boxes of an operand of matrix products
 ROW_CHUNK_PAGES = 4  # pages of a unit multiplied at a time, in steps of one row
 ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows

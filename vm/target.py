@@ -1,4 +1,4 @@
-"""What the compiler must know about each machine: one Target per machine.
+"""What all code beside the kernels must know about each machine: one Target per machine.
 
 config.py has the sizes that kernels are compiled with; C++ shares them.
 """
@@ -10,14 +10,20 @@ from typing import Literal
 
 from megavm.vm.config import (
     BLOCK_UNITS,
+    INPUT_BYTES,
+    MATRIX_BLOCKS,
     MAX_ATTENTION_ELEMENTS,
     MAX_GROUP_ROWS,
     MAX_MATRIX_ROWS,
+    MIN_MATRIX_ROWS,
     PAGE_BYTES,
     ROWS_CHUNK_PAGES,
+    SPLIT_COLUMNS,
     UNIT_ROWS,
+    WORKING_BYTES,
 )
-from megavm.vm.tensors import BF16
+from megavm.vm.cuda.memory import SCRATCH_BYTES
+from megavm.vm.tensors import BF16, DType
 
 Exchange = Literal["barrier", "preferred", "tagged"]  # see CompileOptions
 
@@ -28,12 +34,14 @@ class MatrixTimes:
 
     A worker reads ``bytes_per_second`` from the second-level cache and computes ``flops_per_second``; the
     slower of the two counts. A tile takes ``tile`` seconds more, and ``sum`` seconds for each of its sums.
+    Times whose ratio is at most ``equal`` count as equal.
     """
 
     bytes_per_second: float
     flops_per_second: float
     tile: float
     sum: float
+    equal: float = 1.01
 
     def seconds(self, read: float, flops: float, sums: int) -> float:
         """The time of a tile that reads so many bytes."""
@@ -43,78 +51,114 @@ class MatrixTimes:
 
 @dataclass(frozen=True)
 class Target:
-    """A machine, as the compiler and the engine see it.
+    """A machine, as the compiler, the verifier, the engine and the front end see it.
 
     ``workers``: threads or SMs to compile for when the machine is not available here.
     ``compute_capability`` is that of the GPUs it runs on, ``architecture`` NVRTC's name of it; None and
-    "" without a GPU.
+    "" without a GPU. ``working_bytes`` and ``scratch_bytes``: what an instruction may declare of each (0: the
+    machine has none, and counts none).
 
-    ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
+    Engine: ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
     the host checks its stop conditions. ``max_num_seqs``: the default of sequences that run at the same
-    time. ``column_unit``: column tiles of products begin at
-    multiples of it. ``exchange``: how activations pass between workers (CompileOptions.exchange).
+    time. ``overlap``: the next step is planned while one runs. ``kv_fraction``, ``max_kv_bytes``: the default
+    size of the KV cache, as a share of the memory that is available, and its limit (None: there is none).
 
-    Split K: in steps of 2 to ``parted_rows`` rows, products of long rows are split into parts of
-    ``part_of_k`` columns (0: never), at most ``most_parts``. They are split only while no worker has
-    more than ``summed_columns`` columns of the result, because a worker waits for the other parts each
-    time it has finished that many.
+    ``column_unit``: column tiles of products begin at multiples of it, those of embeddings at multiples of
+    ``embedding_unit``. ``exchange``: how activations pass between workers (CompileOptions.exchange).
+    ``tagged_bytes``: largest activation that is tagged.
 
-    Matrix products: in steps of more than MAX_GROUP_ROWS rows, products of bfloat16 take up to
-    ``matrix_rows`` rows at a time (0: the machine has no such products). In steps of up to that many rows,
-    they are split along K too, into parts of at least ``matrix_part`` columns. ``matrix_times`` predicts
-    how long their tiles take. The rows of ``matrix_row_tiles`` tiles of rows stay in the second-level cache.
+    Products: input rows of up to ``input_bytes`` stay in a worker while weights stream. Of longer ones,
+    ``split_columns`` columns and ``sums_bytes`` of sums do. Steps of 2 to ``group_rows`` rows multiply all rows
+    together (0: the machine has no such products).
+
+    Split K: in these steps, products of long rows are split into parts of ``part_of_k`` columns (0: never), at
+    most ``most_parts``. They are split only while no worker has more than ``block_rows`` columns of the result,
+    because a worker waits for the other parts each time it has finished that many.
+
+    Matrix products: in steps of more than ``group_rows`` rows, products of bfloat16 take ``min_matrix_rows`` to
+    ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of
+    ``block_rows`` rows of the weight. In steps of up to ``matrix_part_rows`` rows they are split along K too,
+    into parts of at least ``matrix_part`` columns; in larger ones workers that multiply neighbouring tiles at
+    the same time share weights and rows of x. ``matrix_times`` predicts how long their tiles take. The rows of
+    ``matrix_row_tiles`` tiles of rows stay in the second-level cache.
 
     Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
     several rows of a prompt (0: the rows of an instruction need not be few).
 
     Assignment: ``flops_per_byte`` FLOPs take about as long as moving one byte.
 
-    Split context: from ``many_splits`` splits on, attention leaves workers free for the merges: one
-    split fewer costs less than a late merge. A split has at least ``min_chunk`` tokens.
+    Split context: fewer than ``few_splits`` splits do not pay for a merge. From ``many_splits`` splits on,
+    attention leaves workers free for the merges: one split fewer costs less than a late merge. A split has at
+    least ``min_chunk`` tokens.
     """
 
     name: str
     workers: int = 1
     compute_capability: tuple[int, int] | None = None
     architecture: str = ""
+    working_bytes: int = 0
+    scratch_bytes: int = 0
     block_size: int = 16
     steps_per_launch: int = 1
     max_num_seqs: int = 16
+    overlap: bool = False
+    kv_fraction: float = 0.25
+    max_kv_bytes: int | None = 4 << 30
     column_unit: int = 16
+    embedding_unit: int = 64
     exchange: Exchange = "barrier"
+    tagged_bytes: int = 128 * 1024
+    input_bytes: int = INPUT_BYTES
+    split_columns: int = SPLIT_COLUMNS
+    sums_bytes: int = 128 * 1024
+    group_rows: int = 0
     part_of_k: int = 0
-    parted_rows: int = 0
     most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
-    summed_columns: int = BLOCK_UNITS * UNIT_ROWS
+    block_rows: int = BLOCK_UNITS * UNIT_ROWS
+    min_matrix_rows: int = 0
     matrix_rows: int = 0
+    matrix_blocks: int = 0
     matrix_part: int = 0
+    matrix_part_rows: int = 0
     matrix_times: MatrixTimes | None = None
     matrix_row_tiles: int = 8
     attention_elements: int = 0
     flops_per_byte: int = 64
+    few_splits: int = 3
     many_splits: int = 8
     min_chunk: int = 256
+
+    def is_matrix_step(self, rows: int, weights: DType) -> bool:
+        """Whether products of such a step are matrix products."""
+        return self.matrix_rows > 0 and rows > self.group_rows and weights is BF16
 
 
 TARGETS = {
     target.name: target
     for target in (
-        Target("cpu"),
+        Target("cpu", working_bytes=WORKING_BYTES),
         Target(
             "cuda",
             workers=132,  # SMs of an H100 or H200
             compute_capability=(9, 0),
             architecture="sm_90a",
+            scratch_bytes=SCRATCH_BYTES,
             block_size=64,
             steps_per_launch=8,
             max_num_seqs=64,
+            overlap=True,
+            kv_fraction=0.85,
+            max_kv_bytes=None,
             column_unit=UNIT_ROWS,
             exchange="preferred",
-            # The columns of a unit of bfloat16 weights, and the rows, that the kernel takes at once.
+            group_rows=MAX_GROUP_ROWS,
+            # The columns of a unit of bfloat16 weights that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
-            parted_rows=MAX_GROUP_ROWS,
+            min_matrix_rows=MIN_MATRIX_ROWS,
             matrix_rows=MAX_MATRIX_ROWS,
+            matrix_blocks=MATRIX_BLOCKS,
             matrix_part=256,
+            matrix_part_rows=2 * MAX_MATRIX_ROWS,
             matrix_times=MatrixTimes(40e9, 5.3e12, tile=1.5e-6, sum=1e-10),  # H200
             attention_elements=MAX_ATTENTION_ELEMENTS,
         ),

@@ -7,14 +7,13 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from megavm.instructions.qkv_rope import SLOTS, check_newest
 from megavm.instructions.step_rows import KV_FAULTS
 from megavm.instructions.tiles import (
-    CPU_LANES,
     aligned,
     ranges,
     result_columns,
     round_up,
     shapes,
 )
-from megavm.vm.config import MAX_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
+from megavm.vm.config import CPU_LANES, MAX_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
 from megavm.vm.constants import Constant, largest, same
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, swizzled_if_possible

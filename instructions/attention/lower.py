@@ -9,7 +9,6 @@ from megavm.instructions.attention import Attention
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.tiling import Lowering, cut
-from megavm.vm.config import MAX_GROUP_ROWS
 
 OPERANDS = (
     *("q", "k_cache", "v_cache", "row_sequence", "row_position", "block_table"),
@@ -76,20 +75,21 @@ def attention_tiling(
     more: many small tiles balance better.
 
     Heads are cut first, because all heads cost the same and the rows of a prompt do not. The context is
-    split only if this gives work to idle workers, into three or more splits of at least ``min_chunk``
-    tokens: two splits do not pay for a merge. If there would be many splits, workers are left free for the
-    merges, which then already wait when the last split ends.
+    split only if this gives work to idle workers, and the context is long enough for
+    ``Target.few_splits`` splits of at least ``min_chunk`` tokens. If there would be many splits, workers are
+    left free for the merges, which then already wait when the last split ends.
     """
+    target = options.target
     most_tiles = options.workers * options.waves
     head_tiles = min(kv_heads, most_tiles)
     row_tile = -(-rows // -(-most_tiles // head_tiles))
-    together = options.target.attention_elements
-    if queries and together and rows > MAX_GROUP_ROWS:
+    together = target.attention_elements
+    if queries and together and rows > target.group_rows:
         row_tile = min(row_tile, max(together // queries, 1))
     tiles = -(-rows // row_tile) * head_tiles
     splits = options.workers // tiles
-    if splits >= options.target.many_splits:
+    if splits >= target.many_splits:
         splits = (options.workers - tiles) // tiles
     long_enough = -(-context // options.min_chunk)
-    splits = max(1, min(splits, long_enough)) if long_enough > 2 else 1
+    splits = max(1, min(splits, long_enough)) if long_enough >= target.few_splits else 1
     return Tiling(head_tiles, row_tile, splits, block_size)

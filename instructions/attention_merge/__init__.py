@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megavm.instructions.tiles import CPU_LANES, aligned, ranges, round_up
+from megavm.instructions.tiles import aligned, ranges, round_up
+from megavm.vm.config import CPU_LANES
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.operands import integer, present, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole

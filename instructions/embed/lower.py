@@ -9,8 +9,6 @@ from megavm.instructions.tiles import SCALED
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut
 
-COLUMN_UNIT = 64  # tiles begin at multiples of this many columns
-
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Embed]:
     """Yield a tile for each worker: a range of rows if there are enough rows, otherwise of columns."""
@@ -20,7 +18,7 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Embed]:
     if out.rows >= workers:
         tiles = [((0, out.own_columns), rows) for rows in cut(out.rows, workers)]
     else:
-        cuts = column_tiles(out.own_columns, COLUMN_UNIT, context.options)
+        cuts = column_tiles(out.own_columns, context.options.target.embedding_unit, context.options)
         tiles = [(columns, (0, out.rows)) for columns in cuts]
     for columns, rows in tiles:
         yield Embed(

@@ -38,7 +38,7 @@ class CompileOptions:
     machine: str = "cpu"
     assignment: Assignment = "balanced"
     exchange: Exchange = "barrier"
-    tagged_bytes: int = 128 * 1024
+    tagged_bytes: int = TARGETS["cpu"].tagged_bytes
     fuse_norm: bool = True
     waves: int = 1
     column_unit: int = TARGETS["cpu"].column_unit
@@ -74,16 +74,16 @@ def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
     """The options for steps of up to ``rows`` rows on a machine."""
     target = TARGETS[machine]
     part_of_k = 0
-    if 1 < rows <= target.parted_rows:
+    if 1 < rows <= target.group_rows:
         part_of_k = target.part_of_k
-    elif rows <= 2 * target.matrix_rows:
+    elif rows <= target.matrix_part_rows:
         part_of_k = target.matrix_part
     return CompileOptions(
         workers,
         machine=machine,
-        # Workers that multiply neighbouring tiles at the same time share weights and rows of x.
-        assignment="round_robin" if 0 < 2 * target.matrix_rows < rows else "balanced",
+        assignment="round_robin" if 0 < target.matrix_part_rows < rows else "balanced",
         exchange=target.exchange,
+        tagged_bytes=target.tagged_bytes,
         column_unit=target.column_unit,
         min_chunk=target.min_chunk,
         part_of_k=part_of_k if rows > 1 else 0,

@@ -6,18 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megavm.instructions.tiles import INPUT_BYTES, MATRIX_BLOCKS, SPLIT_COLUMNS, matrix_rows
+from megavm.instructions.tiles import matrix_rows
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
-from megavm.vm.config import BLOCK_UNITS, MAX_GROUP_ROWS, UNIT_ROWS
-from megavm.vm.target import MatrixTimes, Target
-from megavm.vm.tensors import BF16, F32, DType
+from megavm.vm.target import Target
+from megavm.vm.tensors import BF16, F32
 
 Range = tuple[int, int]  # half-open
-BLOCK_ROWS = BLOCK_UNITS * UNIT_ROWS
-AS_FAST = 1.01  # cuts whose predicted times differ by no more count as equally fast
-SUMS_BYTES = 128 * 1024  # a product on the CPU keeps this much of its sums while x streams
 
 
 @dataclass(frozen=True)
@@ -68,30 +64,27 @@ def product_tiles(
     """(columns, rows) of each tile of a matrix product; tiles of the same weights are adjacent.
 
     ``itemsize``: bytes of an element of the weights. ``width``: sums per column of the result.
-    ``unit`` and ``workers``: see ``column_tiles``. If all input rows fit into ``INPUT_BYTES``, they
-    stay there while weights stream. Otherwise the sums stay, and input and weights stream.
+    ``unit`` and ``workers``: see ``column_tiles``. If all input rows fit into a worker
+    (``Target.input_bytes``), they stay there while weights stream. Otherwise the sums stay, and
+    input and weights stream.
     """
-    if is_matrix_step(rows, BF16 if itemsize == BF16.size else F32, options):
+    target = options.target
+    if target.is_matrix_step(rows, BF16 if itemsize == BF16.size else F32):
         workers = workers or options.workers
-        yield from matrix_tiles(rows, columns, k, unit, width, workers, options.target)
+        yield from matrix_tiles(rows, columns, k, unit, width, workers, target)
         return
-    if rows * k * itemsize <= INPUT_BYTES:
+    if rows * k * itemsize <= target.input_bytes:
         row_tile, column_tile = rows, columns
     else:
-        fitting = INPUT_BYTES // (min(k, SPLIT_COLUMNS) * itemsize)
+        fitting = target.input_bytes // (min(k, target.split_columns) * itemsize)
         row_tile = min(rows, 1 << (fitting.bit_length() - 1))
-        column_tile = SUMS_BYTES // (4 * row_tile * width) // unit * unit
+        column_tile = target.sums_bytes // (4 * row_tile * width) // unit * unit
     for begin, end in column_tiles(columns, unit, options, workers):
         count = -(-(end - begin) // column_tile)
         step = -(-(end - begin) // (count * unit)) * unit
         for left in range(begin, end, step):
             for top in range(0, rows, row_tile):
                 yield (left, min(left + step, end)), (top, min(top + row_tile, rows))
-
-
-def is_matrix_step(rows: int, weights: DType, options: CompileOptions) -> bool:
-    """Whether products of such a step are matrix products on their machine."""
-    return options.target.matrix_rows > 0 and rows > MAX_GROUP_ROWS and weights is BF16
 
 
 def matrix_tiles(
@@ -109,13 +102,13 @@ def matrix_tiles(
         raise ValueError(f"machine {target.name} has no matrix products")
     row_tile, times = matrix_rows(rows), target.matrix_times
     seconds = {
-        tiles: _seconds(rows, columns, k, unit, width, workers, tiles, times)
+        tiles: _seconds(rows, columns, k, unit, width, workers, tiles, target)
         for tiles in _column_cuts(-(-columns // unit), -(-rows // row_tile), workers)
     }
-    limit = AS_FAST * min(seconds.values())
+    limit = times.equal * min(seconds.values())
     tiles = min(tiles for tiles, time in seconds.items() if time <= limit)
     row_ranges = [(top, min(top + row_tile, rows)) for top in range(0, rows, row_tile)]
-    if len(row_ranges) > 1 and row_ranges[-1][1] - row_ranges[-1][0] <= MAX_GROUP_ROWS:
+    if len(row_ranges) > 1 and row_ranges[-1][1] - row_ranges[-1][0] <= target.group_rows:
         row_ranges[-2:] = [(row_ranges[-2][0], rows)]  # so few rows are no matrix
     together = target.matrix_row_tiles
     for first in range(0, len(row_ranges), together):
@@ -138,17 +131,18 @@ def _seconds(
     width: int,
     workers: int,
     tiles: int,
-    times: MatrixTimes,
+    target: Target,
 ) -> float:
     """The predicted time of a product that is cut into so many tiles of columns."""
+    assert target.matrix_times is not None
     row_tile = matrix_rows(rows)
     units = -(-columns // unit)
     weight_rows = -(-units // tiles) * unit * width
-    sums = -(-weight_rows // BLOCK_ROWS) * BLOCK_ROWS * row_tile
+    sums = -(-weight_rows // target.block_rows) * target.block_rows * row_tile
     # Rows of x are read again for every group of blocks.
-    groups = -(-weight_rows // (BLOCK_ROWS * MATRIX_BLOCKS))
+    groups = -(-weight_rows // (target.block_rows * target.matrix_blocks))
     read = BF16.size * k * (weight_rows + groups * min(row_tile, rows))
-    tile = times.seconds(read, 2 * sums * k, sums)
+    tile = target.matrix_times.seconds(read, 2 * sums * k, sums)
     return -(-tiles * -(-rows // row_tile) // workers) * tile
 
 

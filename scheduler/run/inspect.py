@@ -21,7 +21,7 @@ from megavm.scheduler.run.runner import (
 )
 from megavm.vm.alike import find_alike
 from megavm.vm.codegen import specialisation
-from megavm.vm.config import PAGE_BYTES, WORKING_BYTES
+from megavm.vm.config import PAGE_BYTES
 from megavm.vm.cuda.machine import reason_unavailable
 from megavm.vm.cuda.memory import kernel_memory
 from megavm.vm.program import Program
@@ -146,10 +146,12 @@ def _statistics(program: Program, machine: str) -> Iterator[str]:
     yield (
         f"dependencies: {waits} waits on {len(program.barriers)} barriers, {tagged} tagged tensors"
     )
-    if machine == "cpu":
+    target = TARGETS[machine]
+    if target.working_bytes:
         most = max((i.working_bytes(tensors) for i in program.instructions), default=0)
-        yield f"the largest instruction takes {most} of {WORKING_BYTES} bytes of working memory"
-    elif machine == "cuda":
+        sizes = f"{most} of {target.working_bytes} bytes"
+        yield f"the largest instruction takes {sizes} of working memory"
+    if target.scratch_bytes:
         alike = find_alike(program.words, tensors)
         chosen = (inst for same in alike for inst in same.representatives)
         memory = kernel_memory(specialisation(chosen, tensors).common)

@@ -28,7 +28,6 @@ from megavm.scheduler.llama.graph import (
 )
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel, shard
 from megavm.scheduler.run.programs import Compile, Programs
-from megavm.vm.config import MAX_GROUP_ROWS, MIN_MATRIX_ROWS
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
@@ -504,8 +503,8 @@ def choose_bucket(
     rows = min(power_of_two(rows), limits.max_num_batched_tokens)
     chosen = options(rows)
     logit_rows = power_of_two(max(logit_rows, 1))
-    if rows > MAX_GROUP_ROWS and chosen.target.matrix_rows:
-        logit_rows = max(logit_rows, MIN_MATRIX_ROWS)  # then all products are matrix products
+    if chosen.target.is_matrix_step(rows, BF16):
+        logit_rows = max(logit_rows, chosen.target.min_matrix_rows)  # also of the LM head
     logit_rows = min(logit_rows, limits.max_logit_rows)
 
     queries = 0 if decode else config.num_heads // config.num_kv_heads * config.head_dim

@@ -318,7 +318,8 @@ def _missing_for_cuda(torch: dict[str, Any], gpu: dict[str, Any]) -> list[str]:
         _capability(device) == TARGETS["cuda"].compute_capability for device in gpu["devices"]
     ):
         names = ", ".join(device["name"] for device in gpu["devices"])
-        missing.append(f"{names} is not of compute capability 9.0 (Hopper)")
+        wanted = ".".join(map(str, TARGETS["cuda"].compute_capability or ()))
+        missing.append(f"{names} is not of compute capability {wanted} (Hopper)")
     if torch["available"] and torch["cuda"] is None:
         missing.append("torch was built without CUDA")
     if gpu["cuda_core"] is None:

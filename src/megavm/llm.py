@@ -44,13 +44,11 @@ from megavm.scheduler.llama.parallel import Exchange, Parallel
 from megavm.scheduler.run.runner import Progress, Runner, choose_dtype, choose_machine
 from megavm.tokenizer import Message, StreamDecoder, Tokenizer
 from megavm.vm.cuda import machine as cuda_machine
-from megavm.vm.target import TARGETS
+from megavm.vm.target import TARGETS, Target
 
 Machine = Literal["auto", "cpu", "cuda", "reference"]
 Dtype = Literal["auto", "bfloat16", "float32"]
 DECODER_CONTEXT: Final = 16  # last tokens of the prompt that decoders get as context
-MAX_KV_BYTES: Final = 4 << 30  # limit of the default KV cache on the CPU
-GPU_KV_FRACTION: Final = 0.85  # default KV cache, as a share of GPU memory beside the weights
 
 
 class LLM:
@@ -155,8 +153,9 @@ class LLM:
         itemsize = choose_dtype(config, dtype).size
         self.max_model_len, blocks = _kv_sizes(
             config,
-            available_bytes=(
-                _gpu_kv_bytes(config, itemsize, tensor_parallel_size) if on_gpu else _cpu_kv_bytes()
+            available_bytes=_default_kv_bytes(
+                target,
+                _gpu_bytes(config, itemsize, tensor_parallel_size) if on_gpu else _cpu_bytes(),
             ),
             block_bytes=config.kv_elements_per_token * block_size * itemsize,
             block_size=block_size,
@@ -192,7 +191,7 @@ class LLM:
             new_decoder=_new_decoder(self.tokenizer) if self.tokenizer.available else None,
             seed=seed,
             prefix_caching=prefix_caching,
-            overlap=on_gpu if overlap is None else overlap,
+            overlap=target.overlap if overlap is None else overlap,
             steps_per_launch=steps_per_launch,
             tpot_limit=None if tpot_limit_ms is None else tpot_limit_ms / 1e3,
         )
@@ -505,14 +504,19 @@ def _new_decoder(tokenizer: Tokenizer) -> Callable[[Request], StreamDecoder]:
     return new_decoder
 
 
-def _cpu_kv_bytes() -> int:
-    """Largest size in bytes of the default KV cache on this computer."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min(MAX_KV_BYTES, physical // 4)
+def _default_kv_bytes(target: Target, available: int) -> int:
+    """Largest size in bytes of the default KV cache."""
+    share = int(available * target.kv_fraction)
+    return share if target.max_kv_bytes is None else min(target.max_kv_bytes, share)
 
 
-def _gpu_kv_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
-    """Largest size in bytes of the default KV cache of all ranks, before the weights are loaded.
+def _cpu_bytes() -> int:
+    """The memory of this computer in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
+    """The memory in bytes that the weights will leave free on the GPUs of all ranks.
 
     Raises ValueError when a GPU is not usable or the weights do not fit.
     """
@@ -533,7 +537,7 @@ def _gpu_kv_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
             f"the weights take {weights / 2**30:.1f} GiB{' of each GPU' if ranks > 1 else ''}, the "
             f"GPU has {free / 2**30:.1f} GiB free"
         )
-    return int((free - weights) * ranks * GPU_KV_FRACTION)
+    return (free - weights) * ranks
 
 
 def _kv_sizes(

@@ -9,12 +9,12 @@ import numpy as np
 
 from megavm.vm.alike import accesses_of, find_alike
 from megavm.vm.codegen import specialisation
-from megavm.vm.config import HEADER_WORDS, MIN_PAGES, NONE, WORKING_BYTES
+from megavm.vm.config import HEADER_WORDS, MIN_PAGES, NONE
 from megavm.vm.cuda.layouts import program_layouts
-from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.isa import Instruction
 from megavm.vm.operands import Field, FieldKind
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 from megavm.vm.tensors import Region, TensorKind, TensorSpec
 from megavm.vm.verify.check import Check, Ints
 from megavm.vm.verify.error import VerificationError
@@ -119,21 +119,20 @@ class DeclarationCheck(Check):
 
     def _check_budget(self, number: int, inst: Instruction) -> None:
         """The instruction fits into the memory of a worker."""
-        if self.machine == "cpu":
-            need = inst.working_bytes(self.tensors)
-            if need > WORKING_BYTES:
-                self._fail(
-                    number,
-                    f"needs {need} bytes of working memory, a worker of the CPU has {WORKING_BYTES}",
-                )
-        elif self.machine == "cuda":
-            need = inst.scratch_bytes(self.tensors)
-            if need > SCRATCH_BYTES:
-                self._fail(
-                    number,
-                    f"needs {need} bytes of scratch, a worker of the GPU has {SCRATCH_BYTES} "
-                    f"beside {MIN_PAGES} pages",
-                )
+        target = TARGETS[self.machine]
+        for most, declared, memory, worker, beside in (
+            (target.working_bytes, inst.working_bytes, "working memory", "CPU", ""),
+            (
+                target.scratch_bytes,
+                inst.scratch_bytes,
+                "scratch",
+                "GPU",
+                f" beside {MIN_PAGES} pages",
+            ),
+        ):
+            if most and (need := declared(self.tensors)) > most:
+                sizes = f"{need} bytes of {memory}, a worker of the {worker} has {most}"
+                self._fail(number, f"needs {sizes}{beside}")
 
     def _regions(
         self,

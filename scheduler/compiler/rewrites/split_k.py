@@ -9,7 +9,6 @@ from dataclasses import replace
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
-from megavm.scheduler.compiler.tiling import is_matrix_step
 from megavm.vm.tensors import F32
 
 
@@ -28,7 +27,7 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
         parts = _parts(operation, options)
         if parts is None:
             result.append(operation)
-        elif is_matrix_step(operation.outputs["out"].rows, _weight(operation).dtype, options):
+        elif options.target.is_matrix_step(operation.outputs["out"].rows, _weight(operation).dtype):
             result += _with_reduce(operation, *parts, options)
         else:
             result.append(_with_addends(operation, *parts))
@@ -63,12 +62,12 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
     if operation.inputs.keys() & {"x_squares", "row_index"}:
         return None
     weight, out, target = _weight(operation), operation.outputs["out"], options.target
-    if is_matrix_step(out.rows, weight.dtype, options):
+    if target.is_matrix_step(out.rows, weight.dtype):
         most = _fewest_bytes(weight.columns, out.own_columns, options.workers)
-    elif target.matrix_rows and out.rows > target.parted_rows:
+    elif target.matrix_rows and out.rows > target.group_rows:
         return None
     else:
-        most = target.summed_columns * options.workers // out.own_columns
+        most = target.block_rows * options.workers // out.own_columns
     count = max(1, min(-(-weight.columns // width), most, target.most_parts))
     step = -(-weight.columns // (count * width)) * width
     parts = -(-weight.columns // step)
@@ -90,7 +89,7 @@ def _with_reduce(
     operation: Operation, parts: int, step: int, options: CompileOptions
 ) -> Iterator[Operation]:
     out, label = operation.outputs["out"], operation.label
-    capacity = max(out.rows, min(out.capacity, 2 * options.target.matrix_rows))
+    capacity = max(out.rows, min(out.capacity, options.target.matrix_part_rows))
 
     def sums(name: str, count: int) -> Value:
         return Value(f"{label}.{name}", out.rows, count * out.own_columns, F32, capacity)
