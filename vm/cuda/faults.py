@@ -67,7 +67,7 @@ class SemaphoreKind(Code):
 
 def fault_names() -> list[str]:
     """The faults that instructions find in their data (Instruction.faults). The code of a fault is its index."""
-    return sorted({name for cls in instruction_set().values() for name in cls.faults})
+    return list(dict.fromkeys(name for cls in instruction_set().values() for name in cls.faults))
 
 
 ROLES = {
