@@ -14,7 +14,6 @@ namespace megavm {
 
 // A page of boxes of a matrix. A box is kBoxBytes bytes of some rows, row by row, with the 128-byte
 // swizzle; the boxes of a page are neighbours in the matrix.
-constexpr uint32_t kBoxRowBytes = 128;
 constexpr uint32_t kBoxRows = max_of(1, min_of(program::kMatrixRows, kPageBytes / kBoxRowBytes));
 struct Boxes {
   uint64_t map;     // address of the matrix's map for boxes of kBoxRows rows; with an index, of one
@@ -193,7 +192,6 @@ class Loader {
   __device__ __forceinline__ void issue(uint32_t first_slot, uint32_t slot, const Boxes& boxes,
                                         uint32_t count) const {
     constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
-    constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
     constexpr uint32_t kBeyond = 1u << 30;  // beyond any matrix
     const uint32_t to = PageCursor{{slot, 0}}.address();
     const uint32_t arrived = page_arrived(first_slot).address();

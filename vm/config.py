@@ -53,11 +53,16 @@ MIN_MATRIX_ROWS = 16  # fewest and most input rows that matrix products take at 
 MAX_MATRIX_ROWS = 128
 MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
 MAPS_OF_TENSOR = BLOCK_UNITS  # maps of boxes of an operand of matrix products
+BOX_COLUMNS = 64  # bfloat16 columns of a box
+BOX_ROW_BYTES = 2 * BOX_COLUMNS
+BOX_TILES = BOX_ROW_BYTES // TILE_ROW_BYTES  # tiles of each unit in a box of weights
+MAP_WORD_BYTES = 8  # maps of weights count words of this size
 ROW_CHUNK_PAGES = 4  # pages of a unit multiplied at a time, in steps of one row
 ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
 
 # Attention on the GPU.
 MAX_ATTENTION_ELEMENTS = 128 * 128  # of queries for one KV head that are processed together
+MAX_BOX_TOKENS = 64  # of a KV block in a box; several rows attend to as many tokens at a time
 
 # Sampling state of a sequence, see instructions/sample.
 MAX_STOP_TOKENS = 32

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megavm.vm.abi import Code
-from megavm.vm.config import TILE_ROW_BYTES, UNIT_ROWS
+from megavm.vm.config import BOX_COLUMNS, TILE_ROW_BYTES, UNIT_ROWS
 from megavm.vm.tensors import BF16, TensorSpec
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 CHUNK_BYTES = 16  # bytes that a swizzle moves together
 CHUNK = CHUNK_BYTES // BF16.size
-SWIZZLE_COLUMNS = 64  # a row must be whole multiples of this to be swizzled
 
 
 class Order(Code):
@@ -62,7 +61,7 @@ class Layout:
                 wrong = "it is not a matrix"
             elif self.half and spec.rows % (2 * self.half):
                 wrong = f"its rows are not groups of {2 * self.half}"
-        elif len(spec.shape) != 4 or spec.dtype is not BF16 or spec.shape[3] % SWIZZLE_COLUMNS:
+        elif len(spec.shape) != 4 or spec.dtype is not BF16 or spec.shape[3] % BOX_COLUMNS:
             wrong = "it is not a KV cache of bfloat16 whose rows are multiples of 64"
         if wrong:
             raise ValueError(
@@ -144,5 +143,5 @@ def has_boxes(spec: TensorSpec) -> bool:
 
 def swizzled_if_possible(cache: TensorSpec) -> Layout:
     """The layout that the GPU's attention needs for a KV cache."""
-    fits = cache.dtype is BF16 and cache.shape[-1] % SWIZZLE_COLUMNS == 0
+    fits = cache.dtype is BF16 and cache.shape[-1] % BOX_COLUMNS == 0
     return SWIZZLED if fits else ROWS

@@ -24,9 +24,8 @@ struct AttentionTile {
   // Parts of a warpgroup, of 64 query rows each; of long heads there is room for one.
   static constexpr uint32_t kParts = kMaxAttentionElements / (kNumConsumers * kWarpRows * kD);
   static constexpr uint32_t kRows = kMaxAttentionElements / (kD * kGroup);  // of a run, at most
-  static constexpr uint32_t kTokens = 64;                          // that a step attends to
+  static constexpr uint32_t kTokens = kMaxBoxTokens;               // that a step attends to
   static constexpr uint32_t kPiece = min_of(kBlockSize, kTokens);  // of them that one box holds
-  static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
   static constexpr uint32_t kPanels = kD / kBoxColumns;
   static constexpr uint32_t kPanel = kTokens * kBoxRowBytes;
   static constexpr uint32_t kOperand = kPanels * kPanel;  // the keys of a step, or the values

@@ -16,14 +16,14 @@ from megavm.instructions.tiles import (
     squares_of,
     units_of,
 )
-from megavm.vm.config import NONE
+from megavm.vm.config import BOX_COLUMNS, NONE
 from megavm.vm.constants import Constant, largest, union
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, DType, Region, TensorSpec, whole
 
-PART_COLUMNS = 64  # a part of the columns of x begins at a multiple of this, as boxes of weights do
+PART_COLUMNS = BOX_COLUMNS  # a part of the columns of x begins at a multiple of this
 
 
 class Matmul(Instruction):

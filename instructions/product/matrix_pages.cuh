@@ -25,13 +25,11 @@ struct MatrixSizes {
   static constexpr uint32_t kMaxBlocks = 2;
   static constexpr uint32_t kGroupBlocks = kMatrixBlocks;
   static_assert(kGroupBlocks == kWarpgroups * kMaxBlocks && kRows <= kMaxMatrixRows);
-  static constexpr uint32_t kBoxColumns = kBoxRowBytes / 2;
-  static constexpr uint32_t kBoxTiles = kBoxColumns / kTileColumns;
   static constexpr uint32_t kBoxBytes = kRows * kBoxRowBytes;  // a box of x
   static constexpr uint32_t kPageBoxes = kPageBytes / kBoxBytes;
   static constexpr uint32_t kUnitBytes = kBoxTiles * kTileBytes;  // a unit in a box of weights
   static constexpr uint32_t kPageUnits = kPageBytes / kUnitBytes;
-  static constexpr uint32_t kBoxWords = kUnitBytes / 8;  // maps of weights count words of 8 bytes
+  static constexpr uint32_t kBoxWords = kUnitBytes / kMapWordBytes;
   // Most boxes of x in a step, and most pages of a step with several: the ring holds four steps.
   static constexpr uint32_t kMostBoxes = 4;
   static constexpr uint32_t kGoodPages = kPages / 4;
@@ -180,8 +178,7 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       const uint32_t block = first + lane % group.blocks, units = order.units_of(block);
       const uint64_t map = loader.map_of(stage.words.operands[p.weight], units - 1);
       const uint32_t unit = first_unit + block * kBlockUnits;
-      const uint32_t column =
-          (p.first_column() / S::kBoxColumns + lane / group.blocks) * S::kBoxWords;
+      const uint32_t column = (p.first_column() / kBoxColumns + lane / group.blocks) * S::kBoxWords;
       const uint32_t end_unit = min_of(order.units, (first + group.blocks) * kBlockUnits);
       const uint32_t bytes =
           group.boxes * (S::kBoxBytes + (end_unit - first * kBlockUnits) * S::kUnitBytes);
@@ -200,7 +197,7 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
                           unit);
 #pragma unroll 1
         for (uint32_t j = 0; j < group.x_pages; ++j) {
-          boxes.column = p.first_column() + (box + j * S::kPageBoxes) * S::kBoxColumns;
+          boxes.column = p.first_column() + (box + j * S::kPageBoxes) * kBoxColumns;
           loader.copy_boxes(step, page, boxes, x_boxes);
           page.advance();
         }

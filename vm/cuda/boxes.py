@@ -9,17 +9,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megavm.vm.config import BLOCK_UNITS, MAPS_OF_TENSOR, TILE_ROW_BYTES, UNIT_ROWS
+from megavm.vm.config import (
+    BLOCK_UNITS,
+    BOX_ROW_BYTES,
+    BOX_TILES,
+    MAP_WORD_BYTES,
+    MAPS_OF_TENSOR,
+    MAX_BOX_TOKENS,
+    TILE_ROW_BYTES,
+    UNIT_ROWS,
+)
 from megavm.vm.cuda.driver import Driver
 from megavm.vm.cuda.launch import MAP_BYTES
 from megavm.vm.layout import ROWS, SWIZZLED, Order, has_boxes
 from megavm.vm.memory import Memory
 from megavm.vm.tensors import BF16, TensorSpec
-
-BOX_ROW_BYTES = 128
-BOX_TILES = 2  # tiles of each unit in a box of weights
-WORD_BYTES = 8  # weights are copied as words of this size
-KV_BOX_TOKENS = 64
 
 
 def operand_maps(
@@ -30,13 +34,13 @@ def operand_maps(
     ``rows``: how many rows matrix products take at a time; 0: there are none. The first map of an input
     has boxes of 64 columns of that many rows, with the 128-byte swizzle; the second of one row. Map i of a
     weight has boxes of BOX_TILES tiles of each of i + 1 units, as they are. The first map of a KV cache has
-    boxes of 64 columns of the tokens of a block, as they are, up to KV_BOX_TOKENS.
+    boxes of 64 columns of the tokens of a block, as they are, up to MAX_BOX_TOKENS.
     """
     maps = np.zeros((len(specs), MAPS_OF_TENSOR, MAP_BYTES // 8), np.uint64)
     for place, spec in zip(maps, specs, strict=True):
         layout, storage = memory.layout(spec.name), memory.storage(spec.name)
         if layout == SWIZZLED:
-            box = BOX_ROW_BYTES // spec.dtype.size, min(spec.shape[2], KV_BOX_TOKENS)
+            box = BOX_ROW_BYTES // spec.dtype.size, min(spec.shape[2], MAX_BOX_TOKENS)
             slots = math.prod(spec.shape[:3])
             place[0] = _map(driver, storage, spec.dtype.size, spec.shape[3], slots, box, False)
         elif rows and has_boxes(spec) and layout == ROWS:
@@ -46,11 +50,11 @@ def operand_maps(
                     driver, storage, spec.dtype.size, spec.columns, spec.rows, box, True
                 )
         elif rows and spec.dtype is BF16 and layout.order is Order.UNITS:
-            tile = UNIT_ROWS * TILE_ROW_BYTES // WORD_BYTES
+            tile = UNIT_ROWS * TILE_ROW_BYTES // MAP_WORD_BYTES
             units, tiles = storage.shape[:2]
             for i in range(BLOCK_UNITS):
                 box = BOX_TILES * tile, i + 1
-                place[i] = _map(driver, storage, WORD_BYTES, tiles * tile, units, box, False)
+                place[i] = _map(driver, storage, MAP_WORD_BYTES, tiles * tile, units, box, False)
     return maps
 
 
