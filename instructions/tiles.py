@@ -63,9 +63,20 @@ def product_working_bytes(rows: int, columns: int, k: int, itemsize: int) -> int
     return held + 4 * sums + _ROW_BYTES * round_up(rows, _ROW_BLOCK) + _SPARE_BYTES
 
 
-def is_matrix_product(tensors: Sequence[TensorSpec], *, x: int, weight: int, rows: int) -> bool:
-    """Whether the GPU multiplies ``rows`` rows of x as a matrix (instructions/product/matrix_pages.cuh)."""
-    return rows > MAX_GROUP_ROWS and has_boxes(tensors[x]) and tensors[weight].dtype is BF16
+def is_matrix_product(x: TensorSpec, weight: TensorSpec, rows: int) -> bool:
+    """Whether a GPU can multiply ``rows`` rows of x as a matrix (instructions/product/matrix.cuh)."""
+    return rows > MAX_GROUP_ROWS and has_boxes(x) and weight.dtype is BF16
+
+
+def check_matrix(tensors: Sequence[TensorSpec], inst: Any) -> Iterator[str]:
+    """A sentence about the operand ``matrix`` of a product."""
+    x, weight, rows = tensors[inst.x], tensors[inst.weight], inst.row_end - inst.row_begin
+    most = int(is_matrix_product(x, weight, rows))
+    if inst.matrix > most:
+        yield (
+            f"matrix is {inst.matrix}, expected at most {most} for {rows} rows of {x.name} and weights "
+            f"{weight.name}"
+        )
 
 
 def matrix_rows(rows: int) -> int:
@@ -77,6 +88,7 @@ def product_constants(
     tensors: Sequence[TensorSpec],
     *,
     rows: int,
+    matrix: int,
     x: int,
     weight: int,
     x_squares: int,
@@ -85,7 +97,7 @@ def product_constants(
 ) -> dict[str, Constant]:
     """Constants of the device code for ``x . weight^T`` (cuda/config.cuh defines each).
 
-    ``width``: the number of columns that are multiplied, if not all.
+    ``matrix``: the operand of that name. ``width``: the number of columns that are multiplied, if not all.
     """
     spec = tensors[weight]
     width = spec.columns if width is None else width
@@ -95,7 +107,7 @@ def product_constants(
     if x_squares != NONE:
         squares = 1 << tensors[x_squares].tagged
         squares |= 4 if tensors[x_squares].columns % 4 else 0
-    if is_matrix_product(tensors, x=x, weight=weight, rows=rows):
+    if matrix:
         return {
             "matrix_rows": largest(matrix_rows(rows)),
             "any_part_of_k": union(width < spec.columns),
@@ -122,8 +134,8 @@ def product_constants(
 def product_tag_order(
     tensors: Sequence[TensorSpec],
     *,
-    weight: int,
     rows: int,
+    matrix: int,
     units: int,
     k: int,
     itemsize: int,
@@ -134,12 +146,12 @@ def product_tag_order(
     """``Instruction.tag_order`` of a product of ``units`` units of weight rows of ``k`` columns.
 
     A product loops over rows in groups, over units in blocks, and, once for each block, over long rows in
-    chunks. It reads ``inputs``, x first, for each group, and ``added`` tensors when a block is finished.
+    chunks. It reads ``inputs`` for each group, and ``added`` tensors when a block is finished.
 
     A matrix product reads all of x before it finishes a group of blocks, a few sums at a time.
     """
     inputs, added = list(present(*inputs)), list(present(*added))
-    if is_matrix_product(tensors, x=inputs[0], weight=weight, rows=rows):
+    if matrix:
         if any(tensors[h].tagged for h in (*inputs, *added)):
             return TagOrder.BY_MACHINE
         once = rows <= MAX_MATRIX_ROWS and units <= MATRIX_BLOCKS * BLOCK_UNITS

@@ -118,8 +118,8 @@ class Instruction:
                 if not usual or field.kind is real_kind:
                     value = field.check(value, cls.__name__)
                 values[name] = value
-            elif field.optional:
-                values[name] = NONE
+            elif field.default is not None:
+                values[name] = field.default
             else:
                 raise ValueError(f"{cls.__name__} needs a value for {field.name} ({field.doc})")
         if operands:

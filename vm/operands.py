@@ -32,6 +32,8 @@ _SHAPE = re.compile(r"\[[^\[\]]+\]")  # finds the shape in the description of a 
 class Field(Generic[T]):
     """One operand word. Values live in the instance; the class attribute describes them.
 
+    ``default`` is the value of an operand that is left out; None: it may not be left out.
+
     ``shape`` is the tensor's shape in words and ``rank`` its number of dimensions; "" and None when the
     operand may have any shape.
     """
@@ -52,6 +54,7 @@ class Field(Generic[T]):
         gathered: bool = False,
         index: tuple[int, ...] = ROWS,
         least: float = -math.inf,
+        default: int | None = None,
     ) -> None:
         self.kind = kind
         self.doc = doc
@@ -64,6 +67,7 @@ class Field(Generic[T]):
         self.gathered = gathered
         self.index = index
         self.least = least
+        self.default = NONE if optional else default
         match = _SHAPE.search(doc) if kind is FieldKind.TENSOR else None
         self.shape = match[0] if match else ""
         self.rank = self.shape.count(",") + 1 if match else None
@@ -154,9 +158,9 @@ def tensor(
     )
 
 
-def integer(doc: str) -> Field[int]:
-    """Declare an unsigned 32-bit operand."""
-    return Field(FieldKind.INTEGER, doc)
+def integer(doc: str, *, default: int | None = None) -> Field[int]:
+    """Declare an unsigned 32-bit operand; with a default it may be left out."""
+    return Field(FieldKind.INTEGER, doc, default=default)
 
 
 def real(doc: str, *, least: float = -math.inf) -> Field[float]:

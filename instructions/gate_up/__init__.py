@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.tiles import (
+    check_matrix,
     product_constants,
     product_tag_order,
     product_working_bytes,
@@ -45,6 +46,7 @@ class GateUp(Instruction):
     column_begin = integer("first column")
     column_end = integer("end of the columns")
     eps = real("added to the mean square of x_squares", least=0.0)
+    matrix = integer("1: a GPU multiplies the rows as a matrix; 0: in groups", default=0)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, weight = (self.row_begin, self.row_end), tensors[self.weight]
@@ -79,6 +81,7 @@ class GateUp(Instruction):
         return product_constants(
             tensors,
             rows=self.row_end - self.row_begin,
+            matrix=self.matrix,
             x=self.x,
             weight=self.weight,
             x_squares=self.x_squares,
@@ -92,8 +95,8 @@ class GateUp(Instruction):
         weight = tensors[self.weight]
         return product_tag_order(
             tensors,
-            weight=self.weight,
             rows=self.row_end - self.row_begin,
+            matrix=self.matrix,
             units=units_of(2 * self.column_begin, 2 * self.column_end),
             k=weight.columns,
             itemsize=weight.dtype.size,
@@ -118,4 +121,5 @@ class GateUp(Instruction):
             bias=(self.bias, weight.rows, 1),
             row_count=(self.row_count, 1, 1),
         )
+        yield from check_matrix(tensors, self)
         yield from whole_groups(tensors, columns, weight=self.weight, bias=self.bias)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megavm.instructions.gate_up import GateUp
+from megavm.instructions.tiles import is_matrix_product
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32
@@ -43,5 +44,6 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
             column_begin=2,
             column_end=columns + 2,
             eps=1e-5,
+            matrix=int(is_matrix_product(table.specs[0], table.specs[1], rows)),
         )
         yield Example(name, inst, table.specs, table.values)

@@ -27,4 +27,5 @@ def lower(operation: Operation, context: Lowering) -> Iterator[GateUp]:
             column_begin=columns[0],
             column_end=columns[1],
             eps=operation.attributes.get("eps", 0.0),
+            matrix=context.matrix(handles, rows),
         )

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from megavm.instructions.tiles import (
+    check_matrix,
     check_scaled,
     product_constants,
     product_tag_order,
@@ -98,6 +99,7 @@ class Matmul(Instruction):
     x_rows = integer("row_index stays below this; row_end without row_index")
     tile = integer("number of the column tile, in peaks; 0 without peaks")
     eps = real("added to the mean square of x_squares", least=0.0)
+    matrix = integer("1: a GPU multiplies the rows as a matrix; 0: in groups", default=0)
 
     def k(self, tensors: Sequence[TensorSpec]) -> tuple[int, int]:
         """The columns of x and weight that are multiplied."""
@@ -159,6 +161,7 @@ class Matmul(Instruction):
             **product_constants(
                 tensors,
                 rows=self.row_end - self.row_begin,
+                matrix=self.matrix,
                 x=self.x,
                 weight=self.weight,
                 x_squares=self.x_squares,
@@ -185,8 +188,8 @@ class Matmul(Instruction):
         begin, end = self.k(tensors)
         order = product_tag_order(
             tensors,
-            weight=self.weight,
             rows=self.row_end - self.row_begin,
+            matrix=self.matrix,
             units=units_of(self.column_begin, self.column_end),
             k=end - begin,
             itemsize=tensors[self.weight].dtype.size,
@@ -222,6 +225,7 @@ class Matmul(Instruction):
             residual=(self.residual, None, weight.rows),
             row_count=(self.row_count, 1, 1),
         )
+        yield from check_matrix(tensors, self)
         yield from check_scaled(tensors, self, weight.rows)
         if self.part_k < weight.columns:
             if self.x_squares != NONE:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from megavm.instructions.matmul import Matmul
+from megavm.instructions.tiles import is_matrix_product
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32, DType
@@ -185,5 +186,6 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         x_rows=x_rows if case.gather else case.rows + 1,
         tile=max(case.tiles - 1, 0),
         eps=1e-5,
+        matrix=int(is_matrix_product(table.specs[0], table.specs[1], case.rows)),
     )
     return Example(case.name, inst, table.specs, table.values)

@@ -102,6 +102,7 @@ struct EpilogueBase {
     p.x_rows = p.row_end = in.inst.row_end;
     p.row_begin = in.inst.row_begin;
     p.eps = in.inst.eps;
+    p.matrix = in.inst.matrix;
     return p;
   }
 

@@ -76,14 +76,6 @@ struct MatrixSizes {
   static_assert(kScratchAt + kBlockUnits * kUnitBytes <= kSharedBytes);
 };
 
-// Whether a product is done in this way, as is_matrix_product in instructions/tiles.py has it.
-__device__ __forceinline__ bool is_matrix(const Stage& stage, const Product& p) {
-  if constexpr (program::kMatrixRows == 0) return false;
-  const Tensor& x = stage.tensors[p.x];
-  return !kF32Weights && p.row_end - p.row_begin > kMaxGroupRows && !is_f32(x) && !is_tagged(x) &&
-         x.columns % 8 == 0;
-}
-
 // The order of the pages.
 struct MatrixOrder : MatrixSizes {
   uint32_t blocks, units, tiles;

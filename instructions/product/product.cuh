@@ -67,6 +67,11 @@ struct Product {
   uint32_t row_end;
   float eps;
   uint32_t first_k;  // column of x where the product begins
+  uint32_t matrix;   // 1: rows are multiplied as a matrix (matrix.cuh)
+
+  __device__ __forceinline__ bool is_matrix() const {
+    return program::kMatrixRows > 0 && (program::kAnyProduct == 0 || matrix != 0);
+  }
 
   __device__ __forceinline__ uint32_t first_column() const {
     return program::kAnyPartOfK ? first_k : 0;
@@ -163,21 +168,9 @@ __device__ __forceinline__ uint32_t partials_at(uint32_t half, uint32_t unit, ui
 // A product all of whose members are written, see ptx::zero.
 __device__ __forceinline__ Product no_product() {
   const auto zero = [] { return ptx::zero(); };
-  return {{zero(), zero()},
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          zero(),
-          __uint_as_float(zero()),
-          zero()};
+  return {{zero(), zero()}, zero(), zero(), zero(), zero(), zero(), zero(),
+          zero(),           zero(), zero(), zero(), zero(), zero(), __uint_as_float(zero()),
+          zero(),           0};
 }
 
 // Delay stores, for tests; see kHoldStores.

@@ -32,14 +32,14 @@ struct Products {
 
   static __device__ __forceinline__ void load(const Stage& stage, Loader& loader) {
     const Product p = product(stage);
-    if (is_matrix(stage, p)) return load_matrix(stage, p, loader);
+    if (p.is_matrix()) return load_matrix(stage, p, loader);
     if constexpr (program::kAnyProduct) load_product(stage, p, loader);
   }
 
   static __device__ __forceinline__ void consume(const Stage& stage, Consumer& consumer) {
     const Product p = product(stage);
     if constexpr (program::kMatrixRows > 0)
-      if (is_matrix(stage, p)) return MatrixConsumer<Used>(stage, p, consumer).run();
+      if (p.is_matrix()) return MatrixConsumer<Used>(stage, p, consumer).run();
     if constexpr (kStorerFinishes)
       product_row(stage, p, consumer);
     else if constexpr (program::kAnyProduct)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.step_rows import KV_FAULTS, position_fault
 from megavm.instructions.tiles import (
+    check_matrix,
     product_constants,
     product_tag_order,
     product_working_bytes,
@@ -80,6 +81,7 @@ class QkvRope(Instruction):
     pair_begin = integer("first rotation pair")
     pair_end = integer("end of the rotation pairs")
     eps = real("added to the mean square of x_squares", least=0.0)
+    matrix = integer("1: a GPU multiplies the rows as a matrix; 0: in groups", default=0)
 
     def _weight_rows(self, tensors: Sequence[TensorSpec]) -> Iterator[tuple[int, int]]:
         """The contiguous ranges of the weight's rows that belong to the pairs."""
@@ -159,6 +161,7 @@ class QkvRope(Instruction):
         return product_constants(
             tensors,
             rows=self.row_end - self.row_begin,
+            matrix=self.matrix,
             x=self.x,
             weight=self.weight,
             x_squares=self.x_squares,
@@ -176,8 +179,8 @@ class QkvRope(Instruction):
         weight = tensors[self.weight]
         return product_tag_order(
             tensors,
-            weight=self.weight,
             rows=self.row_end - self.row_begin,
+            matrix=self.matrix,
             units=units_of(2 * self.pair_begin, 2 * self.pair_end),
             k=weight.columns,
             itemsize=weight.dtype.size,
@@ -227,6 +230,7 @@ class QkvRope(Instruction):
             v_new=(self.v_new, None, kv_columns),
             row_count=(self.row_count, 1, 1),
         )
+        yield from check_matrix(tensors, self)
         yield from whole_groups(tensors, head_dim, weight=self.weight, bias=self.bias)
         yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):

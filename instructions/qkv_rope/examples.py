@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.tiles import is_matrix_product
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table, paged_step
 from megavm.vm.tensors import BF16, F32, DType, TensorKind
@@ -141,9 +142,11 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     weight_rows = q_columns + 2 * kv_columns
     parts = {"q": q_columns, "k": kv_columns, "v": kv_columns} if case.extras else {}
     pairs = case.pairs or (0, weight_rows // 2)
+    x = table.activation("x", (num_rows, case.k), case.x, tagged=case.tagged)
+    weight = table.weight("weight", (weight_rows, case.k), case.weight, parts=parts)
     inst = QkvRope(
-        x=table.activation("x", (num_rows, case.k), case.x, tagged=case.tagged),
-        weight=table.weight("weight", (weight_rows, case.k), case.weight, parts=parts),
+        x=x,
+        weight=weight,
         bias=table.weight("bias", (weight_rows,), case.weight, parts=parts)
         if case.extras
         else NONE,
@@ -169,5 +172,6 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         pair_begin=pairs[0],
         pair_end=pairs[1],
         eps=1e-5,
+        matrix=int(is_matrix_product(table.specs[x], table.specs[weight], num_rows)),
     )
     return Example(case.name, inst, table.specs, table.values)

@@ -32,4 +32,5 @@ def lower(operation: Operation, context: Lowering) -> Iterator[QkvRope]:
             pair_begin=tile[0],
             pair_end=tile[1],
             eps=operation.attributes.get("eps", 0.0),
+            matrix=context.matrix(handles, rows),
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megavm.instructions.tiles import matrix_rows
+from megavm.instructions.tiles import is_matrix_product, matrix_rows
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
@@ -31,6 +31,12 @@ class Lowering:
         """Handles of the named inputs and outputs; names that the operation lacks are left out."""
         values = {**operation.inputs, **operation.outputs}
         return {name: self.storage.handle(values[name]) for name in names if name in values}
+
+    def matrix(self, handles: Mapping[str, int], rows: Range) -> int:
+        """The operand ``matrix`` of a product: whether its rows are multiplied as a matrix."""
+        x, weight = (self.storage.tensors[handles[name]] for name in ("x", "weight"))
+        has_matrices = self.options.target.matrix_rows > 0
+        return int(has_matrices and is_matrix_product(x, weight, rows[1] - rows[0]))
 
 
 def column_tiles(

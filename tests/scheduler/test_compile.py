@@ -18,7 +18,7 @@ from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import Sample
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph, Value
-from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.compiler.tiling import matrix_tiles
 from megavm.scheduler.llama.config import LlamaConfig
@@ -605,6 +605,36 @@ def test_every_instruction_stands_in_one_queue() -> None:
         program = compile_graph(mlp_graph(F32, 5), options)
         listed = np.sort(np.concatenate(program.queues))
         np.testing.assert_array_equal(listed, np.arange(len(program)))
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "rows", "matrix"),
+    [
+        ("cuda", BF16, 1, 0),
+        ("cuda", BF16, 8, 0),
+        ("cuda", BF16, 9, 1),
+        ("cuda", F32, 9, 0),
+        ("cpu", BF16, 9, 0),
+    ],
+)
+def test_lowering_chooses_for_each_product_how_its_rows_are_multiplied(
+    machine: str, dtype: DType, rows: int, matrix: int
+) -> None:
+    graph = Graph(rows)
+    x = graph.tensor("x", (rows, 64), dtype, TensorKind.INPUT)
+    wide = graph.tensor("wide", (rows, 64), F32, TensorKind.INPUT)
+    for name, value in (("x", x), ("wide", wide)):
+        result = graph.linear(
+            f"{name}.y", value, graph.weight(f"{name}.w", (64, 64), dtype), dtype=F32
+        )
+        graph.output(result, f"{name}.out")
+    program = compile_graph(graph, default_options(machine, 4, rows))
+    chosen = {
+        program.labels[i]: inst.matrix
+        for i, inst in enumerate(program.instructions)
+        if isinstance(inst, Matmul)
+    }
+    assert chosen == {"x.y": matrix, "wide.y": 0}
 
 
 @pytest.mark.parametrize("rows", [64, 512, 4096, 8192])

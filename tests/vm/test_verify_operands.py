@@ -17,7 +17,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.program import Program
-from megavm.vm.tensors import F32, I32, Part, TensorSpec
+from megavm.vm.tensors import BF16, F32, I32, Part, TensorSpec
 from megavm.vm.verify import verify
 
 
@@ -34,6 +34,33 @@ def test_a_weight_in_parts_is_refused_where_kernels_take_none() -> None:
         "instruction 0 (matmul): weight is w, which has parts: "
         "kernels read this operand as one tensor"
     )
+
+
+@pytest.mark.parametrize(
+    ("rows", "matrix", "changes", "most"),
+    [
+        (9, 1, {}, None),
+        (9, 2, {}, 1),
+        (8, 1, {}, 0),
+        (9, 1, {"dtype": F32}, 0),
+        (9, 1, {"tagged": True, "kind": ACTIVATION}, 0),
+        (9, 1, {"shape": (9, 12)}, 0),  # rows of 24 bytes
+    ],
+)
+def test_what_a_gpu_cannot_multiply_as_a_matrix_is_refused_as_one(
+    rows: int, matrix: int, changes: dict[str, Any], most: int | None
+) -> None:
+    x = replace(TensorSpec("x", (9, 16), BF16, INPUT), **changes)
+    weight = TensorSpec("w", (8, x.columns), BF16, WEIGHT)
+    inst = Matmul(
+        **{"x": 0, "weight": 1, "out": 2, "row_begin": 0, "row_end": rows, "x_rows": rows},
+        **{"column_begin": 0, "column_end": 8, "tile": 0, "part": 0, "part_k": x.columns},
+        eps=0.0,
+        matrix=matrix,
+    )
+    sentences = list(inst.check([x, weight, TensorSpec("y", (9, 8), F32, STATE)]))
+    expected = f"matrix is {matrix}, expected at most {most} for {rows} rows of x and weights w"
+    assert sentences == ([] if most is None else [expected])
 
 
 @pytest.mark.parametrize("operand", ["weight", "bias"])
