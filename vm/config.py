@@ -52,6 +52,11 @@ MAX_GROUP_ROWS = 8  # input rows multiplied together, in steps of several rows
 MIN_MATRIX_ROWS = 16  # fewest and most input rows that matrix products take at a time
 MAX_MATRIX_ROWS = 128
 MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
+# Scratch of matrix products, for each row: its scale, what epilogues look up of it, and what each consumer keeps.
+SCALE_BYTES = 4
+OF_ROW_BYTES = 8
+KEPT_BYTES = 8
+MATRIX_ROW_BYTES = SCALE_BYTES + OF_ROW_BYTES + NUM_CONSUMER_WARPS * KEPT_BYTES
 MAPS_OF_TENSOR = BLOCK_UNITS  # maps of boxes of an operand of matrix products
 BOX_COLUMNS = 64  # bfloat16 columns of a box
 BOX_ROW_BYTES = 2 * BOX_COLUMNS

@@ -65,12 +65,9 @@ struct MatrixSizes {
 
   // Scratch: the scales of the rows; what epilogues look up of each row; what each warp keeps of
   // it.
-  static constexpr uint32_t kOfRowsAt = 4 * kRows;
-  static constexpr uint32_t kOfRowBytes = 8;
+  static constexpr uint32_t kOfRowsAt = kRows * kScaleBytes;
   static constexpr uint32_t kKeptAt = kOfRowsAt + kRows * kOfRowBytes;
-  static constexpr uint32_t kKeptBytes = 8;
-  static constexpr uint32_t kBytes = kKeptAt + kNumConsumers * kRows * kKeptBytes;
-  static_assert(program::kMatrixRows == 0 || kBytes <= kScratch);
+  static_assert(program::kMatrixRows == 0 || kRows * kMatrixRowBytes <= kScratch);
   static_assert(kUnitRows * kBlockUnits == 64);
   // A wgmma may read beyond the last page.
   static_assert(kScratchAt + kBlockUnits * kUnitBytes <= kSharedBytes);

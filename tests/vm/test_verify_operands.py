@@ -52,12 +52,9 @@ def test_what_a_gpu_cannot_multiply_as_a_matrix_is_refused_as_one(
 ) -> None:
     x = replace(TensorSpec("x", (9, 16), BF16, INPUT), **changes)
     weight = TensorSpec("w", (8, x.columns), BF16, WEIGHT)
-    inst = Matmul(
-        **{"x": 0, "weight": 1, "out": 2, "row_begin": 0, "row_end": rows, "x_rows": rows},
-        **{"column_begin": 0, "column_end": 8, "tile": 0, "part": 0, "part_k": x.columns},
-        eps=0.0,
-        matrix=matrix,
-    )
+    tile: dict[str, Any] = {"row_begin": 0, "row_end": rows, "x_rows": rows, "tile": 0}
+    tile |= {"column_begin": 0, "column_end": 8, "part": 0, "part_k": x.columns, "eps": 0.0}
+    inst = Matmul(x=0, weight=1, out=2, matrix=matrix, **tile)
     sentences = list(inst.check([x, weight, TensorSpec("y", (9, 8), F32, STATE)]))
     expected = f"matrix is {matrix}, expected at most {most} for {rows} rows of x and weights w"
     assert sentences == ([] if most is None else [expected])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from megavm.vm.config import (
     BLOCK_UNITS,
     FIXED_BYTES,
+    MATRIX_ROW_BYTES,
     MAX_GROUP_ROWS,
     MIN_PAGES,
     NUM_CONSUMER_WARPS,
@@ -65,7 +66,7 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
     scratch = constants.get("max_scratch", 0)
     if constants.get("any_product"):
         scratch = max(scratch, panel_bytes + 2 * 4 * (partial_floats + scales))
-    scratch = max(scratch, _matrix_bytes(constants.get("matrix_rows", 0)))
+    scratch = max(scratch, MATRIX_ROW_BYTES * constants.get("matrix_rows", 0))
     scratch = -(-scratch // SCRATCH_UNIT) * SCRATCH_UNIT
     if scratch > SCRATCH_BYTES:
         raise ValueError(
@@ -82,11 +83,3 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
         scratch_bytes=scratch,
         pages=min(NUM_PAGES, (SHARED_BYTES - FIXED_BYTES - scratch) // PAGE_BYTES),
     )
-
-
-def _matrix_bytes(rows: int) -> int:
-    """The scratch of matrix products of so many rows at a time (instructions/product/matrix_pages.cuh).
-
-    Scales; what epilogues look up of each row, and what each consumer keeps of it.
-    """
-    return 12 * rows + NUM_CONSUMER_WARPS * 8 * rows
