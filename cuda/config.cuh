@@ -49,7 +49,7 @@ constexpr uint32_t kNumConsumers = kNumConsumerWarps;
 static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the consumers");
 static_assert(kNumThreads == kNumWarps * kLanes);
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
-constexpr bool kSingleRow = program::kMaxRows <= 1;
+constexpr bool kSingleRow = program::kGroupRows == 1;
 // Registers per thread. With one row the storer finishes products, and needs more; so does the
 // loader of matrix products.
 constexpr uint32_t kRoleRegisters = kSingleRow || program::kMatrixRows > 0 ? 88 : 72;
@@ -80,8 +80,6 @@ constexpr uint32_t kElementBytes = kF32Weights ? 4 : 2;
 constexpr uint32_t kTileColumns = kTileRowBytes / kElementBytes;
 constexpr uint32_t kPageColumns = kTilesPerPage * kTileColumns;
 constexpr uint32_t kGroupRows = program::kGroupRows;
-static_assert(kGroupRows == (kSingleRow ? 1 : kMaxGroupRows));
-constexpr uint32_t kMaxChunkPages = kSingleRow ? kRowChunkPages : kRowsChunkPages;
 constexpr uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 constexpr uint32_t round_up(uint32_t a, uint32_t b) { return ceil_div(a, b) * b; }
 constexpr uint32_t min_of(uint32_t a, uint32_t b) { return a < b ? a : b; }

@@ -47,7 +47,6 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
     UnitPairs bias;
     FourColumns out;
   };
-  struct Asked {};
 
   __device__ __forceinline__ bool takes_units() const { return takes_fours(in[&GateUp::out]); }
 
@@ -55,8 +54,6 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
     unit.bias = load_unit_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column, 1);
     unit.out = FourColumns(in[&GateUp::out], column);
   }
-
-  __device__ __forceinline__ void ask(const UnitAt&, const OfRow&, const OfUnit&, Asked&) const {}
 
   __device__ __forceinline__ void finish_unit(const UnitAt& at, const OfRow&, const UnitPairs& sums,
                                               const OfUnit& unit, Asked&, Kept&) const {

@@ -72,6 +72,7 @@ template <class Instruction>
 struct EpilogueBase {
   using Kept = Nothing;
   using OfRow = Nothing;
+  using Asked = Nothing;
   // Pairs that a thread of a matrix product looks up together, before it finishes them.
   static constexpr uint32_t kAtOnce = 2;
   static constexpr bool kUnits = false;
@@ -120,6 +121,8 @@ struct EpilogueBase {
   __device__ __forceinline__ void await(uint32_t, uint32_t, Early&) const {}
   __device__ __forceinline__ bool keeps() const { return false; }
   __device__ __forceinline__ void end(uint32_t, const Nothing&) const {}
+  template <class OfRow, class OfUnit>
+  __device__ __forceinline__ void ask(const UnitAt&, const OfRow&, const OfUnit&, Nothing&) const {}
 };
 
 // Size of a type in words; 0 if it is empty.

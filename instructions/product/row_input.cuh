@@ -188,9 +188,9 @@ class RowInput {
 
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fill(uint32_t chunk) {
-    static_assert(kBatch<kF32, kTagged> % kMaxChunkPages == 0);
-    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kMaxChunkPages;  // chunks in a batch
-    const uint32_t begin = chunk * kMaxChunkPages;
+    static_assert(kBatch<kF32, kTagged> % kRowChunkPages == 0);
+    constexpr uint32_t kChunks = kBatch<kF32, kTagged> / kRowChunkPages;  // chunks in a batch
+    const uint32_t begin = chunk * kRowChunkPages;
     if (chunk % kChunks == 0) {
       if (!kOneChunk && asked_) forget();
       asked_ = true;
@@ -199,7 +199,7 @@ class RowInput {
     if (kChunks == 1 || chunk % 2 == 0)
       put<kF32, kTagged, 0>(begin);
     else
-      put<kF32, kTagged, kMaxChunkPages>(begin);
+      put<kF32, kTagged, kRowChunkPages>(begin);
   }
 
   // Store the words from number `kFirst` on to the panel, as the chunk that begins at this page:

@@ -55,7 +55,7 @@ struct PairShare {
     return number / kUnitPairs % kGroupRows;
   }
 };
-static_assert(kSingleRow || kBlockUnits * kUnitPairs * kGroupRows <= kNumConsumerThreads);
+static_assert(kBlockUnits * kUnitPairs * kMaxGroupRows <= kNumConsumerThreads);
 
 struct MyPair {
   PairShare share;

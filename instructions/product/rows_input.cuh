@@ -6,7 +6,7 @@
 namespace megavm {
 
 constexpr uint32_t kChunkTiles = kChunkPages * kTilesPerWarp;  // a warp's tiles of a unit's chunk
-static_assert(kSingleRow || kChunkPages <= 2);
+static_assert(kRowsChunkPages <= 2);
 // A *piece* is a lane's columns of a row of x in one tile: 16 bytes in the weights' element type.
 constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
@@ -34,7 +34,7 @@ class RowsInput {
     const Tensor& x = this->x();
     if constexpr (program::kAnyRaggedK) {
       if (live) fetch_ragged(chunk);
-    } else if constexpr (!kSingleRow) {
+    } else {
       // Only the kinds of input that the program has are compiled.
       const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
       if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);

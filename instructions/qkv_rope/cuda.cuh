@@ -104,9 +104,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
 
   __device__ __forceinline__ void finish(const PairAt& at, const PairSums& sums, const Early& early,
                                          Kept&) const {
-    const float a = sums.first + early.bias.first, b = sums.second + early.bias.second;
-    const float low = a * early.cosine - b * early.sine;
-    const float high = b * early.cosine + a * early.sine;
+    const auto [low, high] = rotated(sums, early.bias, early.cosine, early.sine);
     // An even pair passes its second element on, and gets the first element of the odd one.
     const bool even = at.pair % 2 == 0;
     const float other = __shfl_xor_sync(~0u, even ? high : low, at.apart);
@@ -169,21 +167,20 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     const Head& head = unit.head;
     const uint32_t cosine[4] = {asked.cosine.x, asked.cosine.y, asked.cosine.z, asked.cosine.w};
     const uint32_t sine[4] = {asked.sine.x, asked.sine.y, asked.sine.z, asked.sine.w};
-    Four rotated[2];
+    Four side_of[2];
 #pragma unroll
     for (uint32_t i = 0; i < kUnitPairs; ++i) {
-      const float a = sums.pair[i].first + unit.bias.pair[i].first;
-      const float b = sums.pair[i].second + unit.bias.pair[i].second;
       const float c = head.part < 2 ? __uint_as_float(cosine[i]) : 1.0f;
       const float s = head.part < 2 ? __uint_as_float(sine[i]) : 0.0f;
-      rotated[0].value[i] = a * c - b * s;
-      rotated[1].value[i] = b * c + a * s;
+      const PairSums result = rotated(sums.pair[i], unit.bias.pair[i], c, s);
+      side_of[0].value[i] = result.first;
+      side_of[1].value[i] = result.second;
     }
 #pragma unroll
     for (uint32_t side = 0; side < 2; ++side) {
-      const float (&v)[4] = rotated[side].value;
+      const float (&v)[4] = side_of[side].value;
       const uint32_t further = side * head.half;
-      if (unit.copy.address != 0) unit.copy.store(at.row, further / 4, rotated[side], in.out_tag());
+      if (unit.copy.address != 0) unit.copy.store(at.row, further / 4, side_of[side], in.out_tag());
       if (head.part == 0) continue;
       const Tensor& cache = cache_of(head);
       const uint32_t column = cache_column(cache, head, of_row.number(), head.j + further);
@@ -193,6 +190,13 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   }
 
  private:
+  // The elements of a rotation pair, rotated.
+  static __device__ __forceinline__ PairSums rotated(const PairSums& sums, const PairSums& bias,
+                                                     float cosine, float sine) {
+    const float a = sums.first + bias.first, b = sums.second + bias.second;
+    return {a * cosine - b * sine, b * cosine + a * sine};
+  }
+
   // Operand word of the tensor beside the cache that a head is stored in; kNone: there is none.
   __device__ __forceinline__ OperandWord copy_of(const Head& head) const {
     if (head.part == 0) return in.word(&QkvRope::q);
