@@ -131,8 +131,8 @@ def measure(
     return {"batch": batch, "context": context, "steps": steps, "us_per_step": time / steps}
 
 
-def record_steps(runner: Runner, step: Step, steps: int, path: str) -> None:
-    """Write a trace of two launches, after a warm-up launch."""
+def record_steps(runner: Runner, step: Step, steps: int, path: str, launches: int = 2) -> None:
+    """Write a trace of some launches, after a warm-up launch."""
     recorder = Recorder()
     machine, config = runner.machine, runner.config
     recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}
@@ -141,7 +141,7 @@ def record_steps(runner: Runner, step: Step, steps: int, path: str) -> None:
     runner.record(recorder)
     runner.run(step, steps)
     recorder.clear()
-    for _ in range(2):
+    for _ in range(launches):
         runner.run(step, steps)
     recorder.trace().save(path)
     runner.record(None)
@@ -168,6 +168,7 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--exchange", choices=("all_reduce", "all_gather"), default="all_reduce")
     parser.add_argument("--trace", help="file for a trace of the last batch and context")
+    parser.add_argument("--launches", type=int, default=2, help="launches in the trace")
     args = parser.parse_args()
 
     config = MODELS[args.model]
@@ -211,7 +212,7 @@ def main() -> None:
         print(f"saved {path}")
     if args.trace:
         step = prepare(runner, args.batch[-1], args.context[-1])
-        record_steps(runner, step, args.steps, args.trace)
+        record_steps(runner, step, args.steps, args.trace, args.launches)
         print(f"saved {args.trace}")
 
 

@@ -1,18 +1,20 @@
 """The effect of each technique: decode times with one change at a time.
 
     python benchmarks/techniques_cuda.py [--model 1b] [--context 250] [--rounds 50] [--save]
-    python benchmarks/techniques_cuda.py --names barriers none --trace FOLDER
+    python benchmarks/techniques_cuda.py --names barriers none --trace FOLDER [--repeats 2]
 
 A variant changes a constant or a line in a copy of the kernel sources, a compile option, or the way
 to launch. It is measured between two measurements of the unchanged machine at the same context, and
 must choose the same tokens. With --trace nothing is measured: FOLDER gets a trace of every variant
-and of the unchanged machine, which what_if_cuda.py compares with predictions.
+and, before each technique, of the unchanged machine; what_if_cuda.py compares them with
+predictions. With --repeats all of this is recorded several times in turn.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import re
 import shutil
@@ -203,18 +205,18 @@ class Bench:
             use_machine(runner, machine)
             yield runner
 
-    def record(self, variant: Variant, folder: Path) -> dict[str, Any]:
-        """Write traces of a variant and, if it is not there, of the unchanged machine."""
+    def record(self, variant: Variant, folder: Path, repeat: int) -> dict[str, Any]:
+        """Write traces of a variant and, unless its technique has one, of the unchanged machine."""
         context, steps = variant.context or self.context, variant.steps or self.steps
-        base = f"as-it-is-{context}-{self.steps}.megatrace"
+        base = f"{variant.technique} as it is {context} {repeat}".replace(" ", "-") + ".megatrace"
         if not (folder / base).exists():
             step = prepare(self.plain, 1, context)
             record_steps(self.plain, step, self.steps, str(folder / base))
-        file = f"{variant.technique} {variant.name}".replace(" ", "-").replace(",", "")
+        file = f"{variant.technique} {variant.name} {repeat}".replace(" ", "-").replace(",", "")
         with self.runner(variant) as runner:
             step = prepare(runner, 1, context)
             record_steps(runner, step, steps, str(folder / f"{file}.megatrace"))
-        return {"context": context, "base": base, "trace": f"{file}.megatrace"}
+        return {"context": context, "repeat": repeat, "base": base, "trace": f"{file}.megatrace"}
 
     def compare(self, variant: Variant, rounds: int) -> dict[str, Any]:
         """Measure a variant against the unchanged machine.
@@ -266,6 +268,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=names, help="techniques")
     parser.add_argument("--names", nargs="+", metavar="NAME", help="variants: barriers, none ...")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write traces, do not measure")
+    parser.add_argument("--repeats", type=int, default=1, help="how often --trace records all")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.model, args.layers, args.context, args.steps)
@@ -275,15 +278,17 @@ def main() -> None:
     else:
         print("| technique | changed to | context | as it is, us | changed, us | time |")
         print("| --- | --- | ---: | ---: | ---: | ---: |")
-    for variant in VARIANTS:
-        if args.only and variant.technique not in args.only:
-            continue
-        if args.names and variant.name not in args.names:
-            continue
+    chosen = [
+        variant
+        for variant in VARIANTS
+        if (not args.only or variant.technique in args.only)
+        and (not args.names or variant.name in args.names)
+    ]
+    for repeat, variant in itertools.product(range(args.repeats if args.trace else 1), chosen):
         found: dict[str, Any]
         try:
             if args.trace:
-                found = bench.record(variant, args.trace)
+                found = bench.record(variant, args.trace, repeat)
             else:
                 found = bench.compare(variant, args.rounds)
         except (CompileError, MachineFault, ValueError) as error:
@@ -292,9 +297,9 @@ def main() -> None:
                 raise
         results.append({"technique": variant.technique, "name": variant.name, **found})
         print(results[-1] if args.trace else row(variant, found), flush=True)
-    if args.trace:
-        (args.trace / "traces.json").write_text(json.dumps(results, indent=1) + "\n")
-    elif args.save:
+        if args.trace:
+            (args.trace / "traces.json").write_text(json.dumps(results, indent=1) + "\n")
+    if args.save and not args.trace:
         facts = {"model": args.model, "layers": bench.config.num_layers, "rounds": args.rounds}
         print(f"\nsaved {save('techniques_cuda', {**facts, 'results': results})}")
 

@@ -193,7 +193,8 @@ def main() -> None:
             print(f"| {technique} | {name} | {variant['failed']} | | | | |")
             continue
         base, changed = (Trace.load(folder / variant[key]) for key in ("base", "trace"))
-        row = compare(technique, name, base, changed) | {"context": variant["context"]}
+        row = compare(technique, name, base, changed)
+        row |= {"context": variant["context"], "repeat": variant.get("repeat", 0)}
         rows.append(row)
         print(
             f"| {technique} | {name} | {row['base_us']:.1f} | {row['changed_us']:.1f} | "
