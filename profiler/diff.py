@@ -87,6 +87,8 @@ def _run_differences(before: Trace, after: Trace) -> Iterator[str]:
         a, b = before.machine.get(name), after.machine.get(name)
         if a != b:
             yield f"the machines are different: the {what} is {a} in A and {b} in B"
+    if before.ranks != after.ranks:
+        yield f"the numbers of ranks are different: {before.ranks} in A and {after.ranks} in B"
     a, b = (trace.notes.get("ratio") for trace in (before, after))
     if isinstance(a, int | float) and isinstance(b, int | float) and abs(a - b) > _TRACING:
         yield f"tracing made a token {a:.2f} times as long in A and {b:.2f} times in B"

@@ -41,6 +41,7 @@ ARGUMENTS: Final = (
 )  # fmt: skip
 ROOT, STEPS, BANDWIDTH = 1, 2, 3  # tracks; workers and roles follow
 FIRST_WORKER: Final = 16
+FIRST_RANK: Final = 1 << 40
 
 
 def varint(value: int) -> bytes:
@@ -97,7 +98,8 @@ def _event(kind: int, track: int, more: bytes = b"") -> bytes:
 def save_perfetto(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write the trace.
 
-    A worker is a track with its roles below it. Arrows lead from the instruction whose signal or
+    A worker is a track with its roles below it; of several ranks, each is a track with its workers
+    below it. Arrows lead from the instruction whose signal or
     words came last to the instruction that waited for them.
 
     Raises TraceError when the trace does not say which worker executed what, OSError when the file
@@ -136,9 +138,14 @@ class _Writer:
         self._track(STEPS, "steps", ROOT, 0)
         unit = chunk(8, chunk(6, "GB/s"))
         self._track(BANDWIDTH, "weights and KV, GB/s", ROOT, 1, unit)
+        ordered = number(11, EXPLICIT_ORDER)
+        several = self.trace.ranks > 1
+        for rank in range(self.trace.ranks if several else 0):
+            self._track(FIRST_RANK + rank, f"rank {rank}", ROOT, 2 + rank, ordered)
         for worker in sorted({lane.worker for lane in self.lanes}):
             name = self.trace.worker_title(worker)
-            self._track(_worker(worker), name, ROOT, 2 + worker, number(11, EXPLICIT_ORDER))
+            above = FIRST_RANK + self.trace.worker_rank(worker) if several else ROOT
+            self._track(_worker(worker), name, above, 2 + worker, ordered)
         for lane in self.lanes:
             rank = ROLES.index(lane.role)
             self._track(_role(lane), lane.role, _worker(lane.worker), rank)

@@ -15,7 +15,8 @@ def late_ranks(trace: Trace, steps: Longs) -> list[dict[str, Any]]:
 
     An exchange is what instructions of several ranks pass on; ``phase`` is theirs. ``count`` of
     ``of`` waits ended with a result of ``rank``. ``ns`` is the time of all workers in these ``of``
-    waits, ``peer_ns`` that for a rank other than the waiting one. Longest first; [] for one rank.
+    waits, ``peer_ns`` that for a rank other than the waiting one. ``ranks`` has for every rank how
+    often it came last, and how long the others waited for it. Longest first; [] for one rank.
     """
     if trace.ranks == 1:
         return []
@@ -32,6 +33,9 @@ def late_ranks(trace: Trace, steps: Longs) -> list[dict[str, Any]]:
         inside = exchange == number
         counts = np.bincount(last[inside], minlength=trace.ranks)
         times = waited[records[inside]]
+        peer = inside & on_peer
+        waited_for = np.zeros(trace.ranks, np.int64)
+        np.add.at(waited_for, last[peer], waited[records[peer]])
         rows.append(
             {
                 "phase": names[number],
@@ -39,7 +43,11 @@ def late_ranks(trace: Trace, steps: Longs) -> list[dict[str, Any]]:
                 "count": int(counts.max()),
                 "of": int(counts.sum()),
                 "ns": int(times.sum()),
-                "peer_ns": int(times[on_peer[inside]].sum()),
+                "peer_ns": int(waited_for.sum()),
+                "ranks": [
+                    {"count": int(count), "peer_ns": int(ns)}
+                    for count, ns in zip(counts, waited_for, strict=True)
+                ],
             }
         )
     return sorted(rows, key=lambda row: -int(row["ns"]))

@@ -25,7 +25,7 @@ from megavm.profiler.analysis import (
 )
 from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
 from megavm.profiler.summary import format_summary, summary
-from megavm.profiler.tables import as_text, percent, table, us
+from megavm.profiler.tables import as_text, percent, table, us, worker_name
 from megavm.profiler.trace import Trace
 from megavm.profiler.what_if import format_what_if
 
@@ -192,7 +192,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     yield from _kinds(facts["kinds"], streams["ceiling"], facts["arithmetic"]["ceiling"])
     yield from _roles(facts["roles_ns"])
     yield from _workers(facts)
-    yield from _waits(facts["waits"])
+    yield from _waits(facts)
     yield from _phases(facts["phases"])
     yield from _critical(facts["critical_path"])
 
@@ -271,9 +271,19 @@ def _workers(facts: dict[str, Any]) -> Iterator[str]:
         ("least", *(percent(min(column), busy) for column in columns), ""),
         ("most", *(percent(max(column), busy) for column in columns), ""),
     ]
+    ranks = facts["summary"]["ranks"]
+    each = len(workers) // ranks
+    for rank in range(ranks if ranks > 1 else 0):
+        own = slice(rank * each, (rank + 1) * each)
+        shares = (percent(sum(column[own]) / each, busy) for column in columns)
+        rows.append((f"rank {rank}", *shares, ""))
     waiting = sorted(workers, key=lambda w: -w["barrier"] - w["words"])[:LONG_PATH]
     rows += [
-        (f"worker {w['worker']}", *(percent(w[s], busy) for s in STATES), _most(w["waits"]))
+        (
+            f"worker {_name(facts, w['worker'])}",
+            *(percent(w[s], busy) for s in STATES),
+            _most(facts, w["waits"]),
+        )
         for w in sorted(waiting, key=lambda w: int(w["worker"]))
     ]
     yield from table(("", *STATES, "waits most for (who came last most often)"), rows)
@@ -281,14 +291,19 @@ def _workers(facts: dict[str, Any]) -> Iterator[str]:
         yield f"... of {len(workers)} workers those that wait longest (--json has all)"
 
 
-def _most(rows: Sequence[dict[str, Any]]) -> str:
+def _most(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     if not rows:
         return ""
-    last = f" (worker {rows[0]['last_worker']})" if rows[0]["last_worker"] >= 0 else ""
-    return f"{rows[0]['awaited']}{last}"
+    last = rows[0]["last_worker"]
+    return f"{rows[0]['awaited']}{f' (worker {_name(facts, last)})' if last >= 0 else ''}"
 
 
-def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+def _name(facts: dict[str, Any], worker: int) -> str:
+    return worker_name(worker, len(facts["workers"]), facts["summary"]["ranks"])
+
+
+def _waits(facts: dict[str, Any]) -> Iterator[str]:
+    rows = facts["waits"]
     yield ""
     yield "Waits: us of all workers, and who came last most often"
     yield from table(
@@ -302,7 +317,8 @@ def _waits(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
                 f"{row['count']:,}",
                 us(row["total"]),
                 us(row["longest"]),
-                f"worker {row['last_worker']} ({percent(row['last_count'], row['count'])})"
+                f"worker {_name(facts, row['last_worker'])} "
+                f"({percent(row['last_count'], row['count'])})"
                 if row["last_worker"] >= 0
                 else "-",
             )

@@ -27,7 +27,7 @@ from megavm.profiler.analysis import (
 from megavm.profiler.critical_path import PARTS, critical_path
 from megavm.profiler.ranks import late_ranks
 from megavm.profiler.sms import by_sm, slow_sms, sm_times
-from megavm.profiler.tables import percent, table, us
+from megavm.profiler.tables import percent, table, us, worker_name
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
@@ -65,6 +65,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
         "step_ns": int(trace.step_end[step] - trace.step_begin[step]),
         "tokens": int(trace.step_tokens[step]),
         "steps": len(common),
+        "ranks": trace.ranks,
         "spread": _spread(durations),
         "streamed": streams.streamed,
         "of_ceiling": streams.of_ceiling,
@@ -87,7 +88,7 @@ def summary(trace: Trace, number: int | None = None) -> Facts:
     except TraceError as error:
         facts["what_if"] = str(error)
     facts["best"] = _best(facts["what_if"])
-    facts["sentence"] = _sentence(facts)
+    facts["sentence"] = _sentence(trace, facts)
     return facts
 
 
@@ -261,28 +262,34 @@ def warnings(
 
 
 def _ranks(trace: Trace) -> Iterator[str]:
-    """Whose workers are which, and how far the clocks of the ranks were apart."""
-    ranks = trace.machine.get("ranks")
-    if not isinstance(ranks, list) or len(ranks) < 2:
+    """How workers of several ranks are named, and how far the clocks of the ranks were apart."""
+    if trace.ranks == 1:
         return
-    each = trace.workers // len(ranks)
-    whose = ", ".join(
-        f"rank {rank} has worker{'' if each == 1 else f's {rank * each} to'} "
-        f"{(rank + 1) * each - 1}"
-        for rank in range(len(ranks))
-    )
-    clocks = [
-        f"that of rank {rank} was {offset:+,} ns off, give or take {uncertainty:,}"
-        for rank, known in enumerate(ranks)
-        if isinstance(known, dict)
-        and isinstance(offset := known.get("clock_offset"), int)
-        and isinstance(uncertainty := known.get("clock_uncertainty"), int)
-        and uncertainty > 0
+    first = trace.workers // trace.ranks
+    text = f"{trace.worker_name(first)} is the first worker of rank 1"
+    ranks = trace.machine.get("ranks")
+    known = [
+        (rank, offset, uncertainty)
+        for rank, clock in enumerate(ranks if isinstance(ranks, list) else ())
+        if isinstance(clock, dict)
+        and isinstance(offset := clock.get("clock_offset"), int)
+        and isinstance(uncertainty := clock.get("clock_uncertainty"), int)
     ]
-    yield whose + (f"; all times are on rank 0's clock: {'; '.join(clocks)}" if clocks else "")
+    apart = [
+        f"that of rank {rank} was {offset:+,} ns off, give or take {uncertainty:,}"
+        for rank, offset, uncertainty in known
+        if offset or uncertainty
+    ]
+    if apart:
+        text += f"; all times are on rank 0's clock: {'; '.join(apart)}"
+    elif known:
+        text += "; all ranks read one clock"
+    else:
+        text += "; how far the clocks of the ranks were apart is not known"
+    yield text
 
 
-def _sentence(facts: Facts) -> str:
+def _sentence(trace: Trace, facts: Facts) -> str:
     """The summary in a few words."""
     took = facts["step_ns"]
     parts = [f"A step takes {f'{took / 1e6:,.1f} ms' if took >= 1e7 else f'{us(took)} us'}"]
@@ -310,7 +317,8 @@ def _sentence(facts: Facts) -> str:
         parts.append(f"{short_name(row['phase']) or 'a phase'} is {share} of the critical path")
     for row in facts["late_workers"][:1]:
         share = f"{row['count'] / row['of']:.0%}"
-        parts.append(f"worker {row['worker']} came last in {share} of {row['of']:,} waits")
+        name = trace.worker_title(row["worker"])
+        parts.append(f"{name} came last in {share} of {row['of']:,} waits")
     for row in facts["late_ranks"][:1]:
         share = f"{row['count'] / row['of']:.0%}"
         parts.append(
@@ -354,7 +362,7 @@ def format_summary(facts: Facts) -> Iterator[str]:
             ("worker", "waits", "share", "computing and loading, of the mean"),
             [
                 (
-                    str(row["worker"]),
+                    _worker(facts, row["worker"]),
                     f"{row['count']:,}",
                     percent(row["count"], row["of"]),
                     f"{_relative_work(facts, row['worker']):.2f}",
@@ -372,9 +380,9 @@ def format_summary(facts: Facts) -> Iterator[str]:
             [
                 (
                     row["label"],
-                    str(row["worker"]),
+                    _worker(facts, row["worker"]),
                     row["last_label"],
-                    str(row["last_worker"]),
+                    _worker(facts, row["last_worker"]),
                     row["through"],
                     us(row["ns"]),
                     str(row["count"]),
@@ -420,9 +428,14 @@ def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:
     if not rows:
         return
     yield ""
-    yield f"Exchanges between ranks, of {steps} steps: the rank that came last most often"
+    ranks = range(len(rows[0]["ranks"]))
+    yield (
+        f"Exchanges between ranks, of {steps} steps: the rank that came last most often, and us "
+        "that workers"
+    )
+    yield "waited: all of them, those of another rank than the last, and these for each rank"
     yield from table(
-        ("exchange", "rank", "waits", "share", "us of all workers", "for another rank"),
+        ("exchange", "rank", "waits", "share", "all", "for a peer", *(f"for {r}" for r in ranks)),
         [
             (
                 row["phase"],
@@ -431,10 +444,16 @@ def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:
                 percent(row["count"], row["of"]),
                 us(row["ns"]),
                 us(row["peer_ns"]),
+                *(us(rank["peer_ns"]) for rank in row["ranks"]),
             )
             for row in rows
         ],
     )
+
+
+def _worker(facts: Facts, worker: int) -> str:
+    """The name of a worker, which is "1:3" where there are several ranks."""
+    return worker_name(worker, len(facts["workers"][STATES[0]]), facts["ranks"])
 
 
 def _relative_work(facts: Facts, worker: int) -> float:

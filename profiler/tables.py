@@ -30,6 +30,14 @@ def us(ns: float) -> str:
     return f"{ns / 1e3:,.1f}"
 
 
+def worker_name(worker: int, workers: int, ranks: int) -> str:
+    """A worker as tables name it: "3", and "1:3" if the ``workers`` are those of several ranks."""
+    if ranks == 1 or worker < 0:
+        return str(worker)
+    rank, own = divmod(worker, max(workers // ranks, 1))
+    return f"{rank}:{own}"
+
+
 def percent(part: float, whole: float) -> str:
     """A share; 0.0% of nothing."""
     return f"{part / whole:.1%}" if whole else "0.0%"

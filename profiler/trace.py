@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megavm.profiler.tables import worker_name
 from megavm.vm import events
 from megavm.vm.tensors import DType
 
@@ -235,8 +236,16 @@ class Trace:
         """A worker's name: "worker 3", in a trace of several ranks "rank 1, worker 3"."""
         if self.ranks == 1 or worker < 0:
             return f"worker {worker}"
-        rank, own = divmod(worker, max(self.workers // self.ranks, 1))
-        return f"rank {rank}, worker {own}"
+        own = worker % max(self.workers // self.ranks, 1)
+        return f"rank {self.worker_rank(worker)}, worker {own}"
+
+    def worker_rank(self, worker: int) -> int:
+        """The rank of a worker."""
+        return worker // max(self.workers // self.ranks, 1)
+
+    def worker_name(self, worker: int) -> str:
+        """A worker's name in tables: "3", in a trace of several ranks "1:3"."""
+        return worker_name(worker, self.workers, self.ranks)
 
     @functools.cached_property
     def sms(self) -> tuple[tuple[int, int], ...]:

@@ -42,7 +42,7 @@ def what_if(trace: Trace, step: int) -> dict[str, Any]:
             "what": change.what,
             "of": change.of,
             "factor": change.factor,
-            "text": describe(change),
+            "text": describe(change, trace),
             "ns": float(ns),
             "saved_ns": whole - float(ns),
             "memory_bound": bool(floor >= ns > 0),
@@ -73,7 +73,7 @@ def predict(trace: Trace, step: int, changes: Sequence[Change]) -> dict[str, Any
         "step": int(trace.step_number[step]),
         "step_ns": replay.recorded,
         "replayed_ns": float(found.step[0]),
-        "changes": [describe(change) for change in changes],
+        "changes": [describe(change, trace) for change in changes],
         "ns": float(found.step[1]),
         "saved_ns": float(found.step[0] - found.step[1]),
         "memory_bound": bool(found.floor[1] >= found.step[1] > 0),
@@ -116,13 +116,19 @@ def _full_name(replay: Replay, change: Change) -> str:
     }[_NAMED_BY[change.what]]
     if change.of in names:
         return change.of
-    short = [name for name in names if short_name(name) == change.of]
+    short = [name for name in names if _short(change.what, name, replay.trace) == change.of]
     if len(short) == 1:
         return short[0]
     raise TraceError(
         f"the step has no {change.of!r} to change the {change.what} of: "
-        f"it has {', '.join(map(short_name, names[:20]))}{' ...' if len(names) > 20 else ''}"
+        f"it has {', '.join(_short(change.what, name, replay.trace) for name in names[:20])}"
+        f"{' ...' if len(names) > 20 else ''}"
     )
+
+
+def _short(what: str, name: str, trace: Trace) -> str:
+    """What a change is of, as tables name it."""
+    return trace.worker_name(int(name)) if what == "worker" and name else short_name(name)
 
 
 def _single(replay: Replay) -> list[Change]:
@@ -165,9 +171,9 @@ def _times(factor: float) -> str:
     return {0.0: "no time", 0.5: "half the time"}.get(factor, f"{factor:g} times the time")
 
 
-def describe(change: Change) -> str:
-    """The change in words: "without waiting for attention's words"."""
-    what, of, factor = change.what, short_name(change.of), change.factor
+def describe(change: Change, trace: Trace) -> str:
+    """The change of a step of ``trace`` in words: "without waiting for attention's words"."""
+    what, of, factor = change.what, _short(change.what, change.of, trace), change.factor
     name, _, kind = of.rpartition(" ")
     match what:
         case "computing":

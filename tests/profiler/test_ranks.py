@@ -8,11 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from simulator import layered, simulate
+from test_exporters import perfetto_packets
+from test_replay import PRODUCTS
 
 from megavm.instructions.copy import Copy
+from megavm.profiler.diff import diff
 from megavm.profiler.recorder import Recorder
+from megavm.profiler.report import format_report, report
 from megavm.profiler.summary import format_summary, summary
-from megavm.profiler.trace import Trace
+from megavm.profiler.trace import Trace, TraceError
+from megavm.profiler.what_if import parse_change, predict
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import Wait
 from megavm.vm.machine import Notes
@@ -97,9 +103,49 @@ def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
         "of": 8,
         "ns": 8 * 330,
         "peer_ns": 4 * 330,
+        "ranks": [{"count": 2, "peer_ns": 330}, {"count": 6, "peer_ns": 3 * 330}],
     }
-    text = "\n".join(format_summary(summary(trace)))
-    assert "rank 1 came last in 75% of 8 waits for gather" in " ".join(text.split())
+    text = " ".join("\n".join(format_summary(summary(trace))).split())
+    assert "rank 1 came last in 75% of 8 waits for gather" in text
+    assert "layers.*.gather 1 8 75.0% 2.6 1.3 0.3 1.0" in text
+    assert (
+        "all times are on rank 0's clock: that of rank 1 was -340 ns off, give or take 25" in text
+    )
+    assert "rank 1, worker 0 came last" in text  # and not its number in the trace
+
+
+def test_tables_name_the_workers_of_ranks() -> None:
+    trace = recorded(gather(False), [1, 0, 1, 1])
+    assert [trace.worker_name(w) for w in range(-1, 4)] == ["-1", "0:0", "0:1", "1:0", "1:1"]
+    text = format_report(report(trace))
+    assert "worker 1:0 (100.0%)" in text or "worker 1:0 (75.0%)" in text
+    assert "\nrank 1 " in text
+    change = parse_change("worker:1:0=0.5")
+    facts = predict(trace, 0, [change])
+    assert facts["changes"] == ["worker 1:0 in half the time"]
+    assert facts["ns"] == predict(trace, 0, [parse_change("worker:2=0.5")])["ns"]
+    with pytest.raises(TraceError, match=r"no '2:0' .* it has 0:0, 0:1, 1:0, 1:1"):
+        predict(trace, 0, [parse_change("worker:2:0=0.5")])
+
+
+def test_an_export_to_perfetto_groups_workers_by_rank(tmp_path: Path) -> None:
+    trace = recorded(gather(True), [1, 0])
+    packets = perfetto_packets(trace, tmp_path / "two.pftrace")
+    tracks = {
+        p.track_descriptor.uuid: p.track_descriptor
+        for p in packets
+        if p.HasField("track_descriptor")
+    }
+    above = {t.name: tracks[t.parent_uuid].name for t in tracks.values() if t.parent_uuid}
+    for rank in range(2):
+        assert " on " in above[f"rank {rank}"]
+        for worker in range(2):
+            assert above[f"rank {rank}, worker {worker}"] == f"rank {rank}"
+
+
+def test_a_comparison_says_that_the_ranks_are_others() -> None:
+    two, one = recorded(gather(True), [1, 0]), simulate(layered(4, 1, PRODUCTS))
+    assert "the numbers of ranks are different: 1 in A and 2 in B" in diff(one, two)["differences"]
 
 
 def test_sms_of_ranks_are_told_apart() -> None:

@@ -133,7 +133,7 @@ def test_changes_are_named_as_the_table_names_them() -> None:
     ]
     change = parse_change("wait:o_proj words=0")
     assert predict(trace, 0, [change])["saved_ns"] > 0
-    assert describe(change) == "without waiting for o_proj's words"
+    assert describe(change, trace) == "without waiting for o_proj's words"
 
 
 @pytest.mark.parametrize(

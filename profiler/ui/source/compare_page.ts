@@ -140,6 +140,7 @@ function differences(a: Pane, b: Pane): string[] {
   };
   note("The models are different", a.trace.model || "unknown", b.trace.model || "unknown");
   note("The devices are different", a.trace.machine.device, b.trace.machine.device);
+  note("The numbers of ranks are different", a.trace.ranks, b.trace.ranks);
   note("The numbers of workers are different", a.trace.workers, b.trace.workers);
   note("The steps have different numbers of rows", a.trace.stepTokens[a.step], b.trace.stepTokens[b.step]);
   return found;

@@ -6,6 +6,7 @@ import type { Pane } from "./pane.ts";
 import type { WideSegment } from "./raster.ts";
 import { CONSUMER, ROLES, WAIT_WORDS } from "./roles.ts";
 import type { LaneRow } from "./rows.ts";
+import type { Trace } from "./trace.ts";
 import type { View } from "./view.ts";
 
 const HATCH_FROM = 5;
@@ -219,7 +220,9 @@ export class RowPainter {
         ctx.fillStyle = theme.text;
         ctx.fillText(`▾ ${trace.workerName(w)}`, Math.round(6 * ratio), Math.round((pane.yOf(w) + (rows.bottom(w) - rows.top(w)) / 2) * ratio));
         ctx.textAlign = "right";
-        let before = -1;
+        // The name of a rank stands where the first role's would.
+        const named = isFirstOfRank(trace, w);
+        let before = named ? (rows.lanes(w)[0]?.role ?? -1) : -1;
         for (const lane of rows.lanes(w)) {
           if (lane.role === before) continue;
           before = lane.role;
@@ -227,6 +230,7 @@ export class RowPainter {
           const height = same.reduce((sum, l) => sum + l.height, 0);
           if (height >= 9) name(ROLES[lane.role], body.top + lane.top + height / 2 - scroll, theme.faint);
         }
+        if (named) continue;
         ctx.fillStyle = theme.line;
         ctx.fillRect(0, Math.round(pane.yOf(w) * ratio), Math.round(body.left * ratio), 1);
       } else if (w % every === 0 && !firstOpen.has(w - 1)) {
@@ -242,19 +246,23 @@ export class RowPainter {
 
   /** A line above the first worker of each rank, and the rank's name in the margin. */
   private drawRanks(ctx: CanvasRenderingContext2D, pane: Pane, theme: Theme, ratio: number): void {
-    const { body, trace, rows } = pane;
+    const { body, trace } = pane;
     for (let w = 0; trace.ranks > 1 && w < trace.workers; w++) {
-      const rank = trace.rankOf(w);
-      if (rank === undefined || rank === trace.rankOf(w - 1)) continue;
+      if (!isFirstOfRank(trace, w)) continue;
       const top = Math.round(pane.yOf(w) * ratio);
       ctx.fillStyle = theme.text;
       ctx.fillRect(0, top, Math.round(body.left * ratio), Math.max(1, Math.round(ratio)));
-      if (rows.isOpen(w)) continue;
       ctx.textAlign = "left";
-      ctx.fillText(`rank ${rank}`, Math.round(6 * ratio), top + Math.round(8 * ratio));
+      ctx.fillText(`rank ${trace.rankOf(w)}`, Math.round(6 * ratio), top + Math.round(8 * ratio));
       ctx.textAlign = "right";
     }
   }
+}
+
+/** Whether a worker is the first of its rank, and there are several. */
+function isFirstOfRank(trace: Trace, worker: number): boolean {
+  const rank = trace.rankOf(worker);
+  return trace.ranks > 1 && rank !== undefined && rank !== trace.rankOf(worker - 1);
 }
 
 /** Rows of workers, not lanes of roles, when they are low. */

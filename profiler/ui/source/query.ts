@@ -19,11 +19,12 @@ const SIZES: Readonly<Record<string, number>> = {
 };
 
 export const HELP =
-  "kind: phase: label: layer: worker: sm: step: slot: instruction: with a name, a number, a range 0-7 or a list 1,2; " +
+  "kind: phase: label: layer: worker: sm: rank: step: slot: instruction: with a name, a number, a range 0-7 or a list 1,2; " +
+  "of several ranks, worker:1:3 and sm:1:3 are those of rank 1; " +
   "wait barrier words loading compute finish time load bytes with > >= < <= and a number with its unit (3us, 1.5ms, 64KB); " +
   "! before a term: not; other words are looked for in labels and kinds";
 
-const KEYS = ["kind", "phase", "label", "layer", "worker", "sm", "step", "slot", "instruction"];
+const KEYS = ["kind", "phase", "label", "layer", "worker", "sm", "rank", "step", "slot", "instruction"];
 const MAX_SPELLED = 12;
 
 /** What is wrong with a query, for the page. */
@@ -85,6 +86,18 @@ function numbers(text: string, name: string): (value: number) => boolean {
   return (value) => ranges.some(([low, high]) => value >= low && value <= high);
 }
 
+/** Numbers of workers or SMs: 3, or 1:3 for those of rank 1. `own` is the number within the rank. */
+function ofRanks(trace: Trace, text: string, key: string, all: (record: number) => number, own: (record: number) => number): Test {
+  const tests = text.split(",").map((part): Test => {
+    const found = /^(\d+):(.+)$/.exec(part);
+    const matches = numbers(found?.[2] ?? part, key);
+    if (found === null) return (r) => matches(all(r));
+    const rank = Number(found[1]);
+    return (r) => trace.rankOf(trace.worker[r]!) === rank && matches(own(r));
+  });
+  return (r) => tests.some((test) => test(r));
+}
+
 /** Which of the names contain one of the alternatives; an alternative that is a name means that name alone. */
 function names(list: readonly string[], text: string): Uint8Array {
   const alternatives = text.toLowerCase().split(",");
@@ -124,10 +137,17 @@ function keyTerm(trace: Trace, key: string, text: string): Test {
     case "layer":
       return numeric(trace.layer);
     case "worker":
-      return numeric(trace.worker);
-    case "sm":
-      if (trace.sm === null) throw new QueryError("this trace does not say on which SM workers ran");
-      return numeric(trace.sm);
+      if (text === "unknown") return (r) => trace.rankOf(trace.worker[r]!) === undefined;
+      return ofRanks(trace, text, key, (r) => trace.worker[r]!, (r) => trace.workerOfRank(trace.worker[r]!));
+    case "sm": {
+      const { sm } = trace;
+      if (sm === null) throw new QueryError("this trace does not say on which SM workers ran");
+      return ofRanks(trace, text, key, (r) => sm[r]!, (r) => sm[r]!);
+    }
+    case "rank": {
+      const matches = numbers(text, key);
+      return (r) => matches(trace.rankOf(trace.worker[r]!) ?? -1);
+    }
     case "slot":
       return numeric(trace.slot);
     case "instruction":

@@ -13,8 +13,8 @@ export interface Scope {
   readonly step: number;
 }
 
-export type Grouping = "phase" | "kind" | "label" | "layer" | "worker" | "sm";
-export const GROUPINGS: readonly Grouping[] = ["phase", "kind", "label", "layer", "worker", "sm"];
+export type Grouping = "phase" | "kind" | "label" | "layer" | "worker" | "sm" | "rank";
+export const GROUPINGS: readonly Grouping[] = ["phase", "kind", "label", "layer", "worker", "sm", "rank"];
 
 /** Statistics of the records of one group. Times are of the consumers' spans; their parts outside do not count in sums. */
 export interface GroupStatistics {
@@ -67,6 +67,8 @@ function groupNames(trace: Trace, grouping: Grouping): { of: (r: number) => numb
       return { of: (r) => trace.worker[r]!, name: (n) => `worker ${trace.workerName(n)}` };
     case "sm":
       return { of: (r) => trace.smPlace(r), name: (n) => `SM ${trace.smPlaceName(n)}` };
+    case "rank":
+      return { of: (r) => trace.rankOf(trace.worker[r]!) ?? -1, name: (n) => (n < 0 ? "unknown" : `rank ${n}`) };
     case "layer":
       return { of: (r) => trace.layer[r]!, name: (n) => (n < 0 ? "none" : `layer ${n}`) };
   }

@@ -49,7 +49,8 @@ export class StatisticsPage implements Page {
       case "range": {
         if (app.range === null) return null;
         const { begin, end, workers } = app.range;
-        const who = workers[0] === 0 && workers[1] === trace.workers ? "all workers" : `workers ${workers[0]} to ${workers[1] - 1}`;
+        const [first, last] = [workers[0], workers[1] - 1].map((worker) => trace.workerName(worker));
+        const who = workers[0] === 0 && workers[1] === trace.workers ? "all workers" : `workers ${first} to ${last}`;
         return { scope: { begin, end, workers, step: -1 }, title: `${duration(end - begin)}, ${who}` };
       }
       case "window": {
@@ -78,7 +79,9 @@ export class StatisticsPage implements Page {
       );
       return;
     }
-    for (const option of this.grouping.options) option.hidden = option.value === "sm" && pane.trace.sm === null;
+    const absent = [...(pane.trace.sm === null ? ["sm"] : []), ...(pane.trace.ranks === 1 ? ["rank"] : [])];
+    for (const option of this.grouping.options) option.hidden = absent.includes(option.value);
+    if (absent.includes(this.grouping.value)) this.grouping.value = GROUPINGS[0]!;
     const grouping = this.grouping.value as Grouping;
     const key = JSON.stringify([found.scope, grouping, this.app.sideOf(pane), pane.trace.name, this.app.theme.dark]);
     if (key === this.key) return;
@@ -181,7 +184,8 @@ function titleOf(grouping: Grouping): string {
 }
 
 function queryOf(grouping: Grouping, name: string): string {
-  if (grouping === "sm") return name === "SM unknown" ? "sm:none" : `sm:${name.replace(/^.*\D/, "")}`;
-  const numbered = grouping === "layer" || grouping === "worker";
+  if (name === "SM unknown") return "sm:none";
+  if (grouping === "rank" && name === "unknown") return "rank:none";
+  const numbered = ["layer", "worker", "sm", "rank"].includes(grouping);
   return `${grouping}:${numbered ? name.replace(/^\w+ /, "") : word(name)}`;
 }

@@ -60,6 +60,8 @@ export interface LateRank extends Late {
   readonly time: number;
   /** That part of the time in which workers waited for another rank than their own. */
   readonly peerTime: number;
+  /** How much of it was for each rank; empty in older files. */
+  readonly ofRanks: readonly number[];
 }
 
 export interface Kind {
@@ -179,7 +181,11 @@ export function readSummary(trace: Trace): Summary | null {
       .map((row) => numbersOf(row, { ...LATE, worker: "worker" }))
       .filter(({ worker, of }) => isIndex(worker, trace.workers) && of > 0),
     lateRanks: rowsOf(found["late_ranks"])
-      .map((row) => ({ phase: shortName(textOf(row["phase"])), ...numbersOf(row, { ...LATE, rank: "rank", time: "ns", peerTime: "peer_ns" }) }))
+      .map((row) => ({
+        phase: shortName(textOf(row["phase"])),
+        ofRanks: rowsOf(row["ranks"]).map((own) => numberOf(own["peer_ns"])),
+        ...numbersOf(row, { ...LATE, rank: "rank", time: "ns", peerTime: "peer_ns" }),
+      }))
       .filter(({ rank, of }) => isIndex(rank, trace.ranks) && of > 0),
     sms: rowsOf(found["sms"])
       .map((row) => numbersOf(row, { ...LATE, rank: "rank", sm: "sm", time: "ns", ofMean: "of_mean", equalWork: "equal_work" }))

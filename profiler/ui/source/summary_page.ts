@@ -13,6 +13,8 @@ import { type Kind, type LateRank, type LateWorker, type Outlier, type PathPhase
 import { type Column, makeTable } from "./table.ts";
 
 const MAX_CELLS = 1024;
+/** Ranks that have a column in the table of exchanges. */
+const MAX_RANKS = 8;
 /** SMs of the table: those that compute and load longest. */
 const MAX_SMS = 8;
 /** Times that differ less than by this part are shown as alike. */
@@ -170,6 +172,10 @@ export class SummaryPage implements Page {
         { title: "waits", text: (r) => integer(r.of), value: (r) => r.of },
         { title: "time", text: (r) => duration(r.time), value: (r) => r.time, help: "of all workers" },
         { title: "for a peer", text: (r) => duration(r.peerTime), value: (r) => r.peerTime, help: "waiting for another rank than the worker's own" },
+        ...(found.lateRanks[0]?.ofRanks ?? []).slice(0, MAX_RANKS).map((_, rank): Column<LateRank> => {
+          const part = (r: LateRank): number => (r.peerTime > 0 ? (r.ofRanks[rank] ?? 0) / r.peerTime : 0);
+          return { title: `${rank}`, text: (r) => `${Math.round(100 * part(r))} %`, value: part, bar: part, help: `of the time for a peer: while rank ${rank} came last` };
+        }),
       ],
       found.lateRanks,
       (r) => this.app.search(`phase:${word(r.phase)}`),
@@ -187,7 +193,7 @@ export class SummaryPage implements Page {
         { title: "work", text: (w) => `${work(w).toFixed(2)} ×`, value: work, help: "computing and loading over the mean of all workers" },
       ],
       found.lateWorkers,
-      (w) => this.app.search(`worker:${w.worker}`),
+      (w) => this.app.search(`worker:${pane.trace.workerName(w.worker)}`),
     );
   }
 
@@ -196,7 +202,10 @@ export class SummaryPage implements Page {
     const [computing, , barrier] = this.app.theme.states;
     if (found.busy.length === 0) return [];
     const cells = (times: readonly number[]): Cell[] =>
-      times.map((time, worker) => ({ name: `worker ${pane.trace.workerName(worker)}`, time, query: `worker:${worker}` }));
+      times.map((time, worker) => {
+        const name = pane.trace.workerName(worker);
+        return { name: `worker ${name}`, time, query: `worker:${name}` };
+      });
     return [
       make("h3", "", "Workers, from the first to the last"),
       ...this.strip(found, "computing and loading", cells(found.busy), computing!),
@@ -225,7 +234,7 @@ export class SummaryPage implements Page {
     const { sms } = found;
     if (sms.length === 0) return [];
     const name = ({ rank, sm }: Sm): string => pane.trace.smName(rank, sm);
-    const cells = sms.map((s) => ({ name: `SM ${name(s)}`, time: s.time, query: `sm:${s.sm}` }));
+    const cells = sms.map((s) => ({ name: `SM ${name(s)}`, time: s.time, query: `sm:${name(s)}` }));
     const longest = [...sms].sort((a, b) => b.time - a.time).slice(0, MAX_SMS);
     const ofMean = { text: (s: Sm) => `${s.ofMean.toFixed(2)} ×`, value: (s: Sm) => s.ofMean };
     const equal = { text: (s: Sm) => `${s.equalWork.toFixed(2)} ×`, value: (s: Sm) => s.equalWork };
@@ -239,7 +248,7 @@ export class SummaryPage implements Page {
         { title: "came last", text: (s) => percent(part(s)), value: part, bar: part, help: "of all waits for others" },
       ],
       longest,
-      (s) => this.app.search(`sm:${s.sm}`),
+      (s) => this.app.search(`sm:${name(s)}`),
     );
     return [
       make("h3", "", "SMs, from the first to the last"),

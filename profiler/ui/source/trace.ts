@@ -316,7 +316,12 @@ export class Trace implements Events {
 
   workerName(worker: number): string {
     if (this.unknownWorker && worker === this.workers - 1) return "unknown";
-    return this.ranks > 1 ? `${this.rankOf(worker)}:${worker % this.workersPerRank}` : String(worker);
+    return this.ranks > 1 ? `${this.rankOf(worker)}:${this.workerOfRank(worker)}` : String(worker);
+  }
+
+  /** The number of a worker among those of its rank. */
+  workerOfRank(worker: number): number {
+    return worker % this.workersPerRank;
   }
 
   /** The name of an SM: its number, after that of its rank where there are several. */

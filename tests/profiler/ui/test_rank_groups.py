@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
+import numpy as np
+import pytest
 from test_ranks import gather, recorded
 from ui.page import Viewer, table_rows
 
@@ -20,8 +23,65 @@ def test_workers_of_ranks_are_named_by_rank_and_the_summary_says_who_came_last(
     body = opened.page.locator(".page:visible tbody", has_text="rank 1")
     rank, part, waits = table_rows(body)["gather"][1:4]
     assert (rank, part.replace("\u202f", "").replace(" ", ""), waits) == ("rank 1", "75.0%", "8")
+    # Of the waits for a peer, those while rank 0, and rank 1, came last.
+    assert [cell.replace("\u202f", "") for cell in table_rows(body)["gather"][6:]] == [
+        "25 %",
+        "75 %",
+    ]
     body.locator("tr").first.click()
     assert opened.run("app.query") == "phase:gather"
     assert opened.run("app.matches.records.length") > 0
     opened.page.keyboard.press("Escape")
     opened.screenshot("ranks")
+
+
+@pytest.mark.parametrize(
+    ("query", "workers"),
+    [
+        ("worker:1:1", [3]),
+        ("worker:1:0-1", [2, 3]),
+        ("worker:0:1,1:0", [1, 2]),
+        ("worker:2", [2]),
+        ("rank:1", [2, 3]),
+        ("sm:1:3", [2, 3]),
+        ("sm:3", [0, 1, 2, 3]),
+    ],
+)
+def test_search_knows_ranks(viewer: Viewer, tmp_path: Path, query: str, workers: list[int]) -> None:
+    path = tmp_path / "two.megatrace"
+    trace = recorded(gather(True), [1, 0, 1, 1])
+    own = dataclasses.replace(trace, record_sm=np.full(trace.num_records, 3, np.int32))
+    own.save(path)
+    opened = viewer.open(path)
+    opened.run(f"app.search({query!r})")
+    opened.settle()
+    found = opened.run("[...new Set(Array.from(app.matches.records, (r) => pane.trace.worker[r]))]")
+    assert sorted(found) == workers
+
+
+def test_statistics_have_a_row_for_each_rank_that_leads_to_it(
+    viewer: Viewer, tmp_path: Path, traces: dict[str, Path]
+) -> None:
+    path = tmp_path / "two.megatrace"
+    recorded(gather(True), [1, 0, 1, 1]).save(path)
+    opened = viewer.open(path)
+    opened.page.get_by_role("tab", name="Statistics").click()
+    for grouping, name, query in (
+        ("rank", "rank 1", "rank:1"),
+        ("worker", "worker 1:0", "worker:1:0"),
+    ):
+        opened.page.locator(".choices select").nth(1).select_option(grouping)
+        opened.settle()
+        opened.page.locator(".page:visible tbody tr", has_text=name).first.click()
+        opened.settle()
+        assert opened.run("app.query") == query
+        assert opened.run("app.matches.records.length") > 0
+    opened.screenshot("ranks-statistics")
+
+
+def test_a_trace_of_one_rank_has_no_rows_of_ranks(opened: Viewer) -> None:
+    opened.page.get_by_role("tab", name="Statistics").click()
+    opened.settle()
+    options = opened.page.locator(".choices select").nth(1).locator("option")
+    hidden = options.evaluate_all("(all) => all.filter((o) => o.hidden).map((o) => o.value)")
+    assert hidden == ["sm", "rank"]
