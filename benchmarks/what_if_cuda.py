@@ -1,13 +1,15 @@
 """What-if predictions against traces of programs and kernels that really were changed.
 
     python benchmarks/techniques_cuda.py --names barriers none --steps 4 --trace FOLDER  # on a GPU
-    python benchmarks/what_if_cuda.py FOLDER [--save]                                    # anywhere
+    python benchmarks/what_if_cuda.py FOLDER [--back] [--save]                           # anywhere
 
-Every prediction is made from the trace of the unchanged machine. What it takes from the other trace
-are facts of single instructions, never a time of a step:
+Every prediction is made from the trace of the unchanged machine; with --back there is another, the
+other way round. What it takes from the other trace are facts of single instructions, never a time
+of a step:
 
 - another exchange: how long a phase's results are on their way, before and after. Attention's loads
-  wait for barriers and not for words, so its time from its inputs to its results is another too;
+  wait for barriers and not for words, so its time from its inputs to its results is another too: of
+  computing, and of loading in a trace whose loads wait;
 - other splits: the time of an instruction from its inputs to its results, where a phase consists
   of more or fewer of them. A phase that is gone takes no time, nor do the exchanges for it alone;
 - a ring of other pages: their number.
@@ -87,9 +89,23 @@ def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
     phase, names = phases(base)
     attends = [kind == "attention" for kind in base.kinds]
     own = np.array(attends, np.bool_)[base.record_kind]
-    return changes + _other_times(
+    times = _other_times(
         base, changed, {names[p] for p in np.unique(phase[base.record_label[own]]).tolist()}
     )
+    # Where loads wait for the inputs, the time from these to the results is one of loading too.
+    late = _load_late(base)
+    loads = [dataclasses.replace(change, what="loading") for change in times if change.of in late]
+    return changes + times + loads
+
+
+def _load_late(trace: Trace) -> set[str]:
+    """The phases whose loads begin when their inputs are there, and not before."""
+    spans = trace.spans
+    loads = np.flatnonzero(spans.load_begin >= 0)
+    late = spans.load_begin[loads] >= spans.inputs[loads]
+    phase, names = phases(trace)
+    of = phase[trace.record_label[loads]]
+    return {names[p] for p in np.unique(of).tolist() if late[of == p].mean() > 0.5}
 
 
 def _other_times(base: Trace, changed: Trace, of: set[str]) -> list[Change]:
@@ -135,8 +151,12 @@ def _readers(trace: Trace, producer: str) -> set[str]:
     return {names[p] for p in np.unique(found).tolist()}
 
 
-def changes_of(technique: str, name: str, base: Trace, changed: Trace) -> list[Change]:
+def changes_of(
+    technique: str, name: str, base: Trace, changed: Trace, back: bool = False
+) -> list[Change]:
     """What a variant of techniques_cuda.py changes, in the words of the replay.
+
+    ``back``: ``base`` is the trace of the variant, and ``changed`` that of the unchanged machine.
 
     Raises ValueError when the replay has no words for it.
     """
@@ -145,13 +165,16 @@ def changes_of(technique: str, name: str, base: Trace, changed: Trace) -> list[C
     if technique == "splits of attention":
         return split_changes(base, changed)
     if technique == "ring of pages":
-        return [Change("ring", "", int(name.split()[0]) / NUM_PAGES)]
+        factor = int(name.split()[0]) / NUM_PAGES
+        return [Change("ring", "", 1 / factor if back else factor)]
     raise ValueError(f"a replay cannot change {technique}")
 
 
-def compare(technique: str, name: str, base: Trace, changed: Trace) -> dict[str, Any]:
-    """The predicted and the measured effect of a variant, as parts of a step."""
-    changes = changes_of(technique, name, base, changed)
+def compare(
+    technique: str, name: str, base: Trace, changed: Trace, back: bool = False
+) -> dict[str, Any]:
+    """The predicted and the measured effect of a variant, as parts of a step of ``base``."""
+    changes = changes_of(technique, name, base, changed, back)
     if technique == "splits of attention":
         # The bytes stay the same: other instructions load them. So no more of them limit the step.
         base = dataclasses.replace(base, machine={**base.machine, "bandwidth": None})
@@ -165,6 +188,7 @@ def compare(technique: str, name: str, base: Trace, changed: Trace) -> dict[str,
     return {
         "technique": technique,
         "name": name,
+        "back": back,
         "base_us": before / 1e3,
         "changed_us": after / 1e3,
         "measured": measured,
@@ -172,6 +196,15 @@ def compare(technique: str, name: str, base: Trace, changed: Trace) -> dict[str,
         "error_of_effect": predicted / measured - 1,
         "changes": [dataclasses.asdict(change) for change in changes],
     }
+
+
+def _line(row: dict[str, Any]) -> str:
+    """The row of a comparison in the table (Markdown)."""
+    return (
+        f"| {row['technique']} | {row['name']}{', back' if row['back'] else ''} | "
+        f"{row['base_us']:.1f} | {row['changed_us']:.1f} | {row['measured']:+.1%} | "
+        f"{row['predicted']:+.1%} | {row['error_of_effect']:+.0%} |"
+    )
 
 
 def _median_step(trace: Trace) -> float:
@@ -182,6 +215,7 @@ def _median_step(trace: Trace) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path, help="what techniques_cuda.py --trace wrote")
+    parser.add_argument("--back", action="store_true", help="predict the other way round as well")
     parser.add_argument("--save", action="store_true", help="write results/what_if_cuda.json")
     arguments = parser.parse_args()
     folder, rows = arguments.folder, []
@@ -193,15 +227,14 @@ def main() -> None:
             print(f"| {technique} | {name} | {variant['failed']} | | | | |")
             continue
         base, changed = (Trace.load(folder / variant[key]) for key in ("base", "trace"))
-        row = compare(technique, name, base, changed)
-        row |= {"context": variant["context"], "repeat": variant.get("repeat", 0)}
-        rows.append(row)
-        print(
-            f"| {technique} | {name} | {row['base_us']:.1f} | {row['changed_us']:.1f} | "
-            f"{row['measured']:+.1%} | {row['predicted']:+.1%} | {row['error_of_effect']:+.0%} |"
-        )
-        for change in row["changes"]:
-            print(f"    {change['what']} of {change['of'] or 'all'}: {change['factor']:.2f} times")
+        for back in (False, True) if arguments.back else (False,):
+            pair = (changed, base) if back else (base, changed)
+            row = compare(technique, name, *pair, back)
+            rows.append(row | {"context": variant["context"], "repeat": variant.get("repeat", 0)})
+            print(_line(row))
+            for change in row["changes"]:
+                of = change["of"] or "all"
+                print(f"    {change['what']} of {of}: {change['factor']:.2f} times")
     if arguments.save:
         print(f"saved {save('what_if_cuda', {'results': rows})}")
 

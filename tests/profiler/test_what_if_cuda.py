@@ -44,18 +44,24 @@ def with_attention(splits: int, merge: bool) -> Machine:
     return Machine(tuple(map(tuple, queues)), tuple(tagged), store=800.0)
 
 
-def run(folder: Path, technique: str, name: str, base: Machine, changed: Machine) -> list[str]:
-    """What the script says of a variant: the cells of its row."""
+def run(
+    folder: Path, technique: str, name: str, base: Machine, changed: Machine, back: bool = False
+) -> list[str]:
+    """What the script says of a variant: the cells of its row, or of that of the way back."""
     files = {"base": "base.megatrace", "trace": "changed.megatrace"}
     for machine, file in zip((base, changed), files.values(), strict=True):
         simulate(machine).save(folder / file)
     row = {"technique": technique, "name": name, "context": 1, **files}
     (folder / "traces.json").write_text(json.dumps([row]))
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(folder)], capture_output=True, text=True, check=False
+        [sys.executable, str(SCRIPT), str(folder), *["--back"] * back],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
-    return [cell.strip() for cell in done.stdout.splitlines()[2].split("|")[1:-1]]
+    rows = [line for line in done.stdout.splitlines()[2:] if line.startswith("|")]
+    return [cell.strip() for cell in rows[-1].split("|")[1:-1]]
 
 
 def effects(cells: list[str]) -> tuple[float, float]:
@@ -85,7 +91,8 @@ def test_exchanges_with_another_spread_are_predicted(tmp_path: Path) -> None:
     assert predicted == pytest.approx(measured, rel=0.15)
 
 
-def test_loads_that_wait_for_barriers_are_predicted(tmp_path: Path) -> None:
+def with_late_loads() -> tuple[Machine, Machine]:
+    """With words and with barriers; attention has much to load, once its barriers are complete."""
     words = layered(8, 4, WORDS, seed=3, hop=700.0)
     queues = tuple(
         tuple(
@@ -95,9 +102,20 @@ def test_loads_that_wait_for_barriers_are_predicted(tmp_path: Path) -> None:
         for queue in words.queues
     )
     base = dataclasses.replace(words, queues=queues)
-    barriers = dataclasses.replace(base, tagged=(False,) * len(base.tagged), hop=2200.0)
-    measured, predicted = effects(run(tmp_path, "exchange", "barriers", base, barriers))
+    return base, dataclasses.replace(base, tagged=(False,) * len(base.tagged), hop=2200.0)
+
+
+def test_loads_that_wait_for_barriers_are_predicted(tmp_path: Path) -> None:
+    measured, predicted = effects(run(tmp_path, "exchange", "barriers", *with_late_loads()))
     assert measured > 20
+    assert predicted == pytest.approx(measured, rel=0.1)
+
+
+def test_loads_that_no_longer_wait_for_barriers_are_predicted(tmp_path: Path) -> None:
+    cells = run(tmp_path, "exchange", "barriers", *with_late_loads(), back=True)
+    assert cells[1] == "barriers, back"
+    measured, predicted = effects(cells)
+    assert measured < -20
     assert predicted == pytest.approx(measured, rel=0.1)
 
 
