@@ -229,7 +229,7 @@ def _kinds(
 ) -> Iterator[str]:
     yield ""
     yield "Time by kind of instruction: us of all workers; rates of workers that do nothing else,"
-    yield "weights and KV against the bandwidth (above it: what came while they waited)"
+    yield "weights and KV against the bandwidth (above it: from caches, or while workers waited)"
     total = sum(row["total"] for row in kinds)
     yield from table(
         ("kind", "count", "share", "total", "computing", "loading", "barrier", "words",

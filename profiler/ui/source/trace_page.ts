@@ -2,7 +2,8 @@
 
 import type { App } from "./app.ts";
 import { make } from "./dom.ts";
-import { bytes, duration, flops, integer, percent, rate } from "./format.ts";
+import { bytes, duration, flops, integer, percent, rate, signedDuration } from "./format.ts";
+import { asObject } from "./json.ts";
 import type { Page } from "./panel.ts";
 import { isSame } from "./summary_page.ts";
 import { type Column, makeTable } from "./table.ts";
@@ -11,6 +12,7 @@ import type { Trace } from "./trace.ts";
 
 const MAX_TEXT = 300;
 const MAX_STEPS = 2000;
+const MAX_RANKS = 64;
 
 /** How members that are numbers with a unit are written. */
 const UNITS: ReadonlyMap<string, (value: number) => string> = new Map([
@@ -20,16 +22,25 @@ const UNITS: ReadonlyMap<string, (value: number) => string> = new Map([
 ]);
 
 function text(value: unknown): string {
+  if (value === null) return "unknown";
   const found = typeof value === "string" ? value : (JSON.stringify(value) ?? "");
   return found.length > MAX_TEXT ? `${found.slice(0, MAX_TEXT)}…` : found;
+}
+
+/** How far the clock of a rank was from that of rank 0. */
+function clock(rank: unknown, number: number): HTMLElement {
+  const { clock_offset: offset, clock_uncertainty: most } = asObject(rank);
+  const known = typeof offset === "number" && typeof most === "number";
+  return pair(`clock of rank ${number}`, known ? `${signedDuration(offset)}, give or take ${duration(most)}` : "unknown");
 }
 
 /** A member of the header that is an object, under its name; nothing where it is empty. */
 function members(title: string, value: unknown): HTMLElement[] {
   if (typeof value !== "object" || value === null) return [];
-  const pairs = Object.entries(value).map(([name, member]) => {
+  const pairs = Object.entries(value).flatMap(([name, member]) => {
+    if (name === "ranks" && Array.isArray(member)) return member.slice(0, MAX_RANKS).map(clock);
     const write = UNITS.get(name.replace(/_median$/, ""));
-    return pair(name, write !== undefined && typeof member === "number" ? write(member) : text(member));
+    return pair(name.replace(/_/g, " "), write !== undefined && typeof member === "number" ? write(member) : text(member));
   });
   return pairs.length > 0 ? [make("h3", "", title[0]!.toUpperCase() + title.slice(1)), ...pairs] : [];
 }

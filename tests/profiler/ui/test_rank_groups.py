@@ -79,6 +79,20 @@ def test_statistics_have_a_row_for_each_rank_that_leads_to_it(
     opened.screenshot("ranks-statistics")
 
 
+def test_the_page_says_how_far_the_clocks_of_ranks_were_apart(
+    viewer: Viewer, tmp_path: Path
+) -> None:
+    path = tmp_path / "two.megatrace"
+    recorded(gather(True), [1, 0]).save(path)
+    opened = viewer.open(path)
+    assert "that of rank 1 was -340 ns off, give or take 25" in opened.panel()
+    opened.page.get_by_role("tab", name="Trace").click()
+    opened.settle()
+    text = " ".join(opened.panel().replace("\u202f", " ").split())
+    assert "clock of rank 1 \u2212340 ns, give or take 25 ns" in text
+    assert "bandwidth unknown" in text
+
+
 def test_a_trace_of_one_rank_has_no_rows_of_ranks(opened: Viewer) -> None:
     opened.page.get_by_role("tab", name="Statistics").click()
     opened.settle()
