@@ -398,6 +398,9 @@ def _check_trace(trace: Trace) -> None:
     steps, records = trace.num_steps, trace.num_records
     if not records:
         raise TraceError("it has no records")
+    ranks = sorted({program.ranks for program in trace.programs})
+    if len(ranks) > 1:
+        raise TraceError(f"its programs have different numbers of ranks: {_show(ranks)}")
     _check_range("step.program", trace.step_program, 0, len(trace.programs))
     _check_range("step.number", trace.step_number, 0, MAX_TIME)
     _check_range("step.tokens", trace.step_tokens, 0, 1 << 31)

@@ -188,3 +188,12 @@ def test_the_cpu_machine_notes_all_ranks_on_one_clock(tagged: bool) -> None:
     # A read is over after the writes of both ranks.
     end = trace.event("end").reshape(5, 4)
     assert (end[:, [1, 3]].min(axis=1) >= end[:, [0, 2]].max(axis=1)).all()
+
+
+def test_programs_of_different_numbers_of_ranks_are_no_trace(tmp_path: Path) -> None:
+    trace = recorded(gather(True), [1, 0])
+    program = trace.programs[0]
+    one = dataclasses.replace(program, facts={**program.facts, "ranks": 1})
+    dataclasses.replace(trace, programs=(program, one)).save(tmp_path / "mixed.megatrace")
+    with pytest.raises(TraceError, match=r"different numbers of ranks: \[1, 2\]"):
+        Trace.load(tmp_path / "mixed.megatrace")
