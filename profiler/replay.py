@@ -61,7 +61,7 @@ class Replay(RecordedStep):
             others = [[c for c in changes if c.what != "ring"] for changes in scenarios]
             same = [[*changes, Change("ring", "", 1.0)] for changes in others]
             changed, modelled, recorded = (self._replay(s) for s in (scenarios, same, others))
-            ratio = np.where(rings, recorded.step / modelled.step, 1.0)
+            ratio = np.where(rings, recorded.step / np.maximum(modelled.step, 1.0), 1.0)
             return Replayed(np.maximum(changed.step * ratio, changed.floor), changed.floor)
         return self._replay(scenarios)
 

@@ -176,7 +176,7 @@ def _outliers(trace: Trace, common: Longs, median: int) -> list[Facts]:
             {
                 "step": int(trace.step_number[common[i]]),
                 "ns": int(durations[i]),
-                "ratio": float(durations[i] / middle),
+                "ratio": float(durations[i] / max(middle, 1.0)),
                 "phase": phase,
                 "part": part,
                 "more_ns": int(more),

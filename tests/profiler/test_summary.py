@@ -48,6 +48,16 @@ def test_outliers_are_found_and_what_of_them_grew() -> None:
     assert not summary(synthetic_trace(workers=6, steps=30, layers=2))["outliers"]
 
 
+def test_steps_that_took_no_time_have_no_endless_numbers() -> None:
+    trace = synthetic_trace(workers=4, steps=5, layers=1)
+    begin = trace.step_begin[trace.record_step]
+    times = np.where((trace.record_step < 4) & (trace.times >= 0), begin, trace.times)
+    facts = summary(dataclasses.replace(trace, times=times))
+    assert facts["step_ns"] == 0
+    assert [row["step"] for row in facts["outliers"]] == [4]
+    json.dumps(facts, allow_nan=False)
+
+
 def test_what_misleads_is_said() -> None:
     trace = synthetic_trace(workers=4, steps=3, layers=1)
     machine = {
