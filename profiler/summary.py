@@ -40,6 +40,7 @@ _WIDTH: Final = 120  # of lines of text
 _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
 
 _POSSIBLE: Final = ("wait", "balance")  # changes to nothing that a program could have
+_CLOCKS: Final = 3  # ranks whose clocks are named one by one
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
 Facts = dict[str, Any]
@@ -280,7 +281,13 @@ def _ranks(trace: Trace) -> Iterator[str]:
         for rank, offset, uncertainty in known
         if offset or uncertainty
     ]
-    if apart:
+    if len(apart) > _CLOCKS:
+        _, offsets, uncertainties = zip(*known[1:], strict=True)
+        text += (
+            f"; all times are on rank 0's clock: those of the others were {min(offsets):+,} to "
+            f"{max(offsets):+,} ns off, give or take {max(uncertainties):,} at most"
+        )
+    elif apart:
         text += f"; all times are on rank 0's clock: {'; '.join(apart)}"
     elif known:
         text += "; all ranks read one clock"

@@ -197,3 +197,11 @@ def test_programs_of_different_numbers_of_ranks_are_no_trace(tmp_path: Path) -> 
     dataclasses.replace(trace, programs=(program, one)).save(tmp_path / "mixed.megatrace")
     with pytest.raises(TraceError, match=r"different numbers of ranks: \[1, 2\]"):
         Trace.load(tmp_path / "mixed.megatrace")
+
+
+def test_the_clocks_of_many_ranks_are_said_in_one_sentence() -> None:
+    trace = recorded(gather(True), [1, 0])
+    clocks = [{"clock_offset": -100 * rank, "clock_uncertainty": rank} for rank in range(8)]
+    facts = summary(dataclasses.replace(trace, machine={**trace.machine, "ranks": clocks}))
+    said = "those of the others were -700 to -100 ns off, give or take 7 at most"
+    assert any(said in note for note in facts["warnings"])

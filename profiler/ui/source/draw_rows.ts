@@ -233,9 +233,11 @@ export class RowPainter {
         if (named) continue;
         ctx.fillStyle = theme.line;
         ctx.fillRect(0, Math.round(pane.yOf(w) * ratio), Math.round(body.left * ratio), 1);
-      } else if (w % every === 0 && !firstOpen.has(w - 1)) {
+      } else if (trace.workerOfRank(w) % every === 0 && !firstOpen.has(w - 1)) {
         const height = rows.bottom(w) - rows.top(w);
         if (every > 1 && pane.yOf(w) + 10 > bottom) continue;
+        // Not over the line above the next rank.
+        if (every > 1 && nextRank(trace, w) < w + 13 / rows.rowHeight) continue;
         // Not over the names of an open worker's roles.
         if (every > 1 && rows.openWorkers.some((open) => open > w && rows.top(open) - rows.top(w) < 13)) continue;
         name(trace.workerName(w), pane.yOf(w) + Math.max(height / 2, every > 1 ? 6 : 0), theme.faint);
@@ -263,6 +265,12 @@ export class RowPainter {
 function isFirstOfRank(trace: Trace, worker: number): boolean {
   const rank = trace.rankOf(worker);
   return trace.ranks > 1 && rank !== undefined && rank !== trace.rankOf(worker - 1);
+}
+
+/** The first worker of the rank after that of a worker; Infinity behind the last. */
+function nextRank(trace: Trace, worker: number): number {
+  const next = worker - trace.workerOfRank(worker) + trace.workersPerRank;
+  return next < trace.workers ? next : Infinity;
 }
 
 /** Rows of workers, not lanes of roles, when they are low. */

@@ -15,6 +15,8 @@ import { type Column, makeTable } from "./table.ts";
 const MAX_CELLS = 1024;
 /** Ranks that have a column in the table of exchanges. */
 const MAX_RANKS = 8;
+/** Of more, the table has no column of all waits. */
+const FEW_RANKS = 4;
 /** SMs of the table: those that compute and load longest. */
 const MAX_SMS = 8;
 /** Times that differ less than by this part are shown as alike. */
@@ -164,18 +166,23 @@ export class SummaryPage implements Page {
   }
 
   private lateRanks(found: Summary): HTMLElement {
+    const ranks = (found.lateRanks[0]?.ofRanks ?? []).slice(0, MAX_RANKS).map((_, rank): Column<LateRank> => {
+      const part = (r: LateRank): number => (r.peerTime > 0 ? (r.ofRanks[rank] ?? 0) / r.peerTime : 0);
+      const help = `of the time for a peer: while rank ${rank} came last`;
+      return { title: `${rank}`, text: (r) => `${Math.round(100 * part(r))} %`, value: part, bar: part, help };
+    });
+    const all: Column<LateRank>[] = [
+      { title: "waits", text: (r) => integer(r.of), value: (r) => r.of },
+      { title: "time", text: (r) => duration(r.time), value: (r) => r.time, help: "of all workers" },
+    ];
     return makeTable<LateRank>(
       [
         { title: "exchange", text: (r) => r.phase, help: "the instructions that ranks waited for" },
         { title: "last", text: (r) => `rank ${r.rank}`, value: (r) => r.rank, help: "the rank that came last most often" },
         { title: "part", text: (r) => percent(r.count / r.of), value: (r) => r.count / r.of, bar: (r) => r.count / r.of, help: "of the waits of all steps like this one" },
-        { title: "waits", text: (r) => integer(r.of), value: (r) => r.of },
-        { title: "time", text: (r) => duration(r.time), value: (r) => r.time, help: "of all workers" },
+        ...(ranks.length > FEW_RANKS ? [] : all),
         { title: "for a peer", text: (r) => duration(r.peerTime), value: (r) => r.peerTime, help: "waiting for another rank than the worker's own" },
-        ...(found.lateRanks[0]?.ofRanks ?? []).slice(0, MAX_RANKS).map((_, rank): Column<LateRank> => {
-          const part = (r: LateRank): number => (r.peerTime > 0 ? (r.ofRanks[rank] ?? 0) / r.peerTime : 0);
-          return { title: `${rank}`, text: (r) => `${Math.round(100 * part(r))} %`, value: part, bar: part, help: `of the time for a peer: while rank ${rank} came last` };
-        }),
+        ...ranks,
       ],
       found.lateRanks,
       (r) => this.app.search(`phase:${word(r.phase)}`),

@@ -343,7 +343,7 @@ export class Trace implements Events {
     return this.programs.reduce((most, program) => Math.max(most, program.ranks), 1);
   }
 
-  private get workersPerRank(): number {
+  get workersPerRank(): number {
     return Math.max(1, Math.floor((this.workers - (this.unknownWorker ? 1 : 0)) / this.ranks));
   }
 
