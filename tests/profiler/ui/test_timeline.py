@@ -221,3 +221,16 @@ def test_on_a_phone_the_panel_is_below_the_timeline(opened: Viewer) -> None:
     assert panel["y"] >= stage["y"] + stage["height"]
     assert min(stage["height"], panel["height"]) > 250
     opened.screenshot("phone")
+
+
+def test_the_legend_fits_a_narrow_window(opened: Viewer) -> None:
+    opened.page.set_viewport_size({"width": 360, "height": 740})
+    opened.settle()
+    legend = opened.page.locator(".legend").bounding_box()
+    assert legend is not None
+    for entry in opened.page.locator(".legend .entry, .legend .state").all():
+        box = entry.bounding_box()
+        assert box is not None
+        assert box["x"] + box["width"] <= 360
+        assert box["y"] + box["height"] <= legend["y"] + legend["height"]
+    opened.screenshot("legend-narrow")
