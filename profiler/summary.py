@@ -40,6 +40,7 @@ _WIDTH: Final = 120  # of lines of text
 _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
 
 _POSSIBLE: Final = ("wait", "balance")  # changes to nothing that a program could have
+_LATE_RANK: Final = 1.25  # a rank that is named comes last so many times as often as the mean
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
@@ -327,6 +328,8 @@ def _sentence(trace: Trace, facts: Facts) -> str:
         name = trace.worker_title(row["worker"])
         parts.append(f"{name} came last in {share} of {row['of']:,} waits")
     for row in facts["late_ranks"][:1]:
+        if row["count"] * trace.ranks < _LATE_RANK * row["of"]:
+            continue  # all ranks come last about as often
         share = f"{row['count'] / row['of']:.0%}"
         parts.append(
             f"rank {row['rank']} came last in {share} of {row['of']:,} waits for "

@@ -114,6 +114,12 @@ def test_the_summary_says_which_rank_came_last(tagged: bool) -> None:
     assert "rank 1, worker 0 came last" in text  # and not its number in the trace
 
 
+def test_ranks_that_come_last_equally_often_are_not_named() -> None:
+    facts = summary(recorded(gather(True), [1, 0, 1, 0]))
+    assert facts["late_ranks"][0]["count"] * 2 == facts["late_ranks"][0]["of"]
+    assert "waits for gather" not in facts["sentence"]
+
+
 def test_tables_name_the_workers_of_ranks() -> None:
     trace = recorded(gather(False), [1, 0, 1, 1])
     assert [trace.worker_name(w) for w in range(-1, 4)] == ["-1", "0:0", "0:1", "1:0", "1:1"]
