@@ -327,9 +327,8 @@ def _sentence(trace: Trace, facts: Facts) -> str:
         share = f"{row['count'] / row['of']:.0%}"
         name = trace.worker_title(row["worker"])
         parts.append(f"{name} came last in {share} of {row['of']:,} waits")
-    for row in facts["late_ranks"][:1]:
-        if row["count"] * trace.ranks < _LATE_RANK * row["of"]:
-            continue  # all ranks come last about as often
+    late = [r for r in facts["late_ranks"] if r["count"] * trace.ranks >= _LATE_RANK * r["of"]]
+    for row in late[:1]:
         share = f"{row['count'] / row['of']:.0%}"
         parts.append(
             f"rank {row['rank']} came last in {share} of {row['of']:,} waits for "
