@@ -33,6 +33,8 @@ constexpr uint32_t kAnyTaggedRows = 0;
 constexpr uint32_t kAnyByMachine = 0;
 // Several: the program runs on that many GPUs.
 constexpr uint32_t kRanks = 1;
+// Whether the order of additions must not depend on the number of workers or ranks.
+constexpr uint32_t kFixedOrder = 0;
 // Whether some instructions also store results scaled by a gain, for readers that normalise them.
 constexpr uint32_t kAnyOutScaled = 0;
 }  // namespace program_defaults

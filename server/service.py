@@ -203,9 +203,14 @@ class Service:
         from megavm.vm.cuda.compiler import compile_kernel
 
         try:
-            workers = runner.options(1).workers
+            options = runner.options(1)
             headers = kernel_headers(
-                runner.config, runner.dtype, workers, restricted=True, parallel=runner.parallel
+                runner.config,
+                runner.dtype,
+                options.workers,
+                restricted=True,
+                parallel=runner.parallel,
+                fixed_order=options.fixed_order,
             )
             for header in headers:
                 if self._status is not Status.READY:

@@ -368,6 +368,8 @@ def program_header(
     if program.ranks > 1:
         constants["ranks"] = program.ranks
         lines += ['#define MEGAVM_SCOPE "sys"', ""]
+    if program.fixed_order:
+        constants["fixed_order"] = 1
     lines += ["namespace megavm::program {", ""]
     lines += [
         f"constexpr bool kUses{cls.__name__} = {'true' if cls in found.used else 'false'};"

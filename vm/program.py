@@ -25,7 +25,7 @@ from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
 if TYPE_CHECKING:
     from megavm.vm.cuda.exchange import Exchanges
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 def encode(instructions: Sequence[Instruction]) -> npt.NDArray[np.uint32]:
@@ -47,6 +47,9 @@ class Program:
     (TensorSpec.shares) and in the first ``shared_barriers`` barriers, which every signal reaches on all
     ranks.
 
+    ``fixed_order``: on a GPU, every sum is added up in an order that does not depend on how the work is cut
+    among workers and ranks. Its kernel is another one.
+
     ``labels`` names the graph operation of each instruction ("layers.3.down_proj"), for people.
     ``metadata`` is any JSON: the bucket, the model.
     """
@@ -61,6 +64,7 @@ class Program:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     ranks: int = 1
     shared_barriers: int = 0
+    fixed_order: bool = False
 
     @classmethod
     def build(
@@ -76,6 +80,7 @@ class Program:
         metadata: Mapping[str, Any] | None = None,
         ranks: int = 1,
         shared_barriers: int = 0,
+        fixed_order: bool = False,
     ) -> Program:
         """Encode instructions. ``workers`` defaults to the number of queues."""
         words = encode(instructions)
@@ -90,6 +95,7 @@ class Program:
             metadata=dict(metadata or {}),
             ranks=ranks,
             shared_barriers=shared_barriers,
+            fixed_order=fixed_order,
         )
 
     def __len__(self) -> int:
@@ -181,6 +187,7 @@ class Program:
             "ranks": self.ranks,
             "barriers": list(self.barriers),
             "shared_barriers": self.shared_barriers,
+            "fixed_order": self.fixed_order,
             "tensors": [
                 [t.name, t.shape, t.dtype.name, t.kind.value, t.tagged, t.parts, t.shares]
                 for t in self.tensors
@@ -251,6 +258,7 @@ class Program:
                 metadata=header["metadata"],
                 ranks=header["ranks"],
                 shared_barriers=header["shared_barriers"],
+                fixed_order=header["fixed_order"],
             )
         except _DAMAGED as error:
             raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
@@ -280,6 +288,7 @@ def _check_types(header: Any) -> None:
         "ranks": int,
         "barriers": list,
         "shared_barriers": int,
+        "fixed_order": bool,
         "labels": list,
         "tensors": list,
         "metadata": dict,

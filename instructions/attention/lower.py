@@ -78,6 +78,9 @@ def attention_tiling(
     split only if this gives work to idle workers, and the context is long enough for
     ``Target.few_splits`` splits of at least ``min_chunk`` tokens. If there would be many splits, workers are
     left free for the merges, which then already wait when the last split ends.
+
+    With ``options.fixed_order`` there is one split, and tiles of many rows have as many as the machine
+    attends to together: a GPU adds up a row alone in another order than beside its neighbours.
     """
     target = options.target
     most_tiles = options.workers * options.waves
@@ -85,7 +88,10 @@ def attention_tiling(
     row_tile = -(-rows // -(-most_tiles // head_tiles))
     together = target.attention_elements
     if queries and together and rows > target.group_rows:
-        row_tile = min(row_tile, max(together // queries, 1))
+        most = max(together // queries, 1)
+        row_tile = min(rows if options.fixed_order else row_tile, most)
+    if options.fixed_order:
+        return Tiling(head_tiles, row_tile, 1, block_size)
     tiles = -(-rows // row_tile) * head_tiles
     splits = options.workers // tiles
     if splits >= target.many_splits:

@@ -19,9 +19,9 @@ struct AttentionPairs {
   static constexpr uint32_t kPagePieces = kPageTokens / kPiece;
   static constexpr uint32_t kUnitTokens = 2 * Warp::kWarpTokens;
   // Lanes look up all pieces of a page of each pair at once, and the ring holds a page of each
-  // pair.
-  static constexpr bool kUsed =
-      attention::kManyRows && kAtOnce * kPagePieces <= kLanes && kAtOnce <= kPages;
+  // pair. The warps of a pair depend on how heads and rows are cut, and so does the order of sums.
+  static constexpr bool kUsed = attention::kManyRows && kAtOnce * kPagePieces <= kLanes &&
+                                kAtOnce <= kPages && !program::kFixedOrder;
 
   // How many rows from `row` on, before `live`, are processed in this way: none, or up to 8.
   static __device__ __forceinline__ uint32_t single_rows(const Operands<Attention>& in,

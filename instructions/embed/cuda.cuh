@@ -86,7 +86,8 @@ struct Kernel<Embed> : KernelDefaults {
   static constexpr uint32_t kUnitBatch = 4;  // units that a thread has in flight
 
   static __device__ __forceinline__ bool takes_units(const Operands<Embed>& in) {
-    if constexpr (kSingleRow) return false;
+    // See MatrixConsumer::finish for the order of additions.
+    if constexpr (kSingleRow || program::kFixedOrder) return false;
     const Tensor& table = in[&Embed::table];
     const Embed& inst = in.inst;
     bool all = !is_f32(table) && table.columns % kUnitRows == 0 && base_of(table) % 16 == 0 &&

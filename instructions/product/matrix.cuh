@@ -410,7 +410,8 @@ class MatrixConsumer : MatrixSizes {
         return group.is_shared() ? store_shared_sums(epilogue, group, sums)
                                  : store_sums(epilogue, group, sums);
       }
-    if constexpr (Epilogue<Instruction>::kUnits)
+    // A tensor that ranks gather takes no units, whose squares are added up in another order.
+    if constexpr (Epilogue<Instruction>::kUnits && !program::kFixedOrder)
       if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
           epilogue.takes_units())
         return Units<Instruction>(*this, epilogue, group, sums).finish();

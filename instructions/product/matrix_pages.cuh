@@ -42,7 +42,7 @@ struct MatrixSizes {
 
   // Whether workers begin with different columns. With more rows, several tiles of them are
   // multiplied at the same time, and the second-level cache likes that workers share lines.
-  static constexpr bool kRotates = kRows <= 64;
+  static constexpr bool kRotates = kRows <= 64 && !program::kFixedOrder;
 
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
 
@@ -109,7 +109,9 @@ struct MatrixGroup : MatrixSizes {
   }
 
   // Whether the warpgroups share the only block: each multiplies half of the boxes of a step.
-  __device__ __forceinline__ bool is_shared() const { return blocks == 1 && boxes > 1; }
+  __device__ __forceinline__ bool is_shared() const {
+    return !program::kFixedOrder && blocks == 1 && boxes > 1;
+  }
   // Boxes of a step that each warpgroup multiplies.
   __device__ __forceinline__ uint32_t own_boxes() const {
     return is_shared() ? boxes / kWarpgroups : boxes;

@@ -44,6 +44,7 @@ struct PairShare {
   __device__ __forceinline__ PairShare(uint32_t units, uint32_t thread) {
     const uint32_t total = units * kUnitPairs * kGroupRows;
     threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
+    if constexpr (program::kFixedOrder) threads = 1;
     part = thread % threads;
     const uint32_t number = thread / threads;
     row = row_of(number);

@@ -114,6 +114,7 @@ class _Step:
             metadata=self.metadata,
             ranks=graph.ranks,
             shared_barriers=synchronised.shared_barriers,
+            fixed_order=options.fixed_order,
         )
 
 
@@ -126,4 +127,6 @@ def unordered(graph: Graph, options: CompileOptions) -> Program:
     storage = allocate(operations, options)
     tiles = lower(operations, storage, graph.row_count, options)
     instructions = [inst for operation in tiles for inst in operation.instructions]
-    return Program.build(storage.tensors, instructions, [], ranks=graph.ranks)
+    return Program.build(
+        storage.tensors, instructions, [], ranks=graph.ranks, fixed_order=options.fixed_order
+    )

@@ -29,9 +29,14 @@ class CompileOptions:
     - ``min_chunk``: smallest number of tokens of a split of attention.
     - ``part_of_k``: split-K. Products of longer rows are split into parts of at least this many
       columns, which different workers multiply. 0 turns it off.
+    - ``fixed_order``: every sum is added up in an order that depends on the shapes of the model and
+      the rows of the step, but not on the number of workers or of ranks that gather results. So
+      programs for any of them compute the same bits, on one machine. Products are not split along
+      K, contexts are not split, and a GPU runs another kernel (Program.fixed_order), all of which
+      is slower. Not for the reference machine, whose sums torch computes tile by tile.
 
     Raises ValueError when a number is not positive, ``column_unit`` is odd, ``part_of_k`` is not a
-    multiple of PART_COLUMNS, or a name is unknown.
+    multiple of PART_COLUMNS, a name is unknown, or the machine does not keep a ``fixed_order``.
     """
 
     workers: int
@@ -44,6 +49,7 @@ class CompileOptions:
     column_unit: int = TARGETS["cpu"].column_unit
     min_chunk: int = TARGETS["cpu"].min_chunk
     part_of_k: int = 0
+    fixed_order: bool = False
 
     def __post_init__(self) -> None:
         for name in ("workers", "waves", "column_unit", "min_chunk"):
@@ -63,6 +69,11 @@ class CompileOptions:
             )
         if self.exchange not in ("barrier", "preferred", "tagged"):
             raise ValueError(f"exchange {self.exchange!r} is not barrier, preferred or tagged")
+        if self.fixed_order and self.machine == "reference":
+            raise ValueError("machine reference has no fixed order of additions: use cpu or cuda")
+        if self.fixed_order and self.exchange == "tagged" and self.target.matrix_rows:
+            # Words or not depends on the size of a rank's share, and words are no matrix operand.
+            raise ValueError("fixed_order needs exchange barrier or preferred on this machine")
 
     @property
     def target(self) -> Target:
@@ -70,7 +81,9 @@ class CompileOptions:
         return TARGETS[self.machine]
 
 
-def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
+def default_options(
+    machine: str, workers: int, rows: int, *, fixed_order: bool = False
+) -> CompileOptions:
     """The options for steps of up to ``rows`` rows on a machine."""
     target = TARGETS[machine]
     part_of_k = 0
@@ -87,4 +100,5 @@ def default_options(machine: str, workers: int, rows: int) -> CompileOptions:
         column_unit=target.column_unit,
         min_chunk=target.min_chunk,
         part_of_k=part_of_k if rows > 1 else 0,
+        fixed_order=fixed_order,
     )

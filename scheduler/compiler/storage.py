@@ -125,10 +125,15 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
 
 
 def consists_of_words(operation: Operation, value: Value, options: CompileOptions) -> bool:
+    """Whether ``value``, a result of ``operation``, may be a tagged tensor and is small."""
+    size = value.rows * value.own_columns * value.dtype.size
+    return size <= options.tagged_bytes and has_whole_words(operation, value, options)
+
+
+def has_whole_words(operation: Operation, value: Value, options: CompileOptions) -> bool:
     """Whether ``value``, a result of ``operation``, may be a tagged tensor.
 
-    It must be small, and every store must cover whole words: a tag is valid only if its word is
-    stored at once.
+    Every store must cover whole words: a tag is valid only if its word is stored at once.
     """
     share = run = value.own_columns * value.dtype.size
     producer = instruction_of(operation.kind)
@@ -136,4 +141,4 @@ def consists_of_words(operation: Operation, value: Value, options: CompileOption
         columns = {name: v.columns for name, v in operation.inputs.items()}
         stored = producer.stored_columns(columns, options.column_unit)
         run = share if stored is None else stored * value.dtype.size
-    return share % 4 == 0 and run % 4 == 0 and value.rows * share <= options.tagged_bytes
+    return share % 4 == 0 and run % 4 == 0

@@ -41,6 +41,7 @@ def describe_program(
     context: int | None = None,
     workers: int | None = None,
     tensor_parallel_size: int = 1,
+    fixed_order: bool = False,
     assignment: Assignment = "balanced",
     exchange: Exchange | None = None,
     disassemble: bool = False,
@@ -75,7 +76,9 @@ def describe_program(
         workers = TARGETS["cuda"].workers
         if not absent:
             workers = make_machine(name, ranks=1 if name == "cuda" else parallel.ranks)[1]
-    options = replace(default_options(name, workers, rows), assignment=assignment)
+    options = replace(
+        default_options(name, workers, rows, fixed_order=fixed_order), assignment=assignment
+    )
     if exchange is not None:
         options = replace(options, exchange=exchange)
     block_size = options.target.block_size

@@ -53,17 +53,18 @@ def kernel_headers(
     trace: bool = False,
     restricted: bool = False,
     parallel: Parallel = ONE_RANK,
+    fixed_order: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """The generated header of each kernel of a model -> rows of the buckets that it runs.
 
     ``restricted``: of the steps in which sequences have masks of allowed tokens, or biases.
-    ``parallel``: how ranks divide the model.
+    ``parallel``: how ranks divide the model. ``fixed_order``: see CompileOptions.
     """
     # All layers are alike and kernels do not depend on their number: one layer suffices.
     config = replace(config, num_layers=1)
     limits = default_limits(config)
 
-    options_for = functools.partial(default_options, "cuda", workers)
+    options_for = functools.partial(default_options, "cuda", workers, fixed_order=fixed_order)
     headers: dict[str, dict[int, None]] = {}
     sizes = [1 << i for i in range(MAX_NUM_BATCHED_TOKENS.bit_length())]
     buckets = dict.fromkeys(
@@ -96,6 +97,7 @@ def compile_kernels(
     workers: int = TARGETS["cuda"].workers,
     restricted: bool = False,
     parallel: Parallel = ONE_RANK,
+    fixed_order: bool = False,
     report: Callable[[str], None] | None = None,
 ) -> list[ModelKernel]:
     """Compile the kernels of a model, or load them from the cache. See ``kernel_headers``.
@@ -104,7 +106,14 @@ def compile_kernels(
 
     Raises ValueError when the model cannot be compiled, CompileError when a kernel cannot.
     """
-    headers = kernel_headers(config, dtype, workers, restricted=restricted, parallel=parallel)
+    headers = kernel_headers(
+        config,
+        dtype,
+        workers,
+        restricted=restricted,
+        parallel=parallel,
+        fixed_order=fixed_order,
+    )
     if report is not None:
         report(f"compiling up to {len(headers)} kernels for {architecture} ...")
     new = set(compile_ahead(list(headers), architecture))

@@ -166,18 +166,25 @@ class Runner:
         workers: int | None = None,
         options: CompileOptions | None = None,
         parallel: Parallel = ONE_RANK,
+        fixed_order: bool = False,
         progress: Progress | None = None,
     ) -> Runner:
         """Make the machine and bind a checkpoint's weights. ``workers`` are those of one rank.
 
         ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options``
         replaces the default compile options of every step, except for ``workers`` and ``machine``,
-        which are those of the machine.
+        which are those of the machine. ``fixed_order``: see CompileOptions; it is one of those
+        that ``options`` replaces.
 
-        Raises ValueError when a tensor is missing or has another shape, or the machine is
-        unavailable.
+        Raises ValueError when a tensor is missing or has another shape, the machine is unavailable,
+        or it cannot keep a fixed order for these ranks.
         """
         parallel.check(checkpoint.config)
+        if fixed_order and parallel.ranks > 1 and not parallel.gathers:
+            raise ValueError(
+                "fixed_order needs tensor_parallel_exchange all_gather: all_reduce adds a sum of "
+                "each rank"
+            )
         device, count = make_machine(machine, workers, parallel.ranks)
         config, element = checkpoint.config, choose_dtype(checkpoint.config, dtype)
         memory = device.memory(parallel.ranks)
@@ -185,7 +192,7 @@ class Runner:
         known: dict[Bucket, Program] = {}
 
         def options_for(rows: int) -> CompileOptions:
-            chosen = options or default_options(device.name, count, rows)
+            chosen = options or default_options(device.name, count, rows, fixed_order=fixed_order)
             return replace(chosen, workers=count, machine=device.name)
 
         if isinstance(device, CudaMachine):

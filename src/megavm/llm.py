@@ -80,8 +80,12 @@ class LLM:
         tensor_parallel_size: number of ranks that divide the model; it must divide the KV heads.
             Machine "cpu" runs ranks as groups of threads, "cuda" on as many GPUs, from GPU 0 on.
         tensor_parallel_exchange: how ranks put a layer together. With "all_gather" each number is
-            one rank's sum, so that results have the bits of one rank where work is cut alike, and
-            two GPUs are faster; "all_reduce" adds sums of all ranks.
+            one rank's sum, so that results have the bits of one rank where work is cut alike (see
+            `fixed_order`), and two GPUs are faster; "all_reduce" adds sums of all ranks.
+        fixed_order: add up every sum in an order that depends on the model and the rows of a step,
+            but neither on `workers` nor on `tensor_parallel_size`: steps of the same rows then
+            have the same bits with any of them. It is slower, because work is cut less finely. Not
+            for machine "reference", nor with "all_reduce".
         chat_template: a file with a Jinja template that takes the place of the model's.
         seed: seed of the generator of seeds for requests that have none.
         prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
@@ -113,6 +117,7 @@ class LLM:
         workers: int | None = None,
         tensor_parallel_size: int = 1,
         tensor_parallel_exchange: Exchange = "all_gather",
+        fixed_order: bool = False,
         chat_template: str | os.PathLike[str] | None = None,
         seed: int = 0,
         prefix_caching: bool = True,
@@ -181,6 +186,7 @@ class LLM:
             dtype=dtype,
             workers=workers,
             parallel=parallel,
+            fixed_order=fixed_order,
             progress=report,
         )
         report("compiling the program of one token", 0, 1)

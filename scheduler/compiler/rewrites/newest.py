@@ -7,7 +7,11 @@ from dataclasses import replace
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.scheduler.compiler.storage import consists_of_words, tagged_spec
+from megavm.scheduler.compiler.storage import (
+    consists_of_words,
+    has_whole_words,
+    tagged_spec,
+)
 from megavm.vm.tensors import TensorSpec
 
 
@@ -16,14 +20,18 @@ def pass_newest(operations: list[Operation], options: CompileOptions) -> list[Op
 
     Attention then reads nothing from the caches that the same step writes. In other steps, rows of
     one sequence need each other's keys and values, which go through the caches.
+
+    A kernel adds up a row's own token apart. With ``options.fixed_order`` the size of a rank's
+    share must therefore not decide whether they are passed.
     """
+    may_pass = has_whole_words if options.fixed_order else consists_of_words
     newest: dict[TensorSpec | None, dict[str, Value]] = {}  # by the key cache
     result = []
     for operation in operations:
         if operation.kind == "qkv_rope" and operation.attributes["decode"]:
             values = _newest(operation)
             if options.exchange != "barrier" and all(
-                consists_of_words(operation, value, options) for value in values.values()
+                may_pass(operation, value, options) for value in values.values()
             ):
                 newest[operation.outputs["k_cache"].spec] = values
                 operation = replace(operation, outputs={**operation.outputs, **values})

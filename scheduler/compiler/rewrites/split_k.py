@@ -21,7 +21,12 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
 
     In a matrix product the worker of a first part would have too much to add. The other parts are
     then a result of their own, ``others``, and a reduce by all workers adds them to the first one.
+
+    With ``options.fixed_order`` nothing is split: the best number of parts depends on workers and
+    ranks.
     """
+    if options.fixed_order:
+        return operations
     result: list[Operation] = []
     for operation in operations:
         parts = _parts(operation, options)

@@ -28,7 +28,7 @@ def declare(megavm: Parser) -> None:
         target, "--arch", choices=("sm_90a",), help="compile for this GPU, which need not be there"
     )
     compile_.option(target, "--json", action="store_true", help="print one JSON object")
-    add_machine(compile_, "dtype", "workers", "tensor_parallel_size", "quiet")
+    add_machine(compile_, "dtype", "workers", "tensor_parallel_size", "fixed_order", "quiet")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 workers=workers,
                 restricted=restricted,
                 parallel=parallel,
+                fixed_order=bool(arguments.fixed_order),
                 report=progress,
             )
         ]

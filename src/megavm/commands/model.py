@@ -23,10 +23,12 @@ def load(arguments: argparse.Namespace, **options: Any) -> LLM:
         progress("starting")
         from megavm.llm import LLM
 
+        names = (
+            *("max_model_len", "max_num_seqs", "workers", "tensor_parallel_size"),
+            "fixed_order",
+        )
         optional = {
-            name: getattr(arguments, name)
-            for name in ("max_model_len", "max_num_seqs", "workers", "tensor_parallel_size")
-            if getattr(arguments, name) is not None
+            name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None
         }
         llm = LLM(
             arguments.model,

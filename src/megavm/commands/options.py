@@ -19,6 +19,7 @@ ENGINE_OPTIONS: Final = (
     "max_num_seqs",
     "workers",
     "tensor_parallel_size",
+    "fixed_order",
     "quiet",
 )
 
@@ -277,6 +278,11 @@ def add_machine(parser: Parser, *names: str) -> None:
             "metavar": "N",
             "type": length,
             "help": "GPUs that divide the model; on the CPU, groups of threads (1)",
+        },
+        "fixed_order": {
+            "action": "store_true",
+            "help": "the same bits with any number of workers and GPUs, in steps of the same rows; "
+            "slower",
         },
         "quiet": {"action": "store_true", "help": "no progress and no statistics"},
     }

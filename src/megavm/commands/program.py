@@ -53,7 +53,9 @@ def declare(megavm: Parser) -> None:
         result, "--verify", action="store_true", help="prove that it has no race and no deadlock"
     )
     program.option(result, "--save", metavar="FILE", help="write the program to FILE")
-    add_machine(program, "machine", "dtype", "workers", "tensor_parallel_size", "quiet")
+    add_machine(
+        program, "machine", "dtype", "workers", "tensor_parallel_size", "fixed_order", "quiet"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -72,6 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
             context=arguments.context,
             workers=arguments.workers,
             tensor_parallel_size=arguments.tensor_parallel_size or 1,
+            fixed_order=bool(arguments.fixed_order),
             assignment=arguments.assignment,
             exchange=arguments.exchange,
             disassemble=arguments.disassemble,

@@ -203,6 +203,7 @@ def run(arguments: argparse.Namespace) -> int:
             "tpot_limit_ms",
             "workers",
             "tensor_parallel_size",
+            "fixed_order",
         )
         return LLM(
             arguments.model,

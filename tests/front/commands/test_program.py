@@ -22,7 +22,7 @@ def test_program_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch
     module.describe_program = describe_program  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megavm.scheduler.run.inspect", module)
     options = "--rows 4 --sequences 2 --context 1K --workers 3 --verify --disassemble --save x"
-    options += " --tensor-parallel-size 2"
+    options += " --tensor-parallel-size 2 --fixed-order"
     assert run("program", "m", *options.split()).out == "a program\n"
     assert asked == {
         "model": "m",
@@ -33,6 +33,7 @@ def test_program_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch
         "context": 1024,
         "workers": 3,
         "tensor_parallel_size": 2,
+        "fixed_order": True,
         "assignment": "balanced",
         "exchange": None,
         "disassemble": True,
