@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from parallel_llamas import memory_of_ranks
 from random_llamas import Case, fresh_memory, outcome
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
@@ -23,14 +24,14 @@ from megavm.instructions.attention_merge import AttentionMerge
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph, logits_spec
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.parallel import Exchange, Parallel, shard
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.differential import first_divergence
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import F32, TensorKind
+from megavm.vm.tensors import F32
 
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
 
@@ -80,44 +81,6 @@ def random_parallel_case(seed: int, ranks: int, exchange: Exchange) -> tuple[Cas
         ),
         parallel,
     )
-
-
-def memory_of_ranks(case: Case, parallel: Parallel, whole: Memory) -> Memory:
-    """What ranks hold of a model that ``whole`` holds, in the same state."""
-    memory = Memory(ranks=parallel.ranks)
-    memory.allocate([logits_spec(case.config, case.limits, parallel)])
-    memory.allocate(whole.spec(name) for name in whole if name.startswith("step."))
-    memory.allocate(case.program.tensors)
-    for number, rank in enumerate(memory.ranks):
-        for name in rank:
-            spec = rank.spec(name)
-            if spec.kind is TensorKind.ACTIVATION:
-                continue
-            values = [
-                shard(
-                    whole[case.config.stored_name(part)],
-                    (rows, *spec.shape[1:]),
-                    number,
-                )
-                for part, rows in _parts(case, whole, rank, name)
-            ]
-            rank.write(name, torch.cat(values))
-    return memory
-
-
-def _parts(case: Case, whole: Memory, rank: Memory, name: str) -> list[tuple[str, int]]:
-    """Names and rows of the parts of a tensor; ``whole`` gets those it lacks."""
-    spec = rank.spec(name)
-    if not spec.parts:
-        return [(name, spec.rows)]
-    joined, begin = whole[name], 0
-    for part in whole.spec(name).parts:
-        rows = joined[begin : begin + part.rows]
-        if part.name not in whole:
-            own = replace(whole.spec(name), name=part.name, shape=tuple(rows.shape), parts=())
-            whole.bind(own, rows)
-        begin += part.rows
-    return [(part.name, part.rows) for part in spec.parts]
 
 
 def run(case: Case, parallel: Parallel, program: Program, whole: Memory) -> Memory:
