@@ -6,10 +6,11 @@ namespace megavm {
 thread_local __align__(1024) unsigned char shared_memory[kSharedBytes];
 }
 
-// Run the kernel on `workers` workers; in turn `stop_turn` of its lanes, each is told to stop.
-// Returns nothing, or what went wrong; the text is valid until the next launch.
-extern "C" const char* emulated_launch(const megavm::Launch* launch, uint32_t workers,
-                                       uint32_t seed, uint32_t stop_turn) {
+// Run the kernel of each of `ranks` ranks on `workers` workers of its own; in turn `stop_turn` of its
+// lanes, each is told to stop. Returns nothing, or what went wrong; the text is valid until the next
+// launch.
+extern "C" const char* emulated_launch(const megavm::Launch* const* launches, uint32_t ranks,
+                                       uint32_t workers, uint32_t seed, uint32_t stop_turn) {
   emulated::failure().failed = false;
   emulated::failure().text.clear();
   const auto body = [](const void* each) {
@@ -19,11 +20,12 @@ extern "C" const char* emulated_launch(const megavm::Launch* launch, uint32_t wo
     if (turn == stop_turn) megavm::control().stopping = 1;
   };
   std::vector<std::thread> threads;
-  for (uint32_t i = 0; i < workers; ++i)
-    threads.emplace_back([=] {
-      emulated::run_worker(i, workers, megavm::kNumThreads, megavm::shared_memory,
-                           megavm::kSharedBytes, seed, body, launch, at_turn);
-    });
+  for (uint32_t rank = 0; rank < ranks; ++rank)
+    for (uint32_t i = 0; i < workers; ++i)
+      threads.emplace_back([=, launch = launches[rank]] {
+        emulated::run_worker(i, workers, megavm::kNumThreads, megavm::shared_memory,
+                             megavm::kSharedBytes, seed, body, launch, at_turn);
+      });
   for (std::thread& thread : threads) thread.join();
   return emulated::failure().failed ? emulated::failure().text.c_str() : nullptr;
 }

@@ -10,6 +10,7 @@ import random
 import subprocess
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,15 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
+from megavm.scheduler.llama.parallel import Parallel, shard
 from megavm.scheduler.run.runner import Runner, weight_specs
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.machine import Machine, MachineFault
-from megavm.vm.tensors import BF16
+from megavm.vm.memory import Memory
+from megavm.vm.tensors import BF16, TensorSpec
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
 
@@ -140,20 +143,40 @@ LLAMA = LlamaConfig(
 )
 
 
-def runner_on(machine: Machine, target: str, workers: int) -> Runner:
-    limits = Limits(20, 128, 64, 32, 40, 64)
-    memory = machine.memory()
-    for spec in weight_specs(LLAMA, limits, BF16):
+def shapes_of(spec: TensorSpec) -> list[tuple[int, ...]]:
+    """The shapes of the parts of a weight, or its own."""
+    return [(part.rows, *spec.shape[1:]) for part in spec.parts] or [spec.shape]
+
+
+def bind_weights(memory: Memory, limits: Limits) -> None:
+    """Random weights, the same whatever the number of ranks that divide them."""
+    parallel = Parallel(len(memory.ranks))
+    for whole, spec in zip(
+        weight_specs(LLAMA, limits, BF16),
+        weight_specs(LLAMA, limits, BF16, parallel),
+        strict=True,
+    ):
+        values = []
+        for name, shape in zip(whole.part_names, shapes_of(whole), strict=True):
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            width = shape[-1] if len(shape) > 1 else 1
+            random = torch.randn(shape, generator=generator) * width**-0.5
+            values.append((random if width > 1 else 1 + 0.1 * random).bfloat16())
         if spec.name == "rope":
-            memory.bind(spec, rope_table(LLAMA, limits.max_model_len))
-            continue
-        generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
-        width = spec.shape[-1] if len(spec.shape) > 1 else 1
-        values = torch.randn(spec.shape, generator=generator) * width**-0.5
-        memory.bind(spec, (values if width > 1 else 1 + 0.1 * values).bfloat16())
-    runner = Runner(
-        LLAMA, memory, limits, BF16, machine, lambda rows: default_options(target, workers, rows)
-    )
+            values = [rope_table(LLAMA, limits.max_model_len)]
+        for number, rank in enumerate(memory.ranks):
+            own = zip(values, shapes_of(spec), strict=True)
+            rank.bind(spec, *(shard(value, shape, number) for value, shape in own))
+
+
+def runner_on(
+    machine: Machine, target: str, workers: int, ranks: int = 1, fixed_order: bool = False
+) -> Runner:
+    limits = Limits(20, 128, 64, 32, 40, 64)
+    memory = machine.memory(ranks)
+    bind_weights(memory, limits)
+    options = partial(default_options, target, workers, fixed_order=fixed_order)
+    runner = Runner(LLAMA, memory, limits, BF16, machine, options, Parallel(ranks))
     tokens = np.random.default_rng(4).integers(0, LLAMA.vocab_size, (20, 129)).astype(np.int32)
     for slot in range(20):
         runner.write_tokens(slot, tokens[slot])
@@ -194,6 +217,40 @@ def test_a_llama_computes_what_the_cpu_does() -> None:
             got.append(torch.as_tensor(np.array(runner.logits[: len(rows)])))
         apart = (got[0] - got[1]).abs().max() / got[1].std()
         assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
+
+
+# Of 20 and of 64 rows: prompts; a chunk beside decode rows and a prompt. And of 4 rows.
+MIXED_STEPS = [
+    [(0, range(20))],
+    [(0, range(20, 61)), *((s, range(s, s + 1)) for s in range(1, 17)), (18, range(7))],
+    [(0, range(61, 64)), (4, range(77, 78))],
+]
+
+
+def logits_of_steps(workers: int, ranks: int = 1, fixed_order: bool = False) -> list[Any]:
+    machine = EmulatedMachine(seed=1, ranks=ranks)
+    runner = runner_on(machine, "cuda", workers, ranks, fixed_order)
+    logits = []
+    for rows in MIXED_STEPS:
+        runner.run(step_of(rows), 1)
+        logits.append(np.array(runner.logits[: len(rows)]))
+    return logits
+
+
+def test_in_a_fixed_order_workers_and_ranks_do_not_change_a_bit() -> None:
+    """Neither another number of workers nor two ranks that gather; see CompileOptions.fixed_order."""
+    two, three = (logits_of_steps(workers, fixed_order=True) for workers in (2, 3))
+    ranks = logits_of_steps(2, ranks=2, fixed_order=True)
+    for i in range(len(MIXED_STEPS)):
+        assert np.array_equal(two[i], three[i]), i
+        assert np.array_equal(two[i], ranks[i]), i
+
+
+def test_otherwise_the_bits_depend_on_the_number_of_workers() -> None:
+    two, three = logits_of_steps(2), logits_of_steps(3)
+    for i in range(len(MIXED_STEPS)):
+        assert not np.array_equal(two[i], three[i]), i
+        assert np.abs(two[i] - three[i]).max() < 0.05, i
 
 
 @pytest.mark.parametrize("number", [0, 3])

@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import hashlib
 import importlib.util
+import math
+import mmap
 import os
 import shutil
 import subprocess
@@ -23,12 +25,15 @@ import numpy as np
 import torch
 
 from megavm.vm.cuda import compiler as cuda_compiler
+from megavm.vm.cuda.arena import ALIGNMENT, Arena
+from megavm.vm.cuda.clocks import Offset
 from megavm.vm.cuda.driver import CudaError, Driver
-from megavm.vm.cuda.launch import MAP_BYTES
+from megavm.vm.cuda.launch import MAP_BYTES, RANK_SHIFT
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.target import TARGETS
 
 ENTRY = "cuda/emulated/launch.cpp"
+MAP_NORESERVE = 0x4000  # Linux; mmap has it since Python 3.13
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-fno-strict-aliasing")
 
 
@@ -47,7 +52,7 @@ def _compiler() -> str | None:
 
 
 class EmulatedMachine(CudaMachine):
-    """A CudaMachine whose GPU has ``workers`` SMs and is emulated: memory is the host's.
+    """A CudaMachine of ``ranks`` GPUs that have ``workers`` SMs each and are emulated: memory is the host's.
 
     A wait that takes longer than ``timeout`` seconds ends the launch with a fault. ``seed`` determines
     the order of warps and copies. In turn ``stop_turn`` of its lanes every worker is told to stop, as it is
@@ -65,12 +70,33 @@ class EmulatedMachine(CudaMachine):
         root: Path = cuda_compiler.ROOT,
         seed: int = 0,
         stop_turn: int = 0,
+        ranks: int = 1,
     ) -> None:
         reason = reason_unavailable()
         if reason is not None:
             raise ValueError(f"kernels cannot be emulated: {reason}")
         self.seed, self.stop_turn = seed, stop_turn
-        self._initialise((0,), [EmulatedDriver(self)], workers, timeout, trace, root)
+        self._started: list[tuple[Any, Any, int]] = []  # function, parameters, workers
+        drivers = [EmulatedDriver(self) for _ in range(ranks)]
+        self._initialise(tuple(range(ranks)), drivers, workers, timeout, trace, root)
+
+    def _make_arena(self) -> Arena:
+        return HostArena(len(self.devices))
+
+    def clock_offsets(self) -> list[Offset]:
+        """See ``CudaMachine.clock_offsets``: all ranks have the host's clock."""
+        return [Offset(0, 0)] * len(self.devices)
+
+    def _run_started(self) -> None:
+        """Run what all ranks have started, side by side. Raises CudaError."""
+        started, self._started = self._started, []
+        if not started:
+            return
+        function, _, workers = started[0]
+        launches = (ctypes.c_void_p * len(started))(*(parameters for _, parameters, _ in started))
+        problem = function(launches, len(started), workers, self.seed, self.stop_turn)
+        if problem is not None:
+            raise CudaError(problem.decode(), "the emulated kernel")
 
     def _compile(self, header: str) -> Path:
         return compile_library(header, self.root)
@@ -78,11 +104,31 @@ class EmulatedMachine(CudaMachine):
     def _load(self, compiled: Path) -> list[Any]:
         library = ctypes.CDLL(str(compiled))
         library.emulated_launch.restype = ctypes.c_char_p
-        return [library.emulated_launch]
+        return [library.emulated_launch] * len(self.devices)
+
+
+class HostArena(Arena):
+    """An Arena in the host's memory."""
+
+    def __init__(self, ranks: int) -> None:
+        kind = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self._ranks, self._used = ranks, 0
+        self._bytes = torch.frombuffer(
+            mmap.mmap(-1, ranks << RANK_SHIFT, flags=kind), dtype=torch.uint8
+        )
+
+    def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """See ``Arena.allocate``."""
+        begin, size = self._used, math.prod(shape) * dtype.itemsize
+        self._used += -(-max(size, 1) // ALIGNMENT) * ALIGNMENT
+        return tuple(
+            self._bytes[start : start + size].view(dtype).view(shape)
+            for start in (begin + (rank << RANK_SHIFT) for rank in range(self._ranks))
+        )
 
 
 class EmulatedDriver(Driver):
-    """The calls of the CUDA driver that launches need. A launch is over when its call returns."""
+    """The calls of the CUDA driver that launches need. A launch runs when its end is asked for."""
 
     memory_device = "cpu"
 
@@ -111,10 +157,7 @@ class EmulatedDriver(Driver):
 
     def _cuLaunchKernel(self, function: Any, workers: int, *others: Any) -> None:
         pointers = ctypes.cast(others[-2], ctypes.POINTER(ctypes.c_void_p))
-        machine = self._machine
-        problem = function(ctypes.c_void_p(pointers[0]), workers, machine.seed, machine.stop_turn)
-        if problem is not None:
-            raise CudaError(problem.decode(), "the emulated kernel")
+        self._machine._started.append((function, pointers[0], workers))
 
     def _cuTensorMapEncodeTiled(self, *arguments: Any) -> Any:
         """BoxMap of cuda/emulated/cuda/ptx/memory.cuh."""
@@ -134,13 +177,14 @@ class EmulatedDriver(Driver):
         ctypes.memset(address, 0, 4 * count)
 
     def _cuMemcpyDtoHAsync(self, to: int, source: int, count: int, stream: int) -> None:
+        self._machine._run_started()
         ctypes.memmove(to, source, count)
 
     def _cuStreamSynchronize(self, stream: int) -> None:
         pass
 
     def _cuCtxSynchronize(self) -> None:
-        pass
+        self._machine._run_started()
 
 
 class _Map:

@@ -98,7 +98,7 @@ class CudaMachine:
         self.report: cuda_compiler.Report | None = None
         self.lost = ""  # name of the error that made the context unusable
         # Memory that all ranks write; None for one rank.
-        self.arena = Arena(drivers) if len(devices) > 1 else None
+        self.arena = self._make_arena() if len(devices) > 1 else None
         # Streams of the ranks that share a GPU with an earlier rank.
         self.side_streams = [
             torch.cuda.Stream(number) if number in devices[:rank] else None  # type: ignore[no-untyped-call]
@@ -108,6 +108,10 @@ class CudaMachine:
         # Kernels for each rank, by the header that specialises them.
         self._functions: dict[str, list[Any]] = {}
         self._known_needs: weakref.WeakKeyDictionary[Program, _Needs] = weakref.WeakKeyDictionary()
+
+    def _make_arena(self) -> Arena:
+        """Memory that all ranks write."""
+        return Arena(self.drivers)
 
     def memory(self, ranks: int = 1) -> Memory:
         """See ``Machine.memory``."""

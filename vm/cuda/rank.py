@@ -104,7 +104,7 @@ class RankPart:
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        return torch.from_numpy(data).to(self._device)
+        return torch.from_numpy(data).to(self._device, copy=True)
 
     def zeros(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, device=self._device)
