@@ -21,8 +21,13 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         ("program_compile.py --model 1b --step 512x1 --rounds 1", "512x1"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
+        (
+            "serve_cuda.py --model tiny --machine cpu --concurrency 1 --scale 0.05"
+            " --max-model-len 512",
+            "of LLM.generate",
+        ),
     ],
-    ids=["cpu_kernels", "program_compile", "tracing", "structured_outputs"],
+    ids=["cpu_kernels", "program_compile", "tracing", "structured_outputs", "serve_cuda"],
 )
 def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
     script, *options = command.split()

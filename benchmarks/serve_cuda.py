@@ -1,0 +1,531 @@
+"""`megavm serve` under the load of `megavm bench serve`, beside `LLM.generate`.
+
+    python benchmarks/serve_cuda.py --model 1b 8b --save
+    python benchmarks/serve_cuda.py --model tiny --machine cpu --concurrency 1 8 --scale 0.1
+
+Server and client are processes of this computer. Prompts are random tokens, 160 of them; every
+answer has 128. The client keeps 1, 8, 64 and 256 requests in flight. Weights are random with the
+shapes of Llama-3.2-1B and Llama-3.1-8B, and the vocabulary has as many tokens as theirs, so that
+text costs what it does there.
+
+The server is the command `megavm serve` in all but two things. Weights are made on the GPU and not
+read from a file. Kernels of steps with restricted tokens are not compiled behind its start, since
+no request has any. All other kernels are compiled before the first server starts, side by side.
+
+For each model:
+
+1. `LLM.generate` in a process of its own, one prompt at a time: TPOT as the client computes it,
+   (time of the last token - time of the first) / (tokens - 1), and the time of the first token.
+2. For each concurrency: requests that do not count, until the programs of this size are there; a
+   pause until the server does nothing any more; then `megavm bench serve`.
+
+A row has medians and the client's share of a core. "step" is the time in which the engine had work,
+divided by its steps; "host" is the share of planning and collecting in it. Rows are saved as soon
+as they are measured, also into $OUT if that is set.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from environment import save
+from megavm.scheduler.llama.config import LlamaConfig
+
+VOCABULARY: Final = 128_256
+MODELS: Final = {
+    "1b": LlamaConfig(VOCABULARY, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
+    "8b": LlamaConfig(VOCABULARY, 4096, 14336, 32, 32, 8, 128),
+    "tiny": LlamaConfig(VOCABULARY, 64, 128, 2, 4, 2, 16, tie_word_embeddings=True),
+}
+INPUT: Final = 160
+OUTPUT: Final = 128
+FIRST_TOKEN: Final = 256  # ids below are single bytes, which are rare in a prompt
+# Measured requests by concurrency; those that do not count are as many as fly at once, twice.
+REQUESTS: Final = {
+    "1b": {1: 60, 8: 160, 64: 640, 256: 1280},
+    "8b": {1: 24, 8: 80, 64: 384, 256: 1024},
+    "tiny": {1: 60, 8: 160, 64: 640, 256: 1280},
+}
+# vLLM 0.26.0, its HTTP server on one H200 of the same kind (torch 2.11, bfloat16, random weights,
+# its defaults): TTFT in ms, TPOT in ms, tokens/s. Its report does not say if medians or means.
+VLLM: Final = {
+    "1b": {
+        1: (13.3, 2.05, 458),
+        8: (39.0, 2.44, 2_926),
+        64: (128.0, 3.57, 13_903),
+        256: (268.0, 13.0, 14_194),
+    }
+}
+TPOT_LIMIT: Final = 0.03  # of LLM.generate, at concurrency 1
+PACKAGES: Final = (
+    "fastapi",
+    "starlette",
+    "uvicorn",
+    "uvloop",
+    "httptools",
+    "aiohttp",
+    "tokenizers",
+)
+# By /proc: quiet is less CPU than this in a second, for the server that has nothing to do.
+QUIET_SHARE: Final = 0.1
+QUIET_LIMIT: Final = 60.0
+START_LIMIT: Final = 240.0
+
+
+# The model: a directory without weights, and weights made where they are needed.
+
+
+def write_model(directory: Path, config: LlamaConfig) -> None:
+    """config.json and a tokenizer: all bytes, then words, and a token that ends a text."""
+    from structured_outputs import write_tokenizer
+
+    directory.mkdir(parents=True, exist_ok=True)
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "max_position_embeddings": 131_072,
+        "rope_theta": 500_000.0,
+        "eos_token_id": VOCABULARY - 1,
+    }
+    (directory / "config.json").write_text(json.dumps(content))
+    # Llama 3's tokens have 4 to 5 letters on average in English text.
+    letters, words = random.Random(0), dict[bytes, None]()
+    while len(words) < VOCABULARY - 257:
+        word = "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(3, 7)))
+        words[b" " * (letters.random() < 0.6) + word.encode()] = None
+    tokens = [bytes([i]) for i in range(256)]
+    write_tokenizer(directory, [*tokens, *words, b"<|end|>"])
+
+
+def make_random(machine: str) -> None:
+    """Let checkpoints of this process have random weights, on the machine's own device."""
+    import torch
+
+    from megavm.scheduler.llama.checkpoint import Checkpoint
+    from megavm.scheduler.llama.config import expected_tensors
+
+    device = "cuda" if machine == "cuda" else "cpu"
+
+    def tensor(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        shape = expected_tensors(self.config)[name]
+        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+        value = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)
+        if len(shape) == 1:
+            return value.uniform_(0.8, 1.2, generator=generator)
+        return value.normal_(0.0, shape[1] ** -0.5, generator=generator)
+
+    patches: dict[str, Any] = {
+        "tensor": tensor,
+        "check": lambda self: None,
+        "release": lambda self, name: None,
+    }
+    for name, function in patches.items():
+        setattr(Checkpoint, name, function)
+
+
+def compile_everything(models: Sequence[str]) -> int:
+    """Compile the kernels of the models into the cache, side by side; the number of new ones."""
+    from megavm.scheduler.run.kernels import kernel_headers
+    from megavm.vm.cuda.compiler import compile_ahead
+    from megavm.vm.tensors import BF16
+
+    headers = [header for model in models for header in kernel_headers(MODELS[model], BF16)]
+    return len(compile_ahead(headers))
+
+
+# Processes: this file again, with a role.
+
+
+def run_server(machine: str, event_loop: str, options: list[str]) -> int:
+    """`megavm serve` with random weights, with uvloop and httptools or as if they were absent."""
+    if event_loop == "asyncio":
+        for name in ("uvloop", "httptools"):
+            sys.modules[name] = None  # type: ignore[assignment]
+    from megavm.cli import main as megavm
+    from megavm.server.service import Service
+
+    make_random(machine)
+    # No request restricts tokens; compiling these kernels would compete with the measurement.
+    Service._compile_kernels = lambda self, llm: None  # type: ignore[method-assign]
+    return megavm(["serve", *options])
+
+
+def run_generate(machine: str, directory: str, requests: int, sizes: dict[str, int]) -> None:
+    """`LLM.generate` of one prompt after the other; prints medians as JSON."""
+    from megavm import LLM, SamplingParams
+
+    make_random(machine)
+    draw = random.Random(1)
+    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
+    tpot, ttft, seconds = [], [], []
+    with LLM(directory, machine=machine, **sizes) as llm:  # type: ignore[arg-type]
+        for number in range(requests + 3):
+            prompt = [draw.randrange(FIRST_TOKEN, VOCABULARY - 1) for _ in range(INPUT)]
+            begin = time.perf_counter()
+            timings = llm.generate(prompt, params)[0].timings
+            if number >= 3:  # the first ones compile programs
+                seconds.append(time.perf_counter() - begin)
+                tpot.append(1e3 / timings["output_tokens_per_second"])
+                ttft.append(1e3 * timings["time_to_first_token_seconds"])
+    result = {
+        "requests": requests,
+        "median_tpot_ms": statistics.median(tpot),
+        "median_ttft_ms": statistics.median(ttft),
+        "output_throughput": OUTPUT / statistics.median(seconds),
+    }
+    print("generate", json.dumps(result), flush=True)
+
+
+def role(name: str, machine: str, *rest: str) -> list[str]:
+    """The command line of a process of this file."""
+    return [sys.executable, __file__, "--role", name, "--machine", machine, "--", *rest]
+
+
+def generate(
+    machine: str, directory: Path, requests: int, sizes: dict[str, int]
+) -> dict[str, float]:
+    """Results of ``run_generate`` in a process of its own."""
+    command = role("generate", machine, str(directory), str(requests), json.dumps(sizes))
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
+    result: dict[str, float] = json.loads(done.stdout.split("generate ", 1)[1])
+    return result
+
+
+class Server:
+    """A server process; `url` is where it is, `seconds` how long its start took."""
+
+    def __init__(self, command: list[str], log: Path) -> None:
+        begin = time.perf_counter()
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(command, stderr=stderr)
+        self.log = log
+        while (found := re.search(r" ready url=(\S+)", log.read_text())) is None:
+            if self.process.poll() is not None or time.perf_counter() - begin > START_LIMIT:
+                self.close()
+                raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
+            time.sleep(0.1)
+        self.url, self.seconds = found[1], time.perf_counter() - begin
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all threads since the start."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def settle(self) -> dict[str, Any]:
+        """Wait until the server, which has no requests, does nothing: no program is compiled."""
+        begin = time.perf_counter()
+        while True:
+            before, at = self.cpu_seconds(), time.perf_counter()
+            time.sleep(1.0)
+            share = (self.cpu_seconds() - before) / (time.perf_counter() - at)
+            waited = time.perf_counter() - begin
+            if share < QUIET_SHARE or waited > QUIET_LIMIT:
+                return {"seconds": round(waited, 1), "quiet": share < QUIET_SHARE}
+
+    def metrics(self) -> dict[str, float]:
+        """The engine's counters."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
+            text = response.read().decode()
+        found = re.findall(r"^megavm:(engine_\w+_total)\S* (\S+)$", text, re.MULTILINE)
+        return {name: float(value) for name, value in found}
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+            try:
+                self.process.wait(20)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+
+def bench(url: str, concurrency: int, requests: int, seed: int, file: Path) -> dict[str, Any]:
+    """The report of `megavm bench serve`. Raises RuntimeError if a request has failed."""
+    options = {
+        "--base-url": url,
+        "--max-concurrency": concurrency,
+        "--num-prompts": requests,
+        "--input-len": INPUT,
+        "--output-len": OUTPUT,
+        "--vocab-size": VOCABULARY - 1,
+        "--extra-body": '{"temperature": 0}',
+        "--seed": seed,
+        "--json": file,
+    }
+    words = [str(word) for pair in options.items() for word in pair]
+    command = [sys.executable, "-m", "megavm", "bench", "serve", *words, "--ignore-eos", "--quiet"]
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
+    )
+    if done.returncode:
+        raise RuntimeError(f"the client failed:\n{done.stdout[-3000:]}")
+    report: dict[str, Any] = json.loads(file.read_text())
+    if report["failed"] or report["total_output_tokens"] != OUTPUT * report["completed"]:
+        raise RuntimeError(f"requests failed or are too short: {report['failures']}")
+    return report
+
+
+# The measurement.
+
+
+class Progress:
+    """Prints lines with the time since the beginning, and knows the deadline."""
+
+    def __init__(self, limit: float) -> None:
+        self.begin, self.limit = time.perf_counter(), limit
+
+    def __call__(self, line: str) -> None:
+        print(f"[{self.seconds:6.1f} s] {line}", flush=True)
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.begin
+
+    @property
+    def late(self) -> bool:
+        return self.seconds > self.limit
+
+
+def measure_row(server: Server, concurrency: int, requests: int, folder: Path) -> dict[str, Any]:
+    """One concurrency: requests that do not count, a pause, and the measurement."""
+    warm_up = max(2 * concurrency, 4)
+    bench(server.url, concurrency, warm_up, 1000 + concurrency, folder / "warm_up.json")
+    settled = server.settle()
+    before, cpu = server.metrics(), server.cpu_seconds()
+    report = bench(server.url, concurrency, requests, concurrency, folder / "bench.json")
+    server_cpu = server.cpu_seconds() - cpu
+    counters = {name: value - before[name] for name, value in server.metrics().items()}
+    busy, steps = counters["engine_busy_seconds_total"], counters["engine_steps_total"]
+    host = counters["engine_plan_seconds_total"] + counters["engine_collect_seconds_total"]
+    return {
+        "concurrency": concurrency,
+        "settled": settled,
+        "step_ms": 1e3 * busy / max(steps, 1),
+        "host_share": host / busy if busy else 0.0,
+        "server_cores": server_cpu / report["duration"],
+        "engine": counters,
+        "bench": report,
+    }
+
+
+def describe_row(model: str, row: dict[str, Any]) -> str:
+    """A row of the table."""
+    report = row["bench"]
+    text = (
+        f"{model:>5} {row['event_loop']:>7} {row['concurrency']:5} {report['median_ttft_ms']:9.1f}"
+        f" {report['median_tpot_ms']:8.2f} {report['output_throughput']:9.0f}"
+        f" {row['step_ms']:8.2f} {row['host_share']:6.0%} {report['client']['load']:7.0%}"
+    )
+    other = VLLM.get(model, {}).get(row["concurrency"])
+    if other is None:
+        return text
+    ahead = (
+        report["median_ttft_ms"] < other[0],
+        report["median_tpot_ms"] < other[1],
+        report["output_throughput"] > other[2],
+    )
+    said = (
+        "yes"
+        if all(ahead)
+        else "no: "
+        + ", ".join(
+            name
+            for name, first in zip(("TTFT", "TPOT", "tokens/s"), ahead, strict=True)
+            if not first
+        )
+    )
+    return f"{text}   {other[0]:7.1f} {other[1]:6.2f} {other[2]:8.0f} {said}"
+
+
+HEAD: Final = (
+    f"{'model':>5} {'loop':>7} {'conc.':>5} {'TTFT ms':>9} {'TPOT ms':>8} {'tokens/s':>9}"
+    f" {'step ms':>8} {'host':>6} {'client':>7}   {'vLLM':>7} {'TPOT':>6} {'tokens/s':>8} ahead"
+)
+
+
+def measure_model(
+    model: str, args: argparse.Namespace, progress: Progress, folder: Path
+) -> Iterator[dict[str, Any]]:
+    """Yields the results so far after every measurement."""
+    directory = folder / model
+    write_model(directory, MODELS[model])
+    sizes = {
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": max(args.concurrency),
+        "max_num_batched_tokens": args.max_num_batched_tokens,
+    }
+    result: dict[str, Any] = {"model": model, "machine": args.machine, **sizes}
+    result |= {"starts": [], "rows": []}
+    counts = {c: max(2, round(args.scale * n)) for c, n in REQUESTS[model].items()}
+    progress(f"{model}: LLM.generate")
+    result["generate"] = generate(args.machine, directory, counts[1], sizes)
+    progress(
+        f"{model}: LLM.generate: TPOT {result['generate']['median_tpot_ms']:.3f} ms,"
+        f" TTFT {result['generate']['median_ttft_ms']:.1f} ms"
+    )
+    yield result
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
+    options += ["--machine", args.machine, "--port", "0", "--max-queue", "1024", "--quiet"]
+    for event_loop in args.event_loop:
+        if progress.late:
+            break
+        command = role("serve", args.machine, event_loop, str(directory), *options)
+        log = folder / f"{model}_{event_loop}.log"
+        with contextlib.closing(Server(command, log)) as server:
+            settled = server.settle()
+            start = {"event_loop": event_loop, "seconds": server.seconds, "settled": settled}
+            result["starts"].append(start)
+            progress(f"{model}: ready after {server.seconds:.1f} s, settled: {settled}")
+            for concurrency in args.concurrency:
+                if progress.late:
+                    progress(f"{model}: no time is left for concurrency {concurrency}")
+                    break
+                row = {"event_loop": event_loop}
+                row |= measure_row(server, concurrency, counts[concurrency], folder)
+                result["rows"].append(row)
+                progress(f"{describe_row(model, row)}  settled: {row['settled']}")
+                yield result
+
+
+def summary(results: dict[str, dict[str, Any]]) -> str:
+    """The table of all rows, and TPOT beside that of LLM.generate."""
+    lines = [HEAD]
+    for model, result in results.items():
+        lines += [describe_row(model, row) for row in result["rows"]]
+    for model, result in results.items():
+        for row in result["rows"]:
+            if row["concurrency"] > 1:
+                continue
+            served, direct = row["bench"]["median_tpot_ms"], result["generate"]["median_tpot_ms"]
+            share = served / direct - 1
+            lines.append(
+                f"{model}: TPOT at concurrency 1 {served:.3f} ms, of LLM.generate {direct:.3f} ms:"
+                f" {share:+.1%} (limit {TPOT_LIMIT:+.0%}), {row['event_loop']}"
+            )
+    slow = [
+        f"{model} at {row['concurrency']}"
+        for model, result in results.items()
+        for row in result["rows"]
+        if row["bench"]["client"]["was_bottleneck"]
+    ]
+    if slow:
+        lines.append(f"the client was a bottleneck: {', '.join(slow)}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b", "8b"])
+    parser.add_argument("--machine", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", choices=(1, 8, 64, 256), default=[1, 8, 64, 256]
+    )
+    parser.add_argument(
+        "--event-loop",
+        choices=("uvloop", "asyncio"),
+        nargs="+",
+        default=["asyncio" if _version("uvloop") == "absent" else "uvloop"],
+        help="of the server; asyncio: without uvloop and httptools",
+    )
+    parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    parser.add_argument("--max-model-len", type=int, default=4096)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument(
+        "--seconds", type=float, default=420.0, help="begin no row after this time (420)"
+    )
+    parser.add_argument("--save", action="store_true", help="write results/serve_cuda.json")
+    parser.add_argument("--role", choices=("serve", "generate"), help=argparse.SUPPRESS)
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.role == "serve":
+        raise SystemExit(run_server(args.machine, args.rest[0], args.rest[1:]))
+    if args.role == "generate":
+        directory, requests, sizes = args.rest
+        run_generate(args.machine, directory, int(requests), json.loads(sizes))
+        return
+
+    progress = Progress(args.seconds)
+    results: dict[str, dict[str, Any]] = {}
+    facts = {
+        "input_tokens": INPUT,
+        "output_tokens": OUTPUT,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "vllm_0_26_on_another_h200": [
+            {"model": model, "concurrency": concurrency}
+            | dict(zip(("ttft_ms", "tpot_ms", "tokens_per_second"), figures, strict=True))
+            for model, rows in VLLM.items()
+            for concurrency, figures in rows.items()
+        ],
+    }
+    if args.machine == "cuda":
+        progress("compiling kernels")
+        count = compile_everything(args.model)
+        facts["kernels"] = {"compiled": count, "seconds": round(progress.seconds, 1)}
+        progress(f"compiled {count} kernels")
+    out = os.environ.get("OUT")
+    with tempfile.TemporaryDirectory() as folder:
+        for model in args.model:
+            try:
+                for result in measure_model(model, args, progress, Path(folder)):
+                    results[model] = result
+                    _write(args, {**facts, "results": list(results.values())}, out)
+            except (RuntimeError, subprocess.SubprocessError, OSError) as error:
+                # The other model can still be measured.
+                progress(f"{model} failed: {error}")
+            finally:
+                if out is not None:
+                    for log in Path(folder).glob(f"{model}_*.log"):
+                        shutil.copy(log, out)
+    print(summary(results), flush=True)
+
+
+def _write(args: argparse.Namespace, report: dict[str, Any], out: str | None) -> None:
+    name = f"serve_{args.machine}"
+    if args.save:
+        path = save(name, report)
+    if out is not None:
+        if args.save:
+            shutil.copy(path, out)
+        else:
+            (Path(out) / f"{name}.json").write_text(json.dumps(report, indent=2))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
+if __name__ == "__main__":
+    main()
