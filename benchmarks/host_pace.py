@@ -33,10 +33,12 @@ import multiprocessing
 import os
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, Final, cast
 from unittest.mock import patch
 
@@ -46,8 +48,6 @@ from environment import save
 from megavm import LLM, SamplingParams
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.run import runner as runner_module
-from megavm.server.run import Server, listen
-from megavm.server.settings import Settings
 from megavm.vm.machine import Executable
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -57,6 +57,7 @@ IDLE_LIMIT: Final = 0.05
 HOST_LIMIT: Final = 0.10  # plan and collect, as a share of the pace
 TOKENS: Final = 600  # of each sequence
 WARM_UP: Final = 50  # first steps of a full batch, not counted
+COUNTED: Final = 200  # following steps, whose CPU time is measured
 PATHS: Final = ("engine", "asyncio", "uvloop")
 PR_SET_TIMERSLACK: Final = 29
 
@@ -84,6 +85,8 @@ class PacedMachine:
         self.pace = pace
         self.text = text.numpy()
         self.launches: list[Launch] = []
+        self.full = 0  # launches of the full batch
+        self.watch: Callable[[int], None] = lambda count: None  # called with the full launches
 
     def memory(self, ranks: int = 1) -> Memory:
         """As ``Machine.memory``."""
@@ -122,6 +125,9 @@ class PacedExecutable:
             self._tokens[slots, at + 1] = machine.text[(slots + at) % len(machine.text)]
         self._complete = begin + machine.pace * steps
         full = rows == count == machine.batch
+        if full:
+            machine.full += 1
+            machine.watch(machine.full)
         machine.launches.append(Launch(begin, self._complete, full))
 
     def mark(self) -> Callable[[], None]:
@@ -198,10 +204,34 @@ def run_engine(batch: int, pace: float, tokens: int, steps: int) -> dict[str, An
     return result
 
 
+def cpu_seconds(clients: int) -> dict[str, float]:
+    """CPU time of the clients' process, and of this one by thread.
+
+    "loop" is the main thread, "engine" and "steps" those of the engine, "events" the one that
+    writes events without the GIL.
+    """
+    names = {t.native_id: t.name.removeprefix("megavm-") for t in threading.enumerate()}
+    names[threading.main_thread().native_id] = "loop"
+    found: dict[str, float] = {}
+    for process, tasks in (("self", None), (clients, "client")):
+        for task in Path(f"/proc/{process}/task").iterdir():
+            own = names.get(int(task.name)) or (task / "comm").read_text().strip()
+            name = tasks or own.removeprefix("megavm-")
+            if name in ("client", "loop", "engine", "steps", "events"):
+                # In nanoseconds, unlike /proc/PID/task/TID/stat.
+                used = 1e-9 * int((task / "schedstat").read_text().split()[0])
+                found[name] = found.get(name, 0.0) + used
+    return found
+
+
 async def run_server(
     llm: LLM, machine: PacedMachine, batch: int, tokens: int, steps: int
 ) -> dict[str, Any]:
     """Launches of a server while ``batch`` clients read streams."""
+    # uvicorn chooses its parser when it is imported: uvloop and httptools are hidden by now.
+    from megavm.server.run import Server, listen
+    from megavm.server.settings import Settings
+
     listener = listen("127.0.0.1", 0)
     server = Server(lambda progress: llm, Settings(("model",)), listener)
     serving = asyncio.create_task(server.serve())
@@ -213,11 +243,24 @@ async def run_server(
     port = listener.getsockname()[1]
     clients = context.Process(target=run_clients, args=(port, batch, tokens, theirs), daemon=True)
     clients.start()
+    used: dict[int, dict[str, float]] = {}
+
+    def watch(count: int) -> None:
+        if count in (WARM_UP // steps, (WARM_UP + COUNTED) // steps):
+            used[count] = cpu_seconds(clients.pid or 0)
+
+    machine.watch = watch
     events = await asyncio.to_thread(ours.recv)
     await asyncio.to_thread(clients.join)
     if events != batch * tokens:
         raise RuntimeError(f"the clients read {events} events of {batch * tokens} tokens")
     result = summary(llm, machine, steps)
+    if len(used) == 2:
+        (first, before), (last, after) = used.items()
+        result["cpu_ms_per_step"] = {
+            name: round(1e3 * (after[name] - before[name]) / ((last - first) * steps), 3)
+            for name in sorted(after)
+        }
     result["event_loop"] = type(asyncio.get_running_loop()).__module__.partition(".")[0]
     server.should_exit = True
     await serving
@@ -317,7 +360,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results.append(r)
             print(f"{path:>8} {batch:6} {steps:6} {r['pace_ms']:8} {r['step_ms']:8} ", end="")
             print(f"{r['idle_share']:7.1%} {r['plan_us']:8} {r['collect_us']:11} ", end="")
-            print(f"{r['host_share']:7.1%}", flush=True)
+            print(f"{r['host_share']:7.1%}  {r.get('cpu_ms_per_step', '')}", flush=True)
     late = any(r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT for r in results)
     if options.save:
         limits = {"idle_share": IDLE_LIMIT, "host_share": HOST_LIMIT}

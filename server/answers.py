@@ -116,8 +116,9 @@ class Answer(ABC):
         """OpenAI's usage object: tokens of the prompts and of the answer so far."""
         requests = self.generation.requests
         cached = sum(request.cached_tokens for request in requests)
+        tokens = sum(self._num_tokens) + self.generation.written
         return {
-            **_usage(sum(map(len, self.generation.prompts)), sum(self._num_tokens)),
+            **_usage(sum(map(len, self.generation.prompts)), tokens),
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
@@ -197,6 +198,16 @@ class Answer(ABC):
             else:
                 lines += map(template.line, delta.pieces)
         return "".join(lines).encode()
+
+    @property
+    def template(self) -> Template | None:
+        """See sse.Renderer. Only an answer with a single choice has one."""
+        generation = self.generation
+        if generation.num_sequences > 1 or generation.params.logprobs is not None:
+            return None
+        if self._with_ids or self._continuous_usage or self._silent:
+            return None
+        return self._templates.get(0)
 
     def tokens(self, index: int, delta: Delta) -> Iterator[Token]:
         """The tokens of a delta; one without token id if the delta has none. Counts them."""
@@ -319,7 +330,7 @@ async def respond(
         )
 
     if body.stream:
-        return EventStream(generation, answer, close, timeout)
+        return EventStream(generation, answer, close, timeout, service.plain_writer)
     try:
         async with asyncio.timeout(timeout):
             content = await until_disconnect(request.receive, answer.whole())

@@ -30,6 +30,8 @@ else:
     except ImportError:
         from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
 
+CONNECTION: Final = "megavm.connection"  # key in an ASGI scope: the request's transport
+
 _MAX_OPEN_FILES: Final = 65536  # the soft limit of descriptors is raised up to this
 _RESERVED_FILES: Final = 256  # descriptors for the model, the machine, and connections that end
 _BATCH: Final = 32  # connections accepted before the event loop does other work
@@ -192,6 +194,8 @@ class Connection(HttpProtocol):
         app_state: dict[str, Any],
     ) -> None:
         super().__init__(config, state, app_state)
+        self._application = self.app
+        self.app = self._answer
         self._owner = connections
         self._timer: asyncio.TimerHandle | None = None
         self._begun = False  # whether a part of the next request's headers has arrived
@@ -199,6 +203,11 @@ class Connection(HttpProtocol):
     @property
     def _has_request(self) -> bool:
         return self.cycle is not None and not self.cycle.response_complete
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        """Call the application; it finds its connection in the scope."""
+        scope[CONNECTION] = self.transport
+        await self._application(scope, receive, send)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request."""

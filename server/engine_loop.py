@@ -3,6 +3,8 @@
 Request handlers run in one asyncio event loop. The engine runs in its own thread, and only this
 thread calls its methods. The event loop puts commands into a queue; the engine's thread executes
 them between two steps. All results of a step wake the event loop once, for however many requests.
+
+The plain tokens of streams, which are most, do not wake it: see `EngineLoop.write_plain`.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
 from megavm.server.errors import ApiError, failed
+from megavm.server.event_streams import EventStreams
 from megavm.server.logs import log, logger
 
 if TYPE_CHECKING:
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.sequence import Delta, Request
     from megavm.scheduler.engine.step import Ints
+    from megavm.server._event_writer import Stream
 
 # The engine counts as broken after this many failed launches in a row. After a single fault the
 # machine runs the next request. The limit is above 3, because OpenAI's client sends a failing
@@ -69,6 +73,8 @@ class Generation:
         restriction: what they say about the tokens that may be chosen, compiled.
         requests: the engine's requests by prompt; complete when the first delta arrives.
         arrived: time of creation, by `time.perf_counter`.
+        written: tokens of plain deltas that did not pass `next_batch` (EngineLoop.write_plain).
+        stream: where the engine's thread writes plain deltas now.
     """
 
     def __init__(
@@ -84,6 +90,8 @@ class Generation:
         self.requests: list[Request] = []
         self.arrived = time.perf_counter()
         self.num_sequences = len(prompts) * params.n
+        self.written = 0  # only the engine's thread writes this and the next
+        self.stream: Stream | None = None
         self._whole = whole
         self._unfinished = self.num_sequences  # counted by the engine's thread
         self._missing = self.num_sequences  # counted by the event loop
@@ -91,6 +99,11 @@ class Generation:
         self._arrival = asyncio.Event()
         self._error: ApiError | None = None
         self.closed = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether `next_batch` raises an error, now or after the deltas that have arrived."""
+        return self._error is not None
 
     @property
     def finished(self) -> bool:
@@ -109,9 +122,14 @@ class Generation:
                 return batch
             if self._error is not None:
                 raise self._error
+            await self.arrival()
+        return []
+
+    async def arrival(self) -> None:
+        """Wait until `next_batch` has something to return or to raise."""
+        while not (self._coming or self._error):
             self._arrival.clear()
             await self._arrival.wait()
-        return []
 
     def _take(self) -> Batch:
         batch = []
@@ -125,6 +143,15 @@ class Generation:
         return batch
 
     # For the engine's thread.
+
+    def take_plain(self) -> list[Delta] | None:
+        """The deltas that `next_batch` has not returned; None, and they stay, if one is not plain.
+
+        The event loop must not call `next_batch` meanwhile.
+        """
+        if self.closed or not all(is_plain(delta) for _, delta in self._coming):
+            return None
+        return [self._coming.popleft()[1] for _ in range(len(self._coming))]
 
     def add(self, index: int, delta: Delta) -> bool:
         """Append a delta; returns whether the event loop must be woken."""
@@ -144,6 +171,11 @@ class Generation:
         self._arrival.set()
 
 
+def is_plain(delta: Delta) -> bool:
+    """Whether a delta has only text: it is not the last one, and there are no log-probabilities."""
+    return delta.finish_reason is None and not delta.logprobs
+
+
 class EngineLoop:
     """Drives an engine in a thread.
 
@@ -160,6 +192,7 @@ class EngineLoop:
         self.ended = asyncio.Event()
         self._observer = observer
         self._loop = asyncio.get_running_loop()
+        self._streams = EventStreams()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[Generation, None] = {}
         self._submitted = 0  # sequences; only the event loop's thread writes this
@@ -185,6 +218,23 @@ class EngineLoop:
             generation.closed = True
             del self._generations[generation]
             self._commands.put(lambda: self._abort(generation))
+
+    async def write_plain(
+        self, generation: Generation, connection: asyncio.Transport, head: str, tail: str
+    ) -> None:
+        """Have plain deltas of a generation written to its connection until another kind comes.
+
+        Their events are `head`, the text in JSON, and `tail`. The generation has one sequence. All
+        batches from `next_batch` must have been written; it goes on with what is not plain.
+        """
+        if generation.failed:
+            return
+        stream = self._streams.open(connection, head, tail)
+        try:
+            await self.call(lambda: self._lend(generation, stream))
+            await generation.arrival()
+        finally:
+            await self._streams.end(stream, connection)
 
     def fail_all(self, error: ApiError) -> None:
         """End every generation with an error."""
@@ -241,6 +291,7 @@ class EngineLoop:
         """End the thread after the running step. Nothing may be submitted afterwards."""
         self._commands.put(None)
         await asyncio.to_thread(self._thread.join, _JOIN_SECONDS)
+        self._streams.close()
 
     # The engine's thread.
 
@@ -291,11 +342,23 @@ class EngineLoop:
         deltas = self.engine.step()
         self._observer.step(deltas, time.perf_counter() - begin)
         woken: dict[Generation, None] = {}
+        streams: list[Stream] = []
+        texts: list[str] = []
         for delta in deltas:
-            generation, first = cast(tuple[Generation, int], delta.request.id)
+            id: tuple[Generation, int] = delta.request.id  # type: ignore[assignment]  # see _add
+            generation, first = id
+            if (stream := generation.stream) is not None:
+                if is_plain(delta):
+                    generation.written += len(delta.token_ids)
+                    texts += delta.pieces
+                    streams += [stream] * len(delta.pieces)
+                    continue
+                generation.stream = None
             self._finished += delta.finish_reason is not None
             if generation.add(first + delta.index, delta):
                 woken[generation] = None
+        if streams:
+            self._streams.write(streams, texts)
         if woken:
             self._tell(_wake, list(woken))
         if self._after_step is not None:
@@ -318,6 +381,15 @@ class EngineLoop:
             self._finished += missing * params.n
             self._abort(generation)
             self._tell(generation.fail, failed(f"{type(error).__name__}: {error}"))
+
+    def _lend(self, generation: Generation, stream: Stream) -> None:
+        deltas = generation.take_plain()
+        if deltas is None:
+            return
+        generation.stream = stream
+        generation.written += sum(len(delta.token_ids) for delta in deltas)
+        texts = [piece for delta in deltas for piece in delta.pieces]
+        self._streams.write([stream] * len(texts), texts)
 
     def _abort(self, generation: Generation) -> None:
         for request in generation.requests:

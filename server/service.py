@@ -511,6 +511,11 @@ class Service:
         self.engine_loop.submit(generation)
         return generation
 
+    @property
+    def plain_writer(self) -> EngineLoop | None:
+        """What writes the plain events of a queued generation, also while the server drains."""
+        return self._loop
+
     def close_generation(self, generation: Generation) -> None:
         """Forget a generation and abort its unfinished sequences."""
         if self._loop is not None:

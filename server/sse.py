@@ -11,8 +11,10 @@ from typing import Any, Final, Protocol, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from megavm.server.engine_loop import Batch, Generation
+from megavm.server.connections import CONNECTION
+from megavm.server.engine_loop import Batch, EngineLoop, Generation
 from megavm.server.errors import ApiError, fault, note_error, timed_out, to_json
+from megavm.server.event_streams import writable_socket
 from megavm.server.logs import logger
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -35,6 +37,11 @@ class ClientDisconnected(Exception):
 class Renderer(Protocol):
     """Turns deltas into events."""
 
+    @property
+    def template(self) -> Template | None:
+        """What makes the events of all plain deltas to come; None if they need `render`."""
+        ...
+
     def begin(self) -> bytes:
         """The events before the first batch."""
         ...
@@ -53,19 +60,24 @@ class Renderer(Protocol):
 
 
 class Template:
-    """Events that differ in one text only; `content(text)` makes the object of an event."""
+    """Events that differ in one text only; `content(text)` makes the object of an event.
+
+    Attributes:
+        head: what is before the text in JSON.
+        tail: what is behind it.
+    """
 
     def __init__(self, content: Callable[[str], dict[str, Any]]) -> None:
-        self._head, self._tail = line(content(_HOLE)).split(encode_basestring_ascii(_HOLE))
+        self.head, self.tail = line(content(_HOLE)).split(encode_basestring_ascii(_HOLE))
 
     def line(self, text: str) -> str:
         """The event for a text."""
-        return self._head + encode_basestring_ascii(text) + self._tail
+        return self.head + encode_basestring_ascii(text) + self.tail
 
     def line_with_usage(self, text: str, usage: dict[str, Any]) -> str:
         """The event for a text and a usage; its last key must be usage, null in `content`."""
-        tail = self._tail.removesuffix(_NO_USAGE)
-        return f"{self._head}{encode_basestring_ascii(text)}{tail}{to_json(usage)}}}\n\n"
+        tail = self.tail.removesuffix(_NO_USAGE)
+        return f"{self.head}{encode_basestring_ascii(text)}{tail}{to_json(usage)}}}\n\n"
 
 
 def line(content: dict[str, Any]) -> str:
@@ -83,7 +95,7 @@ class EventStream(Response):
     """Streams a generation: events as they arrive, and the renderer's last ones after an error.
 
     Calls `close` when the stream ends or the client goes away. `timeout` is the limit of the whole
-    stream in seconds.
+    stream in seconds. `engine_loop`: what can write plain events without the event loop.
     """
 
     def __init__(
@@ -92,6 +104,7 @@ class EventStream(Response):
         renderer: Renderer,
         close: Callable[[], None],
         timeout: float,
+        engine_loop: EngineLoop | None = None,
     ) -> None:
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
@@ -99,6 +112,7 @@ class EventStream(Response):
         self._renderer = renderer
         self._close = close
         self._timeout = timeout
+        self._engine_loop = engine_loop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -112,7 +126,7 @@ class EventStream(Response):
             async with asyncio.timeout(self._timeout):
                 if first := self._renderer.begin():
                     await send({"type": "http.response.body", "body": first, "more_body": True})
-                await self._send_events(send)
+                await self._send_events(scope, send)
             last = self._renderer.end()
         except TimeoutError:
             last = self._failure(scope, timed_out(self._timeout))
@@ -129,11 +143,26 @@ class EventStream(Response):
         note_error(scope, error)
         return self._renderer.fail(error)
 
-    async def _send_events(self, send: Send) -> None:
-        render = self._renderer.render
-        while batch := await self._generation.next_batch():
-            body = render(batch)
+    async def _send_events(self, scope: Scope, send: Send) -> None:
+        renderer, generation = self._renderer, self._generation
+        while batch := await generation.next_batch():
+            body = renderer.render(batch)
             await send({"type": "http.response.body", "body": body, "more_body": True})
+            if self._engine_loop is None or generation.finished:
+                continue
+            template, connection = renderer.template, _plain_connection(scope)
+            if template is not None and connection is not None:
+                await self._engine_loop.write_plain(
+                    generation, connection, template.head, template.tail
+                )
+
+
+def _plain_connection(scope: Scope) -> asyncio.Transport | None:
+    """The connection of a request, if chunks can be written to its socket now."""
+    connection: asyncio.Transport | None = scope.get(CONNECTION)
+    if connection is None or scope["http_version"] != "1.1" or scope["method"] == "HEAD":
+        return None
+    return connection if writable_socket(connection) else None
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) -> Result:

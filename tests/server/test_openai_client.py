@@ -277,4 +277,5 @@ def test_a_request_keeps_its_id(server: RunningServer) -> None:
     client = server.client(default_headers={"x-request-id": "my-id-1"})
     assert client.models.list()._request_id == "my-id-1"
     assert server.client().models.list()._request_id
-    assert server.get("/health", x_request_id="no\x01good").headers["x-request-id"] != "no\x01good"
+    answer = server.get("/health", x_request_id="no\x01good")
+    assert answer.headers.get("x-request-id") != "no\x01good"  # httptools refuses the request
