@@ -16,8 +16,13 @@ of a launch, by the clock, so they include waiting for the GIL and for a core. P
 - ``asyncio``: the server without uvloop and httptools, one streaming HTTP client per sequence.
 - ``uvloop``: the server with both of them (megavm[fast]).
 
+``--writers loop``: the server without the thread that writes plain events, so that the event loop
+writes them all.
+
 Each path has a process of its own, and the clients share another one: they need cores too, so
-compare with ``cores`` and ``load_average`` of the result.
+compare with ``cores`` and ``load_average`` of the result. ``cpu_ms_per_step`` is the time on a core
+of the clients and of the server's threads, ``core_wait_ms_per_step`` the time in which they could
+run and had no core, for 200 steps of the full batch. "engine", "steps" and "loop" share the GIL.
 """
 
 from __future__ import annotations
@@ -204,23 +209,23 @@ def run_engine(batch: int, pace: float, tokens: int, steps: int) -> dict[str, An
     return result
 
 
-def cpu_seconds(clients: int) -> dict[str, float]:
-    """CPU time of the clients' process, and of this one by thread.
+def cpu_seconds(clients: int) -> dict[str, tuple[float, float]]:
+    """Seconds on a core, and waiting for one, of the clients' process and of this one by thread.
 
     "loop" is the main thread, "engine" and "steps" those of the engine, "events" the one that
     writes events without the GIL.
     """
     names = {t.native_id: t.name.removeprefix("megavm-") for t in threading.enumerate()}
     names[threading.main_thread().native_id] = "loop"
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, float]] = {}
     for process, tasks in (("self", None), (clients, "client")):
         for task in Path(f"/proc/{process}/task").iterdir():
             own = names.get(int(task.name)) or (task / "comm").read_text().strip()
             name = tasks or own.removeprefix("megavm-")
             if name in ("client", "loop", "engine", "steps", "events"):
-                # In nanoseconds, unlike /proc/PID/task/TID/stat.
-                used = 1e-9 * int((task / "schedstat").read_text().split()[0])
-                found[name] = found.get(name, 0.0) + used
+                ran, waited, _ = (task / "schedstat").read_text().split()  # nanoseconds
+                before = found.get(name, (0.0, 0.0))
+                found[name] = before[0] + 1e-9 * int(ran), before[1] + 1e-9 * int(waited)
     return found
 
 
@@ -243,7 +248,7 @@ async def run_server(
     port = listener.getsockname()[1]
     clients = context.Process(target=run_clients, args=(port, batch, tokens, theirs), daemon=True)
     clients.start()
-    used: dict[int, dict[str, float]] = {}
+    used: dict[int, dict[str, tuple[float, float]]] = {}
 
     def watch(count: int) -> None:
         if count in (WARM_UP // steps, (WARM_UP + COUNTED) // steps):
@@ -257,10 +262,13 @@ async def run_server(
     result = summary(llm, machine, steps)
     if len(used) == 2:
         (first, before), (last, after) = used.items()
-        result["cpu_ms_per_step"] = {
-            name: round(1e3 * (after[name] - before[name]) / ((last - first) * steps), 3)
-            for name in sorted(after)
-        }
+        for kind, key in enumerate(("cpu_ms_per_step", "core_wait_ms_per_step")):
+            result[key] = {
+                name: round(
+                    1e3 * (after[name][kind] - before[name][kind]) / steps / (last - first), 3
+                )
+                for name in sorted(after)
+            }
     result["event_loop"] = type(asyncio.get_running_loop()).__module__.partition(".")[0]
     server.should_exit = True
     await serving
@@ -300,7 +308,7 @@ def run_clients(port: int, clients: int, tokens: int, results: Connection) -> No
 
 
 def measure(
-    path: str, batch: int, pace: float, tokens: int, steps: int, results: Connection
+    path: str, batch: int, pace: float, tokens: int, steps: int, writer: str, results: Connection
 ) -> None:
     """Main function of the process of one path and batch; sends the result."""
     if path == "asyncio":
@@ -309,6 +317,10 @@ def measure(
     if path == "engine":
         results.send(run_engine(batch, pace, tokens, steps))
         return
+    if writer == "loop":
+        from megavm.server.service import Service
+
+        Service.plain_writer = property(lambda self: None)  # type: ignore[assignment,method-assign]
     llm, machine = make_llm(batch, pace, steps)
     factory = None
     if path == "uvloop":
@@ -318,13 +330,15 @@ def measure(
 
 
 def measure_apart(
-    path: str, batch: int, tokens: int, steps: int, limit: float = 300.0
+    path: str, batch: int, tokens: int, steps: int, writer: str = "thread", limit: float = 300.0
 ) -> dict[str, Any]:
     """``measure`` in a process of its own. Raises RuntimeError when it fails or takes too long."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     pace = 1e-3 * PACE_MS[batch]
-    process = context.Process(target=measure, args=(path, batch, pace, tokens, steps, theirs))
+    process = context.Process(
+        target=measure, args=(path, batch, pace, tokens, steps, writer, theirs)
+    )
     process.start()
     theirs.close()
     try:
@@ -337,7 +351,7 @@ def measure_apart(
         process.terminate()
         process.join()
     sizes = {"batch": batch, "steps_per_launch": steps, "pace_ms": PACE_MS[batch]}
-    return {"path": path, **sizes, **result}
+    return {"path": path, "writer": writer, **sizes, **result}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -346,21 +360,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batches", type=int, nargs="+", choices=PACE_MS, default=list(PACE_MS))
     parser.add_argument("--paths", nargs="+", choices=PATHS, default=list(PATHS))
     parser.add_argument("--steps-per-launch", type=int, nargs="+", default=[1])
+    parser.add_argument("--writers", nargs="+", choices=("thread", "loop"), default=["thread"])
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each sequence")
     parser.add_argument("--save", action="store_true", help="write results/host_pace.json")
     options = parser.parse_args(arguments)
     print(
-        f"{'path':>8} {'batch':>6} {'steps':>6} {'pace ms':>8} {'step ms':>8} {'idle':>7} ", end=""
+        f"{'path':>8} {'writer':>6} {'batch':>5} {'steps':>6} {'pace ms':>8} {'step ms':>8} ",
+        end="",
     )
-    print(f"{'plan us':>8} {'collect us':>11} {'host':>7}")
+    print(f"{'idle':>7} {'plan us':>8} {'collect us':>11} {'host':>7}  CPU ms per step")
     results = []
     for path in options.paths:
-        for batch, steps in itertools.product(options.batches, options.steps_per_launch):
-            r = measure_apart(path, batch, options.tokens, steps)
+        for batch, steps, writer in itertools.product(
+            options.batches,
+            options.steps_per_launch,
+            options.writers[:1] if path == "engine" else options.writers,
+        ):
+            r = measure_apart(path, batch, options.tokens, steps, writer)
             results.append(r)
-            print(f"{path:>8} {batch:6} {steps:6} {r['pace_ms']:8} {r['step_ms']:8} ", end="")
+            print(
+                f"{path:>8} {writer:>6} {batch:5} {steps:6} {r['pace_ms']:8} {r['step_ms']:8} ",
+                end="",
+            )
             print(f"{r['idle_share']:7.1%} {r['plan_us']:8} {r['collect_us']:11} ", end="")
-            print(f"{r['host_share']:7.1%}  {r.get('cpu_ms_per_step', '')}", flush=True)
+            used = r.get("cpu_ms_per_step", {}).items()
+            print(f"{r['host_share']:7.1%} ", *(f"{name} {ms}" for name, ms in used), flush=True)
     late = any(r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT for r in results)
     if options.save:
         limits = {"idle_share": IDLE_LIMIT, "host_share": HOST_LIMIT}
