@@ -1,7 +1,7 @@
 """How long a GPU waits for its host, at the pace of a GPU that none is needed for.
 
     python benchmarks/host_pace.py [--batches 1 8 64 256] [--paths engine asyncio uvloop]
-                                   [--steps-per-launch 1 8] [--save]
+                                   [--steps-per-launch 1 8] [--writers thread loop] [--save [NAME]]
 
 The engine, the launches' bookkeeping and the server are the real ones, with the shipped model's
 tokenizer. Only the machine is replaced. A *paced machine* executes nothing: a launch chooses the
@@ -362,7 +362,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps-per-launch", type=int, nargs="+", default=[1])
     parser.add_argument("--writers", nargs="+", choices=("thread", "loop"), default=["thread"])
     parser.add_argument("--tokens", type=int, default=TOKENS, help="of each sequence")
-    parser.add_argument("--save", action="store_true", help="write results/host_pace.json")
+    parser.add_argument(
+        "--save", nargs="?", const="host_pace", metavar="NAME", help="write results/NAME.json"
+    )
     options = parser.parse_args(arguments)
     print(
         f"{'path':>8} {'writer':>6} {'batch':>5} {'steps':>6} {'pace ms':>8} {'step ms':>8} ",
@@ -389,7 +391,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.save:
         limits = {"idle_share": IDLE_LIMIT, "host_share": HOST_LIMIT}
         report = {"load_average": os.getloadavg()[0], "limits": limits, "within_limits": not late}
-        print(f"saved {save('host_pace', {**report, 'results': results})}")
+        print(f"saved {save(options.save, {**report, 'results': results})}")
     return 1 if late else 0
 
 

@@ -80,7 +80,7 @@ def request(connection: socket.socket, tokens: int, stream: bool) -> dict[str, f
     content = json.dumps(body).encode()
     begin = time.perf_counter()
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         b"content-length: %d\r\n\r\n" % len(content) + content
     )
     # Parse the answer only after the clock has stopped, so that the client's time does not count.
