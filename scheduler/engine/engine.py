@@ -623,7 +623,7 @@ class Engine:
         counters.rows += plan.step.num_rows * plan.steps
         failed, before = plan.failed, len(ready)
         rest = list(range(len(plan.samplers)))
-        if plan.steps == 1 and not (plan.logits or plan.complete or failed):
+        if not (plan.logits or plan.complete or failed):
             rest = self._extend_inside(plan, ready)
         for i in rest:
             sequence = plan.samplers[i]
@@ -649,21 +649,22 @@ class Engine:
         assert plan.tokens is not None
         assert plan.stopped is not None
         rest: list[int] = []
-        for i, (sequence, token, stopped) in enumerate(
-            zip(plan.samplers, plan.tokens[:, 0].tolist(), plan.stopped[:, 0].tolist(), strict=True)
+        stopped_rows = np.any(plan.stopped, axis=1)
+        for i, (sequence, tokens, stopped) in enumerate(
+            zip(plan.samplers, plan.tokens.tolist(), stopped_rows.tolist(), strict=True)
         ):
             if not stopped and sequence.state is not State.FINISHED:
-                delta = sequence.append_inside(token)
+                delta = sequence.append_inside(tokens)
                 if delta is not None:
                     ready.append(delta)
                     continue
             rest.append(i)
         if self.blocks.prefix_caching:
-            step, left = plan.step, set(rest)
+            step, left, size = plan.step, set(rest), self.blocks.block_size
             position = step.row_position[step.logit_row[: len(plan.samplers)]]
-            for i in np.flatnonzero((position + 1) % self.blocks.block_size == 0).tolist():
+            for i in np.flatnonzero((position + plan.steps) // size > position // size).tolist():
                 if i not in left:
-                    self.planner.publish_decoded(plan.samplers[i])
+                    self.planner.publish_decoded(plan.samplers[i], plan.steps)
         return rest
 
     def _extend(

@@ -415,11 +415,10 @@ class Planner:
         plan.admitted.append(sequence)
         return sequence
 
-    def publish_decoded(self, sequence: Sequence) -> None:
-        """After a token was collected: publish the KV block that the token before it filled."""
-        size = self.blocks.block_size
-        computed = sequence.num_tokens - 1
-        if computed % size == 0 and 0 < computed // size <= len(sequence.blocks):
-            index = computed // size - 1
+    def publish_decoded(self, sequence: Sequence, tokens: int = 1) -> None:
+        """After tokens were collected: publish the KV blocks that those before each filled."""
+        size, computed = self.blocks.block_size, sequence.num_tokens - 1
+        filled = min(computed // size, len(sequence.blocks))
+        for index in range((computed - tokens) // size, filled):
             sequence.extend_digests(size, index + 1)
             self.blocks.publish(sequence.blocks[index], sequence.digests[index])

@@ -240,17 +240,18 @@ class Sequence:
             return self._finish_text(delta, "length")
         return delta
 
-    def append_inside(self, token: int) -> Delta | None:
-        """Do what ``append`` does, at a fraction of its time, for a token in the middle.
+    def append_inside(self, tokens: list[int]) -> Delta | None:
+        """Do what ``append`` does, at a fraction of its time, for tokens in the middle.
 
         None, and nothing is done, if more must be looked at: the first and the last token, stop
-        strings. The token must be no stop token, no log-probability asked for, no grammar complete.
+        strings. No token may be a stop token, no log-probability asked for, no grammar complete.
         """
         output, step = self.output, self.step_text
-        if step is None or not output or len(output) + 1 >= self.max_output:
+        if step is None or not output or len(output) + len(tokens) >= self.max_output:
             return None
-        output.append(token)
-        return Delta(self.request, self.index, [token], [step(token)], [])
+        output += tokens
+        pieces = [step(tokens[0])] if len(tokens) == 1 else list(map(step, tokens))
+        return Delta(self.request, self.index, tokens, pieces, [])
 
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End the sequence without a token, as for an abort or an error."""

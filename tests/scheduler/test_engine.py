@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import toy_runner as toy
 from engine_runs import Results, alone, assert_idle, gather, greedy, make_engine, run_all
 
@@ -127,14 +128,15 @@ def test_an_equal_prompt_is_not_computed_twice(overlap: bool) -> None:
     assert engine.blocks.counters.hits == 5
 
 
-def test_a_conversation_finds_its_own_answer_in_the_cache() -> None:
-    engine = make_engine()
+@pytest.mark.parametrize("steps", [1, 3, 9])
+def test_a_conversation_finds_its_own_answer_in_the_cache(steps: int) -> None:
+    engine = make_engine(overlap=False, steps_per_launch=steps)
     prompt = [1, 2, 3, 4, 5]
     engine.add(prompt, greedy(max_tokens=12))
     answer = run_all(engine)[0, 0].token_ids
     request = engine.add([*prompt, *answer, 7, 7, 7], greedy())
     run_all(engine)
-    assert request.cached_tokens == 16
+    assert request.cached_tokens == 16  # four blocks; a launch of nine steps fills two or three
 
 
 def test_several_sequences_of_a_request_share_its_prompt(overlap: bool) -> None:
