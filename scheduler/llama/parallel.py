@@ -6,9 +6,9 @@ et al. 2019, "Megatron-LM", arXiv:1909.08053). They meet twice in a layer, or fo
 - ``all_reduce``: o_proj and down_proj are divided along their input. Every rank has sums for all of
   the hidden state, which are added in order of rank.
 - ``all_gather``: o_proj and down_proj are divided along their output, as all other products are.
-  Each number is one rank's sum, as on a single rank, so results have the same bits unless the
-  compiler cuts products along K or splits contexts in another way for so many ranks. More is
-  exchanged.
+  Each number is one rank's sum, as on a single rank. Results have the same bits if the order of
+  additions is fixed (CompileOptions.fixed_order): otherwise it may depend on how the compiler cuts
+  the work of so many ranks. More is exchanged.
 """
 
 from __future__ import annotations

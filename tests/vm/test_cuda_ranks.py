@@ -321,6 +321,7 @@ def test_an_llm_of_several_ranks_answers_as_transformers(
 def test_all_gathers_give_the_bits_of_one_rank(
     make_llama: Callable[..., tuple[Path, Any]],
 ) -> None:
+    """If the order of additions is fixed: else it depends on how the work is cut for so many ranks."""
     directory, _ = make_llama(8, "bfloat16", **SHAPE)
     params = SamplingParams(
         max_tokens=40, temperature=0.9, top_p=0.9, seed=11, repetition_penalty=1.2, logprobs=3
@@ -332,6 +333,7 @@ def test_all_gathers_give_the_bits_of_one_rank(
             machine="cuda",
             tensor_parallel_size=ranks,
             tensor_parallel_exchange="all_gather",
+            fixed_order=True,
         ) as llm:
             made = [llm.generate(PROMPTS, params) for _ in range(2)]
             results.append([(o.token_ids, o.logprobs) for m in made for r in m for o in r.outputs])
