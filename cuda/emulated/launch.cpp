@@ -6,9 +6,9 @@ namespace megavm {
 thread_local __align__(1024) unsigned char shared_memory[kSharedBytes];
 }
 
-// Run the kernel of each of `ranks` ranks on `workers` workers of its own; in turn `stop_turn` of its
-// lanes, each is told to stop. Returns nothing, or what went wrong; the text is valid until the next
-// launch.
+// Run the kernel of each of `ranks` ranks on `workers` workers of its own; in turn `stop_turn` of
+// its lanes, each is told to stop. Returns nothing, or what went wrong; the text is valid until the
+// next launch.
 extern "C" const char* emulated_launch(const megavm::Launch* const* launches, uint32_t ranks,
                                        uint32_t workers, uint32_t seed, uint32_t stop_turn) {
   emulated::failure().failed = false;

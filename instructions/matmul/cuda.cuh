@@ -193,8 +193,8 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ bool is_plain() const {
     const Tensor& out = in[&Matmul::out];
     return is_f32(out) && !is_tagged(out) && !is_gathered(out) && !is_scaled() && !keeps() &&
-           (program::kMaxAddends == 0 || !in.has(&Matmul::addends)) &&
-           !in.has(&Matmul::residual) && !in.has(&Matmul::bias) && !in.has(&Matmul::x_squares);
+           (program::kMaxAddends == 0 || !in.has(&Matmul::addends)) && !in.has(&Matmul::residual) &&
+           !in.has(&Matmul::bias) && !in.has(&Matmul::x_squares);
   }
   __device__ __forceinline__ bool has_column(uint32_t column) const {
     return column >= in.inst.column_begin && column < in.inst.column_end;

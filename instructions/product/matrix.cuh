@@ -510,9 +510,10 @@ class MatrixConsumer : MatrixSizes {
     for (uint32_t i = 0; i < kFours; ++i) {
       const float (&s)[kRows / 2] = sum;
       constexpr uint32_t kAt = 4 * kGiven;
-      ptx::store_shared4(own + i * kLanes * 16,
-                         {__float_as_uint(s[kAt + 4 * i]), __float_as_uint(s[kAt + 4 * i + 1]),
-                          __float_as_uint(s[kAt + 4 * i + 2]), __float_as_uint(s[kAt + 4 * i + 3])});
+      ptx::store_shared4(
+          own + i * kLanes * 16,
+          {__float_as_uint(s[kAt + 4 * i]), __float_as_uint(s[kAt + 4 * i + 1]),
+           __float_as_uint(s[kAt + 4 * i + 2]), __float_as_uint(s[kAt + 4 * i + 3])});
     }
     consumer_.sync();
 #pragma unroll

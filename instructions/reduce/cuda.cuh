@@ -129,7 +129,8 @@ struct Kernel<Reduce> : KernelDefaults {
            !is_tagged(scaled) && !is_tagged(in[&Reduce::out_squares]);
   }
 
-  // Finish kItems units, of up to kBatch parts in flight each. The lanes of a warp call it together.
+  // Finish kItems units, of up to kBatch parts in flight each. The lanes of a warp call it
+  // together.
   template <uint32_t kItems, uint32_t kBatch>
   static __device__ __forceinline__ void reduce_units(const Operands<Reduce>& in,
                                                       const UnitAt (&at)[kItems]) {
