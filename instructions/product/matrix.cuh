@@ -4,7 +4,7 @@
 //
 // When a group is multiplied, each warp *stages* its sums in the pages of the last step: 16 rows of
 // the weight and up to 64 rows of x at a time. Then it finishes them by the epilogue of the
-// instruction (epilogue.cuh).
+// instruction (epilogue.cuh). Sums that are the results themselves it stores at once.
 //
 // A group of one block would leave a warpgroup without work. There, each warpgroup multiplies half
 // of the boxes, and the epilogue adds the sums of both.
