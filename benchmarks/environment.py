@@ -42,6 +42,14 @@ def describe_gpus() -> list[dict[str, str]]:
     return [dict(zip(GPU_FACTS.values(), row, strict=False)) for row in rows]
 
 
+def version(package: str) -> str:
+    """The version of an installed package; "absent" without it."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "absent"
+
+
 def describe() -> dict[str, Any]:
     """CPU, GPU, versions, commit and command of this run."""
     from megavm.doctor import cpu_name
@@ -49,27 +57,17 @@ def describe() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     )
-    versions = {}
-    packages = ("megavm", "torch", "transformers", "numpy")
-    for package in (
-        *packages,
-        "triton",
-        "cuda-core",
-        "nvidia-cuda-nvrtc",
-        "llguidance",
-        "xgrammar",
-    ):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "absent"
+    packages = (
+        *("megavm", "torch", "transformers", "numpy", "triton", "cuda-core"),
+        *("nvidia-cuda-nvrtc", "llguidance", "xgrammar"),
+    )
     return {
         "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "gpus": describe_gpus(),
         "system": platform.platform(),
         "python": platform.python_version(),
-        "versions": versions,
+        "versions": {package: version(package) for package in packages},
         "commit": commit.stdout.strip(),
         "command": " ".join(["python", *sys.argv]),
         "date": time.strftime("%Y-%m-%d"),

@@ -54,6 +54,13 @@ def kv_bytes(config: LlamaConfig, context: int) -> int:
     return 4 * config.num_layers * config.num_kv_heads * config.head_dim * context
 
 
+def fill_random(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Give a weight random values that preserve norms, and return it."""
+    if value.dim() == 1:
+        return value.uniform_(0.8, 1.2, generator=generator)
+    return value.normal_(0.0, value.shape[1] ** -0.5, generator=generator)
+
+
 def make_runner(
     config: LlamaConfig,
     machine: CudaMachine,
@@ -63,7 +70,7 @@ def make_runner(
     rows: int = 8,
     **options: Any,
 ) -> Runner:
-    """A runner with random weights on the GPUs, scaled to preserve norms.
+    """A runner with random weights on the GPUs (``fill_random``).
 
     ``rows``: of its largest step, if that is more than ``batch``.
     """
@@ -79,11 +86,7 @@ def make_runner(
                 rank.bind(spec, rope_table(config, limits.max_model_len).to(rank.device))
                 continue
             value = torch.empty(spec.shape, dtype=torch.bfloat16, device=rank.device)
-            if len(spec.shape) == 1:
-                value.uniform_(0.8, 1.2, generator=generator)
-            else:
-                value.normal_(0.0, spec.shape[1] ** -0.5, generator=generator)
-            rank.bind(spec, value)
+            rank.bind(spec, fill_random(value, generator))
 
     def options_for(rows: int) -> Any:
         return dataclasses.replace(default_options("cuda", machine.workers, rows), **options)

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
 import random
@@ -46,13 +45,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from environment import save
+from environment import save, version
+from llama_cuda import MODELS as LLAMAS
+from llama_cuda import fill_random
 from megavm.scheduler.llama.config import LlamaConfig
 
-VOCABULARY: Final = 128_256
+VOCABULARY: Final = LLAMAS["1b"].vocab_size
 MODELS: Final = {
-    "1b": LlamaConfig(VOCABULARY, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
-    "8b": LlamaConfig(VOCABULARY, 4096, 14336, 32, 32, 8, 128),
+    "1b": LLAMAS["1b"],
+    "8b": LLAMAS["8b"],
     "tiny": LlamaConfig(VOCABULARY, 64, 128, 2, 4, 2, 16, tie_word_embeddings=True),
 }
 INPUT: Final = 160
@@ -74,7 +75,8 @@ VLLM: Final = {
         256: (268.0, 13.0, 14_194),
     }
 }
-TPOT_LIMIT: Final = 0.03  # of LLM.generate, at concurrency 1
+# With one request in flight, TPOT may exceed that of LLM.generate by this share.
+TPOT_LIMIT: Final = 0.03
 PACKAGES: Final = (
     "fastapi",
     "starlette",
@@ -137,9 +139,7 @@ def make_random(machine: str) -> None:
         shape = expected_tensors(self.config)[name]
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         value = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)
-        if len(shape) == 1:
-            return value.uniform_(0.8, 1.2, generator=generator)
-        return value.normal_(0.0, shape[1] ** -0.5, generator=generator)
+        return fill_random(value, generator)
 
     patches: dict[str, Any] = {
         "tensor": tensor,
@@ -454,7 +454,7 @@ def main() -> None:
         "--event-loop",
         choices=("uvloop", "asyncio"),
         nargs="+",
-        default=["asyncio" if _version("uvloop") == "absent" else "uvloop"],
+        default=["asyncio" if version("uvloop") == "absent" else "uvloop"],
         help="of the server; asyncio: without uvloop and httptools",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
@@ -479,7 +479,7 @@ def main() -> None:
     facts = {
         "input_tokens": INPUT,
         "output_tokens": OUTPUT,
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: version(name) for name in PACKAGES},
         "vllm_0_26_on_another_h200": [
             {"model": model, "concurrency": concurrency}
             | dict(zip(("ttft_ms", "tpot_ms", "tokens_per_second"), figures, strict=True))
@@ -518,13 +518,6 @@ def _write(args: argparse.Namespace, report: dict[str, Any], out: str | None) ->
             shutil.copy(path, out)
         else:
             (Path(out) / f"{name}.json").write_text(json.dumps(report, indent=2))
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "absent"
 
 
 if __name__ == "__main__":

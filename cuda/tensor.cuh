@@ -210,10 +210,11 @@ struct UnitAt {
   bool beside;    // whether the eight columns beside them are those of lane ^ 1, in the same row
 };
 
-// Lane i has two fours, lane i + 1 those beside them (i is even). Afterwards lane i has the first
-// of its own and of the other's, lane i + 1 the second ones: what both load or store at a time are
-// eight neighbouring columns, a whole sector of 32 bytes. Done twice, it changes nothing. All lanes
-// of a warp call it together.
+// Exchange fours with the lane beside this one. Before, an even lane has two fours a0 and a1, and
+// the odd lane after it has the next ones, b0 and b1. Afterwards the even lane has a0 and b0, the
+// odd lane a1 and b1. So one load or store of both lanes covers a0 and a1, the next one b0 and b1:
+// eight neighbouring columns each, a whole sector of 32 bytes. A second exchange restores the first
+// state. All lanes of a warp must call it.
 __device__ __forceinline__ void exchange_fours(ptx::Words4 (&two)[2]) {
   const bool odd = ptx::lane_index() % 2 != 0;
   const auto exchange = [&](uint32_t& first, uint32_t& second) {

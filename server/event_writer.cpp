@@ -85,7 +85,7 @@ struct Stream {
   std::string waiting;     // events that are in no chunk yet
   bool busy = false;       // the thread has it, or will take it: it must write something
   bool ending = false;     // takes no more events, and is closed when all are written
-  bool discarded = false;  // what is left is not written
+  bool discarded = false;  // events that wait are dropped
   std::string out;         // a chunk
   size_t sent = 0;         // bytes of it
 };
@@ -279,7 +279,7 @@ class EventWriter {
   std::vector<StreamPointer> dirty_;
   std::vector<StreamPointer> ended_;
   bool quit_ = false;
-  std::unordered_map<Stream*, StreamPointer> blocked_;  // of the thread
+  std::unordered_map<Stream*, StreamPointer> blocked_;  // only the thread uses it
   std::thread thread_;
 };
 

@@ -67,7 +67,7 @@ ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
 
 # Attention on the GPU.
 MAX_ATTENTION_ELEMENTS = 128 * 128  # of queries for one KV head that are processed together
-MAX_BOX_TOKENS = 64  # of a KV block in a box; several rows attend to as many tokens at a time
+MAX_BOX_TOKENS = 64  # most tokens of a KV block in a box, and of a step of attention of prompts
 
 # Sampling state of a sequence, see instructions/sample.
 MAX_STOP_TOKENS = 32

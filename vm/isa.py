@@ -86,8 +86,8 @@ class Instruction:
     # Name of the C++ template that is the GPU kernel of all instructions of this family; they share one copy
     # of its code. Empty: the instruction has a kernel of its own.
     family: ClassVar[str] = ""
-    # The faults that its GPU kernel finds in data, by name (``Fault::kRowIndex`` is "ROW_INDEX"), and the sentence
-    # of each with the words of its record: {row}, {word}, {value}, {target}.
+    # The faults that its GPU kernel finds in data: name -> sentence. The kernel calls "ROW_INDEX"
+    # ``Fault::kRowIndex``. A sentence may contain the words of the fault's record: {row}, {word}, {value}, {target}.
     faults: ClassVar[Mapping[str, str]] = {}
 
     waits: tuple[Wait, ...]

@@ -128,7 +128,10 @@ class HostArena(Arena):
 
 
 class EmulatedDriver(Driver):
-    """The calls of the CUDA driver that launches need. A launch runs when its end is asked for."""
+    """The calls of the CUDA driver that launches need.
+
+    A launch runs when the host copies from memory or waits, so after the launches of all ranks.
+    """
 
     memory_device = "cpu"
 
