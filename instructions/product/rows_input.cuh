@@ -34,7 +34,7 @@ class RowsInput {
     const Tensor& x = this->x();
     if constexpr (program::kAnyRaggedK) {
       if (live) fetch_ragged(chunk);
-    } else {
+    } else if constexpr (!kSingleRow) {
       // Only the kinds of input that the program has are compiled.
       const uint32_t kind = 1u << (2 * is_f32(x) + is_tagged(x));
       if (program::kAnyInputs & kind & 8 && live) fetch<true, true>(chunk);

@@ -6,11 +6,12 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
+import re
 import subprocess
 import zlib
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,10 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.llama.parallel import Parallel, shard
 from megavm.scheduler.run.runner import Runner, weight_specs
+from megavm.vm.codegen import program_header
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.cuda.compiler import ROOT
-from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.compiler import ROOT, generated_headers
+from megavm.vm.cuda.emulated import ENTRY, FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
@@ -112,6 +114,36 @@ def test_matrix_instructions_multiply(library: Any, name: str, rows: int, column
     assert np.array_equal(d, a @ b.T)
 
 
+@functools.cache
+def kernels() -> dict[str, str]:
+    """Headers of kernels of single examples, which together have every value of every constant."""
+    constants: dict[str, set[tuple[str, str]]] = {}
+    names = {}
+    for cls in instruction_set().values():
+        for example in examples_of(cls):
+            header = program_header(example.program())
+            constants[header] = set(re.findall(r"constexpr [\w ]+ (k\w+) = (.*);", header))
+            names[header] = f"{cls.name()}-{example.name}"
+    chosen = {}
+    left = set[tuple[str, str]]().union(*constants.values())
+    while left:
+        header = max(constants, key=lambda header: len(constants[header] & left))
+        chosen[names[header]] = header
+        left -= constants[header]
+    return chosen
+
+
+@pytest.mark.parametrize("header", kernels().values(), ids=kernels())
+def test_kernels_compile(header: str, tmp_path: Path) -> None:
+    """The front end of the compiler accepts them; far fewer are run here."""
+    for file, text in generated_headers(header).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    include = [f"-I{path}" for path in (tmp_path, ROOT / "cuda" / "emulated", ROOT)]
+    command = ["c++", *FLAGS, *include, "-fsyntax-only", str(ROOT / ENTRY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def some_examples() -> Iterator[Any]:
     """The first example of every instruction, and those of ``WANTED``."""
     for cls in instruction_set().values():
@@ -175,7 +207,7 @@ def runner_on(
     limits = Limits(20, 128, 64, 32, 40, 64)
     memory = machine.memory(ranks)
     bind_weights(memory, limits)
-    options = partial(default_options, target, workers, fixed_order=fixed_order)
+    options = functools.partial(default_options, target, workers, fixed_order=fixed_order)
     runner = Runner(LLAMA, memory, limits, BF16, machine, options, Parallel(ranks))
     tokens = np.random.default_rng(4).integers(0, LLAMA.vocab_size, (20, 129)).astype(np.int32)
     for slot in range(20):
