@@ -157,13 +157,13 @@ def make_llm(batch: int, pace: float, steps: int = 1) -> tuple[LLM, PacedMachine
     machine = PacedMachine(batch, pace, torch.tensor(text, dtype=torch.int32))
     llm.runner.machine = machine
     llm.runner._executables.clear()  # that of one token, which the constructor loads
-    # What a program costs that comes for the first time is not measured here.
+    # The cost of a program that comes for the first time is not measured here.
     for context in (1 << bit for bit in range(llm.max_model_len.bit_length())):
         llm.runner.program(llm.runner.bucket(batch, batch, context, decode=True))
     return llm, machine
 
 
-# What is measured.
+# Measurements.
 
 
 def summary(llm: LLM, machine: PacedMachine, steps: int) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class Layer(torch.nn.Module):
     def attend(
         self, x: torch.Tensor, rope: torch.Tensor, position: torch.Tensor, mask: torch.Tensor
     ) -> torch.Tensor:
-        """What attention adds to x [batch, hidden]; arguments as of ``forward``."""
+        """The addend of attention to x [batch, hidden]; arguments as of ``forward``."""
         config = self.config
         batch, heads, d = x.shape[0], config.num_kv_heads, config.head_dim
         normed = _rms_norm(x, self.input_gain, config.rms_norm_eps)
@@ -81,7 +81,7 @@ class Layer(torch.nn.Module):
         return F.linear(attended.reshape(batch, -1), self.out)
 
     def widen(self, x: torch.Tensor) -> torch.Tensor:
-        """What the MLP adds to x [batch, hidden]."""
+        """The addend of the MLP to x [batch, hidden]."""
         normed = _rms_norm(x, self.post_gain, self.config.rms_norm_eps)
         gate, up = F.linear(normed, self.gate_up).chunk(2, dim=-1)
         return F.linear(F.silu(gate) * up, self.down)

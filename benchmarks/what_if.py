@@ -40,7 +40,7 @@ class Shape:
     without: int = -1  # nobody waits for this phase
 
 
-# What is changed: for the prediction, and in the program.
+# The changes: for the prediction, and in the program.
 CHANGES = {
     "computing:second=0.5": Shape(columns=(256, 256, 384)),
     "computing:second=2": Shape(columns=(256, 1024, 384)),

@@ -126,7 +126,7 @@ def instructions(trace: Trace) -> dict[str, int]:
 
 
 def split_changes(base: Trace, changed: Trace) -> list[Change]:
-    """What the instructions of ``base`` do, if they were as many as those of ``changed``.
+    """The work of the instructions of ``base``, if they were as many as those of ``changed``.
 
     The time from inputs to results is one of loading and computing, so both change alike.
     """
@@ -154,7 +154,7 @@ def _readers(trace: Trace, producer: str) -> set[str]:
 def changes_of(
     technique: str, name: str, base: Trace, changed: Trace, back: bool = False
 ) -> list[Change]:
-    """What a variant of techniques_cuda.py changes, in the words of the replay.
+    """The change that a variant of techniques_cuda.py makes, in the words of the replay.
 
     ``back``: ``base`` is the trace of the variant, and ``changed`` that of the unchanged machine.
 

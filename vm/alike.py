@@ -63,7 +63,7 @@ def accesses(words: Words, tensors: Sequence[TensorSpec], width: int, declare: D
 
 
 def accesses_of(alike: Iterable[Alike], width: int, declare: Declare) -> Ints:
-    """What every instruction declares about its tensors, in the order of the instructions.
+    """The declarations of every instruction about its tensors, in the order of the instructions.
 
     Calls ``declare(number, instruction)`` for one instruction of each kind. It returns tuples of ``width``
     numbers, the first of which is a tensor that the instruction names. Returns int64 [a, width + 1]:

@@ -275,7 +275,7 @@ MANY_ROWS = 1 << 16
 
 @dataclass(frozen=True)
 class Specialisation:
-    """What the GPU's kernel is compiled for: the ``used`` instructions, and constants.
+    """The input of the GPU's compiler: the ``used`` instructions, and constants.
 
     ``common`` holds the constants of the program, ``of_class`` those of each instruction class, by name.
     """
@@ -327,7 +327,7 @@ def specialisation(
 
 
 def program_specialisation(program: Program) -> Specialisation:
-    """What the kernel of a program is compiled for, with the sizes of its memory.
+    """The specialisation of the kernel of a program, with the sizes of its memory.
 
     Raises ValueError when no kernel can be specialised for all of the program.
     """

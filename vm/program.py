@@ -264,7 +264,7 @@ class Program:
             raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
 
 
-# What numpy, zipfile, zlib and json raise for damaged or malicious files.
+# Exceptions of numpy, zipfile, zlib and json for damaged or malicious files.
 _DAMAGED = (
     LookupError,
     TypeError,

@@ -1,4 +1,4 @@
-"""What all code beside the kernels must know about each machine: one Target per machine.
+"""Facts about each machine that code beside the kernels needs: one Target per machine.
 
 config.py has the sizes that kernels are compiled with; C++ shares them.
 """

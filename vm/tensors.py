@@ -29,7 +29,7 @@ F32, BF16, I32 = DType.F32, DType.BF16, DType.I32
 
 
 class TensorKind(Enum):
-    """What may write a tensor, and how long its contents live."""
+    """The writers of a tensor, and the lifetime of its contents."""
 
     WEIGHT = "weight"  # bound once, read-only
     INPUT = "input"  # written by the host before a launch, read-only while it runs

@@ -82,8 +82,8 @@ struct Lane {
   std::deque<Products> committed;                       // groups that nobody has waited for
 };
 
-// What lanes bring to a meeting. Lanes that have left a meeting may already come to the next one,
-// but not to the one after, so there is room for two.
+// The contributions of lanes to a meeting. Lanes that have left a meeting may already come to the
+// next one, but not to the one after, so there is room for two.
 struct Meeting {
   uint32_t number = 0;
   uint32_t arrived = 0;

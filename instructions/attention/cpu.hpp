@@ -10,7 +10,7 @@ using megavm::attention::kRunTokens;
 
 // The query heads that share one KV head, those of one row after those of another, and their online
 // softmax so far. A *run* is the tokens, of several KV blocks, whose scores are weighed at a time.
-// What is computed for a row depends neither on the rows beside it nor on their number.
+// The result of a row depends neither on the rows beside it nor on their number.
 struct AttentionState {
   int heads;       // query heads of all rows
   int64_t d;       // elements of a head

@@ -1,5 +1,5 @@
-// What one warp does of the attention of a row: the softmax of some tokens for the query heads of a
-// KV head.
+// One warp's part of the attention of a row: the softmax of some tokens for the query heads of a KV
+// head.
 #pragma once
 
 #include "instructions/attention/span.cuh"

@@ -139,7 +139,7 @@ struct alignas(T) ImageOf {
   uint32_t word[max_of(1, kWordsOf<T>)];
 };
 
-// What `lanes` neighbouring lanes kept, a power of two; all lanes of the warp by default.
+// The merged Kept of `lanes` neighbouring lanes, a power of two; of the whole warp by default.
 template <class Kept>
 __device__ __forceinline__ Kept merge_lanes(Kept kept, uint32_t lanes = kLanes) {
   if constexpr (kWordsOf<Kept> > 0) {

@@ -390,7 +390,7 @@ class MatrixFinisher : MatrixSizes {
     return group.first + (group.is_shared() ? 0 : warpgroup_index() + i * kWarpgroups);
   }
 
-  // What the epilogue looked up of a row.
+  // The result of the epilogue's look_up of a row.
   template <class OfRow>
   __device__ __forceinline__ OfRow found(uint32_t row) const {
     if constexpr (kWordsOf<OfRow> == 0)

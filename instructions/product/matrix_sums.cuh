@@ -65,8 +65,8 @@ struct MatrixSums : MatrixSizes {
   }
 };
 
-// What the warps staged that have the same 16 rows of the weight: one warp, or in a shared group
-// one of each warpgroup, whose sums are added.
+// The staged sums of the warps that have the same 16 rows of the weight: of one warp, or in a
+// shared group of one of each warpgroup, whose sums are added.
 struct Staged {
   uint32_t own, other;
   bool is_shared;

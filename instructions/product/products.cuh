@@ -13,7 +13,7 @@ struct Products {
 
   static constexpr bool kStores = kStorerFinishes;
 
-  // What product_rows keeps in registers for the epilogues.
+  // The registers of the epilogues in product_rows.
   struct Shared : Used {
     using Early = SharedRegisters<typename Epilogue<Instructions>::Early...>;
     using Kept = SharedRegisters<typename Epilogue<Instructions>::Kept...>;

@@ -87,7 +87,7 @@ struct Kernel<Reduce> : KernelDefaults {
   // The sum of everything that is added. `gain` is looked up meanwhile.
   static __device__ __forceinline__ Pair add_up(const Operands<Reduce>& in, uint32_t row,
                                                 uint32_t column, bool with_second, Pair& gain) {
-    // What is there already is on its way while the parts are awaited.
+    // Residual and bias are on their way while the parts are awaited.
     using Words = Loaded<true, true, 2>;
     const Tensor& residual = in[&Reduce::residual];
     const OperandWord word = in.word(&Reduce::residual);
@@ -114,7 +114,7 @@ struct Kernel<Reduce> : KernelDefaults {
 
   // ---- Eight columns by one thread, where no word is tagged: steps of many rows.
 
-  // What adds to a residual and scales the result: the end of a layer's half.
+  // Whether the instruction adds to a residual and scales the result: the end of a layer's half.
   // NOTE: results that are not tagged, as all words are read before one of them is stored.
   static __device__ __forceinline__ bool takes_units(const Operands<Reduce>& in) {
     const Reduce& inst = in.inst;

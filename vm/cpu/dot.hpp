@@ -123,7 +123,7 @@ static_assert(kCachedColumns<float> % kPiece<float> == 0,
               "the same additions for every number of rows");
 // Fewest rows for which weights are copied before they are multiplied. The rows of a matrix of 2048
 // columns or so all lie in the same few sets of a cache and displace each other; a copy does not.
-// What that brings was measured without AVX-512 only; with it, weights are multiplied in place.
+// The gain was measured without AVX-512 only; with it, weights are multiplied in place.
 #if defined(__AVX512F__)
 constexpr int kCopiedRows = 1 << 30;
 #else

@@ -248,7 +248,7 @@ void Interpreter::run_instruction(Seat& seat, int32_t index, uint32_t step, Note
   seat.progress.store(seat.progress.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
 }
 
-// Which rows are live decides what a kernel computes. An instruction waits for and tags exactly the
+// The live rows decide what a kernel computes. An instruction waits for and tags exactly the
 // words that it declares, so the order that the verifier proves holds for any number of live rows.
 // Kernels need no order of their own: all tagged inputs have arrived before a kernel begins, and
 // its results are tagged only after it has returned.

@@ -22,9 +22,9 @@ struct alignas(64) Counter {
 };
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
-// What the interpreter does for an instruction: a rectangle of a tagged tensor that it reads or
-// writes, in words, or of a tensor with shares that it writes, in elements. The columns of a write
-// count from the beginning of the rank's share.
+// A rectangle that the interpreter exchanges for an instruction: of a tagged tensor that it reads
+// or writes, in words, or of a tensor with shares that it writes, in elements. The columns of a
+// write count from the beginning of the rank's share.
 struct ExchangedRegion {
   uint32_t tensor;
   bool write;

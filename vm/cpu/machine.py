@@ -50,7 +50,7 @@ class CpuMachine:
 
     @property
     def level(self) -> str:
-        """Which kernels run: "generic", "avx2", "avx512", "avx512bf16" or "amx"."""
+        """The instruction-set level of the kernels: "generic", "avx2", "avx512", "avx512bf16" or "amx"."""
         return self._interpreter.level
 
     def load(self, program: Program, memory: Memory, *, verify: bool = True) -> CpuExecutable:

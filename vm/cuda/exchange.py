@@ -122,7 +122,7 @@ def _mixed(regions: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
 
 
 def _tensor_words(program: Program) -> npt.NDArray[np.bool_]:
-    """Which operand words of each instruction are handles: bool [n, OPERAND_WORDS]."""
+    """Marks the operand words of each instruction that are handles: bool [n, OPERAND_WORDS]."""
     words = np.zeros((len(program), program.words.shape[1] - HEADER_WORDS), bool)
     for opcode, cls in instruction_set().items():
         are_tensors = [field.kind is FieldKind.TENSOR for field in cls.fields]

@@ -160,7 +160,7 @@ def waiting_for(
     tensors: Sequence[TensorSpec],
     barriers: Sequence[str],
 ) -> str:
-    """What the warp waited for, in words; "" when it did not wait."""
+    """A description of the wait in which the warp was; "" when it did not wait."""
     if record.condition is FaultKind.BARRIER:
         name = barriers[record.thing] if record.thing < len(barriers) else "unknown"
         return f"barrier {record.thing} ({name}): value {record.value}, target {record.target}"

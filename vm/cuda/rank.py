@@ -34,7 +34,7 @@ LaunchParameters = LAUNCH.ctypes_class()
 
 
 class Tables:
-    """What all ranks of a program have alike, on the host."""
+    """The tables that are the same for all ranks of a program, on the host."""
 
     def __init__(self, program: Program) -> None:
         queues = program.queues[:1] if program.dynamic else program.queues

@@ -217,7 +217,7 @@ class EventOrder final : public FastOrder {
     return barrier >= 0 && set.has(over_event(static_cast<std::size_t>(barrier), node.step));
   }
 
-  // What follows from an event.
+  // The accesses that an event proves to be over.
   const Joined& join(std::uint32_t event) {
     const auto [entry, is_new] = joined_.try_emplace(event);
     if (!is_new) return entry->second;

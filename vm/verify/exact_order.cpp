@@ -39,7 +39,7 @@ bool ExactOrder::ordered(Node first, bool first_writes, Node second, Point point
   return !reached[distance * count + static_cast<std::size_t>(second.instruction)];
 }
 
-// What the analysed steps reach if an access of `first`, in the first step, is withheld.
+// The nodes that the analysed steps reach if an access of `first`, in the first step, is withheld.
 ExactOrder::Reached ExactOrder::execute_without(Node first, bool first_writes,
                                                 std::size_t steps) const {
   const auto count = index_.program.instructions.size();

@@ -58,7 +58,7 @@ class Execution {
            tags_.members[group].size();
   }
   bool finished(std::int32_t instruction, std::int32_t step) const;
-  // What keeps the instruction from running.
+  // The condition that keeps the instruction from running.
   Blocked describe(std::int32_t instruction, std::int32_t step) const;
 
   void advance_queue(std::int32_t queue);

@@ -20,7 +20,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, eq=False)
 class Expanded:
-    """What the analysis needs to know of all ranks; -1 means no barrier."""
+    """The input of the analysis, of all ranks; -1 means no barrier."""
 
     barriers: int
     queues: npt.NDArray[np.int32]  # all queues, one after the other

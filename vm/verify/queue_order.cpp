@@ -143,8 +143,8 @@ class QueueOrder final : public FastOrder {
     return joined;
   }
 
-  // What follows from `target` signals of `barrier` in a step: of its N signallers, n stand in one
-  // queue, and at least the first target - (N - n) of those are over.
+  // The accesses that are over after `target` signals of `barrier` in a step: of its N signallers,
+  // n stand in one queue, and at least the first target - (N - n) of those are over.
   const Joined& signalled(std::int32_t barrier, std::int32_t step, std::int64_t target) {
     const auto [entry, is_new] = by_wait_.try_emplace(
         (std::uint64_t(barrier) << 34) | (std::uint64_t(target) << 1) | std::uint64_t(step));
@@ -168,7 +168,7 @@ class QueueOrder final : public FastOrder {
     return entry->second = std::move(joined);
   }
 
-  // What follows from all words of `group` in a step.
+  // The accesses that are over after all words of `group` in a step.
   const Joined& written(std::int32_t group, std::int32_t step) {
     const auto [entry, is_new] = by_group_.try_emplace(2 * group + step);
     if (!is_new) return entry->second;
