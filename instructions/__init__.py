@@ -3,6 +3,8 @@
 Each folder ``<name>/`` holds the declaration (``__init__.py``), the meaning in torch (``reference.py``), the
 kernels of the CPU machine (``cpu.hpp``) and the GPU (``cuda.cuh``), and examples for tests (``examples.py``).
 ``lower.py`` cuts an operation of a graph into instructions, if graphs have that operation.
+
+``product/`` is no instruction: it holds what the instructions that multiply by a weight have in common.
 """
 
 from __future__ import annotations
@@ -34,6 +36,8 @@ def instruction_set() -> MappingProxyType[int, type[Instruction]]:
             and issubclass(value, Instruction)
             and value.__module__ == module.__name__
         ]
+        if declared and all("opcode" not in vars(cls) for cls in declared):
+            continue  # the base of several instructions
         if len(declared) != 1 or declared[0].name() != info.name:
             names = ", ".join(d.__name__ for d in declared) or "nothing"
             raise TypeError(

@@ -76,6 +76,8 @@ class TagOrder(Enum):
 class Instruction:
     """One tile of work for one worker. Subclasses declare fields, accesses and cost.
 
+    A subclass with ``is_base=True`` is no instruction, but what several instructions have in common.
+
     Raises ValueError when an operand is missing, unknown, or does not fit its word.
     """
 
@@ -93,7 +95,9 @@ class Instruction:
     waits: tuple[Wait, ...]
     signal: int | None
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, *, is_base: bool = False) -> None:
+        if not is_base and "opcode" not in vars(cls):
+            raise TypeError(f"{cls.__name__} has no opcode")
         cls.fields = tuple(f for f in vars(cls).values() if isinstance(f, Field))
         if len(cls.fields) > OPERAND_WORDS:
             raise TypeError(

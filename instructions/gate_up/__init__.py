@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megavm.instructions.tiles import (
-    check_matrix,
-    product_constants,
-    product_tag_order,
-    product_working_bytes,
-    ranges,
-    shapes,
-    squares_of,
-    units_of,
-    whole_groups,
-)
-from megavm.vm.constants import Constant
-from megavm.vm.isa import Instruction, TagOrder
+from megavm.instructions.product import Product
+from megavm.instructions.tiles import ranges, whole_groups
 from megavm.vm.layout import Layout, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 
 
-class GateUp(Instruction):
+class GateUp(Product):
     """out[r, c] := silu(s[r] * (x[r] . weight[c]) + bias[c]) * (s[r] * (x[r] . weight[C + c]) + bias[C + c])
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end); C is half of the
@@ -31,7 +20,6 @@ class GateUp(Instruction):
     """
 
     opcode = 6
-    family = "Products"
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("gate rows, then up rows [2 * columns, k]", F32, BF16, parts=True)
@@ -47,6 +35,9 @@ class GateUp(Instruction):
     column_end = integer("end of the columns")
     eps = real("added to the mean square of x_squares", least=0.0)
     matrix = integer("1: a GPU multiplies the rows as a matrix; 0: in groups", default=0)
+
+    def weight_rows(self) -> tuple[int, int]:
+        return 2 * self.column_begin, 2 * self.column_end
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, weight = (self.row_begin, self.row_end), tensors[self.weight]
@@ -68,41 +59,8 @@ class GateUp(Instruction):
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
         return tile * (4 * tensors[self.weight].columns + 5)
 
-    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        weight = tensors[self.weight]
-        return product_working_bytes(
-            self.row_end - self.row_begin,
-            2 * (self.column_end - self.column_begin),
-            weight.columns,
-            weight.dtype.size,
-        )
-
-    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
-        return product_constants(
-            tensors,
-            rows=self.row_end - self.row_begin,
-            matrix=self.matrix,
-            x=self.x,
-            weight=self.weight,
-            x_squares=self.x_squares,
-            bias=self.bias,
-        )
-
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"weight": (units(tensors[self.weight].rows // 2),)}
-
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
-        weight = tensors[self.weight]
-        return product_tag_order(
-            tensors,
-            rows=self.row_end - self.row_begin,
-            matrix=self.matrix,
-            units=units_of(2 * self.column_begin, 2 * self.column_end),
-            k=weight.columns,
-            itemsize=weight.dtype.size,
-            inputs=(self.x, self.x_squares),
-            single_row=single_row,
-        )
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight, out = tensors[self.x], tensors[self.weight], tensors[self.out]
@@ -114,12 +72,5 @@ class GateUp(Instruction):
             rows=(self.row_begin, self.row_end, min(x.rows, out.rows)),
             columns=(self.column_begin, self.column_end, min(columns, out.own_columns)),
         )
-        yield from shapes(
-            tensors,
-            x=(self.x, None, weight.columns),
-            x_squares=(self.x_squares, None, squares_of(weight.columns)),
-            bias=(self.bias, weight.rows, 1),
-            row_count=(self.row_count, 1, 1),
-        )
-        yield from check_matrix(tensors, self)
+        yield from super().check(tensors)
         yield from whole_groups(tensors, columns, weight=self.weight, bias=self.bias)

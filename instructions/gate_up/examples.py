@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from megavm.instructions.gate_up import GateUp
-from megavm.instructions.tiles import is_matrix_product
+from megavm.instructions.product import is_matrix_product
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32

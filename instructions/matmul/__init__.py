@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
-from megavm.instructions.tiles import (
-    check_matrix,
-    check_scaled,
-    product_constants,
-    product_tag_order,
-    product_working_bytes,
-    ranges,
-    scaled_writes,
-    shapes,
-    squares_of,
-    units_of,
-)
+from megavm.instructions.product import Product
+from megavm.instructions.tiles import check_scaled, ranges, scaled_writes, shapes
 from megavm.vm.config import BOX_COLUMNS, NONE
 from megavm.vm.constants import Constant, largest, union
-from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.isa import TagOrder
 from megavm.vm.layout import Layout, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, DType, Region, TensorSpec, whole
@@ -27,7 +17,7 @@ from megavm.vm.tensors import BF16, F32, I32, DType, Region, TensorSpec, whole
 PART_COLUMNS = BOX_COLUMNS  # a part of the columns of x begins at a multiple of this
 
 
-class Matmul(Instruction):
+class Matmul(Product):
     """out[r, c] := scale(i(r)) * (x[i(r), K] . weight[c, K]) + bias[c] + residual[r, c] + addends
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end). ``i(r)`` is
@@ -58,7 +48,6 @@ class Matmul(Instruction):
     """
 
     opcode = 5
-    family = "Products"
     faults: ClassVar[Mapping[str, str]] = {
         "ROW_INDEX": "row_index of row {row} is {value}, expected below {target}"
     }
@@ -101,10 +90,15 @@ class Matmul(Instruction):
     eps = real("added to the mean square of x_squares", least=0.0)
     matrix = integer("1: a GPU multiplies the rows as a matrix; 0: in groups", default=0)
 
+    def weight_rows(self) -> tuple[int, int]:
+        return self.column_begin, self.column_end
+
     def k(self, tensors: Sequence[TensorSpec]) -> tuple[int, int]:
-        """The columns of x and weight that are multiplied."""
         begin = self.part * self.part_k
         return begin, min(begin + self.part_k, tensors[self.weight].columns)
+
+    def awaited(self) -> tuple[int, ...]:
+        return (self.residual,)
 
     def out_begin(self, tensors: Sequence[TensorSpec]) -> int:
         """The column of out where column 0 goes."""
@@ -144,30 +138,11 @@ class Matmul(Instruction):
         begin, end = self.k(tensors)
         return 2 * tile * (end - begin)
 
-    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        begin, end = self.k(tensors)
-        return product_working_bytes(
-            self.row_end - self.row_begin,
-            self.column_end - self.column_begin,
-            end - begin,
-            tensors[self.weight].dtype.size,
-        )
-
-    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
-        weight = tensors[self.weight]
-        parts = 0 if self.addends == NONE else tensors[self.addends].columns // weight.rows
-        begin, end = self.k(tensors)
+    def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
+        size = tensors[self.weight].rows
+        parts = 0 if self.addends == NONE else tensors[self.addends].columns // size
         return {
-            **product_constants(
-                tensors,
-                rows=self.row_end - self.row_begin,
-                matrix=self.matrix,
-                x=self.x,
-                weight=self.weight,
-                x_squares=self.x_squares,
-                bias=self.bias,
-                width=end - begin,
-            ),
+            **super().constants(tensors),
             "max_addends": largest(parts),
             "any_out_scaled": union(self.out_scaled != NONE),
         }
@@ -185,18 +160,7 @@ class Matmul(Instruction):
             if spec.tagged and not (single_row and paired):
                 # Stricter than the kernel, which waits for it while its weights stream.
                 return TagOrder.BY_MACHINE
-        begin, end = self.k(tensors)
-        order = product_tag_order(
-            tensors,
-            rows=self.row_end - self.row_begin,
-            matrix=self.matrix,
-            units=units_of(self.column_begin, self.column_end),
-            k=end - begin,
-            itemsize=tensors[self.weight].dtype.size,
-            inputs=(self.x, self.x_squares),
-            added=(self.residual,),
-            single_row=single_row,
-        )
+        order = super().tag_order(tensors, single_row)
         if any(tensors[h].tagged for h in present(self.addends)):
             # Each thread waits for the addends that it adds.
             results = present(self.out, self.out_scaled, self.out_squares, self.peaks)
@@ -217,15 +181,8 @@ class Matmul(Instruction):
             k=(*self.k(tensors), weight.columns),
             x_rows=(0, self.x_rows, x.rows),
         )
-        yield from shapes(
-            tensors,
-            x=(self.x, None, weight.columns),
-            x_squares=(self.x_squares, None, squares_of(weight.columns)),
-            bias=(self.bias, weight.rows, 1),
-            residual=(self.residual, None, weight.rows),
-            row_count=(self.row_count, 1, 1),
-        )
-        yield from check_matrix(tensors, self)
+        yield from super().check(tensors)
+        yield from shapes(tensors, residual=(self.residual, None, weight.rows))
         yield from check_scaled(tensors, self, weight.rows)
         if self.part_k < weight.columns:
             if self.x_squares != NONE:

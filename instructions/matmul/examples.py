@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from megavm.instructions.matmul import Matmul
-from megavm.instructions.tiles import is_matrix_product
+from megavm.instructions.product import is_matrix_product
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32, DType

@@ -5,21 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
+from megavm.instructions.product import Product
 from megavm.instructions.step_rows import KV_FAULTS, position_fault
-from megavm.instructions.tiles import (
-    check_matrix,
-    product_constants,
-    product_tag_order,
-    product_working_bytes,
-    ranges,
-    shapes,
-    squares_of,
-    units_of,
-    whole_groups,
-)
+from megavm.instructions.tiles import ranges, shapes, whole_groups
 from megavm.vm.config import NONE
 from megavm.vm.constants import Constant, same
-from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, swizzled_if_possible, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
@@ -27,7 +17,7 @@ from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
 SLOTS = (0, 2)  # the index of a KV cache chooses a block and a slot in it
 
 
-class QkvRope(Instruction):
+class QkvRope(Product):
     """q[r], k_cache[slot(r)], v_cache[slot(r)] := rope(queries), rope(keys), values of s[r] * (x[r] . weight^T)
 
     for the live rows of [row_begin, row_end) and the *rotation pairs* [pair_begin, pair_end). The weight has
@@ -49,7 +39,6 @@ class QkvRope(Instruction):
     """
 
     opcode = 7
-    family = "Products"
     faults = KV_FAULTS
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
@@ -97,6 +86,9 @@ class QkvRope(Instruction):
                 for first in (head * head_dim + low, head * head_dim + half + low):
                     yield first, first + stop - begin
             begin = stop
+
+    def weight_rows(self) -> tuple[int, int]:
+        return 2 * self.pair_begin, 2 * self.pair_end
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
@@ -148,25 +140,9 @@ class QkvRope(Instruction):
         tile = 2 * (self.row_end - self.row_begin) * (self.pair_end - self.pair_begin)
         return tile * (2 * tensors[self.x].columns + 3)
 
-    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
-        weight = tensors[self.weight]
-        return product_working_bytes(
-            self.row_end - self.row_begin,
-            2 * (self.pair_end - self.pair_begin),
-            weight.columns,
-            weight.dtype.size,
-        )
-
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
-        return product_constants(
-            tensors,
-            rows=self.row_end - self.row_begin,
-            matrix=self.matrix,
-            x=self.x,
-            weight=self.weight,
-            x_squares=self.x_squares,
-            bias=self.bias,
-        ) | {"block_size": same(tensors[self.k_cache].shape[2])}
+        block_size = tensors[self.k_cache].shape[2]
+        return {**super().constants(tensors), "block_size": same(block_size)}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         caches = {
@@ -174,19 +150,6 @@ class QkvRope(Instruction):
             for name, cache in (("k_cache", self.k_cache), ("v_cache", self.v_cache))
         }
         return {"weight": (units(tensors[self.rope].columns // 2),), **caches}
-
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
-        weight = tensors[self.weight]
-        return product_tag_order(
-            tensors,
-            rows=self.row_end - self.row_begin,
-            matrix=self.matrix,
-            units=units_of(2 * self.pair_begin, 2 * self.pair_end),
-            k=weight.columns,
-            itemsize=weight.dtype.size,
-            inputs=(self.x, self.x_squares),
-            single_row=single_row,
-        )
 
     @staticmethod
     def pair_unit(head_dim: int, column_unit: int) -> int:
@@ -223,14 +186,11 @@ class QkvRope(Instruction):
             )
         yield from shapes(
             tensors,
-            weight=(self.weight, weight_rows, x.columns),
-            bias=(self.bias, weight_rows, 1),
-            x_squares=(self.x_squares, None, squares_of(x.columns)),
+            weight=(self.weight, weight_rows, tensors[self.weight].columns),
             k_new=(self.k_new, None, kv_columns),
             v_new=(self.v_new, None, kv_columns),
-            row_count=(self.row_count, 1, 1),
         )
-        yield from check_matrix(tensors, self)
+        yield from super().check(tensors)
         yield from whole_groups(tensors, head_dim, weight=self.weight, bias=self.bias)
         yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for name in ("q", "k_new", "v_new"):

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from megavm.instructions.product import is_matrix_product
 from megavm.instructions.qkv_rope import QkvRope
-from megavm.instructions.tiles import is_matrix_product
 from megavm.vm.config import NONE
 from megavm.vm.example import Example, Table, paged_step
 from megavm.vm.tensors import BF16, F32, DType, TensorKind

@@ -204,7 +204,12 @@ def test_the_name_is_snake_case_and_the_formula_the_first_line() -> None:
 def test_more_operands_than_words_are_refused() -> None:
     too_many = {f"f{i}": integer("one of many") for i in range(OPERAND_WORDS + 1)}
     with pytest.raises(TypeError, match="declares 25 operands; an instruction has 24 words"):
-        type("TooMany", (Instruction,), too_many)
+        type("TooMany", (Instruction,), {"opcode": 999, **too_many})
+
+
+def test_an_instruction_without_an_opcode_is_refused() -> None:
+    with pytest.raises(TypeError, match="Numberless has no opcode"):
+        type("Numberless", (Instruction,), {"x": tensor("source", F32)})
 
 
 def test_what_an_instruction_accesses_must_be_declared() -> None:

@@ -4,7 +4,7 @@
 // row-major layout, directly from memory, once per tile. Input rows are first rounded to the
 // weights' type and packed into a panel. If whole rows fit into the panel, only one block at a time
 // needs sums. Otherwise the arena holds the sums of the whole tile, and the input is processed in
-// slices (instructions/tiles.py declares the sizes).
+// slices (Product.working_bytes declares the sizes).
 //
 // A float32 sum is computed in *pieces* of kSplitColumns columns, each in 16 lanes that one tree of
 // additions joins. The order is the same for every number of rows, tile and path, so the result of

@@ -1,0 +1,178 @@
+"""Products: instructions that multiply rows of x with a weight, and finish the sums in their own way.
+
+On a GPU they share one kernel (``products.cuh``); what makes an instruction of it is its epilogue. Their
+declarations share the class ``Product``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from megavm.instructions.tiles import round_up, shapes, squares_of
+from megavm.vm.config import (
+    BLOCK_UNITS,
+    CPU_LANES,
+    INPUT_BYTES,
+    MATRIX_BLOCKS,
+    MAX_GROUP_ROWS,
+    MAX_MATRIX_ROWS,
+    MIN_MATRIX_ROWS,
+    NONE,
+    PANEL_COLUMNS,
+    ROW_CHUNK_PAGES,
+    ROWS_CHUNK_PAGES,
+    SPLIT_COLUMNS,
+    TILE_ROW_BYTES,
+    TILES_PER_PAGE,
+    UNIT_ROWS,
+)
+from megavm.vm.constants import Constant, largest, union
+from megavm.vm.isa import Instruction, TagOrder
+from megavm.vm.layout import has_boxes
+from megavm.vm.operands import Field, present
+from megavm.vm.tensors import BF16, F32, TensorSpec
+
+# On the CPU.
+_ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
+_COLUMN_BLOCK = 2 * CPU_LANES  # output columns whose sums are alive at the same time
+_SPARE_BYTES = 64 * 1024  # for sums of whole blocks, and the buffers of a multiplication method
+_ROW_BYTES = 32  # number, scale, position, KV block and peak of a row
+
+
+class Product(Instruction, is_base=True):
+    """s[r] * (x[r] . weight[c]) + bias[c] for rows r of x and c of the weight, and an epilogue.
+
+    The scale s[r] is 1 / RMS of a row of x, from ``x_squares``, or 1. Subclasses declare these operands and
+    their own, and the regions that they read and write.
+    """
+
+    family = "Products"
+
+    x: Field[int]
+    weight: Field[int]
+    bias: Field[int]
+    x_squares: Field[int]
+    row_count: Field[int]
+    row_begin: Field[int]
+    row_end: Field[int]
+    eps: Field[float]
+    matrix: Field[int]
+
+    def weight_rows(self) -> tuple[int, int]:
+        """The rows [begin, end) of the weight that it multiplies, in the order in which a GPU stores them."""
+        raise NotImplementedError(f"{type(self).__name__} does not declare its rows of the weight")
+
+    def k(self, tensors: Sequence[TensorSpec]) -> tuple[int, int]:
+        """The columns [begin, end) of x and weight that it multiplies; all by default."""
+        return 0, tensors[self.weight].columns
+
+    def awaited(self) -> tuple[int, ...]:
+        """Handles, or NONE, of what the GPU's epilogue awaits when it finishes a block of columns."""
+        return ()
+
+    def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
+        """See Instruction.
+
+        Input rows of up to ``INPUT_BYTES`` stay in working memory while weights stream by, and only one
+        block of columns has live sums (*input-stationary*: decode). Otherwise the sums of the whole tile
+        stay and slices of the input stream by as well (*output-stationary*: prefill).
+        """
+        itemsize = tensors[self.weight].dtype.size
+        rows = self.row_end - self.row_begin
+        first, end = self.k(tensors)
+        input_bytes = rows * round_up(end - first, PANEL_COLUMNS) * itemsize
+        sums = round_up(rows, _ROW_BLOCK) * _COLUMN_BLOCK
+        if input_bytes > INPUT_BYTES:
+            least = rows * itemsize * SPLIT_COLUMNS
+            input_bytes = least * max(INPUT_BYTES // least, 1)
+            begin, end = self.weight_rows()
+            sums = rows * (end - begin)
+        return input_bytes + 4 * sums + _ROW_BYTES * round_up(rows, _ROW_BLOCK) + _SPARE_BYTES
+
+    def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
+        """See Instruction; cuda/config.cuh defines each."""
+        weight, x = tensors[self.weight], tensors[self.x]
+        begin, end = self.k(tensors)
+        width = end - begin
+        squares = 0
+        if self.x_squares != NONE:
+            squares = 1 << tensors[self.x_squares].tagged
+            squares |= 4 if tensors[self.x_squares].columns % 4 else 0
+        both = {
+            "any_part_of_k": union(width < weight.columns),
+            "any_bf16_weights": union(weight.dtype is not F32),
+            "any_squares": union(squares),
+            "any_bias": union(self.bias != NONE),
+        }
+        if self.matrix:
+            return both | {"matrix_rows": largest(matrix_rows(self.row_end - self.row_begin))}
+        tile = TILE_ROW_BYTES // weight.dtype.size
+        page = tile * TILES_PER_PAGE
+        return both | {
+            "any_product": union(1),
+            "max_k": largest(width),
+            "any_ragged_k": union(weight.columns % tile != 0),
+            "any_partial_pages": union(width % page != 0),
+            "any_odd_pages": union(-(-width // page) % 2),
+            "any_f32_weights": union(weight.dtype is F32),
+            "any_inputs": union(1 << (2 * (x.dtype is F32) + x.tagged)),
+        }
+
+    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+        """See Instruction.
+
+        A product loops over rows in groups, over units of 8 rows of the weight in blocks, and, once for
+        each block, over long rows in chunks. It reads x and x_squares for each group, and ``awaited`` when
+        a block is finished.
+
+        A matrix product reads all of x before it finishes a group of blocks, a few sums at a time.
+        """
+        awaited = list(present(*self.awaited()))
+        tagged = [h for h in present(self.x, self.x_squares, *awaited) if tensors[h].tagged]
+        rows = self.row_end - self.row_begin
+        begin, end = self.weight_rows()
+        units = -(-end // UNIT_ROWS) - begin // UNIT_ROWS
+        if self.matrix:
+            if tagged:
+                return TagOrder.BY_MACHINE
+            once = rows <= MAX_MATRIX_ROWS and units <= MATRIX_BLOCKS * BLOCK_UNITS
+            return TagOrder.KEPT if once and not awaited else TagOrder.READS_LATE
+        groups = -(-rows // (1 if single_row else MAX_GROUP_ROWS))
+        blocks = -(-units // BLOCK_UNITS)
+        if groups > 1 and tagged:
+            return TagOrder.BY_MACHINE
+        if blocks > 1 and any(h in awaited for h in tagged):
+            return TagOrder.BY_MACHINE
+        first, last = self.k(tensors)
+        pages = ROW_CHUNK_PAGES if single_row else ROWS_CHUNK_PAGES
+        row_bytes = (last - first) * tensors[self.weight].dtype.size
+        chunked = row_bytes > pages * TILES_PER_PAGE * TILE_ROW_BYTES
+        late = groups > 1 or (blocks > 1 and (chunked or awaited))
+        return TagOrder.READS_LATE if late else TagOrder.KEPT
+
+    def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
+        x, weight = tensors[self.x], tensors[self.weight]
+        yield from shapes(
+            tensors,
+            x=(self.x, None, weight.columns),
+            x_squares=(self.x_squares, None, squares_of(weight.columns)),
+            bias=(self.bias, weight.rows, 1),
+            row_count=(self.row_count, 1, 1),
+        )
+        rows = self.row_end - self.row_begin
+        most = int(is_matrix_product(x, weight, rows))
+        if self.matrix > most:
+            yield (
+                f"matrix is {self.matrix}, expected at most {most} for {rows} rows of {x.name} and "
+                f"weights {weight.name}"
+            )
+
+
+def is_matrix_product(x: TensorSpec, weight: TensorSpec, rows: int) -> bool:
+    """Whether a GPU can multiply ``rows`` rows of x as a matrix (matrix.cuh)."""
+    return rows > MAX_GROUP_ROWS and has_boxes(x) and weight.dtype is BF16
+
+
+def matrix_rows(rows: int) -> int:
+    """The rows that a matrix product of ``rows`` rows takes at a time: a power of two."""
+    return min(max(MIN_MATRIX_ROWS, 1 << (rows - 1).bit_length()), MAX_MATRIX_ROWS)
