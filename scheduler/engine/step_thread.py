@@ -48,7 +48,7 @@ class StepThread:
     waiting thread would otherwise delay that launch, as only one thread of Python runs at a time.
 
     The thread refers to its owner only while it executes a plan, and ends when this object is
-    closed or garbage-collected.
+    closed or garbage-collected, at the latest with the process.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class StepThread:
             target=_loop, args=(self._plans, self._done), name="megavm-steps", daemon=True
         )
         self._thread.start()
-        self._end = weakref.finalize(self, self._plans.put, _Order.END)
+        self._end = weakref.finalize(self, _end, self._plans, self._thread)
 
     @property
     def pending(self) -> int:
@@ -82,7 +82,13 @@ class StepThread:
     def close(self) -> None:
         """Execute the queued plans and end the thread."""
         self._end()
-        self._thread.join()
+
+
+def _end(plans: Plans, thread: threading.Thread) -> None:
+    """End the thread. It must not be in native code when Python ends (see programs.py)."""
+    plans.put(_Order.END)
+    if thread is not threading.current_thread():  # which collects the garbage
+        thread.join()
 
 
 def _loop(plans: Plans, done: queue.SimpleQueue[Plan]) -> None:

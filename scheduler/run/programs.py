@@ -24,8 +24,9 @@ class Programs:
     Two threads compile different buckets at the same time, but never the same one: the second waits
     for the first. Iteration yields the buckets whose programs are ready.
 
-    The thread in the background starts with the first ``prepare`` and ends when this object is
-    closed or garbage-collected, once it has compiled the program that it is compiling.
+    The thread in the background ends when all is compiled, or when this object is closed or
+    garbage-collected, once it has compiled the program that it is compiling. Python waits for that
+    before it ends: a thread that it stops inside of native code can abort the process.
     """
 
     def __init__(self) -> None:
@@ -95,39 +96,38 @@ def _get(
 
 
 class _Work:
-    """The queue of the thread in the background. The thread refers to nothing else."""
+    """The queue of the thread in the background. The thread refers to nothing else.
+
+    It lives while there is work, and is no daemon: until Python 3.13, a daemon that takes the GIL
+    when the interpreter has ended is unwound, and libraries like numpy take it in destructors,
+    where that aborts the process.
+    """
 
     def __init__(self) -> None:
         self._queue: dict[Bucket, Task] = {}
         self._asked: set[Bucket] = set()  # taken from the queue
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
 
     def put(self, items: Iterable[tuple[Bucket, Task]]) -> None:
-        with self._changed:
-            if self._closed:
-                return
+        with self._lock:
             new = {bucket: task for bucket, task in items if bucket not in self._asked}
             self._queue = {**new, **self._queue}
-            if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._run, name="megavm-programs", daemon=True
-                )
+            if self._queue and self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="megavm-programs")
                 self._thread.start()
-            self._changed.notify()
 
     def close(self) -> None:
-        with self._changed:
-            self._closed = True
-            self._queue.clear()
-            self._changed.notify()
+        # Without the lock: a garbage collection may call this in a thread that holds it.
+        self._closed = True
 
     def _run(self) -> None:
+        main = threading.main_thread()
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closed)
-                if self._closed:
+            with self._lock:
+                if self._closed or not self._queue or not main.is_alive():
+                    self._thread = None
                     return
                 bucket = next(iter(self._queue))
                 task = self._queue.pop(bucket)
@@ -136,4 +136,3 @@ class _Work:
                 task()
             except Exception:
                 logger.exception("the program of %s cannot be compiled ahead of its use", bucket)
-            del task  # keep nothing alive while waiting
