@@ -49,6 +49,7 @@ from environment import save, version
 from llama_cuda import MODELS as LLAMAS
 from llama_cuda import fill_random
 from megavm.scheduler.llama.config import LlamaConfig
+from megavm.vm.target import TARGETS
 
 VOCABULARY: Final = LLAMAS["1b"].vocab_size
 MODELS: Final = {
@@ -459,7 +460,8 @@ def main() -> None:
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
     parser.add_argument("--max-model-len", type=int, default=4096)
-    parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    size = TARGETS["cuda"].max_num_batched_tokens
+    parser.add_argument("--max-num-batched-tokens", type=int, default=size)
     parser.add_argument(
         "--seconds", type=float, default=420.0, help="begin no row after this time (420)"
     )

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
-_USUAL_ROWS: Final = 64  # programs of larger steps are compiled on first use
+USUAL_ROWS: Final = 64  # programs of larger steps are compiled on first use
 _LAST_WORDS_SECONDS: Final = 5.0  # time to send the last answers after the engine has stopped
 
 
@@ -181,8 +181,8 @@ class Service:
         self._report("reading the tokenizer for grammars", 0, 1)
         llm.restrictions.prepare()
         runner = llm.runner
-        prompts = _powers_of_two(min(runner.max_num_batched_tokens, _USUAL_ROWS))
-        batches = _powers_of_two(min(runner.max_num_seqs, _USUAL_ROWS))
+        prompts = _powers_of_two(min(runner.max_num_batched_tokens, USUAL_ROWS))
+        batches = _powers_of_two(min(runner.max_num_seqs, USUAL_ROWS))
         buckets = [runner.bucket(rows, 1, 1) for rows in prompts]
         buckets += [runner.bucket(rows, rows, 1, decode=True) for rows in batches]
         for done, bucket in enumerate(buckets):

@@ -19,6 +19,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "down 2048 x 8192",
         ),
         ("program_compile.py --model 1b --step 512x1 --rounds 1", "512x1"),
+        ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
         (
@@ -27,7 +28,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "of LLM.generate",
         ),
     ],
-    ids=["cpu_kernels", "program_compile", "tracing", "structured_outputs", "serve_cuda"],
+    ids=[
+        "cpu_kernels",
+        "program_compile",
+        "step_sizes",
+        "tracing",
+        "structured_outputs",
+        "serve_cuda",
+    ],
 )
 def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
     script, *options = command.split()

@@ -60,7 +60,7 @@ class Target:
 
     Engine: ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
     the host checks its stop conditions. ``max_num_seqs``: the default of sequences that run at the same
-    time. ``overlap``: the next step is planned while one runs. ``kv_fraction``, ``max_kv_bytes``: the default
+    time. ``max_num_batched_tokens``: that of the tokens of a step. ``overlap``: the next step is planned while one runs. ``kv_fraction``, ``max_kv_bytes``: the default
     size of the KV cache, as a share of the memory that is available, and its limit (None: there is none).
 
     ``column_unit``: column tiles of products begin at multiples of it, those of embeddings at multiples of
@@ -101,6 +101,7 @@ class Target:
     block_size: int = 16
     steps_per_launch: int = 1
     max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
     overlap: bool = False
     kv_fraction: float = 0.25
     max_kv_bytes: int | None = 4 << 30
@@ -146,6 +147,7 @@ TARGETS = {
             block_size=64,
             steps_per_launch=8,
             max_num_seqs=64,
+            max_num_batched_tokens=2048,
             overlap=True,
             kv_fraction=0.85,
             max_kv_bytes=None,

@@ -21,8 +21,6 @@ from megavm.scheduler.llama.config import (
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.vm.tensors import F32, I32, DType, TensorKind, TensorSpec
 
-# Default sizes of steps.
-MAX_NUM_BATCHED_TOKENS = 512
 MAX_LOGIT_ROWS = 64
 
 

@@ -9,12 +9,7 @@ from dataclasses import dataclass, replace
 from megavm.scheduler.compiler.compile import unordered
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import (
-    MAX_NUM_BATCHED_TOKENS,
-    Limits,
-    default_logit_rows,
-    llama_graph,
-)
+from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.codegen import program_header
@@ -34,15 +29,14 @@ class ModelKernel:
 def default_limits(config: LlamaConfig) -> Limits:
     """The default sizes of LLM on a GPU, with KV blocks for one sequence of full context."""
     length = config.max_position_embeddings
-    block_size = TARGETS["cuda"].block_size
-    max_num_seqs = TARGETS["cuda"].max_num_seqs
+    target = TARGETS["cuda"]
     return Limits(
-        max_num_seqs=max_num_seqs,
+        max_num_seqs=target.max_num_seqs,
         max_model_len=length,
-        max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
-        max_logit_rows=default_logit_rows(max_num_seqs, MAX_NUM_BATCHED_TOKENS),
-        num_blocks=-(-length // block_size),
-        block_size=block_size,
+        max_num_batched_tokens=target.max_num_batched_tokens,
+        max_logit_rows=default_logit_rows(target.max_num_seqs, target.max_num_batched_tokens),
+        num_blocks=-(-length // target.block_size),
+        block_size=target.block_size,
     )
 
 
@@ -66,7 +60,7 @@ def kernel_headers(
 
     options_for = functools.partial(default_options, "cuda", workers, fixed_order=fixed_order)
     headers: dict[str, dict[int, None]] = {}
-    sizes = [1 << i for i in range(MAX_NUM_BATCHED_TOKENS.bit_length())]
+    sizes = [1 << i for i in range(limits.max_num_batched_tokens.bit_length())]
     buckets = dict.fromkeys(
         choose_bucket(
             config,

@@ -46,7 +46,7 @@ OptionsFor = Callable[[int], CompileOptions]  # rows of a step -> its compile op
 
 MIN_CONTEXT_BUCKET = 256
 # A step whose program is still being compiled runs in at most this many parts.
-MOST_PARTS = 8
+MOST_PARTS = 32
 MACHINES = ("auto", "cpu", "cuda", "reference")
 
 logger = logging.getLogger("megavm")

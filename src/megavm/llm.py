@@ -35,7 +35,6 @@ from megavm.scheduler.engine.sequence import Delta, Request
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
-    MAX_NUM_BATCHED_TOKENS,
     Limits,
     default_logit_rows,
 )
@@ -70,7 +69,8 @@ class LLM:
             limit, or less if a KV cache of the default size cannot hold that many.
         max_num_seqs: sequences that run at the same time; others wait. None is 64 on a GPU and 16
             elsewhere, or `max_num_batched_tokens` if that is less.
-        max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks.
+        max_num_batched_tokens: tokens of one step; longer prompts are computed in chunks. None is
+            2048 on a GPU and 512 elsewhere.
         kv_cache_bytes, num_blocks: size of the KV cache; give at most one. By default as many
             blocks as `max_num_seqs` sequences of `max_model_len` tokens need, but at most 85 % of
             the GPU memory that the weights leave, or on the CPU at most 4 GiB and a quarter of the
@@ -110,7 +110,7 @@ class LLM:
         dtype: Dtype = "auto",
         max_model_len: int | None = None,
         max_num_seqs: int | None = None,
-        max_num_batched_tokens: int = MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens: int | None = None,
         kv_cache_bytes: int | None = None,
         num_blocks: int | None = None,
         block_size: int | None = None,
@@ -153,6 +153,8 @@ class LLM:
             block_size = target.block_size
         if steps_per_launch is None:
             steps_per_launch = target.steps_per_launch
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = target.max_num_batched_tokens
         if max_num_seqs is None:
             max_num_seqs = min(target.max_num_seqs, max_num_batched_tokens)
         itemsize = choose_dtype(config, dtype).size

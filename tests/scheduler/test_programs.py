@@ -23,12 +23,14 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.programs import Programs
+from megavm.server.service import USUAL_ROWS
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.program import Program
+from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 
 ONE, TWO, FOUR = (Bucket(rows, rows, 256) for rows in (1, 2, 4))
@@ -231,6 +233,11 @@ def test_a_step_runs_in_parts_while_its_program_is_compiled(llm: LLM, slow: Slow
     llm.engine.blocks.forget_all()
     assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected[0]
     assert (eight, False) in runner._executables
+
+
+def test_no_step_is_too_large_for_the_programs_that_a_server_has_when_it_is_ready() -> None:
+    most = max(target.max_num_batched_tokens for target in TARGETS.values())
+    assert most <= USUAL_ROWS * runner_module.MOST_PARTS
 
 
 def test_a_step_that_wants_logits_waits_for_its_program(llm: LLM, slow: Slow) -> None:

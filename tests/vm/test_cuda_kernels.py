@@ -103,6 +103,11 @@ def test_the_steps_of_a_model_have_its_kernels(model: str) -> None:
         assert bucket.rows in headers[header], bucket
 
 
+def test_steps_of_512_tokens_and_more_run_one_kernel() -> None:
+    rows = [rows for rows in kernel_headers(*MODELS["llama-1b"]).values() if 512 in rows]
+    assert rows == [(512, 1024, TARGETS["cuda"].max_num_batched_tokens)]
+
+
 @functools.cache
 def compiled(header: str) -> Kernel:
     """Each distinct kernel is compiled once."""

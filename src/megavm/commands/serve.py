@@ -131,7 +131,7 @@ def declare(megavm: Parser) -> None:
         "--max-num-batched-tokens",
         metavar="N",
         type=length,
-        help="tokens of one step; longer prompts are read in chunks (512)",
+        help="tokens of one step; longer prompts are read in chunks (2048 on a GPU, else 512)",
     )
     serve.option(
         logs,
