@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -18,6 +17,7 @@ from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.sequence import Delta
 from megavm.server.engine_loop import Batch, Generation
 from megavm.server.errors import ApiError, timed_out, to_json
+from megavm.server.ids import new_id
 from megavm.server.logprobs import prompt_logprobs
 from megavm.server.logs import note
 from megavm.server.protocol import AnyGeneration, GenerationRequest, check_model, read_body
@@ -76,7 +76,7 @@ class Answer(ABC):
     part_object: ClassVar[str]
 
     def __init__(self, service: Service, body: GenerationRequest, generation: Generation) -> None:
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{new_id()}"
         self.generation = generation
         self.tokenizer = service.tokenizer
         self._service = service

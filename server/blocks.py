@@ -7,7 +7,6 @@ no path of their own to the model.
 
 from __future__ import annotations
 
-import uuid
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from megavm.server.answers import Choice
 from megavm.server.chat import ChatAnswer
 from megavm.server.engine_loop import Batch, Generation
 from megavm.server.errors import ApiError, to_json
+from megavm.server.ids import new_id
 from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
 from megavm.server.sse import named_line
@@ -41,7 +41,7 @@ class Block:
     name: str | None = None
     pieces: list[str] = field(default_factory=list)
     logprobs: list[dict[str, Any]] = field(default_factory=list)
-    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    id: str = field(default_factory=new_id)
 
     @property
     def text(self) -> str:

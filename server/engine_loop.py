@@ -15,10 +15,11 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
+from megavm.scheduler.engine.sequence import State
 from megavm.server.errors import ApiError, failed
 from megavm.server.event_streams import EventStreams
 from megavm.server.logs import log, logger
@@ -195,6 +196,8 @@ class EngineLoop:
         self._streams = EventStreams()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[Generation, None] = {}
+        # By the id of a request: its generation, and the index of its first sequence there.
+        self._owners: dict[Hashable, tuple[Generation, int]] = {}
         self._submitted = 0  # sequences; only the event loop's thread writes this
         self._finished = 0  # sequences; only the engine's thread writes this
         self._after_step: Callable[[], None] | None = None
@@ -344,9 +347,9 @@ class EngineLoop:
         woken: dict[Generation, None] = {}
         streams: list[Stream] = []
         texts: list[str] = []
+        ended: dict[Request, None] = {}
         for delta in deltas:
-            id: tuple[Generation, int] = delta.request.id  # type: ignore[assignment]  # see _add
-            generation, first = id
+            generation, first = self._owners[delta.request.id]
             if (stream := generation.stream) is not None:
                 if is_plain(delta):
                     generation.written += len(delta.token_ids)
@@ -354,13 +357,21 @@ class EngineLoop:
                     streams += [stream] * len(delta.pieces)
                     continue
                 generation.stream = None
-            self._finished += delta.finish_reason is not None
+            if delta.finish_reason is not None:
+                self._finished += 1
+                ended[delta.request] = None
             if generation.add(first + delta.index, delta):
                 woken[generation] = None
         if streams:
             self._streams.write(streams, texts)
         if woken:
             self._tell(_wake, list(woken))
+        for request in ended:
+            if all(sequence.state is State.FINISHED for sequence in request.sequences):
+                # Sequences refer to their request: without this, only a garbage collection frees
+                # them.
+                request.sequences = ()
+                del self._owners[request.id]
         if self._after_step is not None:
             self._after_step()
 
@@ -371,8 +382,8 @@ class EngineLoop:
         params = generation.params
         try:
             for i, prompt in enumerate(generation.prompts):
-                id = (generation, i * params.n)
-                request = self.engine.add(prompt, params, id, generation.restriction)
+                request = self.engine.add(prompt, params, restriction=generation.restriction)
+                self._owners[request.id] = generation, i * params.n
                 request.times.arrived = generation.arrived
                 generation.requests.append(request)
         except Exception as error:

@@ -89,12 +89,14 @@ class EngineMetrics:
         """Count the deltas of one step."""
         self.busy_seconds += seconds
         now, last, tokens = time.perf_counter(), self._last, 0
+        # (time of the last token, tokens since) -> sequences: in a large batch most are alike.
+        alike: dict[tuple[float, int], int] = {}
         for delta in deltas:
             key, count = (delta.request, delta.index), len(delta.token_ids)
             tokens += count
             before = last.get(key)
             if before is not None and count:
-                self._latency.observe((now - before) / count, count)
+                alike[before, count] = alike.get((before, count), 0) + 1
             elif count:
                 tokens += len(delta.request.prompt)
             if delta.finish_reason is None:
@@ -102,6 +104,8 @@ class EngineMetrics:
             else:
                 last.pop(key, None)
                 self._end(delta)
+        for (before, count), sequences in alike.items():
+            self._latency.observe((now - before) / count, count * sequences)
         if tokens:
             self.histograms["step_seconds"].observe(seconds)
             self.histograms["iteration_tokens_total"].observe(tokens)

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import re
 import time
-import uuid
 from typing import Any, Final
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,6 +25,7 @@ from megavm.server.errors import (
     unknown_host,
 )
 from megavm.server.hosts import AllowedHosts
+from megavm.server.ids import new_id
 from megavm.server.logs import NOTES, log, logger
 from megavm.server.service import Service
 from megavm.server.sse import ClientDisconnected
@@ -52,7 +52,7 @@ class Gate:
             return
         began, headers = time.perf_counter(), Headers(scope=scope)
         given = headers.get(REQUEST_ID, "")
-        request_id = given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex
+        request_id = given if _GOOD_ID.fullmatch(given) else new_id()
         status = 0
 
         async def send_with_id(message: Message) -> None:

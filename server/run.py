@@ -25,6 +25,7 @@ from megavm.server.settings import KEEP_ALIVE, Settings
 
 EXIT_INTERRUPTED: Final = 130
 _CLOSING_SECONDS: Final = 3  # for connections still open after all requests are answered
+_OBJECTS_BETWEEN_COLLECTIONS: Final = 50_000
 _SWITCH_SECONDS: Final = 0.0005  # the interpreter's thread switch interval
 
 
@@ -113,10 +114,11 @@ class Server(uvicorn.Server):
         if self.service.status is not Status.READY:
             self.should_exit = True
             return
-        # Objects of the loaded model live for ever: exclude them from garbage collections, which
-        # would stop all threads.
+        # Garbage collections stop all threads. Exclude the objects of the loaded model, which live
+        # for ever, and collect rarely: an ended request leaves few objects in cycles.
         gc.collect()
         gc.freeze()
+        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
         llm, settings = self.service.llm, self.service.settings
         blocks = llm.engine.blocks
         log(

@@ -19,6 +19,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "down 2048 x 8192",
         ),
         ("program_compile.py --model 1b --step 512x1 --rounds 1", "512x1"),
+        (
+            "server_requests.py --clients 4 --waves 1 --output 8 --objects 700 --rounds 1",
+            "'collections'",
+        ),
         ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
@@ -31,6 +35,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
     ids=[
         "cpu_kernels",
         "program_compile",
+        "server_requests",
         "step_sizes",
         "tracing",
         "structured_outputs",

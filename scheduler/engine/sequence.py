@@ -108,6 +108,7 @@ class Sequence:
     __slots__ = (
         "blocks",
         "digests",
+        "dynamic",
         "eos_ids",
         "exhausted",
         "expected",
@@ -118,6 +119,7 @@ class Sequence:
         "output",
         "prompt",
         "request",
+        "restricted",
         "scoring",
         "seed",
         "slot",
@@ -125,6 +127,7 @@ class Sequence:
         "step_text",
         "stop_ids",
         "text",
+        "with_logprobs",
     )
 
     def __init__(
@@ -156,31 +159,19 @@ class Sequence:
         self.expected = 0  # tokens that must be collected before it can be admitted again
         # Whether logits of the whole prompt must be computed before it may choose a token.
         self.scoring = bool(index == 0 and request.prompt_logprobs and len(self.prompt) > 1)
-        # Follows the output for masks that depend on it; the thread that executes plans owns it.
         restriction = request.restriction
-        self.follower = Follower(restriction) if restriction and restriction.dynamic else None
+        self.with_logprobs = params.logprobs is not None  # of its output
+        self.restricted = restriction is not None  # it has a mask of allowed tokens, or biases
+        # Whether the mask of its next choice depends on its output.
+        self.dynamic = restriction is not None and restriction.dynamic
+        # Follows the output for masks that depend on it; the thread that executes plans owns it.
+        self.follower = Follower(restriction) if restriction and self.dynamic else None
         self.exhausted = ""  # error message if reaching max_output is an error
 
     @property
     def num_tokens(self) -> int:
         """Tokens known to the host."""
         return len(self.prompt) + len(self.output)
-
-    @property
-    def restricted(self) -> bool:
-        """Whether it has a mask of allowed tokens, or biases."""
-        return self.request.restriction is not None
-
-    @property
-    def with_logprobs(self) -> bool:
-        """Whether it returns log-probabilities."""
-        return self.request.params.logprobs is not None
-
-    @property
-    def dynamic(self) -> bool:
-        """Whether the mask of its next choice depends on its output."""
-        restriction = self.request.restriction
-        return restriction is not None and restriction.dynamic
 
     @property
     def last_row(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable
 from typing import Any
 
+from megavm.server.ids import new_id
 from megavm.server.tools.parser import CallDelta, Parsed, ToolParser
 
 
@@ -57,7 +57,7 @@ class ToolMessage:
 
 def _call(call: CallDelta) -> dict[str, Any]:
     return {
-        "id": f"call_{uuid.uuid4().hex}",
+        "id": f"call_{new_id()}",
         "type": "function",
         "function": {"name": call.name, "arguments": call.arguments},
     }

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
@@ -46,6 +48,7 @@ def run(test: Callable[[EngineLoop, Any], Awaitable[Result]], **options: Any) ->
             if engine_loop.broken is None:
                 assert engine.blocks.num_held == 0
                 assert engine_loop.num_sequences == 0
+                assert not engine_loop._owners
             engine.close()
 
     return asyncio.run(body())
@@ -86,6 +89,23 @@ def test_sequences_are_numbered_by_prompt_and_continuation() -> None:
     assert sorted(found) == [0, 1, 2, 3]
     assert all(len(ids) == 8 for ids in found.values())
     assert len({tuple(ids) for ids in found.values()}) == 4
+
+
+def test_an_ended_request_is_freed_without_a_garbage_collection() -> None:
+    async def test(engine_loop: EngineLoop, runner: Any) -> list[weakref.ref[Any]]:
+        made = generation([1], [2, 3], n=2)
+        engine_loop.submit(made)
+        await tokens(made)
+        engine_loop.close(made)
+        await idle(engine_loop)
+        await engine_loop.call(lambda: None)  # the thread has forgotten it
+        return [weakref.ref(made), *map(weakref.ref, made.requests)]
+
+    gc.disable()
+    try:
+        assert [freed() for freed in run(test)] == [None] * 3
+    finally:
+        gc.enable()
 
 
 def test_a_step_wakes_the_event_loop_once_however_many_wait() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import re
 import shutil
@@ -300,6 +301,17 @@ def test_programs_of_usual_sizes_are_there_before_the_first_request() -> None:
             assert runner.bucket(rows, 1, 1) in buckets
         for batch in range(1, 7):
             assert runner.bucket(batch, batch, 1, decode=True) in buckets
+
+
+def test_garbage_collections_are_rare_in_a_server_that_is_ready() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(700)
+    try:
+        with serving():
+            wait_until(lambda: gc.get_threshold()[0] == 50_000)
+            assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.set_threshold(*before)
 
 
 def test_a_server_that_is_to_end_gives_up_loading() -> None:
