@@ -34,7 +34,8 @@ class MatrixTimes:
 
     A worker reads ``bytes_per_second`` from the second-level cache and computes ``flops_per_second``; the
     slower of the two counts. A tile takes ``tile`` seconds more, and ``sum`` seconds for each of its sums.
-    Times whose ratio is at most ``equal`` count as equal.
+    Times whose ratio is at most ``equal`` count as equal. Two halves of a product may take ``halves`` times as
+    long as the whole if they hide exchanges between ranks (rewrites/halves.py).
     """
 
     bytes_per_second: float
@@ -42,6 +43,7 @@ class MatrixTimes:
     tile: float
     sum: float
     equal: float = 1.01
+    halves: float = 1.06
 
     def seconds(self, read: float, flops: float, sums: int) -> float:
         """The time of a tile that reads so many bytes."""

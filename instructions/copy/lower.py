@@ -6,14 +6,14 @@ from collections.abc import Iterator
 
 from megavm.instructions.copy import Copy
 from megavm.scheduler.compiler.graph import Operation
-from megavm.scheduler.compiler.tiling import Lowering, cut
+from megavm.scheduler.compiler.tiling import Lowering, cut, cut_range
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Copy]:
     """Yield a range of rows for each worker, or of columns when there are fewer rows than workers."""
     x, workers = operation.inputs["x"], context.options.workers
     handles = context.handles(operation, "x", "out")
-    row_tiles = list(cut(x.rows, workers))
+    row_tiles = list(cut_range(operation.row_range, workers))
     units = -(-x.columns // context.options.column_unit)
     for top, bottom in row_tiles:
         for begin, end in cut(units, workers // len(row_tiles)):

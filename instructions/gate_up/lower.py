@@ -17,7 +17,7 @@ def lower(operation: Operation, context: Lowering) -> Iterator[GateUp]:
     handles = context.handles(operation, *OPERANDS)
     size, unit = weight.dtype.size, context.options.column_unit
     for columns, rows in product_tiles(
-        out.rows, out.own_columns, weight.columns, size, unit, 2, context.options
+        operation.row_range, out.own_columns, weight.columns, size, unit, 2, context.options
     ):
         yield GateUp(
             **handles,

@@ -68,7 +68,7 @@ def tiles_of_part(
     first = options.workers * begin // weight.columns
     last = options.workers * end // weight.columns
     tiles = product_tiles(
-        out.rows,
+        operation.row_range,
         out.own_columns,
         end - begin,
         weight.dtype.size,

@@ -17,12 +17,18 @@ OPERANDS = (
 
 def lower(operation: Operation, context: Lowering) -> Iterator[QkvRope]:
     """Yield a tile of rotation pairs for each worker. Queries, keys and values are cut together."""
-    x, weight = operation.inputs["x"], operation.inputs["weight"]
+    weight = operation.inputs["weight"]
     handles = context.handles(operation, *OPERANDS)
     head_dim = operation.inputs["rope"].columns
     unit = QkvRope.pair_unit(head_dim, context.options.column_unit)
     for tile, rows in product_tiles(
-        x.rows, weight.rows // 2, weight.columns, weight.dtype.size, unit, 2, context.options
+        operation.row_range,
+        weight.rows // 2,
+        weight.columns,
+        weight.dtype.size,
+        unit,
+        2,
+        context.options,
     ):
         yield QkvRope(
             **handles,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from megavm.instructions.reduce import Reduce
 from megavm.instructions.tiles import SCALED
 from megavm.scheduler.compiler.graph import Operation
-from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut
+from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut_range
 from megavm.vm.config import UNIT_ROWS
 
 OPERANDS = ("parts", "bias", "residual", "out")
@@ -18,12 +18,14 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Reduce]:
     """Yield a tile for each worker: a range of rows if there are enough rows, otherwise of columns."""
     out, workers = operation.outputs["out"], context.options.workers
     handles = context.handles(operation, *OPERANDS, *SCALED)
-    if out.rows >= workers:
-        tiles = [((0, out.own_columns), rows) for rows in cut(out.rows, workers)]
+    top, bottom = operation.row_range
+    if bottom - top >= workers:
+        whole = 0, out.own_columns
+        tiles = [(whole, rows) for rows in cut_range((top, bottom), workers)]
     else:
         unit = math.lcm(context.options.column_unit, UNIT_ROWS)
         cuts = column_tiles(out.own_columns, unit, context.options)
-        tiles = [(columns, (0, out.rows)) for columns in cuts]
+        tiles = [(columns, (top, bottom)) for columns in cuts]
     for columns, rows in tiles:
         yield Reduce(
             **handles,

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.scheduler.compiler.graph import Operation
-from megavm.scheduler.compiler.tiling import Lowering, cut
+from megavm.scheduler.compiler.tiling import Lowering, cut_range
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[RmsNorm]:
     """Yield a range of rows for each worker."""
     handles = context.handles(operation, "x", "gain", "out")
-    for begin, end in cut(operation.outputs["out"].rows, context.options.workers):
+    for begin, end in cut_range(operation.row_range, context.options.workers):
         yield RmsNorm(
             **handles,
             row_count=context.row_count,

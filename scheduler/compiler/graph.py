@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
+Range = tuple[int, int]  # half-open
+
 
 @dataclass(frozen=True, eq=False)
 class Value:
@@ -55,13 +57,23 @@ class Value:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """One operation: its kind, named inputs and outputs, and plain attributes."""
+    """One operation: its kind, named inputs and outputs, and plain attributes.
+
+    ``rows``: the rows of its results that it computes, if another operation computes the others
+    (rewrites/halves.py).
+    """
 
     kind: str
     label: str
     inputs: Mapping[str, Value]
     outputs: Mapping[str, Value]
     attributes: Mapping[str, float] = field(default_factory=dict)
+    rows: Range | None = None
+
+    @property
+    def row_range(self) -> Range:
+        """The rows that it computes, of its first result."""
+        return self.rows or (0, next(iter(self.outputs.values())).rows)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from megavm.instructions.matmul import PART_COLUMNS
 from megavm.vm.target import TARGETS, Exchange, Target
 
 Assignment = Literal["balanced", "round_robin", "dynamic"]
+Halves = Literal["none", "preferred", "all"]
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class CompileOptions:
     - ``min_chunk``: smallest number of tokens of a split of attention.
     - ``part_of_k``: split-K. Products of longer rows are split into parts of at least this many
       columns, which different workers multiply. 0 turns it off.
+    - ``halves``: which operations are cut in two halves of their rows, if ranks exchange results, so
+      that one half is computed while the other travels (rewrites/halves.py). ``preferred``: those
+      whose halves take hardly longer than the whole, on a machine that predicts times
+      (Target.matrix_times).
     - ``fixed_order``: every sum is added up in an order that depends on the shapes of the model and
       the rows of the step, but not on the number of workers or of ranks that gather results. So
       programs for any of them compute the same bits, on one machine. Products are not split along
@@ -49,6 +54,7 @@ class CompileOptions:
     column_unit: int = TARGETS["cpu"].column_unit
     min_chunk: int = TARGETS["cpu"].min_chunk
     part_of_k: int = 0
+    halves: Halves = "preferred"
     fixed_order: bool = False
 
     def __post_init__(self) -> None:
@@ -69,6 +75,8 @@ class CompileOptions:
             )
         if self.exchange not in ("barrier", "preferred", "tagged"):
             raise ValueError(f"exchange {self.exchange!r} is not barrier, preferred or tagged")
+        if self.halves not in ("none", "preferred", "all"):
+            raise ValueError(f"halves {self.halves!r} is not none, preferred or all")
         if self.fixed_order and self.machine == "reference":
             raise ValueError("machine reference has no fixed order of additions: use cpu or cuda")
         if self.fixed_order and self.exchange == "tagged" and self.target.matrix_rows:

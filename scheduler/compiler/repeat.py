@@ -144,6 +144,7 @@ def _form(operation: Operation, storage: Storage) -> object:
         tuple((name, form_of(value)) for name, value in operation.inputs.items()),
         tuple((name, form_of(value)) for name, value in operation.outputs.items()),
         tuple(operation.attributes.items()),
+        operation.rows,
     )
 
 

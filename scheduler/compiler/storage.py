@@ -19,6 +19,10 @@ class Storage:
         self._handles: dict[Value, int] = {}
         self._by_name: dict[str, int] = {}
 
+    def __contains__(self, value: Value) -> bool:
+        """Whether a value has a tensor."""
+        return value in self._handles
+
     def handle(self, value: Value) -> int:
         """The handle of a value of the graph."""
         return self._handles[value]
@@ -73,7 +77,7 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
             dying[i].append(value)
     for i, operation in enumerate(operations):
         for value in operation.outputs.values():
-            if value.spec is not None:
+            if value in storage:
                 continue
             if (
                 last_use[value] > i

@@ -7,13 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from megavm.instructions.product import is_matrix_product, matrix_rows
-from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.graph import Operation, Range
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
 from megavm.vm.target import Target
 from megavm.vm.tensors import BF16, F32
-
-Range = tuple[int, int]  # half-open
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def equal_tiles(size: int, unit: int, count: int) -> Iterator[Range]:
 
 
 def product_tiles(
-    rows: int,
+    rows: Range,
     columns: int,
     k: int,
     itemsize: int,
@@ -75,26 +73,28 @@ def product_tiles(
     input and weights stream.
     """
     target = options.target
-    if target.is_matrix_step(rows, BF16 if itemsize == BF16.size else F32):
+    first, last = rows
+    count = last - first
+    if target.is_matrix_step(count, BF16 if itemsize == BF16.size else F32):
         workers = workers or options.workers
         yield from matrix_tiles(rows, columns, k, unit, width, workers, target)
         return
-    if rows * k * itemsize <= target.input_bytes:
-        row_tile, column_tile = rows, columns
+    if count * k * itemsize <= target.input_bytes:
+        row_tile, column_tile = count, columns
     else:
         fitting = target.input_bytes // (min(k, target.split_columns) * itemsize)
-        row_tile = min(rows, 1 << (fitting.bit_length() - 1))
+        row_tile = min(count, 1 << (fitting.bit_length() - 1))
         column_tile = target.sums_bytes // (4 * row_tile * width) // unit * unit
     for begin, end in column_tiles(columns, unit, options, workers):
-        count = -(-(end - begin) // column_tile)
-        step = -(-(end - begin) // (count * unit)) * unit
+        tiles = -(-(end - begin) // column_tile)
+        step = -(-(end - begin) // (tiles * unit)) * unit
         for left in range(begin, end, step):
-            for top in range(0, rows, row_tile):
-                yield (left, min(left + step, end)), (top, min(top + row_tile, rows))
+            for top in range(first, last, row_tile):
+                yield (left, min(left + step, end)), (top, min(top + row_tile, last))
 
 
 def matrix_tiles(
-    rows: int, columns: int, k: int, unit: int, width: int, workers: int, target: Target
+    rows: Range, columns: int, k: int, unit: int, width: int, workers: int, target: Target
 ) -> Iterator[tuple[Range, Range]]:
     """(columns, rows) of each tile of a matrix product, see ``product_tiles``.
 
@@ -104,23 +104,36 @@ def matrix_tiles(
 
     Raises ValueError when the machine has no matrix products.
     """
-    if target.matrix_times is None:
-        raise ValueError(f"machine {target.name} has no matrix products")
-    row_tile, times = matrix_rows(rows), target.matrix_times
-    seconds = {
-        tiles: _seconds(rows, columns, k, unit, width, workers, tiles, target)
-        for tiles in _column_cuts(-(-columns // unit), -(-rows // row_tile), workers)
-    }
-    limit = times.equal * min(seconds.values())
-    tiles = min(tiles for tiles, time in seconds.items() if time <= limit)
-    row_ranges = [(top, min(top + row_tile, rows)) for top in range(0, rows, row_tile)]
+    begin, end = rows
+    row_tile = matrix_rows(end - begin)
+    tiles, _ = matrix_cut(end - begin, columns, k, unit, width, workers, target)
+    row_ranges = [(top, min(top + row_tile, end)) for top in range(begin, end, row_tile)]
     if len(row_ranges) > 1 and row_ranges[-1][1] - row_ranges[-1][0] <= target.group_rows:
-        row_ranges[-2:] = [(row_ranges[-2][0], rows)]  # so few rows are no matrix
+        row_ranges[-2:] = [(row_ranges[-2][0], end)]  # so few rows are no matrix
     together = target.matrix_row_tiles
     for first in range(0, len(row_ranges), together):
         for column_range in equal_tiles(columns, unit, tiles):
             for row_range in row_ranges[first : first + together]:
                 yield column_range, row_range
+
+
+def matrix_cut(
+    rows: int, columns: int, k: int, unit: int, width: int, workers: int, target: Target
+) -> tuple[int, float]:
+    """The number of tiles of columns of a matrix product, and its predicted time in seconds.
+
+    Raises ValueError when the machine has no matrix products.
+    """
+    times = target.matrix_times
+    if times is None:
+        raise ValueError(f"machine {target.name} has no matrix products")
+    seconds = {
+        tiles: _seconds(rows, columns, k, unit, width, workers, tiles, target)
+        for tiles in _column_cuts(-(-columns // unit), -(-rows // matrix_rows(rows)), workers)
+    }
+    limit = times.equal * min(seconds.values())
+    tiles = min(tiles for tiles, time in seconds.items() if time <= limit)
+    return tiles, seconds[tiles]
 
 
 def _column_cuts(units: int, row_tiles: int, workers: int) -> set[int]:
@@ -154,6 +167,12 @@ def _seconds(
 
 def cut(size: int, count: int) -> Iterator[Range]:
     """Cut [0, size) into at most ``count`` nearly equal ranges."""
+    return cut_range((0, size), count)
+
+
+def cut_range(whole: Range, count: int) -> Iterator[Range]:
+    """Cut ``whole`` into at most ``count`` nearly equal ranges."""
+    begin, size = whole[0], whole[1] - whole[0]
     count = min(size, count)
     for i in range(count):
-        yield size * i // count, size * (i + 1) // count
+        yield begin + size * i // count, begin + size * (i + 1) // count

@@ -13,6 +13,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites.all_gather import gather_in_producer
 from megavm.scheduler.compiler.rewrites.gate_up import join_gate_and_up
 from megavm.scheduler.compiler.rewrites.gather import gather_in_product
+from megavm.scheduler.compiler.rewrites.halves import cut_in_halves
 from megavm.scheduler.compiler.rewrites.newest import pass_newest
 from megavm.scheduler.compiler.rewrites.norm import norm_in_neighbours
 from megavm.scheduler.compiler.rewrites.peaks import keep_peaks
@@ -32,6 +33,7 @@ REWRITES: tuple[Rewrite, ...] = (
     keep_peaks,
     pass_newest,
     split_context,
+    cut_in_halves,
 )
 
 
