@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from megavm.instructions import instruction_of
-from megavm.scheduler.compiler.graph import Operation, Value
+from megavm.scheduler.compiler.graph import Operation, Value, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.tensors import DType, TensorKind, TensorSpec
 
@@ -58,10 +58,10 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
     """Give every value a tensor.
 
     Activations that are exchanged as tagged words get a tensor of their own, because a word is
-    written once per step. Other activations reuse a tensor of the same shape and type after its
+    written once per step. One that nothing reads is not tagged: no reader would order it. Other activations reuse a tensor of the same shape and type after its
     last reader. barriers.py orders the hazards of reuse like any other dependency.
     """
-    tagged = _tagged(operations, options)
+    tagged = _tagged(operations, options) & readers_of(operations).keys()
     storage = Storage()
     last_use: dict[Value, int] = {}
     for i, operation in enumerate(operations):
@@ -79,11 +79,7 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
         for value in operation.outputs.values():
             if value in storage:
                 continue
-            if (
-                last_use[value] > i
-                and value in tagged
-                and consists_of_words(operation, value, options)
-            ):
+            if value in tagged and consists_of_words(operation, value, options):
                 shape = (value.rows, value.columns)
                 spec = tagged_spec(value.name, shape, value.dtype, value.shares)
                 storage.place(value, storage.add(spec))

@@ -106,6 +106,7 @@ def test_logits_have_the_same_bits_for_any_workers_and_ranks(
             waves=pick.choice([1, 2]),
             column_unit=pick.choice([8, 16]),
             part_of_k=pick.choice([0, 64]),
+            halves=pick.choice(["none", "all"]),
         )
         got = logits_of(case, program_of(case, dtype, ranks, options))
         assert torch.equal(got, want), (case, ranks, options)

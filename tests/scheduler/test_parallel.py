@@ -61,6 +61,7 @@ def random_parallel_case(seed: int, ranks: int, exchange: Exchange) -> tuple[Cas
         exchange=pick.choice(["barrier", "tagged", "preferred"]),
         waves=pick.choice([1, 2]),
         column_unit=pick.choice([8, 16]),
+        halves=pick.choice(["none", "all"]),
     )
     parallel = Parallel(ranks, exchange)
     plain = compile_graph(llama_graph(config, limits, bucket, F32), CompileOptions(1))

@@ -15,7 +15,7 @@ from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.repeat import KEPT, Irregular, extend
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
-from megavm.scheduler.llama.parallel import Parallel
+from megavm.scheduler.llama.parallel import ONE_RANK, Exchange, Parallel
 from megavm.vm.config import HEADER_WORDS
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, DType, TensorKind
@@ -50,11 +50,15 @@ def assert_equal(a: Program, b: Program) -> None:
 
 
 def llama(
-    config: LlamaConfig, rows: int, sequences: int, dtype: DType = BF16, ranks: int = 1
+    config: LlamaConfig,
+    rows: int,
+    sequences: int,
+    dtype: DType = BF16,
+    parallel: Parallel = ONE_RANK,
 ) -> Graph:
     limits = Limits(sequences, 256, rows, max(sequences, min(rows, 16)), 4 * sequences, 64)
     bucket = Bucket(rows, limits.max_logit_rows, 256, decode=1 < rows == sequences)
-    return llama_graph(config, limits, bucket, dtype, Parallel(ranks))
+    return llama_graph(config, limits, bucket, dtype, parallel)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16, 40, 300])
@@ -72,7 +76,7 @@ def test_a_llama_is_the_same_program(machine: str, rows: int, lowered: list[int]
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("rows", [1, 8, 40])
 def test_ranks_are_the_same_program(rows: int, ranks: int, lowered: list[int]) -> None:
-    graph = llama(WIDE, rows, min(rows, 8), ranks=ranks)
+    graph = llama(WIDE, rows, min(rows, 8), parallel=Parallel(ranks))
     options = default_options("cuda", 12, rows)
     program = compile_graph(graph, options)
     assert len(set(lowered)) == 1
@@ -95,6 +99,19 @@ def test_any_options_give_the_same_program(seed: int) -> None:
         part_of_k=rng.choice([0, 64]),
     )
     assert_equal(compile_graph(graph, options), whole(graph, options))
+
+
+@pytest.mark.parametrize("exchange", ["all_gather", "all_reduce"])
+@pytest.mark.parametrize("rows", [40, 300])
+def test_halves_of_rows_are_the_same_program(
+    rows: int, exchange: Exchange, lowered: list[int]
+) -> None:
+    graph = llama(WIDE, rows, 8, parallel=Parallel(2, exchange))
+    options = replace(default_options("cuda", 12, rows), halves="all")
+    program = compile_graph(graph, options)
+    assert len(set(lowered)) == 1
+    assert_equal(program, whole(graph, options))
+    assert lowered[0] < lowered[-1]
 
 
 def test_the_work_does_not_grow_with_the_layers(lowered: list[int]) -> None:

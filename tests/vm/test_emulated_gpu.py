@@ -12,6 +12,7 @@ import re
 import subprocess
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from against_reference import check_example, examples_of
 
 from megavm.instructions import instruction_set
 from megavm.instructions.sample import Real
-from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
@@ -202,12 +203,21 @@ def bind_weights(memory: Memory, limits: Limits) -> None:
 
 
 def runner_on(
-    machine: Machine, target: str, workers: int, ranks: int = 1, fixed_order: bool = False
+    machine: Machine,
+    target: str,
+    workers: int,
+    ranks: int = 1,
+    fixed_order: bool = False,
+    halves: Halves = "preferred",
 ) -> Runner:
     limits = Limits(20, 128, 64, 32, 40, 64)
     memory = machine.memory(ranks)
     bind_weights(memory, limits)
-    options = functools.partial(default_options, target, workers, fixed_order=fixed_order)
+
+    def options(rows: int) -> CompileOptions:
+        chosen = default_options(target, workers, rows, fixed_order=fixed_order)
+        return replace(chosen, halves=halves)
+
     runner = Runner(LLAMA, memory, limits, BF16, machine, options, Parallel(ranks))
     tokens = np.random.default_rng(4).integers(0, LLAMA.vocab_size, (20, 129)).astype(np.int32)
     for slot in range(20):
@@ -260,9 +270,11 @@ MIXED_STEPS = [
 ]
 
 
-def logits_of_steps(workers: int, ranks: int = 1, fixed_order: bool = False) -> list[Any]:
+def logits_of_steps(
+    workers: int, ranks: int = 1, fixed_order: bool = False, halves: Halves = "preferred"
+) -> list[Any]:
     machine = EmulatedMachine(seed=1, ranks=ranks)
-    runner = runner_on(machine, "cuda", workers, ranks, fixed_order)
+    runner = runner_on(machine, "cuda", workers, ranks, fixed_order, halves)
     shape = (40, LLAMA.num_kv_heads, 64, LLAMA.head_dim)
     for name in (f"layers.{i}.{part}_cache" for i in range(LLAMA.num_layers) for part in "kv"):
         own = (shape[0], shape[1] // ranks, *shape[2:])
@@ -279,12 +291,14 @@ def logits_of_steps(workers: int, ranks: int = 1, fixed_order: bool = False) -> 
 
 
 def test_in_a_fixed_order_workers_and_ranks_do_not_change_a_bit() -> None:
-    """Neither another number of workers nor two ranks that gather; see CompileOptions.fixed_order."""
+    """Neither another number of workers nor two ranks that gather, nor halves of their steps."""
     two, three = (logits_of_steps(workers, fixed_order=True) for workers in (2, 3))
     ranks = logits_of_steps(5, ranks=2, fixed_order=True)
+    halves = logits_of_steps(5, ranks=2, fixed_order=True, halves="all")
     for i in range(len(MIXED_STEPS)):
         assert np.array_equal(two[i], three[i]), i
         assert np.array_equal(two[i], ranks[i]), i
+        assert np.array_equal(two[i], halves[i]), i
 
 
 def test_otherwise_the_bits_depend_on_the_number_of_workers() -> None:

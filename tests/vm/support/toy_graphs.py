@@ -107,8 +107,9 @@ def toy_programs() -> tuple[Program, ...]:
 
 @functools.cache
 def toy_programs_of_ranks(ranks: int) -> tuple[Program, ...]:
-    """Compiled toy graphs of several ranks, as in ``toy_programs``."""
+    """Compiled toy graphs of several ranks, as in ``toy_programs``, some in halves of their rows."""
     unit: dict[str, Any] = {"column_unit": 2, "min_chunk": 4}
+    halves: dict[str, Any] = {**unit, "halves": "all"}
     dynamic: dict[str, Any] = {**unit, "assignment": "dynamic"}
     tagged: dict[str, Any] = {**unit, "exchange": "tagged"}
     preferred: dict[str, Any] = {**unit, "exchange": "preferred"}
@@ -127,5 +128,10 @@ def toy_programs_of_ranks(ranks: int) -> tuple[Program, ...]:
             (llama(1, 1, True, reduce), 1, tagged),
             (llama(2, 1, False, reduce), 2, dynamic),
             (llama(1, 1, True, gather), 2, preferred),
+            (gathers(2, ranks), 2, halves),
+            (gathers(2, ranks), 3, {**halves, "exchange": "tagged"}),
+            (sums(2, ranks), 2, halves),
+            (sums(2, ranks), 2, {**halves, "assignment": "dynamic"}),
+            (llama(2, 1, False, gather), 2, {**halves, "exchange": "preferred"}),
         )
     )
