@@ -1,6 +1,6 @@
 """Time to compile and to verify the programs of a model's steps for a GPU. No GPU is needed.
 
-    python benchmarks/program_compile.py [--model 1b 8b 70b] [--rounds 3] [--save]
+    python benchmarks/program_compile.py [--model 1b 8b 70b] [--ranks 1] [--rounds 3] [--save]
 
 Steps are named ROWSxSEQUENCES: 64x64 decodes 64 sequences, 8192x8 reads eight prompts of 1024
 tokens.
@@ -20,6 +20,7 @@ from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
+from megavm.scheduler.llama.parallel import Parallel
 from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
@@ -30,7 +31,7 @@ STEPS = ("1x1", "8x8", "64x64", "256x256", "512x1", "4096x1", "8192x8")
 CONTEXT = 256  # of decode steps
 
 
-def measure(model: str, step: str, rounds: int) -> dict[str, Any]:
+def measure(model: str, step: str, rounds: int, parallel: Parallel) -> dict[str, Any]:
     """Medians of ``rounds``, in seconds; ``compile_s`` is without ``verify_s``."""
     rows, sequences = map(int, step.split("x"))
     config, target = SHAPES[model], TARGETS["cuda"]
@@ -40,12 +41,19 @@ def measure(model: str, step: str, rounds: int) -> dict[str, Any]:
     context = blocks * target.block_size
     limits = Limits(sequences, context, rows, logit_rows, sequences * blocks, target.block_size)
     bucket = choose_bucket(
-        config, limits, options_for, rows, sequences, context, decode=rows == sequences
+        config,
+        limits,
+        options_for,
+        rows,
+        sequences,
+        context,
+        decode=rows == sequences,
+        parallel=parallel,
     )
     times: list[tuple[float, float]] = []
     for _ in range(rounds):
         begin = time.perf_counter()
-        graph = llama_graph(config, limits, bucket, BF16)
+        graph = llama_graph(config, limits, bucket, BF16, parallel)
         program = compile_graph(graph, options_for(bucket.rows), verified=False)
         compiled = time.perf_counter()
         verify(program, "cuda")
@@ -54,6 +62,7 @@ def measure(model: str, step: str, rounds: int) -> dict[str, Any]:
     return {
         "model": model,
         "step": step,
+        "ranks": parallel.ranks,
         "instructions": len(program),
         "barriers": len(program.barriers),
         "compile_s": round(compile_s, 3),
@@ -65,6 +74,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, nargs="+", default=["1b", "8b", "70b"])
     parser.add_argument("--step", nargs="+", default=STEPS)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write results/program_compile.json")
     arguments = parser.parse_args()
@@ -72,7 +82,7 @@ def main() -> None:
     results = []
     for model in arguments.model:
         for step in arguments.step:
-            r = measure(model, step, arguments.rounds)
+            r = measure(model, step, arguments.rounds, Parallel(arguments.ranks))
             results.append(r)
             print(
                 f"{model:8}{step:>10}{r['instructions']:14}{r['compile_s']:11.2f}"

@@ -94,15 +94,23 @@ def find_repetition(operations: Sequence[Operation], storage: Storage) -> Repeti
 
 
 def shorten(operations: Sequence[Operation], repetition: Repetition) -> list[Operation]:
-    """The operations without those left out; the tail reads the results of the last one kept."""
+    """The operations without those left out.
+
+    The tail reads the results of the last section kept, and writes the other rows of them if a
+    section ends between two halves of an operation.
+    """
     begin, period, left_out = repetition.begin, repetition.period, repetition.left_out
     end = begin + repetition.count * period
     stand_in: dict[Value, Value] = {}
     for i in range(begin + max(KEPT * period, left_out), end):
         mine, theirs = _operands(operations[i]), _operands(operations[i - left_out])
         stand_in.update((value, theirs[name]) for name, value in mine.items())
+
+    def replaced(values: Mapping[str, Value]) -> dict[str, Value]:
+        return {name: stand_in.get(value, value) for name, value in values.items()}
+
     tail = [
-        dataclasses.replace(o, inputs={k: stand_in.get(v, v) for k, v in o.inputs.items()})
+        dataclasses.replace(o, inputs=replaced(o.inputs), outputs=replaced(o.outputs))
         for o in operations[end:]
     ]
     return [*operations[: begin + KEPT * period], *tail]

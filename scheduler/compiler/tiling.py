@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -117,6 +118,7 @@ def matrix_tiles(
                 yield column_range, row_range
 
 
+@functools.lru_cache(maxsize=1024)  # layers ask the same
 def matrix_cut(
     rows: int, columns: int, k: int, unit: int, width: int, workers: int, target: Target
 ) -> tuple[int, float]:
