@@ -8,9 +8,9 @@ from typing import Any
 
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.tiles import SCALED
-from megavm.scheduler.compiler.graph import Operation
+from megavm.scheduler.compiler.graph import Operation, Range
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.scheduler.compiler.tiling import Lowering, Range, product_tiles
+from megavm.scheduler.compiler.tiling import Lowering, product_tiles
 from megavm.vm.config import UNIT_ROWS
 
 OPERANDS = ("x", "weight", "bias", "x_squares", "residual", "row_index", "row_count", "out")

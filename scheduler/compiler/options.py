@@ -30,10 +30,10 @@ class CompileOptions:
     - ``min_chunk``: smallest number of tokens of a split of attention.
     - ``part_of_k``: split-K. Products of longer rows are split into parts of at least this many
       columns, which different workers multiply. 0 turns it off.
-    - ``halves``: which operations are cut in two halves of their rows, if ranks exchange results, so
-      that one half is computed while the other travels (rewrites/halves.py). ``preferred``: those
-      whose halves take hardly longer than the whole, on a machine that predicts times
-      (Target.matrix_times).
+    - ``halves``: which operations are cut in two halves of their rows if ranks exchange results, so
+      that one half is computed while the other travels (rewrites/halves.py): ``none``, ``all``, or
+      ``preferred``: those whose halves are predicted to take hardly longer than the whole
+      (Target.matrix_times; without predictions none).
     - ``fixed_order``: every sum is added up in an order that depends on the shapes of the model and
       the rows of the step, but not on the number of workers or of ranks that gather results. So
       programs for any of them compute the same bits, on one machine. Products are not split along

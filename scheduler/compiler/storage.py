@@ -58,8 +58,9 @@ def allocate(operations: Sequence[Operation], options: CompileOptions) -> Storag
     """Give every value a tensor.
 
     Activations that are exchanged as tagged words get a tensor of their own, because a word is
-    written once per step. One that nothing reads is not tagged: no reader would order it. Other activations reuse a tensor of the same shape and type after its
-    last reader. barriers.py orders the hazards of reuse like any other dependency.
+    written once per step. One that nothing reads is not tagged: no reader would order its words.
+    Other activations reuse a tensor of the same shape and type after its last reader. barriers.py
+    orders the hazards of reuse like any other dependency.
     """
     tagged = _tagged(operations, options) & readers_of(operations).keys()
     storage = Storage()

@@ -39,7 +39,7 @@ CONTEXT, BLOCK = 64, 16
 
 
 def prompts(seed: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sequence and position of each row: prompt chunks and single rows, in any order of sequences."""
+    """Sequence and position of each row, of prompt chunks and single rows."""
     pick = random.Random(seed)
     sequences: list[int] = []
     positions: list[int] = []
@@ -235,7 +235,7 @@ def rows_of(inst: Instruction) -> tuple[int, int]:
 
 
 def waits_for_ranks(program: Program) -> Counter[bool]:
-    """How many waits inside layers, for other ranks, stand behind work of their worker on other rows.
+    """How many waits for other ranks, in layers, stand behind work of the worker on other rows.
 
     Waits of attention are left out: it reads what its own rank computed, and waits to overwrite.
     """

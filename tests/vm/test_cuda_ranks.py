@@ -6,6 +6,7 @@ What they compute is held against torch, transformers and the CPU machine.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from copy_programs import ACTIVATION, INPUT, copy
+from sums_and_gathers import check_sums_and_gathers, sums_and_gathers
 
 from megavm import LLM, SamplingParams
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.parallel import Exchange
 from megavm.scheduler.run import runner
@@ -41,20 +42,6 @@ OPTIONS = pytest.mark.parametrize(
 )
 
 
-def sums_and_gathers(rows: int, ranks: int, dtype: DType) -> Graph:
-    """sum := all-reduce of a product, plus a bias; end := a product of gathered columns."""
-    graph = Graph(rows, ranks=ranks)
-    x = graph.tensor("x", (rows, 64), dtype, INPUT)
-    weight = graph.weight("weight", (32, 64), dtype)
-    y = graph.linear("y", x, weight, dtype=F32)
-    bias = graph.weight("bias", (32,), F32)
-    graph.output(graph.all_reduce("sum", y, bias, F32), "sum")
-    whole = graph.all_gather("whole", graph.linear("z", x, weight, dtype=dtype))
-    last = graph.weight("last", (48, 32 * ranks), dtype)
-    graph.output(graph.linear("end", whole, last, dtype=F32), "end")
-    return graph
-
-
 @OPTIONS
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -62,27 +49,17 @@ def sums_and_gathers(rows: int, ranks: int, dtype: DType) -> Graph:
 def test_a_graph_gathers_and_sums_over_ranks(
     cuda_ranks: MakeMachine, ranks: int, rows: int, dtype: DType, options: CompileOptions
 ) -> None:
-    machine = cuda_ranks(ranks)
-    program = compile_graph(sums_and_gathers(rows, ranks, dtype), options)
-    memory = machine.memory(ranks)
-    memory.allocate(program.tensors)
-    torch.manual_seed(rows)
-    bias = torch.randn(32)
-    products, last = [], []
-    for rank in memory.ranks:
-        for name in ("x", "weight", "last"):
-            rank.write(name, torch.randn(rank.spec(name).shape) / 8)
-        rank.write("bias", bias)
-        products.append(rank["x"].cpu().float() @ rank["weight"].cpu().float().T)
-        last.append(rank["last"].cpu().float())
-    machine.load(program, memory).run(50)
-    total = bias + sum(products)
-    whole = torch.cat(products, dim=1)
-    near = 1e-4 if dtype is F32 else 2e-2
-    for number, rank in enumerate(memory.ranks):
-        torch.testing.assert_close(rank["sum"].cpu(), total, rtol=near, atol=near)
-        torch.testing.assert_close(rank["end"].cpu(), whole @ last[number].T, rtol=near, atol=near)
-        assert torch.equal(rank["sum"].cpu(), memory["sum"].cpu())
+    check_sums_and_gathers(cuda_ranks(ranks), ranks, rows, dtype, options)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@OPTIONS
+def test_halves_of_the_rows_gather_and_sum(
+    cuda_ranks: MakeMachine, ranks: int, options: CompileOptions
+) -> None:
+    """32 and 18 rows: matrix products, the second with a tile that is not full."""
+    options = replace(options, halves="all")
+    check_sums_and_gathers(cuda_ranks(ranks), ranks, 50, BF16, options)
 
 
 X, ALL, Y, Z = range(4)

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 from against_reference import check_example, examples_of
+from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
 from megavm.instructions.sample import Real
@@ -299,6 +300,13 @@ def test_in_a_fixed_order_workers_and_ranks_do_not_change_a_bit() -> None:
         assert np.array_equal(two[i], three[i]), i
         assert np.array_equal(two[i], ranks[i]), i
         assert np.array_equal(two[i], halves[i]), i
+
+
+def test_halves_of_rows_gather_and_sum_over_ranks() -> None:
+    """32 and 18 rows: matrix products, the second with a tile that is not full."""
+    options = CompileOptions(3, machine="cuda", halves="all")
+    machine = EmulatedMachine(seed=1, ranks=2)
+    check_sums_and_gathers(machine, 2, 50, BF16, options, steps=2)
 
 
 def test_otherwise_the_bits_depend_on_the_number_of_workers() -> None:
