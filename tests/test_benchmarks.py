@@ -24,6 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "'collections'",
         ),
         ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
+        ("halves_estimate.py --model 1b --rows 512 --ranks 2", "512 rows, 2 ranks, all_gather"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
         (
@@ -37,6 +38,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         "program_compile",
         "server_requests",
         "step_sizes",
+        "halves_estimate",
         "tracing",
         "structured_outputs",
         "serve_cuda",
