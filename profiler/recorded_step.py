@@ -69,8 +69,9 @@ class RecordedStep:
         self._read_times()
         self._read_channels(int(trace.step_program[step]))
         self._find_input_lags(step)
-        self._find_load_lags()
+        self._read_loads()
         self._find_ring()
+        self._find_room()
         self._find_product_lags()
         self._batches = self._order()
 
@@ -161,8 +162,8 @@ class RecordedStep:
         typical = _typical(polled, direct & known, self._phase, otherwise=np.zeros(self._count))
         self._poll = np.where(direct, polled, np.minimum(typical, polled))
 
-    def _find_load_lags(self) -> None:
-        """Lags of loads: after the load before, after their start, and after room for them."""
+    def _read_loads(self) -> None:
+        """When records load, after which load or event, and how long nothing else holds it up."""
         spans, own, count = self.trace.spans, self.records, self._count
         self._loading: Bools = np.asarray(spans.load_begin[own] >= 0)
         start, self._loaded = (
@@ -179,15 +180,22 @@ class RecordedStep:
         self._load_before = np.where(self._loading, previous, -1)
         over = np.where(self._load_before >= 0, self._loaded[self._load_before], start)
         self._start_of, self._start_kind = self._event_before(start)
-        self._start_lag = start - self._source(self._start_of, self._start_kind)
+        source = self._source(self._start_of, self._start_kind)
         base = np.maximum(over, start)
         # A load that follows another at once began when it did for no other reason.
         self._follows = (self._load_before >= 0) & (start <= over + _AT_ONCE)
+        # A loader turns to what streams nothing, and needs no room, after the load before.
+        self._start_after_load = (self._load_before >= 0) & (self._bytes == 0) & (source < over)
+        self._start_lag = start - np.where(self._start_after_load, over, source)
         base = np.where(self._follows, over, base)
-        took = np.where(self._loading, self._loaded - base, 0.0)
-        self._byte_ns = per_byte = self._ns_per_byte(took)
+        self._took = np.where(self._loading, self._loaded - base, 0.0)
+        self._byte_ns = self._ns_per_byte()
+
+    def _find_room(self) -> None:
+        """Lags of loads, and which of them waited for room: for consumers, or for the memory."""
+        count, took, per_byte = self._count, self._took, self._byte_ns
         pipe = self._bytes * per_byte
-        held_up = self._loading & (took > _HELD_UP * pipe)
+        held_up = self._loading & (pipe > 0) & (took > _HELD_UP * pipe)
         self._room_of, self._room_kind = self._event_before(self._loaded)
         # Room that a record of an earlier step left does not come sooner.
         held_up &= self._room_of >= 0
@@ -199,24 +207,27 @@ class RecordedStep:
         fitted = (self._bytes - room / per_byte)[held_up & own] if per_byte else np.empty(0)
         loaded = np.where(self._loading, self._loaded, NEVER)
         ring = max(self._ahead(loaded), float(fitted.max(initial=0.0)))
-        least = np.maximum(self._bytes - ring, 0.0) * per_byte
+        # The memory brings it to all workers at once, the first page after its way.
+        rest = np.maximum(self._bytes - ring, 0.0)
+        least = rest * max(per_byte, self._share_ns()) + np.where(rest > 0, self._page_ns, 0.0)
         self._used_of = self._user_of(ring)
         used = self._left[np.maximum(self._used_of, 0)]
         self._used_lag = np.minimum(self._loaded - used, 0.0)
-        # Before that, room comes from the record that the consumers are at: the one after those
-        # that they have left. While they wait, there is none.
-        self._computes = held_up & own & (room > _HELD_UP * least)
+        # Workers share the memory unevenly: the median worker of a phase says whether its loads
+        # waited for the consumers or for the memory.
+        usual, fastest = (
+            _typical(t, held_up & own, self._phase, otherwise=t) for t in (room, least)
+        )
+        self._computes = held_up & own & (usual > _HELD_UP * fastest)
         self._room = held_up
         self._room_lag = room
-        least = np.where(own, least, self._bytes * per_byte)
+        # Before its inputs, room comes from the record that the consumers are at: the one after
+        # those that they have left. While they wait, there is none.
+        least = np.where(own, least, pipe)
         self._least = np.minimum(least, np.maximum(room, 0.0))
         self._room_worker = np.where(own, np.arange(count), self._room_of + 1)
         self._room_worker = np.minimum(self._room_worker, count - 1)
-        self._room_loads = own & ~self._computes
         self._room_waits = self._room_kind == 0
-        self._used_of = self._user_of(ring)
-        used = self._left[np.maximum(self._used_of, 0)]
-        self._used_lag = np.minimum(self._loaded - used, 0.0)
 
     def _find_ring(self) -> None:
         """The ring of a loader: its bytes, and how long a page takes to arrive in a free place."""
@@ -275,9 +286,18 @@ class RecordedStep:
             most = max(most, float(ahead.max(initial=0.0)))
         return most
 
-    def _ns_per_byte(self, took: Floats) -> float:
-        """What a worker's loader takes for a byte when nothing holds it up: ns."""
+    def _share_ns(self) -> float:
+        """What a byte takes when all workers load and share the memory evenly: ns; 0: unknown."""
         ceiling = self.trace.machine.get("bandwidth")
+        if not ceiling:
+            return 0.0
+        # A weight that is streamed again comes from a cache.
+        again = float(self._bytes.sum()) / max(float(self._memory_bytes.sum()), 1.0)
+        return float(len(np.unique(self._worker)) * 1e9 / ceiling / max(again, 1.0))
+
+    def _ns_per_byte(self) -> float:
+        """What a worker's loader takes for a byte when nothing holds it up: ns."""
+        ceiling, took = self.trace.machine.get("bandwidth"), self._took
         known = self._loading & (took > 0) & (self._bytes > 0)
         if not known.any():
             return 0.0
@@ -320,19 +340,19 @@ class RecordedStep:
         """Lags from inputs, and from the last load, to the sums of a record; and what follows."""
         arrived = np.where(self._loading, np.minimum(self._loaded, self._computed), self._inputs)
         late = self._loading & (arrived > self._inputs)
-        exposed = late & ~self._computes
+        self._exposed = late & ~self._computes
         whole, rest = self._computed - self._inputs, self._computed - arrived
         # Computing that loads hide takes as long as where they hide nothing: in the same phase,
         # else for a byte; and no longer than if every page took what comes after the last.
-        known = self._loading & ~exposed & (self._bytes > 0)
+        known = self._loading & ~self._exposed & (self._bytes > 0)
         rates = (whole / np.maximum(self._bytes, 1.0))[known]
         guess = rest * np.maximum(self._bytes / PAGE_BYTES, 1.0)
         if len(rates):
             guess = np.minimum(guess, self._bytes * np.median(rates))
-        full = _typical(whole, ~exposed, self._phase, otherwise=np.maximum(guess, rest))
-        self._full = np.where(exposed, np.minimum(full, whole), whole)
-        tail = _typical(rest, exposed, self._phase, otherwise=np.zeros(self._count))
-        self._tail = np.where(exposed, rest, np.minimum(tail, np.minimum(whole, rest)))
+        full = _typical(whole, ~self._exposed, self._phase, otherwise=np.maximum(guess, rest))
+        self._full = np.where(self._exposed, np.minimum(full, whole), whole)
+        tail = _typical(rest, self._exposed, self._phase, otherwise=np.zeros(self._count))
+        self._tail = np.where(self._exposed, rest, np.minimum(tail, np.minimum(whole, rest)))
         self._tail[~self._loading] = 0.0
         # Where a load is noted after the sums, it did not hold them up.
         self._tail -= np.where(self._loading, self._loaded - arrived, 0.0)

@@ -137,8 +137,10 @@ class Replay(RecordedStep):
             same = np.where(kind[own, None] == 1, inputs, begin)
             return np.where(kind[own, None] >= 0, same, earlier)
 
-        start = after(self._start_of, self._start_kind) + self._start_lag[own, None]
         before = self._load_before[own]
+        start = after(self._start_of, self._start_kind)
+        start = np.where(self._start_after_load[own, None], loaded[before], start)
+        start += self._start_lag[own, None]
         over = np.where(before[:, None] >= 0, loaded[before], start)
         base = np.where(self._follows[own, None], over, np.maximum(start, over))
         arrived = base + self._pipe[own, None] * by
@@ -146,9 +148,12 @@ class Replay(RecordedStep):
         used = left[np.maximum(user, 0)] + self._used_lag[own, None]
         arrived = np.where(user[:, None] >= 0, np.maximum(arrived, used), arrived)
         other = self._room_worker[own]
-        work = factors.computing[self._phase[other]] * factors.worker[self._worker[other]]
-        held = np.where(self._room_loads[own, None], by, work)
-        held = np.where(self._room_waits[own, None], 1.0, held)
+        phase = self._phase[other]
+        held = np.where(
+            self._exposed[other, None], factors.loading[phase], factors.computing[phase]
+        )
+        held *= factors.worker[self._worker[other]]
+        held[self._room_waits[own]] = 1.0
         lag = np.maximum(self._room_lag[own, None] * held, self._least[own, None] * by)
         room = after(self._room_of, self._room_kind) + lag
         arrived = np.where(self._room[own, None], np.maximum(arrived, room), arrived)

@@ -17,6 +17,7 @@ import numpy as np
 
 from megavm.profiler.causes import Executions, find_causes
 from megavm.profiler.trace import BARRIER, EVENTS, TAGGED, Trace, TraceProgram
+from megavm.vm.config import PAGE_BYTES
 
 NONE = 0xFFFFFFFF
 
@@ -47,6 +48,9 @@ class Machine:
     ring: int = 8  # pages that a loader may be ahead
     slower: tuple[float, ...] = ()  # factors of the loaders of workers
     stray: float = 0.0  # the most that an exchange takes longer for some workers than for others
+    # How many times its even share of a memory that all loaders share a loader gets when alone;
+    # 0: every loader has a memory of its own.
+    burst: float = 0.0
 
 
 class Happening:
@@ -67,6 +71,7 @@ class Simulation:
         self._order = itertools.count()
         self._agenda: list[tuple[float, int, Process]] = []
         tasks = [task for queue in machine.queues for task in queue]
+        self.memory_free = 0.0  # when the memory has brought all pages that were asked for
         self.complete = [
             Happening(sum(task.group == g for task in tasks)) for g in range(len(machine.tagged))
         ]
@@ -119,10 +124,16 @@ class Simulation:
                     yield freed[page - self.machine.ring]
                 if i == 0:
                     note["load_begin"] = self.now
-                yield self.machine.page * slower
+                yield self.fetch() if self.machine.burst else self.machine.page * slower
                 self.happen(arrived[page])
                 page += 1
                 note["load_issued"] = note["load_arrived"] = self.now
+
+    def fetch(self) -> float:
+        """How long a page takes that the shared memory brings after all that it was asked for."""
+        page = self.machine.page
+        self.memory_free = max(self.memory_free, self.now) + page / len(self.machine.queues)
+        return max(self.memory_free - self.now, page / self.machine.burst)
 
     def consume(self, worker: int, arrived: list[Happening], freed: list[Happening]) -> Process:
         page = 0
@@ -192,7 +203,8 @@ def simulate(machine: Machine) -> Trace:
     )  # fmt: skip
     return Trace(
         machine={
-            "name": "simulation", "device": "none", "workers": len(sizes), "bandwidth": None,
+            "name": "simulation", "device": "none", "workers": len(sizes),
+            "bandwidth": len(sizes) * PAGE_BYTES / machine.page * 1e9 if machine.burst else None,
             "flops_per_second": None, "clock": "simulated", "clock_step": 1,
         },
         programs=(program,),
@@ -214,7 +226,7 @@ def _program(machine: Machine, tasks: Sequence[Task]) -> TraceProgram:
     labels = list(dict.fromkeys(task.label for task in tasks))
     producers = [[i for i, t in enumerate(tasks) if t.group == g] for g in range(groups)]
     waits = [(i, g, 0) for i, task in enumerate(tasks) for g in sorted(task.waits)]
-    size = np.array([16384 * task.pages for task in tasks], np.int64)
+    size = np.array([PAGE_BYTES * task.pages for task in tasks], np.int64)
     words = np.zeros((count, 32), np.uint32)
     words[:, 0] = [2 if task.label.endswith(".attention") else 1 for task in tasks]
     words[:, 1:8] = np.array([NONE] + [NONE, 0] * 3, np.uint32)
@@ -294,7 +306,8 @@ def changed(machine: Machine, what: str, of: str, factor: float) -> Machine:
     if what == "worker":
         times = {"slower": tuple(factor if str(w) == of else 1.0 for w in range(len(queues)))}
     if what == "latency" and not of:
-        times = {"hop": machine.hop * factor, "signal": machine.signal * factor}
+        names = "hop", "signal", "stray"
+        times = {name: getattr(machine, name) * factor for name in names}
     if what == "loading" and not of:
         times = {"page": machine.page * factor}
     if what == "switching":

@@ -121,6 +121,39 @@ def test_changes_of_a_machine_that_streams_are_predicted() -> None:
     assert sizes.max() < 0.09, errors
 
 
+def test_changes_of_workers_that_share_a_memory_are_predicted() -> None:
+    """Of such workers some load faster than others: the phase says what they all wait for."""
+    phases = [
+        *(("qkv", 1300.0, 6, True), ("attention", 1500.0, 0, True), ("o_proj", 800.0, 4, True)),
+        *(("gate_up", 5000.0, 31, True), ("down_proj", 2500.0, 16, True)),
+    ]
+    changes = [("loading", "", 0.5), ("loading", "", 2.0), ("computing", "", 2.0)]
+    errors: dict[tuple[object, ...], float] = {}
+    # Bound by computing, by the memory, by both.
+    for page, pages in itertools.product((300.0, 480.0, 700.0), (4, 8)):
+        machine = layered(
+            24, 2, phases, 3, 0.08, page=page, ring=pages, burst=3.0, hop=1200.0, stray=600.0
+        )
+        errors |= {(page, pages, *change): _error(machine, *change) for change in changes}
+    sizes = np.abs(list(errors.values()))
+    assert sizes.mean() < 0.02, errors
+    assert sizes.max() < 0.1, errors
+
+
+def test_twice_the_bandwidth_helps_steps_that_are_near_it() -> None:
+    for example in ("llama-1b-h200", "llama-1b-batch-8-h200"):
+        trace = Trace.load(Path(__file__).parents[2] / "examples" / f"{example}.megatrace")
+        saved = []
+        for step in range(trace.num_steps):
+            replay = Replay(trace, step)
+            of = ["", "lm_head"]
+            found = replay.run([(Change("loading", name, 0.5),) for name in of])
+            saved.append(1 - found.step / replay.recorded)
+        # Loading is 61 % and 44 % of their critical paths, that of lm_head a quarter of it.
+        assert np.min(saved) > 0.07
+        assert np.ptp(saved, axis=0).max() < 0.02
+
+
 @pytest.mark.parametrize("page", [100.0, 400.0, 900.0])
 def test_shorter_and_longer_rings_are_predicted(page: float) -> None:
     for recorded, pages in itertools.product((4, 8), (2, 3, 4, 6, 8, 16)):
