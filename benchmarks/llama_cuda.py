@@ -138,7 +138,7 @@ def record_steps(runner: Runner, step: Step, steps: int, path: str, launches: in
     """Write a trace of some launches, after a warm-up launch."""
     recorder = Recorder()
     machine, config = runner.machine, runner.config
-    recorder.machine |= describe_machine(machine) | {"bandwidth": ReadFloor(1 << 30).bandwidth()}
+    recorder.machine |= describe_machine(machine) | ReadFloor(1 << 30).ceiling()
     recorder.machine |= measure_multiplication(machine.memory_device)
     recorder.model |= {"name": f"Llama, {config.num_layers} layers of {config.hidden_size}"}
     runner.record(recorder)

@@ -12,6 +12,9 @@ from typing import Any
 
 import torch
 
+# Rounds of a ceiling: as many as half a second has, of so many passes over the buffer.
+PASSES, ROUNDS, SECONDS = 8, 8, 0.5
+
 SOURCE = r"""
 extern "C" __global__ void __launch_bounds__(512, 2)
     load_all(const uint4* data, unsigned long long count, unsigned int* sink) {
@@ -97,8 +100,26 @@ class ReadFloor:
         """Bytes per second of a read of the whole buffer."""
         return self.size / self.microseconds(self.size) * 1e6
 
+    def ceiling(self) -> dict[str, float]:
+        """``bandwidth`` and ``bandwidth_median`` of a trace's machine, as bytes/s.
+
+        Those of the fastest and of the median of the rounds of half a second, of several passes
+        over the buffer each.
+        """
+        size = PASSES * self.size
+        rounds = max(ROUNDS, int(SECONDS * 1e6 / self.microseconds(size, rounds=1)))
+        times = self._times(size, rounds)
+        return {
+            "bandwidth": size / min(times) * 1e6,
+            "bandwidth_median": size / statistics.median(times) * 1e6,
+        }
+
     def microseconds(self, size: int, rounds: int = 50) -> float:
         """Median time to read ``size`` bytes: full passes over the buffer and a partial one."""
+        return statistics.median(self._times(size, rounds))
+
+    def _times(self, size: int, rounds: int) -> list[float]:
+        """Microseconds of every round of the faster way to read ``size`` bytes."""
         from cuda.core import Stream, launch
 
         stream = Stream.from_handle(torch.cuda.current_stream().cuda_stream)
@@ -111,14 +132,20 @@ class ReadFloor:
                 launch(stream, config, kernel, *arguments, self._sink.data_ptr())
                 left -= part
 
-        return min(time_gpu(functools.partial(read, *way), rounds) for way in self._ways)
+        ways = (gpu_times(functools.partial(read, *way), rounds) for way in self._ways)
+        return min(ways, key=statistics.median)
 
 
 def time_gpu(work: Any, rounds: int, warm_up: int = 5) -> float:
     """Median microseconds of ``work`` by GPU events."""
+    return statistics.median(gpu_times(work, rounds, warm_up))
+
+
+def gpu_times(work: Any, rounds: int, warm_up: int = 5) -> list[float]:
+    """Microseconds of every round of ``work`` by GPU events."""
     for _ in range(warm_up):
         work()
-    times = []
+    times: list[float] = []
     new_event: Any = torch.cuda.Event
     for _ in range(rounds):
         begin, end = (new_event(enable_timing=True) for _ in range(2))
@@ -127,4 +154,4 @@ def time_gpu(work: Any, rounds: int, warm_up: int = 5) -> float:
         end.record()
         end.synchronize()
         times.append(1e3 * begin.elapsed_time(end))
-    return float(statistics.median(times))
+    return times

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 from pathlib import Path
@@ -53,3 +54,22 @@ def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
     # A mask that takes long on a busy machine is no failure of the script.
     assert run.returncode == 0 or "take more than" in run.stdout, run.stderr
     assert said in run.stdout
+
+
+def test_the_bandwidth_of_a_trace_is_that_of_the_fastest_and_of_the_median_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    read_floor = importlib.import_module("read_floor")
+    floor = read_floor.ReadFloor.__new__(read_floor.ReadFloor)
+    floor.size = 1_000_000
+    asked = []
+
+    def times(size: int, rounds: int) -> list[float]:
+        asked.append((size, rounds))
+        return [4000.0, 2000.0, 2500.0][:rounds]
+
+    monkeypatch.setattr(floor, "_times", times)
+    # Half a second of rounds of eight passes.
+    assert floor.ceiling() == {"bandwidth": 4e9, "bandwidth_median": 3.2e9}
+    assert asked == [(8_000_000, 1), (8_000_000, 125)]
