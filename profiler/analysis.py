@@ -15,7 +15,16 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from megavm.profiler.trace import Floats, Ints, Longs, Spans, Trace, TraceError, stable_order
+from megavm.profiler.trace import (
+    TAGGED,
+    Floats,
+    Ints,
+    Longs,
+    Spans,
+    Trace,
+    TraceError,
+    stable_order,
+)
 
 # The states of a worker. The state of its consumers counts: loads of later instructions that run
 # while they compute cost no time.
@@ -255,7 +264,7 @@ class WaitRow:
     count: int
     total: int  # ns, of all workers
     longest: int  # ns
-    channel: str  # the channel of the longest wait
+    channel: str  # the channel of the longest wait; "queue" for nothing
     last_worker: int  # the worker that most often came last; -1: unknown
     last_count: int  # how often it came last
     worker: int  # the worker that waited; -1: all workers
@@ -278,7 +287,11 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     through = selection.column(trace.record_cause_channel)[own]
     program = selection.column(trace.record_program)[own]
     known = through >= 0
+    # What came last says for what it was waited; else what took longer to be seen.
     tagged = (spans.inputs - spans.waited > spans.waited - spans.begin)[own]
+    for number, facts in enumerate(trace.programs):
+        of = known & (program == number)
+        tagged[of] = facts.channel_kind[through[of]] == TAGGED
     of_label = selection.column(trace.record_label)[own]
     awaited = np.where(known, phase[trace.record_label[cause]], len(names))
     worker = selection.column(trace.record_worker)[own] if each_worker else np.full(len(own), -1)

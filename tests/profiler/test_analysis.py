@@ -11,6 +11,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from recording import POSITIONS, record, record_ring, ring
+from simulator import Machine, Task, simulate
 from synthetic import HOP, LABELS, like_a_gpu, synthetic_trace
 
 from megavm.instructions.matmul import Matmul
@@ -298,6 +299,22 @@ def test_waits_name_who_is_waited_for_and_who_came_last() -> None:
         assert own == int(total[trace.record_worker == worker].sum())
 
 
+def test_a_wait_is_for_what_came_last_even_if_less_time_passed_after_the_barrier() -> None:
+    """Such an instruction waits for a barrier first and then a moment for the words."""
+    trace = simulate(
+        Machine(
+            ((Task("layers.0.early", 1000.0, 0), Task("layers.0.last", 500.0, 2, (0, 1))),
+             (Task("layers.0.late", 1400.0, 1), Task("layers.0.last", 500.0, 2, (0, 1)))),
+            (False, True, False),
+        )
+    )  # fmt: skip
+    rows = waits(Selection.of(trace))
+    # Worker 1 comes to the barrier late enough for all of it to look like a wait for words.
+    assert {(row.awaited, row.kind, row.channel) for row in rows} == {
+        ("layers.*.late", "words", "group 1")
+    }
+
+
 def test_one_slow_worker_is_seen_in_balance_and_in_waits() -> None:
     trace = synthetic_trace(workers=4, steps=3, layers=2, slow_worker=2)
     uneven = {row.phase: row.imbalance for row in balance(Selection.of(trace))}
@@ -423,7 +440,7 @@ def test_steps_of_different_numbers_of_tokens_are_compared_without_a_limit() -> 
     more = dataclasses.replace(two, step_tokens=two.step_tokens + 7)
     facts = diff(one, more)
     assert facts["tokens"] == [1, 8]
-    assert facts["differences"] == ["the steps are different: they have 1 tokens in A and 8 in B"]
+    assert facts["differences"] == ["the steps are different: they have 1 token in A and 8 in B"]
     assert "compared: steps of 1 tokens in A, of 8 in B" in format_diff(facts)
     with pytest.raises(TraceError, match=r"the steps are different.*no limit"):
         judge(facts, 0.03)
