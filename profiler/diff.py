@@ -11,7 +11,7 @@ import numpy as np
 from megavm.profiler.analysis import STATES, median_step, phases, states
 from megavm.profiler.critical_path import critical_path
 from megavm.profiler.report import LONG_PATH, contributions
-from megavm.profiler.tables import as_text, table
+from megavm.profiler.tables import as_text, table, tokens_text
 from megavm.profiler.trace import Longs, Trace, TraceError
 
 PARTS: Final = STATES[:4]  # the states of instructions: all but idle
@@ -79,7 +79,7 @@ def model_differences(before: Trace, after: Trace) -> list[str]:
 
 def _step_differences(a: int, b: int) -> Iterator[str]:
     if a != b:
-        yield f"the steps are different: they have {a} tokens in A and {b} in B"
+        yield f"the steps are different: they have {tokens_text(a)} in A and {b} in B"
 
 
 def _run_differences(before: Trace, after: Trace) -> Iterator[str]:
@@ -245,8 +245,8 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"({machine['device']}, {machine['workers']} workers), {count} steps"
         )
     first, second = facts["tokens"]
-    also = "" if first == second else f" in A, of {second} in B"
-    yield f"compared: steps of {first} tokens{also}"
+    also = "" if first == second else f" in A, of {tokens_text(second)} in B"
+    yield f"compared: steps of {tokens_text(first)}{also}"
     for difference in facts["differences"]:
         yield f"note: {difference}"
     yield _said(facts)

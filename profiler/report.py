@@ -25,7 +25,7 @@ from megavm.profiler.analysis import (
 )
 from megavm.profiler.critical_path import PARTS, CriticalPath, critical_path
 from megavm.profiler.summary import format_summary, summary
-from megavm.profiler.tables import as_text, percent, table, us, worker_name
+from megavm.profiler.tables import as_text, percent, table, tokens_text, us, worker_name
 from megavm.profiler.trace import Trace
 from megavm.profiler.what_if import format_what_if
 
@@ -173,7 +173,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
     numbers = f"step {steps['first']}"
     if steps["count"] > 1:
         numbers = f"{steps['count']} steps ({steps['first']} to {steps['last']})"
-    yield f"{numbers}, {steps['tokens']} tokens, {facts['records']:,} instructions executed"
+    yield f"{numbers}, {tokens_text(steps['tokens'])}, {facts['records']:,} instructions executed"
     yield ""
     yield from format_summary(facts["summary"])
     yield from _what_if(facts["summary"]["what_if"])
@@ -313,7 +313,7 @@ def _waits(facts: dict[str, Any]) -> Iterator[str]:
                 row["waiting"],
                 row["awaited"],
                 row["kind"],
-                row["channel"],
+                row["channel"] if row["awaited"] != "nothing" else "-",
                 f"{row['count']:,}",
                 us(row["total"]),
                 us(row["longest"]),

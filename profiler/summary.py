@@ -27,7 +27,7 @@ from megavm.profiler.analysis import (
 from megavm.profiler.critical_path import PARTS, critical_path
 from megavm.profiler.ranks import late_ranks
 from megavm.profiler.sms import by_sm, slow_sms, sm_times
-from megavm.profiler.tables import percent, table, us, worker_name
+from megavm.profiler.tables import percent, table, tokens_text, us, worker_name
 from megavm.profiler.trace import Longs, Trace, TraceError
 from megavm.profiler.what_if import short_name, what_if
 
@@ -40,7 +40,7 @@ _WIDTH: Final = 120  # of lines of text
 _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
 
 _POSSIBLE: Final = ("wait", "balance")  # changes to nothing that a program could have
-_LATE_RANK: Final = 1.25  # a rank that is named comes last so many times as often as the mean
+_LATE: Final = 1.25  # who is named comes last so many times as often as the mean
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 
@@ -323,11 +323,12 @@ def _sentence(trace: Trace, facts: Facts) -> str:
     for row in facts["critical_path"][:1]:
         share = percent(row["ns"], facts["step_ns"])
         parts.append(f"{short_name(row['phase']) or 'a phase'} is {share} of the critical path")
-    for row in facts["late_workers"][:1]:
+    late = [w for w in facts["late_workers"] if w["count"] * trace.workers >= _LATE * w["of"]]
+    for row in late[:1]:
         share = f"{row['count'] / row['of']:.0%}"
         name = trace.worker_title(row["worker"])
         parts.append(f"{name} came last in {share} of {row['of']:,} waits")
-    late = [r for r in facts["late_ranks"] if r["count"] * trace.ranks >= _LATE_RANK * r["of"]]
+    late = [r for r in facts["late_ranks"] if r["count"] * trace.ranks >= _LATE * r["of"]]
     for row in late[:1]:
         share = f"{row['count'] / row['of']:.0%}"
         parts.append(
@@ -343,7 +344,7 @@ def _sentence(trace: Trace, facts: Facts) -> str:
 def format_summary(facts: Facts) -> Iterator[str]:
     """The result of ``summary`` as lines, without the table of changes."""
     yield from textwrap.wrap(facts["sentence"], _WIDTH)
-    among = f"of median duration among {facts['steps']} steps of {facts['tokens']} tokens"
+    among = f"of median duration among {facts['steps']} steps of {tokens_text(facts['tokens'])}"
     yield f"(step {facts['step']}{f', {among}' if facts['steps'] > 1 else ''})"
     for warning in facts["warnings"]:
         yield from textwrap.wrap(f"note: {warning}", _WIDTH)

@@ -14,6 +14,7 @@ from simulator import changed, layered, simulate, step_time
 from synthetic import synthetic_trace
 from test_replay import PRODUCTS
 
+from megavm.profiler.diff import diff, format_diff
 from megavm.profiler.report import format_report, report
 from megavm.profiler.summary import VERSION, Facts, format_summary, summary
 from megavm.profiler.trace import Trace, TraceError
@@ -31,6 +32,19 @@ def test_a_slow_worker_is_named() -> None:
     assert "worker 7 in half the time" in facts["sentence"]
     assert np.argmax(facts["workers"]["computing"]) == 7
     assert sum(facts["states"].values()) == pytest.approx(1, abs=0.01)
+
+
+def test_a_worker_that_came_last_no_more_often_than_others_is_not_named() -> None:
+    facts = summary(synthetic_trace(workers=2, steps=5, layers=3))
+    assert max(row["count"] / row["of"] for row in facts["late_workers"]) < 0.6
+    assert "came last" not in facts["sentence"]
+
+
+def test_one_token_is_no_tokens() -> None:
+    trace = synthetic_trace(workers=2, steps=5, layers=1)
+    assert "among 5 steps of 1 token)" in "\n".join(format_summary(summary(trace)))
+    assert "5 steps (0 to 4), 5 tokens, " in format_report(report(trace))
+    assert "compared: steps of 1 token\n" in format_diff(diff(trace, trace))
 
 
 def test_outliers_are_found_and_what_of_them_grew() -> None:
