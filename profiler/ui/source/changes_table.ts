@@ -14,7 +14,7 @@ export function changesTable(app: App, changes: readonly Change[], replayed: num
       { title: "change", text: (c) => c.text, className: () => "wrap" },
       { title: "step", text: (c) => duration(c.time) + (c.memoryBound ? "*" : ""), value: (c) => c.time, help: "how long it would take" },
       { title: "saved", text: (c) => duration(c.saved), value: (c) => c.saved, bar: (c) => c.saved / most },
-      { title: "part", text: (c) => percent(c.saved / Math.max(1, replayed)), value: (c) => c.saved },
+      { title: "share", text: (c) => percent(c.saved / Math.max(1, replayed)), value: (c) => c.saved },
     ],
     changes,
     ({ what, of }) => {

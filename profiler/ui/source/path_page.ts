@@ -98,7 +98,7 @@ export class PathPage implements Page {
           value: (s) => s.total,
           bar: (s) => s.total / (rows[0]?.total || 1),
         },
-        { title: "part", text: (s) => percent(s.total / length), value: (s) => s.total },
+        { title: "share", text: (s) => percent(s.total / length), value: (s) => s.total },
         part(0, "delay"),
         part(1, "latency"),
         part(2, "load"),

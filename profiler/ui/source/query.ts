@@ -166,9 +166,9 @@ function term(trace: Trace, text: string): Test {
     const test = term(trace, text.slice(1));
     return (r) => !test(r);
   }
-  const comparison = /^([a-z]+)(>=|<=|>|<|=)(.+)$/i.exec(text);
+  const comparison = /^([a-z]+)(>=|<=|>|<|=)(.*)$/i.exec(text);
   if (comparison) return compareTerm(trace, comparison[1]!.toLowerCase(), comparison[2]!, comparison[3]!);
-  const pair = /^([a-z]+):(.+)$/i.exec(text);
+  const pair = /^([a-z]+):(.*)$/i.exec(text);
   if (pair) return keyTerm(trace, pair[1]!.toLowerCase(), pair[2]!);
   const word = text.toLowerCase();
   const labels = Uint8Array.from(trace.labels, (l) => (l.toLowerCase().includes(word) ? 1 : 0));

@@ -122,7 +122,7 @@ export class SummaryPage implements Page {
     const columns: Column<PathPhase>[] = [
       { title: "phase", text: (p) => p.phase, colour: (p) => css(colourOfName(p.phase)) },
       { title: "time", text: (p) => duration(p.time), value: (p) => p.time, bar: (p) => p.time / (path[0]?.time || 1) },
-      { title: "part", text: (p) => percent(p.time / Math.max(1, time)), value: (p) => p.time, help: "of the step" },
+      { title: "share", text: (p) => percent(p.time / Math.max(1, time)), value: (p) => p.time, help: "of the step" },
       { title: "waits", text: (p) => duration(p.waiting), value: (p) => p.waiting, help: "until its inputs are there" },
       { title: "loads", text: (p) => duration(p.loading), value: (p) => p.loading, help: "from its inputs until its weights are there" },
       { title: "computes", text: (p) => duration(p.computing), value: (p) => p.computing, help: "and signals" },
@@ -166,10 +166,11 @@ export class SummaryPage implements Page {
   }
 
   private lateRanks(found: Summary): HTMLElement {
+    const few = (found.lateRanks[0]?.ofRanks ?? []).length <= FEW_RANKS;
     const ranks = (found.lateRanks[0]?.ofRanks ?? []).slice(0, MAX_RANKS).map((_, rank): Column<LateRank> => {
       const part = (r: LateRank): number => (r.peerTime > 0 ? (r.ofRanks[rank] ?? 0) / r.peerTime : 0);
       const help = `of the time for a peer: while rank ${rank} came last`;
-      return { title: `${rank}`, text: (r) => `${Math.round(100 * part(r))} %`, value: part, bar: part, help };
+      return { title: few ? `for ${rank}` : `${rank}`, text: (r) => `${Math.round(100 * part(r))} %`, value: part, bar: part, help };
     });
     const all: Column<LateRank>[] = [
       { title: "waits", text: (r) => integer(r.of), value: (r) => r.of },
@@ -179,8 +180,8 @@ export class SummaryPage implements Page {
       [
         { title: "exchange", text: (r) => r.phase, help: "the instructions that ranks waited for" },
         { title: "last", text: (r) => `rank ${r.rank}`, value: (r) => r.rank, help: "the rank that came last most often" },
-        { title: "part", text: (r) => percent(r.count / r.of), value: (r) => r.count / r.of, bar: (r) => r.count / r.of, help: "of the waits of all steps like this one" },
-        ...(ranks.length > FEW_RANKS ? [] : all),
+        { title: "share", text: (r) => percent(r.count / r.of), value: (r) => r.count / r.of, bar: (r) => r.count / r.of, help: "of the waits of all steps like this one" },
+        ...(few ? all : []),
         { title: "for a peer", text: (r) => duration(r.peerTime), value: (r) => r.peerTime, help: "waiting for another rank than the worker's own" },
         ...ranks,
       ],
@@ -196,7 +197,7 @@ export class SummaryPage implements Page {
       [
         { title: "worker", text: (w) => pane.trace.workerName(w.worker), value: (w) => w.worker },
         { title: "waits", text: (w) => integer(w.count), value: (w) => w.count },
-        { title: "part", text: (w) => percent(w.count / w.of), value: (w) => w.count, bar: (w) => w.count / w.of, help: "of all waits of the step for others" },
+        { title: "share", text: (w) => percent(w.count / w.of), value: (w) => w.count, bar: (w) => w.count / w.of, help: "of all waits of the step for others" },
         { title: "work", text: (w) => `${work(w).toFixed(2)} ×`, value: work, help: "computing and loading over the mean of all workers" },
       ],
       found.lateWorkers,

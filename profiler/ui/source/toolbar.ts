@@ -61,18 +61,18 @@ export class Toolbar {
       make(
         "span",
         "group",
-        this.zoomButton("+", "zoom in", "W", () => app.zoomBy(0.5)),
-        this.zoomButton("\u2212", "zoom out", "S", () => app.zoomBy(2)),
-        this.zoomButton("\u2194", "show the step", "G", () => app.showStep()),
-        this.zoomButton("\u21e4\u21e5", "show everything", "Home", () => app.showAll()),
+        this.signButton("+", "zoom in", "W", () => app.zoomBy(0.5)),
+        this.signButton("\u2212", "zoom out", "S", () => app.zoomBy(2)),
+        this.signButton("\u2194", "show the step", "G", () => app.showStep()),
+        this.signButton("\u21e4\u21e5", "show everything", "Home", () => app.showAll()),
       ),
       this.critical,
       make(
         "span",
         "group grow",
         this.search,
-        button("‹", "the match before (Shift N)", () => app.nextMatch(-1), "small"),
-        button("›", "the next match (N)", () => app.nextMatch(1), "small"),
+        this.signButton("‹", "the match before", "Shift N", () => app.nextMatch(-1)),
+        this.signButton("›", "the next match", "N", () => app.nextMatch(1)),
         this.count,
       ),
       make(
@@ -91,7 +91,7 @@ export class Toolbar {
     app.on(["critical"], () => this.critical.setAttribute("aria-pressed", String(app.critical)));
   }
 
-  private zoomButton(sign: string, name: string, key: string, action: () => void): HTMLButtonElement {
+  private signButton(sign: string, name: string, key: string, action: () => void): HTMLButtonElement {
     const made = button(sign, `${name} (${key})`, action, "small");
     made.setAttribute("aria-label", name);
     return made;

@@ -64,6 +64,27 @@ def test_search_says_what_it_does_not_understand(opened: Viewer) -> None:
     assert opened.run("app.query") == ""
 
 
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("kind:", "this trace has attention, embed, "),
+        ("layer:", '"" is not a layer'),
+        ("wait>", '"" is not a time such as 3us'),
+        ("colour:", 'there is no "colour:" to search for'),
+    ],
+)
+def test_a_term_without_a_value_says_what_it_takes(opened: Viewer, query: str, said: str) -> None:
+    opened.page.keyboard.press("/")
+    opened.page.keyboard.type(query)
+    opened.settle()
+    assert said in opened.page.locator(".count").inner_text()
+
+
+def test_signs_on_buttons_have_names(opened: Viewer) -> None:
+    for name in ("zoom in", "zoom out", "the match before", "the next match"):
+        assert opened.page.get_by_role("button", name=name, exact=True).count() == 1
+
+
 def test_legend_filters(opened: Viewer) -> None:
     opened.page.locator(".legend .entry", has_text="o_proj").click()
     opened.settle()

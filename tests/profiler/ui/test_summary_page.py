@@ -31,6 +31,10 @@ def test_the_summary_opens_first_and_is_that_of_the_report(
     text = slow.panel()
     assert facts["sentence"] in text
     assert "worker 40 came last" in text
+    # The report's words: a share is no part.
+    headings = slow.page.locator(".page:visible th").all_inner_texts()
+    assert "share" in headings
+    assert "part" not in headings
     tables = slow.page.locator(".page:visible tbody")
     path = table_rows(tables.nth(0))
     for row in facts["critical_path"]:

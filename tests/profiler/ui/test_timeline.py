@@ -223,6 +223,16 @@ def test_on_a_phone_the_panel_is_below_the_timeline(opened: Viewer) -> None:
     opened.screenshot("phone")
 
 
+@pytest.mark.parametrize("width", [1600, 1000, 420])
+def test_the_tabs_of_the_panel_are_in_one_row(opened: Viewer, width: int) -> None:
+    opened.page.set_viewport_size({"width": width, "height": 800})
+    for tab in opened.page.get_by_role("tab").all():
+        tab.click()
+        opened.settle()
+        boxes = [other.bounding_box() for other in opened.page.get_by_role("tab").all()]
+        assert len({box["y"] for box in boxes if box is not None}) == 1, tab.inner_text()
+
+
 def test_the_legend_fits_a_narrow_window(opened: Viewer) -> None:
     opened.page.set_viewport_size({"width": 360, "height": 740})
     opened.settle()
