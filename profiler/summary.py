@@ -39,7 +39,6 @@ OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the med
 _WIDTH: Final = 120  # of lines of text
 _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
 
-_POSSIBLE: Final = ("wait", "balance")  # changes to nothing that a program could have
 _LATE: Final = 1.25  # who is named comes last so many times as often as the mean
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
@@ -190,8 +189,8 @@ def _outliers(trace: Trace, common: Longs, median: int) -> list[Facts]:
 def _best(found: Facts | str) -> list[Facts]:
     """The changes that would bring most, of those that could be made.
 
-    What takes no time at all would bring more, but is a bound that no program reaches; everything
-    at half the time is no single change.
+    What takes no time at all, or is not waited for, would bring more, but is a bound that no
+    program reaches; everything at half the time is no single change.
     """
     changes = found["changes"] if isinstance(found, dict) else []
     attainable = [
@@ -199,7 +198,7 @@ def _best(found: Facts | str) -> list[Facts]:
         for row in changes
         if row["saved_ns"] > 0
         and (row["of"] or row["what"] == "ring")
-        and (row["factor"] or row["what"] in _POSSIBLE)
+        and (row["factor"] or row["what"] == "balance")
     ]
     return attainable[:BEST]
 

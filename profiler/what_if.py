@@ -207,7 +207,7 @@ def format_what_if(facts: dict[str, Any], rows: int | None = None) -> Iterator[s
     replayed = facts["replayed_ns"]
     yield (
         f"What if: step {facts['step']} took {us(facts['step_ns'])} us, "
-        f"its replay with nothing changed {us(replayed)} (what takes no time is a bound)"
+        f"its replay with nothing changed {us(replayed)} (no time and no waiting are bounds)"
     )
     if facts["memory_ns"] is not None:
         yield f"(* not shorter: the memory needs {us(facts['memory_ns'])} us for the step's bytes)"

@@ -34,6 +34,14 @@ def test_a_slow_worker_is_named() -> None:
     assert sum(facts["states"].values()) == pytest.approx(1, abs=0.01)
 
 
+def test_bounds_are_not_what_would_help_most() -> None:
+    facts = summary(Trace.load(EXAMPLES / "llama-1b-batch-8-h200.megatrace"))
+    changes = facts["what_if"]["changes"]
+    assert any(row["what"] == "wait" and row["saved_ns"] > 0 for row in changes)
+    assert all(row["factor"] or row["what"] == "balance" for row in facts["best"])
+    assert facts["best"][0]["text"] == "gate_up loads in half the time"
+
+
 def test_a_worker_that_came_last_no_more_often_than_others_is_not_named() -> None:
     facts = summary(synthetic_trace(workers=2, steps=5, layers=3))
     assert max(row["count"] / row["of"] for row in facts["late_workers"]) < 0.6

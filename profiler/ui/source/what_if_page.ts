@@ -49,7 +49,7 @@ export class WhatIfPage implements Page {
       make(
         "p",
         "faint",
-        "What takes no time is a bound, not a change that could be made. * As long as the memory needs for the step's bytes. " +
+        "What takes no time or is not waited for is a bound, not a change that could be made. * As long as the memory needs for the step's bytes. " +
           "Other factors, and several changes at once: “megavm trace what-if FILE computing:gate_up=0.8 latency=0.5”.",
       ),
     ];
