@@ -245,7 +245,7 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             f"({machine['device']}, {machine['workers']} workers), {count} steps"
         )
     first, second = facts["tokens"]
-    also = "" if first == second else f" in A, of {tokens_text(second)} in B"
+    also = "" if first == second else f" in A, of {second} in B"
     yield f"compared: steps of {tokens_text(first)}{also}"
     for difference in facts["differences"]:
         yield f"note: {difference}"

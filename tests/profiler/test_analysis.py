@@ -441,7 +441,7 @@ def test_steps_of_different_numbers_of_tokens_are_compared_without_a_limit() -> 
     facts = diff(one, more)
     assert facts["tokens"] == [1, 8]
     assert facts["differences"] == ["the steps are different: they have 1 token in A and 8 in B"]
-    assert "compared: steps of 1 tokens in A, of 8 in B" in format_diff(facts)
+    assert "compared: steps of 1 token in A, of 8 in B" in format_diff(facts)
     with pytest.raises(TraceError, match=r"the steps are different.*no limit"):
         judge(facts, 0.03)
     # One step in common is enough to compare only such steps.

@@ -92,7 +92,7 @@ export class SummaryPage implements Page {
         make(
           "p",
           "faint",
-          "The lines are what was measured of the machine: its memory's bandwidth and the rate of matrix products. What lies above them read from caches, or loaded while the workers waited.",
+          "The lines are what was measured of the machine: its memory's bandwidth and the rate of matrix products. What lies above them read from caches, loaded while the workers waited, or read less than it may: sample, where it takes the largest logit.",
         ),
       );
     }
