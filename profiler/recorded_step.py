@@ -192,7 +192,7 @@ class RecordedStep:
         self._byte_ns = self._ns_per_byte()
 
     def _find_room(self) -> None:
-        """Lags of loads, and which of them waited for room: for consumers, or for the memory."""
+        """Which loads were held up, after what they had room, and what they waited for then."""
         count, took, per_byte = self._count, self._took, self._byte_ns
         pipe = self._bytes * per_byte
         held_up = self._loading & (pipe > 0) & (took > _HELD_UP * pipe)
@@ -207,14 +207,14 @@ class RecordedStep:
         fitted = (self._bytes - room / per_byte)[held_up & own] if per_byte else np.empty(0)
         loaded = np.where(self._loading, self._loaded, NEVER)
         ring = max(self._ahead(loaded), float(fitted.max(initial=0.0)))
-        # The memory brings it to all workers at once, the first page after its way.
+        # The memory brings it to all workers at once; the first page has its way to go.
         rest = np.maximum(self._bytes - ring, 0.0)
         least = rest * max(per_byte, self._share_ns()) + np.where(rest > 0, self._page_ns, 0.0)
         self._used_of = self._user_of(ring)
         used = self._left[np.maximum(self._used_of, 0)]
         self._used_lag = np.minimum(self._loaded - used, 0.0)
-        # Workers share the memory unevenly: the median worker of a phase says whether its loads
-        # waited for the consumers or for the memory.
+        # The memory serves some workers faster than others. The median worker of a phase says
+        # whether its loads waited for the memory or for the consumers.
         usual, fastest = (
             _typical(t, held_up & own, self._phase, otherwise=t) for t in (room, least)
         )
