@@ -26,7 +26,7 @@ import numpy as np
 
 from environment import save
 from megavm.instructions.attention import Attention
-from megavm.instructions.tiles import matrix_rows
+from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import Halves, default_options
 from megavm.scheduler.llama.config import LlamaConfig

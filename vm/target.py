@@ -61,9 +61,10 @@ class Target:
     machine has none, and counts none).
 
     Engine: ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
-    the host checks its stop conditions. ``max_num_seqs``: the default of sequences that run at the same
-    time. ``max_num_batched_tokens``: that of the tokens of a step. ``overlap``: the next step is planned while one runs. ``kv_fraction``, ``max_kv_bytes``: the default
-    size of the KV cache, as a share of the memory that is available, and its limit (None: there is none).
+    the host checks its stop conditions. ``max_num_seqs`` and ``max_num_batched_tokens``: the defaults of
+    sequences that run at the same time, and of tokens of a step. ``overlap``: the next step is planned while
+    one runs. ``kv_fraction``, ``max_kv_bytes``: the default size of the KV cache, as a share of the memory that
+    is available, and its limit (None: there is none).
 
     ``column_unit``: column tiles of products begin at multiples of it, those of embeddings at multiples of
     ``embedding_unit``. ``exchange``: how activations pass between workers (CompileOptions.exchange).

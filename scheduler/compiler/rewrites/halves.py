@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megavm.instructions.tiles import matrix_rows
+from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.tiling import matrix_cut
