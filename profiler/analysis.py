@@ -287,7 +287,7 @@ def waits(selection: Selection, each_worker: bool = False) -> list[WaitRow]:
     through = selection.column(trace.record_cause_channel)[own]
     program = selection.column(trace.record_program)[own]
     known = through >= 0
-    # What came last says for what it was waited; else what took longer to be seen.
+    # The last channel to be complete is the reason of the wait; else the one that took longer.
     tagged = (spans.inputs - spans.waited > spans.waited - spans.begin)[own]
     for number, facts in enumerate(trace.programs):
         of = known & (program == number)

@@ -36,7 +36,7 @@ def describe_machine(machine: Machine) -> dict[str, Any]:
 
 
 def measure_ceilings(machine: Machine) -> dict[str, Any]:
-    """What the machine's memory and arithmetic can give: members of a trace's ``machine``.
+    """The ceilings of the machine's memory and arithmetic: members of a trace's ``machine``.
 
     See ``measure_bandwidth`` and ``measure_multiplication``. Of a machine with several GPUs one is
     measured, and the others count as equal to it. Takes a second or a little more.

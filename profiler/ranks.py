@@ -1,4 +1,4 @@
-"""Which rank the others wait for, exchange by exchange."""
+"""The rank that the others wait for, exchange by exchange."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class RecordedStep:
         self._turn = self._begin - before
 
     def _read_channels(self, number: int) -> None:
-        """Which records wait for which channels of the step, and who completes them."""
+        """The channels of the step, the records that wait for each, and those that complete it."""
         program = self.trace.programs[number]
         place = np.full(len(program), -1, np.int64)
         place[self.trace.record_instruction[self.records]] = np.arange(self._count)
@@ -153,7 +153,7 @@ class RecordedStep:
         awaited = known & (last >= self._begin)
         waited = inputs - np.where(known, last, inputs)
         way = np.where(awaited, waited, _typical(waited, awaited, self._phase))
-        # What came shortly before the worker turned to the record may still have been on its way.
+        # A result that came just before the worker turned to the record may have been on its way.
         polled = inputs - self._begin
         direct = ~outside & ~awaited & ~(known & (last + way > self._begin) & (polled > 0))
         pair = self._pair_record
@@ -192,7 +192,7 @@ class RecordedStep:
         self._byte_ns = self._ns_per_byte()
 
     def _find_room(self) -> None:
-        """Which loads were held up, after what they had room, and what they waited for then."""
+        """Loads that were held up, the events that gave them room, and their waits after these."""
         count, took, per_byte = self._count, self._took, self._byte_ns
         pipe = self._bytes * per_byte
         held_up = self._loading & (pipe > 0) & (took > _HELD_UP * pipe)
@@ -243,7 +243,7 @@ class RecordedStep:
             self._page_ns = max(self._page_ns, float(np.quantile(delays, 0.25)))
 
     def ring_users(self, size: float) -> tuple[Longs, Floats]:
-        """What has to be used before the last byte of each record fits into a ring of ``size``.
+        """The use of pages that makes room for the last byte of each record in a ring of ``size``.
 
         The record that the byte before it in the ring belongs to (-1: none of this step), and
         which part of that record comes first.
@@ -287,7 +287,7 @@ class RecordedStep:
         return most
 
     def _share_ns(self) -> float:
-        """What a byte takes when all workers load and share the memory evenly: ns; 0: unknown."""
+        """Time of a byte when all workers load and share the memory evenly: ns; 0: unknown."""
         ceiling = self.trace.machine.get("bandwidth")
         if not ceiling:
             return 0.0
@@ -296,7 +296,7 @@ class RecordedStep:
         return float(len(np.unique(self._worker)) * 1e9 / ceiling / max(again, 1.0))
 
     def _ns_per_byte(self) -> float:
-        """What a worker's loader takes for a byte when nothing holds it up: ns."""
+        """Time of a worker's loader for a byte when nothing holds it up: ns."""
         ceiling, took = self.trace.machine.get("bandwidth"), self._took
         known = self._loading & (took > 0) & (self._bytes > 0)
         if not known.any():
@@ -418,7 +418,7 @@ class RecordedStep:
 
     @property
     def loading_phases(self) -> tuple[str, ...]:
-        """Those whose loads were noted."""
+        """The phases whose loads were noted."""
         return tuple(self.phases[p] for p in np.unique(self._phase[self._loading]).tolist())
 
 

@@ -17,7 +17,7 @@ import numpy as np
 from megavm.profiler.recorded_step import NEVER, RecordedStep
 from megavm.profiler.trace import Floats, Longs, TraceError
 
-# What a change is of. "computing", "loading" and "balance" are of a phase, "latency" and "wait" of
+# Kinds of changes. "computing", "loading" and "balance" are of a phase, "latency" and "wait" of
 # an exchange, "worker" of a worker, "switching" and "ring" of all workers.
 CHANGES: Final = (
     *("computing", "loading", "latency", "wait", "worker", "balance", "switching", "ring"),

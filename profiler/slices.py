@@ -85,7 +85,7 @@ def inner(trace: Trace, lane: Lane) -> list[tuple[str, Longs, Longs]]:
 
 @dataclass(frozen=True, eq=False)
 class Details:
-    """What the consumers' slices say beside their names: a value per record, [R] each.
+    """Arguments of the consumers' slices beside their names: a value per record, [R] each.
 
     ``bytes_per_second``: of its streamed bytes over the time of its loads, or of its computing
     where a machine has no loader; 0 if it streams none. ``cause_label``: index of ``trace.labels``;

@@ -1,4 +1,4 @@
-"""Which SMs of a GPU compute and load longer than others, and which came last."""
+"""SMs of a GPU that compute and load longer than others, and SMs that came last."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def sm_times(trace: Trace, steps: Longs) -> SmTimes:
 
 
 def by_sm(times: SmTimes) -> list[dict[str, Any]]:
-    """What every SM did; [] when the trace does not know SMs.
+    """A table row for every SM; [] when the trace does not know SMs.
 
     ``ns`` is its computing and loading, a mean over the steps that it took part in, and ``of_mean``
     that over the mean of all SMs, ``equal_work`` the same over what is expected. ``count`` of

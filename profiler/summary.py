@@ -1,4 +1,4 @@
-"""What a trace says at first sight: the step of median duration, and what stands out.
+"""The summary of a trace: the step of median duration, and its conspicuous facts.
 
 The result travels in the trace file (docs/trace-format.md), so that the page shows what the reports
 say. All of it comes from this module and those that it calls.
@@ -100,7 +100,7 @@ def _spread(durations: Longs) -> float:
 
 
 def _states(selection: Selection) -> dict[str, float]:
-    """What share of the step workers spend in each state."""
+    """The share of the step that workers spend in each state."""
     whole = max(selection.busy * selection.trace.workers, 1)
     return {name: float(times.sum() / whole) for name, times in by_worker(selection).items()}
 
@@ -301,7 +301,7 @@ def _sentence(trace: Trace, facts: Facts) -> str:
     took = facts["step_ns"]
     parts = [f"A step takes {f'{took / 1e6:,.1f} ms' if took >= 1e7 else f'{us(took)} us'}"]
     states = facts["states"]
-    # What a step reaches above 1 is no ceiling of it: ``warnings`` says why.
+    # A share above 1 is of no ceiling: ``warnings`` says why.
     ceilings = [
         (share, what)
         for share, what in (
@@ -433,7 +433,7 @@ def _sms(facts: Facts) -> Iterator[str]:
 
 
 def _exchanges(rows: list[Facts], steps: int) -> Iterator[str]:
-    """Which rank came last in each exchange, as a table."""
+    """The rank that came last in each exchange, as a table."""
     if not rows:
         return
     yield ""

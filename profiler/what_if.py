@@ -1,4 +1,4 @@
-"""What a step would take with something changed: all single changes ranked, or chosen ones."""
+"""The predicted time of a step with one thing changed: all changes ranked, or chosen ones."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _full_name(replay: Replay, change: Change) -> str:
 
 
 def _short(what: str, name: str, trace: Trace) -> str:
-    """What a change is of, as tables name it."""
+    """The object of a change, as tables name it."""
     return trace.worker_name(int(name)) if what == "worker" and name else short_name(name)
 
 

@@ -88,7 +88,7 @@ class ChatAnswer(Answer):
         }
 
     def _template(self, index: int) -> Template | None:
-        # What one token adds to calls depends on those before it.
+        # The part of a call in one token depends on the tokens before it.
         return None if self._new_message is not None else super()._template(index)
 
 

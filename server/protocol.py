@@ -40,7 +40,7 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "suffix": (),
     "tool_choice": ("none", "auto"),  # in completions
     "tools": (),
-    # Which tokens may be chosen.
+    # Tokens that may be chosen.
     "custom_logit_processor": (),
     "ebnf": (),
     "grammar": (),
@@ -77,7 +77,7 @@ _UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
     "stop_regex": (),
     "t_max_predict_ms": (0, -1),
     "thinking_token_budget": (-1,),
-    # What the answer holds.
+    # Contents of the answer.
     "audio": (),
     "logprob_token_ids": (),
     "modalities": (["text"],),

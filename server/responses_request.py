@@ -43,7 +43,7 @@ Input = Annotated[
 
 
 class TextOptions(Body):
-    """What kind of text the answer is."""
+    """The kind of text of the answer."""
 
     format: dict[str, Any] | None = None
     verbosity: str | None = None

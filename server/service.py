@@ -474,7 +474,7 @@ class Service:
     async def restriction(
         self, body: GenerationRequest, params: SamplingParams
     ) -> Restriction | None:
-        """What the parameters of a body say about the tokens that may be chosen, compiled.
+        """The compiled restriction of the tokens that may be chosen, from the parameters of a body.
 
         Raises:
             ApiError: a grammar is refused or takes too long, or a token id is unknown.
@@ -513,7 +513,7 @@ class Service:
 
     @property
     def plain_writer(self) -> EngineLoop | None:
-        """What writes the plain events of a queued generation, also while the server drains."""
+        """The writer of the plain events of a queued generation, also while the server drains."""
         return self._loop
 
     def close_generation(self, generation: Generation) -> None:

@@ -39,7 +39,7 @@ class Renderer(Protocol):
 
     @property
     def template(self) -> Template | None:
-        """What makes the events of all plain deltas to come; None if they need `render`."""
+        """The template of the events of all plain deltas to come; None if they need `render`."""
         ...
 
     def begin(self) -> bytes:

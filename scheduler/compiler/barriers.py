@@ -140,7 +140,7 @@ def _reduce(
         own_done, own_read = through_own(waits & all_bits)
         if not waits >> count:
             return own_done, own_read
-        # What is complete on the own rank of each of these is complete on all ranks.
+        # An operation that is complete on the own rank of each of these is complete on all ranks.
         done_there, read_there = (
             known | (known & all_bits) << count for known in through_own(waits >> count)
         )
@@ -154,8 +154,8 @@ def _reduce(
     for needed, is_early in zip(needs, early, strict=True):
         tag_done, tag_read = through_tags(needed.tags)
         before_writes = (0, 0) if is_early else (tag_done, tag_read)
-        # What an instruction reads is the same for most tiles of an operation (so it is cached),
-        # and it usually implies the other needs.
+        # The reads are the same for most tiles of an operation (so the result is cached), and they
+        # usually imply the other needs.
         implied_done, implied_read = through_waits(needed.reads)
         complete = needed.reads | needed.overwrites & ~before_writes[0] & ~implied_done
         required = complete | needed.replaces & ~before_writes[1] & ~implied_read

@@ -66,7 +66,7 @@ def compile_graph(
 
 @dataclass(frozen=True)
 class _Step:
-    """What a step is compiled from."""
+    """The input of the compiler for one step."""
 
     graph: Graph
     options: CompileOptions

@@ -134,7 +134,7 @@ def extend(
 
 
 def _form(operation: Operation, storage: Storage) -> object:
-    """What alike operations have in common: everything but names and the tensors of a layer."""
+    """The facts that alike operations share: all but names and the tensors of a layer."""
 
     def form_of(value: Value) -> object:
         handle = storage.handle(value)
@@ -368,7 +368,7 @@ def _replaced(words: Words, table: Mapping[int, int]) -> Words:
 
 
 def _handle_words(words: Words) -> npt.NDArray[np.bool_]:
-    """Which words of instructions are handles of tensors: bool of the shape of ``words``."""
+    """Marks the words that are handles of tensors: bool of the shape of ``words``."""
     chosen = np.zeros(words.shape, np.bool_)
     for opcode, cls in instruction_set().items():
         is_handle = np.zeros(words.shape[1], np.bool_)

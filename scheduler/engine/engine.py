@@ -441,7 +441,7 @@ class Engine:
         begin = time.perf_counter()
         try:
             if plan.admissions and (running := self._in_progress) is not None:
-                # What it still chooses in these slots is of sequences that have ended.
+                # Its further choices in these slots belong to sequences that have ended.
                 if running.gone is None:
                     running.gone = np.zeros_like(self._ended)
                 running.gone[[admission.slot for admission in plan.admissions]] = True

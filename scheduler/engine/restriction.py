@@ -1,4 +1,4 @@
-"""Which tokens a sequence may choose: a grammar, a set of tokens, biases, and words to avoid.
+"""The tokens that a sequence may choose: a grammar, a set of tokens, biases, and words to avoid.
 
 A request has a ``Restriction``, made before the request is queued, because that may take long.
 Each of its sequences follows it with a ``Follower``, which fills the mask of the next choice.
@@ -52,7 +52,7 @@ class Grammar(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Restriction:
-    """What a request restricts; see the module.
+    """The restrictions of a request; see the module.
 
     ``allowed``: int32 words with a bit per token; tokens without one are never chosen. ``bias``:
     token id to what is added to its logit. ``bad_words``: rows of at least two tokens that may not

@@ -56,7 +56,7 @@ class Form:
 def calls_grammar(
     form: Form, choice: ToolChoice, markers: Sequence[str], special_id: SpecialId
 ) -> StructuredOutputsParams | None:
-    """What an answer may be; None: any text.
+    """The form that an answer must have; None: any text.
 
     The answer consists of calls if the choice requires them. Else it may be text as well, and the
     arguments of strict functions follow their schemas. `markers`: texts that are one token each;

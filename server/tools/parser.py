@@ -17,7 +17,7 @@ Reading = Generator[None, str]  # is sent characters, and "" at the end of the t
 
 @dataclass
 class CallDelta:
-    """What is new of one call. `name` is set in the first delta of a call only."""
+    """The new part of one call. `name` is set in the first delta of a call only."""
 
     index: int
     name: str | None = None
@@ -26,14 +26,14 @@ class CallDelta:
 
 @dataclass
 class Parsed:
-    """What a piece of text adds to the message: content, and parts of calls."""
+    """The addition of a piece of text to the message: content, and parts of calls."""
 
     content: str = ""
     calls: list[CallDelta] = field(default_factory=list)
 
 
 class NotACall(Exception):
-    """What looked like a call is text."""
+    """The text that looked like a call is none."""
 
 
 class ToolParser(ABC):
@@ -73,13 +73,13 @@ class ToolParser(ABC):
         next(self._reading)
 
     def push(self, text: str) -> Parsed:
-        """What is certain with this next piece of the text."""
+        """Read the next piece of the text, and return the content and calls that are certain."""
         for char in text:
             self._reading.send(char)
         return self._take()
 
     def finish(self) -> Parsed:
-        """What is left, at the end of the text. Nothing may be pushed afterwards."""
+        """End the text, and return the rest. Nothing may be pushed afterwards."""
         with suppress(StopIteration):
             self._reading.send("")
         if not self._after_call:
@@ -120,7 +120,7 @@ class ToolParser(ABC):
                 raise NotACall
 
     def _accept(self) -> None:
-        """What has been read is no text."""
+        """Decide that the characters read so far are no text."""
         self._held.clear()
 
     def _begin(self, name: str) -> None:

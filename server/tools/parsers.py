@@ -15,7 +15,7 @@ PARSERS: Final[dict[str, type[ToolParser]]] = {  # vLLM's names
     "hermes": HermesParser,
     "pythonic": PythonicParser,
 }
-# What a template that teaches or repeats calls in a format contains.
+# Signs in a template that it teaches or repeats calls in a format.
 _SIGNS: Final = (
     ("pythonic", re.compile(r"<\|python_start\|>|\[\w+\(\w+=")),
     ("hermes", re.compile(r"<tool_call>")),

@@ -121,7 +121,7 @@ class PythonScanner:
         raise Malformed
 
     def _begin_item(self) -> str:
-        """What stands before an item: a comma, or the opening bracket of all arguments."""
+        """The character before an item: a comma, or the opening bracket of all arguments."""
         inner = self._open[-1]
         inner.items += 1
         if inner.items > 1:

@@ -1,4 +1,4 @@
-"""What the scanners of a call's arguments have in common (json_scanner.py, python_scanner.py).
+"""The common part of the scanners of a call's arguments (json_scanner.py, python_scanner.py).
 
 A scanner reads what the model writes character by character, and returns it as JSON as soon as it
 is certain, so that a client can follow it.
