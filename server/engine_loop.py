@@ -17,9 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol, TypeVar
 
-from megavm.scheduler.engine.sequence import State
 from megavm.server.errors import ApiError, failed
 from megavm.server.event_streams import EventStreams
 from megavm.server.logs import log, logger
@@ -177,6 +177,15 @@ def is_plain(delta: Delta) -> bool:
     return delta.finish_reason is None and not delta.logprobs
 
 
+@dataclass
+class _Owner:
+    """The generation of a request, and the index of its first sequence there."""
+
+    generation: Generation
+    first: int
+    unfinished: int  # sequences whose last delta has not come
+
+
 class EngineLoop:
     """Drives an engine in a thread.
 
@@ -196,8 +205,7 @@ class EngineLoop:
         self._streams = EventStreams()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._generations: dict[Generation, None] = {}
-        # By the id of a request: its generation, and the index of its first sequence there.
-        self._owners: dict[Hashable, tuple[Generation, int]] = {}
+        self._owners: dict[Hashable, _Owner] = {}  # by the id of a request
         self._submitted = 0  # sequences; only the event loop's thread writes this
         self._finished = 0  # sequences; only the engine's thread writes this
         self._after_step: Callable[[], None] | None = None
@@ -347,9 +355,9 @@ class EngineLoop:
         woken: dict[Generation, None] = {}
         streams: list[Stream] = []
         texts: list[str] = []
-        ended: dict[Request, None] = {}
         for delta in deltas:
-            generation, first = self._owners[delta.request.id]
+            owner = self._owners[delta.request.id]
+            generation = owner.generation
             if (stream := generation.stream) is not None:
                 if is_plain(delta):
                     generation.written += len(delta.token_ids)
@@ -359,19 +367,18 @@ class EngineLoop:
                 generation.stream = None
             if delta.finish_reason is not None:
                 self._finished += 1
-                ended[delta.request] = None
-            if generation.add(first + delta.index, delta):
+                owner.unfinished -= 1
+            if not owner.unfinished:
+                # Sequences refer to their request: without this, only a garbage collection frees
+                # them.
+                delta.request.sequences = ()
+                del self._owners[delta.request.id]
+            if generation.add(owner.first + delta.index, delta):
                 woken[generation] = None
         if streams:
             self._streams.write(streams, texts)
         if woken:
             self._tell(_wake, list(woken))
-        for request in ended:
-            if all(sequence.state is State.FINISHED for sequence in request.sequences):
-                # Sequences refer to their request: without this, only a garbage collection frees
-                # them.
-                request.sequences = ()
-                del self._owners[request.id]
         if self._after_step is not None:
             self._after_step()
 
@@ -383,7 +390,7 @@ class EngineLoop:
         try:
             for i, prompt in enumerate(generation.prompts):
                 request = self.engine.add(prompt, params, restriction=generation.restriction)
-                self._owners[request.id] = generation, i * params.n
+                self._owners[request.id] = _Owner(generation, i * params.n, params.n)
                 request.times.arrived = generation.arrived
                 generation.requests.append(request)
         except Exception as error:

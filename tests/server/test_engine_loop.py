@@ -108,6 +108,34 @@ def test_an_ended_request_is_freed_without_a_garbage_collection() -> None:
         gc.enable()
 
 
+def test_last_deltas_of_a_request_may_come_in_different_steps() -> None:
+    """One sequence may end while the plan of the next step fails another: its delta comes then."""
+
+    async def test(engine_loop: EngineLoop, runner: Any) -> dict[int, list[int]]:
+        step, late = engine_loop.engine.step, list[Delta]()
+
+        def delayed_step() -> list[Delta]:
+            deltas = [*late, *step()]
+            late[:] = [d for d in deltas if d.finish_reason and d.index == 1 and d not in late]
+            return [delta for delta in deltas if delta not in late]
+
+        engine_loop.engine.step = delayed_step  # type: ignore[method-assign]
+        made, other = generation([1], n=2), generation([2, 3])
+        engine_loop.submit(made)
+        found = asyncio.create_task(tokens(made))
+        while engine_loop.num_sequences > 1:
+            await asyncio.sleep(0.001)
+        engine_loop.submit(other)
+        await tokens(other)
+        await found
+        for each in (made, other):
+            engine_loop.close(each)
+        await idle(engine_loop)
+        return found.result()
+
+    assert [len(ids) for ids in run(test).values()] == [8, 8]
+
+
 def test_a_step_wakes_the_event_loop_once_however_many_wait() -> None:
     async def test(engine_loop: EngineLoop, runner: Any) -> tuple[int, int]:
         calls = 0
