@@ -159,6 +159,13 @@ class Product(Instruction, is_base=True):
             bias=(self.bias, weight.rows, 1),
             row_count=(self.row_count, 1, 1),
         )
+        written = {region.tensor for region in self.writes(tensors)}
+        for name, handle in (("x", self.x), ("x_squares", self.x_squares)):
+            if handle in written:
+                yield (
+                    f"{name} and a result are {tensors[handle].name}, but inputs are read again for "
+                    "other columns"
+                )
         rows = self.row_end - self.row_begin
         most = int(is_matrix_product(x, weight, rows))
         if self.matrix > most:

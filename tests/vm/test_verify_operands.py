@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from against_reference import examples_of
 from copy_programs import ACTIVATION, INPUT, STATE, WEIGHT, copy, edit, fault
 from gathered_product import GATHERED, gathered
 from llama_decode import llama
@@ -16,6 +17,7 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
+from megavm.instructions.sample import Sample
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, I32, Part, TensorSpec
 from megavm.vm.verify import verify
@@ -166,3 +168,54 @@ def test_rows_are_not_normalised_in_place() -> None:
     tensors = [TensorSpec("x", (1, 8), F32, STATE), TensorSpec("gain", (8,), F32, WEIGHT)]
     norm = RmsNorm(x=0, gain=1, out=0, row_begin=0, row_end=1, eps=0.0)
     assert "x and out are the same tensor" in fault(Program.build(tensors, [norm], [[0]]))
+
+
+def square_product(**operands: int) -> Program:
+    """y := x . w^T with four rows and eight columns each, and with these operands besides or instead."""
+    tensors = [
+        TensorSpec("x", (4, 8), F32, STATE),
+        TensorSpec("w", (8, 8), F32, WEIGHT),
+        TensorSpec("r", (4, 8), F32, STATE),
+        TensorSpec("y", (4, 8), F32, STATE),
+        TensorSpec("s", (4, 1), F32, STATE),
+        TensorSpec("gain", (8,), F32, WEIGHT),
+    ]
+    words: dict[str, Any] = {"x": 0, "weight": 1, "out": 3, **operands}
+    words |= {"row_begin": 0, "row_end": 4, "column_begin": 0, "column_end": 8}
+    inst = Matmul(**words, part=0, part_k=8, x_rows=4, tile=0, eps=0.0)
+    return Program.build(tensors, [inst], [[0]])
+
+
+def test_operands_that_are_absent_do_not_hide_those_that_overlap() -> None:
+    verify(square_product(residual=2, out=2))
+    assert fault(square_product(residual=2, peaks=2)) == (
+        "instruction 0 (matmul): reads rows [0, 4) columns [0, 8) of r by one operand and writes some of "
+        "them by another, in no particular order"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "operands"),
+    [
+        ("x", "x", {"out": 0}),
+        ("x", "x", {"out_scaled": 0, "out_gain": 5, "out_squares": 4}),
+        ("x_squares", "s", {"x_squares": 4, "out_scaled": 2, "out_gain": 5, "out_squares": 4}),
+    ],
+)
+def test_the_input_of_a_product_is_not_its_result(
+    name: str, tensor: str, operands: dict[str, int]
+) -> None:
+    # A GPU stores the results of some columns before it reads the input for others.
+    assert fault(square_product(**operands)) == (
+        f"instruction 0 (matmul): {name} and a result are {tensor}, but inputs are read again for other columns"
+    )
+
+
+def test_nothing_is_read_from_a_workspace() -> None:
+    example = examples_of(Sample)[0]
+    word = 8 + [field.name for field in Sample.fields].index("adjusted")
+    assert isinstance(example.instruction, Sample)
+    assert fault(edit(example.program(), 0, word, example.instruction.logits)) == (
+        "instruction 0 (sample): adjusted is logits, which another operand names too, but kernels store "
+        "anything there"
+    )

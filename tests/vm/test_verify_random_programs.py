@@ -25,14 +25,17 @@ RANDOM_PROGRAMS = 6000
 def random_tile(m: Model, rng: random.Random) -> Instruction:
     """An instruction with one input, with two, with three outputs, with earlier rows, or with nothing."""
     begin, end = rng.choice(((0, 2), (2, 4), (0, 4)))
-    x, y, out = (m.handles[f"t{rng.randrange(4)}"] for _ in range(3))
+    numbers = [rng.randrange(4) for _ in range(3)]
+    kind = rng.random()
+    if 0.45 <= kind < 0.75 and numbers[0] == numbers[2]:  # products are not computed in place
+        numbers[0] = (numbers[0] + 1) % 4
+    x, y, out = (m.handles[f"t{number}"] for number in numbers)
     columns: dict[str, Any] = {
         "row_begin": 0,
         "row_end": 1,
         "column_begin": begin,
         "column_end": end,
     }
-    kind = rng.random()
     if kind < 0.45:
         return Copy(x=x, out=out, x_row=0, x_column=begin, **columns)
     if kind < 0.6:

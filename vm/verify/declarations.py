@@ -65,8 +65,13 @@ class DeclarationCheck(Check):
                 if self.tensors[region.tensor].writable
             ]
             self._check_gathered(number, fields, handles, regions)
-            if all(field.produced for field in fields if handles.count(vars(inst)[field.name]) > 1):
-                self._check_in_place(number, regions, handles)
+            twice = [
+                (field, handle)
+                for field, handle in zip(fields, handles, strict=True)
+                if handle != NONE and handles.count(handle) > 1
+            ]
+            if all(field.produced for field, _ in twice):
+                self._check_in_place(number, twice, handles, regions)
             return [
                 (region.tensor, *self._span(region), write, region.indexed, region.earlier)
                 for region, write in regions
@@ -99,12 +104,23 @@ class DeclarationCheck(Check):
                 )
 
     def _check_in_place(
-        self, number: int, regions: Sequence[tuple[Region, bool]], handles: Sequence[int]
+        self,
+        number: int,
+        twice: Sequence[tuple[Field[Any], int]],
+        handles: Sequence[int],
+        regions: Sequence[tuple[Region, bool]],
     ) -> None:
         """A tile that one operand reads and a tile that another writes are equal or do not overlap.
 
-        Kernels process a tile in any order.
+        Kernels process a tile in any order. ``twice``: the operands whose handle another one has too.
         """
+        for field, handle in twice:
+            if field.workspace:
+                self._fail(
+                    number,
+                    f"{field.name} is {self.tensors[handle].name}, which another operand names too, but "
+                    "kernels store anything there",
+                )
         for written in (region for region, write in regions if write):
             if handles.count(written.tensor) == 1:
                 continue
