@@ -234,6 +234,10 @@ class Attention(Instruction):
             v_new=(self.v_new, None, kv_heads * head_dim),
         )
         yield from result_columns(tensors, out=(self.out, q.columns))
+        for spec in (tensors[h] for h in present(self.out)):
+            if spec.tagged and head_dim * spec.dtype.size % 4:
+                head = f"a head of {head_dim} {spec.dtype.name}"
+                yield f"out {spec.name} is tagged, but {head} is no whole words"
         yield from check_newest(tensors, self.k_cache, self.v_cache, self.k_new, self.v_new)
         for handle in present(self.partial):
             spec = tensors[handle]

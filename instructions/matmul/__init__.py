@@ -192,6 +192,11 @@ class Matmul(Product):
                     f"part_k is {self.part_k}, expected a multiple of {PART_COLUMNS} or all "
                     f"{weight.columns} columns"
                 )
+        if out.tagged and self.out_begin(tensors) * out.dtype.size % 4:
+            yield (
+                f"out is {out.name}, which is tagged, but part {self.part} begins at column "
+                f"{self.out_begin(tensors)} of {out.dtype.name}, within a word"
+            )
         for name in ("addends", "out_scaled"):
             if self.part > 0 and getattr(self, name) != NONE:
                 yield f"part {self.part} has {name}, which only part 0 can have"

@@ -12,6 +12,8 @@ from copy_programs import ACTIVATION, INPUT, STATE, WEIGHT, copy, edit, fault
 from gathered_product import GATHERED, gathered
 from llama_decode import llama
 
+from megavm.instructions.attention.examples import Case
+from megavm.instructions.attention.examples import example as attention
 from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
@@ -19,7 +21,7 @@ from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.instructions.sample import Sample
 from megavm.vm.program import Program
-from megavm.vm.tensors import BF16, F32, I32, Part, TensorSpec
+from megavm.vm.tensors import BF16, F32, I32, DType, Part, TensorSpec
 from megavm.vm.verify import verify
 
 
@@ -219,3 +221,27 @@ def test_nothing_is_read_from_a_workspace() -> None:
         "instruction 0 (sample): adjusted is logits, which another operand names too, but kernels store "
         "anything there"
     )
+
+
+@pytest.mark.parametrize(
+    ("dtype", "columns", "refused"), [(BF16, 5, True), (BF16, 6, False), (F32, 5, False)]
+)
+def test_a_part_of_a_product_begins_with_a_word(dtype: DType, columns: int, refused: bool) -> None:
+    tensors = [
+        TensorSpec("x", (1, 192), F32, INPUT),
+        TensorSpec("w", (columns, 192), F32, WEIGHT),
+        TensorSpec("y", (1, 2 * columns), dtype, ACTIVATION, tagged=True),
+    ]
+    tile: dict[str, Any] = {"column_begin": columns % 2, "column_end": columns}
+    tile |= {"row_begin": 0, "row_end": 1, "x_rows": 1, "tile": 0, "eps": 0.0}
+    inst = Matmul(x=0, weight=1, out=2, part=2, part_k=64, **tile)
+    expected = "out is y, which is tagged, but part 2 begins at column 5 of BF16, within a word"
+    assert list(inst.check(tensors)) == ([expected] if refused else [])
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [(BF16, True), (F32, False)])
+def test_a_head_of_attention_is_whole_words(dtype: DType, refused: bool) -> None:
+    case = Case("odd heads", 4, 2, 5, [(0, 3), (1, 7)], 2, tagged=True, out=dtype)
+    odd = attention(np.random.default_rng(1), case)
+    expected = "out out is tagged, but a head of 5 BF16 is no whole words"
+    assert list(odd.instruction.check(odd.tensors)) == ([expected] if refused else [])
