@@ -246,3 +246,13 @@ class Attention(Instruction):
                     f"partial {spec.name} of {spec.shape} is smaller than "
                     f"[{self.row_end}, {self.num_splits}, {heads}, {head_dim + 2}]"
                 )
+            yield from check_partial(spec, head_dim)
+
+
+def check_partial(partial: TensorSpec, head_dim: int) -> Iterator[str]:
+    """A sentence about a tensor of splits whose rows begin between two elements that are accessed together."""
+    if head_dim % 2 == 0 and partial.columns % 2:
+        yield (
+            f"partial {partial.name} has rows of {partial.columns} elements, expected an even number for "
+            f"heads of {head_dim}"
+        )

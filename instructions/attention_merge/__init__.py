@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from megavm.instructions.attention import check_partial
 from megavm.instructions.tiles import aligned, ranges, round_up
 from megavm.vm.config import CPU_LANES
 from megavm.vm.isa import Instruction, TagOrder
@@ -75,3 +76,4 @@ class AttentionMerge(Instruction):
             heads=(self.head_begin, self.head_end, heads),
             splits=(0, self.num_splits, partial.columns // (heads * (self.head_dim + 2))),
         )
+        yield from check_partial(partial, self.head_dim)

@@ -12,8 +12,10 @@ from copy_programs import ACTIVATION, INPUT, STATE, WEIGHT, copy, edit, fault
 from gathered_product import GATHERED, gathered
 from llama_decode import llama
 
+from megavm.instructions.attention import Attention
 from megavm.instructions.attention.examples import Case
 from megavm.instructions.attention.examples import example as attention
+from megavm.instructions.attention_merge import AttentionMerge
 from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
@@ -245,3 +247,18 @@ def test_a_head_of_attention_is_whole_words(dtype: DType, refused: bool) -> None
     odd = attention(np.random.default_rng(1), case)
     expected = "out out is tagged, but a head of 5 BF16 is no whole words"
     assert list(odd.instruction.check(odd.tensors)) == ([expected] if refused else [])
+
+
+@pytest.mark.parametrize("cls", [Attention, AttentionMerge])
+def test_rows_of_splits_begin_with_a_pair(cls: type[Attention | AttentionMerge]) -> None:
+    # A GPU accesses two elements of heads of even size at once.
+    split = next(e for e in examples_of(cls) if vars(e.instruction)["num_splits"] > 1)
+    partial = split.tensors[vars(split.instruction)["partial"]]
+    rows, columns = partial.rows, partial.columns
+    wider = split.changed("partial", shape=(rows, 1, 1, columns + 2))
+    assert not list(split.instruction.check(wider.tensors))
+    wider = split.changed("partial", shape=(rows, 1, 1, columns + 1))
+    (sentence,) = split.instruction.check(wider.tensors)
+    assert (
+        f"partial partial has rows of {columns + 1} elements, expected an even number" in sentence
+    )
