@@ -88,6 +88,9 @@ class Instruction:
     # Name of the C++ template that is the GPU kernel of all instructions of this family; they share one copy
     # of its code. Empty: the instruction has a kernel of its own.
     family: ClassVar[str] = ""
+    # Whether it computes a row of its results from the same row of its inputs. Then lowering may be asked for
+    # a range of the rows (``Operation.row_range``).
+    row_by_row: ClassVar[bool] = False
     # The faults that its GPU kernel finds in data: name -> sentence. The kernel calls "ROW_INDEX"
     # ``Fault::kRowIndex``. A sentence may contain the words of the fault's record: {row}, {word}, {value}, {target}.
     faults: ClassVar[Mapping[str, str]] = {}

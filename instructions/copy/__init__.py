@@ -17,6 +17,7 @@ class Copy(Instruction):
     """
 
     opcode = 2
+    row_by_row = True
 
     x = tensor("source", F32, BF16, tagged=True)
     out = tensor("destination", F32, BF16, tagged=True, gathered=True)

@@ -47,6 +47,7 @@ class Product(Instruction, is_base=True):
     """
 
     family = "Products"
+    row_by_row = True  # without a row_index
 
     x: Field[int]
     weight: Field[int]

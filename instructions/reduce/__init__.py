@@ -23,6 +23,7 @@ class Reduce(Instruction):
     """
 
     opcode = 11
+    row_by_row = True
 
     parts = tensor("parts side by side [rows, parts * columns]", F32, tagged=True)
     bias = tensor("bias [columns]", F32, BF16, optional=True)

@@ -19,6 +19,7 @@ class RmsNorm(Instruction):
     """
 
     opcode = 4
+    row_by_row = True
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     gain = tensor("gain [k]", F32, BF16)

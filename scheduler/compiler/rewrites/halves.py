@@ -9,14 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from megavm.instructions import instruction_of
 from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.tiling import matrix_cut
-
-# Operations that compute a row from the same row of their inputs. Attention reads other rows too,
-# and needs no cut: its tiles come in the order of the rows.
-_ROW_BY_ROW = ("copy", "gate_up", "matmul", "qkv_rope", "reduce", "rms_norm")
 
 
 def cut_in_halves(operations: list[Operation], options: CompileOptions) -> list[Operation]:
@@ -51,9 +48,11 @@ def _middle(operation: Operation, options: CompileOptions) -> int | None:
 
     The first half is a multiple of the rows that the machine multiplies at a time. Rows that an
     index chooses are not cut: they are those of the LM head, and sampling waits for all of them.
+    Attention reads other rows too, and needs no cut: its tiles come in the order of the rows.
     """
     target, (_, rows) = options.target, operation.row_range
-    if operation.kind not in _ROW_BY_ROW:
+    instruction = instruction_of(operation.kind)
+    if instruction is None or not instruction.row_by_row:
         return None
     if "row_index" in operation.inputs or "peaks" in operation.outputs:
         return None
