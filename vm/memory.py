@@ -17,6 +17,13 @@ Device = torch.device | str
 AllocateShares = Callable[[tuple[int, ...], torch.dtype], Sequence[torch.Tensor]]
 
 
+def tagged_values(words: torch.Tensor, dtype: DType) -> torch.Tensor:
+    """A copy of the values of tagged words, int32 [rows, words, value and tag]."""
+    # NOTE: ``contiguous`` leaves a single word as it is, and ``view`` refuses its strides.
+    values = words[..., 0].clone(memory_format=torch.contiguous_format)
+    return values.view(TORCH_DTYPE[dtype])
+
+
 class Memory:
     """Tensors by name, on one device. Programs of one model share a memory.
 
@@ -187,8 +194,7 @@ class Memory:
         storage = parts[0] if len(parts) == 1 else torch.cat(parts)
         if not spec.tagged:
             return self.layout(name).unpack(spec, storage)
-        values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
-        return values.reshape(spec.shape)
+        return tagged_values(storage, spec.dtype).reshape(spec.shape)
 
     def write(self, name: str, value: torch.Tensor) -> None:
         """Store values given in natural order. Words of a tagged tensor get the tag of the next step.

@@ -16,7 +16,7 @@ import torch
 from megavm.vm.config import NONE
 from megavm.vm.isa import Instruction
 from megavm.vm.machine import Executable, MachineFault, WorkerState, memory_on_cpu, require_ranks
-from megavm.vm.memory import TORCH_DTYPE, Memory
+from megavm.vm.memory import Memory, tagged_values
 from megavm.vm.program import Program
 from megavm.vm.tensors import Region, TensorSpec
 from megavm.vm.verify import verify as verify_program
@@ -69,7 +69,7 @@ class View:
             return torch.cat(parts).float()
         self.check_tags(Region(handle, rows, (begin, end)))
         storage = self.memory.storage(spec.name)
-        values = storage[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
+        values = tagged_values(storage, spec.dtype)
         return values[rows[0] : rows[1], begin:end].float()
 
     def write(self, handle: int, rows: Rows, columns: Rows | None, values: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class View:
             storage.view(spec.rows, -1)[rows[0] : rows[1], begin:end] = values
             return
         words = storage.view(torch.int32)
-        halves = words[..., 0].contiguous().view(TORCH_DTYPE[spec.dtype])
+        halves = tagged_values(words, spec.dtype)
         halves[rows[0] : rows[1], begin:end] = values
         first, last = (begin * spec.dtype.size) // 4, -(-end * spec.dtype.size // 4)
         words[rows[0] : rows[1], first:last, 0] = halves.view(torch.int32)[

@@ -59,6 +59,13 @@ def test_a_tagged_tensor_is_words_of_value_and_epoch() -> None:
     assert memory["t"].tolist() == [[0, 0, 0, 0], [1.5, -2.0, 0, 0]]
 
 
+def test_a_tagged_tensor_may_be_a_single_word() -> None:
+    memory = Memory()
+    memory.allocate([TensorSpec("t", (1, 2), BF16, TensorKind.ACTIVATION, tagged=True)])
+    memory.write("t", torch.tensor([[1.5, -2.0]]))
+    assert memory["t"].tolist() == [[1.5, -2.0]]
+
+
 def test_a_copy_shares_weights_and_nothing_else() -> None:
     memory = Memory()
     memory.bind(WEIGHT, torch.ones(2, 3))
