@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import random
-import re
 import subprocess
 import zlib
 from collections.abc import Iterator
@@ -30,10 +28,9 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.llama.parallel import Parallel, shard
 from megavm.scheduler.run.runner import Runner, weight_specs
-from megavm.vm.codegen import program_header
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.cuda.compiler import ROOT, generated_headers
-from megavm.vm.cuda.emulated import ENTRY, FLAGS, EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.compiler import ROOT
+from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
@@ -114,36 +111,6 @@ def test_matrix_instructions_multiply(library: Any, name: str, rows: int, column
     matrices = _Matrices(*(m.ctypes.data for m in (a, b, d)))
     assert getattr(library, name)(ctypes.byref(matrices)) == b""
     assert np.array_equal(d, a @ b.T)
-
-
-@functools.cache
-def kernels() -> dict[str, str]:
-    """Headers of kernels of single examples, which together have every value of every constant."""
-    constants: dict[str, set[tuple[str, str]]] = {}
-    names = {}
-    for cls in instruction_set().values():
-        for example in examples_of(cls):
-            header = program_header(example.program())
-            constants[header] = set(re.findall(r"constexpr [\w ]+ (k\w+) = (.*);", header))
-            names[header] = f"{cls.name()}-{example.name}"
-    chosen = {}
-    left = set[tuple[str, str]]().union(*constants.values())
-    while left:
-        header = max(constants, key=lambda header: len(constants[header] & left))
-        chosen[names[header]] = header
-        left -= constants[header]
-    return chosen
-
-
-@pytest.mark.parametrize("header", kernels().values(), ids=kernels())
-def test_kernels_compile(header: str, tmp_path: Path) -> None:
-    """The front end of the compiler accepts them; far fewer are run here."""
-    for file, text in generated_headers(header).items():
-        (tmp_path / file).write_text(text, encoding="utf-8")
-    include = [f"-I{path}" for path in (tmp_path, ROOT / "cuda" / "emulated", ROOT)]
-    command = ["c++", *FLAGS, *include, "-fsyntax-only", str(ROOT / ENTRY)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
 
 
 def some_examples() -> Iterator[Any]:

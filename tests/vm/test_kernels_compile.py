@@ -1,0 +1,52 @@
+"""The device code compiles for every value of every constant that specialises kernels."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from against_reference import examples_of
+
+from megavm.instructions import instruction_set
+from megavm.vm.codegen import program_header
+from megavm.vm.cuda.compiler import ROOT, generated_headers
+from megavm.vm.cuda.emulated import ENTRY, FLAGS, reason_unavailable
+
+pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
+
+# Sizes of memory, which have many values and choose no code.
+SIZES = {"kMaxK", "kMaxScratch", "kPages", "kPanelBytes", "kPartialFloats", "kScratchBytes"}
+
+
+@functools.cache
+def kernels() -> dict[str, str]:
+    """Headers of kernels of single examples, which together have every value of every constant."""
+    constants: dict[str, set[tuple[str, str]]] = {}
+    names = {}
+    for cls in instruction_set().values():
+        for example in examples_of(cls):
+            header = program_header(example.program())
+            values = re.findall(r"constexpr [\w ]+ (k\w+) = (.*);", header)
+            constants[header] = {(name, value) for name, value in values if name not in SIZES}
+            names[header] = f"{cls.name()}-{example.name}"
+    chosen = {}
+    left = set[tuple[str, str]]().union(*constants.values())
+    while left:
+        header = max(constants, key=lambda header: len(constants[header] & left))
+        chosen[names[header]] = header
+        left -= constants[header]
+    return chosen
+
+
+@pytest.mark.parametrize("header", kernels().values(), ids=kernels())
+def test_the_compiler_accepts_a_kernel(header: str, tmp_path: Path) -> None:
+    """Its front end, which also checks static assertions."""
+    for file, text in generated_headers(header).items():
+        (tmp_path / file).write_text(text, encoding="utf-8")
+    include = [f"-I{path}" for path in (tmp_path, ROOT / "cuda" / "emulated", ROOT)]
+    command = ["c++", *FLAGS, *include, "-fsyntax-only", str(ROOT / ENTRY)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
