@@ -26,9 +26,9 @@ import numpy as np
 
 from environment import save
 from megavm.instructions.attention import Attention
-from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import Halves, default_options
+from megavm.scheduler.compiler.tiling import tile_seconds
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, llama_graph
 from megavm.scheduler.llama.parallel import Exchange, Parallel
@@ -41,7 +41,7 @@ from program_compile import SHAPES
 
 LATENCY = 4e-6  # seconds from a worker's last store to a counter of another rank
 LINK = 345e9  # bytes a second from one rank to all others, in stores of 16 bytes
-OWN_LATENCY = 1e-6  # of a counter on the own rank
+OWN_LATENCY = 1e-6  # seconds from a worker's last store to a counter of its own rank
 ATTENTION = 1.9e12  # FLOPs a second of a worker
 LAYERS = 4
 EXCHANGES: tuple[Exchange, ...] = ("all_gather", "all_reduce")
@@ -59,11 +59,7 @@ def seconds_of(inst: Instruction, tensors: Sequence[TensorSpec]) -> float:
         return times.tile + inst.bytes(tensors) / times.bytes_per_second
     rows = fields["row_end"] - fields["row_begin"]
     k = tensors[fields["weight"]].columns
-    weight_rows = inst.flops(tensors) // (2 * rows * k)
-    sums = -(-weight_rows // TARGET.block_rows) * TARGET.block_rows * matrix_rows(rows)
-    groups = -(-weight_rows // (TARGET.block_rows * TARGET.matrix_blocks))
-    read = BF16.size * k * (weight_rows + groups * rows)
-    return times.seconds(read, 2 * sums * k, sums)
+    return tile_seconds(rows, inst.flops(tensors) // (2 * rows * k), k, TARGET)
 
 
 def sent_by(inst: Instruction, tensors: Sequence[TensorSpec]) -> int:
@@ -85,7 +81,7 @@ def run(program: Program, latency: float = LATENCY, link: float = LINK) -> float
     queues = [iter(queue.tolist()) for queue in program.queues]
     current = [next(queue, None) for queue in queues]
     free, sent = [0.0] * len(queues), 0.0
-    ends: list[tuple[float, int]] = []  # of instructions that run
+    ends: list[tuple[float, int]] = []  # (end, worker) of each instruction that runs
 
     def begin(worker: int) -> None:
         number = current[worker]

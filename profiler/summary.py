@@ -39,7 +39,8 @@ OUTLIER: Final = 0.05  # an outlier takes at least this much longer than the med
 _WIDTH: Final = 120  # of lines of text
 _DEVIATIONS: Final = 5.0  # and so many standard deviations, estimated from the quartiles
 
-_LATE: Final = 1.25  # who is named comes last so many times as often as the mean
+# A worker or rank is named if it comes last at least this many times as often as the mean.
+_LATE: Final = 1.25
 _CLOCKS: Final = 3  # ranks whose clocks are named one by one
 _NEAR: Final = 0.1  # the share of a ceiling from which its uncertainty matters
 

@@ -155,16 +155,21 @@ def _seconds(
     target: Target,
 ) -> float:
     """The predicted time of a product that is cut into so many tiles of columns."""
-    assert target.matrix_times is not None
     row_tile = matrix_rows(rows)
     units = -(-columns // unit)
     weight_rows = -(-units // tiles) * unit * width
-    sums = -(-weight_rows // target.block_rows) * target.block_rows * row_tile
+    tile = tile_seconds(min(row_tile, rows), weight_rows, k, target)
+    return -(-tiles * -(-rows // row_tile) // workers) * tile
+
+
+def tile_seconds(rows: int, weight_rows: int, k: int, target: Target) -> float:
+    """The predicted time of a tile of a matrix product: so many rows of x and of the weight."""
+    assert target.matrix_times is not None
+    sums = -(-weight_rows // target.block_rows) * target.block_rows * matrix_rows(rows)
     # Rows of x are read again for every group of blocks.
     groups = -(-weight_rows // (target.block_rows * target.matrix_blocks))
-    read = BF16.size * k * (weight_rows + groups * min(row_tile, rows))
-    tile = target.matrix_times.seconds(read, 2 * sums * k, sums)
-    return -(-tiles * -(-rows // row_tile) // workers) * tile
+    read = BF16.size * k * (weight_rows + groups * rows)
+    return target.matrix_times.seconds(read, 2 * sums * k, sums)
 
 
 def cut(size: int, count: int) -> Iterator[Range]:

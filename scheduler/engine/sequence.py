@@ -160,7 +160,7 @@ class Sequence:
         # Whether logits of the whole prompt must be computed before it may choose a token.
         self.scoring = bool(index == 0 and request.prompt_logprobs and len(self.prompt) > 1)
         restriction = request.restriction
-        self.with_logprobs = params.logprobs is not None  # of its output
+        self.with_logprobs = params.logprobs is not None  # it returns those of its output
         self.restricted = restriction is not None  # it has a mask of allowed tokens, or biases
         # Whether the mask of its next choice depends on its output.
         self.dynamic = restriction is not None and restriction.dynamic

@@ -111,7 +111,7 @@ def test_halves_of_rows_are_the_same_program(
     graph = llama(config, rows, 8, parallel=Parallel(2, exchange))
     options = replace(default_options("cuda", 12, rows), halves="all")
     program = compile_graph(graph, options)
-    assert len(set(lowered)) == 1  # what was left out and put back is accepted at once
+    assert len(set(lowered)) == 1  # the shortened program was extended, and none was compiled whole
     assert_equal(program, whole(graph, options))
     assert lowered[0] < lowered[-1]
 
