@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before torch is imported, here and in processes that tests start. The threads of its operations
 # spin while they wait for each other: where others use the cores too, a test takes much longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Started in the background, by a shell without job control, this process ignores SIGINT and so do
+# all that it starts: those that are told to end by one would go on.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from megavm.vm.machine import Machine
