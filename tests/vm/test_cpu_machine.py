@@ -393,8 +393,13 @@ def test_a_forked_child_can_run() -> None:
     executable.run()
     child = os.fork()
     if child == 0:
-        executable.run()
-        os._exit(0 if memory["start"][0, 0] == 4 else 1)
+        signal.alarm(60)  # one that waits for ever ends too
+        status = 1
+        try:
+            executable.run()
+            status = 0 if memory["start"][0, 0] == 4 else 2
+        finally:
+            os._exit(status)
     assert os.waitpid(child, 0)[1] == 0
 
 
