@@ -35,7 +35,9 @@ from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, default_logit_rows, rope_table
 from megavm.scheduler.llama.hub import resolve
-from megavm.scheduler.run.runner import Runner, make_machine, weight_specs
+from megavm.scheduler.run.buckets import weight_specs
+from megavm.scheduler.run.machines import make_machine
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.memory import Memory
 from megavm.vm.tensors import BF16
 

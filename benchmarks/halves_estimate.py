@@ -32,7 +32,7 @@ from megavm.scheduler.compiler.tiling import tile_seconds
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, llama_graph
 from megavm.scheduler.llama.parallel import Exchange, Parallel
-from megavm.scheduler.run.runner import choose_bucket
+from megavm.scheduler.run.buckets import choose_bucket
 from megavm.vm.isa import Instruction
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS

@@ -27,7 +27,8 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, rope_table
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
-from megavm.scheduler.run.runner import Runner, weight_specs
+from megavm.scheduler.run.buckets import weight_specs
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.tensors import BF16
 from read_floor import ReadFloor, time_gpu

@@ -21,7 +21,7 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import Parallel
-from megavm.scheduler.run.runner import choose_bucket
+from megavm.scheduler.run.buckets import choose_bucket
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 from megavm.vm.verify import verify

@@ -33,7 +33,7 @@ from typing import Any
 from environment import save
 from llama_cpu import make_model
 from megavm import LLM, SamplingParams
-from megavm.scheduler.run.runner import choose_machine
+from megavm.scheduler.run.machines import choose_machine
 
 PROMPT = [5, 200, 31, 77, 450, 12, 99, 1023]
 LIMITS = {"stories": 0.95, "1b": 0.98}

@@ -39,7 +39,7 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     """Every machine there is, one after the other; its memory must be on its ``memory_device``."""
     if request.param == "cuda":
         return cast(Machine, request.getfixturevalue("cuda_machine"))
-    from megavm.scheduler.run.runner import make_machine
+    from megavm.scheduler.run.machines import make_machine
 
     return make_machine(request.param)[0]
 

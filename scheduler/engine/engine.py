@@ -25,10 +25,9 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 
 from megavm.instructions.sample import Integer
 from megavm.scheduler.engine.blocks import BlockManager
@@ -36,8 +35,16 @@ from megavm.scheduler.engine.logprobs import token_logprobs
 from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.planner import Planner
 from megavm.scheduler.engine.restriction import Restriction
-from megavm.scheduler.engine.sequence import Delta, Request, Sequence, State, stop_token_ids
-from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Plan, Step
+from megavm.scheduler.engine.sequence import (
+    Delta,
+    Request,
+    Sequence,
+    State,
+    TokenIds,
+    stop_token_ids,
+)
+from megavm.scheduler.engine.slots import Slots
+from megavm.scheduler.engine.step import Floats, Ints, Plan, Step, StepRunner
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.engine.text import Decoder, TextStream
 from megavm.vm.config import MAX_STOP_TOKENS
@@ -45,71 +52,6 @@ from megavm.vm.machine import MachineFault, MachineLost
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
-    from megavm.scheduler.engine.step_memory import Rows
-
-
-TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
-
-
-class StepRunner(Protocol):
-    """Runs steps on a machine, in memory that host and machine share (runner.Runner)."""
-
-    @property
-    def max_num_seqs(self) -> int: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def max_num_batched_tokens(self) -> int: ...
-    @property
-    def max_logit_rows(self) -> int: ...
-    @property
-    def num_blocks(self) -> int: ...
-    @property
-    def block_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-
-    tokens: Ints  # [max_num_seqs, max_model_len + 1]; read only, write with write_tokens
-    block_table: Ints  # [max_num_seqs, KV blocks per sequence]
-    sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
-    sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
-
-    allowed: Ints  # [max_num_seqs, words of a mask]; publish what you write
-    bias: Floats  # [max_num_seqs, vocab_size]; likewise
-
-    @property
-    def logits(self) -> Rows:
-        """[max_logit_rows, vocab_size]; row i belongs to logit row i of the last step."""
-        ...
-
-    def write_tokens(self, slot: int, tokens: Ints) -> None:
-        """Set the first tokens of a slot."""
-        ...
-
-    def publish(self, name: str, slot: int) -> None:
-        """Let the next step see a changed row of ``allowed`` or ``bias``."""
-        ...
-
-    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
-        """Run ``step`` and return when it is complete.
-
-        Calls ``started`` once the machine runs, and before work that takes long.
-        Raises MachineFault when it fails. Later steps can still run, except after MachineLost.
-        """
-        ...
-
-    def can_queue(self, step: Step, steps: int = 1) -> bool:
-        """Whether ``start`` can put a step behind the one in progress without a delay."""
-        ...
-
-    def start(
-        self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
-    ) -> Launch | None:
-        """Start ``step`` behind the one in progress, if there is one; there may not be two.
-
-        None if it is complete already. ``Launch.finish`` raises faults that ``run`` would raise.
-        """
-        ...
 
 
 @dataclass
@@ -185,9 +127,7 @@ class Engine:
         # Set from a failed launch until it is collected.
         self._fault: BaseException | None = None
         # Only ``begin`` and ``end`` use the following.
-        self._ended = np.zeros(runner.max_num_seqs, dtype=np.bool_)  # slots: at a stop token
-        # Stop conditions of the slots read last; steady decode steps have the same.
-        self._stops: _Stops | None = None
+        self._slots = Slots(runner)
         self._in_progress: Plan | None = None  # the last plan, until it has ended
         self._last_end = 0.0  # when the last step ended, by time.perf_counter
 
@@ -443,12 +383,10 @@ class Engine:
             if plan.admissions and (running := self._in_progress) is not None:
                 # Its further choices in these slots belong to sequences that have ended.
                 if running.gone is None:
-                    running.gone = np.zeros_like(self._ended)
+                    running.gone = np.zeros_like(self._slots.ended)
                 running.gone[[admission.slot for admission in plan.admissions]] = True
-            self._write(plan)
-            if plan.step.restricted:
-                self._write_masks(plan)
-            plan.drop(self._ended)
+            self._slots.write(plan)
+            plan.drop(self._slots.ended)
             plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
             plan.started = time.perf_counter()
             if plan.step.num_rows:
@@ -490,7 +428,7 @@ class Engine:
         self._last_end = time.perf_counter()
         if plan.step.num_rows and (pace := self.planner.pace) is not None:
             pace.note(plan.step.num_rows, (self._last_end - begin) / plan.steps)
-        self._read(plan)
+        self._slots.read(plan)
 
     def _fail(self, plan: Plan, error: BaseException) -> None:
         # ``collect`` fails the requests, and raises errors that are no fault of the machine, such
@@ -515,91 +453,6 @@ class Engine:
             if self.runner.sampling_integer[slot, Integer.NUM_STOP]:
                 return False
         return self.runner.can_queue(plan.step, plan.steps)
-
-    def _write(self, plan: Plan) -> None:
-        runner = self.runner
-        if plan.admissions:
-            self._stops = None
-        for admission in plan.admissions:
-            slot = admission.slot
-            runner.write_tokens(slot, admission.tokens)
-            runner.block_table[slot, : len(admission.blocks)] = admission.blocks
-            runner.sampling_real[slot] = admission.real
-            runner.sampling_integer[slot] = admission.integer
-            self._ended[slot] = False
-            if admission.restriction is not None:
-                self._write_restriction(slot, admission.restriction)
-        for slot, column, block in plan.new_blocks:
-            runner.block_table[slot, column] = block
-        for slot in plan.enabled:
-            runner.sampling_integer[slot, Integer.ENABLED] = 1
-
-    def _write_restriction(self, slot: int, restriction: Restriction) -> None:
-        """Write what stays as it is while a sequence runs."""
-        runner = self.runner
-        if restriction.bias:
-            restriction.write_bias(runner.bias[slot])
-            runner.publish("bias", slot)
-        if restriction.allowed is not None and not restriction.dynamic:
-            runner.allowed[slot] = restriction.allowed
-            runner.publish("allowed", slot)
-
-    def _write_masks(self, plan: Plan) -> None:
-        """Write the masks that depend on the output, which the launch before has extended."""
-        step, runner = plan.step, self.runner
-        for sequence, row in zip(plan.samplers, step.logit_row.tolist(), strict=False):
-            slot = int(step.row_sequence[row])
-            if sequence.follower is None or self._ended[slot]:
-                continue
-            begin, end = len(sequence.prompt), int(step.row_position[row]) + 1
-            output = runner.tokens[slot, begin:end]
-            cause = sequence.follower.follow(output)
-            cause = cause or sequence.follower.fill(output, runner.allowed[slot])
-            if cause:
-                self._ended[slot] = True
-                plan.failed[sequence] = cause
-            runner.publish("allowed", slot)
-
-    def _read(self, plan: Plan) -> None:
-        """Copy the chosen tokens from memory before another launch can change them."""
-        step, runner, count = plan.step, self.runner, len(plan.samplers)
-        slots, positions = step.row_sequence, step.row_position
-        if count < step.num_rows:  # else every row chooses a token, in order
-            choosing = step.logit_row[:count]
-            slots, positions = slots[choosing], positions[choosing]
-        following = positions + 1
-        columns = following[:, None]
-        if plan.steps > 1:
-            columns = columns + np.arange(plan.steps, dtype=np.int32)[None]
-        plan.tokens = tokens = runner.tokens[slots[:, None], columns]
-        if self._stops is None or self._stops.slots is not slots:
-            self._stops = _Stops.of(slots, runner.sampling_integer)
-        plan.stopped = self._stops.stopped(tokens, columns)
-        if plan.stopped.any():
-            self._ended[slots] |= plan.stopped.any(axis=1)
-        if step.restricted:
-            self._follow(plan, slots, following)
-        for i, sequence in enumerate(plan.samplers if plan.with_logprobs else ()):
-            if sequence.with_logprobs:
-                plan.logits[i] = runner.logits[i].copy()
-        for i in range(count, len(step.logit_row)):
-            plan.logits[i] = runner.logits[i].copy()
-
-    def _follow(self, plan: Plan, slots: Ints, following: Ints) -> None:
-        """Find the sequences whose grammar the chosen tokens complete. Launches have one step."""
-        assert plan.stopped is not None, "the tokens have been read"
-        for i, sequence in enumerate(plan.samplers):
-            if sequence.follower is None or plan.stopped[i, 0]:
-                continue
-            begin, end = len(sequence.prompt), int(following[i]) + 1
-            cause = sequence.follower.follow(self.runner.tokens[slots[i], begin:end])
-            if cause:
-                plan.failed[sequence] = cause
-            elif sequence.follower.complete:
-                plan.complete.add(sequence)
-            else:
-                continue
-            self._ended[slots[i]] = True
 
     def collect(self, plan: Plan) -> list[Delta]:
         """Append the tokens of an executed plan to their sequences; free those that have ended.
@@ -791,34 +644,6 @@ class Engine:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Stops:
-    """When the sequences of slots end at a token.
-
-    ``slots`` int32 [n]; ``ids`` int32 [n, most stop tokens of a slot], filled up with -1;
-    ``min_length`` int32 [n, 1]: tokens of prompt and output before which a stop token ends nothing.
-    """
-
-    slots: Ints
-    ids: Ints
-    min_length: Ints
-
-    @classmethod
-    def of(cls, slots: Ints, sampling: Ints) -> _Stops:
-        """From the rows of ``sampling_integer``."""
-        rows = sampling[slots]
-        most = int(rows[:, Integer.NUM_STOP].max(initial=0))
-        ids = np.ascontiguousarray(rows[:, Integer.STOP : Integer.STOP + most])
-        return cls(slots, ids, rows[:, Integer.MIN_LENGTH, None])
-
-    def stopped(self, tokens: Ints, columns: Ints) -> Bools:
-        """Whether each of ``tokens`` [n, steps], at ``columns`` of the table, ends its sequence."""
-        ended = np.zeros(tokens.shape, dtype=np.bool_)
-        for column in range(self.ids.shape[1]):
-            ended |= self.ids[:, column, None] == tokens
-        return ended & (columns >= self.min_length) if ended.any() else ended
 
 
 def _cause(error: BaseException) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Hashable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.scheduler.engine.blocks import NO_PREFIX, block_digest
@@ -20,6 +22,7 @@ from megavm.scheduler.engine.text import TextStream
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
 
+TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 _WORD = (1 << 64) - 1
 

@@ -1,7 +1,8 @@
-"""Step: the input of the machine. Plan: a step and the host's work for it."""
+"""Step: the input of the machine. StepRunner: what runs it. Plan: a step and the host's work."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.sequence import Sequence
+    from megavm.scheduler.engine.step_memory import Rows
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -77,6 +79,67 @@ class Launch(Protocol):
 
     def cancel(self) -> None:
         """Wait for its end without results, after a step before it has failed."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Runs steps on a machine, in memory that host and machine share (scheduler/run/runner.py)."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_logit_rows(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+
+    tokens: Ints  # [max_num_seqs, max_model_len + 1]; read only, write with write_tokens
+    block_table: Ints  # [max_num_seqs, KV blocks per sequence]
+    sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
+    sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
+
+    allowed: Ints  # [max_num_seqs, words of a mask]; publish what you write
+    bias: Floats  # [max_num_seqs, vocab_size]; likewise
+
+    @property
+    def logits(self) -> Rows:
+        """[max_logit_rows, vocab_size]; row i belongs to logit row i of the last step."""
+        ...
+
+    def write_tokens(self, slot: int, tokens: Ints) -> None:
+        """Set the first tokens of a slot."""
+        ...
+
+    def publish(self, name: str, slot: int) -> None:
+        """Let the next step see a changed row of ``allowed`` or ``bias``."""
+        ...
+
+    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
+        """Run ``step`` and return when it is complete.
+
+        Calls ``started`` once the machine runs, and before work that takes long.
+        Raises MachineFault when it fails. Later steps can still run, except after MachineLost.
+        """
+        ...
+
+    def can_queue(self, step: Step, steps: int = 1) -> bool:
+        """Whether ``start`` can put a step behind the one in progress without a delay."""
+        ...
+
+    def start(
+        self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
+    ) -> Launch | None:
+        """Start ``step`` behind the one in progress, if there is one; there may not be two.
+
+        None if it is complete already. ``Launch.finish`` raises faults that ``run`` would raise.
+        """
         ...
 
 

@@ -13,12 +13,8 @@ from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import Parallel
-from megavm.scheduler.run.runner import (
-    choose_bucket,
-    choose_dtype,
-    choose_machine,
-    make_machine,
-)
+from megavm.scheduler.run.buckets import choose_bucket, choose_dtype
+from megavm.scheduler.run.machines import choose_machine, make_machine
 from megavm.vm.alike import find_alike
 from megavm.vm.codegen import specialisation
 from megavm.vm.config import PAGE_BYTES

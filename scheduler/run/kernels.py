@@ -11,7 +11,7 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
-from megavm.scheduler.run.runner import choose_bucket
+from megavm.scheduler.run.buckets import choose_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import Kernel, compile_ahead, compile_kernel
 from megavm.vm.target import TARGETS

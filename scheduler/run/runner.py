@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-from megavm.instructions.attention.lower import attention_tiling
-from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions, default_options
-from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Step, power_of_two
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
@@ -21,75 +17,36 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
     Bucket,
     Limits,
-    llama_graph,
     logits_spec,
     rope_table,
     step_tensors,
 )
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel, shard
+from megavm.scheduler.run.buckets import (
+    OptionsFor,
+    choose_bucket,
+    choose_dtype,
+    compile_bucket,
+    weight_specs,
+)
+from megavm.scheduler.run.machines import make_machine
 from megavm.scheduler.run.programs import Compile, Programs
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
-from megavm.vm.cuda.machine import CudaMachine, reason_unavailable
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.layout import Layout
 from megavm.vm.machine import Executable, Machine, MachineLost, TracingExecutable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.program import Program
-from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
+from megavm.vm.tensors import DType
 
 if TYPE_CHECKING:
     from megavm.profiler.recorder import Recorder
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
-OptionsFor = Callable[[int], CompileOptions]  # rows of a step -> its compile options
-
-MIN_CONTEXT_BUCKET = 256
 # A step whose program is still being compiled runs in at most this many parts.
 MOST_PARTS = 32
-MACHINES = ("auto", "cpu", "cuda", "reference")
-
-logger = logging.getLogger("megavm")
-
-
-def choose_machine(name: str) -> str:
-    """Resolve "auto" to "cuda" if a GPU is usable, else to "cpu"; return other names unchanged.
-
-    Raises ValueError when the name is unknown.
-    """
-    if name not in MACHINES:
-        raise ValueError(f"machine {name!r} is unknown: expected auto, cpu, cuda or reference")
-    if name != "auto":
-        return name
-    reason = reason_unavailable()
-    if reason is not None:
-        logger.info("machine auto is cpu, because cuda is not available: %s", reason)
-    return "cuda" if reason is None else "cpu"
-
-
-def make_machine(name: str, workers: int | None = None, ranks: int = 1) -> tuple[Machine, int]:
-    """A machine by name ("auto", "cpu", "reference", "cuda") and the workers of each rank.
-
-    ``workers`` defaults to the physical cores for "cpu", which the ranks share, to the SMs of a GPU
-    for "cuda", where each rank has a GPU, to 1 for "reference".
-
-    Raises ValueError when the machine is unknown or unavailable, or ``workers`` is out of range.
-    """
-    if workers is not None and workers < 1:
-        raise ValueError(f"workers is {workers}, expected at least 1")
-    chosen = choose_machine(name)
-    if chosen == "cuda":
-        cuda = CudaMachine(range(ranks))
-        if workers is not None and workers > cuda.workers:
-            raise ValueError(f"workers is {workers}, the GPU has {cuda.workers} SMs")
-        return cuda, workers or cuda.workers
-    if chosen == "reference":
-        from megavm.vm.reference import ReferenceMachine
-
-        return ReferenceMachine(), workers or 1
-    from megavm.vm.cores import physical_cores
-
-    return CpuMachine(), workers or max(1, physical_cores() // ranks)
 
 
 class Runner:
@@ -495,53 +452,6 @@ class Runner:
         return known
 
 
-def choose_bucket(
-    config: LlamaConfig,
-    limits: Limits,
-    options: OptionsFor,
-    rows: int,
-    logit_rows: int,
-    context: int,
-    *,
-    decode: bool = False,
-    parallel: Parallel = ONE_RANK,
-) -> Bucket:
-    """See ``Runner.bucket``."""
-    rows = min(power_of_two(rows), limits.max_num_batched_tokens)
-    chosen = options(rows)
-    logit_rows = power_of_two(max(logit_rows, 1))
-    if chosen.target.is_matrix_step(rows, BF16):
-        logit_rows = max(logit_rows, chosen.target.min_matrix_rows)  # also of the LM head
-    logit_rows = min(logit_rows, limits.max_logit_rows)
-
-    queries = 0 if decode else config.num_heads // config.num_kv_heads * config.head_dim
-
-    def splits(tokens: int) -> int:
-        heads = parallel.heads(config.num_kv_heads)
-        return attention_tiling(rows, heads, limits.block_size, tokens, chosen, queries).splits
-
-    longest = limits.max_model_len
-    rounded = min(power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
-    context = longest if splits(rounded) == splits(longest) else rounded
-    # ``decode`` changes only programs of several rows that exchange tagged words.
-    decode = decode and rows > 1 and chosen.exchange != "barrier"
-    return Bucket(rows, logit_rows, context, decode)
-
-
-def compile_bucket(
-    config: LlamaConfig,
-    limits: Limits,
-    dtype: DType,
-    bucket: Bucket,
-    options: OptionsFor,
-    parallel: Parallel = ONE_RANK,
-) -> Program:
-    """The verified program of a bucket."""
-    graph = llama_graph(config, limits, bucket, dtype, parallel)
-    metadata = {"model": "llama", "bucket": vars(bucket)}
-    return compile_graph(graph, options(bucket.rows), metadata)
-
-
 def _compile(
     config: LlamaConfig,
     limits: Limits,
@@ -556,32 +466,6 @@ def _compile(
     if machine is not None:
         machine.prepare(program)
     return program
-
-
-def choose_dtype(config: LlamaConfig, name: str) -> DType:
-    """The element type of weights and KV cache for ``auto``, ``bfloat16`` or ``float32``.
-
-    Raises ValueError for another name.
-    """
-    if name == "auto":
-        name = "float32" if config.dtype == "float32" else "bfloat16"
-    types = {"float32": F32, "bfloat16": BF16}
-    if name not in types:
-        raise ValueError(f"dtype {name!r} is not supported: expected auto, bfloat16 or float32")
-    return types[name]
-
-
-def weight_specs(
-    config: LlamaConfig, limits: Limits, dtype: DType, parallel: Parallel = ONE_RANK
-) -> list[TensorSpec]:
-    """The weights that the programs of a Llama use, with the rotary table, as a rank has them."""
-    graph = llama_graph(config, limits, Bucket(1, 1, limits.max_model_len), dtype, parallel)
-    specs: dict[str, TensorSpec] = {}
-    for operation in rewrite(graph, CompileOptions(workers=1)):
-        for value in operation.inputs.values():
-            if value.spec is not None and value.spec.kind is TensorKind.WEIGHT:
-                specs[value.spec.name] = value.spec
-    return list(specs.values())
 
 
 class _Launch:

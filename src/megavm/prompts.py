@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from megavm.sampling_params import SamplingParams
+from megavm.scheduler.engine.sequence import TokenIds
 from megavm.tokenizer import Tokenizer
 
-TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]]
 Prompts = str | TokenIds | Sequence[str] | Sequence[TokenIds]
 
 

@@ -15,7 +15,7 @@ from megavm.profiler.trace import BARRIER, TAGGED, TraceProgram
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
-from megavm.scheduler.run.runner import compile_bucket
+from megavm.scheduler.run.buckets import compile_bucket
 from megavm.vm.isa import Wait
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec

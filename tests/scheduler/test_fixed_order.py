@@ -24,8 +24,8 @@ from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
+from megavm.scheduler.run.buckets import choose_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
-from megavm.scheduler.run.runner import choose_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.memory import Memory

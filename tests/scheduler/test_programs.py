@@ -22,6 +22,7 @@ from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
+from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.programs import Programs
 from megavm.server.service import USUAL_ROWS
 from megavm.vm import codegen
@@ -150,7 +151,7 @@ def test_loading_a_program_that_was_prepared_finds_everything(
     monkeypatch.setattr(machine, "_load", lambda compiled: [None])
     limits = Limits(2, 64, 8, 2, 8, 16)
     memory = machine.memory()
-    for spec in runner_module.weight_specs(config, limits, BF16):
+    for spec in weight_specs(config, limits, BF16):
         memory.bind(spec, torch.zeros(spec.shape, dtype=TORCH_DTYPE[spec.dtype]))
     runner = runner_module.Runner(
         config, memory, limits, BF16, machine, lambda rows: default_options("cuda", 3, rows)
@@ -177,7 +178,7 @@ def test_loading_a_program_that_was_prepared_finds_everything(
 @pytest.fixture
 def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
     """Compiles as always, but waits before buckets of eight rows."""
-    original, slow = runner_module.compile_bucket, Slow()
+    original, slow = compile_bucket, Slow()
 
     def compile_slowly(*arguments: Any) -> Program:
         bucket = arguments[3]

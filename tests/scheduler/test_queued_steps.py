@@ -18,7 +18,8 @@ from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.run import runner as runner_module
-from megavm.scheduler.run.runner import Runner, weight_specs
+from megavm.scheduler.run.buckets import weight_specs
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.tensors import BF16

@@ -17,8 +17,10 @@ from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import expected_tensors
 from megavm.scheduler.llama.graph import Bucket, Limits
+from megavm.scheduler.run.buckets import weight_specs
 from megavm.scheduler.run.inspect import describe_program
-from megavm.scheduler.run.runner import Runner, choose_machine, make_machine, weight_specs
+from megavm.scheduler.run.machines import choose_machine, make_machine
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.program import Program
 
 LIMITS = Limits(

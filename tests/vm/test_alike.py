@@ -10,8 +10,8 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket
 from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.buckets import compile_bucket
 from megavm.scheduler.run.kernels import default_limits
-from megavm.scheduler.run.runner import compile_bucket
 from megavm.vm.alike import accesses, figures
 from megavm.vm.isa import Instruction
 from megavm.vm.program import Program

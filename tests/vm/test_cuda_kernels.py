@@ -16,8 +16,8 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
-from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header
 from megavm.vm.config import MAX_GROUP_ROWS, NUM_THREADS
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel

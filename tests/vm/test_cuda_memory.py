@@ -14,8 +14,8 @@ from megavm.instructions.matmul.examples import Case as Product
 from megavm.instructions.matmul.examples import example as product_example
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.kernels import default_limits
-from megavm.scheduler.run.runner import choose_bucket, compile_bucket
 from megavm.vm.codegen import program_header, specialisation
 from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SHARED_BYTES
 from megavm.vm.cuda.compiler import CompileError, compile_kernel

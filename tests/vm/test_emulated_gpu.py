@@ -27,7 +27,8 @@ from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.llama.parallel import Parallel, shard
-from megavm.scheduler.run.runner import Runner, weight_specs
+from megavm.scheduler.run.buckets import weight_specs
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
 from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable

@@ -36,8 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     from megavm.scheduler.llama.checkpoint import Checkpoint
     from megavm.scheduler.llama.hub import resolve
     from megavm.scheduler.llama.parallel import Parallel
+    from megavm.scheduler.run.buckets import choose_dtype
     from megavm.scheduler.run.kernels import compile_kernels
-    from megavm.scheduler.run.runner import choose_dtype
     from megavm.vm.cuda import compiler as cuda_compiler
 
     architecture, workers = _target(arguments.arch, arguments.workers)

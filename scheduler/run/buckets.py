@@ -1,0 +1,93 @@
+"""Buckets of steps: sizes that share a program, and the programs and weights of a Llama."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megavm.instructions.attention.lower import attention_tiling
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.rewrites import rewrite
+from megavm.scheduler.engine.step import power_of_two
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
+from megavm.vm.program import Program
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
+
+OptionsFor = Callable[[int], CompileOptions]  # rows of a step -> its compile options
+
+MIN_CONTEXT_BUCKET = 256
+
+
+def choose_bucket(
+    config: LlamaConfig,
+    limits: Limits,
+    options: OptionsFor,
+    rows: int,
+    logit_rows: int,
+    context: int,
+    *,
+    decode: bool = False,
+    parallel: Parallel = ONE_RANK,
+) -> Bucket:
+    """See ``Runner.bucket``."""
+    rows = min(power_of_two(rows), limits.max_num_batched_tokens)
+    chosen = options(rows)
+    logit_rows = power_of_two(max(logit_rows, 1))
+    if chosen.target.is_matrix_step(rows, BF16):
+        logit_rows = max(logit_rows, chosen.target.min_matrix_rows)  # also of the LM head
+    logit_rows = min(logit_rows, limits.max_logit_rows)
+
+    queries = 0 if decode else config.num_heads // config.num_kv_heads * config.head_dim
+
+    def splits(tokens: int) -> int:
+        heads = parallel.heads(config.num_kv_heads)
+        return attention_tiling(rows, heads, limits.block_size, tokens, chosen, queries).splits
+
+    longest = limits.max_model_len
+    rounded = min(power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
+    context = longest if splits(rounded) == splits(longest) else rounded
+    # ``decode`` changes only programs of several rows that exchange tagged words.
+    decode = decode and rows > 1 and chosen.exchange != "barrier"
+    return Bucket(rows, logit_rows, context, decode)
+
+
+def compile_bucket(
+    config: LlamaConfig,
+    limits: Limits,
+    dtype: DType,
+    bucket: Bucket,
+    options: OptionsFor,
+    parallel: Parallel = ONE_RANK,
+) -> Program:
+    """The verified program of a bucket."""
+    graph = llama_graph(config, limits, bucket, dtype, parallel)
+    metadata = {"model": "llama", "bucket": vars(bucket)}
+    return compile_graph(graph, options(bucket.rows), metadata)
+
+
+def choose_dtype(config: LlamaConfig, name: str) -> DType:
+    """The element type of weights and KV cache for ``auto``, ``bfloat16`` or ``float32``.
+
+    Raises ValueError for another name.
+    """
+    if name == "auto":
+        name = "float32" if config.dtype == "float32" else "bfloat16"
+    types = {"float32": F32, "bfloat16": BF16}
+    if name not in types:
+        raise ValueError(f"dtype {name!r} is not supported: expected auto, bfloat16 or float32")
+    return types[name]
+
+
+def weight_specs(
+    config: LlamaConfig, limits: Limits, dtype: DType, parallel: Parallel = ONE_RANK
+) -> list[TensorSpec]:
+    """The weights that the programs of a Llama use, with the rotary table, as a rank has them."""
+    graph = llama_graph(config, limits, Bucket(1, 1, limits.max_model_len), dtype, parallel)
+    specs: dict[str, TensorSpec] = {}
+    for operation in rewrite(graph, CompileOptions(workers=1)):
+        for value in operation.inputs.values():
+            if value.spec is not None and value.spec.kind is TensorKind.WEIGHT:
+                specs[value.spec.name] = value.spec
+    return list(specs.values())

@@ -1,0 +1,82 @@
+"""The size of the KV cache: what is given, or what the memory of the machine has room for."""
+
+from __future__ import annotations
+
+import os
+
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.vm.cuda import machine as cuda_machine
+from megavm.vm.target import Target
+
+
+def default_bytes(target: Target, available: int) -> int:
+    """Largest size in bytes of the default KV cache."""
+    share = int(available * target.kv_fraction)
+    return share if target.max_kv_bytes is None else min(target.max_kv_bytes, share)
+
+
+def cpu_bytes() -> int:
+    """The memory of this computer in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def gpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
+    """The memory in bytes that the weights will leave free on the GPUs of all ranks.
+
+    Raises ValueError when a GPU is not usable or the weights do not fit.
+    """
+    for rank in range(ranks):
+        reason = cuda_machine.reason_unavailable(rank)
+        if reason is not None:
+            raise ValueError(f"machine 'cuda' is not available: {reason}")
+    free = min(map(cuda_machine.free_memory, range(ranks)))
+    rope = config.max_position_embeddings * config.head_dim * 4
+    # Every rank has the whole table of embeddings, and its share of the rest; a tied table is its
+    # share of the LM head, too.
+    table = config.vocab_size * config.hidden_size
+    divided = config.num_parameters - (0 if config.tie_word_embeddings else table)
+    whole = 0 if ranks == 1 and config.tie_word_embeddings else table
+    weights = (divided // ranks + whole) * itemsize + rope
+    if weights >= free:
+        raise ValueError(
+            f"the weights take {weights / 2**30:.1f} GiB{' of each GPU' if ranks > 1 else ''}, the "
+            f"GPU has {free / 2**30:.1f} GiB free"
+        )
+    return (free - weights) * ranks
+
+
+def kv_cache_size(
+    config: LlamaConfig,
+    *,
+    available_bytes: int,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    kv_cache_bytes: int | None,
+    num_blocks: int | None,
+) -> tuple[int, int]:
+    """(max_model_len, num_blocks) from the given sizes and defaults.
+
+    Raises ValueError when the given sizes contradict each other or exceed the model's limit.
+    """
+    if num_blocks is not None and kv_cache_bytes is not None:
+        raise ValueError("num_blocks and kv_cache_bytes both give the size of the KV cache")
+    longest = config.max_position_embeddings
+    if max_model_len is not None and max_model_len > longest:
+        raise ValueError(
+            f"max_model_len is {max_model_len}, the model's max_position_embeddings {longest}"
+        )
+    if kv_cache_bytes is not None and kv_cache_bytes < block_bytes:
+        raise ValueError(
+            f"kv_cache_bytes is {kv_cache_bytes}, less than one KV block of {block_size} tokens, "
+            f"{block_bytes} bytes"
+        )
+    if num_blocks is not None:
+        return max_model_len or longest, num_blocks
+    if kv_cache_bytes is not None:
+        return max_model_len or longest, kv_cache_bytes // block_bytes
+    affordable = max(available_bytes // block_bytes, 1)
+    length = max_model_len or min(longest, max(affordable * block_size, 2))
+    per_sequence = -(-length // block_size)
+    return length, max(min(affordable, per_sequence * max_num_seqs), per_sequence)
