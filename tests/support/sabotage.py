@@ -11,7 +11,8 @@ import torch
 
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
-from megavm.scheduler.run import runner
+from megavm.scheduler.run import machines
+from megavm.scheduler.run.runner import Runner
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import CudaExecutable
 from megavm.vm.cuda.launch import BARRIER_STRIDE
@@ -39,8 +40,8 @@ class ImpatientCudaMachine(CudaMachine):
 def impatient_machines() -> Iterator[None]:
     """Runners that are made meanwhile have machines that give up soon."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(runner, "CpuMachine", ImpatientCpuMachine)
-        patch.setattr(runner, "CudaMachine", ImpatientCudaMachine)
+        patch.setattr(machines, "CpuMachine", ImpatientCpuMachine)
+        patch.setattr(machines, "CudaMachine", ImpatientCudaMachine)
         yield
 
 
@@ -60,7 +61,7 @@ def lose_signals(executable: Any) -> None:
         executable._loaded.lose_signal(barrier)
 
 
-def run_name(of: runner.Runner) -> str:
+def run_name(of: Runner) -> str:
     """The method of its step memory that each run calls. On a GPU, ``run`` starts the step too."""
     return "start" if isinstance(of._step, DeviceStepMemory) else "run"
 
@@ -73,7 +74,7 @@ class Sabotage:
         at: the numbers of those that fail.
     """
 
-    def __init__(self, sabotaged: runner.Runner) -> None:
+    def __init__(self, sabotaged: Runner) -> None:
         self.runs = 0
         self.at: set[int] = set()
         memory, name = sabotaged._step, run_name(sabotaged)

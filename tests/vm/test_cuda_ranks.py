@@ -20,7 +20,7 @@ from megavm import LLM, SamplingParams
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.parallel import Exchange
-from megavm.scheduler.run import runner
+from megavm.scheduler.run import machines
 from megavm.vm.cuda import machine as cuda_machines
 from megavm.vm.cuda.launch import BARRIER_STRIDE
 from megavm.vm.cuda.machine import CudaMachine
@@ -249,7 +249,7 @@ def shared_gpus(cuda_ranks: MakeMachine, monkeypatch: pytest.MonkeyPatch) -> Non
         def __init__(self, devices: Sequence[int]) -> None:
             super().__init__([number % count for number in devices], like.timeout, root=like.root)
 
-    monkeypatch.setattr(runner, "CudaMachine", OnSharedGpus)
+    monkeypatch.setattr(machines, "CudaMachine", OnSharedGpus)
     monkeypatch.setattr(cuda_machines, "reason_unavailable", lambda i=0: unavailable(i % count))
     monkeypatch.setattr(cuda_machines, "free_memory", lambda i=0: free(i % count) // 8)
 
