@@ -202,32 +202,6 @@ __device__ __forceinline__ bool takes_fours(const Tensor& t) {
          base_of(t) % 16 == 0;
 }
 
-// Eight neighbouring columns of a row, which one lane has.
-struct UnitAt {
-  uint32_t row;
-  uint32_t pair;  // the first of the pairs whose columns they are
-  bool active;    // whether there is such a unit and row; if not, the others mean nothing
-  bool beside;    // whether the eight columns beside them are those of lane ^ 1, in the same row
-};
-
-// Exchange fours with the lane beside this one. Before, an even lane has two fours a0 and a1, and
-// the odd lane after it has the next ones, b0 and b1. Afterwards the even lane has a0 and b0, the
-// odd lane a1 and b1. So one load or store of both lanes covers a0 and a1, the next one b0 and b1:
-// eight neighbouring columns each, a whole sector of 32 bytes. A second exchange restores the first
-// state. All lanes of a warp must call it.
-__device__ __forceinline__ void exchange_fours(ptx::Words4 (&two)[2]) {
-  const bool odd = ptx::lane_index() % 2 != 0;
-  const auto exchange = [&](uint32_t& first, uint32_t& second) {
-    const uint32_t got = __shfl_xor_sync(~0u, odd ? first : second, 1);
-    first = odd ? got : first;
-    second = odd ? second : got;
-  };
-  exchange(two[0].x, two[1].x);
-  exchange(two[0].y, two[1].y);
-  exchange(two[0].z, two[1].z);
-  exchange(two[0].w, two[1].w);
-}
-
 // Neighbouring fours of a tensor, in the same columns of any row: what is the same for all rows.
 struct FourColumns {
   uint64_t address = 0;  // in row 0
@@ -275,43 +249,9 @@ struct FourColumns {
     store(row, 1, two[1], tag);
   }
 
-  // The same by a warp together, in whole sectors; `at` says which lanes have something to store.
-  __device__ __forceinline__ void store_two(const UnitAt& at, const Four (&two)[2],
-                                            uint32_t tag) const {
-    if (kind == 1) {
-      ptx::Words4 words[2] = {bits_of(two[0]), bits_of(two[1])};
-      exchange_fours(words);
-      if (at.active && at.beside) {
-        const uint64_t to = beside(at.row);
-        ptx::store4(to, words[0]);
-        return ptx::store4(to + 32, words[1]);
-      }
-    }
-    if (at.active) store_two(at.row, two, tag);
-  }
-
-  // Load the first two fours of a tensor that has_fours, in whole sectors if `at.beside`. What is
-  // loaded is valid after `complete`, which a warp calls together.
-  __device__ __forceinline__ void load_two(const UnitAt& at, ptx::Words4 (&two)[2]) const {
-    const uint64_t from = at.beside ? beside(at.row) : address + uint64_t{at.row} * row_bytes;
-    two[0] = ptx::load_relaxed4(from);
-    two[1] = ptx::load_relaxed4(from + (at.beside ? 32 : 16));
-  }
-  static __device__ __forceinline__ void complete(const UnitAt& at, ptx::Words4 (&two)[2]) {
-    ptx::Words4 exchanged[2] = {two[0], two[1]};
-    exchange_fours(exchanged);
-    if (at.beside) two[0] = exchanged[0], two[1] = exchanged[1];
-  }
-
- private:
-  // Of float32: the place of this lane's four among the eight of two lanes, in the even one's
-  // columns; those in the odd one's columns are 32 bytes further.
-  __device__ __forceinline__ uint64_t beside(uint32_t row) const {
-    return address + uint64_t{row} * row_bytes - ptx::lane_index() % 2 * 16;
-  }
-  static __device__ __forceinline__ ptx::Words4 bits_of(const Four& four) {
-    return {__float_as_uint(four.value[0]), __float_as_uint(four.value[1]),
-            __float_as_uint(four.value[2]), __float_as_uint(four.value[3])};
+  // Load four `number` of a tensor that has_fours.
+  __device__ __forceinline__ ptx::Words4 load(uint32_t row, uint32_t number) const {
+    return ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number);
   }
 };
 

@@ -55,15 +55,15 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
     unit.out = FourColumns(in[&GateUp::out], column);
   }
 
-  __device__ __forceinline__ void finish_unit(const UnitAt& at, const OfRow&, const UnitPairs& sums,
-                                              const OfUnit& unit, Asked&, Kept&) const {
-    if (!at.active) return;
+  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t,
+                                              const UnitPairs& sums, const OfUnit& unit,
+                                              const Asked&, Kept&) const {
     Four result;
 #pragma unroll
     for (uint32_t i = 0; i < kUnitPairs; ++i)
       result.value[i] = activated(sums.pair[i].first + unit.bias.pair[i].first,
                                   sums.pair[i].second + unit.bias.pair[i].second);
-    unit.out.store(at.row, 0, result, in.out_tag());
+    unit.out.store(row, 0, result, in.out_tag());
   }
 
  private:

@@ -36,10 +36,10 @@ class Matmul(Product):
     scale(i) is 1 / sqrt(sum(x_squares[i]) / k + eps), or 1 without ``x_squares``; x has k columns.
 
     K is the columns [part * part_k, (part + 1) * part_k) of x that exist. A product of long rows may be
-    split into one instruction for each part of the columns. All parts but part 0 write their results side
-    by side into one tensor, where ``out`` above begins at column (part - 1) * columns. Part 0 adds them:
-    ``addends`` is the sum of addends[r, j * columns + c] over all j, in order of j. A part cannot have
-    ``x_squares``.
+    split into one instruction for each part of the columns. Parts write their results side by side into
+    one tensor, where ``out`` above begins at column part * columns. A later instruction adds them: a
+    Reduce, or one of the parts. That one has ``addends``, the sum of addends[r, j * columns + c] over all
+    j, in order of j, and its result begins at column 0. A part cannot have ``x_squares``.
 
     With ``peaks`` the instruction also writes the largest result of each row and its column:
     peaks[r, 2 tile] := max out[r, c], or not-a-number if one of them is; peaks[r, 2 tile + 1] := the lowest c
@@ -102,7 +102,7 @@ class Matmul(Product):
 
     def out_begin(self, tensors: Sequence[TensorSpec]) -> int:
         """The column of out where column 0 goes."""
-        return max(self.part - 1, 0) * tensors[self.weight].rows
+        return self.part * tensors[self.weight].rows if self.addends == NONE else 0
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
@@ -197,9 +197,8 @@ class Matmul(Product):
                 f"out is {out.name}, which is tagged, but part {self.part} begins at column "
                 f"{self.out_begin(tensors)} of {out.dtype.name}, within a word"
             )
-        for name in ("addends", "out_scaled"):
-            if self.part > 0 and getattr(self, name) != NONE:
-                yield f"part {self.part} has {name}, which only part 0 can have"
+        if self.out_begin(tensors) and self.out_scaled != NONE:
+            yield f"part {self.part} has out_scaled, but out is one of the parts of a sum"
         if self.addends != NONE and tensors[self.addends].columns % weight.rows:
             yield (
                 f"addends are {tensors[self.addends].columns} columns, "

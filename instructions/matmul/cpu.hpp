@@ -22,7 +22,7 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
   constexpr int64_t kWidth = 2 * kLanes;
   const int64_t columns = int64_t{inst.column_end} - inst.column_begin;
   const int64_t size = worker.tensor(inst.weight).rows;
-  const int64_t out_begin = inst.part > 0 ? (inst.part - 1) * size : 0;
+  const int64_t out_begin = inst.addends == kNone ? inst.part * size : 0;
   const auto block_at = [&](int b) {
     const Weight* rows = weight + (inst.column_begin + b * kWidth) * in.k;
     const int64_t left = columns - b * kWidth;

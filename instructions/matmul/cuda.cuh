@@ -144,25 +144,26 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     unit.gain.load(in[&Matmul::out_gain], column);
   }
 
-  __device__ __forceinline__ void ask(const UnitAt& at, const OfRow&, const OfUnit& unit,
+  __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfUnit& unit,
                                       Asked& asked) const {
-    if (in.has(&Matmul::residual)) unit.residual.load_two(at, asked.residual);
+    if (!in.has(&Matmul::residual)) return;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) asked.residual[i] = unit.residual.load(row, i);
   }
 
-  __device__ __forceinline__ void finish_unit(const UnitAt& at, const OfRow&, const UnitPairs& sums,
-                                              const OfUnit& unit, Asked& asked, Peak& peak) const {
-    const uint32_t column = 2 * at.pair, tag = in.out_tag();
+  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t pair,
+                                              const UnitPairs& sums, const OfUnit& unit,
+                                              const Asked& asked, Peak& peak) const {
+    const uint32_t column = 2 * pair, tag = in.out_tag();
     Four result[2];
 #pragma unroll
     for (uint32_t i = 0; i < kUnitPairs; ++i) {
       result[i / 2].value[i % 2 * 2] = sums.pair[i].first + unit.bias.pair[i].first;
       result[i / 2].value[i % 2 * 2 + 1] = sums.pair[i].second + unit.bias.pair[i].second;
     }
-    if (in.has(&Matmul::residual)) {
-      FourColumns::complete(at, asked.residual);
+    if (in.has(&Matmul::residual))
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i) add_four(result[i], asked.residual[i]);
-    }
     if (is_scaled()) {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
@@ -175,12 +176,11 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
           scaled[i].value[j] = result[i].value[j] * unit.gain.value(gain, 4 * i + j);
           squares = fmaf(result[i].value[j], result[i].value[j], squares);
         }
-      unit.scaled.store_two(at, scaled, tag);
-      if (at.active)
-        write_element(in[&Matmul::out_squares], at.row, at.pair / kUnitPairs, squares, tag);
+      unit.scaled.store_two(row, scaled, tag);
+      write_element(in[&Matmul::out_squares], row, pair / kUnitPairs, squares, tag);
     }
-    unit.out.store_two(at, result, tag);
-    if (!at.active || !keeps()) return;
+    unit.out.store_two(row, result, tag);
+    if (!keeps()) return;
     Peak highest = {result[0].value[0], column + 1};
 #pragma unroll
     for (uint32_t j = 1; j < kUnitRows; ++j) highest.raise(result[j / 4].value[j % 4], column + j);
@@ -216,11 +216,11 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   }
 
  private:
-  // The column of `out` that receives column 0 of this part: each part but the first has its own
-  // columns.
+  // The column of `out` that receives column 0: each part has its own columns, but the one that
+  // adds the others up.
   __device__ __forceinline__ uint32_t out_begin() const {
-    if (!program::kAnyPartOfK || in.inst.part == 0) return 0;
-    return (in.inst.part - 1) * in[&Matmul::weight].rows;
+    if (!program::kAnyPartOfK || (program::kMaxAddends > 0 && in.has(&Matmul::addends))) return 0;
+    return in.inst.part * in[&Matmul::weight].rows;
   }
 
   __device__ __forceinline__ bool is_scaled() const {

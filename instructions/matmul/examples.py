@@ -66,7 +66,7 @@ PARTS = [
     Case("inner part", rows=3, k=160, columns=21, part=1, part_k=64, live=2),
     Case("last part", rows=2, k=164, part=2, part_k=64),
     Case("deep part", rows=7, k=3100, part=1, part_k=1536, columns=19),
-    Case("parts added", rows=3, k=96, columns=21, part_k=64, parts=2, tagged=True),
+    Case("parts added", rows=3, k=96, columns=21, part=1, part_k=64, parts=2, tagged=True),
     Case("one part added to everything", rows=9, columns=22, extras=True, parts=1, live=8),
     Case("part, gathered", rows=6, k=160, part=2, part_k=64, gather=True),
     Case("part, sums stay", rows=40, k=2200, columns=35, part=1, part_k=1088),
@@ -78,7 +78,7 @@ SCALED = [
     Case("scaled, tails", rows=2, k=96, columns=22, scaled=True, extras=True, live=1),
     Case("scaled, one row", columns=40, k=1056, scaled=True, tagged=True, extras=True),
     Case("scaled, tagged", rows=9, columns=24, scaled=True, tagged=True, extras=True),
-    Case("scaled, parts added", rows=8, k=192, columns=16, part_k=64, parts=2, scaled=True),
+    Case("scaled, parts added", rows=8, k=192, columns=16, part=2, part_k=64, parts=2, scaled=True),
     Case("scaled, sums stay", rows=40, k=1100, columns=88, scaled=True, extras=True),
     Case("scaled, wide", rows=2, columns=2056, scaled=True, x=BF16, out=BF16, extras=True),
     Case("squares of long rows", rows=3, k=4136, columns=16, extras=True, tagged=True, live=2),
@@ -97,7 +97,7 @@ MATRIX = [
     Case("matrix, groups in turn", rows=140, k=264, columns=328, extras=True, tiles=2),
     Case("matrix, scaled", rows=100, k=1024, columns=136, extras=True, scaled=True, live=97),
     Case("matrix, part", rows=64, k=1088, columns=40, part=2, part_k=448, live=62),
-    Case("matrix, parts added", rows=40, k=640, columns=136, part_k=320, parts=3),
+    Case("matrix, parts added", rows=40, k=640, columns=136, part=1, part_k=320, parts=3),
     Case("matrix, gathered", rows=50, k=264, columns=300, gather=True, live=41, tiles=4),
     Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),
     Case("matrix, no live row", rows=16, live=0),
@@ -146,7 +146,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     x_rows = case.rows + 4 if case.gather else case.rows + 1
     out_shape = (case.rows + 2, case.columns + spare)
     columns = out_shape[1]
-    left = max(case.part - 1, 0) * columns  # where the result begins
+    left = 0 if case.parts else case.part * columns  # where the result begins
     small = case.weight
     scaled: dict[str, Any] = {}
     if case.scaled:

@@ -21,20 +21,18 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Matmul]:
     handles: dict[str, Any] = {"row_count": context.row_count}
     handles |= context.handles(operation, *OPERANDS, *SCALED, "addends", "peaks")
     part: dict[str, Any] = {name: handles[name] for name in ("x", "weight", "row_count")}
-    # Where the parts but the first go: the first one adds them, or a reduce does.
-    for others in context.handles(operation, "addends", "others").values():
-        part["out"] = others
+    part["out"] = handles.get("addends", handles["out"])
     gathered = operation.inputs["x"].rows if "row_index" in operation.inputs else None
     parts = parts_of(operation)
-    # The first part adds the others. It comes last, because it waits for them.
-    for number in reversed(range(len(parts))):
+    for number in range(len(parts)):
+        is_last = number == len(parts) - 1  # it adds up the others, if a reduce does not
         tiles = tiles_of_part(operation, context.options, number)
         peaks: dict[Range, int] = {}
-        if number == 0 and "peaks" in handles:
+        if is_last and "peaks" in handles:
             peaks = {columns: n for n, columns in enumerate(sorted({c for c, _ in tiles}))}
         for columns, rows in tiles:
             yield Matmul(
-                **(part if number else handles),
+                **(handles if is_last else part),
                 row_begin=rows[0],
                 row_end=rows[1],
                 column_begin=columns[0],
@@ -59,7 +57,7 @@ def tiles_of_part(
     operation: Operation, options: CompileOptions, number: int
 ) -> list[tuple[Range, Range]]:
     """(columns, rows) of the tiles of a part of a product."""
-    weight, out = operation.inputs["weight"], operation.outputs["out"]
+    weight = operation.inputs["weight"]
     unit = options.column_unit
     if "out_squares" in operation.outputs:
         unit = math.lcm(unit, UNIT_ROWS)
@@ -69,7 +67,7 @@ def tiles_of_part(
     last = options.workers * end // weight.columns
     tiles = product_tiles(
         operation.row_range,
-        out.own_columns,
+        weight.rows,
         end - begin,
         weight.dtype.size,
         unit,

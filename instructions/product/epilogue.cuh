@@ -31,9 +31,8 @@
 //   struct Asked;   what a row needs, in flight while the row before it is finished
 //   void begin_unit(pair, OfUnit&) const;
 //   OfRow look_up(row) const;                     the instruction's waits may not be over
-//   void ask(at, of_row, of_unit, Asked&) const;  the instruction's waits are over
-//   void finish_unit(at, of_row, sums, of_unit, Asked&, Kept&) const;
-//                                                 all lanes of a warp call it together
+//   void ask(row, of_row, of_unit, Asked&) const; the instruction's waits are over
+//   void finish_unit(row, of_row, pair, sums, of_unit, asked, Kept&) const;
 // If an epilogue has kPlain, is_plain() says that the sums themselves are the results, as float32.
 // Then it also declares
 //   bool has_column(column) const;                whether the instruction stores this column
@@ -122,7 +121,7 @@ struct EpilogueBase {
   __device__ __forceinline__ bool keeps() const { return false; }
   __device__ __forceinline__ void end(uint32_t, const Nothing&) const {}
   template <class OfRow, class OfUnit>
-  __device__ __forceinline__ void ask(const UnitAt&, const OfRow&, const OfUnit&, Nothing&) const {}
+  __device__ __forceinline__ void ask(uint32_t, const OfRow&, const OfUnit&, Nothing&) const {}
 };
 
 // Size of a type in words; 0 if it is empty.

@@ -108,7 +108,7 @@ class MatrixConsumer : MatrixSizes {
     MatrixSums sums;
     sums.clear();
     sums.settle();
-    if (group.blocks > kWarpgroups)
+    if (group.blocks > kWarpgroups + warpgroup_index())
       multiply<kMaxBlocks, 1>(group, sums, scales, stops);
     else if (kTurnBoxes > 1 && group.own_boxes() % kTurnBoxes == 0)
       multiply<1, kTurnBoxes>(group, sums, scales, stops);

@@ -157,13 +157,6 @@ class MatrixFinisher : MatrixSizes {
     uint32_t first, apart;  // turns of this warp
     uint32_t of_warp, lane_row;
 
-    // A lane's unit of a block.
-    struct OfBlock {
-      uint32_t pair;
-      uint32_t rows;  // 0: there is no such unit
-      bool beside;
-    };
-
     __device__ __forceinline__ Units(const MatrixFinisher& finisher,
                                      const Epilogue<Instruction>& epilogue,
                                      const MatrixGroup& group, const MatrixSums& sums)
@@ -185,16 +178,13 @@ class MatrixFinisher : MatrixSizes {
         if (kBlock >= finisher.blocks_of(group)) return;
         const uint32_t unit = finisher.block_of(group, kBlock) * kBlockUnits +
                               finisher.consumer_.warp() % 4 * kUnitsOfWarp + of_warp;
-        static_assert(kUnitsOfWarp == 2);  // lane ^ 1 has the other unit of the warp
-        const uint32_t units = finisher.order_.units;
-        // Lanes without a unit take the last one along, so that all know the same tensors.
-        const OfBlock of_block = {finisher.product_.pair(min_of(unit, units - 1), 0),
-                                  unit < units ? finisher.rows_.count : 0, (unit | 1) < units};
+        const uint32_t pair = finisher.product_.pair(unit, 0);
+        const uint32_t rows = unit < finisher.order_.units ? finisher.rows_.count : 0;
         OfUnit of_unit = {};
-        epilogue.begin_unit(of_block.pair, of_unit);
+        if (rows > 0) epilogue.begin_unit(pair, of_unit);
         Asked asked[kTogether] = {};
-        ask(0, first, of_block, of_unit, asked);
-        finish_parts<kBlock>(of_block, of_unit, asked);
+        ask(0, first, rows, of_unit, asked);
+        finish_parts<kBlock>(pair, rows, of_unit, asked);
         finish<kBlock + 1>();
       }
     }
@@ -204,28 +194,22 @@ class MatrixFinisher : MatrixSizes {
     __device__ __forceinline__ uint32_t row_of(uint32_t part, uint32_t number) const {
       return part * kStagedRows + number * kTurnRows + lane_row;
     }
-    __device__ __forceinline__ UnitAt at(uint32_t part, uint32_t number,
-                                         const OfBlock& of_block) const {
-      const uint32_t row = row_of(part, number);
-      return {finisher.rows_.first + row, of_block.pair, number < kTurns && row < of_block.rows,
-              of_block.beside};
-    }
 
     // Ask for what the rows of a turn need, and of the turns after it that come with it.
-    __device__ __forceinline__ void ask(uint32_t part, uint32_t turn, const OfBlock& of_block,
+    __device__ __forceinline__ void ask(uint32_t part, uint32_t turn, uint32_t rows,
                                         const OfUnit& of_unit, Asked (&asked)[kTogether]) const {
 #pragma unroll
       for (uint32_t j = 0; j < kTogether; ++j) {
-        const uint32_t number = turn + j * apart;
-        const UnitAt here = at(part, number, of_block);
-        if (here.active)
-          epilogue.ask(here, finisher.template found<OfRow>(row_of(part, number)), of_unit,
+        const uint32_t number = turn + j * apart, row = row_of(part, number);
+        if (number < kTurns && row < rows)
+          epilogue.ask(finisher.rows_.first + row, finisher.template found<OfRow>(row), of_unit,
                        asked[j]);
       }
     }
 
     template <uint32_t kBlock, uint32_t kPart = 0>
-    __device__ __forceinline__ void finish_parts(const OfBlock& of_block, const OfUnit& of_unit,
+    __device__ __forceinline__ void finish_parts(uint32_t pair, uint32_t rows,
+                                                 const OfUnit& of_unit,
                                                  Asked (&asked)[kTogether]) const {
       if constexpr (kPart < MatrixSums::kParts) {
         if (kPart * kStagedRows >= finisher.rows_.count) return;
@@ -234,28 +218,25 @@ class MatrixFinisher : MatrixSizes {
         for (uint32_t turn = first; turn < kTurns; turn += kTogether * apart) {
           Asked next[kTogether] = {};
           if (turn + kTogether * apart < kTurns)
-            ask(kPart, turn + kTogether * apart, of_block, of_unit, next);
+            ask(kPart, turn + kTogether * apart, rows, of_unit, next);
           else if (kPart + 1 < MatrixSums::kParts)
-            ask(kPart + 1, first, of_block, of_unit, next);
+            ask(kPart + 1, first, rows, of_unit, next);
 #pragma unroll
           for (uint32_t j = 0; j < kTogether; ++j) {
-            finish_turn(kPart, turn + j * apart, of_block, of_unit, asked[j]);
+            finish_turn(kPart, turn + j * apart, pair, rows, of_unit, asked[j]);
             asked[j] = next[j];
           }
         }
-        finish_parts<kBlock, kPart + 1>(of_block, of_unit, asked);
+        finish_parts<kBlock, kPart + 1>(pair, rows, of_unit, asked);
       }
     }
 
-    __device__ __forceinline__ void finish_turn(uint32_t part, uint32_t number,
-                                                const OfBlock& of_block, const OfUnit& of_unit,
-                                                Asked& asked) const {
+    __device__ __forceinline__ void finish_turn(uint32_t part, uint32_t number, uint32_t pair,
+                                                uint32_t rows, const OfUnit& of_unit,
+                                                const Asked& asked) const {
       const uint32_t row = row_of(part, number);
-      const UnitAt here = at(part, number, of_block);
       Kept kept = {};
-      UnitPairs unit_sums = {};
-      OfRow of_row = {};
-      if (here.active) {
+      if (number < kTurns && row < rows) {
         const uint32_t place =
             staged_at(lane_row, of_warp * kUnitRows) + number * kTurnRows * kStagedRowBytes;
         const ptx::Words4 low = from.load4(place), high = from.load4(place ^ 16);
@@ -265,11 +246,11 @@ class MatrixFinisher : MatrixSizes {
         const auto scaled = [&](uint32_t x, uint32_t y) {
           return PairSums{__uint_as_float(x) * scale, __uint_as_float(y) * scale};
         };
-        unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w), scaled(high.x, high.y),
-                      scaled(high.z, high.w)}};
-        of_row = finisher.template found<OfRow>(row);
+        const UnitPairs unit_sums = {{scaled(low.x, low.y), scaled(low.z, low.w),
+                                      scaled(high.x, high.y), scaled(high.z, high.w)}};
+        epilogue.finish_unit(finisher.rows_.first + row, finisher.template found<OfRow>(row), pair,
+                             unit_sums, of_unit, asked, kept);
       }
-      epilogue.finish_unit(here, of_row, unit_sums, of_unit, asked, kept);
       if constexpr (kWordsOf<Kept> > 0)
         if (epilogue.keeps()) finisher.keep(kept, row, kUnitsOfWarp);
     }

@@ -150,7 +150,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   using OfRow = Slot;
   __device__ __forceinline__ OfRow look_up(uint32_t row) const { return slot_of(row); }
 
-  __device__ __forceinline__ void ask(const UnitAt&, const OfRow& of_row, const OfUnit& unit,
+  __device__ __forceinline__ void ask(uint32_t, const OfRow& of_row, const OfUnit& unit,
                                       Asked& asked) const {
     const Head& head = unit.head;
     if (head.part < 2) {
@@ -160,10 +160,9 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     }
   }
 
-  __device__ __forceinline__ void finish_unit(const UnitAt& at, const OfRow& of_row,
+  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow& of_row, uint32_t,
                                               const UnitPairs& sums, const OfUnit& unit,
                                               const Asked& asked, Kept&) const {
-    if (!at.active) return;
     const Head& head = unit.head;
     const uint32_t cosine[4] = {asked.cosine.x, asked.cosine.y, asked.cosine.z, asked.cosine.w};
     const uint32_t sine[4] = {asked.sine.x, asked.sine.y, asked.sine.z, asked.sine.w};
@@ -180,7 +179,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     for (uint32_t side = 0; side < 2; ++side) {
       const float (&v)[4] = side_of[side].value;
       const uint32_t further = side * head.half;
-      if (unit.copy.address != 0) unit.copy.store(at.row, further / 4, side_of[side], in.out_tag());
+      if (unit.copy.address != 0) unit.copy.store(row, further / 4, side_of[side], in.out_tag());
       if (head.part == 0) continue;
       const Tensor& cache = cache_of(head);
       const uint32_t column = cache_column(cache, head, of_row.number(), head.j + further);

@@ -129,85 +129,52 @@ struct Kernel<Reduce> : KernelDefaults {
            !is_tagged(scaled) && !is_tagged(in[&Reduce::out_squares]);
   }
 
-  // Finish kItems units, of up to kBatch parts in flight each. The lanes of a warp call it
-  // together.
-  template <uint32_t kItems, uint32_t kBatch>
-  static __device__ __forceinline__ void reduce_units(const Operands<Reduce>& in,
-                                                      const UnitAt (&at)[kItems]) {
+  static constexpr uint32_t kUnitBatch = 4;  // parts of a unit in flight
+
+  static __device__ __forceinline__ void reduce_unit(const Operands<Reduce>& in, uint32_t row,
+                                                     uint32_t column) {
     const Tensor& parts = in[&Reduce::parts];
     const uint32_t size = in[&Reduce::out].columns, tag = in.out_tag();
     const uint32_t count = parts.columns / size;
     constexpr uint32_t kFours = kUnitRows / 4;
-    EightConstants gain[kItems];
-    ptx::Words4 residual[kItems][kFours];
-    Four sum[kItems][kFours] = {};
-    const auto column = [&](uint32_t i) { return 2 * at[i].pair; };
+    EightConstants gain;
+    ptx::Words4 residual[kFours];
+    Four sum[kFours] = {}, scaled[kFours];
     // NOTE: no load is conditional: all of them are in flight together.
+    gain.load(in[&Reduce::out_gain], column);
+    const FourColumns before(in[&Reduce::residual], column);
 #pragma unroll
-    for (uint32_t i = 0; i < kItems; ++i) {
-      gain[i].load(in[&Reduce::out_gain], column(i));
-      FourColumns(in[&Reduce::residual], column(i)).load_two(at[i], residual[i]);
-    }
+    for (uint32_t i = 0; i < kFours; ++i) residual[i] = before.load(row, i);
 #pragma unroll 1
-    for (uint32_t first = 0; first < count; first += kBatch) {
-      ptx::Words4 words[kItems][kBatch][kFours];
+    for (uint32_t first = 0; first < count; first += kUnitBatch) {
+      ptx::Words4 words[kUnitBatch][kFours];
 #pragma unroll
-      for (uint32_t i = 0; i < kItems; ++i)
+      for (uint32_t p = 0; p < kUnitBatch; ++p) {
+        const FourColumns part(parts, min_of(first + p, count - 1) * size + column);
 #pragma unroll
-        for (uint32_t p = 0; p < kBatch; ++p)
-          FourColumns(parts, min_of(first + p, count - 1) * size + column(i))
-              .load_two(at[i], words[i][p]);
-#pragma unroll
-      for (uint32_t i = 0; i < kItems; ++i)
-#pragma unroll
-        for (uint32_t p = 0; p < kBatch; ++p) {
-          FourColumns::complete(at[i], words[i][p]);
-          if (first + p < count)
-#pragma unroll
-            for (uint32_t j = 0; j < kFours; ++j) add_four(sum[i][j], words[i][p][j]);
-        }
-    }
-#pragma unroll
-    for (uint32_t i = 0; i < kItems; ++i) {
-      float squares = 0.0f;
-      Four scaled[kFours];
-      FourColumns::complete(at[i], residual[i]);
-#pragma unroll
-      for (uint32_t j = 0; j < kFours; ++j) {
-        add_four(sum[i][j], residual[i][j]);
-#pragma unroll
-        for (uint32_t e = 0; e < 4; ++e) {
-          const float value = sum[i][j].value[e];
-          scaled[j].value[e] = value * gain[i].value(in[&Reduce::out_gain], 4 * j + e);
-          squares = fmaf(value, value, squares);
-        }
+        for (uint32_t i = 0; i < kFours; ++i) words[p][i] = part.load(row, i);
       }
-      FourColumns(in[&Reduce::out_scaled], column(i)).store_two(at[i], scaled, tag);
-      if (at[i].active)
-        write_element(in[&Reduce::out_squares], at[i].row, column(i) / kUnitRows, squares, tag);
-      FourColumns(in[&Reduce::out], column(i)).store_two(at[i], sum[i], tag);
-    }
-  }
-
-  // Finish the live rows: each thread has kItems units at a time.
-  template <uint32_t kItems, uint32_t kBatch>
-  static __device__ __forceinline__ void reduce_all(const Operands<Reduce>& in, Consumer& consumer,
-                                                    uint32_t rows) {
-    const Reduce& inst = in.inst;
-    const uint32_t units = (inst.column_end - inst.column_begin) / kUnitRows, all = rows * units;
-#pragma unroll 1
-    for (uint32_t base = 0; base < all; base += kItems * kNumConsumerThreads) {
-      UnitAt at[kItems];
 #pragma unroll
-      for (uint32_t i = 0; i < kItems; ++i) {
-        const uint32_t item = base + i * kNumConsumerThreads + consumer.thread();
-        const uint32_t there = min_of(item, all - 1);
-        at[i] = {inst.row_begin + there / units,
-                 (inst.column_begin + there % units * kUnitRows) / 2, item < all,
-                 units % 2 == 0 && item < all};
-      }
-      reduce_units<kItems, kBatch>(in, at);
+      for (uint32_t p = 0; p < kUnitBatch; ++p)
+        if (first + p < count)
+#pragma unroll
+          for (uint32_t i = 0; i < kFours; ++i) add_four(sum[i], words[p][i]);
     }
+    float squares = 0.0f;
+#pragma unroll
+    for (uint32_t i = 0; i < kFours; ++i) {
+      add_four(sum[i], residual[i]);
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+        const float value = sum[i].value[j];
+        scaled[i].value[j] = value * gain.value(in[&Reduce::out_gain], 4 * i + j);
+        squares = fmaf(value, value, squares);
+      }
+    }
+    // Store these first: readers of this row wait for them.
+    FourColumns(in[&Reduce::out_scaled], column).store_two(row, scaled, tag);
+    write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
+    FourColumns(in[&Reduce::out], column).store_two(row, sum, tag);
   }
 
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
@@ -217,9 +184,12 @@ struct Kernel<Reduce> : KernelDefaults {
       consumer.wait_ready();
       consumer.begin_waiting();
       consumer.note(in.stage, Event::kInputs);
-      const bool few = in[&Reduce::parts].columns <= 2 * in[&Reduce::out].columns;
-      if (few) return reduce_all<2, 2>(in, consumer, live - inst.row_begin);
-      return reduce_all<1, 4>(in, consumer, live - inst.row_begin);
+      const uint32_t units = (inst.column_end - inst.column_begin) / kUnitRows;
+#pragma unroll 1
+      for (uint32_t i = consumer.thread(); i < (live - inst.row_begin) * units;
+           i += kNumConsumerThreads)
+        reduce_unit(in, inst.row_begin + i / units, inst.column_begin + i % units * kUnitRows);
+      return;
     }
     // Each row begins with a lane of its own group of four.
     const uint32_t pairs = ceil_div(inst.column_end - inst.column_begin, 2);

@@ -236,8 +236,8 @@ def test_a_part_of_a_product_begins_with_a_word(dtype: DType, columns: int, refu
     ]
     tile: dict[str, Any] = {"column_begin": columns % 2, "column_end": columns}
     tile |= {"row_begin": 0, "row_end": 1, "x_rows": 1, "tile": 0, "eps": 0.0}
-    inst = Matmul(x=0, weight=1, out=2, part=2, part_k=64, **tile)
-    expected = "out is y, which is tagged, but part 2 begins at column 5 of BF16, within a word"
+    inst = Matmul(x=0, weight=1, out=2, part=1, part_k=64, **tile)
+    expected = "out is y, which is tagged, but part 1 begins at column 5 of BF16, within a word"
     assert list(inst.check(tensors)) == ([expected] if refused else [])
 
 

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
@@ -16,11 +17,12 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
     """Give products that are worth splitting ``part_k``, the columns of a part, and ``addends``.
 
     ``addends``, float32 [rows, (parts - 1) * columns], passes the sums of all other parts to the
-    first part, which adds them up. It is tagged whatever its size, because only one worker reads
+    last part, which adds them up. It is tagged whatever its size, because only one worker reads
     each of its words.
 
-    In a matrix product the worker of a first part would have too much to add. The other parts are
-    then a result of their own, ``others``, and a reduce by all workers adds them to the first one.
+    In a matrix product the workers of one part would have too much to add while others wait. All
+    parts are then the result, and a reduce by all workers adds them up, with what the product adds
+    to its sums.
 
     With ``options.fixed_order`` nothing is split: the best number of parts depends on workers and
     ranks.
@@ -49,14 +51,20 @@ def _is_summed(operation: Operation) -> bool:
     return out.shares > 1 and out.dtype is F32 and not operation.outputs.keys() & {"out_scaled"}
 
 
-def _fewest_bytes(k: int, columns: int, workers: int) -> int:
+def _fewest_bytes(rows: int, k: int, columns: int, options: CompileOptions) -> int:
     """The number of parts for which the workers of a matrix product read and write fewest bytes.
 
     With p parts all workers read rows * k * workers / p elements of x, of 2 bytes, and pass
-    (p - 1) * rows * columns sums of 4 bytes, which are written and read. A sum counts twice: what
-    is written in one step of the exchange is read in the next one.
+    p * rows * columns sums of 4 bytes, which are written and read. A sum counts twice: what is
+    written in one step of the exchange is read in the next one.
+
+    There is no use in fewer columns of x for a worker that then multiplies several groups of
+    blocks with them: it reads as much of x, and there are more sums.
     """
-    return round(math.sqrt(k * workers / (8 * columns)))
+    target, workers = options.target, options.workers
+    groups = -(-columns // (target.block_rows * target.matrix_blocks))
+    most = workers // (groups * -(-rows // matrix_rows(rows)))
+    return min(round(math.sqrt(k * workers / (8 * columns))), most)
 
 
 def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | None:
@@ -64,11 +72,11 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
     width = options.part_of_k
     if operation.kind != "matmul" or not width or _is_summed(operation):
         return None
-    if operation.inputs.keys() & {"x_squares", "row_index"}:
+    if operation.inputs.keys() & {"x_squares", "row_index"} or "peaks" in operation.outputs:
         return None
     weight, out, target = _weight(operation), operation.outputs["out"], options.target
     if target.is_matrix_step(out.rows, weight.dtype):
-        most = _fewest_bytes(weight.columns, out.own_columns, options.workers)
+        most = _fewest_bytes(out.rows, weight.columns, out.own_columns, options)
     elif target.matrix_rows and out.rows > target.group_rows:
         return None
     else:
@@ -96,17 +104,9 @@ def _with_reduce(
     out, label = operation.outputs["out"], operation.label
     capacity = max(out.rows, min(out.capacity, options.target.matrix_part_rows))
 
-    def sums(name: str, count: int) -> Value:
-        return Value(f"{label}.{name}", out.rows, count * out.own_columns, F32, capacity)
-
-    first, others = sums("first", 1), sums("others", parts - 1)
-    gain = {name: v for name, v in operation.inputs.items() if name == "out_gain"}
-    yield replace(
-        operation,
-        inputs={name: v for name, v in operation.inputs.items() if name not in gain},
-        outputs={"out": first, "others": others},
-        attributes={**operation.attributes, "part_k": step},
-    )
-    yield Operation(
-        "reduce", f"{label}.sum", {"parts": others, "residual": first, **gain}, operation.outputs
-    )
+    sums = Value(f"{label}.parts", out.rows, parts * out.own_columns, F32, capacity)
+    product = {name: operation.inputs[name] for name in ("x", "weight")}
+    added = {name: v for name, v in operation.inputs.items() if name not in product}
+    attributes = {**operation.attributes, "part_k": step}
+    yield replace(operation, inputs=product, outputs={"out": sums}, attributes=attributes)
+    yield Operation("reduce", f"{label}.sum", {"parts": sums, **added}, operation.outputs)
