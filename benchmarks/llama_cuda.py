@@ -151,6 +151,23 @@ def record_steps(runner: Runner, step: Step, steps: int, path: str, launches: in
     runner.record(None)
 
 
+def add_option_argument(parser: argparse.ArgumentParser) -> None:
+    """Add ``--option NAME=VALUE``, a list of (name, value); a value is an int if it is a number."""
+
+    def option(text: str) -> tuple[str, int | str]:
+        name, _, value = text.partition("=")
+        return name, int(value) if value.isdigit() else value
+
+    parser.add_argument(
+        "--option",
+        type=option,
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="another value of a compile option (scheduler/compiler/options.py)",
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", choices=MODELS, default="1b")
@@ -161,14 +178,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=50)
     parser.add_argument("--baseline", action="store_true", help="torch.compile beside it")
     parser.add_argument("--save", action="store_true")
-    parser.add_argument(
-        "--option",
-        type=lambda text: (text.partition("=")[0], int(text.partition("=")[2])),
-        action="append",
-        default=[],
-        metavar="NAME=NUMBER",
-        help="another value of a compile option (scheduler/compiler/options.py)",
-    )
+    add_option_argument(parser)
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--exchange", choices=("all_reduce", "all_gather"), default="all_reduce")
     parser.add_argument("--trace", help="file for a trace of the last batch and context")

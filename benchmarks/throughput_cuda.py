@@ -26,7 +26,16 @@ import torch
 import torch.nn.functional as F
 
 from environment import save
-from llama_cuda import MODELS, kv_bytes, make_runner, measure, prepare, record_steps, weight_bytes
+from llama_cuda import (
+    MODELS,
+    add_option_argument,
+    kv_bytes,
+    make_runner,
+    measure,
+    prepare,
+    record_steps,
+    weight_bytes,
+)
 from megavm.profiler.environment import measure_multiplication
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
@@ -135,6 +144,7 @@ def main() -> None:
     parser.add_argument("--products", action="store_true", help="cuBLAS and torch's attention")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--exchange", choices=("all_reduce", "all_gather"), default="all_gather")
+    add_option_argument(parser)
     parser.add_argument("--trace", help="folder for a trace of each measured step")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
@@ -161,6 +171,7 @@ def main() -> None:
         if args.save:  # a run that is cut off keeps what it has
             name = f"throughput_cuda_{model}" + (f"_{ranks}" if ranks > 1 else "")
             facts = {"model": model, "flops": rate, "bandwidth": bandwidth}
+            facts |= {"options": dict(args.option)} if args.option else {}
             save(name, facts | {"results": results})
 
     for model in args.model:
@@ -172,7 +183,7 @@ def main() -> None:
         rows = max([batch, *(n * length for n, length, _ in args.prefill)])
         if args.decode:
             length = args.context + 2 * args.steps
-            runner = make_runner(config, machine, length, batch, parallel)
+            runner = make_runner(config, machine, length, batch, parallel, **dict(args.option))
             for batch in args.decode:
                 # The context of the middle of a launch is the one that is asked for.
                 context = args.context - args.steps // 2
@@ -205,7 +216,9 @@ def main() -> None:
             continue
         count = max(n for n, _, _ in args.prefill)
         longest = max(length + before for _, length, before in args.prefill)
-        runner = make_runner(config, machine, longest + 1, count, parallel, rows=rows)
+        runner = make_runner(
+            config, machine, longest + 1, count, parallel, rows=rows, **dict(args.option)
+        )
         for n, length, before in args.prefill:
             us = measure_prompts(runner, n, length, before, max(3, args.rounds // 4))
             pairs = n * (length * before + length * (length + 1) // 2)

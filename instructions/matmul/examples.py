@@ -97,6 +97,8 @@ MATRIX = [
     Case("matrix, groups in turn", rows=140, k=264, columns=328, extras=True, tiles=2),
     Case("matrix, scaled", rows=100, k=1024, columns=136, extras=True, scaled=True, live=97),
     Case("matrix, part", rows=64, k=1088, columns=40, part=2, part_k=448, live=62),
+    Case("matrix, part of many rows", rows=250, k=520, columns=200, part=1, part_k=256, live=201),
+    Case("matrix, many rows, scaled", rows=256, k=136, columns=136, extras=True, scaled=True),
     Case("matrix, parts added", rows=40, k=640, columns=136, part=1, part_k=320, parts=3),
     Case("matrix, gathered", rows=50, k=264, columns=300, gather=True, live=41, tiles=4),
     Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),
