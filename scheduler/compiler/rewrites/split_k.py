@@ -72,7 +72,7 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
     width = options.part_of_k
     if operation.kind != "matmul" or not width or _is_summed(operation):
         return None
-    if operation.inputs.keys() & {"x_squares", "row_index"} or "peaks" in operation.outputs:
+    if operation.inputs.keys() & {"x_squares", "row_index"}:
         return None
     weight, out, target = _weight(operation), operation.outputs["out"], options.target
     if target.is_matrix_step(out.rows, weight.dtype):
