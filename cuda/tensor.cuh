@@ -198,52 +198,53 @@ struct Four {
 
 // Whether fours of a tensor can be stored at once.
 __device__ __forceinline__ bool takes_fours(const Tensor& t) {
-  return !is_gathered(t) && dtype_of(t) != DType::kI32 && t.columns % 4 == 0 &&
-         base_of(t) % 16 == 0;
+  return dtype_of(t) != DType::kI32 && t.columns % 4 == 0 && base_of(t) % 16 == 0;
 }
 
 // Neighbouring fours of a tensor, in the same columns of any row: what is the same for all rows.
 struct FourColumns {
   uint64_t address = 0;  // in row 0
   uint32_t row_bytes = 0;
-  uint32_t kind = 0;  // bits: 1 float32, else bf16; 2 tagged
+  uint32_t kind = 0;  // bits: 1 float32, else bf16; 2 tagged; 4 gathered
 
   FourColumns() = default;
   __device__ __forceinline__ FourColumns(const Tensor& t, uint32_t column)
       : address(is_tagged(t) ? word_at(t, 0, column) : element_at(t, 0, column)),
         row_bytes(t.columns * element_bytes(t) * (is_tagged(t) ? 2 : 1)),
-        kind(is_f32(t) + 2 * is_tagged(t)) {}
+        kind(is_f32(t) + 2 * is_tagged(t) + 4 * is_gathered(t)) {}
 
   // Store four `number`, counted from the first column.
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
                                         uint32_t tag) const {
     const float (&v)[4] = four.value;
-    const uint64_t to =
-        address + uint64_t{row} * row_bytes + number * (8u << (kind & 1) << kind / 2);
-    const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                              __float_as_uint(v[3])};
-    if (kind == 1) {
-      ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
-    } else if (kind == 3) {
-      ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
-      ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
-    } else {
-      const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
-      if (kind == 2)
-        ptx::store_relaxed_tagged2(to, low, high, tag);
-      else
-        ptx::store2(to, low, high);
-    }
+    const uint32_t bytes = 8u << (form() & 1) << form() / 2;
+    store_shares(kind & 4, address + uint64_t{row} * row_bytes + number * bytes, [&](uint64_t to) {
+      const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                                __float_as_uint(v[3])};
+      if (form() == 1) {
+        ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
+      } else if (form() == 3) {
+        ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
+        ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
+      } else {
+        const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
+        if (form() == 2)
+          ptx::store_relaxed_tagged2(to, low, high, tag);
+        else
+          ptx::store2(to, low, high);
+      }
+    });
   }
 
   // Store the first two fours.
   __device__ __forceinline__ void store_two(uint32_t row, const Four (&two)[2],
                                             uint32_t tag) const {
-    if (kind == 0 && (address | row_bytes) % 16 == 0) {
+    if (form() == 0 && (address | row_bytes) % 16 == 0) {
       const float (&a)[4] = two[0].value, (&b)[4] = two[1].value;
-      return ptx::store4(address + uint64_t{row} * row_bytes,
-                         {ptx::pack_bf16(a[0], a[1]), ptx::pack_bf16(a[2], a[3]),
-                          ptx::pack_bf16(b[0], b[1]), ptx::pack_bf16(b[2], b[3])});
+      return store_shares(kind & 4, address + uint64_t{row} * row_bytes, [&](uint64_t to) {
+        ptx::store4(to, {ptx::pack_bf16(a[0], a[1]), ptx::pack_bf16(a[2], a[3]),
+                         ptx::pack_bf16(b[0], b[1]), ptx::pack_bf16(b[2], b[3])});
+      });
     }
     store(row, 0, two[0], tag);
     store(row, 1, two[1], tag);
@@ -253,6 +254,9 @@ struct FourColumns {
   __device__ __forceinline__ ptx::Words4 load(uint32_t row, uint32_t number) const {
     return ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number);
   }
+
+ private:
+  __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
 };
 
 // Whether fours can be loaded: float32 that other instructions store, not tagged.

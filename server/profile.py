@@ -55,14 +55,18 @@ class Profiler:
             # len(recorder) takes time between two steps: call it only when enough steps have run.
             return counters.steps - first >= body.steps <= len(recorder)
 
+        def measure() -> dict[str, Any]:
+            llm.record(None)
+            return measure_ceilings(llm.runner.machine)
+
         async def record() -> None:
-            if self._ceilings is None:
-                # Between two steps nothing else uses the machine. Requests wait, once.
-                machine = llm.runner.machine
-                self._ceilings = await engine_loop.call(lambda: measure_ceilings(machine))
-            recorder.machine |= self._ceilings
             with suppress(TimeoutError):
                 await engine_loop.until(begin, done, body.timeout)
+            if self._ceilings is None:
+                # Between two steps nothing else uses the machine. Requests wait, once. Not before
+                # the steps of the trace: the multiplications lower a GPU's clock for a while.
+                self._ceilings = await engine_loop.call(measure)
+            recorder.machine |= self._ceilings
 
         try:
             await until_disconnect(request.receive, record())

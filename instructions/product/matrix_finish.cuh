@@ -40,7 +40,8 @@ class MatrixFinisher : MatrixSizes {
         return group.is_shared() ? store_shared_sums(epilogue, group, sums)
                                  : store_sums(epilogue, group, sums);
       }
-    // A tensor that ranks gather takes no units, whose squares are added up in another order.
+    // Units add squares up in another order than pairs: not where the order must be the same
+    // whatever the alignment of a rank's columns.
     if constexpr (Epilogue<Instruction>::kUnits && !program::kFixedOrder)
       if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
           epilogue.takes_units())

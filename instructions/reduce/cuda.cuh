@@ -123,7 +123,7 @@ struct Kernel<Reduce> : KernelDefaults {
       return false;
     const Tensor &out = in[&Reduce::out], &scaled = in[&Reduce::out_scaled];
     return inst.column_begin % kUnitRows == 0 && inst.column_end % kUnitRows == 0 &&
-           out.columns % kUnitRows == 0 && takes_fours(out) && !is_tagged(out) &&
+           own_columns(out) % kUnitRows == 0 && takes_fours(out) && !is_tagged(out) &&
            has_fours(in[&Reduce::parts]) && has_fours(in[&Reduce::residual]) &&
            EightConstants::can_load(in[&Reduce::out_gain]) && takes_fours(scaled) &&
            !is_tagged(scaled) && !is_tagged(in[&Reduce::out_squares]);
@@ -134,7 +134,7 @@ struct Kernel<Reduce> : KernelDefaults {
   static __device__ __forceinline__ void reduce_unit(const Operands<Reduce>& in, uint32_t row,
                                                      uint32_t column) {
     const Tensor& parts = in[&Reduce::parts];
-    const uint32_t size = in[&Reduce::out].columns, tag = in.out_tag();
+    const uint32_t size = own_columns(in[&Reduce::out]), tag = in.out_tag();
     const uint32_t count = parts.columns / size;
     constexpr uint32_t kFours = kUnitRows / 4;
     EightConstants gain;

@@ -122,8 +122,6 @@ def _record(
     from megavm.profiler.summary import summary
 
     recorder, discarded = Recorder(keep), Recorder(1)
-    progress("measuring the machine")
-    recorder.machine |= measure_ceilings(llm.runner.machine)
     progress("running with tracing")
     llm.record(discarded)
     llm.generate(prompt, params)
@@ -138,6 +136,9 @@ def _record(
     llm.record(None)
     progress("running without tracing")
     again = _milliseconds(llm, prompt, params)
+    progress("measuring the machine")
+    # Not before the steps: the multiplications lower a GPU's clock for a while.
+    recorder.machine |= measure_ceilings(llm.runner.machine)
     ratio = None
     if traced is not None and untraced is not None and again is not None:
         untraced = (untraced + again) / 2
