@@ -81,14 +81,15 @@ class Target:
     Matrix products: in steps of more than ``group_rows`` rows, products of bfloat16 take ``min_matrix_rows`` to
     ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of
     ``block_rows`` rows of the weight. In steps of up to ``matrix_part_rows`` rows they are split along K too,
-    into parts of at least ``matrix_part`` columns; in larger ones workers that multiply neighbouring tiles at
-    the same time share weights and rows of x. ``matrix_times`` predicts how long their tiles take. The rows of
+    into parts of at least ``matrix_part`` columns. ``matrix_times`` predicts how long their tiles take. The rows of
     ``matrix_row_tiles`` tiles of rows stay in the second-level cache.
 
     Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
     several rows of a prompt (0: the rows of an instruction need not be few).
 
-    Assignment: ``flops_per_byte`` FLOPs take about as long as moving one byte.
+    Assignment: ``flops_per_byte`` FLOPs take about as long as moving one byte. With more than
+    ``balanced_rows`` rows (0: any number is balanced) workers get the tiles of a matrix product in turn: those
+    that multiply neighbouring tiles at the same time share weights and rows of x.
 
     Split context: fewer than ``few_splits`` splits do not pay for a merge. From ``many_splits`` splits on,
     attention leaves workers free for the merges: one split fewer costs less than a late merge. A split has at
@@ -128,6 +129,7 @@ class Target:
     matrix_row_tiles: int = 8
     attention_elements: int = 0
     flops_per_byte: int = 64
+    balanced_rows: int = 0
     few_splits: int = 3
     many_splits: int = 8
     min_chunk: int = 256
@@ -163,9 +165,10 @@ TARGETS = {
             matrix_rows=MAX_MATRIX_ROWS,
             matrix_blocks=MATRIX_BLOCKS,
             matrix_part=256,
-            matrix_part_rows=2 * MAX_MATRIX_ROWS,
+            matrix_part_rows=8 * MAX_MATRIX_ROWS,
             matrix_times=MatrixTimes(40e9, 5.3e12, tile=1.5e-6, sum=1e-10),  # H200
             attention_elements=MAX_ATTENTION_ELEMENTS,
+            balanced_rows=2 * MAX_MATRIX_ROWS,
         ),
         Target("reference"),
     )

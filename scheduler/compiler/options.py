@@ -102,7 +102,7 @@ def default_options(
     return CompileOptions(
         workers,
         machine=machine,
-        assignment="round_robin" if 0 < target.matrix_part_rows < rows else "balanced",
+        assignment="round_robin" if 0 < target.balanced_rows < rows else "balanced",
         exchange=target.exchange,
         tagged_bytes=target.tagged_bytes,
         column_unit=target.column_unit,

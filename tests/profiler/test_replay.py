@@ -186,6 +186,26 @@ def test_rings_of_a_gpu_are_predicted() -> None:
             )
 
 
+@pytest.mark.parametrize(("example", "batch"), [("llama-1b", 1), ("llama-1b-batch-8", 8)])
+def test_the_memory_of_another_gpu_is_predicted(example: str, batch: int) -> None:
+    """What a step of an H200 would take with the bandwidth of an H100, which was measured."""
+    root = Path(__file__).parents[2]
+
+    def measured(name: str) -> tuple[float, float]:
+        results = json.loads((root / "benchmarks/results" / f"{name}.json").read_text())
+        steps = {(r["kind"], r["what"]): r["us"] for r in results["results"]}
+        return steps["decode", batch], results["bandwidth"]
+
+    (fast, most), (slow, less) = measured("throughput_cuda_1b"), measured("throughput_cuda_1b_h100")
+    effect = slow / fast - 1
+    assert effect > 0.2
+    trace = Trace.load(root / "examples" / f"{example}-h200.megatrace")
+    for step in range(trace.num_steps):
+        replay = Replay(trace, step)
+        found = replay.run([(Change("loading", "", most / less),)]).step[0] / replay.recorded - 1
+        assert found == pytest.approx(effect, rel=0.15)
+
+
 def test_a_phase_is_evened_out() -> None:
     machine = layered(6, 2, PRODUCTS, spread=0.0)
     slow = [tuple(dataclasses.replace(t, work=3 * t.work) for t in machine.queues[0])]

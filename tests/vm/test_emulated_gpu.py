@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import subprocess
 import zlib
@@ -21,13 +22,14 @@ from against_reference import check_example, examples_of
 from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
+from megavm.instructions.matmul import Matmul
 from megavm.instructions.sample import Real
 from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.llama.parallel import Parallel, shard
-from megavm.scheduler.run.buckets import weight_specs
+from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.compiler import ROOT
@@ -150,12 +152,12 @@ def shapes_of(spec: TensorSpec) -> list[tuple[int, ...]]:
     return [(part.rows, *spec.shape[1:]) for part in spec.parts] or [spec.shape]
 
 
-def bind_weights(memory: Memory, limits: Limits) -> None:
+def bind_weights(memory: Memory, limits: Limits, config: LlamaConfig = LLAMA) -> None:
     """Random weights, the same whatever the number of ranks that divide them."""
     parallel = Parallel(len(memory.ranks))
     for whole, spec in zip(
-        weight_specs(LLAMA, limits, BF16),
-        weight_specs(LLAMA, limits, BF16, parallel),
+        weight_specs(config, limits, BF16),
+        weight_specs(config, limits, BF16, parallel),
         strict=True,
     ):
         values = []
@@ -165,7 +167,7 @@ def bind_weights(memory: Memory, limits: Limits) -> None:
             random = torch.randn(shape, generator=generator) * width**-0.5
             values.append((random if width > 1 else 1 + 0.1 * random).bfloat16())
         if spec.name == "rope":
-            values = [rope_table(LLAMA, limits.max_model_len)]
+            values = [rope_table(config, limits.max_model_len)]
         for number, rank in enumerate(memory.ranks):
             own = zip(values, shapes_of(spec), strict=True)
             rank.bind(spec, *(shard(value, shape, number) for value, shape in own))
@@ -282,6 +284,36 @@ def test_otherwise_the_bits_depend_on_the_number_of_workers() -> None:
     for i in range(len(MIXED_STEPS)):
         assert not np.array_equal(two[i], three[i]), i
         assert np.abs(two[i] - three[i]).max() < 0.05, i
+
+
+def test_a_prompt_of_several_tiles_of_rows_is_split_along_k() -> None:
+    """400 rows: o_proj and down_proj in two parts, on an emulated GPU, beside one worker of the CPU."""
+    config = replace(
+        LLAMA, hidden_size=512, intermediate_size=1024, num_layers=1, num_heads=8, num_kv_heads=2
+    )
+    limits = Limits(1, 512, 512, 16, 8, 64)
+    step = step_of([(0, range(400))])
+    logits = []
+    for machine, target, workers in (
+        (EmulatedMachine(seed=1), "cuda", 20),
+        (CpuMachine(), "cpu", 1),
+    ):
+        memory = machine.memory(1)
+        bind_weights(memory, limits, config)
+        options = functools.partial(default_options, target, workers)
+        runner = Runner(config, memory, limits, BF16, machine, options)
+        tokens = np.random.default_rng(4).integers(0, config.vocab_size, 513).astype(np.int32)
+        runner.write_tokens(0, tokens)
+        runner.block_table[0] = np.random.default_rng(5).permutation(8)
+        runner.sampling_real[0, [Real.TOP_P, Real.REPETITION_PENALTY]] = 1.0
+        runner.run(step, 1)
+        logits.append(torch.as_tensor(np.array(runner.logits[:1])))
+        if target == "cuda":
+            bucket = runner.bucket(400, 1, step.context)
+            program = compile_bucket(config, limits, BF16, bucket, options)
+            parts = {inst.part for inst in program.instructions if isinstance(inst, Matmul)}
+            assert parts == {0, 1}
+    assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 0.1
 
 
 @pytest.mark.parametrize("number", [0, 3])
