@@ -14,8 +14,9 @@ no request has any. All other kernels are compiled before the first server start
 
 For each model:
 
-1. `LLM.generate` in a process of its own, one prompt at a time: TPOT as the client computes it,
-   (time of the last token - time of the first) / (tokens - 1), and the time of the first token.
+1. If one of the concurrencies is 1, `LLM.generate` in a process of its own, one prompt at a time:
+   TPOT as the client computes it, (time of the last token - time of the first) / (tokens - 1), and
+   the time of the first token.
 2. For each concurrency: requests that do not count, until the programs of this size are there; a
    pause until the server does nothing any more; then `megavm bench serve`.
 
@@ -386,13 +387,14 @@ def measure_model(
     result: dict[str, Any] = {"model": model, "machine": args.machine, **sizes}
     result |= {"starts": [], "rows": []}
     counts = {c: max(2, round(args.scale * n)) for c, n in REQUESTS[model].items()}
-    progress(f"{model}: LLM.generate")
-    result["generate"] = generate(args.machine, directory, counts[1], sizes)
-    progress(
-        f"{model}: LLM.generate: TPOT {result['generate']['median_tpot_ms']:.3f} ms,"
-        f" TTFT {result['generate']['median_ttft_ms']:.1f} ms"
-    )
-    yield result
+    if 1 in args.concurrency:
+        progress(f"{model}: LLM.generate")
+        result["generate"] = generate(args.machine, directory, counts[1], sizes)
+        progress(
+            f"{model}: LLM.generate: TPOT {result['generate']['median_tpot_ms']:.3f} ms,"
+            f" TTFT {result['generate']['median_ttft_ms']:.1f} ms"
+        )
+        yield result
     options = [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     options += ["--machine", args.machine, "--port", "0", "--max-queue", "1024", "--quiet"]
     for event_loop in args.event_loop:
