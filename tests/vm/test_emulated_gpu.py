@@ -286,6 +286,13 @@ def test_otherwise_the_bits_depend_on_the_number_of_workers() -> None:
         assert np.abs(two[i] - three[i]).max() < 0.05, i
 
 
+def test_ranks_agree_within_rounding() -> None:
+    """In steps of many rows, what ranks gather is stored by whole units, with squares of their own."""
+    one, two = logits_of_steps(2), logits_of_steps(2, ranks=2)
+    for i in range(len(MIXED_STEPS)):
+        assert np.abs(one[i] - two[i]).max() < 0.05, i
+
+
 def test_a_prompt_of_several_tiles_of_rows_is_split_along_k() -> None:
     """400 rows: o_proj and down_proj in two parts, on an emulated GPU, beside one worker of the CPU."""
     config = replace(
