@@ -46,6 +46,10 @@ struct MatrixSizes {
 
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
 
+  // A warp has 16 rows of each block.
+  static constexpr uint32_t kPairsOfWarp = 8;
+  static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
+
   // A warp stages its sums of so many rows of x and 16 rows of the weight, in pages of a step.
   static constexpr uint32_t kStagedRows = min_of(kRows, 64);
   static constexpr uint32_t kStagedRowBytes = 16 * 4;
