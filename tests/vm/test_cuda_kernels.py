@@ -103,9 +103,11 @@ def test_the_steps_of_a_model_have_its_kernels(model: str) -> None:
         assert bucket.rows in headers[header], bucket
 
 
-def test_steps_of_512_tokens_and_more_run_one_kernel() -> None:
-    rows = [rows for rows in kernel_headers(*MODELS["llama-1b"]).values() if 512 in rows]
-    assert rows == [(512, 1024, TARGETS["cuda"].max_num_batched_tokens)]
+def test_a_model_has_seven_kernels() -> None:
+    """Of steps of more than 64 rows, one for those with products in parts and one for the others."""
+    large = (128, 256, 512, 1024, TARGETS["cuda"].max_num_batched_tokens)
+    found = list(kernel_headers(*MODELS["llama-1b"]).values())
+    assert found == [(1,), (2, 4, 8), (16,), (32,), (64,), large[:4], large[4:]]
 
 
 @functools.cache
