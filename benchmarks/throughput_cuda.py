@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import gc
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,9 +146,11 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N")
     parser.add_argument("--exchange", choices=("all_reduce", "all_gather"), default="all_gather")
     add_option_argument(parser)
-    parser.add_argument("--trace", help="folder for a trace of each measured step")
+    parser.add_argument("--trace", type=Path, help="folder for a trace of each measured step")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    if args.trace:
+        args.trace.mkdir(parents=True, exist_ok=True)
 
     ranks: int = args.tensor_parallel_size
     machine = CudaMachine(range(ranks))
@@ -207,7 +210,7 @@ def main() -> None:
                     found["products_us"] = config.num_layers * sum(each.values()) + head
                 add(model, found)
                 if args.trace:
-                    path = f"{args.trace}/{model}_decode_{batch}.megatrace"
+                    path = str(args.trace / f"{model}_decode_{batch}.megatrace")
                     record_steps(runner, prepare(runner, batch, context), 2, path)
             del runner
             gc.collect()
@@ -233,7 +236,7 @@ def main() -> None:
                     found["attention_us"] = config.num_layers * measure_attention(config, n, length)
             add(model, found)
             if args.trace:
-                path = f"{args.trace}/{model}_prefill_{what}.megatrace"
+                path = str(args.trace / f"{model}_prefill_{what}.megatrace")
                 record_steps(runner, prepare_prompts(runner, n, length, before), 1, path)
         del runner
         gc.collect()
