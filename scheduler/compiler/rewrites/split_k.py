@@ -61,10 +61,14 @@ def _fewest_bytes(rows: int, k: int, columns: int, options: CompileOptions) -> i
     There is no use in fewer columns of x for a worker that then multiplies several groups of
     blocks with them: it reads as much of x, and there are more sums.
     """
-    target, workers = options.target, options.workers
-    groups = -(-columns // (target.block_rows * target.matrix_blocks))
-    most = workers // (groups * -(-rows // matrix_rows(rows)))
+    workers = options.workers
+    most = workers // (_groups(columns, options) * -(-rows // matrix_rows(rows)))
     return min(round(math.sqrt(k * workers / (8 * columns))), most)
+
+
+def _groups(columns: int, options: CompileOptions) -> int:
+    """The groups of blocks of a matrix product (instructions/product/matrix.cuh)."""
+    return -(-columns // (options.target.block_rows * options.target.matrix_blocks))
 
 
 def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | None:
@@ -102,8 +106,9 @@ def _with_reduce(
     operation: Operation, parts: int, step: int, options: CompileOptions
 ) -> Iterator[Operation]:
     out, label = operation.outputs["out"], operation.label
-    capacity = max(out.rows, min(out.capacity, options.target.matrix_part_rows))
-
+    # Programs share the sums of as many parts: there is room for the largest step that has them.
+    tiles = options.workers // (_groups(out.own_columns, options) * parts)
+    capacity = max(out.rows, min(out.capacity, tiles * options.target.matrix_rows))
     sums = Value(f"{label}.parts", out.rows, parts * out.own_columns, F32, capacity)
     product = {name: operation.inputs[name] for name in ("x", "weight")}
     added = {name: v for name, v in operation.inputs.items() if name not in product}
