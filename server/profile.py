@@ -56,7 +56,7 @@ class Profiler:
             return counters.steps - first >= body.steps <= len(recorder)
 
         def measure() -> dict[str, Any]:
-            llm.record(None)
+            llm.record(None)  # steps after the measurement do not replace those before it
             return measure_ceilings(llm.runner.machine)
 
         async def record() -> None:

@@ -145,6 +145,7 @@ LLAMA = LlamaConfig(
     num_kv_heads=2,
     head_dim=64,
 )
+LIMITS = Limits(20, 128, 64, 32, 40, 64)
 
 
 def shapes_of(spec: TensorSpec) -> list[tuple[int, ...]]:
@@ -180,20 +181,23 @@ def runner_on(
     ranks: int = 1,
     fixed_order: bool = False,
     halves: Halves = "preferred",
+    config: LlamaConfig = LLAMA,
+    limits: Limits = LIMITS,
 ) -> Runner:
-    limits = Limits(20, 128, 64, 32, 40, 64)
     memory = machine.memory(ranks)
-    bind_weights(memory, limits)
+    bind_weights(memory, limits, config)
 
     def options(rows: int) -> CompileOptions:
         chosen = default_options(target, workers, rows, fixed_order=fixed_order)
         return replace(chosen, halves=halves)
 
-    runner = Runner(LLAMA, memory, limits, BF16, machine, options, Parallel(ranks))
-    tokens = np.random.default_rng(4).integers(0, LLAMA.vocab_size, (20, 129)).astype(np.int32)
-    for slot in range(20):
+    runner = Runner(config, memory, limits, BF16, machine, options, Parallel(ranks))
+    slots, blocks = limits.max_num_seqs, np.random.default_rng(5).permutation(limits.num_blocks)
+    shape = slots, limits.max_model_len + 1
+    tokens = np.random.default_rng(4).integers(0, config.vocab_size, shape).astype(np.int32)
+    for slot in range(slots):
         runner.write_tokens(slot, tokens[slot])
-        runner.block_table[slot] = np.random.default_rng(5).permutation(40).reshape(20, 2)[slot]
+        runner.block_table[slot] = blocks.reshape(slots, -1)[slot]
         runner.sampling_real[slot, [Real.TOP_P, Real.REPETITION_PENALTY]] = 1.0
     return runner
 
@@ -300,27 +304,17 @@ def test_a_prompt_of_several_tiles_of_rows_is_split_along_k() -> None:
     )
     limits = Limits(1, 512, 512, 16, 8, 64)
     step = step_of([(0, range(400))])
+    emulated = runner_on(EmulatedMachine(seed=1), "cuda", 20, config=config, limits=limits)
+    cpu = runner_on(CpuMachine(), "cpu", 1, config=config, limits=limits)
     logits = []
-    for machine, target, workers in (
-        (EmulatedMachine(seed=1), "cuda", 20),
-        (CpuMachine(), "cpu", 1),
-    ):
-        memory = machine.memory(1)
-        bind_weights(memory, limits, config)
-        options = functools.partial(default_options, target, workers)
-        runner = Runner(config, memory, limits, BF16, machine, options)
-        tokens = np.random.default_rng(4).integers(0, config.vocab_size, 513).astype(np.int32)
-        runner.write_tokens(0, tokens)
-        runner.block_table[0] = np.random.default_rng(5).permutation(8)
-        runner.sampling_real[0, [Real.TOP_P, Real.REPETITION_PENALTY]] = 1.0
+    for runner in (emulated, cpu):
         runner.run(step, 1)
         logits.append(torch.as_tensor(np.array(runner.logits[:1])))
-        if target == "cuda":
-            bucket = runner.bucket(400, 1, step.context)
-            program = compile_bucket(config, limits, BF16, bucket, options)
-            parts = {inst.part for inst in program.instructions if isinstance(inst, Matmul)}
-            assert parts == {0, 1}
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 0.1
+    bucket = emulated.bucket(400, 1, step.context)
+    options = functools.partial(default_options, "cuda", 20)
+    program = compile_bucket(config, limits, BF16, bucket, options)
+    assert {i.part for i in program.instructions if isinstance(i, Matmul)} == {0, 1}
 
 
 @pytest.mark.parametrize("number", [0, 3])
