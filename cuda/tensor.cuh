@@ -109,11 +109,6 @@ __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32
   });
 }
 
-// The kind of a place without the bit of gathered tensors.
-__device__ __forceinline__ uint32_t form_of(uint32_t kind) {
-  return program::kRanks > 1 ? kind & 3 : kind;
-}
-
 // The destination of two neighbouring elements, computed ahead of the store.
 struct PairPlace {
   uint64_t address = 0;
@@ -136,7 +131,7 @@ struct PairPlace {
   // The place that is `columns` (an even number) further in the row.
   __device__ __forceinline__ PairPlace after(uint32_t columns) const {
     PairPlace place = *this;
-    place.address += columns * (form_of(kind) == 3 ? 8 : form_of(kind) == 0 ? 2 : 4);
+    place.address += columns * (form() == 3 ? 8 : form() == 0 ? 2 : 4);
     return place;
   }
 
@@ -160,15 +155,15 @@ struct PairPlace {
         for (uint32_t i = 0; i < kCount; ++i)
           store(to + i * kStep * bytes, pairs[i][0] * factor, pairs[i][1] * factor);
       };
-      if (form_of(kind) == 3)
+      if (form() == 3)
         each(8, [&](uint64_t at, float first, float second) {
           ptx::store_relaxed_tagged2(at, __float_as_uint(first), __float_as_uint(second), tag);
         });
-      else if (form_of(kind) == 2)
+      else if (form() == 2)
         each(4, [&](uint64_t at, float first, float second) {
           ptx::store_relaxed_tagged(at, ptx::pack_bf16(first, second), tag);
         });
-      else if (form_of(kind) == 1)
+      else if (form() == 1)
         each(4, [&](uint64_t at, float first, float second) {
           ptx::store2(at, __float_as_uint(first), __float_as_uint(second));
         });
@@ -181,16 +176,19 @@ struct PairPlace {
 
   __device__ __forceinline__ void store(float first, float second, uint32_t tag) const {
     store_shares(kind & 4, address, [&](uint64_t to) {
-      if (form_of(kind) == 3)
+      if (form() == 3)
         ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
-      else if (form_of(kind) == 2)
+      else if (form() == 2)
         ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
-      else if (form_of(kind) == 1)
+      else if (form() == 1)
         ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
       else
         ptx::store(to, ptx::pack_bf16(first, second));
     });
   }
+
+ private:
+  __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
 };
 
 // Four neighbouring columns of a row, the first a multiple of four.
@@ -219,18 +217,18 @@ struct FourColumns {
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
                                         uint32_t tag) const {
     const float (&v)[4] = four.value;
-    const uint32_t bytes = 8u << (form_of(kind) & 1) << form_of(kind) / 2;
+    const uint32_t bytes = 8u << (form() & 1) << form() / 2;
     store_shares(kind & 4, address + uint64_t{row} * row_bytes + number * bytes, [&](uint64_t to) {
       const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                                 __float_as_uint(v[3])};
-      if (form_of(kind) == 1) {
+      if (form() == 1) {
         ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
-      } else if (form_of(kind) == 3) {
+      } else if (form() == 3) {
         ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
         ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
       } else {
         const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
-        if (form_of(kind) == 2)
+        if (form() == 2)
           ptx::store_relaxed_tagged2(to, low, high, tag);
         else
           ptx::store2(to, low, high);
@@ -241,7 +239,7 @@ struct FourColumns {
   // Store the first two fours.
   __device__ __forceinline__ void store_two(uint32_t row, const Four (&two)[2],
                                             uint32_t tag) const {
-    if (form_of(kind) == 0 && (address | row_bytes) % 16 == 0) {
+    if (form() == 0 && (address | row_bytes) % 16 == 0) {
       const float (&a)[4] = two[0].value, (&b)[4] = two[1].value;
       return store_shares(kind & 4, address + uint64_t{row} * row_bytes, [&](uint64_t to) {
         ptx::store4(to, {ptx::pack_bf16(a[0], a[1]), ptx::pack_bf16(a[2], a[3]),
@@ -256,6 +254,9 @@ struct FourColumns {
   __device__ __forceinline__ ptx::Words4 load(uint32_t row, uint32_t number) const {
     return ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number);
   }
+
+ private:
+  __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
 };
 
 // Whether fours can be loaded: float32 that other instructions store, not tagged.
