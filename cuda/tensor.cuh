@@ -201,19 +201,31 @@ __device__ __forceinline__ bool takes_fours(const Tensor& t) {
   return dtype_of(t) != DType::kI32 && t.columns % 4 == 0 && base_of(t) % 16 == 0;
 }
 
-// Neighbouring fours of a tensor, in the same columns of any row: what is the same for all rows.
-struct FourColumns {
+// The place of neighbouring columns in any row: what is the same for all rows.
+// kKinds: a bit 1 << kind for each kind of tensor that it can be, of the lower two bits of `kind`.
+template <uint32_t kKinds = 0xf>
+struct ColumnPlace {
   uint64_t address = 0;  // in row 0
   uint32_t row_bytes = 0;
   uint32_t kind = 0;  // bits: 1 float32, else bf16; 2 tagged; 4 gathered
 
-  FourColumns() = default;
-  __device__ __forceinline__ FourColumns(const Tensor& t, uint32_t column)
+  ColumnPlace() = default;
+  __device__ __forceinline__ ColumnPlace(const Tensor& t, uint32_t column)
       : address(is_tagged(t) ? word_at(t, 0, column) : element_at(t, 0, column)),
         row_bytes(t.columns * element_bytes(t) * (is_tagged(t) ? 2 : 1)),
         kind(is_f32(t) + 2 * is_tagged(t) + 4 * is_gathered(t)) {}
 
-  // Store four `number`, counted from the first column.
+  // Store an element of float32 in the first column.
+  __device__ __forceinline__ void store_one(uint32_t row, float value, uint32_t tag) const {
+    store_shares(kind & 4, address + uint64_t{row} * row_bytes, [&](uint64_t to) {
+      if (form() & 2)
+        ptx::store_relaxed_tagged(to, __float_as_uint(value), tag);
+      else
+        ptx::store(to, __float_as_uint(value));
+    });
+  }
+
+  // Store four `number`, counted from the first column, which is a multiple of four.
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
                                         uint32_t tag) const {
     const float (&v)[4] = four.value;
@@ -256,7 +268,15 @@ struct FourColumns {
   }
 
  private:
-  __device__ __forceinline__ uint32_t form() const { return program::kRanks > 1 ? kind & 3 : kind; }
+  // Bits: 1 float32, else bf16; 2 tagged. Known to the compiler as far as kKinds says it.
+  __device__ __forceinline__ uint32_t form() const {
+    if constexpr ((kKinds & (kKinds - 1)) == 0)
+      return kKinds == 8 ? 3 : kKinds / 2;
+    else if constexpr (kKinds < 4)
+      return kind & 1;
+    else
+      return program::kRanks > 1 ? kind & 3 : kind;
+  }
 };
 
 // Whether fours can be loaded: float32 that other instructions store, not tagged.

@@ -35,6 +35,13 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
+// 1 / x, or 0 if that is below the normal numbers.
+__device__ __forceinline__ float reciprocal(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // x = 2^(x * factor + addend).
 // NOTE: in place, and not to be moved, so that a fragment of wgmma stays where it is. Otherwise
 // ptxas gives its registers to the next product, whose own fragment it moves there and back.

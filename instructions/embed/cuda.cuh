@@ -134,10 +134,10 @@ struct Kernel<Embed> : KernelDefaults {
           if (scaled) product[j / 4].value[j % 4] = x * gain[i].value(in[&Embed::out_gain], j);
         }
         if (scaled) {
-          FourColumns(in[&Embed::out_scaled], column(i)).store_two(row, product, tag);
+          ColumnPlace(in[&Embed::out_scaled], column(i)).store_two(row, product, tag);
           write_element(in[&Embed::out_squares], row, column(i) / kUnitRows, squares, tag);
         }
-        FourColumns(in[&Embed::out], column(i)).store_two(row, value, tag);
+        ColumnPlace(in[&Embed::out], column(i)).store_two(row, value, tag);
       }
     }
   }

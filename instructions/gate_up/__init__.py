@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.product import Product
 from megavm.instructions.tiles import ranges, whole_groups
+from megavm.vm.constants import Constant
 from megavm.vm.layout import Layout, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
@@ -58,6 +59,9 @@ class GateUp(Product):
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
         return tile * (4 * tensors[self.weight].columns + 5)
+
+    def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
+        return {**super().constants(tensors), "out_kinds": self.kinds(tensors, self.out)}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"weight": (units(tensors[self.weight].rows // 2),)}

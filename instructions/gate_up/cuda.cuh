@@ -42,17 +42,17 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
   // ---- Units: four columns.
 
-  static constexpr bool kUnits = true;
+  static constexpr bool kUnits = gate_up::kOutKinds != 0;
   struct OfUnit {
     UnitPairs bias;
-    FourColumns out;
+    ColumnPlace<gate_up::kOutKinds> out;
   };
 
   __device__ __forceinline__ bool takes_units() const { return takes_fours(in[&GateUp::out]); }
 
   __device__ __forceinline__ void begin_unit(uint32_t column, OfUnit& unit) const {
     unit.bias = load_unit_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column, 1);
-    unit.out = FourColumns(in[&GateUp::out], column);
+    unit.out = {in[&GateUp::out], column};
   }
 
   __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t,
@@ -68,7 +68,7 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
  private:
   static __device__ __forceinline__ float activated(float gate, float up) {
-    return __fdividef(gate, 1.0f + __expf(-gate)) * up;
+    return gate * ptx::reciprocal(1.0f + ptx::exp2(-kLog2E * gate)) * up;
   }
 };
 

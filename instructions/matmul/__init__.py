@@ -145,6 +145,9 @@ class Matmul(Product):
             **super().constants(tensors),
             "max_addends": largest(parts),
             "any_out_scaled": union(self.out_scaled != NONE),
+            "out_kinds": self.kinds(tensors, self.out),
+            "scaled_kinds": self.kinds(tensors, self.out_scaled),
+            "squares_kinds": self.kinds(tensors, self.out_squares),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

@@ -115,11 +115,14 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
 
   // ---- Units: eight columns.
 
-  static constexpr bool kUnits = program::kMaxAddends == 0;
+  static constexpr bool kUnits = matmul::kOutKinds != 0 && program::kMaxAddends == 0;
   struct OfUnit {
     UnitPairs bias;
-    EightConstants gain;
-    FourColumns out, scaled, residual;
+    float gain[kUnitRows];
+    ColumnPlace<matmul::kOutKinds> out;
+    ColumnPlace<matmul::kScaledKinds> scaled;
+    ColumnPlace<matmul::kSquaresKinds> squares;
+    ColumnPlace<> residual;
   };
   struct Asked {
     ptx::Words4 residual[2];
@@ -137,11 +140,16 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
     const uint32_t column = 2 * pair;
     unit.bias = load_unit_bias(in, &Matmul::bias, column, column + 1, 2);
-    unit.out = FourColumns(in[&Matmul::out], out_begin() + column);
-    if (in.has(&Matmul::residual)) unit.residual = FourColumns(in[&Matmul::residual], column);
+    unit.out = {in[&Matmul::out], out_begin() + column};
+    if (in.has(&Matmul::residual)) unit.residual = {in[&Matmul::residual], column};
     if (!is_scaled()) return;
-    unit.scaled = FourColumns(in[&Matmul::out_scaled], column);
-    unit.gain.load(in[&Matmul::out_gain], column);
+    unit.scaled = {in[&Matmul::out_scaled], column};
+    unit.squares = {in[&Matmul::out_squares], column / kUnitRows};
+    const Tensor& gain = in[&Matmul::out_gain];
+    EightConstants gains;
+    gains.load(gain, column);
+#pragma unroll
+    for (uint32_t j = 0; j < kUnitRows; ++j) unit.gain[j] = gains.value(gain, j);
   }
 
   __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfUnit& unit,
@@ -168,16 +176,15 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       // Store these first: readers of this row wait for them.
       float squares = 0.0f;
       Four scaled[2];
-      const Tensor& gain = in[&Matmul::out_gain];
 #pragma unroll
       for (uint32_t i = 0; i < 2; ++i)
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) {
-          scaled[i].value[j] = result[i].value[j] * unit.gain.value(gain, 4 * i + j);
+          scaled[i].value[j] = result[i].value[j] * unit.gain[4 * i + j];
           squares = fmaf(result[i].value[j], result[i].value[j], squares);
         }
       unit.scaled.store_two(row, scaled, tag);
-      write_element(in[&Matmul::out_squares], row, pair / kUnitPairs, squares, tag);
+      unit.squares.store_one(row, squares, tag);
     }
     unit.out.store_two(row, result, tag);
     if (!keeps()) return;

@@ -119,6 +119,15 @@ class Product(Instruction, is_base=True):
             "any_inputs": union(1 << (2 * (x.dtype is F32) + x.tagged)),
         }
 
+    def kinds(self, tensors: Sequence[TensorSpec], *results: int) -> Constant:
+        """A bit 1 << (is float32) + 2 * (is tagged) for each of these results of a matrix product.
+
+        ``results`` are handles or NONE. Epilogues have no code for other kinds (ColumnPlace in
+        cuda/tensor.cuh). Other products have none.
+        """
+        specs = [tensors[handle] for handle in present(*results)] if self.matrix else []
+        return union(sum({1 << (t.dtype is F32) + 2 * t.tagged for t in specs}))
+
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         """See Instruction.
 

@@ -2,18 +2,13 @@
 // and finishes them by the epilogue of the instruction (epilogue.cuh), units at a time
 // (matrix_units.cuh), or else pairs. Sums that are the results themselves it stores at once.
 //
-// In a shared group, which both warpgroups multiplied, the sums of both are added, and the
-// warpgroups take turns of rows.
+// In a shared group, which both warpgroups multiplied, each gives the other its sums of half of the
+// rows, adds those of the other half, and finishes these.
 #pragma once
 
 #include "instructions/product/matrix_units.cuh"
 
 namespace megavm {
-
-// Rows [first, first + count) of x, which are live and are multiplied together.
-struct MatrixRows {
-  uint32_t first = 0, count = 0;
-};
 
 template <class Used>
 class MatrixFinisher : MatrixSizes {
@@ -29,23 +24,27 @@ class MatrixFinisher : MatrixSizes {
     look_up_rows();
   }
 
-  // Finish the sums of a group, which the pages of its last step take.
+  // Finish the sums of a group, which the pages of its last step take. The sums are gone then.
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
                                          const MatrixGroup& group, MatrixSums& sums) const {
+    MatrixRows rows = {0, rows_.count};
+    if (group.is_shared()) rows = share(sums.sum[0]);
     if constexpr (Epilogue<Instruction>::kPlain)
       if (epilogue.is_plain()) {
         hold_stores(consumer_.warp());
-        return group.is_shared() ? store_shared_sums(epilogue, group, sums)
-                                 : store_sums(epilogue, group, sums);
+        return store_sums(epilogue, group, rows, sums);
       }
+    // The other warpgroup has read what this one gave it.
+    if (group.is_shared()) consumer_.sync();
     // Units add squares up in another order than pairs: not where the order must be the same
     // whatever the alignment of a rank's columns.
     if constexpr (Epilogue<Instruction>::kUnits && !program::kFixedOrder)
       if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
           epilogue.takes_units())
-        return MatrixUnits<Instruction, MatrixFinisher>(*this, epilogue, group, sums).finish();
-    finish_pairs(epilogue, group, sums);
+        return MatrixUnits<Instruction, MatrixFinisher>{{}, *this, epilogue, rows}.finish(group,
+                                                                                         sums);
+    finish_pairs(epilogue, group, rows, sums);
   }
 
   // When all pairs of these rows are finished: a warp for each row stores what all warps kept.
@@ -75,17 +74,14 @@ class MatrixFinisher : MatrixSizes {
   // row. It looks up kAtOnce rows before it finishes the first of them.
   template <class Instruction>
   __device__ __forceinline__ void finish_pairs(const Epilogue<Instruction>& epilogue,
-                                               const MatrixGroup& group,
-                                               const MatrixSums& sums) const {
+                                               const MatrixGroup& group, const MatrixRows& rows,
+                                               MatrixSums& sums) const {
     using Kept = typename Epilogue<Instruction>::Kept;
     constexpr uint32_t kAtOnce = Epilogue<Instruction>::kAtOnce;
     constexpr uint32_t kRowStep = kLanes / kPairsOfWarp, kTurnRows = kAtOnce * kRowStep;
-    static_assert(kRowStep == kMoveRows && kStagedRows % (kWarpgroups * kTurnRows) == 0);
+    static_assert(kRowStep == kMoveRows && kStagedRows / 2 % kTurnRows == 0);
     const uint32_t pair_in_warp = lane_index() % kPairsOfWarp;
-    const Staged from = staged_in(group);
-    // Rows that a warp finishes at a time, and how far it is to the next ones.
-    const uint32_t first = group.is_shared() ? warpgroup_index() * kTurnRows : 0;
-    const uint32_t apart = group.is_shared() ? kWarpgroups * kTurnRows : kTurnRows;
+    const uint32_t from = stage_of(consumer_.warp());
     hold_stores(consumer_.warp());
 #pragma unroll 1
     for (uint32_t i = 0; i < blocks_of(group); ++i) {
@@ -94,73 +90,92 @@ class MatrixFinisher : MatrixSizes {
       const uint32_t pair = product_.pair(unit, in_block % kUnitPairs);
       const bool exists = unit < order_.units && product_.finishes(pair);
       // This thread's next row, among the live rows.
-      uint32_t row = first + lane_index() / kPairsOfWarp;
+      uint32_t row = rows.first + lane_index() / kPairsOfWarp;
       typename Epilogue<Instruction>::Early early = {};
-      if (exists && row < rows_.count) epilogue.begin(rows_.first + row, pair, early);
+      if (exists && row < rows.end()) epilogue.begin(rows_.first + row, pair, early);
 #pragma unroll 1
-      for (uint32_t part = 0; part * kStagedRows < rows_.count; ++part) {
-        stage(group, sums, i, part);
-#pragma unroll 1
-        for (uint32_t begin = first; begin < kStagedRows; begin += apart) {
-          const auto is_active = [&](uint32_t j) {
-            return exists && row + j * kRowStep < rows_.count;
-          };
-          typename Epilogue<Instruction>::Early of_row[kAtOnce];
+      for (uint32_t begin = rows.first; begin < rows.end(); begin += kTurnRows) {
+        if (begin % kStagedRows == 0 || begin == rows.first)
+          stage(sums, begin / kStagedRows, from);
+        const auto is_active = [&](uint32_t j) {
+          return exists && row + j * kRowStep < rows.end();
+        };
+        typename Epilogue<Instruction>::Early of_row[kAtOnce];
 #pragma unroll
-          for (uint32_t j = 0; j < kAtOnce; ++j) {
-            of_row[j] = early;
-            const uint32_t number = rows_.first + row + j * kRowStep;
-            if (!is_active(j)) continue;
-            epilogue.move(number, pair, j * kRowStep, of_row[j]);
-            epilogue.await(number, pair, of_row[j]);
-          }
-#pragma unroll
-          for (uint32_t j = 0; j < kAtOnce; ++j) {
-            const uint32_t number = row + j * kRowStep;
-            const ptx::Words2 words = from.load2(staged_at(number % kStagedRows, 2 * pair_in_warp));
-            float scale = 1.0f;
-            if (product_.x_squares != kNone)
-              scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
-            const PairSums pair_sums = {__uint_as_float(words.x) * scale,
-                                        __uint_as_float(words.y) * scale};
-            Kept kept = {};
-            epilogue.finish({rows_.first + number, pair, is_active(j), 1}, pair_sums, of_row[j],
-                            kept);
-            if constexpr (kWordsOf<Kept> > 0)
-              if (epilogue.keeps()) keep(kept, number, kPairsOfWarp);
-          }
-          row += apart;
-          if (exists && row < rows_.count) epilogue.move(rows_.first + row, pair, apart, early);
+        for (uint32_t j = 0; j < kAtOnce; ++j) {
+          of_row[j] = early;
+          const uint32_t number = rows_.first + row + j * kRowStep;
+          if (!is_active(j)) continue;
+          epilogue.move(number, pair, j * kRowStep, of_row[j]);
+          epilogue.await(number, pair, of_row[j]);
         }
+#pragma unroll
+        for (uint32_t j = 0; j < kAtOnce; ++j) {
+          const uint32_t number = row + j * kRowStep;
+          const ptx::Words2 words =
+              ptx::load_shared2(from + staged_at(number % kStagedRows, 2 * pair_in_warp));
+          float scale = 1.0f;
+          if (product_.x_squares != kNone)
+            scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
+          const PairSums pair_sums = {__uint_as_float(words.x) * scale,
+                                      __uint_as_float(words.y) * scale};
+          Kept kept = {};
+          epilogue.finish({rows_.first + number, pair, is_active(j), 1}, pair_sums, of_row[j],
+                          kept);
+          if constexpr (kWordsOf<Kept> > 0)
+            if (epilogue.keeps()) keep(kept, number, kPairsOfWarp);
+        }
+        row += kTurnRows;
+        if (exists && row < rows.end())
+          epilogue.move(rows_.first + row, pair, kTurnRows, early);
       }
+      sums.next_block();
     }
+  }
+
+  // Stage a part of the rows of the first block (MatrixSums::stage).
+  // NOTE: a switch, because ptxas makes a jump of it. Of conditions it makes predicates, and runs
+  // through the stores of all parts for each.
+  __device__ __forceinline__ void stage(const MatrixSums& sums, uint32_t part, uint32_t to) const {
+    static_assert(MatrixSums::kParts <= 2);
+    __syncwarp();
+    switch (part) {
+      case 0:
+        sums.stage<0>(to);
+        break;
+      case 1:
+        sums.stage<MatrixSums::kParts - 1>(to);
+        break;
+    }
+    __syncwarp();
   }
 
   // Results that are the sums themselves leave the registers at once: no warp stages anything. A
   // store of a warp is eight neighbouring columns of four rows, whole sectors.
-  template <uint32_t kBlock = 0, class Plain>
+  template <class Plain>
   __device__ __forceinline__ void store_sums(const Plain& epilogue, const MatrixGroup& group,
-                                             const MatrixSums& sums) const {
-    if constexpr (kBlock < kMaxBlocks) {
-      if (kBlock >= blocks_of(group)) return;
-      store_eights<0, kRows / 8>(epilogue, block_of(group, kBlock), sums.sum[kBlock]);
-      store_sums<kBlock + 1>(epilogue, group, sums);
+                                             const MatrixRows& rows, MatrixSums& sums) const {
+    constexpr uint32_t kEights = kRows / 8;
+    if (group.is_shared())
+      return rows.first == 0
+                 ? store_eights<0, kEights / 2>(epilogue, group.first, sums.sum[0])
+                 : store_eights<kEights / 2, kEights>(epilogue, group.first, sums.sum[0]);
+#pragma unroll 1
+    for (uint32_t i = 0; i < blocks_of(group); ++i) {
+      store_eights<0, kEights>(epilogue, block_of(group, i), sums.sum[0]);
+      sums.next_block();
     }
   }
 
-  // The same in a shared group: each warpgroup gives the other its sums of half of the rows of x,
-  // and stores the other half.
-  template <class Plain>
-  __device__ __forceinline__ void store_shared_sums(const Plain& epilogue, const MatrixGroup& group,
-                                                    MatrixSums& sums) const {
-    constexpr uint32_t kHalf = kRows / 16;  // in eights of rows
+  // Exchange the sums of a shared group. Returns the rows of which this warpgroup has all sums.
+  __device__ __forceinline__ MatrixRows share(float (&sum)[kRows / 2]) const {
+    constexpr uint32_t kHalf = kRows / 2, kEights = kHalf / 8;
     if (warpgroup_index() == 0) {
-      exchange_sums<kHalf, 0>(sums.sum[0]);
-      store_eights<0, kHalf>(epilogue, group.first, sums.sum[0]);
-    } else {
-      exchange_sums<0, kHalf>(sums.sum[0]);
-      store_eights<kHalf, 2 * kHalf>(epilogue, group.first, sums.sum[0]);
+      exchange_sums<kEights, 0>(sum);
+      return {0, min_of(kHalf, rows_.count)};
     }
+    exchange_sums<0, kEights>(sum);
+    return {kHalf, max_of(kHalf, rows_.count) - kHalf};
   }
 
   // Give the other warpgroup the sums of the eights of rows from kGiven on, and add its sums to
@@ -219,26 +234,6 @@ class MatrixFinisher : MatrixSizes {
     PageCursor page = consumer_.page;
     page.advance(warp / kOfPage);
     return page.address() + warp % kOfPage * kStagedBytes;
-  }
-
-  // Stage a part of the sums of block `i`, and wait for the other warps that have sums of it.
-  __device__ __forceinline__ void stage(const MatrixGroup& group, const MatrixSums& sums,
-                                        uint32_t i, uint32_t part) const {
-    const auto meet = [&] {
-      if (group.is_shared())
-        consumer_.sync();
-      else
-        __syncwarp();
-    };
-    if (part > 0 || i > 0) meet();
-    sums.stage(i, part, stage_of(consumer_.warp()));
-    meet();
-  }
-
-  __device__ __forceinline__ Staged staged_in(const MatrixGroup& group) const {
-    const uint32_t warp = consumer_.warp();
-    if (!group.is_shared()) return {stage_of(warp), 0, false};
-    return {stage_of(warp % 4), stage_of(warp % 4 + 4), true};
   }
 
   // Blocks of the group that this warpgroup finishes, and block i of them. In a shared group both

@@ -142,7 +142,11 @@ class QkvRope(Product):
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         block_size = tensors[self.k_cache].shape[2]
-        return {**super().constants(tensors), "block_size": same(block_size)}
+        return {
+            **super().constants(tensors),
+            "block_size": same(block_size),
+            "copy_kinds": self.kinds(tensors, self.q, self.k_new, self.v_new),
+        }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         caches = {

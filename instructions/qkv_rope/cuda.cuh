@@ -117,11 +117,11 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
 
   // ---- Units: four rotation pairs of a head.
 
-  static constexpr bool kUnits = true;
+  static constexpr bool kUnits = qkv_rope::kCopyKinds != 0;
   struct OfUnit {
     Head head;
     UnitPairs bias;
-    FourColumns copy;  // where the first elements of the pairs go beside the cache
+    ColumnPlace<qkv_rope::kCopyKinds> copy;  // where the first elements of the pairs go beside the cache
   };
   struct Asked {
     ptx::Words4 cosine, sine;
@@ -144,7 +144,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     unit.bias = load_unit_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
     const OperandWord copy = copy_of(unit.head);
     if (copy != kNone)
-      unit.copy = FourColumns(in.stage.tensors[copy], unit.head.column(unit.head.j));
+      unit.copy = {in.stage.tensors[copy], unit.head.column(unit.head.j)};
   }
 
   using OfRow = Slot;

@@ -142,7 +142,7 @@ struct Kernel<Reduce> : KernelDefaults {
     Four sum[kFours] = {}, scaled[kFours];
     // NOTE: no load is conditional: all of them are in flight together.
     gain.load(in[&Reduce::out_gain], column);
-    const FourColumns before(in[&Reduce::residual], column);
+    const ColumnPlace before(in[&Reduce::residual], column);
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i) residual[i] = before.load(row, i);
 #pragma unroll 1
@@ -150,7 +150,7 @@ struct Kernel<Reduce> : KernelDefaults {
       ptx::Words4 words[kUnitBatch][kFours];
 #pragma unroll
       for (uint32_t p = 0; p < kUnitBatch; ++p) {
-        const FourColumns part(parts, min_of(first + p, count - 1) * size + column);
+        const ColumnPlace part(parts, min_of(first + p, count - 1) * size + column);
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i) words[p][i] = part.load(row, i);
       }
@@ -172,9 +172,9 @@ struct Kernel<Reduce> : KernelDefaults {
       }
     }
     // Store these first: readers of this row wait for them.
-    FourColumns(in[&Reduce::out_scaled], column).store_two(row, scaled, tag);
+    ColumnPlace(in[&Reduce::out_scaled], column).store_two(row, scaled, tag);
     write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
-    FourColumns(in[&Reduce::out], column).store_two(row, sum, tag);
+    ColumnPlace(in[&Reduce::out], column).store_two(row, sum, tag);
   }
 
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
