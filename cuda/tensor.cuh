@@ -225,6 +225,23 @@ struct ColumnPlace {
     });
   }
 
+  // Store two neighbouring columns, an even number of columns `further`.
+  __device__ __forceinline__ void store_pair(uint32_t row, uint32_t further, float first,
+                                             float second, uint32_t tag) const {
+    const uint32_t bytes = 2u << (form() & 1) << form() / 2;  // of a column
+    const uint64_t at = address + uint64_t{row} * row_bytes + further * bytes;
+    store_shares(kind & 4, at, [&](uint64_t to) {
+      if (form() == 3)
+        ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
+      else if (form() == 2)
+        ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
+      else if (form() == 1)
+        ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
+      else
+        ptx::store(to, ptx::pack_bf16(first, second));
+    });
+  }
+
   // Store four `number`, counted from the first column, which is a multiple of four.
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
                                         uint32_t tag) const {
@@ -288,6 +305,20 @@ __device__ __forceinline__ void add_four(Four& to, const ptx::Words4& words) {
   to.value[1] += __uint_as_float(words.y);
   to.value[2] += __uint_as_float(words.z);
   to.value[3] += __uint_as_float(words.w);
+}
+
+// Four neighbouring elements of a vector that no instruction writes, from a multiple of four on,
+// loaded at once, if EightConstants::can_load.
+__device__ __forceinline__ Four four_constants(const Tensor& t, uint32_t first) {
+  const uint64_t from = element_at(t, first, 0);
+  Four four = {};
+  if (is_f32(t)) {
+    add_four(four, ptx::load_constant4(from));
+    return four;
+  }
+  const ptx::Words2 words = ptx::load_constant2(from);
+  return {{ptx::low_bf16(words.x), ptx::high_bf16(words.x), ptx::low_bf16(words.y),
+           ptx::high_bf16(words.y)}};
 }
 
 // Eight neighbouring elements of a vector that no instruction writes, loaded at once.

@@ -96,6 +96,7 @@ struct Warp {
   Meeting meetings[2];
   uint32_t alive = 0;   // bit i: lane i has not ended
   uint32_t fences = 0;  // that its lanes have come to, of wgmma
+  uint32_t meets = 0;   // the same of sync_warpgroup
 };
 
 // A copy that the copy engine has not delivered.

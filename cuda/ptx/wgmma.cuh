@@ -25,6 +25,12 @@ __device__ __forceinline__ uint64_t operand_descriptor(uint32_t start, uint32_t 
          (start + offset / kOperandUnit);
 }
 
+// Wait for all four warps of warpgroup `number`, and see what they stored in shared memory. None of
+// them may have ended: nothing ends this wait then.
+__device__ __forceinline__ void sync_warpgroup(uint32_t number) {
+  asm volatile("barrier.sync.aligned %0, 128;" ::"r"(1 + number) : "memory");
+}
+
 // Before the first wgmma, and between other accesses to the sums and a wgmma.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");

@@ -86,7 +86,7 @@ struct Kernel<Embed> : KernelDefaults {
   static constexpr uint32_t kUnitBatch = 4;  // units that a thread has in flight
 
   static __device__ __forceinline__ bool takes_units(const Operands<Embed>& in) {
-    // See MatrixFinisher::finish for the order of additions.
+    // Units add squares up in another order than pairs do.
     if constexpr (kSingleRow || program::kFixedOrder) return false;
     const Tensor& table = in[&Embed::table];
     const Embed& inst = in.inst;

@@ -40,30 +40,34 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
       early.place.store(result, next, in.out_tag());
   }
 
-  // ---- Units: four columns.
+  // ---- Quads: two columns.
 
-  static constexpr bool kUnits = gate_up::kOutKinds != 0;
-  struct OfUnit {
-    UnitPairs bias;
+  static constexpr bool kQuads = gate_up::kOutKinds != 0;
+  struct OfQuad {
+    QuadSums bias;
     ColumnPlace<gate_up::kOutKinds> out;
   };
+  using Result = PairSums;
 
-  __device__ __forceinline__ bool takes_units() const { return takes_fours(in[&GateUp::out]); }
+  __device__ __forceinline__ bool takes_quads() const { return takes_fours(in[&GateUp::out]); }
 
-  __device__ __forceinline__ void begin_unit(uint32_t column, OfUnit& unit) const {
-    unit.bias = load_unit_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column, 1);
-    unit.out = {in[&GateUp::out], column};
+  __device__ __forceinline__ void begin_quad(uint32_t column, OfQuad& quad) const {
+    quad.bias = load_quad_bias(in, &GateUp::bias, column, in[&GateUp::weight].rows / 2 + column, 1);
+    quad.out = {in[&GateUp::out], column};
   }
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t,
-                                              const UnitPairs& sums, const OfUnit& unit,
-                                              const Asked&, Kept&) const {
-    Four result;
-#pragma unroll
-    for (uint32_t i = 0; i < kUnitPairs; ++i)
-      result.value[i] = activated(sums.pair[i].first + unit.bias.pair[i].first,
-                                  sums.pair[i].second + unit.bias.pair[i].second);
-    unit.out.store(row, 0, result, in.out_tag());
+  __device__ __forceinline__ Result combine(const QuadSums& sums, const OfQuad& quad,
+                                            const Asked&) const {
+    const auto result = [&](uint32_t i) {
+      return activated(sums.pair[i].first + quad.bias.pair[i].first,
+                       sums.pair[i].second + quad.bias.pair[i].second);
+    };
+    return {result(0), result(1)};
+  }
+
+  __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
+                                        const Result& result, Kept&) const {
+    if (at.active) quad.out.store_pair(at.row, 0, result.first, result.second, in.out_tag());
   }
 
  private:

@@ -14,6 +14,34 @@ struct Peak {
     if (value == value && !(other <= value)) *this = {other, column + 1};
   }
 
+  // Make each of some peaks the largest that `lanes` neighbouring lanes have, a power of two. Their
+  // columns ascend. Several at a time, as one waits for the other lanes again and again.
+  template <uint32_t kCount>
+  static __device__ __forceinline__ void merge_ascending(Peak (&peaks)[kCount], uint32_t lanes) {
+    uint32_t key[kCount], highest[kCount];
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      // The order of merge: NaN, then values, then nothing. Zeros of both signs are equal.
+      const float value = peaks[i].value + 0.0f;
+      const uint32_t bits = __float_as_uint(value);
+      key[i] = bits >> 31 ? ~bits : bits | 1u << 31;
+      if (value != value) key[i] = ~0u;
+      if (peaks[i].number == 0) key[i] = 0;
+      highest[i] = key[i];
+    }
+#pragma unroll
+    for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
+      if (offset < lanes)
+#pragma unroll
+        for (uint32_t& h : highest) h = max_of(h, __shfl_xor_sync(~0u, h, offset));
+    const uint32_t first = lane_index() & ~(lanes - 1);
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const uint32_t from = first + __ffs(__ballot_sync(~0u, key[i] == highest[i]) >> first) - 1;
+      peaks[i] = {__shfl_sync(~0u, peaks[i].value, from), __shfl_sync(~0u, peaks[i].number, from)};
+    }
+  }
+
   // Keep the larger of two results, or the lower column if they are equal. NaN beats all values.
   __device__ __forceinline__ void merge(const Peak& other) {
     if (other.number == 0) return;
@@ -113,22 +141,24 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     if (column + 1 < end) peak.merge({result.second, column + 2});
   }
 
-  // ---- Units: eight columns.
+  // ---- Quads: four columns.
 
-  static constexpr bool kUnits = matmul::kOutKinds != 0 && program::kMaxAddends == 0;
-  struct OfUnit {
-    UnitPairs bias;
-    float gain[kUnitRows];
+  static constexpr bool kQuads = matmul::kOutKinds != 0 && program::kMaxAddends == 0;
+  struct OfQuad {
+    QuadSums bias;
+    Four gain;
     ColumnPlace<matmul::kOutKinds> out;
     ColumnPlace<matmul::kScaledKinds> scaled;
     ColumnPlace<matmul::kSquaresKinds> squares;
     ColumnPlace<> residual;
   };
   struct Asked {
-    ptx::Words4 residual[2];
+    ptx::Words4 residual;
   };
+  using Result = Four;
 
-  __device__ __forceinline__ bool takes_units() const {
+  // NOTE: whole units, so that the lanes that add squares up are active together.
+  __device__ __forceinline__ bool takes_quads() const {
     return takes_fours(in[&Matmul::out]) &&
            (!in.has(&Matmul::residual) || has_fours(in[&Matmul::residual])) &&
            (!is_scaled() || (takes_fours(in[&Matmul::out_scaled]) &&
@@ -137,60 +167,57 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
            out_begin() % 4 == 0;
   }
 
-  __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
+  __device__ __forceinline__ void begin_quad(uint32_t pair, OfQuad& quad) const {
     const uint32_t column = 2 * pair;
-    unit.bias = load_unit_bias(in, &Matmul::bias, column, column + 1, 2);
-    unit.out = {in[&Matmul::out], out_begin() + column};
-    if (in.has(&Matmul::residual)) unit.residual = {in[&Matmul::residual], column};
+    quad.bias = load_quad_bias(in, &Matmul::bias, column, column + 1, 2);
+    quad.out = {in[&Matmul::out], out_begin() + column};
+    if (in.has(&Matmul::residual)) quad.residual = {in[&Matmul::residual], column};
     if (!is_scaled()) return;
-    unit.scaled = {in[&Matmul::out_scaled], column};
-    unit.squares = {in[&Matmul::out_squares], column / kUnitRows};
-    const Tensor& gain = in[&Matmul::out_gain];
-    EightConstants gains;
-    gains.load(gain, column);
-#pragma unroll
-    for (uint32_t j = 0; j < kUnitRows; ++j) unit.gain[j] = gains.value(gain, j);
+    quad.scaled = {in[&Matmul::out_scaled], column};
+    quad.squares = {in[&Matmul::out_squares], column / kUnitRows};
+    quad.gain = four_constants(in[&Matmul::out_gain], column);
   }
 
-  __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfUnit& unit,
+  __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfQuad& quad,
                                       Asked& asked) const {
-    if (!in.has(&Matmul::residual)) return;
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) asked.residual[i] = unit.residual.load(row, i);
+    if (in.has(&Matmul::residual)) asked.residual = quad.residual.load(row, 0);
   }
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow&, uint32_t pair,
-                                              const UnitPairs& sums, const OfUnit& unit,
-                                              const Asked& asked, Peak& peak) const {
-    const uint32_t column = 2 * pair, tag = in.out_tag();
-    Four result[2];
+  __device__ __forceinline__ Result combine(const QuadSums& sums, const OfQuad& quad,
+                                            const Asked& asked) const {
+    Result result;
 #pragma unroll
-    for (uint32_t i = 0; i < kUnitPairs; ++i) {
-      result[i / 2].value[i % 2 * 2] = sums.pair[i].first + unit.bias.pair[i].first;
-      result[i / 2].value[i % 2 * 2 + 1] = sums.pair[i].second + unit.bias.pair[i].second;
+    for (uint32_t i = 0; i < kQuadPairs; ++i) {
+      result.value[2 * i] = sums.pair[i].first + quad.bias.pair[i].first;
+      result.value[2 * i + 1] = sums.pair[i].second + quad.bias.pair[i].second;
     }
-    if (in.has(&Matmul::residual))
-#pragma unroll
-      for (uint32_t i = 0; i < 2; ++i) add_four(result[i], asked.residual[i]);
+    if (in.has(&Matmul::residual)) add_four(result, asked.residual);
+    return result;
+  }
+
+  __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
+                                        const Result& result, Peak& peak) const {
+    const uint32_t column = 2 * at.pair, tag = in.out_tag();
     if (is_scaled()) {
       // Store these first: readers of this row wait for them.
-      float squares = 0.0f;
-      Four scaled[2];
+      Four scaled;
 #pragma unroll
-      for (uint32_t i = 0; i < 2; ++i)
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-          scaled[i].value[j] = result[i].value[j] * unit.gain[4 * i + j];
-          squares = fmaf(result[i].value[j], result[i].value[j], squares);
-        }
-      unit.scaled.store_two(row, scaled, tag);
-      unit.squares.store_one(row, squares, tag);
+      for (uint32_t j = 0; j < 4; ++j) scaled.value[j] = result.value[j] * quad.gain.value[j];
+      // In the order of pairs.
+      const float (&v)[4] = result.value;
+      float squares = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
+      squares += __shfl_xor_sync(~0u, squares, 1);
+      if (at.active) {
+        quad.scaled.store(at.row, 0, scaled, tag);
+        if (column % kUnitRows == 0) quad.squares.store_one(at.row, squares, tag);
+      }
     }
-    unit.out.store_two(row, result, tag);
+    if (!at.active) return;
+    quad.out.store(at.row, 0, result, tag);
     if (!keeps()) return;
-    Peak highest = {result[0].value[0], column + 1};
+    Peak highest = {result.value[0], column + 1};
 #pragma unroll
-    for (uint32_t j = 1; j < kUnitRows; ++j) highest.raise(result[j / 4].value[j % 4], column + j);
+    for (uint32_t j = 1; j < 4; ++j) highest.raise(result.value[j], column + j);
     peak.merge(highest);
   }
 

@@ -9,7 +9,9 @@
 // declares
 //   struct Early;   what a thread looks up for its pair while the weights stream
 //   struct Kept;    what a thread keeps from pair to pair: 8 bytes, or nothing. Zeros mean that
-//                   nothing is kept, and merge(other) adds what another thread kept of the same row
+//                   nothing is kept, and merge(other) adds what another thread kept of the same
+//                   row; of_lanes(lanes) is all that so many neighbouring lanes kept of ascending
+//                   pairs
 //   Product product() const;                      the product, see product.cuh
 //   void begin(row, pair, Early&) const;          look up constants and destinations. The
 //                                                 instruction's waits may not be over. Several
@@ -23,16 +25,19 @@
 //   bool keeps() const;                           whether `end` has work
 //   void end(row, kept) const;                    when all pairs of a row are finished: store what
 //                                                 their threads kept. One warp calls it
-// In matrix products a thread finishes whole *units*, four pairs of a row that begin at a multiple
-// of four, if an epilogue has kUnits and takes_units() says that all units of the instruction can
-// be finished so. Then it also declares
-//   struct OfUnit;  what is the same for all rows
+// In matrix products a thread finishes whole *quads*, two pairs of a row of which the first is
+// even, if an epilogue has kQuads and takes_quads() says that all sums of the instruction can be
+// finished so. Then it also declares
+//   struct OfQuad;  what is the same for all rows
 //   struct OfRow;   what is the same for all pairs: 8 bytes, or nothing
-//   struct Asked;   what a row needs, in flight while the row before it is finished
-//   void begin_unit(pair, OfUnit&) const;
+//   struct Asked;   what a row needs, in flight while the rows before it are finished
+//   struct Result;
+//   void begin_quad(pair, OfQuad&) const;
 //   OfRow look_up(row) const;                     the instruction's waits may not be over
-//   void ask(row, of_row, of_unit, Asked&) const; the instruction's waits are over
-//   void finish_unit(row, of_row, pair, sums, of_unit, asked, Kept&) const;
+//   void ask(row, of_row, of_quad, Asked&) const; the instruction's waits are over
+//   Result combine(sums, of_quad, asked) const;
+//   void store(at, of_row, of_quad, result, Kept&) const;  all lanes of a warp call it together.
+//                                                 Sixteen neighbouring lanes have a row
 // If an epilogue has kPlain, is_plain() says that the sums themselves are the results, as float32.
 // Then it also declares
 //   bool has_column(column) const;                whether the instruction stores this column
@@ -55,9 +60,15 @@ struct PairAt {
                    // multiple of four
 };
 
-// The sums of a unit and a row.
-struct UnitPairs {
-  PairSums pair[kUnitPairs];
+// The sums of a quad and a row, and where their thread stands.
+constexpr uint32_t kQuadPairs = 2;
+struct QuadSums {
+  PairSums pair[kQuadPairs];
+};
+struct QuadAt {
+  uint32_t row;
+  uint32_t pair;  // the first one
+  bool active;    // whether the row and the pairs are the instruction's
 };
 
 struct Nothing {
@@ -74,7 +85,7 @@ struct EpilogueBase {
   using Asked = Nothing;
   // Pairs that a thread of a matrix product looks up together, before it finishes them.
   static constexpr uint32_t kAtOnce = 2;
-  static constexpr bool kUnits = false;
+  static constexpr bool kQuads = false;
   static constexpr bool kPlain = false;
   const Operands<Instruction> in;
 
@@ -120,8 +131,8 @@ struct EpilogueBase {
   __device__ __forceinline__ void await(uint32_t, uint32_t, Early&) const {}
   __device__ __forceinline__ bool keeps() const { return false; }
   __device__ __forceinline__ void end(uint32_t, const Nothing&) const {}
-  template <class OfRow, class OfUnit>
-  __device__ __forceinline__ void ask(uint32_t, const OfRow&, const OfUnit&, Nothing&) const {}
+  template <class OfRow, class OfQuad>
+  __device__ __forceinline__ void ask(uint32_t, const OfRow&, const OfQuad&, Nothing&) const {}
 };
 
 // Size of a type in words; 0 if it is empty.
@@ -138,12 +149,12 @@ struct alignas(T) ImageOf {
   uint32_t word[max_of(1, kWordsOf<T>)];
 };
 
-// The merged Kept of `lanes` neighbouring lanes, a power of two; of the whole warp by default.
+// The merged Kept of a warp, whatever pairs its lanes have.
 template <class Kept>
-__device__ __forceinline__ Kept merge_lanes(Kept kept, uint32_t lanes = kLanes) {
+__device__ __forceinline__ Kept merge_lanes(Kept kept) {
   if constexpr (kWordsOf<Kept> > 0) {
 #pragma unroll
-    for (uint32_t offset = lanes / 2; offset > 0; offset /= 2) {
+    for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2) {
       auto image = __builtin_bit_cast(ImageOf<Kept>, kept);
 #pragma unroll
       for (uint32_t& word : image.word) word = __shfl_xor_sync(~0u, word, offset);
@@ -206,16 +217,12 @@ __device__ __forceinline__ PairSums load_bias(const Operands<Instruction>& in,
   return load_pair(in[bias], first, second);
 }
 
-// The biases of a unit's pairs. Pair i adds elements first + step * i and second + step * i.
+// The biases of a quad's pairs. Pair i adds elements first + step * i and second + step * i.
 template <class Instruction>
-__device__ __forceinline__ UnitPairs load_unit_bias(const Operands<Instruction>& in,
-                                                    uint32_t Instruction::* bias, uint32_t first,
-                                                    uint32_t second, uint32_t step) {
-  UnitPairs found;
-#pragma unroll
-  for (uint32_t i = 0; i < kUnitPairs; ++i)
-    found.pair[i] = load_bias(in, bias, first + step * i, second + step * i);
-  return found;
+__device__ __forceinline__ QuadSums load_quad_bias(const Operands<Instruction>& in,
+                                                   uint32_t Instruction::* bias, uint32_t first,
+                                                   uint32_t second, uint32_t step) {
+  return {{load_bias(in, bias, first, second), load_bias(in, bias, first + step, second + step)}};
 }
 
 // The place of two neighbouring columns. Its kind is kNone unless both lie in [begin, end) and one

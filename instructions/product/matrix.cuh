@@ -98,7 +98,7 @@ class MatrixConsumer : MatrixSizes {
 
  private:
   __device__ __forceinline__ MatrixFinisher<Used> finisher() const {
-    return {stage_, product_, consumer_, order_, rows_};
+    return {stage_, consumer_, rows_};
   }
 
   // Multiply and finish the group of blocks that begins with `first`. `stops`: see multiply.

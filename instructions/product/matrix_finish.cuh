@@ -1,22 +1,21 @@
-// How matrix products finish their sums: each warp stages its sums in the pages of the last step,
-// and finishes them by the epilogue of the instruction (epilogue.cuh), units at a time
-// (matrix_units.cuh), or else pairs. Sums that are the results themselves it stores at once.
+// How matrix products finish their sums: a warpgroup stages its sums in the pages of the last step,
+// and finishes them by the epilogue of the instruction (epilogue.cuh), quads at a time
+// (matrix_quads.cuh), or else pairs. Sums that are the results themselves it stores at once.
 //
 // In a shared group, which both warpgroups multiplied, each gives the other its sums of half of the
 // rows, adds those of the other half, and finishes these.
 #pragma once
 
-#include "instructions/product/matrix_units.cuh"
+#include "instructions/product/matrix_quads.cuh"
 
 namespace megavm {
 
 template <class Used>
 class MatrixFinisher : MatrixSizes {
  public:
-  __device__ __forceinline__ MatrixFinisher(const Stage& stage, const Product& p,
-                                            Consumer& consumer, const MatrixOrder& order,
+  __device__ __forceinline__ MatrixFinisher(const Stage& stage, Consumer& consumer,
                                             const MatrixRows& rows)
-      : stage_(stage), product_(p), consumer_(consumer), order_(order), rows_(rows) {}
+      : stage_(stage), consumer_(consumer), rows_(rows) {}
 
   // Before the first group.
   __device__ __forceinline__ void begin_rows() const {
@@ -28,23 +27,24 @@ class MatrixFinisher : MatrixSizes {
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
                                          const MatrixGroup& group, MatrixSums& sums) const {
+    // NOTE: looked up anew, because registers that are kept meanwhile are spilled, and come back
+    // one after the other from the second-level cache.
+    const Product product = epilogue.product();
     MatrixRows rows = {0, rows_.count};
     if (group.is_shared()) rows = share(sums.sum[0]);
+    hold_stores(consumer_.warp());
     if constexpr (Epilogue<Instruction>::kPlain)
-      if (epilogue.is_plain()) {
-        hold_stores(consumer_.warp());
-        return store_sums(epilogue, group, rows, sums);
-      }
-    // The other warpgroup has read what this one gave it.
-    if (group.is_shared()) consumer_.sync();
-    // Units add squares up in another order than pairs: not where the order must be the same
-    // whatever the alignment of a rank's columns.
-    if constexpr (Epilogue<Instruction>::kUnits && !program::kFixedOrder)
-      if (product_.pair_begin % kUnitPairs == 0 && product_.pair_end % kUnitPairs == 0 &&
-          epilogue.takes_units())
-        return MatrixUnits<Instruction, MatrixFinisher>{{}, *this, epilogue, rows}.finish(group,
-                                                                                         sums);
-    finish_pairs(epilogue, group, rows, sums);
+      if (epilogue.is_plain()) return store_sums(epilogue, product, group, rows, sums);
+    // The other warpgroup has read what this one gave it, and no warp has ended.
+    if (group.is_shared()) consumer_.sync_alive();
+    // Quads round as pairs do, if the compiler joins the same multiplications with additions: not
+    // where the bits must be the same whatever the alignment of a rank's columns.
+    if constexpr (Epilogue<Instruction>::kQuads && !program::kFixedOrder)
+      if (product.pair_begin % kUnitPairs == 0 && product.pair_end % kUnitPairs == 0 &&
+          epilogue.takes_quads())
+        return MatrixQuads<Instruction, MatrixFinisher>{{}, *this, epilogue, product, rows}.finish(
+            group, sums);
+    finish_pairs(epilogue, product, group, rows, sums);
   }
 
   // When all pairs of these rows are finished: a warp for each row stores what all warps kept.
@@ -68,35 +68,33 @@ class MatrixFinisher : MatrixSizes {
 
  private:
   template <class, class>
-  friend struct MatrixUnits;
+  friend struct MatrixQuads;
 
-  // Finish a pair at a time. A lane has one of the warp's eight pairs of a block, and every fourth
-  // row. It looks up kAtOnce rows before it finishes the first of them.
+  // Finish a pair at a time. A lane has one of the pairs of a block, and every fourth row. It looks
+  // up kAtOnce rows before it finishes the first of them.
   template <class Instruction>
   __device__ __forceinline__ void finish_pairs(const Epilogue<Instruction>& epilogue,
-                                               const MatrixGroup& group, const MatrixRows& rows,
-                                               MatrixSums& sums) const {
+                                               const Product& product, const MatrixGroup& group,
+                                               const MatrixRows& rows, MatrixSums& sums) const {
     using Kept = typename Epilogue<Instruction>::Kept;
     constexpr uint32_t kAtOnce = Epilogue<Instruction>::kAtOnce;
-    constexpr uint32_t kRowStep = kLanes / kPairsOfWarp, kTurnRows = kAtOnce * kRowStep;
+    constexpr uint32_t kRowStep = 4, kTurnRows = kAtOnce * kRowStep;
+    static_assert(kBlockRows == 2 * kLanes);
     static_assert(kRowStep == kMoveRows && kStagedRows / 2 % kTurnRows == 0);
-    const uint32_t pair_in_warp = lane_index() % kPairsOfWarp;
-    const uint32_t from = stage_of(consumer_.warp());
-    hold_stores(consumer_.warp());
+    const uint32_t from = staged();
 #pragma unroll 1
-    for (uint32_t i = 0; i < blocks_of(group); ++i) {
-      const uint32_t in_block = consumer_.warp() % 4 * kPairsOfWarp + pair_in_warp;
-      const uint32_t unit = block_of(group, i) * kBlockUnits + in_block / kUnitPairs;
-      const uint32_t pair = product_.pair(unit, in_block % kUnitPairs);
-      const bool exists = unit < order_.units && product_.finishes(pair);
+    for (uint32_t i = 0; i < turns_of(group); ++i) {
+      const uint32_t unit = block_of(group, i) * kBlockUnits + lane_index() / kUnitPairs;
+      const uint32_t pair = product.pair(unit, lane_index() % kUnitPairs);
+      const bool exists =
+          i < blocks_of(group) && unit < product.tiling.units && product.finishes(pair);
       // This thread's next row, among the live rows.
-      uint32_t row = rows.first + lane_index() / kPairsOfWarp;
+      uint32_t row = rows.first + consumer_.warp() % 4;
       typename Epilogue<Instruction>::Early early = {};
       if (exists && row < rows.end()) epilogue.begin(rows_.first + row, pair, early);
 #pragma unroll 1
-      for (uint32_t begin = rows.first; begin < rows.end(); begin += kTurnRows) {
-        if (begin % kStagedRows == 0 || begin == rows.first)
-          stage(sums, begin / kStagedRows, from);
+      for (uint32_t begin = rows.first; begin < all_rows(group, rows); begin += kTurnRows) {
+        if (begin % kStagedRows == 0 || begin == rows.first) stage(sums, begin / kStagedRows, from);
         const auto is_active = [&](uint32_t j) {
           return exists && row + j * kRowStep < rows.end();
         };
@@ -109,36 +107,36 @@ class MatrixFinisher : MatrixSizes {
           epilogue.move(number, pair, j * kRowStep, of_row[j]);
           epilogue.await(number, pair, of_row[j]);
         }
+        Kept kept[kAtOnce] = {};
 #pragma unroll
         for (uint32_t j = 0; j < kAtOnce; ++j) {
           const uint32_t number = row + j * kRowStep;
           const ptx::Words2 words =
-              ptx::load_shared2(from + staged_at(number % kStagedRows, 2 * pair_in_warp));
+              ptx::load_shared2(from + staged_at(number % kStagedRows, 2 * lane_index()));
           float scale = 1.0f;
-          if (product_.x_squares != kNone)
+          if (product.x_squares != kNone)
             scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
           const PairSums pair_sums = {__uint_as_float(words.x) * scale,
                                       __uint_as_float(words.y) * scale};
-          Kept kept = {};
           epilogue.finish({rows_.first + number, pair, is_active(j), 1}, pair_sums, of_row[j],
-                          kept);
-          if constexpr (kWordsOf<Kept> > 0)
-            if (epilogue.keeps()) keep(kept, number, kPairsOfWarp);
+                          kept[j]);
         }
+        if constexpr (kWordsOf<Kept> > 0)
+          if (epilogue.keeps()) keep(kept, row, kRowStep, kLanes);
         row += kTurnRows;
-        if (exists && row < rows.end())
-          epilogue.move(rows_.first + row, pair, kTurnRows, early);
+        if (exists && row < rows.end()) epilogue.move(rows_.first + row, pair, kTurnRows, early);
       }
       sums.next_block();
     }
   }
 
-  // Stage a part of the rows of the first block (MatrixSums::stage).
+  // Stage a part of the rows of the first block (MatrixSums::stage), with all consumers, because an
+  // epilogue of pairs may end its warp.
   // NOTE: a switch, because ptxas makes a jump of it. Of conditions it makes predicates, and runs
   // through the stores of all parts for each.
   __device__ __forceinline__ void stage(const MatrixSums& sums, uint32_t part, uint32_t to) const {
     static_assert(MatrixSums::kParts <= 2);
-    __syncwarp();
+    consumer_.sync();
     switch (part) {
       case 0:
         sums.stage<0>(to);
@@ -147,22 +145,23 @@ class MatrixFinisher : MatrixSizes {
         sums.stage<MatrixSums::kParts - 1>(to);
         break;
     }
-    __syncwarp();
+    consumer_.sync();
   }
 
   // Results that are the sums themselves leave the registers at once: no warp stages anything. A
   // store of a warp is eight neighbouring columns of four rows, whole sectors.
   template <class Plain>
-  __device__ __forceinline__ void store_sums(const Plain& epilogue, const MatrixGroup& group,
-                                             const MatrixRows& rows, MatrixSums& sums) const {
+  __device__ __forceinline__ void store_sums(const Plain& epilogue, const Product& product,
+                                             const MatrixGroup& group, const MatrixRows& rows,
+                                             MatrixSums& sums) const {
     constexpr uint32_t kEights = kRows / 8;
     if (group.is_shared())
       return rows.first == 0
-                 ? store_eights<0, kEights / 2>(epilogue, group.first, sums.sum[0])
-                 : store_eights<kEights / 2, kEights>(epilogue, group.first, sums.sum[0]);
+                 ? store_eights<0, kEights / 2>(epilogue, product, group.first, sums.sum[0])
+                 : store_eights<kEights / 2, kEights>(epilogue, product, group.first, sums.sum[0]);
 #pragma unroll 1
     for (uint32_t i = 0; i < blocks_of(group); ++i) {
-      store_eights<0, kEights>(epilogue, block_of(group, i), sums.sum[0]);
+      store_eights<0, kEights>(epilogue, product, block_of(group, i), sums.sum[0]);
       sums.next_block();
     }
   }
@@ -183,9 +182,9 @@ class MatrixFinisher : MatrixSizes {
   template <uint32_t kGiven, uint32_t kKept>
   __device__ __forceinline__ void exchange_sums(float (&sum)[kRows / 2]) const {
     constexpr uint32_t kFours = kRows / 16;  // each has two rows of x and of the weight
-    static_assert(kFours * kLanes * 16 <= kStagedBytes);
+    static_assert(kFours * kLanes * 16 <= kStagedBytes / 4);
     const uint32_t warp = consumer_.warp(), lane = 16 * lane_index();
-    const uint32_t own = stage_of(warp) + lane, other = stage_of(warp ^ 4) + lane;
+    const uint32_t own = place_of(warp) + lane, other = place_of(warp ^ 4) + lane;
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i) {
       const float (&s)[kRows / 2] = sum;
@@ -207,15 +206,16 @@ class MatrixFinisher : MatrixSizes {
 
   // Store the sums of a block and of eight rows of x at a time, of the eights [kFirst, kEnd).
   template <uint32_t kFirst, uint32_t kEnd, class Plain>
-  __device__ __forceinline__ void store_eights(const Plain& epilogue, uint32_t block,
+  __device__ __forceinline__ void store_eights(const Plain& epilogue, const Product& product,
+                                               uint32_t block,
                                                const float (&sum)[kRows / 2]) const {
     const uint32_t lane = lane_index(), row = 8 * kFirst + lane % 4 * 2;
     const uint64_t row_bytes = epilogue.plain_at(1, 0) - epilogue.plain_at(0, 0);
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * kUnitsOfWarp + half;
-      const uint32_t column = 2 * product_.pair(unit, 0) + lane / 4;
-      if (unit >= order_.units || !epilogue.has_column(column)) continue;
+      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * 2 + half;
+      const uint32_t column = 2 * product.pair(unit, 0) + lane / 4;
+      if (unit >= product.tiling.units || !epilogue.has_column(column)) continue;
       uint64_t to = epilogue.plain_at(rows_.first + row, column);
 #pragma unroll
       for (uint32_t i = 0; i < kEnd - kFirst; ++i, to += 8 * row_bytes)
@@ -228,16 +228,27 @@ class MatrixFinisher : MatrixSizes {
     }
   }
 
-  // Where a warp stages its sums, in the pages of the last step.
-  __device__ __forceinline__ uint32_t stage_of(uint32_t warp) const {
-    constexpr uint32_t kOfPage = kPageBytes / kStagedBytes;
+  // Where this warpgroup stages its sums, in the pages of the last step; where a warp leaves those
+  // that it gives away.
+  __device__ __forceinline__ uint32_t staged() const { return place_of(warpgroup_index() * 4); }
+  __device__ __forceinline__ uint32_t place_of(uint32_t warp) const {
+    constexpr uint32_t kOfPage = kPageBytes / (kStagedBytes / 4);
     PageCursor page = consumer_.page;
     page.advance(warp / kOfPage);
-    return page.address() + warp % kOfPage * kStagedBytes;
+    return page.address() + warp % kOfPage * (kStagedBytes / 4);
+  }
+
+  // Of the warpgroup that finishes more blocks, or more rows.
+  __device__ __forceinline__ uint32_t turns_of(const MatrixGroup& group) const {
+    return ceil_div(group.blocks, kWarpgroups);
+  }
+  __device__ __forceinline__ uint32_t all_rows(const MatrixGroup& group,
+                                               const MatrixRows& rows) const {
+    return group.is_shared() ? rows.first + min_of(kRows / 2, rows_.count) : rows_.count;
   }
 
   // Blocks of the group that this warpgroup finishes, and block i of them. In a shared group both
-  // warpgroups finish its block, and take rows in turn.
+  // warpgroups finish its block, each half of the rows.
   __device__ __forceinline__ uint32_t blocks_of(const MatrixGroup& group) const {
     if (group.is_shared()) return 1;
     return (group.blocks + kWarpgroups - 1 - warpgroup_index()) / kWarpgroups;
@@ -259,7 +270,7 @@ class MatrixFinisher : MatrixSizes {
   // Let the epilogue look up what it needs of each row, a row by a thread, for all warps.
   __device__ __forceinline__ void look_up_rows() const {
     Used::dispatch(stage_.words.header.opcode, [&]<class I>(I*) {
-      if constexpr (Epilogue<I>::kUnits) {
+      if constexpr (Epilogue<I>::kQuads) {
         using OfRow = typename Epilogue<I>::OfRow;
         if constexpr (kWordsOf<OfRow> > 0) {
           static_assert(sizeof(OfRow) == kOfRowBytes);
@@ -284,24 +295,27 @@ class MatrixFinisher : MatrixSizes {
     __syncwarp();
   }
 
-  // Add what the lanes of a row of x kept to what the warp kept of it.
-  // `lanes`: neighbouring lanes have the same row.
-  template <class Kept>
-  __device__ __forceinline__ void keep(Kept kept, uint32_t row, uint32_t lanes) const {
+  // Add what lanes kept of rows of x, which are `apart`, to what the warp kept of them. `lanes`
+  // neighbouring lanes have the same rows, and ascending pairs.
+  template <class Kept, uint32_t kCount>
+  __device__ __forceinline__ void keep(Kept (&kept)[kCount], uint32_t row, uint32_t apart,
+                                       uint32_t lanes) const {
     static_assert(sizeof(Kept) == kKeptBytes);
-    kept = merge_lanes(kept, lanes);
-    const uint32_t at = kept_at(consumer_.warp(), row);
-    if (lane_index() % lanes != 0 || row >= rows_.count) return;
-    Kept all = __builtin_bit_cast(Kept, ptx::load_shared2(at));
-    all.merge(kept);
-    const auto words = __builtin_bit_cast(ptx::Words2, all);
-    ptx::store_shared2(at, words.x, words.y);
+    Kept::merge_ascending(kept, lanes);
+    if (lane_index() % lanes != 0) return;
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i, row += apart) {
+      if (row >= rows_.count) return;
+      const uint32_t at = kept_at(consumer_.warp(), row);
+      Kept all = __builtin_bit_cast(Kept, ptx::load_shared2(at));
+      all.merge(kept[i]);
+      const auto words = __builtin_bit_cast(ptx::Words2, all);
+      ptx::store_shared2(at, words.x, words.y);
+    }
   }
 
   const Stage& stage_;
-  const Product& product_;
   Consumer& consumer_;
-  const MatrixOrder& order_;
   const MatrixRows& rows_;
 };
 

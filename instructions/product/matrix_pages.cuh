@@ -46,25 +46,20 @@ struct MatrixSizes {
 
   static constexpr uint32_t kOperandBytes = 32;  // 16 columns of an operand
 
-  // A warp has 16 rows of each block.
-  static constexpr uint32_t kPairsOfWarp = 8;
-  static constexpr uint32_t kUnitsOfWarp = kPairsOfWarp / kUnitPairs;
-
-  // A warp stages its sums of so many rows of x and 16 rows of the weight, in pages of a step.
+  // A warpgroup stages its sums of so many rows of x and one block, in pages of a step.
   static constexpr uint32_t kStagedRows = min_of(kRows, 64);
-  static constexpr uint32_t kStagedRowBytes = 16 * 4;
+  static constexpr uint32_t kBlockRows = kUnitRows * kBlockUnits;  // stored rows of the weight
+  static constexpr uint32_t kStagedRowBytes = kBlockRows * 4;
   static constexpr uint32_t kStagedBytes = kStagedRows * kStagedRowBytes;
-  static_assert(kNumConsumers * kStagedBytes <= 2 * kPageBytes, "a step has two pages at least");
+  static_assert(kWarpgroups * kStagedBytes <= 2 * kPageBytes, "a step has two pages at least");
 
   // Where the sum of a row of x and a row of the weight is staged.
-  // Each row of x has 64 bytes. So that neither the threads that store sums (2 rows of x in 4
-  // lanes, 8 rows of the weight) nor those that load them (16 bytes, neighbouring rows of x) meet
-  // in a bank, bits 0 and 1 of the number of the row change places, bit 2 swaps the halves of a
-  // row, and bit 0 the quarters of a half.
+  // Units of a row of x change places by bits 1 and 2 of its number, so that the threads that
+  // store sums (four rows of x that are two apart, 8 rows of a unit) do not meet in a bank. Those
+  // that load them have half of a row.
   static __device__ __forceinline__ uint32_t staged_at(uint32_t row, uint32_t weight_row) {
-    const uint32_t place = (row & ~3u) | (row & 1) << 1 | (row >> 1 & 1);
-    const uint32_t quarter = weight_row / 4 ^ (row >> 2 & 1) << 1 ^ (row & 1);
-    return place * kStagedRowBytes + quarter * 16 + weight_row % 4 * 4;
+    return row * kStagedRowBytes +
+           ((weight_row / kUnitRows ^ (row >> 1 & 3)) * kUnitRows + weight_row % kUnitRows) * 4;
   }
 
   // Scratch: the scales of the rows; what epilogues look up of each row; what each warp keeps of
@@ -72,7 +67,7 @@ struct MatrixSizes {
   static constexpr uint32_t kOfRowsAt = kRows * kScaleBytes;
   static constexpr uint32_t kKeptAt = kOfRowsAt + kRows * kOfRowBytes;
   static_assert(program::kMatrixRows == 0 || kRows * kMatrixRowBytes <= kScratch);
-  static_assert(kUnitRows * kBlockUnits == 64);
+  static_assert(kBlockRows == 64);
   // A wgmma may read beyond the last page.
   static_assert(kScratchAt + kBlockUnits * kUnitBytes <= kSharedBytes);
 };

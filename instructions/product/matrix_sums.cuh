@@ -1,5 +1,5 @@
-// The sums of matrix products, in the registers of a warpgroup. To finish them, a warp *stages* them
-// in shared memory, 16 rows of the weight and up to 64 rows of x at a time (staged_at).
+// The sums of matrix products, in the registers of a warpgroup. To finish them, it *stages* them in
+// shared memory, a block and up to 64 rows of x at a time (staged_at).
 #pragma once
 
 #include "instructions/product/matrix_pages.cuh"
@@ -40,22 +40,19 @@ struct MatrixSums : MatrixSizes {
       for (uint32_t i = 0; i < kRows / 2; ++i) sum[b][i] = sum[b + 1][i];
   }
 
-  // Stage the sums of the first block and of rows [kPart, kPart + 1) * kStagedRows of x, from
-  // address `to` on.
+  // Stage this warp's sums of the first block and of rows [kPart, kPart + 1) * kStagedRows of x.
+  // `to`: where the warpgroup stages.
   template <uint32_t kPart>
   __device__ __forceinline__ void stage(uint32_t to) const {
-    const uint32_t lane = lane_index(), weight_row = lane / 4, x_rows = lane % 4;
-    // Row 2 x_rows + next of x, row weight_row + 8 half of the weight; see staged_at.
-    uint32_t places[2][2];
-#pragma unroll
-    for (uint32_t half = 0; half < 2; ++half)
-#pragma unroll
-      for (uint32_t next = 0; next < 2; ++next)
-        places[half][next] = to + staged_at(2 * x_rows + next, weight_row + 8 * half);
+    // A warp has 16 rows of a block.
+    const uint32_t lane = lane_index(), weight_row = warp_index() % 4 * 16 + lane / 4;
+    const uint32_t row = lane % 4 * 2;
+    const uint32_t places[2] = {to + staged_at(row, weight_row),
+                                to + staged_at(row, weight_row + 8)};
 #pragma unroll
     for (uint32_t i = 0; i < kStagedRows / 2; ++i)
       // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-      ptx::store_shared(places[i / 2 % 2][i % 2] + i / 4 * 8 * kStagedRowBytes,
+      ptx::store_shared(places[i / 2 % 2] + (i / 4 * 8 + i % 2) * kStagedRowBytes,
                         __float_as_uint(sum[0][kPart * (kStagedRows / 2) + i]));
   }
 

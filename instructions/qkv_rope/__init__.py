@@ -9,7 +9,7 @@ from megavm.instructions.product import Product
 from megavm.instructions.step_rows import KV_FAULTS, position_fault
 from megavm.instructions.tiles import ranges, shapes, whole_groups
 from megavm.vm.config import NONE
-from megavm.vm.constants import Constant, same
+from megavm.vm.constants import Constant, same, union
 from megavm.vm.layout import Layout, swizzled_if_possible, units
 from megavm.vm.operands import integer, present, real, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
@@ -142,10 +142,12 @@ class QkvRope(Product):
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         block_size = tensors[self.k_cache].shape[2]
+        # Steps of the same kernel store words or not, by their size.
+        copies = self.kinds(tensors, self.q, self.k_new, self.v_new).value
         return {
             **super().constants(tensors),
             "block_size": same(block_size),
-            "copy_kinds": self.kinds(tensors, self.q, self.k_new, self.v_new),
+            "copy_kinds": union((copies | copies << 2 | copies >> 2) & 0xF),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

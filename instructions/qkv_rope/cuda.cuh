@@ -115,21 +115,24 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     if (early.cached != 0) ptx::store(early.cached, ptx::pack_bf16(first, second));
   }
 
-  // ---- Units: four rotation pairs of a head.
+  // ---- Quads: two rotation pairs of a head.
 
-  static constexpr bool kUnits = qkv_rope::kCopyKinds != 0;
-  struct OfUnit {
+  static constexpr bool kQuads = qkv_rope::kCopyKinds != 0;
+  struct OfQuad {
     Head head;
-    UnitPairs bias;
-    ColumnPlace<qkv_rope::kCopyKinds> copy;  // where the first elements of the pairs go beside the cache
+    QuadSums bias;
+    ColumnPlace<qkv_rope::kCopyKinds> copy;  // of the first elements of the pairs, beside the cache
   };
   struct Asked {
-    ptx::Words4 cosine, sine;
+    ptx::Words2 cosine, sine;
+  };
+  struct Result {
+    PairSums side[2];  // the first elements of both pairs, and the second ones
   };
 
-  __device__ __forceinline__ bool takes_units() const {
+  __device__ __forceinline__ bool takes_quads() const {
     const Tensor& rope = in[&QkvRope::rope];
-    bool all = rope.columns % 8 == 0 && is_f32(rope) && base_of(rope) % 16 == 0 &&
+    bool all = rope.columns % 4 == 0 && is_f32(rope) && base_of(rope) % 16 == 0 &&
                takes_fours(in[&QkvRope::q]);
     for (const OperandWord copy : {word_if_there(&QkvRope::k_new), word_if_there(&QkvRope::v_new)})
       all &= copy == kNone || takes_fours(in.stage.tensors[copy]);
@@ -138,53 +141,55 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     return all;
   }
 
-  __device__ __forceinline__ void begin_unit(uint32_t pair, OfUnit& unit) const {
-    unit.head = Head(in, pair);
-    const uint32_t half = unit.head.half, weight_row = pair / half * 2 * half + unit.head.j;
-    unit.bias = load_unit_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
-    const OperandWord copy = copy_of(unit.head);
-    if (copy != kNone)
-      unit.copy = {in.stage.tensors[copy], unit.head.column(unit.head.j)};
+  __device__ __forceinline__ void begin_quad(uint32_t pair, OfQuad& quad) const {
+    quad.head = Head(in, pair);
+    const uint32_t half = quad.head.half, weight_row = pair / half * 2 * half + quad.head.j;
+    quad.bias = load_quad_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
+    const OperandWord copy = copy_of(quad.head);
+    if (copy != kNone) quad.copy = {in.stage.tensors[copy], quad.head.column(quad.head.j)};
   }
 
   using OfRow = Slot;
   __device__ __forceinline__ OfRow look_up(uint32_t row) const { return slot_of(row); }
 
-  __device__ __forceinline__ void ask(uint32_t, const OfRow& of_row, const OfUnit& unit,
+  __device__ __forceinline__ void ask(uint32_t, const OfRow& of_row, const OfQuad& quad,
                                       Asked& asked) const {
-    const Head& head = unit.head;
+    const Head& head = quad.head;
     if (head.part < 2) {
       const uint64_t from = element_at(in[&QkvRope::rope], of_row.position, head.j);
-      asked.cosine = ptx::load_constant4(from);
-      asked.sine = ptx::load_constant4(from + 4 * head.half);
+      asked.cosine = ptx::load_constant2(from);
+      asked.sine = ptx::load_constant2(from + 4 * head.half);
     }
   }
 
-  __device__ __forceinline__ void finish_unit(uint32_t row, const OfRow& of_row, uint32_t,
-                                              const UnitPairs& sums, const OfUnit& unit,
-                                              const Asked& asked, Kept&) const {
-    const Head& head = unit.head;
-    const uint32_t cosine[4] = {asked.cosine.x, asked.cosine.y, asked.cosine.z, asked.cosine.w};
-    const uint32_t sine[4] = {asked.sine.x, asked.sine.y, asked.sine.z, asked.sine.w};
-    Four side_of[2];
+  __device__ __forceinline__ Result combine(const QuadSums& sums, const OfQuad& quad,
+                                            const Asked& asked) const {
+    const uint32_t cosine[2] = {asked.cosine.x, asked.cosine.y};
+    const uint32_t sine[2] = {asked.sine.x, asked.sine.y};
+    PairSums of_pair[kQuadPairs];
 #pragma unroll
-    for (uint32_t i = 0; i < kUnitPairs; ++i) {
-      const float c = head.part < 2 ? __uint_as_float(cosine[i]) : 1.0f;
-      const float s = head.part < 2 ? __uint_as_float(sine[i]) : 0.0f;
-      const PairSums result = rotated(sums.pair[i], unit.bias.pair[i], c, s);
-      side_of[0].value[i] = result.first;
-      side_of[1].value[i] = result.second;
+    for (uint32_t i = 0; i < kQuadPairs; ++i) {
+      const float c = quad.head.part < 2 ? __uint_as_float(cosine[i]) : 1.0f;
+      const float s = quad.head.part < 2 ? __uint_as_float(sine[i]) : 0.0f;
+      of_pair[i] = rotated(sums.pair[i], quad.bias.pair[i], c, s);
     }
+    return {{{of_pair[0].first, of_pair[1].first}, {of_pair[0].second, of_pair[1].second}}};
+  }
+
+  __device__ __forceinline__ void store(const QuadAt& at, const OfRow& of_row, const OfQuad& quad,
+                                        const Result& result, Kept&) const {
+    if (!at.active) return;
+    const Head& head = quad.head;
 #pragma unroll
     for (uint32_t side = 0; side < 2; ++side) {
-      const float (&v)[4] = side_of[side].value;
+      const PairSums& v = result.side[side];
       const uint32_t further = side * head.half;
-      if (unit.copy.address != 0) unit.copy.store(row, further / 4, side_of[side], in.out_tag());
+      if (quad.copy.address != 0)
+        quad.copy.store_pair(at.row, further, v.first, v.second, in.out_tag());
       if (head.part == 0) continue;
       const Tensor& cache = cache_of(head);
       const uint32_t column = cache_column(cache, head, of_row.number(), head.j + further);
-      ptx::store2(element_at(cache, of_row.block, column), ptx::pack_bf16(v[0], v[1]),
-                  ptx::pack_bf16(v[2], v[3]));
+      ptx::store(element_at(cache, of_row.block, column), ptx::pack_bf16(v.first, v.second));
     }
   }
 

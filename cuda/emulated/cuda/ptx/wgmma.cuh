@@ -38,26 +38,29 @@ inline float operand(uint64_t descriptor, uint32_t row, uint32_t k, bool transpo
   return from_bf16(bits);
 }
 
-// A wgmma is one instruction of four warps, which begin it together with this fence. If one of them
-// has ended, it is illegal.
-inline void wgmma_fence() {
+// Wait for the other warps of this one's warpgroup. `what` is illegal if one of them has ended.
+inline void meet_warpgroup(uint32_t emulated::Warp::* times, const std::string& what) {
   __syncwarp();
   auto& warps = emulated::worker->warps;
   const uint32_t mine = thread_index() / 32, first = mine / 4 * 4;
   if (lane_index() == 0) {
-    ++warps[mine].fences;
+    ++(warps[mine].*times);
     emulated::worker->progress = true;
   }
   __syncwarp();
   for (uint32_t i = first; i < first + 4; ++i)
-    while (warps[i].fences < warps[mine].fences && !emulated::failure().failed) {
+    while (warps[i].*times < warps[mine].*times && !emulated::failure().failed) {
       if (warps[i].alive == 0)
-        emulated::fail("warp " + std::to_string(i) + " has ended before a wgmma of warp " +
+        emulated::fail("warp " + std::to_string(i) + " has ended before " + what + " of warp " +
                        std::to_string(mine));
       emulated::give_way();
     }
   __syncwarp();
 }
+
+// A wgmma is one instruction of four warps, which begin it together with this fence.
+inline void wgmma_fence() { meet_warpgroup(&emulated::Warp::fences, "a wgmma"); }
+inline void sync_warpgroup(uint32_t) { meet_warpgroup(&emulated::Warp::meets, "a barrier"); }
 inline void wgmma_commit() {
   __syncwarp();
   emulated::lane->committed.push_back(std::exchange(emulated::lane->products, {}));

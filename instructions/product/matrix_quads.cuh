@@ -1,0 +1,125 @@
+// How matrix products finish quads: a lane has four stored rows of the weight and every eighth row
+// of x, so that a warp has two whole rows of a block, and loads and stores them without gaps. It
+// finishes two of its rows at a time, while it asks for what the next two need.
+//
+// NOTE: fetching the code is a good part of the time of an epilogue: a warp runs through it once
+// for a few rows. So there is one copy for both blocks, whose sums take the same registers in turn,
+// and it is short. There is a copy for each part of the rows: what is staged occupies no registers
+// then, and nothing spills.
+#pragma once
+
+#include "instructions/product/epilogue.cuh"
+#include "instructions/product/matrix_sums.cuh"
+
+namespace megavm {
+
+template <class Instruction, class Finisher>
+struct MatrixQuads : MatrixSizes {
+  using Kept = typename Epilogue<Instruction>::Kept;
+  using OfRow = typename Epilogue<Instruction>::OfRow;
+  using OfQuad = typename Epilogue<Instruction>::OfQuad;
+  using Asked = typename Epilogue<Instruction>::Asked;
+  static constexpr uint32_t kQuadRows = 2 * kQuadPairs;             // of the weight
+  static constexpr uint32_t kLanesOfRow = kBlockRows / kQuadRows;   // of x
+  static constexpr uint32_t kRowStep = 4 * (kLanes / kLanesOfRow);  // rows of the warpgroup
+  static constexpr uint32_t kTogether = 2, kTurnRows = kTogether * kRowStep;
+
+  const Finisher& finisher;
+  const Epilogue<Instruction>& epilogue;
+  const Product& product;
+  const MatrixRows rows;  // that this warpgroup finishes, among those of the group
+  const uint32_t number = lane_index() % kLanesOfRow;  // of the quad in its block
+
+  __device__ __forceinline__ void finish(const MatrixGroup& group, MatrixSums& sums) const {
+#pragma unroll 1
+    for (uint32_t i = 0; i < finisher.blocks_of(group); ++i) {
+      const uint32_t unit =
+          finisher.block_of(group, i) * kBlockUnits + number * kQuadRows / kUnitRows;
+      Place place = {product.pair(unit, number % (kUnitPairs / kQuadPairs) * kQuadPairs),
+                     rows.first / kTurnRows * kTurnRows +
+                         warp_index() % 4 * (kLanes / kLanesOfRow) + lane_index() / kLanesOfRow,
+                     unit < product.tiling.units ? rows.end() : 0};
+      if (place.end > 0) epilogue.begin_quad(place.pair, place.of_quad);
+      ask(place);
+      finish_parts(sums, place);
+      sums.next_block();
+    }
+  }
+
+ private:
+  // Where a lane is: its pairs, and its next row, which is below `end` if there is one.
+  struct Place {
+    uint32_t pair, row, end;
+    OfQuad of_quad = {};
+    Asked asked[kTogether] = {};
+  };
+
+  __device__ __forceinline__ bool has(uint32_t row, const Place& place) const {
+    return row >= rows.first && row < place.end;
+  }
+  __device__ __forceinline__ OfRow found(uint32_t row) const {
+    return finisher.template found<OfRow>(row);
+  }
+  __device__ __forceinline__ void ask(Place& place) const {
+#pragma unroll
+    for (uint32_t j = 0; j < kTogether; ++j) {
+      const uint32_t row = place.row + j * kRowStep;
+      if (has(row, place))
+        epilogue.ask(finisher.rows_.first + row, found(row), place.of_quad, place.asked[j]);
+    }
+  }
+
+  template <uint32_t kPart = 0>
+  __device__ __forceinline__ void finish_parts(const MatrixSums& sums, Place& place) const {
+    if constexpr (kPart < MatrixSums::kParts) {
+      constexpr uint32_t kFirst = kPart * kStagedRows;
+      if (kFirst >= rows.end()) return;
+      if (kFirst + kStagedRows > rows.first) {
+        const uint32_t from = finisher.staged();
+        // All warps of the warpgroup come here: none has ended since they all met.
+        ptx::sync_warpgroup(warpgroup_index());
+        sums.stage<kPart>(from);
+        ptx::sync_warpgroup(warpgroup_index());
+        const uint32_t end = min_of(kFirst + kStagedRows, rows.end());
+#pragma unroll 1
+        for (uint32_t turn = max_of(kFirst, rows.first / kTurnRows * kTurnRows); turn < end;
+             turn += kTurnRows)
+          finish_turn(from, place);
+      }
+      finish_parts<kPart + 1>(sums, place);
+    }
+  }
+
+  __device__ __forceinline__ void finish_turn(uint32_t from, Place& place) const {
+    const uint32_t row = place.row;
+    typename Epilogue<Instruction>::Result result[kTogether];
+    OfRow of_row[kTogether];
+#pragma unroll
+    for (uint32_t j = 0; j < kTogether; ++j) {
+      const uint32_t mine = row + j * kRowStep;
+      of_row[j] = found(mine);
+      const ptx::Words4 words =
+          ptx::load_shared4(from + staged_at(mine % kStagedRows, number * kQuadRows));
+      float scale = 1.0f;
+      if (product.x_squares != kNone)
+        scale = __uint_as_float(ptx::load_shared(scratch_at(4 * mine)));
+      const QuadSums sums = {
+          {{__uint_as_float(words.x) * scale, __uint_as_float(words.y) * scale},
+           {__uint_as_float(words.z) * scale, __uint_as_float(words.w) * scale}}};
+      result[j] = epilogue.combine(sums, place.of_quad, place.asked[j]);
+    }
+    place.row += kTurnRows;
+    ask(place);
+    Kept kept[kTogether] = {};
+#pragma unroll
+    for (uint32_t j = 0; j < kTogether; ++j) {
+      const uint32_t mine = row + j * kRowStep;
+      epilogue.store({finisher.rows_.first + mine, place.pair, has(mine, place)}, of_row[j],
+                     place.of_quad, result[j], kept[j]);
+    }
+    if constexpr (kWordsOf<Kept> > 0)
+      if (epilogue.keeps()) finisher.keep(kept, row, kRowStep, kLanesOfRow);
+  }
+};
+
+}  // namespace megavm
