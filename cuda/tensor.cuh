@@ -225,7 +225,7 @@ struct ColumnPlace {
     });
   }
 
-  // Store two neighbouring columns, an even number of columns `further`.
+  // Store two neighbouring columns, an even number of columns `further`. The first column is even.
   __device__ __forceinline__ void store_pair(uint32_t row, uint32_t further, float first,
                                              float second, uint32_t tag) const {
     const uint32_t bytes = 2u << (form() & 1) << form() / 2;  // of a column

@@ -35,7 +35,7 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
-// 1 / x, or 0 if that is below the normal numbers.
+// About 1 / x, or 0 if that is below the normal numbers.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

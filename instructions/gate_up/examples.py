@@ -28,10 +28,14 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("matrix, many rows", 200, 136, 150, BF16, BF16, BF16, 190, False, True),
         ("matrix, float32 result", 17, 64, 21, BF16, BF16, F32, None, False, False),
         ("no live row", 2, 64, 32, F32, F32, F32, 0, True, True),
+        ("quads", 100, 328, 152, BF16, BF16, BF16, 97, False, True),
+        ("quads, many rows", 200, 136, 148, BF16, BF16, BF16, 190, False, True),
+        ("quads, float32 result", 17, 128, 20, BF16, BF16, F32, None, False, False),
     ]
     for name, rows, k, columns, weight, x_type, out_type, live, tagged, extras in cases:
         table = Table(rng)
-        width = columns + columns % 2 + 2
+        begin = 4 if name.startswith("quads") else 2  # in whole units of pairs, or not
+        width = columns + columns % 2 + begin
         parts = {"gate": width, "up": width} if extras else {}
         inst = GateUp(
             x=table.activation("x", (rows + 1, k), x_type, tagged=tagged),
@@ -42,8 +46,8 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
             row_count=table.count("row_count", None if live is None else live + 1),
             row_begin=1,
             row_end=rows + 1,
-            column_begin=2,
-            column_end=columns + 2,
+            column_begin=begin,
+            column_end=columns + begin,
             eps=1e-5,
             matrix=int(is_matrix_product(table.specs[0], table.specs[1], rows)),
         )

@@ -157,14 +157,12 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   };
   using Result = Four;
 
-  // NOTE: whole units, so that the lanes that add squares up are active together.
   __device__ __forceinline__ bool takes_quads() const {
     return takes_fours(in[&Matmul::out]) &&
            (!in.has(&Matmul::residual) || has_fours(in[&Matmul::residual])) &&
            (!is_scaled() || (takes_fours(in[&Matmul::out_scaled]) &&
                              EightConstants::can_load(in[&Matmul::out_gain]))) &&
-           in.inst.column_begin % kUnitRows == 0 && in.inst.column_end % kUnitRows == 0 &&
-           out_begin() % 4 == 0;
+           in.inst.column_end % kUnitRows == 0 && out_begin() % 4 == 0;
   }
 
   __device__ __forceinline__ void begin_quad(uint32_t pair, OfQuad& quad) const {

@@ -30,6 +30,8 @@ class Case:
     tagged: bool = False
     extras: bool = False  # bias, squares of x, residual
     scaled: bool = False  # out_gain, out_scaled, out_squares
+    whole: bool = False  # begins and ends with units of 8 columns, as if scaled
+    equal: bool = False  # rows of x of zeros: all results are the largest
     gather: bool = False
     tiles: int = 0  # column tiles that peaks have room for; 0: no peaks
     part: int = 0
@@ -104,10 +106,20 @@ MATRIX = [
     Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),
     Case("matrix, no live row", rows=16, live=0),
 ]
+# The same, finished quads at a time (matrix_quads.cuh).
+QUADS = [
+    Case("quads", rows=37, k=200, columns=136, live=33, whole=True),
+    Case("quads, bf16 result", rows=70, k=128, columns=328, out=BF16, extras=True, whole=True),
+    Case("quads, shared block", rows=16, k=256, columns=48, extras=True, whole=True, tiles=1),
+    Case("quads, shared rows", rows=120, k=512, columns=64, extras=True, whole=True, tiles=1),
+    Case("quads, few shared rows", rows=16, k=256, columns=64, live=7, scaled=True, tiles=1),
+    Case("quads, peaks", rows=140, k=200, columns=600, whole=True, tiles=2, live=131),
+    Case("quads, equal peaks", rows=60, k=128, columns=200, whole=True, tiles=1, equal=True),
+]
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:
-    for case in MATRIX:
+    for case in [*MATRIX, *QUADS]:
         yield example(rng, replace(case, weight=BF16, x=BF16))
     for case in CASES:
         yield example(rng, case)
@@ -143,7 +155,8 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     table = Table(rng)
     column_begin = 1 if case.out is F32 or not case.tagged else 2
     spare = case.columns % 2 + 2  # tagged rows are whole words
-    if case.scaled:
+    whole = case.scaled or case.whole
+    if whole:
         column_begin, spare = 8, 8 if case.columns % 8 else 16
     x_rows = case.rows + 4 if case.gather else case.rows + 1
     out_shape = (case.rows + 2, case.columns + spare)
@@ -182,7 +195,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         row_begin=1 if not case.gather or case.live else 0,
         row_end=case.rows + 1,
         column_begin=column_begin,
-        column_end=case.columns + (column_begin if case.scaled else 1),
+        column_end=case.columns + (column_begin if whole else 1),
         part=case.part,
         part_k=case.part_k or case.k,
         x_rows=x_rows if case.gather else case.rows + 1,
@@ -190,4 +203,6 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         eps=1e-5,
         matrix=int(is_matrix_product(table.specs[0], table.specs[1], case.rows)),
     )
+    if case.equal:
+        table.values["x"][: case.rows // 2] = 0.0
     return Example(case.name, inst, table.specs, table.values)

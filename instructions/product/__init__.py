@@ -91,7 +91,7 @@ class Product(Instruction, is_base=True):
         return input_bytes + 4 * sums + _ROW_BYTES * round_up(rows, _ROW_BLOCK) + _SPARE_BYTES
 
     def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
-        """See Instruction; cuda/config.cuh defines each."""
+        """See Instruction; cuda/config.cuh defines each but those of single classes (``kinds``)."""
         weight, x = tensors[self.weight], tensors[self.x]
         begin, end = self.k(tensors)
         width = end - begin

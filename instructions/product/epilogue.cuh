@@ -10,8 +10,8 @@
 //   struct Early;   what a thread looks up for its pair while the weights stream
 //   struct Kept;    what a thread keeps from pair to pair: 8 bytes, or nothing. Zeros mean that
 //                   nothing is kept, and merge(other) adds what another thread kept of the same
-//                   row; of_lanes(lanes) is all that so many neighbouring lanes kept of ascending
-//                   pairs
+//                   row. merge_ascending(kepts, lanes), static, gives each of some rows what all of
+//                   so many neighbouring lanes kept of it, whose pairs ascend
 //   Product product() const;                      the product, see product.cuh
 //   void begin(row, pair, Early&) const;          look up constants and destinations. The
 //                                                 instruction's waits may not be over. Several
@@ -27,15 +27,17 @@
 //                                                 their threads kept. One warp calls it
 // In matrix products a thread finishes whole *quads*, two pairs of a row of which the first is
 // even, if an epilogue has kQuads and takes_quads() says that all sums of the instruction can be
-// finished so. Then it also declares
+// finished so. Then it also declares what follows. None of it may wait for other workers or end its
+// warp: the other warps of its warpgroup would wait for ever (matrix_quads.cuh).
 //   struct OfQuad;  what is the same for all rows
 //   struct OfRow;   what is the same for all pairs: 8 bytes, or nothing
 //   struct Asked;   what a row needs, in flight while the rows before it are finished
-//   struct Result;
+//   struct Result;  what is stored
 //   void begin_quad(pair, OfQuad&) const;
 //   OfRow look_up(row) const;                     the instruction's waits may not be over
 //   void ask(row, of_row, of_quad, Asked&) const; the instruction's waits are over
-//   Result combine(sums, of_quad, asked) const;
+//   Result combine(sums, of_quad, asked) const;   also called where there is no row: `sums` and
+//                                                 `asked` mean nothing then
 //   void store(at, of_row, of_quad, result, Kept&) const;  all lanes of a warp call it together.
 //                                                 Sixteen neighbouring lanes have a row
 // If an epilogue has kPlain, is_plain() says that the sums themselves are the results, as float32.
@@ -68,7 +70,7 @@ struct QuadSums {
 struct QuadAt {
   uint32_t row;
   uint32_t pair;  // the first one
-  bool active;    // whether the row and the pairs are the instruction's
+  bool active;    // whether this thread stores them; if not, row and pair mean nothing
 };
 
 struct Nothing {

@@ -116,7 +116,8 @@ class MatrixConsumer : MatrixSizes {
       multiply<1, 1>(group, sums, scales, stops);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
     while (scales.advance()) continue;
-    // The pages of the last step may be overwritten, and the scales are there.
+    // The pages of the last step may be overwritten, the scales are there, and no warp has ended:
+    // warpgroups meet in matrix_quads.cuh.
     consumer_.sync_alive();
     Used::dispatch(stage_.words.header.opcode, [&]<class I>(I*) __attribute__((always_inline)) {
       finisher().finish(Epilogue<I>(stage_), group, sums);

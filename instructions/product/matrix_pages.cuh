@@ -56,7 +56,7 @@ struct MatrixSizes {
   // Where the sum of a row of x and a row of the weight is staged.
   // Units of a row of x change places by bits 1 and 2 of its number, so that the threads that
   // store sums (four rows of x that are two apart, 8 rows of a unit) do not meet in a bank. Those
-  // that load them have half of a row.
+  // that load them at the same time have half of a row, in any order.
   static __device__ __forceinline__ uint32_t staged_at(uint32_t row, uint32_t weight_row) {
     return row * kStagedRowBytes +
            ((weight_row / kUnitRows ^ (row >> 1 & 3)) * kUnitRows + weight_row % kUnitRows) * 4;

@@ -22,6 +22,7 @@ from against_reference import check_example, examples_of
 from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
+from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.sample import Real
 from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
@@ -37,7 +38,9 @@ from megavm.vm.cuda.emulated import FLAGS, EmulatedMachine, reason_unavailable
 from megavm.vm.example import Example
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
-from megavm.vm.tensors import BF16, TensorKind, TensorSpec
+from megavm.vm.program import Program
+from megavm.vm.reference import ReferenceMachine
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
 
@@ -53,6 +56,8 @@ WANTED = {
         "matrix, parts added",
     ),
     *("matrix, gathered in turn", "matrix, newest", "scaled, units"),
+    *("quads", "quads, bf16 result", "quads, shared block", "quads, shared rows"),
+    *("quads, few shared rows", "quads, peaks", "quads, equal peaks", "quads, float32 result"),
     *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
     *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
     *("fast, rows apart, tagged", "fast, newest, tagged"),
@@ -134,6 +139,26 @@ def test_instructions_mean_what_the_reference_says(
     emulated: EmulatedMachine, example: Example
 ) -> None:
     check_example(emulated, example, alone=False)
+
+
+def test_results_of_one_program_are_of_two_kinds(emulated: EmulatedMachine) -> None:
+    """bfloat16 and float32, of the same product: its epilogue tells them apart."""
+    example = next(e for e in examples_of(GateUp) if e.name == "quads")
+    operands = {f.name: getattr(example.instruction, f.name) for f in GateUp.fields}
+    out = example.tensors[operands["out"]]
+    tensors = [*example.tensors, replace(out, name="wide", dtype=F32)]
+    wide = GateUp(**operands | {"out": len(tensors) - 1})
+    program = Program.build(tensors, [example.instruction, wide], [[0, 1]])
+    both = replace(example, tensors=tensors)
+    memories = both.memory(), both.memory(device=emulated.memory_device)
+    reference = ReferenceMachine().load(program, memories[0], verify=False)
+    reference.execute_one(0)
+    reference.execute_one(1)
+    emulated.load(program, memories[1], verify=False).run()
+    for name in (out.name, "wide"):
+        expected, found = (memory[name].float().cpu() for memory in memories)
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=2e-3)
+    assert memories[1]["wide"].abs().max() > 0
 
 
 LLAMA = LlamaConfig(
