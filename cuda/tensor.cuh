@@ -109,6 +109,20 @@ __device__ __forceinline__ void write_pair(const Tensor& t, uint32_t row, uint32
   });
 }
 
+// Store two neighbouring elements by one instruction. Bits of `form`: 1 float32, else bf16; 2
+// tagged.
+__device__ __forceinline__ void store_elements(uint32_t form, uint64_t to, float first,
+                                               float second, uint32_t tag) {
+  if (form == 3)
+    ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
+  else if (form == 2)
+    ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
+  else if (form == 1)
+    ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
+  else
+    ptx::store(to, ptx::pack_bf16(first, second));
+}
+
 // The destination of two neighbouring elements, computed ahead of the store.
 struct PairPlace {
   uint64_t address = 0;
@@ -175,16 +189,8 @@ struct PairPlace {
   }
 
   __device__ __forceinline__ void store(float first, float second, uint32_t tag) const {
-    store_shares(kind & 4, address, [&](uint64_t to) {
-      if (form() == 3)
-        ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
-      else if (form() == 2)
-        ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
-      else if (form() == 1)
-        ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
-      else
-        ptx::store(to, ptx::pack_bf16(first, second));
-    });
+    store_shares(kind & 4, address,
+                 [&](uint64_t to) { store_elements(form(), to, first, second, tag); });
   }
 
  private:
@@ -228,18 +234,10 @@ struct ColumnPlace {
   // Store two neighbouring columns, an even number of columns `further`. The first column is even.
   __device__ __forceinline__ void store_pair(uint32_t row, uint32_t further, float first,
                                              float second, uint32_t tag) const {
-    const uint32_t bytes = 2u << (form() & 1) << form() / 2;  // of a column
-    const uint64_t at = address + uint64_t{row} * row_bytes + further * bytes;
-    store_shares(kind & 4, at, [&](uint64_t to) {
-      if (form() == 3)
-        ptx::store_relaxed_tagged2(to, __float_as_uint(first), __float_as_uint(second), tag);
-      else if (form() == 2)
-        ptx::store_relaxed_tagged(to, ptx::pack_bf16(first, second), tag);
-      else if (form() == 1)
-        ptx::store2(to, __float_as_uint(first), __float_as_uint(second));
-      else
-        ptx::store(to, ptx::pack_bf16(first, second));
-    });
+    const uint32_t column_bytes = 2u << (form() & 1) << form() / 2;
+    const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes;
+    store_shares(kind & 4, at,
+                 [&](uint64_t to) { store_elements(form(), to, first, second, tag); });
   }
 
   // Store four `number`, counted from the first column, which is a multiple of four.

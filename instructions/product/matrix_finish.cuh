@@ -182,7 +182,7 @@ class MatrixFinisher : MatrixSizes {
   template <uint32_t kGiven, uint32_t kKept>
   __device__ __forceinline__ void exchange_sums(float (&sum)[kRows / 2]) const {
     constexpr uint32_t kFours = kRows / 16;  // each has two rows of x and of the weight
-    static_assert(kFours * kLanes * 16 <= kStagedBytes / 4);
+    static_assert(kFours * kLanes * 16 <= kGivenBytes);
     const uint32_t warp = consumer_.warp(), lane = 16 * lane_index();
     const uint32_t own = place_of(warp) + lane, other = place_of(warp ^ 4) + lane;
 #pragma unroll
@@ -232,10 +232,10 @@ class MatrixFinisher : MatrixSizes {
   // that it gives away.
   __device__ __forceinline__ uint32_t staged() const { return place_of(warpgroup_index() * 4); }
   __device__ __forceinline__ uint32_t place_of(uint32_t warp) const {
-    constexpr uint32_t kOfPage = kPageBytes / (kStagedBytes / 4);
+    constexpr uint32_t kOfPage = kPageBytes / kGivenBytes;
     PageCursor page = consumer_.page;
     page.advance(warp / kOfPage);
-    return page.address() + warp % kOfPage * (kStagedBytes / 4);
+    return page.address() + warp % kOfPage * kGivenBytes;
   }
 
   // Of the warpgroup that finishes more blocks, or more rows.

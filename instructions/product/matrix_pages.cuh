@@ -51,6 +51,7 @@ struct MatrixSizes {
   static constexpr uint32_t kBlockRows = kUnitRows * kBlockUnits;  // stored rows of the weight
   static constexpr uint32_t kStagedRowBytes = kBlockRows * 4;
   static constexpr uint32_t kStagedBytes = kStagedRows * kStagedRowBytes;
+  static constexpr uint32_t kGivenBytes = kStagedBytes / 4;  // room for what a warp gives away
   static_assert(kWarpgroups * kStagedBytes <= 2 * kPageBytes, "a step has two pages at least");
 
   // Where the sum of a row of x and a row of the weight is staged.

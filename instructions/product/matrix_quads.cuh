@@ -1,6 +1,6 @@
-// How matrix products finish quads: a lane has four stored rows of the weight and every eighth row
-// of x, so that a warp has two whole rows of a block, and loads and stores them without gaps. It
-// finishes two of its rows at a time, while it asks for what the next two need.
+// How matrix products finish quads. A lane has four stored rows of the weight and every eighth row
+// of x. So a warp has two whole rows of a block, which it loads and stores without gaps. A lane
+// finishes two of its rows at a time; meanwhile it asks for what the next two need.
 //
 // NOTE: fetching the code is a good part of the time of an epilogue: a warp runs through it once
 // for a few rows. So there is one copy for both blocks, whose sums take the same registers in turn,
@@ -19,16 +19,16 @@ struct MatrixQuads : MatrixSizes {
   using OfRow = typename Epilogue<Instruction>::OfRow;
   using OfQuad = typename Epilogue<Instruction>::OfQuad;
   using Asked = typename Epilogue<Instruction>::Asked;
-  static constexpr uint32_t kQuadRows = 2 * kQuadPairs;             // of the weight
-  static constexpr uint32_t kLanesOfRow = kBlockRows / kQuadRows;   // of x
-  static constexpr uint32_t kRowStep = 4 * (kLanes / kLanesOfRow);  // rows of the warpgroup
+  static constexpr uint32_t kQuadRows = 2 * kQuadPairs;  // a quad has so many rows of the weight
+  static constexpr uint32_t kLanesOfRow = kBlockRows / kQuadRows;   // lanes with the same row of x
+  static constexpr uint32_t kRowStep = 4 * (kLanes / kLanesOfRow);  // from a lane's row to its next
   static constexpr uint32_t kTogether = 2, kTurnRows = kTogether * kRowStep;
 
   const Finisher& finisher;
   const Epilogue<Instruction>& epilogue;
   const Product& product;
   const MatrixRows rows;  // that this warpgroup finishes, among those of the group
-  const uint32_t number = lane_index() % kLanesOfRow;  // of the quad in its block
+  const uint32_t number = lane_index() % kLanesOfRow;  // the lane's quad, among those of a block
 
   __device__ __forceinline__ void finish(const MatrixGroup& group, MatrixSums& sums) const {
 #pragma unroll 1

@@ -121,7 +121,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   struct OfQuad {
     Head head;
     QuadSums bias;
-    ColumnPlace<qkv_rope::kCopyKinds> copy;  // of the first elements of the pairs, beside the cache
+    ColumnPlace<qkv_rope::kCopyKinds> copy;  // where q, k_new or v_new has the first elements
   };
   struct Asked {
     ptx::Words2 cosine, sine;
