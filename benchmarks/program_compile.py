@@ -1,6 +1,6 @@
 """Time to compile and to verify the programs of a model's steps for a GPU. No GPU is needed.
 
-    python benchmarks/program_compile.py [--model 1b 8b 70b] [--ranks 1] [--rounds 3] [--save]
+    python benchmarks/program_compile.py [--model 1b 8b 70b] [--ranks 1 2 4] [--rounds 3] [--save]
 
 Steps are named ROWSxSEQUENCES: 64x64 decodes 64 sequences, 8192x8 reads eight prompts of 1024
 tokens.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import statistics
 import time
 from typing import Any
@@ -74,21 +75,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", choices=SHAPES, nargs="+", default=["1b", "8b", "70b"])
     parser.add_argument("--step", nargs="+", default=STEPS)
-    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write results/program_compile.json")
     arguments = parser.parse_args()
-    print(f"{'model':8}{'step':>10}{'instructions':>14}{'compile s':>11}{'verify s':>10}")
+    print(
+        f"{'model':6}{'ranks':>6}{'step':>10}{'instructions':>14}{'compile s':>11}{'verify s':>10}"
+    )
     results = []
-    for model in arguments.model:
-        for step in arguments.step:
-            r = measure(model, step, arguments.rounds, Parallel(arguments.ranks))
-            results.append(r)
-            print(
-                f"{model:8}{step:>10}{r['instructions']:14}{r['compile_s']:11.2f}"
-                f"{r['verify_s']:10.2f}",
-                flush=True,
-            )
+    for model, ranks, step in itertools.product(arguments.model, arguments.ranks, arguments.step):
+        r = measure(model, step, arguments.rounds, Parallel(ranks))
+        results.append(r)
+        print(
+            f"{model:6}{ranks:6}{step:>10}{r['instructions']:14}{r['compile_s']:11.2f}"
+            f"{r['verify_s']:10.2f}",
+            flush=True,
+        )
     if arguments.save:
         print(f"saved {save('program_compile', {'rounds': arguments.rounds, 'results': results})}")
 

@@ -106,6 +106,11 @@ class _Table:
         for number, box in zip(others.numbers.tolist(), which, strict=True):
             yield number, overlapped[box]
 
+    def below(self, number: int) -> _Table:
+        """The regions that instructions below a number accessed."""
+        chosen = self.numbers < number
+        return _Table(self.boxes[chosen], self.numbers[chosen])
+
     def update(self, new: _Table, cover: Ints) -> None:
         """Drop the regions that lie inside a region of ``cover``, then append ``new``."""
         top, bottom, left, right, indexed = self.boxes.T
@@ -152,8 +157,10 @@ def find_needs(regions: Accesses, sizes: Sequence[int]) -> list[Needs]:
             else:
                 for i, others in written.overlapping(reads):
                     needs[i].reads |= _required(others, len(needs), ranks)
-                for i, others in written.overlapping(writes):
-                    needs[i % len(needs)].overwrites |= _required(others, len(needs), ranks)
+                # Ranks write different columns, so those of this rank stand for all.
+                own = writes.below(len(needs))
+                for i, others in written.below(len(needs)).overlapping(own):
+                    needs[i].overwrites |= _required(others, len(needs), ranks)
                 for i, others in read.overlapping(writes):
                     needs[i % len(needs)].replaces |= _required(others, len(needs), ranks)
             cover = writes.filled()

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "vm/gil.hpp"
@@ -129,8 +130,11 @@ ProgramView make_view(const Arrays& arrays) {
     const auto [instruction, tensor, row_begin, row_end, column_begin, column_end, write, indexed,
                 earlier] = access_row(arrays, i);
     program.accesses.push_back({static_cast<std::int32_t>(instruction),
-                                static_cast<std::int32_t>(tensor), row_begin, row_end, column_begin,
-                                column_end, write != 0, indexed != 0, earlier != 0});
+                                static_cast<std::int32_t>(tensor),
+                                {row_begin, row_end, column_begin, column_end},
+                                write != 0,
+                                indexed != 0,
+                                earlier != 0});
   }
   program.tensors.resize(static_cast<std::size_t>(arrays.traits.shape(0)));
   for (std::size_t i = 0; i < program.tensors.size(); ++i) {
@@ -159,11 +163,11 @@ py::tuple analyse_arrays(std::int32_t barriers, bool dynamic, const Array<std::i
   const Arrays arrays{barriers, dynamic, queues, lengths, waits, signals, orders, accesses, traits};
   check_shapes(arrays);
   check_numbers(arrays);
-  const ProgramView program = make_view(arrays);
+  ProgramView program = make_view(arrays);
   Analysis analysis;
   {
     const GilReleased released;
-    analysis = analyse(program);
+    analysis = analyse(std::move(program));
   }
   const py::object fault = analysis.fault ? py::object(to_python(*analysis.fault)) : py::none();
   return py::make_tuple(fault, analysis.needs_queue_order);

@@ -61,6 +61,14 @@ class EventSet {
   std::vector<std::uint64_t> words_;
 };
 
+struct EventsHash {
+  std::size_t operator()(const std::vector<std::uint32_t>& events) const {
+    std::uint64_t hash = 0;
+    for (const auto event : events) hash = (hash ^ event) * 0x9e3779b97f4a7c15u;
+    return static_cast<std::size_t>(hash ^ hash >> 32);
+  }
+};
+
 // An *event* of a step: all signals of a barrier have been given, or all words of a group of tagged
 // writers have been written. A node knows the set of events that come before it. Nodes that wait
 // for the same events know the same and share a set.
@@ -72,11 +80,17 @@ class EventOrder final : public FastOrder {
         trusted_(trusted),
         knowledge_of_(index.program.instructions.size() * kAnalysedSteps, 0) {
     number_sources();
+    number_kinds();
+  }
+
+  std::size_t kind(Node node) const override {
+    return static_cast<std::size_t>(node.step) * kinds_.size() + kinds_[node.instruction];
   }
 
   void enter(Node node) override {
     current_ = node;
-    std::vector<std::uint32_t> before;
+    auto& before = events_;
+    before.clear();
     for (const auto& wait : index_.program.instructions[node.instruction].waits) {
       if (wait.barrier < 0 || !trusted_[wait.barrier]) continue;
       const bool all = wait.target == index_.signals(wait.barrier);
@@ -173,6 +187,18 @@ class EventOrder final : public FastOrder {
       if (source < barriers) barrier_numbers_[source] = count++;
     }
   }
+  // Questions about an instruction ask for the events that it signals and writes for.
+  void number_kinds() {
+    const auto count = index_.program.instructions.size();
+    std::map<std::pair<std::int32_t, Instructions>, std::uint32_t> known;
+    kinds_.reserve(count);
+    for (std::size_t i = 0; i < count; ++i) {
+      const auto& instruction = index_.program.instructions[i];
+      const auto& groups = instruction.reads_late ? Instructions() : tags_.memberships[i];
+      const auto next = static_cast<std::uint32_t>(known.size());
+      kinds_.push_back(known.try_emplace({instruction.signal, groups}, next).first->second);
+    }
+  }
   const Instructions& members_of(std::size_t source) const {
     const auto barriers = index_.signallers.size();
     return source < barriers ? index_.signallers[source] : tags_.members[source - barriers];
@@ -245,11 +271,13 @@ class EventOrder final : public FastOrder {
   std::vector<std::uint32_t> numbers_;  // by source
   std::vector<std::uint32_t> sources_;  // by number
   std::vector<std::uint32_t> barrier_numbers_;
-  std::size_t bytes_ = 0;  // of all sets
+  std::vector<std::uint32_t> kinds_;  // by instruction
+  std::size_t bytes_ = 0;             // of all sets
   Node current_;
   std::vector<std::uint32_t> knowledge_of_;  // by node
   std::vector<Knowledge> knowledge_;
-  std::map<std::vector<std::uint32_t>, std::uint32_t> by_events_;
+  std::vector<std::uint32_t> events_;  // before the current node: kept for its memory
+  std::unordered_map<std::vector<std::uint32_t>, std::uint32_t, EventsHash> by_events_;
   std::unordered_map<std::uint32_t, Joined> joined_;
 };
 

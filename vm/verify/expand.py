@@ -69,11 +69,11 @@ def _accesses(program: Program, accesses: Ints) -> Ints:
     times = np.where(sent, program.ranks, 1)
     which = np.repeat(np.arange(len(accesses)), times)
     copy = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
-    of_ranks = []
-    for rank in range(program.ranks):
-        rows = accesses[which]
-        rows[:, 0] += rank * len(program)
-        rows[:, 1] += np.where(sent[which], copy, rank) * len(program.tensors)
-        rows[:, 4:6] += (np.where(sent, rank * width[tensor], 0)[which])[:, None]
-        of_ranks.append(rows)
-    return np.concatenate(of_ranks)
+    everywhere = np.empty((program.ranks, len(which), accesses.shape[1]), np.int64)
+    everywhere[:] = accesses[which]
+    ranks = np.arange(program.ranks)[:, None]
+    everywhere[..., 0] += ranks * len(program)
+    everywhere[..., 1] += np.where(sent[which], copy, ranks) * len(program.tensors)
+    share = np.flatnonzero(sent[which])  # of these, a rank writes its own columns
+    everywhere[:, share, 4:6] += (ranks * width[tensor[which[share]]])[..., None]
+    return everywhere.reshape(-1, accesses.shape[1])

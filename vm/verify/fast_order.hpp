@@ -2,6 +2,7 @@
 // order of execution; a question is about the node that entered last.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -15,6 +16,9 @@ class FastOrder {
  public:
   virtual ~FastOrder() = default;
   virtual void enter(Node node) = 0;
+  // Nodes of the same kind are of the same step, and all questions below have the same answer for
+  // them.
+  virtual std::size_t kind(Node node) const = 0;
   // Whether `node` is over before the header waits of the current node are satisfied, by these
   // waits alone.
   virtual bool over_before_earlier_reads(Node node) = 0;

@@ -65,13 +65,23 @@ struct Synchronisation {
   bool writes_early;    // it stores before its tagged inputs arrive; it has no tagged results
 };
 
-// A rectangle of a tensor (half-open ranges). Indexed: rows are entries of an index, see
-// vm/tensors.py.
+// Half-open ranges.
+struct Rectangle {
+  std::int64_t row_begin, row_end;
+  std::int64_t column_begin, column_end;
+
+  bool operator==(const Rectangle&) const = default;
+  std::int64_t size() const { return (row_end - row_begin) * (column_end - column_begin); }
+  bool has(std::int64_t row, std::int64_t column) const {
+    return row_begin <= row && row < row_end && column_begin <= column && column < column_end;
+  }
+};
+
+// Indexed: rows are entries of an index, see vm/tensors.py.
 struct Access {
   std::int32_t instruction;
   std::int32_t tensor;
-  std::int64_t row_begin, row_end;
-  std::int64_t column_begin, column_end;
+  Rectangle where;
   bool write;
   bool indexed;
   bool earlier;
@@ -121,6 +131,6 @@ struct Analysis {
 };
 
 // Throws std::length_error if the program exceeds the limits of the analysis.
-Analysis analyse(const ProgramView& program);
+Analysis analyse(ProgramView program);
 
 }  // namespace megavm::verify

@@ -36,6 +36,7 @@ class QueueOrder final : public FastOrder {
       join(written(group, node.step), over, read);
   }
 
+  std::size_t kind(Node node) const override { return number(node); }
   bool over_before_earlier_reads(Node node) override {
     bool over = false;
     for_each_wait(current_, [&](const Joined& joined) { over |= has(joined.over.data(), node); });
@@ -114,17 +115,15 @@ class QueueOrder final : public FastOrder {
   bool has(const std::int32_t* clock, Node node) const {
     return clock[index_.places[node.instruction].queue] >= position(node);
   }
-  std::size_t offset(Node node) const {
-    const auto count = index_.program.instructions.size();
-    return (static_cast<std::size_t>(node.step) * count +
-            static_cast<std::size_t>(node.instruction)) *
-           queues_;
+  std::size_t number(Node node) const {
+    return static_cast<std::size_t>(node.step) * index_.program.instructions.size() +
+           static_cast<std::size_t>(node.instruction);
   }
   std::int32_t* clock(std::vector<std::int32_t>& clocks, Node node) const {
-    return clocks.empty() ? nullptr : clocks.data() + offset(node);
+    return clocks.empty() ? nullptr : clocks.data() + number(node) * queues_;
   }
   const std::int32_t* clock(const std::vector<std::int32_t>& clocks, Node node) const {
-    return clocks.data() + offset(node);
+    return clocks.data() + number(node) * queues_;
   }
   void merge(std::int32_t* into, const std::int32_t* from) const {
     for (std::size_t i = 0; i < queues_; ++i) into[i] = std::max(into[i], from[i]);

@@ -1,68 +1,60 @@
 #include "vm/verify/tag_groups.hpp"
 
 #include <algorithm>
+#include <unordered_map>
 #include <utility>
 
 namespace megavm::verify {
 
 TagGroups::TagGroups(const ProgramView& program, std::optional<Finding>& fault)
     : needs(program.instructions.size()), memberships(program.instructions.size()) {
-  const auto grids = make_grids<std::int32_t>(program, [&](const Access& access) {
-    return program.tensors[access.tensor].tagged ? std::optional(access.tensor) : std::nullopt;
+  Effort effort(program);
+  auto writers = make_maps<Writer>(program, effort, [&](const Access& access) {
+    const auto tensor = static_cast<std::size_t>(access.tensor);
+    return program.tensors[tensor].tagged ? std::optional(tensor) : std::nullopt;
   });
-  if (grids.empty()) return;
-  CellWriters writers;  // number of the writing access; -1: none
-  for (const auto& [tensor, grid] : grids) writers[tensor].assign(grid.size(), -1);
-  fault = find_writers(program, grids, writers);
-  if (!fault) fault = find_readers(program, grids, writers);
+  if (writers.empty()) return;
+  fault = find_writers(program, writers);
+  if (!fault) fault = find_readers(program, writers);
 }
 
-std::optional<Finding> TagGroups::find_writers(const ProgramView& program, const Grids& grids,
-                                               CellWriters& writers) {
-  Visits visits(program);
+std::optional<Finding> TagGroups::find_writers(const ProgramView& program, Writers& writers) {
   for (std::size_t number = 0; number < program.accesses.size(); ++number) {
     const auto& access = program.accesses[number];
     if (!program.tensors[access.tensor].tagged || !access.write) continue;
-    const auto& grid = grids.at(access.tensor);
-    visits.add(grid.range(access));
-    auto& cells = writers.at(access.tensor);
-    std::int64_t other = -1;
-    grid.for_each(grid.range(access), [&](std::size_t cell) {
-      other = cells[cell];
-      cells[cell] = static_cast<std::int64_t>(number);
-      return other < 0;
+    const Writer writer{static_cast<std::int64_t>(number)};
+    Writer other;
+    writers.at(access.tensor).update(access.where, [&](Writer& before, const Rectangle&) {
+      other = std::exchange(before, writer);
+      return other.access < 0;
     });
-    if (other >= 0) {
+    if (other.access >= 0) {
       Finding finding{FindingKind::kTagAmbiguous, {}};
-      finding.first_access = other;
-      finding.second_access = static_cast<std::int64_t>(number);
+      finding.first_access = other.access;
+      finding.second_access = writer.access;
       return finding;
     }
   }
   return std::nullopt;
 }
 
-std::optional<Finding> TagGroups::find_readers(const ProgramView& program, const Grids& grids,
-                                               const CellWriters& writers) {
-  std::map<std::vector<std::int64_t>, std::int32_t> by_region;
+std::optional<Finding> TagGroups::find_readers(const ProgramView& program, const Writers& writers) {
+  using Groups = std::unordered_map<Rectangle, std::int32_t, RectangleHash>;
+  std::vector<Groups> by_region(program.tensors.size());
   std::map<Instructions, std::int32_t> by_members;
-  Visits visits(program);
   for (std::size_t number = 0; number < program.accesses.size(); ++number) {
     const auto& access = program.accesses[number];
     if (!program.tensors[access.tensor].tagged || access.write) continue;
-    const std::vector<std::int64_t> region{access.tensor, access.row_begin, access.row_end,
-                                           access.column_begin, access.column_end};
-    auto known = by_region.find(region);
-    if (known == by_region.end()) {
-      const auto& grid = grids.at(access.tensor);
-      const auto& cells = writers.at(access.tensor);
-      visits.add(grid.range(access));
+    auto& known = by_region[access.tensor];
+    const auto [entry, is_new] = known.try_emplace(access.where, -1);
+    if (is_new) {
       Instructions group;
-      const bool reachable = grid.for_each(grid.range(access), [&](std::size_t cell) {
-        if (cells[cell] < 0) return false;
-        group.push_back(program.accesses[cells[cell]].instruction);
-        return true;
-      });
+      const bool reachable =
+          writers.at(access.tensor).look(access.where, [&](const Writer& writer) {
+            if (writer.access < 0) return false;
+            group.push_back(program.accesses[writer.access].instruction);
+            return true;
+          });
       if (!reachable) {
         Finding finding{FindingKind::kTagUnreachable, {}};
         finding.second_access = static_cast<std::int64_t>(number);
@@ -70,19 +62,24 @@ std::optional<Finding> TagGroups::find_readers(const ProgramView& program, const
       }
       std::sort(group.begin(), group.end());
       group.erase(std::unique(group.begin(), group.end()), group.end());
-      const auto [entry, is_new] =
-          by_members.try_emplace(group, static_cast<std::int32_t>(members.size()));
-      if (is_new) {
-        for (const auto writer : group) memberships[writer].push_back(entry->second);
-        members.push_back(std::move(group));
-      }
-      known = by_region.emplace(region, entry->second).first;
+      entry->second = number_of(std::move(group), by_members);
     }
     auto& groups = needs[access.instruction];
-    if (std::find(groups.begin(), groups.end(), known->second) == groups.end())
-      groups.push_back(known->second);
+    if (std::find(groups.begin(), groups.end(), entry->second) == groups.end())
+      groups.push_back(entry->second);
   }
   return std::nullopt;
+}
+
+std::int32_t TagGroups::number_of(Instructions group,
+                                  std::map<Instructions, std::int32_t>& by_members) {
+  const auto [entry, is_new] =
+      by_members.try_emplace(group, static_cast<std::int32_t>(members.size()));
+  if (is_new) {
+    for (const auto writer : group) memberships[writer].push_back(entry->second);
+    members.push_back(std::move(group));
+  }
+  return entry->second;
 }
 
 }  // namespace megavm::verify

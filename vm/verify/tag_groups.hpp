@@ -6,9 +6,9 @@
 #include <optional>
 #include <vector>
 
-#include "vm/verify/cells.hpp"
 #include "vm/verify/happens_before.hpp"
 #include "vm/verify/index.hpp"
+#include "vm/verify/pieces.hpp"
 
 namespace megavm::verify {
 
@@ -26,13 +26,17 @@ class TagGroups {
   std::vector<Instructions> memberships;  // by instruction: the groups that it writes for
 
  private:
-  using Grids = std::map<std::int32_t, Grid>;                             // by tensor
-  using CellWriters = std::map<std::int32_t, std::vector<std::int64_t>>;  // by tensor and cell
+  // The access that writes an element; -1: none.
+  struct Writer {
+    std::int64_t access = -1;
+    bool operator==(const Writer&) const = default;
+  };
+  using Writers = std::map<std::size_t, PieceMap<Writer>>;  // by tensor
 
-  std::optional<Finding> find_writers(const ProgramView& program, const Grids& grids,
-                                      CellWriters& writers);
-  std::optional<Finding> find_readers(const ProgramView& program, const Grids& grids,
-                                      const CellWriters& writers);
+  std::optional<Finding> find_writers(const ProgramView& program, Writers& writers);
+  std::optional<Finding> find_readers(const ProgramView& program, const Writers& writers);
+  // The number of the group of these writers, which may be new.
+  std::int32_t number_of(Instructions group, std::map<Instructions, std::int32_t>& by_members);
 };
 
 }  // namespace megavm::verify
