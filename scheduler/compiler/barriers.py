@@ -238,12 +238,14 @@ class _Counters:
         """Merge the barriers of sinks until the closing wait has room for them.
 
         Nothing waits for sinks within the step, so a shared barrier that completes with the last of
-        them costs nothing. Sinks that readers of earlier rows wait for in the next step are merged
+        them costs nothing. Where a sink has the barrier of an instruction that is waited for, it
+        keeps that: others may come after those that wait. Sinks that readers of earlier rows wait for in the next step are merged
         first and by themselves: those readers then need not wait for all other sinks.
         """
-        awaited = functools.reduce(int.__or__, self.earlier, 0) & self.sinks
+        awaited = sum_of(self.earlier) & self.sinks
+        in_step = set(self._counters(sum_of(self.needs)))
         for sinks in (awaited, self.sinks):
-            counters = self._counters(sinks)
+            counters = [c for c in self._counters(sinks) if c not in in_step]
             if counters and len(self._counters(self.sinks)) > MAX_WAITS:
                 self.counter = [
                     counters[0] if counter in counters else counter for counter in self.counter

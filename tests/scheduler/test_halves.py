@@ -171,6 +171,10 @@ def llama_8b(rows: int, parallel: Parallel) -> Graph:
     return llama_graph(LLAMA_8B, limits, Bucket(rows, 16, 8192), BF16, parallel)
 
 
+def preferred(rows: int) -> CompileOptions:
+    return replace(default_options("cuda", 132, rows), halves="preferred")
+
+
 def order(rows: int, parallel: Parallel, options: CompileOptions) -> list[tuple[str, int | None]]:
     """Names of the operations of the second layer, with the number of the half."""
     return [
@@ -181,7 +185,7 @@ def order(rows: int, parallel: Parallel, options: CompileOptions) -> list[tuple[
 
 
 def test_the_first_half_of_an_operation_comes_before_the_second() -> None:
-    assert order(4096, Parallel(2), default_options("cuda", 132, 4096)) == [
+    assert order(4096, Parallel(2), preferred(4096)) == [
         ("qkv", None),  # in 247 us instead of 275: see ``_is_preferred``
         ("attention", None),
         *(("o_proj", half) for half in (0, 1)),
@@ -191,7 +195,7 @@ def test_the_first_half_of_an_operation_comes_before_the_second() -> None:
 
 
 def test_what_lies_between_two_sums_is_done_half_by_half() -> None:
-    assert order(8192, Parallel(2, "all_reduce"), default_options("cuda", 132, 8192)) == [
+    assert order(8192, Parallel(2, "all_reduce"), preferred(8192)) == [
         *(("qkv", half) for half in (0, 1)),
         ("attention", None),
         *(("o_proj", half) for half in (0, 1)),
@@ -204,7 +208,7 @@ def test_what_lies_between_two_sums_is_done_half_by_half() -> None:
     ("machine", "rows", "parallel", "halves"),
     [
         ("cuda", 8192, ONE_RANK, "all"),  # nothing travels
-        ("cuda", 8192, Parallel(2), "none"),
+        ("cuda", 8192, Parallel(2), "none"),  # the default
         ("cuda", 64, Parallel(2), "preferred"),  # weights would be read twice
         ("cuda", 16, Parallel(2), "all"),  # too few rows for two matrix products
         ("cpu", 8192, Parallel(2), "preferred"),  # ranks share the memory
@@ -287,7 +291,7 @@ def test_a_worker_has_other_rows_before_it_waits_for_an_exchange(assignment: str
 
 @pytest.mark.parametrize("exchange", EXCHANGES)
 def test_products_of_a_large_step_wait_behind_other_rows(exchange: Exchange) -> None:
-    graph, options = llama_8b(8192, Parallel(2, exchange)), default_options("cuda", 132, 8192)
+    graph, options = llama_8b(8192, Parallel(2, exchange)), preferred(8192)
     waits = waits_for_ranks(compile_graph(graph, options, verified=False))
     assert waits.total() > 0
     assert not waits[False]

@@ -116,6 +116,17 @@ def test_ranks_compute_what_one_does(seed: int, ranks: int, exchange: Exchange) 
         assert apart < 1e-4, case
 
 
+@pytest.mark.parametrize(("seed", "ranks"), [(876, 8), (135, 4)])
+def test_the_end_of_a_step_has_no_barrier_that_is_awaited_in_it(seed: int, ranks: int) -> None:
+    """Attention once waited for a barrier that down_proj signals too: a deadlock.
+
+    In these two of some 10,000 programs, attention reads earlier rows of so many writers that their
+    barriers are merged, and other rows of theirs are the last of a step, whose barriers are merged
+    as well.
+    """
+    random_parallel_case(seed, ranks, "all_reduce")  # verifies the program
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("seed", range(4))
 def test_the_cpu_machine_agrees_with_the_reference_instruction_by_instruction(
