@@ -239,8 +239,9 @@ class _Counters:
 
         Nothing waits for sinks within the step, so a shared barrier that completes with the last of
         them costs nothing. Where a sink has the barrier of an instruction that is waited for, it
-        keeps that: others may come after those that wait. Sinks that readers of earlier rows wait for in the next step are merged
-        first and by themselves: those readers then need not wait for all other sinks.
+        keeps that: others may come after those that wait. Sinks that readers of earlier rows wait
+        for in the next step are merged first and by themselves: those readers then need not wait
+        for all other sinks.
         """
         awaited = sum_of(self.earlier) & self.sinks
         in_step = set(self._counters(sum_of(self.needs)))
