@@ -120,9 +120,8 @@ def test_ranks_compute_what_one_does(seed: int, ranks: int, exchange: Exchange) 
 def test_the_end_of_a_step_has_no_barrier_that_is_awaited_in_it(seed: int, ranks: int) -> None:
     """Attention once waited for a barrier that down_proj signals too: a deadlock.
 
-    In these two of some 10,000 programs, attention reads earlier rows of so many writers that their
-    barriers are merged, and other rows of theirs are the last of a step, whose barriers are merged
-    as well.
+    In these two programs attention reads earlier rows of so many writers that their barriers are
+    merged, and some of these writers are the last of a step, whose barriers are merged as well.
     """
     random_parallel_case(seed, ranks, "all_reduce")  # verifies the program
 
