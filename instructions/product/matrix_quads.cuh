@@ -1,6 +1,7 @@
-// How matrix products finish quads. A lane has four stored rows of the weight and every eighth row
-// of x. So a warp has two whole rows of a block, which it loads and stores without gaps. A lane
-// finishes two of its rows at a time; meanwhile it asks for what the next two need.
+// How matrix products finish quads. A lane finishes four stored rows of the weight, in every eighth
+// row of x. The lanes of a warp together have two whole rows of a block, so the warp loads and
+// stores these without gaps. A lane finishes two of its rows at a time; meanwhile it asks for what
+// the next two need.
 //
 // NOTE: fetching the code is a good part of the time of an epilogue: a warp runs through it once
 // for a few rows. So there is one copy for both blocks, whose sums take the same registers in turn,

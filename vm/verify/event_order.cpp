@@ -61,14 +61,6 @@ class EventSet {
   std::vector<std::uint64_t> words_;
 };
 
-struct EventsHash {
-  std::size_t operator()(const std::vector<std::uint32_t>& events) const {
-    std::uint64_t hash = 0;
-    for (const auto event : events) hash = (hash ^ event) * 0x9e3779b97f4a7c15u;
-    return static_cast<std::size_t>(hash ^ hash >> 32);
-  }
-};
-
 // An *event* of a step: all signals of a barrier have been given, or all words of a group of tagged
 // writers have been written. A node knows the set of events that come before it. Nodes that wait
 // for the same events know the same and share a set.
@@ -89,8 +81,7 @@ class EventOrder final : public FastOrder {
 
   void enter(Node node) override {
     current_ = node;
-    auto& before = events_;
-    before.clear();
+    std::vector<std::uint32_t> before;
     for (const auto& wait : index_.program.instructions[node.instruction].waits) {
       if (wait.barrier < 0 || !trusted_[wait.barrier]) continue;
       const bool all = wait.target == index_.signals(wait.barrier);
@@ -272,12 +263,11 @@ class EventOrder final : public FastOrder {
   std::vector<std::uint32_t> sources_;  // by number
   std::vector<std::uint32_t> barrier_numbers_;
   std::vector<std::uint32_t> kinds_;  // by instruction
-  std::size_t bytes_ = 0;             // of all sets
+  std::size_t bytes_ = 0;             // that all sets of events take
   Node current_;
   std::vector<std::uint32_t> knowledge_of_;  // by node
   std::vector<Knowledge> knowledge_;
-  std::vector<std::uint32_t> events_;  // before the current node: kept for its memory
-  std::unordered_map<std::vector<std::uint32_t>, std::uint32_t, EventsHash> by_events_;
+  std::map<std::vector<std::uint32_t>, std::uint32_t> by_events_;
   std::unordered_map<std::uint32_t, Joined> joined_;
 };
 

@@ -74,6 +74,6 @@ def _accesses(program: Program, accesses: Ints) -> Ints:
     ranks = np.arange(program.ranks)[:, None]
     everywhere[..., 0] += ranks * len(program)
     everywhere[..., 1] += np.where(sent[which], copy, ranks) * len(program.tensors)
-    share = np.flatnonzero(sent[which])  # of these, a rank writes its own columns
+    share = np.flatnonzero(sent[which])  # accesses that each rank makes at its own columns
     everywhere[:, share, 4:6] += (ranks * width[tensor[which[share]]])[..., None]
     return everywhere.reshape(-1, accesses.shape[1])

@@ -34,12 +34,13 @@ Analysis analyse(ProgramView program) {
   if ((result.fault = run_one_step(Index(program), tags, sequence))) return result;
   // Try a proof without the order of the queues first: compiled programs do not need it.
   program.dynamic = true;
-  auto queues = dynamic ? program.queues : std::exchange(program.queues, {sequence});
+  std::vector<Instructions> queues{sequence};
+  if (!dynamic) program.queues.swap(queues);
   result.fault = find_fault(Index(program), tags, sequence);
   if (dynamic || !result.fault || result.fault->kind == FindingKind::kUnwritten) return result;
   result.needs_queue_order = true;
   program.dynamic = false;
-  program.queues = std::move(queues);
+  program.queues.swap(queues);
   result.fault = find_fault(Index(program), tags, sequence);
   return result;
 }

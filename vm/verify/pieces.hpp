@@ -63,10 +63,10 @@ class PieceMap {
 
   const Rectangle& whole() const { return whole_; }
 
-  // Calls visit(value, rectangle) for the pieces of a rectangle, until it returns false; returns
-  // whether every call returned true. `visit` may change the value.
+  // Calls visit(value, rectangle) for the pieces of a rectangle, until it returns false. `visit`
+  // may change the value.
   template <typename Visit>
-  bool update(const Rectangle& where, Visit visit) {
+  void update(const Rectangle& where, Visit visit) {
     const auto first = cut_rows(where.row_begin), last = cut_rows(where.row_end);
     std::size_t begin = 0, end = 0;
     for (auto number = first; number < last; ++number) {
@@ -75,14 +75,13 @@ class PieceMap {
       end = cut_columns(band, where.column_end, end);
       count_visits(end - begin);
       for (auto piece = begin; piece < end; ++piece)
-        if (!visit(band.pieces[piece].value, rectangle(band, piece))) return false;
+        if (!visit(band.pieces[piece].value, rectangle(band, piece))) return;
       join_pieces(band, begin, end);
     }
     if (last - first > 1 && visits_ >= pieces_) join_bands();
-    return true;
   }
 
-  // Calls visit(value) likewise, without changes.
+  // Calls visit(value) likewise, without changes; returns whether every call returned true.
   template <typename Visit>
   bool look(const Rectangle& where, Visit visit) const {
     for (auto number = band_at(where.row_begin);
@@ -140,8 +139,8 @@ class PieceMap {
     bands_.insert(bands_.begin() + static_cast<std::ptrdiff_t>(number) + 1, std::move(lower));
     return number + 1;
   }
-  // The number of the piece that begins at `column`. `guess`: what it may be, since bands are
-  // alike.
+  // The number of the piece that begins at `column`. `guess`: its number in the band before, which
+  // is often the same.
   std::size_t cut_columns(Band& band, std::int64_t column, std::size_t guess) {
     if (column == whole_.column_end) return band.pieces.size();
     if (guess < band.pieces.size() && band.pieces[guess].begin == column) return guess;

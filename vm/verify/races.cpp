@@ -18,7 +18,7 @@ namespace {
 struct Visit {
   Node node;
   std::int64_t access = -1;
-  std::size_t kind = 0;  // of the node
+  std::size_t kind = 0;  // FastOrder::kind of the node
 };
 
 // Visits, those of one kind side by side once they are grouped.
@@ -46,7 +46,7 @@ class VisitGroups {
 
  private:
   std::vector<Visit> visits_;
-  std::vector<std::size_t> ends_;  // of the groups
+  std::vector<std::size_t> ends_;  // where each group ends in visits_
 };
 
 // Reads of the same region between the same writes. All of them see the results of the same
