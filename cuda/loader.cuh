@@ -27,10 +27,11 @@ struct Boxes {
 
 class Loader {
  public:
+  static constexpr uint32_t kBeyond = 1u << 30;  // a column beyond any matrix
+
   __device__ __forceinline__ explicit Loader(const Launch& launch)
       : maps_(launch.maps),
-        policy_(kDefers && kBoxRows == kPageBytes / kBoxRowBytes ? ptx::evict_normal_policy()
-                                                                 : ptx::evict_first_policy()) {}
+        policy_(kKeepsWeights ? ptx::evict_normal_policy() : ptx::evict_first_policy()) {}
 
   // Wait for the next instruction to be resolved.
   __device__ __forceinline__ void wait_resolved() { wait(stage.resolved(), stage.phase); }
@@ -71,15 +72,17 @@ class Loader {
   // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
 
   // Take the next `count` pages, a *step*. The semaphore of the first page counts the bytes of all.
-  // Returns the first page.
+  // Returns the first page. If the input of the instruction is there (kIsReady), no copy is
+  // deferred.
+  template <bool kIsReady = false>
   __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t bytes) {
     const uint32_t lane = lane_index();
     const PageCursor first = next_;
     PageCursor mine = first;
     mine.advance(lane);
     const Semaphore finished = page_finished(mine.slot);
-    wait_for([&] { return lane >= count || finished.is_step_over(mine.phase ^ 1); },
-             [&] { page_finished(first.slot).give_up(first.phase ^ 1); });
+    wait_for<!kIsReady>([&] { return lane >= count || finished.is_step_over(mine.phase ^ 1); },
+                        [&] { page_finished(first.slot).give_up(first.phase ^ 1); });
     if (lane < count)
       ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), lane == 0 ? bytes : 0);
     __syncwarp();
@@ -103,20 +106,34 @@ class Loader {
     __syncwarp();
   }
 
-  // Start the copy of this lane's own box into a page of the step that begins with `first`.
+  // Start the copy of this lane's own box of weights into a page of the step that begins with
+  // `first`, or of an input that is ready.
+  // NOTE: the copies of a warp are started one after the other, each in about 50 cycles.
   __device__ __forceinline__ void copy_box(const PageCursor& first, const PageCursor& page,
                                            uint32_t offset, uint64_t map, uint32_t column,
-                                           uint32_t row) const {
-    ptx::box_load(page.address() + offset, map, column, row, page_arrived(first.slot).address(),
-                  policy_);
+                                           uint32_t row, bool is_input = false) const {
+    const uint32_t to = page.address() + offset, arrived = page_arrived(first.slot).address();
+    // NOTE: one policy for all lanes of an instruction.
+    if (kKeepsWeights || is_input)
+      ptx::box_load(to, map, column, row, arrived);
+    else
+      ptx::box_load(to, map, column, row, arrived, policy_);
   }
 
-  // Look whether the waits of the instruction are over. Called between the steps of an instruction.
-  __device__ __forceinline__ void look_ready() {
-    if (is_ready_) return;
+  // Whether the waits of the instruction are over, and all copies before it have been started.
+  // Called between the steps of an instruction.
+  __device__ __forceinline__ bool look_ready() {
+    if (is_ready_) return true;
     issue_deferred();
     is_ready_ = __all_sync(~0u, stage.ready().is_over(stage.phase) && !is_deferred_);
-    if (is_ready_) ptx::fence_proxy_async();
+    if (is_ready_) {
+      ptx::fence_proxy_async();
+      // Occupies no registers while copies of ready inputs are started.
+      is_deferred_ = false;
+      boxes_ = {};
+      first_slot_ = ready_slot_ = ready_phase_ = boxes_count_ = 0;
+    }
+    return is_ready_;
   }
   __device__ __forceinline__ void begin_instruction() { is_ready_ = false; }
 
@@ -146,6 +163,8 @@ class Loader {
 
  private:
   static constexpr bool kDefers = program::kMatrixRows > 0;
+  // Whether several workers read the same weights, for different rows.
+  static constexpr bool kKeepsWeights = kDefers && kBoxRows == kPageBytes / kBoxRowBytes;
 
   // Most copies of weights and KV rows in flight.
   static __device__ __forceinline__ uint32_t window() {
@@ -159,10 +178,10 @@ class Loader {
 
   // Wait until `is_over` holds for all lanes, and start deferred copies meanwhile. If the worker is
   // stopping, `give_up` ends the warp.
-  template <class IsOver, class GiveUp>
+  template <bool kAnyDeferred = true, class IsOver, class GiveUp>
   __device__ __forceinline__ void wait_for(IsOver&& is_over, GiveUp&& give_up) {
     while (!__all_sync(~0u, is_over())) {
-      issue_deferred();
+      if constexpr (kAnyDeferred) issue_deferred();
       if (__builtin_expect(is_stopping(), 0)) give_up();
     }
   }
@@ -192,7 +211,6 @@ class Loader {
   __device__ __forceinline__ void issue(uint32_t first_slot, uint32_t slot, const Boxes& boxes,
                                         uint32_t count) const {
     constexpr uint32_t kBoxBytes = kBoxRows * kBoxRowBytes;
-    constexpr uint32_t kBeyond = 1u << 30;  // beyond any matrix
     const uint32_t to = PageCursor{{slot, 0}}.address();
     const uint32_t arrived = page_arrived(first_slot).address();
     const auto column_of = [&](uint32_t box) {

@@ -57,7 +57,9 @@ SCALE_BYTES = 4
 OF_ROW_BYTES = 8
 KEPT_BYTES = 8
 MATRIX_ROW_BYTES = SCALE_BYTES + OF_ROW_BYTES + NUM_CONSUMER_WARPS * KEPT_BYTES
-MAPS_OF_TENSOR = BLOCK_UNITS  # maps of boxes of an operand of matrix products
+MAPS_OF_TENSOR = (
+    2 * BLOCK_UNITS
+)  # maps of boxes of an operand of matrix products, of up to two blocks
 BOX_COLUMNS = 64  # bfloat16 columns of a box
 BOX_ROW_BYTES = 2 * BOX_COLUMNS
 BOX_TILES = BOX_ROW_BYTES // TILE_ROW_BYTES  # tiles of each unit in a box of weights

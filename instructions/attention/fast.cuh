@@ -55,9 +55,7 @@ struct FastAttention : AttentionWarp<kD> {
     for (uint32_t row = inst.row_begin; row < live;) {
       const uint32_t single = Pairs::single_rows(in, row, live);
       if (single > 0) {
-        if (!ready) loader.wait_ready();
-        ready = true;
-        Pairs::load(in, loader, row, single);
+        Pairs::load(in, loader, row, single, ready);
         row += single;
         continue;
       }
@@ -190,15 +188,15 @@ struct FastAttention : AttentionWarp<kD> {
     bool ready = false;
 #pragma unroll 1
     for (uint32_t row = inst.row_begin; row < live;) {
+      const uint32_t single = Pairs::single_rows(in, row, live);
+      if (single > 0) {
+        Pairs::consume(in, consumer, row, single, ready);
+        row += single;
+        continue;
+      }
       if constexpr (attention::kManyRows) {
         if (!ready) consumer.wait_ready();
         ready = true;
-      }
-      const uint32_t single = Pairs::single_rows(in, row, live);
-      if (single > 0) {
-        Pairs::consume(in, consumer, row, single);
-        row += single;
-        continue;
       }
       const AttentionRun run = run_at(in, row, live);
       if (attention::kManyRows && run.rows > 1) {

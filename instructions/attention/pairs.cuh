@@ -17,6 +17,7 @@ struct AttentionPairs {
   static constexpr uint32_t kAtOnce = kNumConsumers;
   static constexpr uint32_t kPiece = min_of(kBlockSize, kPageTokens);  // tokens in one copy
   static constexpr uint32_t kPagePieces = kPageTokens / kPiece;
+  static constexpr uint32_t kKnownPages = max_of(1, kLanes / (kAtOnce * kPagePieces));
   static constexpr uint32_t kUnitTokens = 2 * Warp::kWarpTokens;
   // Lanes look up all pieces of a page of each pair at once, and the ring holds a page of each
   // pair. The warps of a pair depend on how heads and rows are cut, and so does the order of sums.
@@ -30,8 +31,9 @@ struct AttentionPairs {
     return count_single_rows(in, row, min_of(kAtOnce, live - row), live);
   }
 
+  // `ready`: whether the waits of the instruction are known to be over.
   static __device__ __forceinline__ void load(const Operands<Attention>& in, Loader& loader,
-                                              uint32_t row, uint32_t rows) {
+                                              uint32_t row, uint32_t rows, bool& ready) {
     const Tensor& keys = in[&Attention::k_cache];
     const Tensor& values = in[&Attention::v_cache];
     const Tensor& table = in[&Attention::block_table];
@@ -39,13 +41,27 @@ struct AttentionPairs {
 #pragma unroll 1
     for (uint32_t first = 0; first < rows * heads_of(in); first += kAtOnce) {
       const Pairs pairs(in, row, rows, first);
-      uint32_t token = pairs.begin + lane_index() / kAtOnce * kPiece;
+      // Lane i looks up piece i / 8 of the next kKnownPages pages of pair i % 8, and asks for the
+      // pieces after these.
+      const uint32_t mine = pairs.begin + lane_index() / kAtOnce * kPiece;
+      const auto ask = [&](uint32_t page) {
+        const uint32_t token = mine + page * kPageTokens;
+        return token < pairs.cached ? static_cast<uint32_t>(constant_integer(table, pairs.sequence,
+                                                                             token / kBlockSize))
+                                    : 0;
+      };
+      uint32_t next = ask(0), block = 0, token = 0;
 #pragma unroll 1
-      for (uint32_t page = 0; page < pairs.most_pages; ++page, token += kPageTokens) {
-        // Lane i has piece i / 8 of the page of pair i % 8.
-        uint32_t block = 0;
-        if (lane_index() < kAtOnce * kPagePieces && token < pairs.cached)
-          block = kv_block(table, pairs.sequence, token / kBlockSize, keys.rows);
+      for (uint32_t page = 0; page < pairs.most_pages; ++page) {
+        if (page % kKnownPages == 0) {
+          block = next;
+          token = mine + page * kPageTokens;
+          if (block >= keys.rows)
+            stop_instruction(Fault::kKvBlock, pairs.sequence, token / kBlockSize, block, keys.rows);
+          next = ask(page + kKnownPages);
+        }
+        if (!ready) loader.wait_ready();
+        ready = true;
 #pragma unroll 1
         for (uint32_t pair = 0; pair < pairs.count; ++pair) {
           const uint32_t tokens = pairs.tokens_of(pair, page);
@@ -55,7 +71,7 @@ struct AttentionPairs {
           const uint32_t head = __shfl_sync(~0u, pairs.head, pair);
 #pragma unroll 1
           for (uint32_t piece = 0; piece * kPiece < tokens; ++piece) {
-            const uint32_t lane = piece * kAtOnce + pair;
+            const uint32_t lane = (page % kKnownPages * kPagePieces + piece) * kAtOnce + pair;
             const uint32_t begin = __shfl_sync(~0u, token, lane) % kBlockSize;
             const uint64_t from =
                 ((uint64_t{__shfl_sync(~0u, block, lane)} * kv_heads + head) * kBlockSize + begin) *
@@ -72,7 +88,7 @@ struct AttentionPairs {
   }
 
   static __device__ __forceinline__ void consume(const Operands<Attention>& in, Consumer& consumer,
-                                                 uint32_t row, uint32_t rows) {
+                                                 uint32_t row, uint32_t rows, bool& ready) {
 #pragma unroll 1
     for (uint32_t first = 0; first < rows * heads_of(in); first += kAtOnce) {
       const Pairs pairs(in, row, rows, first);
@@ -81,9 +97,12 @@ struct AttentionPairs {
       const uint32_t part = consumer.warp() % warps;
       const uint32_t my_row = __shfl_sync(~0u, pairs.row, mine);
       const uint32_t my_head = __shfl_sync(~0u, pairs.head, mine);
+      const bool newest = __shfl_sync(~0u, pairs.newest, mine) && part == 0;
+      if (!ready) consumer.wait_ready();
       State state;
-      Warp::start(in, my_row, my_head, __shfl_sync(~0u, pairs.newest, mine) && part == 0, state);
-      if (first == 0) consumer.note(in.stage, Event::kInputs);
+      Warp::start(in, my_row, my_head, newest, state);
+      if (!ready) consumer.note(in.stage, Event::kInputs);
+      ready = true;
       const uint32_t processed = consumer.warp() / warps;
 #pragma unroll 1
       for (uint32_t page = 0; page < pairs.most_pages; ++page) {

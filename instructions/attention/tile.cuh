@@ -254,12 +254,10 @@ struct AttentionTile {
     return consumer.sync_unless_stopping();
   }
 
-  // Attend to the step whose operands these are, which begins with token `first`.
+  // Attend to the step whose operands these are, which begins with token `first`. `masked`: whether
+  // some query row does not see all tokens.
   __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, uint32_t first,
-                                         State& state) const {
-    // Whether some query row does not see all tokens.
-    const bool masked = first + kTokens > TokenRange(in.inst, run.position).end ||
-                        first < TokenRange(in.inst, run.position + run.rows - 1).begin;
+                                         bool masked, State& state) const {
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
       Scores score;
@@ -310,6 +308,9 @@ struct AttentionTile {
         min_of(((kParts - 1) * kNumConsumers + group + kWarps) * kWarpRows, count()) - 1;
     const uint32_t end =
         group * kWarpRows < count() ? TokenRange(in.inst, run.position + last / kGroup).end : 0;
+    // Tokens that all query rows see.
+    const uint32_t seen_begin = TokenRange(in.inst, run.position + run.rows - 1).begin;
+    const uint32_t seen_end = TokenRange(in.inst, run.position).end;
 #pragma unroll 1
     for (uint32_t first = run.begin; first < run.cached; first += kTokens) {
       stops |= !consumer.have_arrived(consumer.page, kStepPages);
@@ -319,7 +320,9 @@ struct AttentionTile {
       const uint32_t values = last_page.address() + kOperand % kPageBytes;
       if (run.cached - first < kTokens)
         stops |= !clear_values(consumer, values, run.cached - first);
-      if (first < end) attend(consumer.page.address(), values, first, state);
+      const bool masked = first < seen_begin || first + kTokens > seen_end;
+      if (first < end)
+        attend(ptx::uniform(consumer.page.address()), ptx::uniform(values), first, masked, state);
       // A worker that stops leaves its pages: some may not have arrived.
       consumer.finish_pages(stops ? 0 : kStepPages);
     }

@@ -14,53 +14,6 @@
 
 namespace megavm {
 
-// The scales of rows [first_row, first_row + rows): each warp has every eighth row. They are
-// computed while weights are multiplied, one after the other.
-class RowScales {
- public:
-  // NOTE: ptxas waits for every single wgmma if the warp may end while some are in progress. It
-  // ends at a tagged word that is missing, so such squares are read before.
-  static constexpr bool kMayPause = (program::kAnySquares & 6) == 0;
-
-  __device__ __forceinline__ RowScales(const Stage& stage, const Product& p, uint32_t first_row,
-                                       uint32_t rows)
-      : stage_(stage),
-        product_(p),
-        squares_(stage, p),
-        first_row_(first_row),
-        rows_(p.x_squares == kNone ? 0 : rows),
-        next_(warp_index()) {}
-
-  // Finish one row and begin the next. False when none is left.
-  __device__ __forceinline__ bool advance() {
-    if (asked_) {
-      const float scale = squares_.scale();
-      if (lane_index() == 0)
-        ptx::store_shared(scratch_at(4 * (next_ - kNumConsumers)), __float_as_uint(scale));
-    }
-    asked_ = next_ < rows_;
-    if (asked_) squares_.ask(source_row(first_row_ + next_));
-    next_ += kNumConsumers;
-    return asked_;
-  }
-
- private:
-  // The row of x. The loader has found it, or stops the worker.
-  __device__ __forceinline__ uint32_t source_row(uint32_t row) const {
-    if (product_.row_index == kNone) return row;
-    const uint32_t found =
-        static_cast<uint32_t>(constant_integer(stage_.tensors[product_.row_index], row, 0));
-    return min_of(found, product_.x_rows - 1);
-  }
-
-  const Stage& stage_;
-  const Product& product_;
-  RowSquares squares_;
-  uint32_t first_row_, rows_;
-  uint32_t next_;
-  bool asked_ = false;
-};
-
 // The consumers' part.
 template <class Used>
 class MatrixConsumer : MatrixSizes {
@@ -87,6 +40,11 @@ class MatrixConsumer : MatrixSizes {
           consumer_.note(stage_, Event::kInputs);
         }
         waited = true;
+        if (first == 0) {
+          if (!stops) scale_rows();
+          // A warp may have ended at a tagged word that is missing.
+          if constexpr (RowSquares::kMayBeTagged) consumer_.sync_alive();
+        }
         group(first, stops);
       }
       finisher().end_rows();
@@ -101,21 +59,52 @@ class MatrixConsumer : MatrixSizes {
     return {stage_, consumer_, rows_};
   }
 
+  // Compute the scales of the rows (RMSNorm). Each warp has every eighth row.
+  // NOTE: before the sums occupy registers, so that the squares of many rows are in flight
+  // together; the first operands arrive meanwhile.
+  __device__ __forceinline__ void scale_rows() const {
+    if (program::kAnySquares == 0 || product_.x_squares == kNone) return;
+    constexpr uint32_t kTogether = min_of(RowSquares::kMayBeTagged ? 4 : 8, kRows / kNumConsumers);
+#pragma unroll 1
+    for (uint32_t first = consumer_.warp(); first < rows_.count;
+         first += kTogether * kNumConsumers) {
+      RowSquares squares[kTogether];
+#pragma unroll
+      for (uint32_t i = 0; i < kTogether; ++i) {
+        const uint32_t row = min_of(first + i * kNumConsumers, rows_.count - 1);
+        squares[i] = {stage_, product_};
+        squares[i].ask(source_row(rows_.first + row));
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kTogether; ++i) {
+        const float scale = squares[i].scale();
+        const uint32_t row = min_of(first + i * kNumConsumers, rows_.count - 1);
+        if (lane_index() == 0) ptx::store_shared(scratch_at(4 * row), __float_as_uint(scale));
+      }
+    }
+  }
+
+  // The row of x. The loader has found it, or stops the worker.
+  __device__ __forceinline__ uint32_t source_row(uint32_t row) const {
+    if (product_.row_index == kNone) return row;
+    const uint32_t found =
+        static_cast<uint32_t>(constant_integer(stage_.tensors[product_.row_index], row, 0));
+    return min_of(found, product_.x_rows - 1);
+  }
+
   // Multiply and finish the group of blocks that begins with `first`. `stops`: see multiply.
   __device__ __forceinline__ void group(uint32_t first, bool stops) {
-    RowScales scales(stage_, product_, rows_.first, first == 0 ? rows_.count : 0);
     const MatrixGroup group(order_, first);
     MatrixSums sums;
     sums.clear();
     sums.settle();
     if (group.blocks > kWarpgroups + warpgroup_index())
-      multiply<kMaxBlocks, 1>(group, sums, scales, stops);
+      multiply<kMaxBlocks, 1>(group, sums, stops);
     else if (kTurnBoxes > 1 && group.own_boxes() % kTurnBoxes == 0)
-      multiply<1, kTurnBoxes>(group, sums, scales, stops);
+      multiply<1, kTurnBoxes>(group, sums, stops);
     else
-      multiply<1, 1>(group, sums, scales, stops);
+      multiply<1, 1>(group, sums, stops);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
-    while (scales.advance()) continue;
     // The pages of the last step may be overwritten, the scales are there, and no warp has ended:
     // warpgroups meet in matrix_quads.cuh.
     consumer_.sync_alive();
@@ -153,8 +142,8 @@ class MatrixConsumer : MatrixSizes {
       BoxOperands<kBlocks> found;
 #pragma unroll
       for (uint32_t i = 0; i < kBlocks; ++i)
-        found.weights[i] = in_ring(step + weights_[i] + box * box_units_);
-      found.x = in_ring(step + box * (kBoxBytes / kUnit));
+        found.weights[i] = ptx::uniform(in_ring(step + weights_[i] + box * box_units_));
+      found.x = ptx::uniform(in_ring(step + box * (kBoxBytes / kUnit)));
       return found;
     }
 
@@ -176,63 +165,49 @@ class MatrixConsumer : MatrixSizes {
   // them may end. If the worker is stopping (`stops`), they multiply what the pages hold, and end
   // later.
   template <uint32_t kBlocks, uint32_t kBoxes>
-  __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums,
-                                           RowScales& scales, bool stops) {
-    if constexpr (!RowScales::kMayPause) {
-      while (scales.advance()) continue;
-      consumer_.sync_alive();
-    }
+  __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums, bool stops) {
     // A *turn* is kBoxes boxes of a step. All boxes of a step are there; those beyond the last
     // column are zeros.
-    const uint32_t steps = ceil_div(order_.boxes(), group.boxes);
-    const uint32_t own = group.own_boxes();
-    const uint32_t first_box = group.is_shared() ? warpgroup_index() * own : 0;
-    const uint32_t turns = steps * (own / kBoxes);
-    // Rows of x whose scale a warp computes beside a turn, and from which turn to which: what it
-    // asks for has arrived by then.
-    constexpr uint32_t kScales = kRows / kNumConsumers + 1;
-    const uint32_t scaled = ceil_div(kScales, turns), apart = max_of(1, turns / kScales);
-    uint32_t next_scales = 0;
+    // NOTE: constants where they are the same for all groups of so many blocks, as no register is
+    // left for them in this loop.
+    constexpr bool kMost = kBlocks == kMaxBlocks;
+    const uint32_t own = kMost ? 1 : group.own_boxes();
+    const uint32_t pages = kMost ? kMostStepPages : group.pages;
+    const uint32_t steps = kMost ? order_.boxes() : ceil_div(order_.boxes(), group.boxes);
+    const uint32_t first_box = !kMost && group.is_shared() ? warpgroup_index() * own : 0;
     const StepOperands<kBlocks> operands(group, warpgroup_index());
-    PageCursor page = consumer_.page;  // the first of the step
-    uint32_t in_step = 0;              // boxes of this warpgroup
+    uint32_t in_step = 0;  // boxes of this warpgroup
     // NOTE: one loop over the turns of all steps. With one in the other, or with an end of the warp
-    // in it, ptxas waits for every wgmma. The products of a turn are in progress until those of the
-    // next one have begun.
+    // in it, ptxas waits for every wgmma. Each turn is waited for, so that its pages are free at
+    // once: meanwhile the other warpgroup multiplies.
 #pragma unroll 1
-    for (uint32_t turn = 0; turn < turns; ++turn) {
+    for (uint32_t left = steps * (own / kBoxes); left > 0; --left) {
       if (in_step == 0) {
-        stops |= !consumer_.has_step_arrived(page);
-        if (turn + own / kBoxes >= turns) consumer_.note(stage_, Event::kLoadArrived);
+        stops |= !consumer_.has_step_arrived(consumer_.page);
+        if (left <= own / kBoxes) consumer_.note(stage_, Event::kLoadArrived);
       }
       BoxOperands<kBlocks> boxes[kBoxes];
 #pragma unroll
-      for (uint32_t i = 0; i < kBoxes; ++i) boxes[i] = operands.of(page, first_box + in_step + i);
+      for (uint32_t i = 0; i < kBoxes; ++i)
+        boxes[i] = operands.of(consumer_.page, first_box + in_step + i);
       multiply_boxes<kBlocks, kBoxes>(boxes, sums);
-      if constexpr (RowScales::kMayPause)
-        if (turn == next_scales) {
-          for (uint32_t i = 0; i < scaled && scales.advance(); ++i) continue;
-          next_scales += apart;
-        }
-      ptx::wgmma_wait<1>();
-      // A worker that stops leaves its pages: some may not have arrived.
-      if (in_step == 0 && turn > 0) consumer_.finish_pages(stops ? 0 : group.pages);
+      ptx::wgmma_wait<0>();
       in_step += kBoxes;
       if (in_step == own) {
         in_step = 0;
-        page.advance(group.pages);
+        // A worker that stops leaves its pages: some may not have arrived.
+        if (left > 1) consumer_.finish_pages(stops ? 0 : pages);
       }
     }
-    ptx::wgmma_wait<0>();
     sums.settle();
-    if (stops) give_up(page);
+    if (stops) give_up();
   }
 
-  // End this warp, which waited for the instruction's input, or for pages up to `page`.
-  [[noreturn]] __device__ __forceinline__ void give_up(const PageCursor& page) const {
+  // End this warp, which waited for the instruction's input, or for the next pages.
+  [[noreturn]] __device__ __forceinline__ void give_up() const {
     const StageCursor& stage = consumer_.stage;
     if (!stage.ready().is_over(stage.phase)) stage.ready().give_up(stage.phase);
-    page_arrived(page.slot).give_up(page.phase);
+    page_arrived(consumer_.page.slot).give_up(consumer_.page.phase);
   }
 
   // Begin the products of several boxes.

@@ -33,9 +33,10 @@ struct MatrixSizes {
   // Most boxes of x in a step, and most pages of a step with several: the ring holds four steps.
   static constexpr uint32_t kMostBoxes = 4;
   static constexpr uint32_t kGoodPages = kPages / 4;
-  // A step is finished when the next one has arrived, so the ring holds two at least.
+  // A step of more than kWarpgroups blocks has one box of x, and so many pages.
   static constexpr uint32_t kMostStepPages = 1 + kGroupBlocks * kBlockUnits / kPageUnits;
-  static_assert(program::kMatrixRows == 0 || 2 * kMostStepPages <= kPages);
+  static_assert(program::kMatrixRows == 0 ||
+                (2 * kMostStepPages <= kPages && kGoodPages <= kMostStepPages));
 
   // Most boxes that a warpgroup multiplies at a time. With 128 rows there are never two of its own.
   static constexpr uint32_t kTurnBoxes = kRows <= 64 ? 2 : 1;
@@ -117,6 +118,11 @@ struct MatrixGroup : MatrixSizes {
     return is_shared() ? boxes / kWarpgroups : boxes;
   }
 
+  // Blocks whose weights are copied together: two if they follow each other in a page.
+  __device__ __forceinline__ uint32_t blocks_of_copy() const {
+    return page_shift == 1 && (blocks % 2 == 0 || (boxes == 1 && blocks > 1)) ? 2 : 1;
+  }
+
   // From one box of the weights to the next, in bytes.
   __device__ __forceinline__ uint32_t box_bytes() const { return kPageBytes >> page_shift; }
   // The page, and the place in it, of box i of the weights.
@@ -163,36 +169,58 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
 #pragma unroll 1
     for (uint32_t first = 0; first < order.blocks; first += S::kGroupBlocks) {
       const MatrixGroup group(order, first);
-      const uint32_t weights = group.boxes * group.blocks;
-      const uint32_t x_boxes = min_of(S::kPageBoxes, group.boxes);
-      // Lane i copies box i of the weights of every step, and knows the bytes of page i.
-      const uint32_t block = first + lane % group.blocks, units = order.units_of(block);
-      const uint64_t map = loader.map_of(stage.words.operands[p.weight], units - 1);
-      const uint32_t unit = first_unit + block * kBlockUnits;
-      const uint32_t column = (p.first_column() / kBoxColumns + lane / group.blocks) * S::kBoxWords;
       const uint32_t end_unit = min_of(order.units, (first + group.blocks) * kBlockUnits);
       const uint32_t bytes =
           group.boxes * (S::kBoxBytes + (end_unit - first * kBlockUnits) * S::kUnitBytes);
+      // The first `weights` lanes copy weights in every step, the lanes after them x.
+      const uint32_t together = group.blocks_of_copy(), beside = ceil_div(group.blocks, together);
+      const uint32_t weights = group.boxes * beside;
+      const bool is_x = lane >= weights;
+      const uint32_t of_x = is_x ? lane - weights : lane / beside;  // box of x, or beside which
+      const uint32_t block = lane % beside * together;              // of the group
+      const uint32_t unit = (first + block) * kBlockUnits;
+      const uint32_t units = min_of(together * kBlockUnits, end_unit - unit);
+      const uint64_t map =
+          is_x ? boxes.map : loader.map_of(stage.words.operands[p.weight], units - 1);
+      const uint32_t row_of_map = is_x ? boxes.row : first_unit + unit;
+      const uint32_t width = is_x ? kBoxColumns : S::kBoxWords;
+      const uint32_t box_of_step = of_x * group.blocks + block;
+      const uint32_t page_of_step = is_x ? of_x / S::kPageBoxes : group.page_of(box_of_step);
+      const uint32_t offset =
+          is_x ? of_x % S::kPageBoxes * S::kBoxBytes : group.offset_of(box_of_step);
+      const uint32_t first_box = p.first_column() / kBoxColumns + of_x;
+      const uint32_t end_box = is_x ? ceil_div(boxes.end_column, kBoxColumns) : kNone;
+      const auto copy = [&](const PageCursor& step, uint32_t number, uint32_t lanes) {
+        if (lane >= lanes) return;
+        const uint32_t box = first_box + number * group.boxes;
+        PageCursor page = step;
+        page.advance(page_of_step);
+        loader.copy_box(step, page, offset, map, box < end_box ? box * width : Loader::kBeyond,
+                        row_of_map, is_x);
+      };
       const uint32_t steps = ceil_div(order.boxes(), group.boxes);
-      uint32_t number = S::kRotates ? steps * first_unit / all_units : 0;
+      uint32_t number = S::kRotates ? steps * first_unit / all_units : 0, left = steps;
+      const auto advance = [&] {
+        if (++number == steps) number = 0;
+        --left;
+      };
+      // Until the input is ready, its copies are deferred.
 #pragma unroll 1
-      for (uint32_t i = 0; i < steps; ++i, ++number) {
-        if (S::kRotates && number == steps) number = 0;
-        const uint32_t box = number * group.boxes;
-        loader.look_ready();
+      for (; left > 0 && (!loader.look_ready() || boxes.index != 0); advance()) {
         const PageCursor step = loader.begin_pages(group.pages, bytes);
-        PageCursor mine = step, page = step;
-        mine.advance(group.page_of(lane));
-        if (lane < weights)
-          loader.copy_box(step, mine, group.offset_of(lane), map, column + box * S::kBoxWords,
-                          unit);
+        copy(step, number, weights);
+        PageCursor page = step;
 #pragma unroll 1
         for (uint32_t j = 0; j < group.x_pages; ++j) {
-          boxes.column = p.first_column() + (box + j * S::kPageBoxes) * kBoxColumns;
-          loader.copy_boxes(step, page, boxes, x_boxes);
+          boxes.column =
+              p.first_column() + (number * group.boxes + j * S::kPageBoxes) * kBoxColumns;
+          loader.copy_boxes(step, page, boxes, min_of(S::kPageBoxes, group.boxes));
           page.advance();
         }
       }
+#pragma unroll 1
+      for (; left > 0; advance())
+        copy(loader.begin_pages<true>(group.pages, bytes), number, weights + group.boxes);
     }
   }
 }

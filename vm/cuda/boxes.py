@@ -10,7 +10,6 @@ import numpy.typing as npt
 import torch
 
 from megavm.vm.config import (
-    BLOCK_UNITS,
     BOX_ROW_BYTES,
     BOX_TILES,
     MAP_WORD_BYTES,
@@ -52,7 +51,7 @@ def operand_maps(
         elif rows and spec.dtype is BF16 and layout.order is Order.UNITS:
             tile = UNIT_ROWS * TILE_ROW_BYTES // MAP_WORD_BYTES
             units, tiles = storage.shape[:2]
-            for i in range(BLOCK_UNITS):
+            for i in range(MAPS_OF_TENSOR):
                 box = BOX_TILES * tile, i + 1
                 place[i] = _map(driver, storage, MAP_WORD_BYTES, tiles * tile, units, box, False)
     return maps

@@ -142,6 +142,8 @@ inline Words4 load_matrices_transposed(uint32_t address) { return load_matrices(
 inline uint64_t evict_first_policy() { return 0; }
 inline uint64_t evict_normal_policy() { return 0; }
 
+inline uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
 inline void bulk_load(uint32_t to, uint64_t from, uint32_t bytes, uint32_t mbarrier, uint64_t) {
   if (bytes == 0 || bytes % 16 != 0)
     emulated::fail("a copy of " + std::to_string(bytes) + " bytes: not a multiple of 16");
