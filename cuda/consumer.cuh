@@ -147,6 +147,7 @@ class Consumer {
   StageCursor stage;
   PageCursor page;  // the next page of the ring
   SumsCursor sums;  // the next block of sums
+  ScalesCursor scales;
 
  private:
   __device__ __forceinline__ void set_waiting(uint32_t waiting) const {

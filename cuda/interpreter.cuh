@@ -4,7 +4,7 @@
 //   waiter      waits for its barriers (lane 0), hint (lane 1)   -> ready, hinted
 //   loader      streams its weights or KV rows into pages        -> page_arrived
 //   consumers   compute, free the pages                          -> page_finished, stored
-//   storer      finishes products of one row, signals barriers
+//   storer      finishes products of one row, computes scales of rows, signals barriers
 // The controller reuses the stage when loader, storer and both lanes of the waiter have arrived at
 // `released`. A stage with trace_row == kNone ends the other roles.
 #pragma once
@@ -97,6 +97,9 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
       const SumsCursor sums{half};
       sums.arrived().init(kNumConsumers * kWarpArrivals);
       sums.finished().init(kWarpArrivals);
+      const ScalesCursor scales{half};
+      scales.arrived().init(kWarpArrivals);
+      scales.finished().init(kNumConsumers * kWarpArrivals);
     }
     control() = {launch.timeout, launch.faults, launch.abort, 0, 0, 0, launch.rank};
     ptx::fence_mbarrier_init();

@@ -6,14 +6,14 @@
 namespace megavm {
 
 // Index of the first semaphore of a kind. Kinds 0 and 1 have one per page, 2 to 6 one per stage, 7
-// has one, 8 and 9 have one per half of the scratch.
+// has one, 8 to 11 have one per half of the scratch.
 __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t number = static_cast<uint32_t>(kind);
   if (number < 2) return number * kPages;
   const uint32_t stages = 2 * kPages + (min_of(number, 7) - 2) * kStages;
   return number < 8 ? stages : stages + 1 + (number - 8) * 2;
 }
-static_assert(8 * (first_semaphore(SemaphoreKind::kSumsFinished) + 2) <= kSemaphoreBytes);
+static_assert(8 * (first_semaphore(SemaphoreKind::kScalesFinished) + 2) <= kSemaphoreBytes);
 
 struct Semaphore {
   SemaphoreKind kind;
@@ -66,21 +66,22 @@ struct Semaphore {
   }
 };
 
-// ---- Blocks of sums. Consumers pass them to the storer through the two halves of the scratch.
+// ---- What one role passes to another through two places in the scratch, in turn.
 
-struct SumsCursor {
-  uint32_t block = 0;  // counts all blocks of the launch; they alternate between the halves
+template <SemaphoreKind kArrived, SemaphoreKind kFinished>
+struct PlacesCursor {
+  uint32_t number = 0;  // counts what was passed in the launch
 
-  __device__ __forceinline__ uint32_t half() const { return block & 1; }
-  __device__ __forceinline__ uint32_t phase() const { return block >> 1 & 1; }
-  __device__ __forceinline__ void advance() { ++block; }
-  __device__ __forceinline__ Semaphore arrived() const {
-    return {SemaphoreKind::kSumsArrived, half()};
-  }
-  __device__ __forceinline__ Semaphore finished() const {
-    return {SemaphoreKind::kSumsFinished, half()};
-  }
+  __device__ __forceinline__ uint32_t half() const { return number & 1; }
+  __device__ __forceinline__ uint32_t phase() const { return number >> 1 & 1; }
+  __device__ __forceinline__ void advance() { ++number; }
+  __device__ __forceinline__ Semaphore arrived() const { return {kArrived, half()}; }
+  __device__ __forceinline__ Semaphore finished() const { return {kFinished, half()}; }
 };
+// Blocks of sums, from consumers to the storer.
+using SumsCursor = PlacesCursor<SemaphoreKind::kSumsArrived, SemaphoreKind::kSumsFinished>;
+// The scales of up to kMatrixRows rows of a matrix product, from the storer to the consumers.
+using ScalesCursor = PlacesCursor<SemaphoreKind::kScalesArrived, SemaphoreKind::kScalesFinished>;
 
 // ---- Rings.
 

@@ -1,6 +1,6 @@
-// The storer warp finishes products of one row and publishes results: when all results of an
-// instruction are stored, it signals the instruction's hint and barrier. So no consumer waits for a
-// fence.
+// The storer warp finishes products of one row, computes the scales of rows of matrix products, and
+// publishes results: when all results of an instruction are stored, it signals the instruction's
+// hint and barrier. So no consumer waits for a fence.
 #pragma once
 
 #include "cuda/trace.cuh"
@@ -38,6 +38,7 @@ class Storer {
 
   StageCursor stage;
   SumsCursor sums;  // the next block of sums
+  ScalesCursor scales;
 
  private:
   static __device__ __forceinline__ void fence() {

@@ -39,7 +39,7 @@ NUM_STAGES = 8  # instructions in flight
 STAGE_BYTES = 640  # words, operands and place of one instruction in flight
 CURRENT_BYTES = 32  # what one warp is working on
 CONTROL_BYTES = 64
-SEMAPHORE_BYTES = -(-8 * (2 * NUM_PAGES + 5 * NUM_STAGES + 5) // 16) * 16
+SEMAPHORE_BYTES = -(-8 * (2 * NUM_PAGES + 5 * NUM_STAGES + 9) // 16) * 16
 FIXED_BYTES = NUM_STAGES * STAGE_BYTES + SEMAPHORE_BYTES + NUM_WARPS * CURRENT_BYTES + CONTROL_BYTES
 
 # Products on the GPU. A weight is cut into units of UNIT_ROWS rows, and a unit into tiles of
@@ -52,11 +52,12 @@ MAX_GROUP_ROWS = 8  # input rows multiplied together, in steps of several rows
 MIN_MATRIX_ROWS = 16  # fewest and most input rows that matrix products take at a time
 MAX_MATRIX_ROWS = 128
 MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
-# Scratch of matrix products, for each row: its scale, what epilogues look up of it, and what each consumer keeps.
+# Scratch of matrix products, for each row: two places for its scale, what epilogues look up of it, and what each
+# consumer keeps.
 SCALE_BYTES = 4
 OF_ROW_BYTES = 8
 KEPT_BYTES = 8
-MATRIX_ROW_BYTES = SCALE_BYTES + OF_ROW_BYTES + NUM_CONSUMER_WARPS * KEPT_BYTES
+MATRIX_ROW_BYTES = 2 * SCALE_BYTES + OF_ROW_BYTES + NUM_CONSUMER_WARPS * KEPT_BYTES
 MAPS_OF_TENSOR = (
     2 * BLOCK_UNITS
 )  # maps of boxes of an operand of matrix products, of up to two blocks

@@ -31,6 +31,8 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("quads", 100, 328, 152, BF16, BF16, BF16, 97, False, True),
         ("quads, many rows", 200, 136, 148, BF16, BF16, BF16, 190, False, True),
         ("quads, float32 result", 17, 128, 20, BF16, BF16, F32, None, False, False),
+        ("quads, four tiles of rows", 400, 128, 20, BF16, BF16, BF16, 391, False, True),
+        ("quads, long rows", 20, 2304, 12, BF16, BF16, BF16, 18, False, True),
     ]
     for name, rows, k, columns, weight, x_type, out_type, live, tagged, extras in cases:
         table = Table(rng)

@@ -44,11 +44,14 @@ struct Peak {
 
   // Keep the larger of two results, or the lower column if they are equal. NaN beats all values.
   __device__ __forceinline__ void merge(const Peak& other) {
-    if (other.number == 0) return;
-    if (number != 0 && value != value) return;
-    if (number == 0 || other.value != other.value || other.value > value ||
-        (other.value == value && other.number < number))
-      *this = other;
+    if (grows_by(other)) *this = other;
+  }
+  // Whether the other result is the larger one.
+  __device__ __forceinline__ bool grows_by(const Peak& other) const {
+    if (other.number == 0 || number == 0) return other.number != 0;
+    if (value != value) return false;
+    return other.value != other.value || other.value > value ||
+           (other.value == value && other.number < number);
   }
 };
 

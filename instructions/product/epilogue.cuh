@@ -10,8 +10,9 @@
 //   struct Early;   what a thread looks up for its pair while the weights stream
 //   struct Kept;    what a thread keeps from pair to pair: 8 bytes, or nothing. Zeros mean that
 //                   nothing is kept, and merge(other) adds what another thread kept of the same
-//                   row. merge_ascending(kepts, lanes), static, gives each of some rows what all of
-//                   so many neighbouring lanes kept of it, whose pairs ascend
+//                   row; grows_by(other) says whether that changes anything. merge_ascending(kepts,
+//                   lanes), static, gives each of some rows what all of so many neighbouring lanes
+//                   kept of it, whose pairs ascend
 //   Product product() const;                      the product, see product.cuh
 //   void begin(row, pair, Early&) const;          look up constants and destinations. The
 //                                                 instruction's waits may not be over. Several

@@ -10,7 +10,6 @@
 
 #include "cuda/ptx/wgmma.cuh"
 #include "instructions/product/matrix_finish.cuh"
-#include "instructions/product/row_squares.cuh"
 
 namespace megavm {
 
@@ -40,14 +39,13 @@ class MatrixConsumer : MatrixSizes {
           consumer_.note(stage_, Event::kInputs);
         }
         waited = true;
-        if (first == 0) {
-          if (!stops) scale_rows();
-          // A warp may have ended at a tagged word that is missing.
-          if constexpr (RowSquares::kMayBeTagged) consumer_.sync_alive();
-        }
         group(first, stops);
       }
       finisher().end_rows();
+      if (product_.x_squares != kNone) {
+        consumer_.scales.finished().arrive_together();
+        consumer_.scales.advance();
+      }
     }
     if (!waited) consumer_.wait_ready();
     // Products of few rows (rows.cuh) use the scratch at once.
@@ -57,39 +55,6 @@ class MatrixConsumer : MatrixSizes {
  private:
   __device__ __forceinline__ MatrixFinisher<Used> finisher() const {
     return {stage_, consumer_, rows_};
-  }
-
-  // Compute the scales of the rows (RMSNorm). Each warp has every eighth row.
-  // NOTE: before the sums occupy registers, so that the squares of many rows are in flight
-  // together; the first operands arrive meanwhile.
-  __device__ __forceinline__ void scale_rows() const {
-    if (program::kAnySquares == 0 || product_.x_squares == kNone) return;
-    constexpr uint32_t kTogether = min_of(RowSquares::kMayBeTagged ? 4 : 8, kRows / kNumConsumers);
-#pragma unroll 1
-    for (uint32_t first = consumer_.warp(); first < rows_.count;
-         first += kTogether * kNumConsumers) {
-      RowSquares squares[kTogether];
-#pragma unroll
-      for (uint32_t i = 0; i < kTogether; ++i) {
-        const uint32_t row = min_of(first + i * kNumConsumers, rows_.count - 1);
-        squares[i] = {stage_, product_};
-        squares[i].ask(source_row(rows_.first + row));
-      }
-#pragma unroll
-      for (uint32_t i = 0; i < kTogether; ++i) {
-        const float scale = squares[i].scale();
-        const uint32_t row = min_of(first + i * kNumConsumers, rows_.count - 1);
-        if (lane_index() == 0) ptx::store_shared(scratch_at(4 * row), __float_as_uint(scale));
-      }
-    }
-  }
-
-  // The row of x. The loader has found it, or stops the worker.
-  __device__ __forceinline__ uint32_t source_row(uint32_t row) const {
-    if (product_.row_index == kNone) return row;
-    const uint32_t found =
-        static_cast<uint32_t>(constant_integer(stage_.tensors[product_.row_index], row, 0));
-    return min_of(found, product_.x_rows - 1);
   }
 
   // Multiply and finish the group of blocks that begins with `first`. `stops`: see multiply.
@@ -105,6 +70,7 @@ class MatrixConsumer : MatrixSizes {
     else
       multiply<1, 1>(group, sums, stops);
     if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
+    if (product_.x_squares != kNone) consumer_.scales.arrived().wait(consumer_.scales.phase());
     // The pages of the last step may be overwritten, the scales are there, and no warp has ended:
     // warpgroups meet in matrix_quads.cuh.
     consumer_.sync_alive();

@@ -114,8 +114,7 @@ class MatrixFinisher : MatrixSizes {
           const ptx::Words2 words =
               ptx::load_shared2(from + staged_at(number % kStagedRows, 2 * lane_index()));
           float scale = 1.0f;
-          if (product.x_squares != kNone)
-            scale = __uint_as_float(ptx::load_shared(scratch_at(4 * number)));
+          if (product.x_squares != kNone) scale = scale_of_row(number);
           const PairSums pair_sums = {__uint_as_float(words.x) * scale,
                                       __uint_as_float(words.y) * scale};
           epilogue.finish({rows_.first + number, pair, is_active(j), 1}, pair_sums, of_row[j],
@@ -257,6 +256,10 @@ class MatrixFinisher : MatrixSizes {
     return group.first + (group.is_shared() ? 0 : warpgroup_index() + i * kWarpgroups);
   }
 
+  __device__ __forceinline__ float scale_of_row(uint32_t row) const {
+    return __uint_as_float(ptx::load_shared(scale_at(consumer_.scales, row)));
+  }
+
   // The result of the epilogue's look_up of a row.
   template <class OfRow>
   __device__ __forceinline__ OfRow found(uint32_t row) const {
@@ -301,16 +304,24 @@ class MatrixFinisher : MatrixSizes {
   __device__ __forceinline__ void keep(Kept (&kept)[kCount], uint32_t row, uint32_t apart,
                                        uint32_t lanes) const {
     static_assert(sizeof(Kept) == kKeptBytes);
+    // Mostly no lane has anything to add to what was kept before.
+    Kept all[kCount];
+    bool grows = false;
+#pragma unroll
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const uint32_t mine = min_of(row + i * apart, kRows - 1);
+      all[i] = __builtin_bit_cast(Kept, ptx::load_shared2(kept_at(consumer_.warp(), mine)));
+      grows |= row + i * apart < rows_.count && all[i].grows_by(kept[i]);
+    }
+    if (!__any_sync(~0u, grows)) return;
     Kept::merge_ascending(kept, lanes);
     if (lane_index() % lanes != 0) return;
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i, row += apart) {
       if (row >= rows_.count) return;
-      const uint32_t at = kept_at(consumer_.warp(), row);
-      Kept all = __builtin_bit_cast(Kept, ptx::load_shared2(at));
-      all.merge(kept[i]);
-      const auto words = __builtin_bit_cast(ptx::Words2, all);
-      ptx::store_shared2(at, words.x, words.y);
+      all[i].merge(kept[i]);
+      const auto words = __builtin_bit_cast(ptx::Words2, all[i]);
+      ptx::store_shared2(kept_at(consumer_.warp(), row), words.x, words.y);
     }
   }
 

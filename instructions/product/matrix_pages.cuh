@@ -64,11 +64,14 @@ struct MatrixSizes {
            ((weight_row / kUnitRows ^ (row >> 1 & 3)) * kUnitRows + weight_row % kUnitRows) * 4;
   }
 
-  // Scratch: the scales of the rows; what epilogues look up of each row; what each warp keeps of
-  // it.
-  static constexpr uint32_t kOfRowsAt = kRows * kScaleBytes;
+  // Scratch: the scales of the rows, in two places; what epilogues look up of each row; what each
+  // warp keeps of it.
+  static constexpr uint32_t kOfRowsAt = 2 * kRows * kScaleBytes;
   static constexpr uint32_t kKeptAt = kOfRowsAt + kRows * kOfRowBytes;
   static_assert(program::kMatrixRows == 0 || kRows * kMatrixRowBytes <= kScratch);
+  static __device__ __forceinline__ uint32_t scale_at(const ScalesCursor& scales, uint32_t row) {
+    return scratch_at((scales.half() * kRows + row) * kScaleBytes);
+  }
   static_assert(kBlockRows == 64);
   // A wgmma may read beyond the last page.
   static_assert(kScratchAt + kBlockUnits * kUnitBytes <= kSharedBytes);

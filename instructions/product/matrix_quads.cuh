@@ -102,8 +102,7 @@ struct MatrixQuads : MatrixSizes {
       const ptx::Words4 words =
           ptx::load_shared4(from + staged_at(mine % kStagedRows, number * kQuadRows));
       float scale = 1.0f;
-      if (product.x_squares != kNone)
-        scale = __uint_as_float(ptx::load_shared(scratch_at(4 * mine)));
+      if (product.x_squares != kNone) scale = finisher.scale_of_row(mine);
       const QuadSums sums = {
           {{__uint_as_float(words.x) * scale, __uint_as_float(words.y) * scale},
            {__uint_as_float(words.z) * scale, __uint_as_float(words.w) * scale}}};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "instructions/product/matrix.cuh"
+#include "instructions/product/matrix_scales.cuh"
 #include "instructions/product/row.cuh"
 #include "instructions/product/rows.cuh"
 
@@ -49,6 +50,10 @@ struct Products {
   static __device__ __forceinline__ void store(const Stage& stage, Storer& storer) {
     if constexpr (kStorerFinishes)
       Used::dispatch(stage.words.header.opcode, [&]<class I>(I*) { finish_row<I>(stage, storer); });
+    if constexpr (program::kMatrixRows > 0 && program::kAnySquares != 0) {
+      const Product p = product(stage);
+      if (p.is_matrix()) MatrixScales(stage, p).run(storer);
+    }
   }
 };
 

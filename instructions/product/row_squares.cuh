@@ -6,15 +6,17 @@
 
 namespace megavm {
 
+// 1 / sqrt(mean(x^2) + eps). (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467.)
+__device__ __forceinline__ float scale_of(const Product& product, float squares) {
+  return rsqrtf(__fdividef(squares, static_cast<float>(product.tiling.k)) + product.eps);
+}
+
 // A warp reads the squares of a row; each lane has kBatch times four in flight. `ask` issues the
 // first loads, `scale` waits for them.
 class RowSquares {
  public:
-  static constexpr bool kMayBeTagged = program::kAnySquares & 2;
-
-  RowSquares() = default;
   __device__ __forceinline__ RowSquares(const Stage& stage, const Product& input)
-      : stage_(&stage), input_(&input) {
+      : stage_(stage), input_(input) {
     forget();
   }
 
@@ -24,13 +26,13 @@ class RowSquares {
     if constexpr (!kRagged) load(0);
   }
 
-  // 1 / sqrt(mean(x^2) + eps), in all lanes. (RMSNorm: Zhang and Sennrich 2019, arXiv:1910.07467.)
+  // The scale of the row, in all lanes.
   __device__ __forceinline__ float scale() {
     float sum = 0.0f;
     if constexpr (kRagged) {
 #pragma unroll 1
       for (uint32_t c = lane_index(); c < squares().columns; c += kLanes)
-        sum += read_element(squares(), row_, c, stage_->tag, input_->x_squares);
+        sum += read_element(squares(), row_, c, stage_.tag, input_.x_squares);
     } else {
 #pragma unroll 1
       for (uint32_t begin = 0; begin * kLanes * 4 < squares().columns; begin += kBatch) {
@@ -46,20 +48,21 @@ class RowSquares {
     }
     __syncwarp();
     for (uint32_t offset = 16; offset > 0; offset /= 2) sum += __shfl_xor_sync(~0u, sum, offset);
-    return rsqrtf(__fdividef(sum, static_cast<float>(input_->tiling.k)) + input_->eps);
+    return scale_of(input_, sum);
   }
 
  private:
-  static constexpr uint32_t kBatch = program::kMatrixRows > 0 ? 4 : 2;
+  static constexpr uint32_t kBatch = 2;
   static constexpr bool kRagged = program::kAnySquares & 4;  // some counts are not multiples of 4
+  static constexpr bool kMayBeTagged = program::kAnySquares & 2;
   using FourSquares = Loaded<true, kMayBeTagged, 4>;
 
   __device__ __forceinline__ const Tensor& squares() const {
-    return stage_->tensors[input_->x_squares];
+    return stage_.tensors[input_.x_squares];
   }
   __device__ __forceinline__ bool tagged() const { return kMayBeTagged && is_tagged(squares()); }
   __device__ __forceinline__ SourceRow source() const {
-    return FourSquares::row_of(squares(), row_, stage_->tag, input_->x_squares, tagged());
+    return FourSquares::row_of(squares(), row_, stage_.tag, input_.x_squares, tagged());
   }
   static __device__ __forceinline__ uint32_t column(uint32_t i) {
     return (i * kLanes + lane_index()) * 4;
@@ -97,8 +100,8 @@ class RowSquares {
         [&](uint32_t i) { return column(begin + i); });
   }
 
-  const Stage* stage_;
-  const Product* input_;
+  const Stage& stage_;
+  const Product& input_;
   uint32_t row_ = 0;
   FourSquares four_[kBatch];
 };

@@ -19,7 +19,7 @@ from megavm.scheduler.run.kernels import default_limits
 from megavm.vm.codegen import program_header, specialisation
 from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SHARED_BYTES
 from megavm.vm.cuda.compiler import CompileError, compile_kernel
-from megavm.vm.cuda.memory import SCRATCH_BYTES, KernelMemory, kernel_memory
+from megavm.vm.cuda.memory import SCRATCH_BYTES, SCRATCH_UNIT, KernelMemory, kernel_memory
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 
@@ -84,7 +84,8 @@ def test_scratch_takes_pages_and_leaves_what_kernels_need(scratch: int) -> None:
 
 
 def test_scratch_that_leaves_too_few_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"needs 160896 bytes of scratch, .* beside 4 pages"):
+    needed = SCRATCH_BYTES + SCRATCH_UNIT
+    with pytest.raises(ValueError, match=rf"needs {needed} bytes of scratch, .* beside 4 pages"):
         kernel_memory({"max_rows": 1, "max_scratch": SCRATCH_BYTES + 1})
 
 

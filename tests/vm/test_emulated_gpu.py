@@ -58,6 +58,7 @@ WANTED = {
     *("matrix, gathered in turn", "matrix, newest", "scaled, units"),
     *("quads", "quads, bf16 result", "quads, shared block", "quads, shared rows"),
     *("quads, few shared rows", "quads, peaks", "quads, equal peaks", "quads, float32 result"),
+    *("quads, four tiles of rows", "quads, long rows"),
     *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
     *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
     *("fast, rows apart, tagged", "fast, newest, tagged"),

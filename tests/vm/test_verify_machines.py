@@ -9,6 +9,7 @@ from gathered_product import gathered
 
 from megavm.instructions.attention.examples import Case, example
 from megavm.instructions.matmul import Matmul
+from megavm.vm.cuda.memory import SCRATCH_BYTES
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, TensorSpec
 from megavm.vm.verify import verify
@@ -63,7 +64,7 @@ def test_an_instruction_beyond_the_scratch_of_a_gpu_is_refused_there() -> None:
     large = attention_of(64)
     assert fault(large, "cuda") == (
         "instruction 0 (attention): needs 266240 bytes of scratch, "
-        "a worker of the GPU has 160768 beside 4 pages"
+        f"a worker of the GPU has {SCRATCH_BYTES} beside 4 pages"
     )
     verify(large, "cpu")
 

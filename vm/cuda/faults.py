@@ -63,6 +63,11 @@ class SemaphoreKind(Code):
         9,
         "block {number} of sums to be stored",
     )  # its half of the scratch may be overwritten
+    SCALES_ARRIVED = 10, "the scales of the rows, in place {number}"
+    SCALES_FINISHED = (
+        11,
+        "the scales in place {number} to be used",
+    )  # they may be overwritten
 
 
 def fault_names() -> list[str]:

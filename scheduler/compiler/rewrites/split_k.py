@@ -56,14 +56,16 @@ def _fewest_bytes(rows: int, k: int, columns: int, options: CompileOptions) -> i
 
     With p parts all workers read rows * k * workers / p elements of x, of 2 bytes, and pass
     p * rows * columns sums of 4 bytes, which are written and read. A sum counts twice: what is
-    written in one step of the exchange is read in the next one.
+    written in one step of the exchange is read in the next one. With few rows it counts eight
+    times, because x is copied beside weights, which take longer, while workers wait for sums.
 
     There is no use in fewer columns of x for a worker that then multiplies several groups of
     blocks with them: it reads as much of x, and there are more sums.
     """
     workers = options.workers
     most = workers // (_groups(columns, options) * -(-rows // matrix_rows(rows)))
-    return min(round(math.sqrt(k * workers / (8 * columns))), most)
+    sums = 2 if rows >= options.target.matrix_rows else 8
+    return min(round(math.sqrt(k * workers / (4 * sums * columns))), most)
 
 
 def _groups(columns: int, options: CompileOptions) -> int:

@@ -1,0 +1,119 @@
+// The RMSNorm scales of the rows of a matrix product. The storer computes them while the consumers
+// multiply; these read them when they finish the sums.
+#pragma once
+
+#include "instructions/product/matrix_pages.cuh"
+#include "instructions/product/row_squares.cuh"
+
+namespace megavm {
+
+class MatrixScales : MatrixSizes {
+ public:
+  __device__ __forceinline__ MatrixScales(const Stage& stage, const Product& p)
+      : stage_(stage), product_(p) {}
+
+  __device__ __forceinline__ void run(Storer& storer) const {
+    const uint32_t end = live_end(stage_, product_);
+    if (product_.x_squares == kNone || product_.row_begin >= end) return;
+    storer.stage.ready().wait(storer.stage.phase);
+    const Tensor& squares = stage_.tensors[product_.x_squares];
+    const bool in_fours = has_fours(squares), are_short = squares.columns <= 4 * kRowLanes * 8;
+#pragma unroll 1
+    for (uint32_t row = product_.row_begin; row < end; row += kRows) {
+      // The consumers use the scales in this place no more.
+      storer.scales.finished().wait(storer.scales.phase() ^ 1);
+      const uint32_t count = min_of(kRows, end - row);
+      if (!in_fours)
+        scale_one_by_one(storer.scales, row, count);
+      else if (are_short)
+        scale<2>(storer.scales, squares, row, count);
+      else
+        scale<1>(storer.scales, squares, row, count);
+      storer.scales.arrived().arrive_together();
+      storer.scales.advance();
+    }
+  }
+
+ private:
+  static constexpr uint32_t kRowLanes = 8;                   // lanes that add up a row
+  static constexpr uint32_t kLaneRows = kLanes / kRowLanes;  // rows side by side
+  static constexpr uint32_t kLoads = 16;                     // of four squares, in flight in a lane
+
+  // The scales of `count` rows from `first_row` on. A lane has kSets rows at a time.
+  template <uint32_t kSets>
+  __device__ __forceinline__ void scale(const ScalesCursor& scales, const Tensor& squares,
+                                        uint32_t first_row, uint32_t count) const {
+    constexpr uint32_t kFours = kLoads / kSets;
+    const uint32_t fours = squares.columns / 4, lane = lane_index() % kRowLanes;
+#pragma unroll 1
+    for (uint32_t first = 0; first < count; first += kSets * kLaneRows) {
+      uint64_t from[kSets];
+      float sum[kSets] = {};
+      const auto row_of = [&](uint32_t set) {
+        return first + set * kLaneRows + lane_index() / kRowLanes;
+      };
+#pragma unroll
+      for (uint32_t set = 0; set < kSets; ++set)
+        from[set] = element_at(squares, source_row(first_row + min_of(row_of(set), count - 1)), 0);
+#pragma unroll 1
+      for (uint32_t begin = lane; begin < fours; begin += kFours * kRowLanes) {
+        ptx::Words4 words[kSets][kFours];
+        // NOTE: no load is conditional: all of them are in flight together.
+#pragma unroll
+        for (uint32_t i = 0; i < kFours; ++i)
+#pragma unroll
+          for (uint32_t set = 0; set < kSets; ++set)
+            words[set][i] =
+                ptx::load_relaxed4(from[set] + 16 * min_of(begin + i * kRowLanes, fours - 1));
+#pragma unroll
+        for (uint32_t i = 0; i < kFours; ++i)
+#pragma unroll
+          for (uint32_t set = 0; set < kSets; ++set) {
+            const ptx::Words4& w = words[set][i];
+            const float four = __uint_as_float(w.x) + __uint_as_float(w.y) +
+                               (__uint_as_float(w.z) + __uint_as_float(w.w));
+            if (begin + i * kRowLanes < fours) sum[set] += four;
+          }
+      }
+      __syncwarp();
+#pragma unroll
+      for (uint32_t set = 0; set < kSets; ++set) {
+#pragma unroll
+        for (uint32_t apart = 1; apart < kRowLanes; apart *= 2)
+          sum[set] += __shfl_xor_sync(~0u, sum[set], apart);
+        if (lane == 0 && row_of(set) < count)
+          store(scales, row_of(set), scale_of(product_, sum[set]));
+      }
+    }
+  }
+
+  // The same for squares that are tagged or have other numbers of columns.
+  __device__ __forceinline__ void scale_one_by_one(const ScalesCursor& scales, uint32_t first_row,
+                                                   uint32_t count) const {
+#pragma unroll 1
+    for (uint32_t row = 0; row < count; ++row) {
+      RowSquares squares(stage_, product_);
+      squares.ask(source_row(first_row + row));
+      const float scale = squares.scale();
+      if (lane_index() == 0) store(scales, row, scale);
+    }
+  }
+
+  static __device__ __forceinline__ void store(const ScalesCursor& scales, uint32_t row,
+                                               float scale) {
+    ptx::store_shared(scale_at(scales, row), __float_as_uint(scale));
+  }
+
+  // The row of x. The loader has found it, or stops the worker.
+  __device__ __forceinline__ uint32_t source_row(uint32_t row) const {
+    if (product_.row_index == kNone) return row;
+    const uint32_t found =
+        static_cast<uint32_t>(constant_integer(stage_.tensors[product_.row_index], row, 0));
+    return min_of(found, product_.x_rows - 1);
+  }
+
+  const Stage& stage_;
+  const Product& product_;
+};
+
+}  // namespace megavm
