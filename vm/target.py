@@ -74,9 +74,10 @@ class Target:
     ``split_columns`` columns and ``sums_bytes`` of sums do. Steps of 2 to ``group_rows`` rows multiply all rows
     together (0: the machine has no such products).
 
-    Split K: in these steps, products of long rows are split into parts of ``part_of_k`` columns (0: never), at
-    most ``most_parts``. They are split only while no worker has more than ``block_rows`` columns of the result,
-    because a worker waits for the other parts each time it has finished that many.
+    Split K: in these steps, products of long rows are split into at most ``most_parts`` parts of ``part_of_k``
+    columns (0: never) or more, a multiple of ``part_unit`` (0: of ``part_of_k``). They are split only while no worker
+    of the part that adds up the others has more than ``block_rows`` columns of the result, because it waits for
+    the other parts each time it has finished that many.
 
     Matrix products: in steps of more than ``group_rows`` rows, products of bfloat16 take ``min_matrix_rows`` to
     ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of
@@ -118,6 +119,7 @@ class Target:
     sums_bytes: int = 128 * 1024
     group_rows: int = 0
     part_of_k: int = 0
+    part_unit: int = 0
     most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
     block_rows: int = BLOCK_UNITS * UNIT_ROWS
     min_matrix_rows: int = 0
@@ -161,6 +163,7 @@ TARGETS = {
             group_rows=MAX_GROUP_ROWS,
             # The columns of a unit of bfloat16 weights that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
+            part_unit=PAGE_BYTES // UNIT_ROWS // BF16.size,
             min_matrix_rows=MIN_MATRIX_ROWS,
             matrix_rows=MAX_MATRIX_ROWS,
             matrix_blocks=MATRIX_BLOCKS,

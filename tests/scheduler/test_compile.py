@@ -16,7 +16,7 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import Sample
-from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.compile import compile_graph, unordered
 from megavm.scheduler.compiler.graph import Graph, Value
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.rewrites import rewrite
@@ -483,6 +483,27 @@ def test_a_product_has_no_more_parts_than_workers_add_up(workers: int, parts: in
     found = {i.k(program.tensors) for i in program.instructions if isinstance(i, Matmul)}
     step = 1536 // parts
     assert found == {(k, k + step) for k in range(0, 1536, step)}
+
+
+@pytest.mark.parametrize("workers", [66, 114, 132])
+@pytest.mark.parametrize(
+    ("k", "columns", "parts"),
+    [(8192, 2048, 4), (5632, 2048, 3), (3072, 3072, 1), (14336, 4096, 2), (14336, 2048, 3)],
+)
+def test_workers_that_add_up_parts_have_one_block_of_columns(
+    k: int, columns: int, parts: int, workers: int
+) -> None:
+    """With two they would wait for the other parts before they multiply the second one."""
+    graph = Graph(8)
+    x = graph.tensor("x", (8, k), BF16, TensorKind.INPUT)
+    y = graph.linear("y", x, graph.weight("w", (columns, k), BF16), dtype=F32)
+    graph.output(y, "y")
+    program = unordered(graph, default_options("cuda", workers, 8))
+    tiles = [i for i in program.instructions if isinstance(i, Matmul)]
+    for tile in tiles:
+        assert tile.addends == NONE or tile.column_end - tile.column_begin <= 64
+    if workers == 132:
+        assert len({tile.part for tile in tiles}) == parts
 
 
 @pytest.mark.parametrize("unit", [2, 8, 16, 24])

@@ -10,7 +10,7 @@ from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
-from megavm.vm.tensors import F32
+from megavm.vm.tensors import BF16, F32
 
 
 def split_k(operations: list[Operation], options: CompileOptions) -> list[Operation]:
@@ -87,10 +87,27 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
         return None
     else:
         most = target.block_rows * options.workers // out.own_columns
-    count = max(1, min(-(-weight.columns // width), most, target.most_parts))
-    step = -(-weight.columns // (count * width)) * width
-    parts = -(-weight.columns // step)
-    return (parts, step) if parts > 1 else None
+    unit = min(width, target.part_unit or width)
+    for count in range(min(-(-weight.columns // width), most, target.most_parts), 1, -1):
+        step = -(-weight.columns // (count * unit)) * unit
+        parts = -(-weight.columns // step)
+        if _adds_up_at_once(weight.columns, out, (parts - 1) * step, options):
+            return parts, step
+    return None
+
+
+def _adds_up_at_once(k: int, out: Value, begin: int, options: CompileOptions) -> bool:
+    """Whether no worker of the last part, which begins at column ``begin`` of x, has two blocks.
+
+    It adds up the others, unless a reduce does, and would wait for them between its blocks. A part
+    has a share of the workers that is proportional to its columns (instructions/matmul/lower.py).
+    """
+    target = options.target
+    if target.is_matrix_step(out.rows, BF16):
+        return True
+    workers = options.workers - options.workers * begin // k
+    units = -(-out.own_columns // options.column_unit)
+    return -(-units // workers) * options.column_unit <= target.block_rows
 
 
 def _with_addends(operation: Operation, parts: int, step: int) -> Operation:
