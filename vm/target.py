@@ -77,7 +77,7 @@ class Target:
     Split K: in these steps, products of long rows are split into at most ``most_parts`` parts of ``part_of_k``
     columns (0: never) or more, a multiple of ``part_unit`` (0: of ``part_of_k``). They are split only while no worker
     of the part that adds up the others has more than ``block_rows`` columns of the result, because it waits for
-    the other parts each time it has finished that many.
+    the other parts each time it has finished that many. Fewer than ``few_parts`` parts do not pay.
 
     Matrix products: in steps of more than ``group_rows`` rows, products of bfloat16 take ``min_matrix_rows`` to
     ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of
@@ -120,6 +120,7 @@ class Target:
     group_rows: int = 0
     part_of_k: int = 0
     part_unit: int = 0
+    few_parts: int = 2
     most_parts: int = 8  # the worker that adds the parts keeps one pair of each in registers
     block_rows: int = BLOCK_UNITS * UNIT_ROWS
     min_matrix_rows: int = 0
@@ -164,6 +165,7 @@ TARGETS = {
             # The columns of a unit of bfloat16 weights that the kernel takes at once.
             part_of_k=ROWS_CHUNK_PAGES * PAGE_BYTES // UNIT_ROWS // BF16.size,
             part_unit=PAGE_BYTES // UNIT_ROWS // BF16.size,
+            few_parts=3,
             min_matrix_rows=MIN_MATRIX_ROWS,
             matrix_rows=MAX_MATRIX_ROWS,
             matrix_blocks=MATRIX_BLOCKS,

@@ -81,17 +81,19 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
     if operation.inputs.keys() & {"x_squares", "row_index"}:
         return None
     weight, out, target = _weight(operation), operation.outputs["out"], options.target
+    fewest = 2
     if target.is_matrix_step(out.rows, weight.dtype):
         most = _fewest_bytes(out.rows, weight.columns, out.own_columns, options)
     elif target.matrix_rows and out.rows > target.group_rows:
         return None
     else:
         most = target.block_rows * options.workers // out.own_columns
+        fewest = target.few_parts
     unit = min(width, target.part_unit or width)
-    for count in range(min(-(-weight.columns // width), most, target.most_parts), 1, -1):
+    for count in range(min(-(-weight.columns // width), most, target.most_parts), fewest - 1, -1):
         step = -(-weight.columns // (count * unit)) * unit
         parts = -(-weight.columns // step)
-        if _adds_up_at_once(weight.columns, out, (parts - 1) * step, options):
+        if parts >= fewest and _adds_up_at_once(weight.columns, out, (parts - 1) * step, options):
             return parts, step
     return None
 
