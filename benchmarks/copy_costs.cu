@@ -1,0 +1,210 @@
+// What the loader's copies cost on a Hopper GPU: cycles of a step of a matrix product
+// (instructions/ product/matrix_pages.cuh), with nothing but the copies.
+//
+//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/copy_costs.cu -o
+//   copy_costs
+//   ./copy_costs
+//
+// A warp fills a ring of steps: a box of x (128 rows of 64 columns, 128-byte swizzle) and 256 rows
+// of weights as they are stored (units of 8 rows), 48 KiB together. Another warp frees each step as
+// soon as it has arrived. The numbers in brackets are the loader's cycles for a step: looking at a
+// semaphore until the step is free, announcing the bytes, starting the copies.
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+constexpr uint32_t kSteps = 4;           // the ring has room for so many
+constexpr uint32_t kXBytes = 16 * 1024;  // a box of x
+constexpr uint32_t kStepBytes = 48 * 1024;
+constexpr uint32_t kColumns = 4096, kXRows = 4096, kUnits = 3600;
+constexpr uint32_t kUnitBytes = 8 * kColumns * 2;
+constexpr uint32_t kGroups = 4;  // of 256 rows of weights, for each worker
+
+struct Maps {
+  CUtensorMap x, block, blocks;  // boxes of weights have 8 units, or 16
+};
+
+// How a step is copied: by a lane for each box, all by one lane, or with 16 units in a box.
+enum class How : int { kLanes, kOneLane, kLargeBoxes };
+
+struct Cycles {
+  unsigned long long all, looking, announcing, starting;
+};
+
+__device__ uint32_t shared(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+__device__ bool is_over(uint32_t semaphore, uint32_t phase) {
+  uint32_t over;
+  asm volatile(
+      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n}"
+      : "=r"(over)
+      : "r"(semaphore), "r"(phase)
+      : "memory");
+  return over;
+}
+__device__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t column, uint32_t row,
+                         uint32_t semaphore) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(semaphore)
+      : "memory");
+}
+
+// Worker i multiplies tile i % row_tiles of the rows with its own weights.
+__global__ void __launch_bounds__(64, 1)
+    copies(const __grid_constant__ Maps maps, uint32_t row_tiles, uint32_t slots, How how,
+           Cycles* cycles) {
+  extern __shared__ __align__(1024) char pages[];
+  __shared__ uint64_t arrived[kSteps], finished[kSteps];
+  const uint32_t lane = threadIdx.x % 32;
+  if (threadIdx.x < kSteps) {
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared(&arrived[threadIdx.x])));
+    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared(&finished[threadIdx.x])));
+  }
+  asm volatile("fence.mbarrier_init.release.cluster;");
+  __syncthreads();
+  const uint32_t steps = kGroups * kColumns / 64;
+  const long long begin = clock64();
+  uint32_t slot = 0, round = 0;
+  const auto advance = [&] {
+    if (++slot == slots) slot = 0, round ^= 1;
+  };
+  if (threadIdx.x >= 32) {
+    for (uint32_t step = 0; step < steps; ++step, advance()) {
+      while (!__all_sync(~0u, is_over(shared(&arrived[slot]), round))) continue;
+      if (lane == 0)
+        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared(&finished[slot]))
+                     : "memory");
+      __syncwarp();
+    }
+    if (lane == 0) cycles[blockIdx.x].all = clock64() - begin;
+    return;
+  }
+  unsigned long long looking = 0, announcing = 0, starting = 0;
+  const uint32_t x_row = blockIdx.x % row_tiles * 128, column_tiles = gridDim.x / row_tiles;
+  for (uint32_t step = 0; step < steps; ++step, advance()) {
+    const uint32_t group = step / (kColumns / 64), box = step % (kColumns / 64);
+    const uint32_t unit = (group * column_tiles + blockIdx.x / row_tiles) * 32 % (kUnits - 32);
+    long long from = clock64();
+    while (!__all_sync(~0u, lane != 0 || is_over(shared(&finished[slot]), round ^ 1))) continue;
+    long long to = clock64();
+    looking += to - from;
+    const uint32_t semaphore = shared(&arrived[slot]), page = shared(pages) + slot * kStepBytes;
+    if (lane == 0)
+      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(semaphore),
+                   "r"(kStepBytes)
+                   : "memory");
+    __syncwarp();
+    from = clock64();
+    announcing += from - to;
+    if (how == How::kLanes) {
+      if (lane < 4)
+        copy_box(page + kXBytes + lane * 8192, &maps.block, box * 128, unit + lane * 8, semaphore);
+      if (lane == 4) copy_box(page, &maps.x, box * 64, x_row, semaphore);
+    } else if (lane == 0) {
+      copy_box(page, &maps.x, box * 64, x_row, semaphore);
+      const uint32_t units = how == How::kOneLane ? 8 : 16;
+      for (uint32_t i = 0; i < 32; i += units)
+        copy_box(page + kXBytes + i * 1024, how == How::kOneLane ? &maps.block : &maps.blocks,
+                 box * 128, unit + i, semaphore);
+    }
+    __syncwarp();
+    to = clock64();
+    starting += to - from;
+  }
+  if (lane == 0) {
+    cycles[blockIdx.x].looking = looking;
+    cycles[blockIdx.x].announcing = announcing;
+    cycles[blockIdx.x].starting = starting;
+  }
+}
+
+template <class Result>
+void check(Result result, const char* what) {
+  if (static_cast<int>(result) == 0) return;
+  std::fprintf(stderr, "%s: error %d\n", what, static_cast<int>(result));
+  std::exit(1);
+}
+
+int main() {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult query;
+  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault,
+                                         &query),
+        "the driver has no tensor maps");
+  const auto encode = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  const auto map = [&](CUtensorMapDataType type, void* memory, uint64_t columns, uint64_t rows,
+                       uint64_t row_bytes, uint32_t box_columns, uint32_t box_rows,
+                       CUtensorMapSwizzle swizzle) {
+    CUtensorMap made;
+    const cuuint64_t sizes[2] = {columns, rows}, strides[1] = {row_bytes};
+    const cuuint32_t box[2] = {box_columns, box_rows}, ones[2] = {1, 1};
+    check(encode(&made, type, 2, memory, sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                 swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE),
+          "a tensor map");
+    return made;
+  };
+  char *x, *weights;
+  check(cudaMalloc(&x, uint64_t{kXRows} * kColumns * 2), "memory for x");
+  check(cudaMalloc(&weights, uint64_t{kUnits} * kUnitBytes), "memory for weights");
+  check(cudaMemset(x, 1, uint64_t{kXRows} * kColumns * 2), "x");
+  check(cudaMemset(weights, 1, uint64_t{kUnits} * kUnitBytes), "weights");
+  const auto weight_map = [&](uint32_t units) {
+    return map(CU_TENSOR_MAP_DATA_TYPE_UINT64, weights, kUnitBytes / 8, kUnits, kUnitBytes, 128,
+               units, CU_TENSOR_MAP_SWIZZLE_NONE);
+  };
+  const Maps maps = {map(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x, kColumns, kXRows, kColumns * 2, 64,
+                         128, CU_TENSOR_MAP_SWIZZLE_128B),
+                     weight_map(8), weight_map(16)};
+  check(cudaFuncSetAttribute(copies, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             kSteps * kStepBytes + 1024),
+        "shared memory");
+  int workers = 0;
+  check(cudaDeviceGetAttribute(&workers, cudaDevAttrMultiProcessorCount, 0), "SMs");
+  Cycles* cycles;
+  check(cudaMalloc(&cycles, sizeof(Cycles) * workers), "memory for cycles");
+
+  struct Scene {
+    const char* name;
+    int workers;
+    uint32_t row_tiles;
+  };
+  const Scene scenes[] = {{"one worker", 1, 1},
+                          {"all, 1 tile of rows", workers, 1},
+                          {"all, 2 tiles of rows", workers, 2},
+                          {"all, 8 tiles of rows", workers / 8 * 8, 8}};
+  const char* const names[] = {"a lane for each box", "one lane", "16 units in a box"};
+  for (const Scene& scene : scenes)
+    for (int how = 0; how < 3; ++how) {
+      std::printf("%-21s %-20s", scene.name, names[how]);
+      for (uint32_t slots = 1; slots <= kSteps; ++slots) {
+        std::vector<double> all;
+        std::vector<Cycles> found(scene.workers);
+        for (int i = 0; i < 5; ++i) {
+          copies<<<scene.workers, 64, kSteps * kStepBytes + 1024>>>(maps, scene.row_tiles, slots,
+                                                                    static_cast<How>(how), cycles);
+          check(cudaDeviceSynchronize(), "the kernel");
+          check(cudaMemcpy(found.data(), cycles, sizeof(Cycles) * scene.workers,
+                           cudaMemcpyDeviceToHost),
+                "cycles");
+          unsigned long long longest = 0;
+          for (const Cycles& each : found) longest = std::max(longest, each.all);
+          all.push_back(static_cast<double>(longest));
+        }
+        std::sort(all.begin(), all.end());
+        const double steps = kGroups * kColumns / 64;
+        std::printf(" | %u: %5.0f (%3.0f, %3.0f, %3.0f)", slots, all[2] / steps,
+                    found[0].looking / steps, found[0].announcing / steps,
+                    found[0].starting / steps);
+      }
+      std::printf("\n");
+    }
+}
