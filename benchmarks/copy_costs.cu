@@ -1,9 +1,7 @@
-// What the loader's copies cost on a Hopper GPU: cycles of a step of a matrix product
-// (instructions/ product/matrix_pages.cuh), with nothing but the copies.
+// What the loader's copies cost on a Hopper GPU: cycles of a step of a matrix product with nothing
+// but the copies (instructions/product/matrix_pages.cuh). $CU is this file:
 //
-//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a benchmarks/copy_costs.cu -o
-//   copy_costs
-//   ./copy_costs
+//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a $CU -o copy_costs && ./copy_costs
 //
 // A warp fills a ring of steps: a box of x (128 rows of 64 columns, 128-byte swizzle) and 256 rows
 // of weights as they are stored (units of 8 rows), 48 KiB together. Another warp frees each step as
