@@ -122,15 +122,18 @@ class Consumer {
       if (__any_sync(~0u, is_stopping())) return false;
     return true;
   }
-  __device__ __forceinline__ void finish_pages(uint32_t count) {
+  // Finish the next `count` pages. A worker that stops leaves them, as some may not have arrived:
+  // with `stops` they are only passed.
+  __device__ __forceinline__ void finish_pages(uint32_t count, bool stops = false) {
     if constexpr (kWarpArrivals > 1) {
-      for (; count > 0; --count, page.advance()) finish(page);
+      for (; count > 0; --count, page.advance())
+        if (!stops) finish(page);
       return;
     }
     PageCursor mine = page;
     mine.advance(lane_index());
     __syncwarp();
-    if (lane_index() < count) page_finished(mine.slot).arrive();
+    if (lane_index() < count && !stops) page_finished(mine.slot).arrive();
     page.advance(count);
   }
 

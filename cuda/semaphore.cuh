@@ -6,7 +6,7 @@
 namespace megavm {
 
 // Index of the first semaphore of a kind. Kinds 0 and 1 have one per page, 2 to 6 one per stage, 7
-// has one, 8 to 11 have one per half of the scratch.
+// has one, 8 to 11 have two, one for each place in the scratch.
 __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t number = static_cast<uint32_t>(kind);
   if (number < 2) return number * kPages;

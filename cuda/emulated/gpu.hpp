@@ -94,9 +94,12 @@ struct Meeting {
 
 struct Warp {
   Meeting meetings[2];
-  uint32_t alive = 0;   // bit i: lane i has not ended
-  uint32_t fences = 0;  // that its lanes have come to, of wgmma
-  uint32_t meets = 0;   // the same of sync_warpgroup
+  uint32_t alive = 0;          // bit i: lane i has not ended
+  uint32_t fences = 0;         // that its lanes have come to, of wgmma
+  uint32_t meets = 0;          // the same of sync_warpgroup
+  uint64_t operands = 0;       // descriptors of the products since the last commit
+  uint32_t commits = 0;        // groups of products that were committed
+  uint64_t committed[4] = {};  // the operands of the last groups
 };
 
 // A copy that the copy engine has not delivered.

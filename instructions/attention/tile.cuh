@@ -323,8 +323,7 @@ struct AttentionTile {
       const bool masked = first < seen_begin || first + kTokens > seen_end;
       if (first < end)
         attend(ptx::uniform(consumer.page.address()), ptx::uniform(values), first, masked, state);
-      // A worker that stops leaves its pages: some may not have arrived.
-      consumer.finish_pages(stops ? 0 : kStepPages);
+      consumer.finish_pages(kStepPages, stops);
     }
     if (stops) page_arrived(consumer.page.slot).give_up(consumer.page.phase);
     consumer.note(in.stage, Event::kComputed);

@@ -69,8 +69,8 @@ class MatrixConsumer : MatrixSizes {
       multiply<1, kTurnBoxes>(group, sums, stops);
     else
       multiply<1, 1>(group, sums, stops);
-    if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
     if (product_.x_squares != kNone) consumer_.scales.arrived().wait(consumer_.scales.phase());
+    if (first + kGroupBlocks >= order_.blocks) consumer_.note(stage_, Event::kComputed);
     // The pages of the last step may be overwritten, the scales are there, and no warp has ended:
     // warpgroups meet in matrix_quads.cuh.
     consumer_.sync_alive();
@@ -89,7 +89,8 @@ class MatrixConsumer : MatrixSizes {
   };
 
   // The operands of this warpgroup's boxes of a step whose pages begin with `page`.
-  // NOTE: nothing but sums, because this stands between the products of two boxes.
+  // NOTE: only sums and moves to uniform registers, because this stands between the products of two
+  // boxes.
   template <uint32_t kBlocks>
   class StepOperands {
    public:
@@ -134,13 +135,13 @@ class MatrixConsumer : MatrixSizes {
   __device__ __forceinline__ void multiply(const MatrixGroup& group, MatrixSums& sums, bool stops) {
     // A *turn* is kBoxes boxes of a step. All boxes of a step are there; those beyond the last
     // column are zeros.
-    // NOTE: constants where they are the same for all groups of so many blocks, as no register is
-    // left for them in this loop.
-    constexpr bool kMost = kBlocks == kMaxBlocks;
-    const uint32_t own = kMost ? 1 : group.own_boxes();
-    const uint32_t pages = kMost ? kMostStepPages : group.pages;
-    const uint32_t steps = kMost ? order_.boxes() : ceil_div(order_.boxes(), group.boxes);
-    const uint32_t first_box = !kMost && group.is_shared() ? warpgroup_index() * own : 0;
+    // NOTE: constants where all groups in which a warpgroup has two blocks have the same, as no
+    // register is left for them in this loop.
+    constexpr bool kTwoBlocks = kBlocks == kMaxBlocks;
+    const uint32_t own = kTwoBlocks ? 1 : group.own_boxes();
+    const uint32_t pages = kTwoBlocks ? kMostStepPages : group.pages;
+    const uint32_t steps = kTwoBlocks ? order_.boxes() : ceil_div(order_.boxes(), group.boxes);
+    const uint32_t first_box = !kTwoBlocks && group.is_shared() ? warpgroup_index() * own : 0;
     const StepOperands<kBlocks> operands(group, warpgroup_index());
     uint32_t in_step = 0;  // boxes of this warpgroup
     // NOTE: one loop over the turns of all steps. With one in the other, or with an end of the warp
@@ -161,8 +162,9 @@ class MatrixConsumer : MatrixSizes {
       in_step += kBoxes;
       if (in_step == own) {
         in_step = 0;
-        // A worker that stops leaves its pages: some may not have arrived.
-        if (left > 1) consumer_.finish_pages(stops ? 0 : pages);
+        // NOTE: passed even if the worker is stopping: all warps of a wgmma must have the same
+        // operands.
+        if (left > 1) consumer_.finish_pages(pages, stops);
       }
     }
     sums.settle();

@@ -10,7 +10,8 @@
 // The operands come in boxes of 64 columns, which the copy engine finds by maps (vm/cuda/boxes.py).
 // A box of x is [row][128 bytes] with the 128-byte swizzle. A box of a block of weights is
 // [unit][2 tiles][8 rows][64 bytes], which is wgmma's 64-byte swizzle. If the block has fewer than
-// 8 units, so has its box. A wgmma reads 8 in any case: what follows counts as nothing. What lies
+// 8 units, so has its box. The boxes of two blocks that follow each other in a page are copied as
+// one. A wgmma reads 8 units in any case: what follows counts as nothing. What lies
 // beyond the last column is zeros.
 #pragma once
 
@@ -179,8 +180,9 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       const uint32_t together = group.blocks_of_copy(), beside = ceil_div(group.blocks, together);
       const uint32_t weights = group.boxes * beside;
       const bool is_x = lane >= weights;
-      const uint32_t of_x = is_x ? lane - weights : lane / beside;  // box of x, or beside which
-      const uint32_t block = lane % beside * together;              // of the group
+      const uint32_t of_x =
+          is_x ? lane - weights : lane / beside;        // its box of x, or that beside its weights
+      const uint32_t block = lane % beside * together;  // of the group
       const uint32_t unit = (first + block) * kBlockUnits;
       const uint32_t units = min_of(together * kBlockUnits, end_unit - unit);
       const uint64_t map =

@@ -39,36 +39,36 @@ class MatrixScales : MatrixSizes {
   static constexpr uint32_t kLaneRows = kLanes / kRowLanes;  // rows side by side
   static constexpr uint32_t kLoads = 16;                     // of four squares, in flight in a lane
 
-  // The scales of `count` rows from `first_row` on. A lane has kSets rows at a time.
-  template <uint32_t kSets>
+  // The scales of `count` rows from `first_row` on. A lane has kRowsAtOnce rows at a time.
+  template <uint32_t kRowsAtOnce>
   __device__ __forceinline__ void scale(const ScalesCursor& scales, const Tensor& squares,
                                         uint32_t first_row, uint32_t count) const {
-    constexpr uint32_t kFours = kLoads / kSets;
+    constexpr uint32_t kFours = kLoads / kRowsAtOnce;
     const uint32_t fours = squares.columns / 4, lane = lane_index() % kRowLanes;
 #pragma unroll 1
-    for (uint32_t first = 0; first < count; first += kSets * kLaneRows) {
-      uint64_t from[kSets];
-      float sum[kSets] = {};
+    for (uint32_t first = 0; first < count; first += kRowsAtOnce * kLaneRows) {
+      uint64_t from[kRowsAtOnce];
+      float sum[kRowsAtOnce] = {};
       const auto row_of = [&](uint32_t set) {
         return first + set * kLaneRows + lane_index() / kRowLanes;
       };
 #pragma unroll
-      for (uint32_t set = 0; set < kSets; ++set)
+      for (uint32_t set = 0; set < kRowsAtOnce; ++set)
         from[set] = element_at(squares, source_row(first_row + min_of(row_of(set), count - 1)), 0);
 #pragma unroll 1
       for (uint32_t begin = lane; begin < fours; begin += kFours * kRowLanes) {
-        ptx::Words4 words[kSets][kFours];
+        ptx::Words4 words[kRowsAtOnce][kFours];
         // NOTE: no load is conditional: all of them are in flight together.
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i)
 #pragma unroll
-          for (uint32_t set = 0; set < kSets; ++set)
+          for (uint32_t set = 0; set < kRowsAtOnce; ++set)
             words[set][i] =
                 ptx::load_relaxed4(from[set] + 16 * min_of(begin + i * kRowLanes, fours - 1));
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i)
 #pragma unroll
-          for (uint32_t set = 0; set < kSets; ++set) {
+          for (uint32_t set = 0; set < kRowsAtOnce; ++set) {
             const ptx::Words4& w = words[set][i];
             const float four = __uint_as_float(w.x) + __uint_as_float(w.y) +
                                (__uint_as_float(w.z) + __uint_as_float(w.w));
@@ -77,7 +77,7 @@ class MatrixScales : MatrixSizes {
       }
       __syncwarp();
 #pragma unroll
-      for (uint32_t set = 0; set < kSets; ++set) {
+      for (uint32_t set = 0; set < kRowsAtOnce; ++set) {
 #pragma unroll
         for (uint32_t apart = 1; apart < kRowLanes; apart *= 2)
           sum[set] += __shfl_xor_sync(~0u, sum[set], apart);

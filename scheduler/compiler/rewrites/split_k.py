@@ -10,7 +10,7 @@ from megavm.instructions.product import matrix_rows
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
-from megavm.vm.tensors import BF16, F32
+from megavm.vm.tensors import F32
 
 
 def split_k(operations: list[Operation], options: CompileOptions) -> list[Operation]:
@@ -64,7 +64,7 @@ def _fewest_bytes(rows: int, k: int, columns: int, options: CompileOptions) -> i
     """
     workers = options.workers
     most = workers // (_groups(columns, options) * -(-rows // matrix_rows(rows)))
-    sums = 2 if rows >= options.target.matrix_rows else 8
+    sums = 2 if matrix_rows(rows) >= options.target.matrix_rows else 8
     return min(round(math.sqrt(k * workers / (4 * sums * columns))), most)
 
 
@@ -93,21 +93,21 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
     for count in range(min(-(-weight.columns // width), most, target.most_parts), fewest - 1, -1):
         step = -(-weight.columns // (count * unit)) * unit
         parts = -(-weight.columns // step)
-        if parts >= fewest and _adds_up_at_once(weight.columns, out, (parts - 1) * step, options):
+        if parts >= fewest and _adds_up_at_once(weight, out, (parts - 1) * step, options):
             return parts, step
     return None
 
 
-def _adds_up_at_once(k: int, out: Value, begin: int, options: CompileOptions) -> bool:
+def _adds_up_at_once(weight: Value, out: Value, begin: int, options: CompileOptions) -> bool:
     """Whether no worker of the last part, which begins at column ``begin`` of x, has two blocks.
 
     It adds up the others, unless a reduce does, and would wait for them between its blocks. A part
     has a share of the workers that is proportional to its columns (instructions/matmul/lower.py).
     """
     target = options.target
-    if target.is_matrix_step(out.rows, BF16):
+    if target.is_matrix_step(out.rows, weight.dtype):
         return True
-    workers = options.workers - options.workers * begin // k
+    workers = options.workers - options.workers * begin // weight.columns
     units = -(-out.own_columns // options.column_unit)
     return -(-units // workers) * options.column_unit <= target.block_rows
 

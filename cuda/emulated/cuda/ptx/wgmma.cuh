@@ -63,6 +63,20 @@ inline void wgmma_fence() { meet_warpgroup(&emulated::Warp::fences, "a wgmma"); 
 inline void sync_warpgroup(uint32_t) { meet_warpgroup(&emulated::Warp::meets, "a barrier"); }
 inline void wgmma_commit() {
   __syncwarp();
+  // PTX ISA, "Matrix descriptor": the same in all warps of the warpgroup.
+  if (lane_index() == 0) {
+    const uint32_t first = thread_index() / 32 / 4 * 4;
+    auto& warps = emulated::worker->warps;
+    emulated::Warp& mine = warps[thread_index() / 32];
+    const uint64_t operands = std::exchange(mine.operands, 0);
+    mine.committed[mine.commits % std::size(mine.committed)] = operands;
+    ++mine.commits;
+    for (uint32_t i = first; i < first + 4; ++i)
+      if (warps[i].commits >= mine.commits &&
+          warps[i].commits - mine.commits < std::size(mine.committed) &&
+          warps[i].committed[(mine.commits - 1) % std::size(mine.committed)] != operands)
+        emulated::fail("the warps of a warpgroup multiply different operands");
+  }
   emulated::lane->committed.push_back(std::exchange(emulated::lane->products, {}));
 }
 
@@ -77,6 +91,11 @@ void wgmma_wait() {
     groups.pop_front();
   }
   __syncwarp();
+}
+
+inline void note_operands(uint64_t a, uint64_t b) {
+  auto& all = emulated::worker->warps[thread_index() / 32].operands;
+  if (lane_index() == 0) all = (all * 31 + a) * 31 + b;
 }
 
 // PTX ISA, "Matrix fragments for wgmma.mma_async.m64nNk16": lane l of warp w has in sums
@@ -102,6 +121,7 @@ void begin_product(float (&sums)[kColumns / 2], OfA of_a, uint64_t b, bool trans
 template <uint32_t kColumns>
 void wgmma(float (&sums)[kColumns / 2], uint64_t a, uint64_t b) {
   __syncwarp();
+  note_operands(a, b);
   const uint32_t row = thread_index() / 32 % 4 * 16 + lane_index() / 4;
   begin_product<kColumns>(
       sums, [=](uint32_t h, uint32_t k) { return operand(a, row + 8 * h, k); }, b, false);
@@ -111,6 +131,7 @@ void wgmma(float (&sums)[kColumns / 2], uint64_t a, uint64_t b) {
 template <uint32_t kColumns, bool kTransposed>
 void wgmma(float (&sums)[kColumns / 2], const Words4& a, uint64_t b) {
   const emulated::Meeting& all = emulated::meet("wgmma", a);
+  note_operands(0, b);
   std::array<Words4, 4> of_row;
   for (uint32_t i = 0; i < 4; ++i)
     of_row[i] = emulated::brought<Words4>(all, lane_index() / 4 * 4 + i);
