@@ -1,7 +1,7 @@
 // What the loader's copies cost on a Hopper GPU: cycles of a step of a matrix product with nothing
 // but the copies (instructions/product/matrix_pages.cuh). $CU is this file:
 //
-//   nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a $CU -o copy_costs && ./copy_costs
+//   nvcc -O3 -std=c++20 -I. -gencode=arch=compute_90a,code=sm_90a $CU -o copy_costs && ./copy_costs
 //
 // A warp fills a ring of steps: a box of x (128 rows of 64 columns, 128-byte swizzle) and 256 rows
 // of weights as they are stored (units of 8 rows), 48 KiB together. Another warp frees each step as
@@ -15,6 +15,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <vector>
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/memory.cuh"
+
+namespace ptx = megavm::ptx;
 
 constexpr uint32_t kSteps = 4;           // the ring has room for so many
 constexpr uint32_t kXBytes = 16 * 1024;  // a box of x
@@ -34,28 +39,6 @@ struct Cycles {
   unsigned long long all, looking, announcing, starting;
 };
 
-__device__ uint32_t shared(const void* pointer) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
-}
-__device__ bool is_over(uint32_t semaphore, uint32_t phase) {
-  uint32_t over;
-  asm volatile(
-      "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, p;\n}"
-      : "=r"(over)
-      : "r"(semaphore), "r"(phase)
-      : "memory");
-  return over;
-}
-__device__ void copy_box(uint32_t to, const CUtensorMap* map, uint32_t column, uint32_t row,
-                         uint32_t semaphore) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-      "[%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(semaphore)
-      : "memory");
-}
-
 // Worker i multiplies tile i % row_tiles of the rows with its own weights.
 __global__ void __launch_bounds__(64, 1)
     copies(const __grid_constant__ Maps maps, uint32_t row_tiles, uint32_t slots, How how,
@@ -64,10 +47,10 @@ __global__ void __launch_bounds__(64, 1)
   __shared__ uint64_t arrived[kSteps], finished[kSteps];
   const uint32_t lane = threadIdx.x % 32;
   if (threadIdx.x < kSteps) {
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared(&arrived[threadIdx.x])));
-    asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared(&finished[threadIdx.x])));
+    ptx::mbarrier_init(ptx::shared_address(&arrived[threadIdx.x]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&finished[threadIdx.x]), 1);
   }
-  asm volatile("fence.mbarrier_init.release.cluster;");
+  ptx::fence_mbarrier_init();
   __syncthreads();
   const uint32_t steps = kGroups * kColumns / 64;
   const long long begin = clock64();
@@ -77,10 +60,9 @@ __global__ void __launch_bounds__(64, 1)
   };
   if (threadIdx.x >= 32) {
     for (uint32_t step = 0; step < steps; ++step, advance()) {
-      while (!__all_sync(~0u, is_over(shared(&arrived[slot]), round))) continue;
-      if (lane == 0)
-        asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared(&finished[slot]))
-                     : "memory");
+      while (!__all_sync(~0u, ptx::mbarrier_try_wait(ptx::shared_address(&arrived[slot]), round)))
+        continue;
+      if (lane == 0) ptx::mbarrier_arrive(ptx::shared_address(&finished[slot]));
       __syncwarp();
     }
     if (lane == 0) cycles[blockIdx.x].all = clock64() - begin;
@@ -92,27 +74,31 @@ __global__ void __launch_bounds__(64, 1)
     const uint32_t group = step / (kColumns / 64), box = step % (kColumns / 64);
     const uint32_t unit = (group * column_tiles + blockIdx.x / row_tiles) * 32 % (kUnits - 32);
     long long from = clock64();
-    while (!__all_sync(~0u, lane != 0 || is_over(shared(&finished[slot]), round ^ 1))) continue;
+    while (!__all_sync(
+        ~0u, lane != 0 || ptx::mbarrier_try_wait(ptx::shared_address(&finished[slot]), round ^ 1)))
+      continue;
     long long to = clock64();
     looking += to - from;
-    const uint32_t semaphore = shared(&arrived[slot]), page = shared(pages) + slot * kStepBytes;
-    if (lane == 0)
-      asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(semaphore),
-                   "r"(kStepBytes)
-                   : "memory");
+    const uint32_t semaphore = ptx::shared_address(&arrived[slot]),
+                   page = ptx::shared_address(pages) + slot * kStepBytes;
+    if (lane == 0) ptx::mbarrier_arrive_expect_tx(semaphore, kStepBytes);
     __syncwarp();
     from = clock64();
     announcing += from - to;
     if (how == How::kLanes) {
       if (lane < 4)
-        copy_box(page + kXBytes + lane * 8192, &maps.block, box * 128, unit + lane * 8, semaphore);
-      if (lane == 4) copy_box(page, &maps.x, box * 64, x_row, semaphore);
+        ptx::box_load(page + kXBytes + lane * 8192, reinterpret_cast<uint64_t>(&maps.block),
+                      box * 128, unit + lane * 8, semaphore);
+      if (lane == 4)
+        ptx::box_load(page, reinterpret_cast<uint64_t>(&maps.x), box * 64, x_row, semaphore);
     } else if (lane == 0) {
-      copy_box(page, &maps.x, box * 64, x_row, semaphore);
+      ptx::box_load(page, reinterpret_cast<uint64_t>(&maps.x), box * 64, x_row, semaphore);
       const uint32_t units = how == How::kOneLane ? 8 : 16;
       for (uint32_t i = 0; i < 32; i += units)
-        copy_box(page + kXBytes + i * 1024, how == How::kOneLane ? &maps.block : &maps.blocks,
-                 box * 128, unit + i, semaphore);
+        ptx::box_load(page + kXBytes + i * 1024,
+                      how == How::kOneLane ? reinterpret_cast<uint64_t>(&maps.block)
+                                           : reinterpret_cast<uint64_t>(&maps.blocks),
+                      box * 128, unit + i, semaphore);
     }
     __syncwarp();
     to = clock64();

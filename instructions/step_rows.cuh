@@ -31,11 +31,19 @@ __device__ __forceinline__ uint32_t position_of(const Tensor& row_position, uint
   return position;
 }
 
-// KV block in entry `column` of a sequence's row of the block table.
+// KV block in entry `column` of a sequence's row of the block table, as it is there; checked.
+__device__ __forceinline__ uint32_t unchecked_kv_block(const Tensor& block_table, uint32_t sequence,
+                                                       uint32_t column) {
+  return static_cast<uint32_t>(constant_integer(block_table, sequence, column));
+}
+__device__ __forceinline__ void check_kv_block(uint32_t block, uint32_t sequence, uint32_t column,
+                                               uint32_t num_blocks) {
+  if (block >= num_blocks) stop_instruction(Fault::kKvBlock, sequence, column, block, num_blocks);
+}
 __device__ __forceinline__ uint32_t kv_block(const Tensor& block_table, uint32_t sequence,
                                              uint32_t column, uint32_t num_blocks) {
-  const uint32_t block = static_cast<uint32_t>(constant_integer(block_table, sequence, column));
-  if (block >= num_blocks) stop_instruction(Fault::kKvBlock, sequence, column, block, num_blocks);
+  const uint32_t block = unchecked_kv_block(block_table, sequence, column);
+  check_kv_block(block, sequence, column, num_blocks);
   return block;
 }
 

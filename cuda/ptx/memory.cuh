@@ -312,10 +312,10 @@ __device__ __forceinline__ Words4 load_matrices_transposed(uint32_t address) {
   return v;
 }
 
-// ---- The copy engine.
-
-// The value of lane 0, in a uniform register.
+// The value of lane 0. The compiler keeps it in a uniform register.
 __device__ __forceinline__ uint32_t uniform(uint32_t value) { return __shfl_sync(~0u, value, 0); }
+
+// ---- The copy engine.
 
 // Cache policy for data that is read once.
 __device__ __forceinline__ uint64_t evict_first_policy() {

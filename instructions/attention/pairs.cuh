@@ -46,8 +46,7 @@ struct AttentionPairs {
       const uint32_t mine = pairs.begin + lane_index() / kAtOnce * kPiece;
       const auto ask = [&](uint32_t page) {
         const uint32_t token = mine + page * kPageTokens;
-        return token < pairs.cached ? static_cast<uint32_t>(constant_integer(table, pairs.sequence,
-                                                                             token / kBlockSize))
+        return token < pairs.cached ? unchecked_kv_block(table, pairs.sequence, token / kBlockSize)
                                     : 0;
       };
       uint32_t next = ask(0), block = 0, token = 0;
@@ -56,8 +55,7 @@ struct AttentionPairs {
         if (page % kKnownPages == 0) {
           block = next;
           token = mine + page * kPageTokens;
-          if (block >= keys.rows)
-            stop_instruction(Fault::kKvBlock, pairs.sequence, token / kBlockSize, block, keys.rows);
+          check_kv_block(block, pairs.sequence, token / kBlockSize, keys.rows);
           next = ask(page + kKnownPages);
         }
         if (!ready) loader.wait_ready();

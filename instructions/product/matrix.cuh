@@ -171,7 +171,7 @@ class MatrixConsumer : MatrixSizes {
     if (stops) give_up();
   }
 
-  // End this warp, which waited for the instruction's input, or for the next pages.
+  // End this warp, which waited for the instruction's input, or for pages up to the next ones.
   [[noreturn]] __device__ __forceinline__ void give_up() const {
     const StageCursor& stage = consumer_.stage;
     if (!stage.ready().is_over(stage.phase)) stage.ready().give_up(stage.phase);

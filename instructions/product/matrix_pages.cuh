@@ -180,9 +180,9 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       const uint32_t together = group.blocks_of_copy(), beside = ceil_div(group.blocks, together);
       const uint32_t weights = group.boxes * beside;
       const bool is_x = lane >= weights;
-      const uint32_t of_x =
-          is_x ? lane - weights : lane / beside;        // its box of x, or that beside its weights
-      const uint32_t block = lane % beside * together;  // of the group
+      // The box of x that the lane copies, or that is multiplied with its weights.
+      const uint32_t of_x = is_x ? lane - weights : lane / beside;
+      const uint32_t block = lane % beside * together;  // its first block, counted from `first`
       const uint32_t unit = (first + block) * kBlockUnits;
       const uint32_t units = min_of(together * kBlockUnits, end_unit - unit);
       const uint64_t map =

@@ -17,10 +17,12 @@ class MatrixScales : MatrixSizes {
     if (product_.x_squares == kNone || product_.row_begin >= end) return;
     storer.stage.ready().wait(storer.stage.phase);
     const Tensor& squares = stage_.tensors[product_.x_squares];
-    const bool in_fours = has_fours(squares), are_short = squares.columns <= 4 * kRowLanes * 8;
+    // Two rows of a lane fit into its loads.
+    const bool in_fours = has_fours(squares),
+               are_short = squares.columns <= 4 * kRowLanes * kLoads / 2;
 #pragma unroll 1
     for (uint32_t row = product_.row_begin; row < end; row += kRows) {
-      // The consumers use the scales in this place no more.
+      // The consumers have used the scales in this place.
       storer.scales.finished().wait(storer.scales.phase() ^ 1);
       const uint32_t count = min_of(kRows, end - row);
       if (!in_fours)
@@ -37,7 +39,7 @@ class MatrixScales : MatrixSizes {
  private:
   static constexpr uint32_t kRowLanes = 8;                   // lanes that add up a row
   static constexpr uint32_t kLaneRows = kLanes / kRowLanes;  // rows side by side
-  static constexpr uint32_t kLoads = 16;                     // of four squares, in flight in a lane
+  static constexpr uint32_t kLoads = 16;  // Each of four squares; a lane has so many in flight.
 
   // The scales of `count` rows from `first_row` on. A lane has kRowsAtOnce rows at a time.
   template <uint32_t kRowsAtOnce>
@@ -49,12 +51,12 @@ class MatrixScales : MatrixSizes {
     for (uint32_t first = 0; first < count; first += kRowsAtOnce * kLaneRows) {
       uint64_t from[kRowsAtOnce];
       float sum[kRowsAtOnce] = {};
-      const auto row_of = [&](uint32_t set) {
-        return first + set * kLaneRows + lane_index() / kRowLanes;
+      const auto row_of = [&](uint32_t nth) {
+        return first + nth * kLaneRows + lane_index() / kRowLanes;
       };
 #pragma unroll
-      for (uint32_t set = 0; set < kRowsAtOnce; ++set)
-        from[set] = element_at(squares, source_row(first_row + min_of(row_of(set), count - 1)), 0);
+      for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth)
+        from[nth] = element_at(squares, source_row(first_row + min_of(row_of(nth), count - 1)), 0);
 #pragma unroll 1
       for (uint32_t begin = lane; begin < fours; begin += kFours * kRowLanes) {
         ptx::Words4 words[kRowsAtOnce][kFours];
@@ -62,27 +64,27 @@ class MatrixScales : MatrixSizes {
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i)
 #pragma unroll
-          for (uint32_t set = 0; set < kRowsAtOnce; ++set)
-            words[set][i] =
-                ptx::load_relaxed4(from[set] + 16 * min_of(begin + i * kRowLanes, fours - 1));
+          for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth)
+            words[nth][i] =
+                ptx::load_relaxed4(from[nth] + 16 * min_of(begin + i * kRowLanes, fours - 1));
 #pragma unroll
         for (uint32_t i = 0; i < kFours; ++i)
 #pragma unroll
-          for (uint32_t set = 0; set < kRowsAtOnce; ++set) {
-            const ptx::Words4& w = words[set][i];
+          for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth) {
+            const ptx::Words4& w = words[nth][i];
             const float four = __uint_as_float(w.x) + __uint_as_float(w.y) +
                                (__uint_as_float(w.z) + __uint_as_float(w.w));
-            if (begin + i * kRowLanes < fours) sum[set] += four;
+            if (begin + i * kRowLanes < fours) sum[nth] += four;
           }
       }
       __syncwarp();
 #pragma unroll
-      for (uint32_t set = 0; set < kRowsAtOnce; ++set) {
+      for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth) {
 #pragma unroll
         for (uint32_t apart = 1; apart < kRowLanes; apart *= 2)
-          sum[set] += __shfl_xor_sync(~0u, sum[set], apart);
-        if (lane == 0 && row_of(set) < count)
-          store(scales, row_of(set), scale_of(product_, sum[set]));
+          sum[nth] += __shfl_xor_sync(~0u, sum[nth], apart);
+        if (lane == 0 && row_of(nth) < count)
+          store(scales, row_of(nth), scale_of(product_, sum[nth]));
       }
     }
   }

@@ -59,7 +59,7 @@ def test_a_row_of_8b_has_its_scratch_from_attention_and_12_pages() -> None:
 def test_several_rows_of_8b_have_their_scratch_from_partial_sums_and_11_pages() -> None:
     assert memory_of(LLAMA_8B, 8) == KernelMemory(
         group_rows=8,
-        unit_pages=14,  # of 14336 columns
+        unit_pages=14,  # down_proj is not split: 14336 columns, 1024 in a page
         chunk_pages=2,
         panel_bytes=0,
         partial_floats=8 * 8 * 8 * 8,
