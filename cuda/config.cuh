@@ -37,6 +37,8 @@ constexpr uint32_t kRanks = 1;
 constexpr uint32_t kFixedOrder = 0;
 // Whether some instructions also store results scaled by a gain, for readers that normalise them.
 constexpr uint32_t kAnyOutScaled = 0;
+// The columns in each sum of squares that is stored: bits kUnitRows and kWideSquares.
+constexpr uint32_t kSquaresUnits = 0;
 }  // namespace program_defaults
 namespace program {
 using namespace program_defaults;

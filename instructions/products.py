@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from megavm.instructions.tiles import unit_of
 from megavm.vm.config import NONE, UNIT_ROWS
 from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.reference import Rows, View
@@ -62,12 +63,13 @@ def write_scaled(m: View, inst: Scaled, rows: Rows, columns: Rows, out: torch.Te
         return
     gain = m.raw(inst.out_gain)[columns[0] : columns[1]].float()
     m.write(inst.out_scaled, rows, columns, out * gain)
-    squares = sums_of_squares(out)
-    first = columns[0] // UNIT_ROWS
+    unit = unit_of(m.tensors, inst)
+    squares = sums_of_squares(out, unit)
+    first = columns[0] // unit
     m.write(inst.out_squares, rows, (first, first + squares.shape[1]), squares)
 
 
-def sums_of_squares(x: torch.Tensor) -> torch.Tensor:
-    """The sum of squares of every UNIT_ROWS columns of x [rows, columns], in float32."""
-    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % UNIT_ROWS))
-    return padded.pow(2).view(len(x), -1, UNIT_ROWS).sum(-1)
+def sums_of_squares(x: torch.Tensor, unit: int = UNIT_ROWS) -> torch.Tensor:
+    """The sum of squares of every ``unit`` columns of x [rows, columns], in float32."""
+    padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % unit))
+    return padded.pow(2).view(len(x), -1, unit).sum(-1)

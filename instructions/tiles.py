@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megavm.vm.config import NONE, UNIT_ROWS
+from megavm.vm.config import NONE, UNIT_ROWS, WIDE_SQUARES
+from megavm.vm.constants import Constant, union
 from megavm.vm.operands import present
 from megavm.vm.tensors import Region, TensorSpec
 
@@ -72,18 +73,42 @@ def whole_groups(tensors: Sequence[TensorSpec], group: int, **operands: int) -> 
                 )
 
 
-def squares_of(columns: int) -> int:
-    """Number of sums of squares of a row of ``columns`` columns."""
-    return -(-columns // UNIT_ROWS)
+def squares_of(columns: int, unit: int = UNIT_ROWS) -> int:
+    """Number of sums of squares of a row of ``columns`` columns, each of ``unit`` columns."""
+    return -(-columns // unit)
 
 
-def scaled_writes(inst: Any) -> Iterator[Region]:
+def squares_unit(columns: int, squares: int) -> int:
+    """Columns in each of ``squares`` sums of squares of a row of ``columns`` columns."""
+    return WIDE_SQUARES if squares * WIDE_SQUARES == columns else UNIT_ROWS
+
+
+def unit_of(tensors: Sequence[TensorSpec], inst: Any) -> int:
+    """Columns in each sum of ``out_squares``."""
+    if NONE in (inst.out_scaled, inst.out_squares):
+        return UNIT_ROWS
+    scaled, squares = tensors[inst.out_scaled], tensors[inst.out_squares]
+    return squares_unit(scaled.own_columns, squares.own_columns)
+
+
+def is_wide(tensors: Sequence[TensorSpec], inst: Any) -> bool:
+    """Whether the instruction has ``out_squares`` of WIDE_SQUARES columns each."""
+    return unit_of(tensors, inst) == WIDE_SQUARES
+
+
+def squares_units(tensors: Sequence[TensorSpec], inst: Any) -> Constant:
+    """The constant of this name in cuda/config.cuh."""
+    return union(0 if inst.out_squares == NONE else unit_of(tensors, inst))
+
+
+def scaled_writes(tensors: Sequence[TensorSpec], inst: Any) -> Iterator[Region]:
     """The regions of ``out_scaled`` and ``out_squares`` that belong to the instruction's tile of out."""
     rows, columns = (inst.row_begin, inst.row_end), (inst.column_begin, inst.column_end)
     for handle in present(inst.out_scaled):
         yield Region(handle, rows, columns)
     for handle in present(inst.out_squares):
-        yield Region(handle, rows, (columns[0] // UNIT_ROWS, squares_of(columns[1])))
+        unit = unit_of(tensors, inst)
+        yield Region(handle, rows, (columns[0] // unit, squares_of(columns[1], unit)))
 
 
 def check_scaled(tensors: Sequence[TensorSpec], inst: Any, size: int) -> Iterator[str]:
@@ -94,15 +119,17 @@ def check_scaled(tensors: Sequence[TensorSpec], inst: Any, size: int) -> Iterato
         return
     if missing:
         yield f"{missing[0]} is missing: {', '.join(handles)} go together"
+        return
     yield from shapes(tensors, out_gain=(inst.out_gain, size, 1))
+    unit = squares_unit(size, tensors[inst.out_squares].own_columns)
     yield from result_columns(
         tensors,
         out_scaled=(inst.out_scaled, size),
-        out_squares=(inst.out_squares, squares_of(size)),
+        out_squares=(inst.out_squares, squares_of(size, unit)),
     )
     begin, end = inst.column_begin, inst.column_end
-    if begin % UNIT_ROWS or (end % UNIT_ROWS and end < size):
+    if begin % unit or (end % unit and end < size):
         yield (
             f"columns [{begin}, {end}) of {size} do not begin and end at multiples of "
-            f"{UNIT_ROWS}, which out_squares needs"
+            f"{unit}, which out_squares needs"
         )

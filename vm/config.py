@@ -44,7 +44,8 @@ FIXED_BYTES = NUM_STAGES * STAGE_BYTES + SEMAPHORE_BYTES + NUM_WARPS * CURRENT_B
 
 # Products on the GPU. A weight is cut into units of UNIT_ROWS rows, and a unit into tiles of
 # TILE_ROW_BYTES bytes of each row.
-UNIT_ROWS = 8  # also the columns of the product that share one sum of squares
+UNIT_ROWS = 8  # also the columns of a result that share one sum of squares
+WIDE_SQUARES = 64  # the same in steps of many rows
 TILE_ROW_BYTES = 64
 TILES_PER_PAGE = 32
 BLOCK_UNITS = 8  # units whose sums are finished together

@@ -155,17 +155,24 @@ class Table:
         value = 1 + self.normal(columns, scale=0.3)
         return self.add(name, (columns,), dtype, TensorKind.WEIGHT, value)
 
-    def squares(self, name: str, rows: int, columns: int, *, tagged: bool = False) -> int:
+    def squares(
+        self, name: str, rows: int, columns: int, *, tagged: bool = False, unit: int = UNIT_ROWS
+    ) -> int:
         """Sums of squares of rows of ``columns`` normal elements, as in ``out_squares`` of Matmul."""
-        shape = (rows, squares_of(columns))
-        value = UNIT_ROWS * (1 + self.normal(*shape, scale=0.2).abs())
+        shape = (rows, squares_of(columns, unit))
+        value = unit * (1 + self.normal(*shape, scale=0.2).abs())
         return self.add(name, shape, F32, TensorKind.ACTIVATION, value, tagged=tagged)
 
     def scaled(
-        self, shape: tuple[int, int], dtype: DType, *, tagged: bool = False
+        self,
+        shape: tuple[int, int],
+        dtype: DType,
+        *,
+        tagged: bool = False,
+        unit: int = UNIT_ROWS,
     ) -> dict[str, int]:
-        """out_gain, out_scaled and out_squares of a result."""
-        squares = (shape[0], squares_of(shape[1]))
+        """out_gain, out_scaled and out_squares of a result, each of ``unit`` columns."""
+        squares = (shape[0], squares_of(shape[1], unit))
         return {
             "out_gain": self.gain("out_gain", shape[1], dtype),
             "out_scaled": self.output("out_scaled", shape, dtype, tagged=tagged),

@@ -83,7 +83,8 @@ class Target:
     ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of
     ``block_rows`` rows of the weight. In steps of up to ``matrix_part_rows`` rows they are split along K too,
     into parts of at least ``matrix_part`` columns. ``matrix_times`` predicts how long their tiles take. The rows of
-    ``matrix_row_tiles`` tiles of rows stay in the second-level cache.
+    ``matrix_row_tiles`` tiles of rows stay in the second-level cache. From ``wide_squares_rows`` rows on, sums of
+    squares are of WIDE_SQUARES columns: each worker adds up those of all its rows.
 
     Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
     several rows of a prompt (0: the rows of an instruction need not be few).
@@ -130,6 +131,7 @@ class Target:
     matrix_part_rows: int = 0
     matrix_times: MatrixTimes | None = None
     matrix_row_tiles: int = 8
+    wide_squares_rows: int = 64
     attention_elements: int = 0
     flops_per_byte: int = 64
     balanced_rows: int = 0

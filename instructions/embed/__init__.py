@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from megavm.instructions.step_rows import TOKEN_FAULT, row_faults
-from megavm.instructions.tiles import check_scaled, ranges, scaled_writes
+from megavm.instructions.tiles import check_scaled, ranges, scaled_writes, squares_units
 from megavm.vm.config import NONE, NUM_CONSUMER_WARPS
 from megavm.vm.constants import Constant, union
 from megavm.vm.isa import Instruction, TagOrder
@@ -36,7 +36,11 @@ class Embed(Instruction):
         "out times its gain [rows, hidden]", F32, BF16, optional=True, tagged=True, gathered=True
     )
     out_squares = tensor(
-        "squares of out [rows, ceil(hidden / 8)]", F32, optional=True, tagged=True, gathered=True
+        "squares of out [rows, ceil(hidden / 8) or hidden / 64]",
+        F32,
+        optional=True,
+        tagged=True,
+        gathered=True,
     )
     row_begin = integer("first row")
     row_end = integer("end of the rows")
@@ -57,7 +61,7 @@ class Embed(Instruction):
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
-        yield from scaled_writes(self)
+        yield from scaled_writes(tensors, self)
 
     def bytes(self, tensors: Sequence[TensorSpec]) -> int:
         elements = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
@@ -65,7 +69,10 @@ class Embed(Instruction):
         return elements * (tensors[self.table].dtype.size + written)
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
-        return {"any_scaled": union(self.out_scaled != NONE)}
+        return {
+            "any_scaled": union(self.out_scaled != NONE),
+            "squares_units": squares_units(tensors, self),
+        }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"table": (ROWS, units())}

@@ -17,11 +17,12 @@ inline void execute(const Embed& inst, Worker& worker) {
       worker.fault("token %lld at position %lld of sequence %lld is outside the vocabulary of %lld",
                    static_cast<long long>(token), static_cast<long long>(position),
                    static_cast<long long>(sequence), static_cast<long long>(vocabulary));
+    float squares = 0;
     for (int64_t c = inst.column_begin; c < inst.column_end; c += kLanes) {
       const int count = lanes_at(c, inst.column_end);
       const Vec value = load_row(worker, inst.table, token, c, count);
       store_row(worker, inst.out, row, c, value, count);
-      store_scaled(inst, worker, row, c, value, count);
+      store_scaled(inst, worker, row, c, value, count, squares);
     }
   }
 }

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "instructions/squares.cuh"
 #include "instructions/step_rows.cuh"
 
 namespace megavm {
@@ -107,7 +108,7 @@ struct Kernel<Embed> : KernelDefaults {
     const uint32_t end = in.inst.column_end / kUnitRows, tag = in.out_tag();
     const bool scaled = embed::kAnyScaled && in.has(&Embed::out_scaled);
 #pragma unroll 1
-    for (uint32_t first = in.inst.column_begin / kUnitRows + thread; first < end;
+    for (uint32_t first = in.inst.column_begin / kUnitRows + thread; first - lane_index() < end;
          first += kUnitBatch * threads) {
       ptx::Words4 raw[kUnitBatch];
       EightConstants gain[kUnitBatch] = {};
@@ -122,7 +123,8 @@ struct Kernel<Embed> : KernelDefaults {
         for (uint32_t i = 0; i < kUnitBatch; ++i) gain[i].load(in[&Embed::out_gain], column(i));
 #pragma unroll
       for (uint32_t i = 0; i < kUnitBatch; ++i) {
-        if (first + i * threads >= end) break;
+        if (first - lane_index() + i * threads >= end) break;
+        const bool exists = first + i * threads < end;
         const uint32_t words[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
         Four value[2], product[2];
         float squares = 0.0f;
@@ -134,20 +136,24 @@ struct Kernel<Embed> : KernelDefaults {
           if (scaled) product[j / 4].value[j % 4] = x * gain[i].value(in[&Embed::out_gain], j);
         }
         if (scaled) {
-          ColumnPlace(in[&Embed::out_scaled], column(i)).store_two(row, product, tag);
-          write_element(in[&Embed::out_squares], row, column(i) / kUnitRows, squares, tag);
+          const Tensor &out = in[&Embed::out_scaled], &sums = in[&Embed::out_squares];
+          const uint32_t unit = squares_unit(out, sums);
+          if (exists) ColumnPlace(out, column(i)).store_two(row, product, tag);
+          squares = add_neighbours(squares, unit / kUnitRows);
+          if (exists && column(i) % unit == 0)
+            write_element(sums, row, column(i) / unit, squares, tag);
         }
-        ColumnPlace(in[&Embed::out], column(i)).store_two(row, value, tag);
+        if (exists) ColumnPlace(in[&Embed::out], column(i)).store_two(row, value, tag);
       }
     }
   }
 
-  // Store the pairs `first`, first + step, ... multiplied by their gain, and the sum of squares of
-  // every 8 columns.
+  // Store the pairs `first`, first + step, ... multiplied by their gain, and their squares. The
+  // pairs of a sum of squares are in neighbouring lanes.
   static __device__ __forceinline__ void scale(const Operands<Embed>& in, uint32_t row,
                                                uint32_t first, uint32_t step,
                                                const ptx::Words2 (&raw)[kBatch]) {
-    constexpr uint32_t kPairs = kUnitRows / 2;  // pairs of 8 columns, in neighbouring lanes
+    const uint32_t unit = squares_unit(in[&Embed::out_scaled], in[&Embed::out_squares]);
     const Tensor& gain = in[&Embed::out_gain];
     const bool f32 = is_f32(in[&Embed::table]);
     const uint32_t end = in.inst.column_end;
@@ -168,10 +174,9 @@ struct Kernel<Embed> : KernelDefaults {
                    column + 1 < end, in.out_tag());
       float squares = column < end ? x * x : 0.0f;
       if (column + 1 < end) squares = fmaf(y, y, squares);
-      for (uint32_t apart = 1; apart < kPairs; apart *= 2)
-        squares += __shfl_xor_sync(~0u, squares, apart);
-      if (column < end && lane_index() % kPairs == 0)
-        write_element(in[&Embed::out_squares], row, column / kUnitRows, squares, in.out_tag());
+      squares = add_neighbours(squares, unit / 2);
+      if (column < end && column % unit == 0)
+        write_element(in[&Embed::out_squares], row, column / unit, squares, in.out_tag());
     }
   }
 

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megavm.instructions.embed import Embed
+from megavm.vm.config import UNIT_ROWS, WIDE_SQUARES
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32, I32, TensorKind
 
@@ -25,6 +26,10 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("scaled bf16", BF16, F32, False, 3, (0, 46), 46, BF16),
         ("scaled, tagged", BF16, F32, True, 3, (16, 46), 46, BF16),
         ("scaled, tagged, wide", BF16, F32, True, 1, (8, 2600), 2600, BF16),
+        ("sums of 64", F32, F32, False, 3, (64, 192), 256, F32),
+        ("sums of 64, bf16", BF16, F32, False, 4, (64, 320), 320, BF16),
+        ("sums of 64, tagged", BF16, F32, True, 4, (0, 192), 192, BF16),
+        ("sums of 64, wide", BF16, F32, False, 1, (64, 2624), 2624, BF16),
     ]
     for name, table_type, out_type, tagged, live, columns, size, scaled in cases:
         table = Table(rng)
@@ -38,7 +43,8 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
             "out": table.output("out", (4, size), out_type, tagged=tagged),
         }
         if scaled is not None:
-            handles |= table.scaled((4, size), scaled, tagged=tagged)
+            unit = WIDE_SQUARES if name.startswith("sums of 64") else UNIT_ROWS
+            handles |= table.scaled((4, size), scaled, tagged=tagged, unit=unit)
         inst = Embed(
             **handles,
             row_begin=0,

@@ -26,7 +26,10 @@ class GateUp(Product):
     weight = tensor("gate rows, then up rows [2 * columns, k]", F32, BF16, parts=True)
     bias = tensor("bias of these rows [2 * columns]", F32, BF16, optional=True, parts=True)
     x_squares = tensor(
-        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+        "squares of x before its gain [rows, ceil(k / 8) or k / 64]",
+        F32,
+        optional=True,
+        tagged=True,
     )
     out = tensor("result [rows, columns]", F32, BF16, tagged=True, gathered=True)
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)

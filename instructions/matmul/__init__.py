@@ -6,8 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from megavm.instructions.product import Product
-from megavm.instructions.tiles import check_scaled, ranges, scaled_writes, shapes
-from megavm.vm.config import BOX_COLUMNS, NONE
+from megavm.instructions.tiles import (
+    check_scaled,
+    is_wide,
+    ranges,
+    scaled_writes,
+    shapes,
+    squares_units,
+)
+from megavm.vm.config import BOX_COLUMNS, NONE, WIDE_SQUARES
 from megavm.vm.constants import Constant, largest, union
 from megavm.vm.isa import TagOrder
 from megavm.vm.layout import Layout, units
@@ -26,11 +33,14 @@ class Matmul(Product):
 
     RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), h / sqrt(mean(h^2) + eps) * gain, is fused into
     the instructions before and after it, without a pass of its own. The instruction that makes h also
-    writes h times the gain, rounded once, and sums of squares, each over 8 columns of the unrounded
+    writes h times the gain, rounded once, and sums of squares, each over n columns of the unrounded
     result::
 
         out_scaled[r, c] := out[r, c] * out_gain[c]
-        out_squares[r, j] := sum of out[r, c]^2 for the c of [8 j, 8 j + 8)
+        out_squares[r, j] := sum of out[r, c]^2 for the c of [n j, n (j + 1))
+
+    n is 64 if out_squares has as many columns as that needs, else 8. With 64, readers of many rows have less
+    to add up; on a GPU, ``matrix`` must be 1.
 
     The instruction that reads them as x and ``x_squares`` multiplies by the factor that all columns share:
     scale(i) is 1 / sqrt(sum(x_squares[i]) / k + eps), or 1 without ``x_squares``; x has k columns.
@@ -56,7 +66,10 @@ class Matmul(Product):
     weight = tensor("weight [columns, k]", F32, BF16)
     bias = tensor("bias [columns]", F32, BF16, optional=True)
     x_squares = tensor(
-        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+        "squares of x before its gain [rows, ceil(k / 8) or k / 64]",
+        F32,
+        optional=True,
+        tagged=True,
     )
     residual = tensor("added to the product [rows, columns]", F32, BF16, optional=True, tagged=True)
     out = tensor("result [rows, columns]", F32, BF16, tagged=True, gathered=True)
@@ -68,7 +81,11 @@ class Matmul(Product):
         "out times its gain [rows, columns]", F32, BF16, optional=True, tagged=True, gathered=True
     )
     out_squares = tensor(
-        "squares of out [rows, ceil(columns / 8)]", F32, optional=True, tagged=True, gathered=True
+        "squares of out [rows, ceil(columns / 8) or columns / 64]",
+        F32,
+        optional=True,
+        tagged=True,
+        gathered=True,
     )
     peaks = tensor(
         "largest result and its column [rows, 2 * tiles]",
@@ -129,7 +146,7 @@ class Matmul(Product):
         rows = (self.row_begin, self.row_end)
         begin = self.out_begin(tensors)
         yield Region(self.out, rows, (begin + self.column_begin, begin + self.column_end))
-        yield from scaled_writes(self)
+        yield from scaled_writes(tensors, self)
         for handle in present(self.peaks):
             yield Region(handle, rows, (2 * self.tile, 2 * self.tile + 2))
 
@@ -145,6 +162,7 @@ class Matmul(Product):
             **super().constants(tensors),
             "max_addends": largest(parts),
             "any_out_scaled": union(self.out_scaled != NONE),
+            "squares_units": squares_units(tensors, self),
             "out_kinds": self.kinds(tensors, self.out),
             "scaled_kinds": self.kinds(tensors, self.out_scaled),
             "squares_kinds": self.kinds(tensors, self.out_squares),
@@ -187,6 +205,11 @@ class Matmul(Product):
         yield from super().check(tensors)
         yield from shapes(tensors, residual=(self.residual, None, weight.rows))
         yield from check_scaled(tensors, self, weight.rows)
+        if is_wide(tensors, self) and not self.matrix:
+            yield (
+                f"out_squares is {tensors[self.out_squares].name}, with sums of {WIDE_SQUARES} columns, but "
+                "matrix is 0"
+            )
         if self.part_k < weight.columns:
             if self.x_squares != NONE:
                 yield f"part {self.part} of {self.part_k} columns of x cannot have x_squares"

@@ -34,6 +34,11 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
     peaks = worker.allocate<Peak>(in.num_rows);
     for (int i = 0; i < in.num_rows; ++i) peaks[i] = {-__builtin_inff(), inst.column_begin};
   }
+  float* squares = nullptr;  // the same, see store_scaled
+  if (inst.out_scaled != kNone) {
+    squares = worker.allocate<float>(in.num_rows);
+    for (int i = 0; i < in.num_rows; ++i) squares[i] = 0;
+  }
   const auto finish = [&](int64_t row, int64_t column, Vec value) {
     if (column >= inst.column_end) return;
     const int count = lanes_at(column, inst.column_end);
@@ -43,7 +48,7 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
          at += size)
       value = value + load_row(worker, inst.addends, row, at, count);
     store_row(worker, inst.out, row, out_begin + column, value, count);
-    store_scaled(inst, worker, row, column, value, count);
+    if (squares) store_scaled(inst, worker, row, column, value, count, squares[row - first_row]);
     if (!peaks) return;
     float values[kLanes];
     store(values, value);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include "instructions/product/products.cuh"
+#include "instructions/squares.cuh"
 
 namespace megavm {
 
@@ -175,7 +176,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     if (in.has(&Matmul::residual)) quad.residual = {in[&Matmul::residual], column};
     if (!is_scaled()) return;
     quad.scaled = {in[&Matmul::out_scaled], column};
-    quad.squares = {in[&Matmul::out_squares], column / kUnitRows};
+    quad.squares = {in[&Matmul::out_squares], column / unit_of_squares()};
     quad.gain = four_constants(in[&Matmul::out_gain], column);
   }
 
@@ -207,10 +208,10 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       // In the order of pairs.
       const float (&v)[4] = result.value;
       float squares = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
-      squares += __shfl_xor_sync(~0u, squares, 1);
+      squares = add_neighbours(squares, unit_of_squares() / 4);
       if (at.active) {
         quad.scaled.store(at.row, 0, scaled, tag);
-        if (column % kUnitRows == 0) quad.squares.store_one(at.row, squares, tag);
+        if (column % unit_of_squares() == 0) quad.squares.store_one(at.row, squares, tag);
       }
     }
     if (!at.active) return;
@@ -262,15 +263,25 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     return program::kAnyOutScaled && in.has(&Matmul::out_scaled);
   }
 
+  __device__ __forceinline__ uint32_t unit_of_squares() const {
+    return squares_unit(in[&Matmul::out_scaled], in[&Matmul::out_squares]);
+  }
+
   // Store the sum of squares of the four pairs of a unit, which are in lanes `apart` lanes apart.
+  // Of a wide one, the warp has all pairs, as only matrix products have these.
   __device__ __forceinline__ void store_squares(const PairAt& at, uint32_t column,
                                                 const PairSums& result) const {
     float sum = at.active && column < in.inst.column_end ? result.first * result.first : 0.0f;
     if (at.active && column + 1 < in.inst.column_end) sum = fmaf(result.second, result.second, sum);
-    sum += __shfl_xor_sync(~0u, sum, at.apart);
-    sum += __shfl_xor_sync(~0u, sum, 2 * at.apart);
-    if (at.active && at.pair % kUnitPairs == 0)
-      write_element(in[&Matmul::out_squares], at.row, at.pair / kUnitPairs, sum, in.out_tag());
+    const uint32_t unit = unit_of_squares();
+    if (unit == kWideSquares) {
+      sum = add_neighbours(sum, kWideSquares / 2);
+    } else {
+      sum += __shfl_xor_sync(~0u, sum, at.apart);
+      sum += __shfl_xor_sync(~0u, sum, 2 * at.apart);
+    }
+    if (at.active && column % unit == 0)
+      write_element(in[&Matmul::out_squares], at.row, column / unit, sum, in.out_tag());
   }
 
   using Columns = Loaded<true, true, 2>;  // two columns of a tensor that may be tagged

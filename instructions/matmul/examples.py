@@ -10,7 +10,7 @@ import numpy as np
 
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.product import is_matrix_product
-from megavm.vm.config import NONE
+from megavm.vm.config import NONE, UNIT_ROWS
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32, DType
 
@@ -30,7 +30,8 @@ class Case:
     tagged: bool = False
     extras: bool = False  # bias, squares of x, residual
     scaled: bool = False  # out_gain, out_scaled, out_squares
-    whole: bool = False  # begins and ends with units of 8 columns, as if scaled
+    whole: bool = False  # begins and ends with units, as if scaled
+    unit: int = UNIT_ROWS  # columns of a sum of squares, of x too
     equal: bool = False  # rows of x of zeros: all results are the largest
     gather: bool = False
     tiles: int = 0  # column tiles that peaks have room for; 0: no peaks
@@ -114,6 +115,9 @@ QUADS = [
     Case("quads, shared rows", rows=120, k=512, columns=64, extras=True, whole=True, tiles=1),
     Case("quads, few shared rows", rows=16, k=256, columns=64, live=7, scaled=True, tiles=1),
     Case("quads, peaks", rows=140, k=200, columns=600, whole=True, tiles=2, live=131),
+    Case("sums of 64", rows=100, k=1024, columns=192, extras=True, scaled=True, live=97, unit=64),
+    Case("sums of 64, long rows", rows=40, k=3136, columns=64, extras=True, scaled=True, unit=64),
+    Case("sums of 64, in turn", rows=270, k=128, columns=384, extras=True, scaled=True, unit=64),
     Case("quads, equal peaks", rows=60, k=128, columns=200, whole=True, tiles=1, equal=True),
 ]
 
@@ -157,20 +161,23 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     spare = case.columns % 2 + 2  # tagged rows are whole words
     whole = case.scaled or case.whole
     if whole:
-        column_begin, spare = 8, 8 if case.columns % 8 else 16
+        column_begin = case.unit
+        spare = case.unit if case.columns % 8 else 2 * case.unit
     x_rows = case.rows + 4 if case.gather else case.rows + 1
     out_shape = (case.rows + 2, case.columns + spare)
     columns = out_shape[1]
     left = 0 if case.parts else case.part * columns  # where the result begins
     small = case.weight
+    x = table.activation("x", (x_rows, case.k), case.x, tagged=case.tagged)
+    weight = table.weight("weight", (columns, case.k), case.weight)
     scaled: dict[str, Any] = {}
     if case.scaled:
-        scaled = table.scaled(out_shape, case.weight, tagged=case.tagged)
+        scaled = table.scaled(out_shape, case.weight, tagged=case.tagged, unit=case.unit)
     inst = Matmul(
-        x=table.activation("x", (x_rows, case.k), case.x, tagged=case.tagged),
-        weight=table.weight("weight", (columns, case.k), case.weight),
+        x=x,
+        weight=weight,
         bias=table.weight("bias", (columns,), small) if case.extras else NONE,
-        x_squares=table.squares("x_squares", x_rows, case.k, tagged=case.tagged)
+        x_squares=table.squares("x_squares", x_rows, case.k, tagged=case.tagged, unit=case.unit)
         if case.extras
         else NONE,
         residual=table.activation("residual", out_shape, case.out, tagged=case.tagged)
@@ -201,7 +208,7 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         x_rows=x_rows if case.gather else case.rows + 1,
         tile=max(case.tiles - 1, 0),
         eps=1e-5,
-        matrix=int(is_matrix_product(table.specs[0], table.specs[1], case.rows)),
+        matrix=int(is_matrix_product(table.specs[x], table.specs[weight], case.rows)),
     )
     if case.equal:
         table.values["x"][: case.rows // 2] = 0.0

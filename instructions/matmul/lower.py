@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,8 +9,7 @@ from megavm.instructions.matmul import Matmul
 from megavm.instructions.tiles import SCALED
 from megavm.scheduler.compiler.graph import Operation, Range
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.scheduler.compiler.tiling import Lowering, product_tiles
-from megavm.vm.config import UNIT_ROWS
+from megavm.scheduler.compiler.tiling import Lowering, column_unit, product_tiles
 
 OPERANDS = ("x", "weight", "bias", "x_squares", "residual", "row_index", "row_count", "out")
 
@@ -58,9 +56,7 @@ def tiles_of_part(
 ) -> list[tuple[Range, Range]]:
     """(columns, rows) of the tiles of a part of a product."""
     weight = operation.inputs["weight"]
-    unit = options.column_unit
-    if "out_squares" in operation.outputs:
-        unit = math.lcm(unit, UNIT_ROWS)
+    unit = column_unit(operation, options)
     begin, end = parts_of(operation)[number]
     # The number of workers of a part is proportional to its columns.
     first = options.workers * begin // weight.columns

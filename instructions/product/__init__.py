@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megavm.instructions.tiles import round_up, shapes, squares_of
+from megavm.instructions.tiles import round_up, shapes, squares_of, squares_unit
 from megavm.vm.config import (
     BLOCK_UNITS,
     CPU_LANES,
@@ -162,10 +162,12 @@ class Product(Instruction, is_base=True):
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         x, weight = tensors[self.x], tensors[self.weight]
+        squares = 0 if self.x_squares == NONE else tensors[self.x_squares].columns
+        unit = squares_unit(weight.columns, squares)
         yield from shapes(
             tensors,
             x=(self.x, None, weight.columns),
-            x_squares=(self.x_squares, None, squares_of(weight.columns)),
+            x_squares=(self.x_squares, None, squares_of(weight.columns, unit)),
             bias=(self.bias, weight.rows, 1),
             row_count=(self.row_count, 1, 1),
         )

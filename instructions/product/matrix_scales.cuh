@@ -17,9 +17,8 @@ class MatrixScales : MatrixSizes {
     if (product_.x_squares == kNone || product_.row_begin >= end) return;
     storer.stage.ready().wait(storer.stage.phase);
     const Tensor& squares = stage_.tensors[product_.x_squares];
-    // Two rows of a lane fit into its loads.
-    const bool in_fours = has_fours(squares),
-               are_short = squares.columns <= 4 * kRowLanes * kLoads / 2;
+    const bool in_fours = has_fours(squares);
+    const uint32_t loads = ceil_div(squares.columns, 4 * kRowLanes);  // of a lane, for a row
 #pragma unroll 1
     for (uint32_t row = product_.row_begin; row < end; row += kRows) {
       // The consumers have used the scales in this place.
@@ -27,10 +26,16 @@ class MatrixScales : MatrixSizes {
       const uint32_t count = min_of(kRows, end - row);
       if (!in_fours)
         scale_one_by_one(storer.scales, row, count);
-      else if (are_short)
-        scale<2>(storer.scales, squares, row, count);
+      else if (loads > 8)
+        scale<1, 16>(storer.scales, squares, row, count);
+      else if (loads > 4)
+        scale<2, 8>(storer.scales, squares, row, count);
+      else if (loads > 2)
+        scale<2, 4>(storer.scales, squares, row, count);
+      else if (loads > 1)
+        scale<4, 2>(storer.scales, squares, row, count);
       else
-        scale<1>(storer.scales, squares, row, count);
+        scale<8, 1>(storer.scales, squares, row, count);
       storer.scales.arrived().arrive_together();
       storer.scales.advance();
     }
@@ -39,13 +44,12 @@ class MatrixScales : MatrixSizes {
  private:
   static constexpr uint32_t kRowLanes = 8;                   // lanes that add up a row
   static constexpr uint32_t kLaneRows = kLanes / kRowLanes;  // rows side by side
-  static constexpr uint32_t kLoads = 16;  // Each of four squares; a lane has so many in flight.
 
-  // The scales of `count` rows from `first_row` on. A lane has kRowsAtOnce rows at a time.
-  template <uint32_t kRowsAtOnce>
+  // The scales of `count` rows from `first_row` on. A lane has kRowsAtOnce rows at a time, and
+  // loads kFours times four squares of each.
+  template <uint32_t kRowsAtOnce, uint32_t kFours>
   __device__ __forceinline__ void scale(const ScalesCursor& scales, const Tensor& squares,
                                         uint32_t first_row, uint32_t count) const {
-    constexpr uint32_t kFours = kLoads / kRowsAtOnce;
     const uint32_t fours = squares.columns / 4, lane = lane_index() % kRowLanes;
 #pragma unroll 1
     for (uint32_t first = 0; first < count; first += kRowsAtOnce * kLaneRows) {

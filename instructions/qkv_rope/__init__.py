@@ -49,7 +49,10 @@ class QkvRope(Product):
         "bias of these rows [(heads + 2 kv heads) * d]", F32, BF16, optional=True, parts=True
     )
     x_squares = tensor(
-        "squares of x before its gain [rows, ceil(k / 8)]", F32, optional=True, tagged=True
+        "squares of x before its gain [rows, ceil(k / 8) or k / 64]",
+        F32,
+        optional=True,
+        tagged=True,
     )
     q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
     k_cache = tensor(

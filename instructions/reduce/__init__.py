@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from megavm.instructions.tiles import check_scaled, ranges, round_up, scaled_writes, shapes
-from megavm.vm.config import MAX_GROUP_ROWS, NUM_CONSUMER_WARPS, UNIT_ROWS
+from megavm.instructions.tiles import (
+    check_scaled,
+    ranges,
+    round_up,
+    scaled_writes,
+    shapes,
+    squares_units,
+    unit_of,
+)
+from megavm.vm.config import MAX_GROUP_ROWS, NUM_CONSUMER_WARPS
+from megavm.vm.constants import Constant
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.operands import integer, present, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
@@ -34,7 +43,11 @@ class Reduce(Instruction):
         "out times its gain [rows, columns]", F32, BF16, optional=True, tagged=True, gathered=True
     )
     out_squares = tensor(
-        "squares of out [rows, ceil(columns / 8)]", F32, optional=True, tagged=True, gathered=True
+        "squares of out [rows, ceil(columns / 8) or columns / 64]",
+        F32,
+        optional=True,
+        tagged=True,
+        gathered=True,
     )
     row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     row_begin = integer("first row")
@@ -60,7 +73,7 @@ class Reduce(Instruction):
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
-        yield from scaled_writes(self)
+        yield from scaled_writes(tensors, self)
 
     def flops(self, tensors: Sequence[TensorSpec]) -> int:
         tile = (self.row_end - self.row_begin) * (self.column_end - self.column_begin)
@@ -71,10 +84,15 @@ class Reduce(Instruction):
         # One worker reads each word, but of many rows the storer would have to handle the words.
         return rows <= MAX_GROUP_ROWS
 
+    def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
+        return {"squares_units": squares_units(tensors, self)}
+
     def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
         # A thread adds a pair of columns. If none has more than one, the kernel synchronises between
         # all reads and all stores.
-        pairs = round_up(-(-(self.column_end - self.column_begin) // 2), UNIT_ROWS // 2)
+        pairs = round_up(
+            -(-(self.column_end - self.column_begin) // 2), unit_of(tensors, self) // 2
+        )
         if (self.row_end - self.row_begin) * pairs <= 32 * NUM_CONSUMER_WARPS:
             return TagOrder.KEPT
         if any(tensors[h].tagged for h in present(self.parts, self.residual)):

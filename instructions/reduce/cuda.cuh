@@ -1,17 +1,15 @@
 #pragma once
 
+#include "instructions/squares.cuh"
 #include "instructions/step_rows.cuh"
 
 namespace megavm {
 
-// A thread adds a pair of columns of a row; four neighbouring lanes have the 8 columns of a sum of
-// squares.
+// A thread adds a pair of columns of a row; neighbouring lanes have those of a sum of squares.
 template <>
 struct Kernel<Reduce> : KernelDefaults {
   // Parts that a thread has in flight.
   static constexpr uint32_t kBatch = program::kMatrixRows > 0 ? 8 : 4;
-  static constexpr uint32_t kGroup = kUnitRows / 2;
-
   struct Pair {
     float x, y;
   };
@@ -63,7 +61,13 @@ struct Kernel<Reduce> : KernelDefaults {
             with_second ? constant_element(in[vector], column + 1, 0) : 0.0f};
   }
 
-  // All lanes of a warp call it, as they add squares together.
+  // Lanes that add a sum of squares together.
+  static __device__ __forceinline__ uint32_t group_of(const Operands<Reduce>& in) {
+    if (!in.has(&Reduce::out_squares)) return kUnitRows / 2;
+    return squares_unit(in[&Reduce::out_scaled], in[&Reduce::out_squares]) / 2;
+  }
+
+  // All lanes of a warp call it.
   static __device__ __forceinline__ void store(const Operands<Reduce>& in, bool exists,
                                                uint32_t row, uint32_t column, bool with_second,
                                                const Pair& sum, const Pair& gain) {
@@ -76,10 +80,10 @@ struct Kernel<Reduce> : KernelDefaults {
                    with_second, tag);
         squares = fmaf(sum.y, sum.y, sum.x * sum.x);
       }
-      for (uint32_t apart = 1; apart < kGroup; apart *= 2)
-        squares += __shfl_xor_sync(~0u, squares, apart);
-      if (exists && lane_index() % kGroup == 0)
-        write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
+      const uint32_t group = group_of(in);
+      squares = add_neighbours(squares, group);
+      if (exists && lane_index() % group == 0)
+        write_element(in[&Reduce::out_squares], row, column / (2 * group), squares, tag);
     }
     if (exists) write_pair(in[&Reduce::out], row, column, sum.x, sum.y, with_second, tag);
   }
@@ -131,8 +135,9 @@ struct Kernel<Reduce> : KernelDefaults {
 
   static constexpr uint32_t kUnitBatch = 4;  // parts of a unit in flight
 
-  static __device__ __forceinline__ void reduce_unit(const Operands<Reduce>& in, uint32_t row,
-                                                     uint32_t column) {
+  // All lanes of a warp call it, each for a unit of its own, if that `exists`.
+  static __device__ __forceinline__ void reduce_unit(const Operands<Reduce>& in, bool exists,
+                                                     uint32_t row, uint32_t column) {
     const Tensor& parts = in[&Reduce::parts];
     const uint32_t size = own_columns(in[&Reduce::out]), tag = in.out_tag();
     const uint32_t count = parts.columns / size;
@@ -172,8 +177,12 @@ struct Kernel<Reduce> : KernelDefaults {
       }
     }
     // Store these first: readers of this row wait for them.
+    const uint32_t unit = 2 * group_of(in);
+    squares = add_neighbours(squares, unit / kUnitRows);
+    if (!exists) return;
     ColumnPlace(in[&Reduce::out_scaled], column).store_two(row, scaled, tag);
-    write_element(in[&Reduce::out_squares], row, column / kUnitRows, squares, tag);
+    if (column % unit == 0)
+      write_element(in[&Reduce::out_squares], row, column / unit, squares, tag);
     ColumnPlace(in[&Reduce::out], column).store_two(row, sum, tag);
   }
 
@@ -185,15 +194,18 @@ struct Kernel<Reduce> : KernelDefaults {
       consumer.begin_waiting();
       consumer.note(in.stage, Event::kInputs);
       const uint32_t units = (inst.column_end - inst.column_begin) / kUnitRows;
+      const uint32_t count = (live - inst.row_begin) * units;
 #pragma unroll 1
-      for (uint32_t i = consumer.thread(); i < (live - inst.row_begin) * units;
-           i += kNumConsumerThreads)
-        reduce_unit(in, inst.row_begin + i / units, inst.column_begin + i % units * kUnitRows);
+      for (uint32_t i = consumer.thread(); i - lane_index() < count; i += kNumConsumerThreads) {
+        const uint32_t mine = min_of(i, count - 1);
+        reduce_unit(in, i < count, inst.row_begin + mine / units,
+                    inst.column_begin + mine % units * kUnitRows);
+      }
       return;
     }
-    // Each row begins with a lane of its own group of four.
-    const uint32_t pairs = ceil_div(inst.column_end - inst.column_begin, 2);
-    const uint32_t per_row = ceil_div(pairs, kGroup) * kGroup;
+    // Each row begins with a lane of its own group.
+    const uint32_t pairs = ceil_div(inst.column_end - inst.column_begin, 2), group = group_of(in);
+    const uint32_t per_row = ceil_div(pairs, group) * group;
     const uint32_t items = (live - inst.row_begin) * per_row;
     const uint32_t all_items = (inst.row_end - inst.row_begin) * per_row;
     const bool once = all_items <= kNumConsumerThreads;

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from megavm.instructions.reduce import Reduce
+from megavm.vm.config import UNIT_ROWS, WIDE_SQUARES
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import BF16, F32
 
@@ -25,6 +26,9 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("scaled, ragged", 4, F32, 3, (16, 46), 46, BF16, F32, BF16),
         ("scaled, units", 6, F32, 3, (8, 64), 72, BF16, F32, BF16),
         ("scaled, wide", 2, F32, 3, (8, 2600), 2600, None, F32, BF16),
+        ("sums of 64", 4, BF16, 3, (64, 192), 256, BF16, F32, BF16),
+        ("sums of 64, units", 6, F32, 4, (64, 320), 320, None, F32, BF16),
+        ("sums of 64, wide", 2, F32, 3, (64, 2624), 2624, None, F32, F32),
     ]
     for tagged in (False, True):
         for name, parts, out_type, live, columns, size, bias, residual, scaled in cases:
@@ -43,7 +47,8 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
                     "residual", (4, size), residual, tagged=tagged
                 )
             if scaled is not None:
-                handles |= table.scaled((4, size), scaled, tagged=tagged)
+                unit = WIDE_SQUARES if name.startswith("sums of 64") else UNIT_ROWS
+                handles |= table.scaled((4, size), scaled, tagged=tagged, unit=unit)
             inst = Reduce(
                 **handles,
                 row_begin=0,

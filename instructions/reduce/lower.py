@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from megavm.instructions.reduce import Reduce
 from megavm.instructions.tiles import SCALED
 from megavm.scheduler.compiler.graph import Operation
-from megavm.scheduler.compiler.tiling import Lowering, column_tiles, cut_range
-from megavm.vm.config import UNIT_ROWS
+from megavm.scheduler.compiler.tiling import Lowering, column_tiles, column_unit, cut_range
 
 OPERANDS = ("parts", "bias", "residual", "out")
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Reduce]:
-    """Yield a tile for each worker: a range of rows if there are enough rows, otherwise of columns."""
+    """Yield a tile for each worker: a range of rows if there are enough rows, otherwise of columns too."""
     out, workers = operation.outputs["out"], context.options.workers
     handles = context.handles(operation, *OPERANDS, *SCALED)
     top, bottom = operation.row_range
@@ -23,9 +21,10 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Reduce]:
         whole = 0, out.own_columns
         tiles = [(whole, rows) for rows in cut_range((top, bottom), workers)]
     else:
-        unit = math.lcm(context.options.column_unit, UNIT_ROWS)
-        cuts = column_tiles(out.own_columns, unit, context.options)
-        tiles = [(columns, (top, bottom)) for columns in cuts]
+        unit = column_unit(operation, context.options)
+        cuts = list(column_tiles(out.own_columns, unit, context.options))
+        ranges = list(cut_range((top, bottom), max(1, workers // len(cuts))))
+        tiles = [(columns, rows) for columns in cuts for rows in ranges]
     for columns, rows in tiles:
         yield Reduce(
             **handles,

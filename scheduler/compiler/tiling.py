@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from megavm.instructions.product import is_matrix_product, matrix_rows
+from megavm.instructions.tiles import squares_unit
 from megavm.scheduler.compiler.graph import Operation, Range
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
@@ -36,6 +38,15 @@ class Lowering:
         x, weight = (self.storage.tensors[handles[name]] for name in ("x", "weight"))
         has_matrices = self.options.target.matrix_rows > 0
         return int(has_matrices and is_matrix_product(x, weight, rows[1] - rows[0]))
+
+
+def column_unit(operation: Operation, options: CompileOptions) -> int:
+    """Column tiles of ``operation`` begin at multiples of it; none cuts a sum of squares."""
+    unit, out = options.column_unit, operation.outputs
+    if "out_squares" in out:
+        columns, sums = out["out_scaled"].own_columns, out["out_squares"].own_columns
+        unit = math.lcm(unit, squares_unit(columns, sums))
+    return unit
 
 
 def column_tiles(

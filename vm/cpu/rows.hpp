@@ -213,15 +213,25 @@ MEGAVM_INLINE int lanes_at(int64_t column, int64_t end) {
 }
 
 // If the instruction has out_scaled, store up to 16 elements of a result times the gain, and their
-// sums of squares; see Matmul. `column` is a multiple of 8.
+// sums of squares; see Matmul. `column` is a multiple of 8. The elements of a row come in order;
+// `wide` is 0 at first, and keeps what they have added to a wide sum of squares.
 template <typename Instruction>
 MEGAVM_INLINE void store_scaled(const Instruction& inst, const Worker& worker, int64_t row,
-                                int64_t column, const Vec& value, int count) {
+                                int64_t column, const Vec& value, int count, float& wide) {
   if (inst.out_scaled == kNone) return;
   const Vec gain = load_row(worker, inst.out_gain, 0, column, count);
   store_row(worker, inst.out_scaled, row, column, value * gain, count);
   float values[kLanes], squares[kLanes] = {};
   store(values, value);
+  const Tensor &scaled = worker.tensor(inst.out_scaled), &sums = worker.tensor(inst.out_squares);
+  if (sums.own_columns * kWideSquares == scaled.own_columns) {
+    for (int i = 0; i < count; ++i) wide += values[i] * values[i];
+    if ((column + count) % kWideSquares != 0) return;
+    squares[0] = wide;
+    wide = 0;
+    store_row(worker, inst.out_squares, row, column / kWideSquares, load(squares), 1);
+    return;
+  }
   for (int i = 0; i < count; ++i) squares[i / kUnitRows] += values[i] * values[i];
   store_row(worker, inst.out_squares, row, column / kUnitRows, load(squares),
             (count + kUnitRows - 1) / kUnitRows);

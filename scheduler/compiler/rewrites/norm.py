@@ -14,7 +14,9 @@ from megavm.instructions import instruction_of
 from megavm.instructions.tiles import squares_of
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
-from megavm.vm.tensors import F32, DType
+from megavm.vm.config import UNIT_ROWS, WIDE_SQUARES
+from megavm.vm.layout import has_boxes
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 
 def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> list[Operation]:
@@ -37,7 +39,8 @@ def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> 
         if dtype is None or out.spec is not None:
             continue
         norms[maker] = norm
-        columns = x.shares * squares_of(x.own_columns)
+        unit = _columns_of_a_sum(maker, x, options)
+        columns = x.shares * squares_of(x.own_columns, unit)
         squares = Value(f"{out.name}.squares", x.rows, columns, F32, x.capacity, shares=x.shares)
         scaled[out] = norm, replace(out, dtype=dtype, shares=x.shares), squares
     result: list[Operation] = []
@@ -61,6 +64,28 @@ def norm_in_neighbours(operations: list[Operation], options: CompileOptions) -> 
             )
         result.append(operation)
     return result
+
+
+def _columns_of_a_sum(maker: Operation, x: Value, options: CompileOptions) -> int:
+    """Columns of x in each sum of squares (``Target.wide_squares_rows``)."""
+    target = options.target
+    if x.rows < target.wide_squares_rows or not target.is_matrix_step(x.rows, BF16):
+        return UNIT_ROWS
+    if x.own_columns % WIDE_SQUARES:
+        return UNIT_ROWS
+    # Other numbers of ranks may have no multiple, and a product whose input is tagged is no matrix.
+    if options.fixed_order or options.exchange == "tagged":
+        return UNIT_ROWS
+    if "weight" in maker.inputs and not _is_matrix_product(maker):
+        return UNIT_ROWS
+    return WIDE_SQUARES
+
+
+def _is_matrix_product(product: Operation) -> bool:
+    """Whether a product of many rows is one of matrices (product.is_matrix_product)."""
+    x, weight = product.inputs["x"], product.inputs["weight"]
+    spec = x.spec or TensorSpec(x.name, (x.rows, x.columns), x.dtype, TensorKind.ACTIVATION)
+    return weight.dtype is BF16 and has_boxes(spec)
 
 
 def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
