@@ -15,10 +15,10 @@ struct Peak {
     if (value == value && !(other <= value)) *this = {other, column + 1};
   }
 
-  // Make each of some peaks the largest that `lanes` neighbouring lanes have, a power of two. Their
-  // columns ascend. Several at a time, as one waits for the other lanes again and again.
+  // Make each of some peaks the largest that all lanes have. Their columns ascend. Several at a
+  // time, as one waits for the other lanes again and again.
   template <uint32_t kCount>
-  static __device__ __forceinline__ void merge_ascending(Peak (&peaks)[kCount], uint32_t lanes) {
+  static __device__ __forceinline__ void merge_ascending(Peak (&peaks)[kCount]) {
     uint32_t key[kCount], highest[kCount];
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
@@ -32,13 +32,11 @@ struct Peak {
     }
 #pragma unroll
     for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
-      if (offset < lanes)
 #pragma unroll
-        for (uint32_t& h : highest) h = max_of(h, __shfl_xor_sync(~0u, h, offset));
-    const uint32_t first = lane_index() & ~(lanes - 1);
+      for (uint32_t& h : highest) h = max_of(h, __shfl_xor_sync(~0u, h, offset));
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i) {
-      const uint32_t from = first + __ffs(__ballot_sync(~0u, key[i] == highest[i]) >> first) - 1;
+      const uint32_t from = __ffs(__ballot_sync(~0u, key[i] == highest[i])) - 1;
       peaks[i] = {__shfl_sync(~0u, peaks[i].value, from), __shfl_sync(~0u, peaks[i].number, from)};
     }
   }
@@ -198,7 +196,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   }
 
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
-                                        const Result& result, Peak& peak) const {
+                                        const Result& result) const {
     const uint32_t column = 2 * at.pair, tag = in.out_tag();
     if (is_scaled()) {
       // Store these first: readers of this row wait for them.
@@ -214,13 +212,14 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
         if (column % unit_of_squares() == 0) quad.squares.store_one(at.row, squares, tag);
       }
     }
-    if (!at.active) return;
-    quad.out.store(at.row, 0, result, tag);
-    if (!keeps()) return;
-    Peak highest = {result.value[0], column + 1};
+    if (at.active) quad.out.store(at.row, 0, result, tag);
+  }
+
+  __device__ __forceinline__ void keep(uint32_t pair, const Result& result, Peak& peak) const {
+    const uint32_t column = 2 * pair;
+    if (peak.number == 0) peak = {result.value[0], column + 1};
 #pragma unroll
-    for (uint32_t j = 1; j < 4; ++j) highest.raise(result.value[j], column + j);
-    peak.merge(highest);
+    for (uint32_t j = 0; j < 4; ++j) peak.raise(result.value[j], column + j);
   }
 
   // ---- Sums that are the results, such as those of parts of K.

@@ -10,9 +10,9 @@
 //   struct Early;   what a thread looks up for its pair while the weights stream
 //   struct Kept;    what a thread keeps from pair to pair: 8 bytes, or nothing. Zeros mean that
 //                   nothing is kept, and merge(other) adds what another thread kept of the same
-//                   row; grows_by(other) says whether that changes anything. merge_ascending(kepts,
-//                   lanes), static, gives each of some rows what all of so many neighbouring lanes
-//                   kept of it, whose pairs ascend
+//                   row; grows_by(other) says whether that changes anything.
+//                   merge_ascending(kepts), static, gives each of some rows what all lanes kept of
+//                   it, whose pairs ascend
 //   Product product() const;                      the product, see product.cuh
 //   void begin(row, pair, Early&) const;          look up constants and destinations. The
 //                                                 instruction's waits may not be over. Several
@@ -39,8 +39,11 @@
 //   void ask(row, of_row, of_quad, Asked&) const; the instruction's waits are over
 //   Result combine(sums, of_quad, asked) const;   also called where there is no row: `sums` and
 //                                                 `asked` mean nothing then
-//   void store(at, of_row, of_quad, result, Kept&) const;  all lanes of a warp call it together.
-//                                                 Sixteen neighbouring lanes have a row
+//   void store(at, of_row, of_quad, result) const;  all lanes of a warp call it together. Sixteen
+//                                                 neighbouring lanes have a row
+//   void keep(pair, result, Kept&) const;         if there is anything to keep: what to keep of
+//   this
+//                                                 result, of four words. Pairs ascend
 // If an epilogue has kPlain, is_plain() says that the sums themselves are the results, as float32.
 // Then it also declares
 //   bool has_column(column) const;                whether the instruction stores this column

@@ -121,7 +121,7 @@ class MatrixFinisher : MatrixSizes {
                           kept[j]);
         }
         if constexpr (kWordsOf<Kept> > 0)
-          if (epilogue.keeps()) keep(kept, row, kRowStep, kLanes);
+          if (epilogue.keeps()) keep_of_lanes(kept, row, kRowStep);
         row += kTurnRows;
         if (exists && row < rows.end()) epilogue.move(rows_.first + row, pair, kTurnRows, early);
       }
@@ -298,11 +298,22 @@ class MatrixFinisher : MatrixSizes {
     __syncwarp();
   }
 
-  // Add what lanes kept of rows of x, which are `apart`, to what the warp kept of them. `lanes`
-  // neighbouring lanes have the same rows, and ascending pairs.
+  // Add what a thread kept of a row to what was kept of it in one of kNumConsumers places, which no
+  // other thread uses.
+  template <class Kept>
+  __device__ __forceinline__ void keep(const Kept& kept, uint32_t place, uint32_t row) const {
+    static_assert(sizeof(Kept) == kKeptBytes);
+    Kept all = __builtin_bit_cast(Kept, ptx::load_shared2(kept_at(place, row)));
+    all.merge(kept);
+    const auto words = __builtin_bit_cast(ptx::Words2, all);
+    ptx::store_shared2(kept_at(place, row), words.x, words.y);
+  }
+
+  // Add what all lanes kept of rows of x, which are `apart`, to what the warp kept of them. Their
+  // pairs ascend.
   template <class Kept, uint32_t kCount>
-  __device__ __forceinline__ void keep(Kept (&kept)[kCount], uint32_t row, uint32_t apart,
-                                       uint32_t lanes) const {
+  __device__ __forceinline__ void keep_of_lanes(Kept (&kept)[kCount], uint32_t row,
+                                                uint32_t apart) const {
     static_assert(sizeof(Kept) == kKeptBytes);
     // Mostly no lane has anything to add to what was kept before.
     Kept all[kCount];
@@ -314,8 +325,8 @@ class MatrixFinisher : MatrixSizes {
       grows |= row + i * apart < rows_.count && all[i].grows_by(kept[i]);
     }
     if (!__any_sync(~0u, grows)) return;
-    Kept::merge_ascending(kept, lanes);
-    if (lane_index() % lanes != 0) return;
+    Kept::merge_ascending(kept);
+    if (lane_index() != 0) return;
 #pragma unroll
     for (uint32_t i = 0; i < kCount; ++i, row += apart) {
       if (row >= rows_.count) return;

@@ -20,6 +20,7 @@ struct MatrixQuads : MatrixSizes {
   using OfRow = typename Epilogue<Instruction>::OfRow;
   using OfQuad = typename Epilogue<Instruction>::OfQuad;
   using Asked = typename Epilogue<Instruction>::Asked;
+  using Result = typename Epilogue<Instruction>::Result;
   static constexpr uint32_t kQuadRows = 2 * kQuadPairs;  // a quad has so many rows of the weight
   static constexpr uint32_t kLanesOfRow = kBlockRows / kQuadRows;   // lanes with the same row of x
   static constexpr uint32_t kRowStep = 4 * (kLanes / kLanesOfRow);  // from a lane's row to its next
@@ -34,9 +35,9 @@ struct MatrixQuads : MatrixSizes {
   __device__ __forceinline__ void finish(const MatrixGroup& group, MatrixSums& sums) const {
 #pragma unroll 1
     for (uint32_t i = 0; i < finisher.blocks_of(group); ++i) {
-      const uint32_t unit =
-          finisher.block_of(group, i) * kBlockUnits + number * kQuadRows / kUnitRows;
-      Place place = {product.pair(unit, number % (kUnitPairs / kQuadPairs) * kQuadPairs),
+      const uint32_t unit = first_unit_of(group, i) + number * kQuadRows / kUnitRows;
+      Place place = {first_unit_of(group, i),
+                     product.pair(unit, number % (kUnitPairs / kQuadPairs) * kQuadPairs),
                      rows.first / kTurnRows * kTurnRows +
                          warp_index() % 4 * (kLanes / kLanesOfRow) + lane_index() / kLanesOfRow,
                      unit < product.tiling.units ? rows.end() : 0};
@@ -48,13 +49,16 @@ struct MatrixQuads : MatrixSizes {
   }
 
  private:
-  // Where a lane is: its pairs, and its next row, which is below `end` if there is one.
+  // Where a lane is: its block and pairs, and its next row, which is below `end` if there is one.
   struct Place {
-    uint32_t pair, row, end;
+    uint32_t first_unit, pair, row, end;
     OfQuad of_quad = {};
     Asked asked[kTogether] = {};
   };
 
+  __device__ __forceinline__ uint32_t first_unit_of(const MatrixGroup& group, uint32_t i) const {
+    return finisher.block_of(group, i) * kBlockUnits;
+  }
   __device__ __forceinline__ bool has(uint32_t row, const Place& place) const {
     return row >= rows.first && row < place.end;
   }
@@ -86,6 +90,8 @@ struct MatrixQuads : MatrixSizes {
         for (uint32_t turn = max_of(kFirst, rows.first / kTurnRows * kTurnRows); turn < end;
              turn += kTurnRows)
           finish_turn(from, place);
+        if constexpr (kWordsOf<Kept> > 0)
+          if (epilogue.keeps()) keep(from, kFirst, place.first_unit);
       }
       finish_parts<kPart + 1>(sums, place);
     }
@@ -93,7 +99,7 @@ struct MatrixQuads : MatrixSizes {
 
   __device__ __forceinline__ void finish_turn(uint32_t from, Place& place) const {
     const uint32_t row = place.row;
-    typename Epilogue<Instruction>::Result result[kTogether];
+    Result result[kTogether];
     OfRow of_row[kTogether];
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
@@ -107,18 +113,44 @@ struct MatrixQuads : MatrixSizes {
           {{__uint_as_float(words.x) * scale, __uint_as_float(words.y) * scale},
            {__uint_as_float(words.z) * scale, __uint_as_float(words.w) * scale}}};
       result[j] = epilogue.combine(sums, place.of_quad, place.asked[j]);
+      if constexpr (kWordsOf<Kept> > 0)
+        if (epilogue.keeps()) stage(from, mine, result[j]);
     }
     place.row += kTurnRows;
     ask(place);
-    Kept kept[kTogether] = {};
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
       const uint32_t mine = row + j * kRowStep;
       epilogue.store({finisher.rows_.first + mine, place.pair, has(mine, place)}, of_row[j],
-                     place.of_quad, result[j], kept[j]);
+                     place.of_quad, result[j]);
     }
-    if constexpr (kWordsOf<Kept> > 0)
-      if (epilogue.keeps()) finisher.keep(kept, row, kRowStep, kLanesOfRow);
+  }
+
+  // Results that are kept take the place of their sums.
+  __device__ __forceinline__ void stage(uint32_t to, uint32_t row, const Result& result) const {
+    const auto words = __builtin_bit_cast(ptx::Words4, result);
+    ptx::store_shared4(to + staged_at(row % kStagedRows, number * kQuadRows), words);
+  }
+
+  // Keep what there is to keep of the staged results of a block. A thread has every second quad of
+  // a row: lanes that keep the same row would have to compare what they have, for each row. NOTE:
+  // eight lanes that load at the same time have rows and quads in all banks (staged_at).
+  __device__ __forceinline__ void keep(uint32_t from, uint32_t first_row,
+                                       uint32_t first_unit) const {
+    ptx::sync_warpgroup(warpgroup_index());
+    const uint32_t lane = lane_index(), quad = lane % 2, warp = warp_index() % 4;
+    const uint32_t own = warp * (kLanes / 2) + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
+    const uint32_t row = first_row + own;
+    if (own >= kStagedRows || row < rows.first || row >= rows.end()) return;
+    Kept kept = {};
+    const uint32_t units = min_of(kBlockUnits, product.tiling.units - first_unit);
+#pragma unroll 4
+    for (uint32_t unit = 0; unit < units; ++unit) {
+      const uint32_t at = staged_at(own, unit * kUnitRows + quad * kQuadRows);
+      epilogue.keep(product.pair(first_unit + unit, quad * kQuadPairs),
+                    __builtin_bit_cast(Result, ptx::load_shared4(from + at)), kept);
+    }
+    finisher.keep(kept, warpgroup_index() * 4 + quad, row);
   }
 };
 

@@ -177,7 +177,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   }
 
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow& of_row, const OfQuad& quad,
-                                        const Result& result, Kept&) const {
+                                        const Result& result) const {
     if (!at.active) return;
     const Head& head = quad.head;
 #pragma unroll
