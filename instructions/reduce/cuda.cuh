@@ -135,55 +135,74 @@ struct Kernel<Reduce> : KernelDefaults {
 
   static constexpr uint32_t kUnitBatch = 4;  // parts of a unit in flight
 
-  // All lanes of a warp call it, each for a unit of its own, if that `exists`.
-  static __device__ __forceinline__ void reduce_unit(const Operands<Reduce>& in, bool exists,
-                                                     uint32_t row, uint32_t column) {
+  // A thread's units from number `first` on, kNumConsumerThreads apart; those below `count` exist.
+  // All lanes of a warp call it.
+  template <uint32_t kUnits>
+  static __device__ __forceinline__ void reduce_units(const Operands<Reduce>& in, uint32_t first,
+                                                      uint32_t count) {
+    const Reduce& inst = in.inst;
     const Tensor& parts = in[&Reduce::parts];
     const uint32_t size = own_columns(in[&Reduce::out]), tag = in.out_tag();
-    const uint32_t count = parts.columns / size;
+    const uint32_t num_parts = parts.columns / size;
+    const uint32_t of_row = (inst.column_end - inst.column_begin) / kUnitRows;
     constexpr uint32_t kFours = kUnitRows / 4;
-    EightConstants gain;
-    ptx::Words4 residual[kFours];
-    Four sum[kFours] = {}, scaled[kFours];
-    // NOTE: no load is conditional: all of them are in flight together.
-    gain.load(in[&Reduce::out_gain], column);
-    const ColumnPlace before(in[&Reduce::residual], column);
+    uint32_t row[kUnits], column[kUnits];
+    EightConstants gain[kUnits];
+    ptx::Words4 residual[kUnits][kFours];
+    Four sum[kUnits][kFours] = {};
+    // NOTE: no load is conditional: those of all units are in flight together.
 #pragma unroll
-    for (uint32_t i = 0; i < kFours; ++i) residual[i] = before.load(row, i);
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      const uint32_t number = min_of(first + u * kNumConsumerThreads, count - 1);
+      row[u] = inst.row_begin + number / of_row;
+      column[u] = inst.column_begin + number % of_row * kUnitRows;
+      gain[u].load(in[&Reduce::out_gain], column[u]);
+      const ColumnPlace before(in[&Reduce::residual], column[u]);
+#pragma unroll
+      for (uint32_t i = 0; i < kFours; ++i) residual[u][i] = before.load(row[u], i);
+    }
 #pragma unroll 1
-    for (uint32_t first = 0; first < count; first += kUnitBatch) {
-      ptx::Words4 words[kUnitBatch][kFours];
+    for (uint32_t begin = 0; begin < num_parts; begin += kUnitBatch) {
+      ptx::Words4 words[kUnits][kUnitBatch][kFours];
 #pragma unroll
-      for (uint32_t p = 0; p < kUnitBatch; ++p) {
-        const ColumnPlace part(parts, min_of(first + p, count - 1) * size + column);
+      for (uint32_t u = 0; u < kUnits; ++u)
 #pragma unroll
-        for (uint32_t i = 0; i < kFours; ++i) words[p][i] = part.load(row, i);
-      }
+        for (uint32_t p = 0; p < kUnitBatch; ++p) {
+          const ColumnPlace part(parts, min_of(begin + p, num_parts - 1) * size + column[u]);
 #pragma unroll
-      for (uint32_t p = 0; p < kUnitBatch; ++p)
-        if (first + p < count)
+          for (uint32_t i = 0; i < kFours; ++i) words[u][p][i] = part.load(row[u], i);
+        }
 #pragma unroll
-          for (uint32_t i = 0; i < kFours; ++i) add_four(sum[i], words[p][i]);
+      for (uint32_t u = 0; u < kUnits; ++u)
+#pragma unroll
+        for (uint32_t p = 0; p < kUnitBatch; ++p)
+          if (begin + p < num_parts)
+#pragma unroll
+            for (uint32_t i = 0; i < kFours; ++i) add_four(sum[u][i], words[u][p][i]);
     }
-    float squares = 0.0f;
-#pragma unroll
-    for (uint32_t i = 0; i < kFours; ++i) {
-      add_four(sum[i], residual[i]);
-#pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        const float value = sum[i].value[j];
-        scaled[i].value[j] = value * gain.value(in[&Reduce::out_gain], 4 * i + j);
-        squares = fmaf(value, value, squares);
-      }
-    }
-    // Store these first: readers of this row wait for them.
     const uint32_t unit = 2 * group_of(in);
-    squares = add_neighbours(squares, unit / kUnitRows);
-    if (!exists) return;
-    ColumnPlace(in[&Reduce::out_scaled], column).store_two(row, scaled, tag);
-    if (column % unit == 0)
-      write_element(in[&Reduce::out_squares], row, column / unit, squares, tag);
-    ColumnPlace(in[&Reduce::out], column).store_two(row, sum, tag);
+#pragma unroll
+    for (uint32_t u = 0; u < kUnits; ++u) {
+      Four scaled[kFours];
+      float squares = 0.0f;
+#pragma unroll
+      for (uint32_t i = 0; i < kFours; ++i) {
+        add_four(sum[u][i], residual[u][i]);
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) {
+          const float value = sum[u][i].value[j];
+          scaled[i].value[j] = value * gain[u].value(in[&Reduce::out_gain], 4 * i + j);
+          squares = fmaf(value, value, squares);
+        }
+      }
+      squares = add_neighbours(squares, unit / kUnitRows);
+      if (first + u * kNumConsumerThreads >= count) continue;
+      // Store these first: readers of this row wait for them.
+      ColumnPlace(in[&Reduce::out_scaled], column[u]).store_two(row[u], scaled, tag);
+      if (column[u] % unit == 0)
+        write_element(in[&Reduce::out_squares], row[u], column[u] / unit, squares, tag);
+      ColumnPlace(in[&Reduce::out], column[u]).store_two(row[u], sum[u], tag);
+    }
   }
 
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
@@ -195,12 +214,17 @@ struct Kernel<Reduce> : KernelDefaults {
       consumer.note(in.stage, Event::kInputs);
       const uint32_t units = (inst.column_end - inst.column_begin) / kUnitRows;
       const uint32_t count = (live - inst.row_begin) * units;
+      uint32_t first = consumer.thread();
+      // Two at a time, if a thread has more than two: else fetching their code takes too long.
+      if constexpr (program::kMatrixRows > 0)
+        if (count > 2 * kNumConsumerThreads)
 #pragma unroll 1
-      for (uint32_t i = consumer.thread(); i - lane_index() < count; i += kNumConsumerThreads) {
-        const uint32_t mine = min_of(i, count - 1);
-        reduce_unit(in, i < count, inst.row_begin + mine / units,
-                    inst.column_begin + mine % units * kUnitRows);
-      }
+          for (; first - consumer.thread() + kNumConsumerThreads < count;
+               first += 2 * kNumConsumerThreads)
+            reduce_units<2>(in, first, count);
+#pragma unroll 1
+      for (; first - lane_index() < count; first += kNumConsumerThreads)
+        reduce_units<1>(in, first, count);
       return;
     }
     // Each row begins with a lane of its own group.

@@ -62,6 +62,8 @@ WANTED = {
     *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
     *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
     *("fast, rows apart, tagged", "fast, newest, tagged"),
+    *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
+    *("sums of 64, bf16", "sums of 64, wide", "scaled, wide"),
 }
 
 
