@@ -121,19 +121,22 @@ def test_changes_of_a_machine_that_streams_are_predicted() -> None:
     assert sizes.max() < 0.09, errors
 
 
-def test_changes_of_workers_that_share_a_memory_are_predicted() -> None:
-    """Of such workers some load faster than others: the phase says what they all wait for."""
+def with_shared_memory(page: float, ring: int) -> Machine:
+    """Workers that share a memory, which brings a page to each in ``page`` ns."""
     phases = [
         *(("qkv", 1300.0, 6, True), ("attention", 1500.0, 0, True), ("o_proj", 800.0, 4, True)),
         *(("gate_up", 5000.0, 31, True), ("down_proj", 2500.0, 16, True)),
     ]
+    return layered(24, 2, phases, 3, 0.08, page=page, ring=ring, burst=3.0, hop=1200.0, stray=600.0)
+
+
+def test_changes_of_workers_that_share_a_memory_are_predicted() -> None:
+    """Of such workers some load faster than others: the phase says what they all wait for."""
     changes = [("loading", "", 0.5), ("loading", "", 2.0), ("computing", "", 2.0)]
     errors: dict[tuple[object, ...], float] = {}
     # Bound by computing, by the memory, by both.
     for page, pages in itertools.product((300.0, 480.0, 700.0), (4, 8)):
-        machine = layered(
-            24, 2, phases, 3, 0.08, page=page, ring=pages, burst=3.0, hop=1200.0, stray=600.0
-        )
+        machine = with_shared_memory(page, pages)
         errors |= {(page, pages, *change): _error(machine, *change) for change in changes}
     sizes = np.abs(list(errors.values()))
     assert sizes.mean() < 0.02, errors
@@ -165,6 +168,18 @@ def test_shorter_and_longer_rings_are_predicted(page: float) -> None:
         truth = step_time(dataclasses.replace(machine, ring=pages))
         found = replay.run([(Change("ring", "", factor),)]).step[0]
         assert abs(found - truth) < 0.06 * step_time(machine), (recorded, pages)
+
+
+@pytest.mark.parametrize("page", [300.0, 480.0])
+def test_what_longer_rings_bring_is_predicted(page: float) -> None:
+    """A replay forgets the waits for room in the recorded ring; those for the memory remain."""
+    for recorded, pages in itertools.combinations((6, 8, 10, 16), 2):
+        machine = with_shared_memory(page, recorded)
+        replay = Replay(simulate(machine), 0)
+        saved = 1 - step_time(dataclasses.replace(machine, ring=pages)) / step_time(machine)
+        assert saved > 0.02
+        found = replay.run([(Change("ring", "", pages / recorded),)]).step[0]
+        assert 1 - found / replay.recorded == pytest.approx(saved, abs=0.03), (recorded, pages)
 
 
 def test_rings_of_a_gpu_are_predicted() -> None:
