@@ -41,9 +41,8 @@
 //                                                 `asked` mean nothing then
 //   void store(at, of_row, of_quad, result) const;  all lanes of a warp call it together. Sixteen
 //                                                 neighbouring lanes have a row
-//   void keep(pair, result, Kept&) const;         if there is anything to keep: what to keep of
-//   this
-//                                                 result, of four words. Pairs ascend
+//   void keep(pair, result, Kept&) const;         keep what there is to keep of this result, which
+//                                                 is four words. Pairs ascend
 // If an epilogue has kPlain, is_plain() says that the sums themselves are the results, as float32.
 // Then it also declares
 //   bool has_column(column) const;                whether the instruction stores this column

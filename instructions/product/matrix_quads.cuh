@@ -132,9 +132,9 @@ struct MatrixQuads : MatrixSizes {
     ptx::store_shared4(to + staged_at(row % kStagedRows, number * kQuadRows), words);
   }
 
-  // Keep what there is to keep of the staged results of a block. A thread has every second quad of
-  // a row: lanes that keep the same row would have to compare what they have, for each row. NOTE:
-  // eight lanes that load at the same time have rows and quads in all banks (staged_at).
+  // Keep what there is to keep of the staged results of a block. A thread goes through every second
+  // quad of a row: lanes that share more would compare what they have, for each row.
+  // NOTE: eight lanes that load at the same time have rows and quads in all banks (staged_at).
   __device__ __forceinline__ void keep(uint32_t from, uint32_t first_row,
                                        uint32_t first_unit) const {
     ptx::sync_warpgroup(warpgroup_index());
