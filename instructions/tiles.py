@@ -91,11 +91,6 @@ def unit_of(tensors: Sequence[TensorSpec], inst: Any) -> int:
     return squares_unit(scaled.own_columns, squares.own_columns)
 
 
-def is_wide(tensors: Sequence[TensorSpec], inst: Any) -> bool:
-    """Whether the instruction has ``out_squares`` of WIDE_SQUARES columns each."""
-    return unit_of(tensors, inst) == WIDE_SQUARES
-
-
 def squares_units(tensors: Sequence[TensorSpec], inst: Any) -> Constant:
     """The constant of this name in cuda/config.cuh."""
     return union(0 if inst.out_squares == NONE else unit_of(tensors, inst))

@@ -228,9 +228,9 @@ class RecordedStep:
         self._room_worker = np.where(own, np.arange(count), self._room_of + 1)
         self._room_worker = np.minimum(self._room_worker, count - 1)
         self._room_waits = self._room_kind == 0
-        # How long loads take that only the memory holds up: those of all workers share it.
+        # How long loads take if only the memory holds them up, which all workers share.
         shared = np.minimum(self._bytes * self._share_ns(), took)
-        self._shared = np.where(held_up, np.maximum(shared, pipe), 0.0)
+        self._shared = np.maximum(self._pipe, np.where(held_up, shared, 0.0))
 
     def _find_ring(self) -> None:
         """The ring of a loader: its bytes, and how long a page takes to arrive in a free place."""

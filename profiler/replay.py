@@ -143,10 +143,10 @@ class Replay(RecordedStep):
         start += self._start_lag[own, None]
         over = np.where(before[:, None] >= 0, loaded[before], start)
         base = np.where(self._follows[own, None], over, np.maximum(start, over))
-        free = base + self._pipe[own, None] * by
+        arrived = base + self._pipe[own, None] * by
         user = self._used_of[own]
         used = left[np.maximum(user, 0)] + self._used_lag[own, None]
-        arrived = np.where(user[:, None] >= 0, np.maximum(free, used), free)
+        arrived = np.where(user[:, None] >= 0, np.maximum(arrived, used), arrived)
         other = self._room_worker[own]
         phase = self._phase[other]
         held = np.where(
@@ -158,8 +158,7 @@ class Replay(RecordedStep):
         room = after(self._room_of, self._room_kind) + lag
         arrived = np.where(self._room[own, None], np.maximum(arrived, room), arrived)
         # Where a ring is modelled (``_fit``), it was not the recorded one that held loads up.
-        alone = np.maximum(free, base + self._shared[own, None] * by)
-        arrived = np.where(factors.ring > 0, alone, arrived)
+        arrived = np.where(factors.ring > 0, base + self._shared[own, None] * by, arrived)
         loaded[own] = np.where(self._loading[own, None], arrived, NEVER)
 
     def _fit(

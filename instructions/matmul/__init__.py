@@ -8,11 +8,11 @@ from typing import ClassVar
 from megavm.instructions.product import Product
 from megavm.instructions.tiles import (
     check_scaled,
-    is_wide,
     ranges,
     scaled_writes,
     shapes,
     squares_units,
+    unit_of,
 )
 from megavm.vm.config import BOX_COLUMNS, NONE, WIDE_SQUARES
 from megavm.vm.constants import Constant, largest, union
@@ -205,7 +205,7 @@ class Matmul(Product):
         yield from super().check(tensors)
         yield from shapes(tensors, residual=(self.residual, None, weight.rows))
         yield from check_scaled(tensors, self, weight.rows)
-        if is_wide(tensors, self) and not self.matrix:
+        if unit_of(tensors, self) == WIDE_SQUARES and not self.matrix:
             yield (
                 f"out_squares is {tensors[self.out_squares].name}, with sums of {WIDE_SQUARES} columns, but "
                 "matrix is 0"

@@ -18,7 +18,8 @@ class MatrixScales : MatrixSizes {
     storer.stage.ready().wait(storer.stage.phase);
     const Tensor& squares = stage_.tensors[product_.x_squares];
     const bool in_fours = has_fours(squares);
-    const uint32_t loads = ceil_div(squares.columns, 4 * kRowLanes);  // of a lane, for a row
+    // A lane needs so many loads, of four squares each, for its share of a row.
+    const uint32_t loads = ceil_div(squares.columns, 4 * kRowLanes);
 #pragma unroll 1
     for (uint32_t row = product_.row_begin; row < end; row += kRows) {
       // The consumers have used the scales in this place.

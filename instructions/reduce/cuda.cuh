@@ -10,6 +10,7 @@ template <>
 struct Kernel<Reduce> : KernelDefaults {
   // Parts that a thread has in flight.
   static constexpr uint32_t kBatch = program::kMatrixRows > 0 ? 8 : 4;
+
   struct Pair {
     float x, y;
   };

@@ -11,11 +11,11 @@ import functools
 from dataclasses import replace
 
 from megavm.instructions import instruction_of
+from megavm.instructions.product import is_matrix_product
 from megavm.instructions.tiles import squares_of
 from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.config import UNIT_ROWS, WIDE_SQUARES
-from megavm.vm.layout import has_boxes
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 
@@ -76,16 +76,13 @@ def _columns_of_a_sum(maker: Operation, x: Value, options: CompileOptions) -> in
     # Other numbers of ranks may have no multiple, and a product whose input is tagged is no matrix.
     if options.fixed_order or options.exchange == "tagged":
         return UNIT_ROWS
-    if "weight" in maker.inputs and not _is_matrix_product(maker):
-        return UNIT_ROWS
+    if "weight" in maker.inputs:
+        factor, weight = maker.inputs["x"], maker.inputs["weight"].memory
+        shape = factor.rows, factor.columns
+        spec = factor.spec or TensorSpec(factor.name, shape, factor.dtype, TensorKind.ACTIVATION)
+        if not is_matrix_product(spec, weight, x.rows):
+            return UNIT_ROWS
     return WIDE_SQUARES
-
-
-def _is_matrix_product(product: Operation) -> bool:
-    """Whether a product of many rows is one of matrices (product.is_matrix_product)."""
-    x, weight = product.inputs["x"], product.inputs["weight"]
-    spec = x.spec or TensorSpec(x.name, (x.rows, x.columns), x.dtype, TensorKind.ACTIVATION)
-    return weight.dtype is BF16 and has_boxes(spec)
 
 
 def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
