@@ -19,6 +19,7 @@ from megavm.vm.config import (
     PAGE_BYTES,
     ROWS_CHUNK_PAGES,
     SPLIT_COLUMNS,
+    TILE_ROWS,
     UNIT_ROWS,
     WORKING_BYTES,
 )
@@ -70,9 +71,9 @@ class Target:
     ``embedding_unit``. ``exchange``: how activations pass between workers (CompileOptions.exchange).
     ``tagged_bytes``: largest activation that is tagged.
 
-    Products: input rows of up to ``input_bytes`` stay in a worker while weights stream. Of longer ones,
-    ``split_columns`` columns and ``sums_bytes`` of sums do. Steps of 2 to ``group_rows`` rows multiply all rows
-    together (0: the machine has no such products).
+    Products: up to ``tile_rows`` input rows of up to ``input_bytes`` together stay in a worker while weights
+    stream. Of longer ones, ``split_columns`` columns and ``sums_bytes`` of sums do. Steps of 2 to ``group_rows``
+    rows multiply all rows together (0: the machine has no such products).
 
     Split K: in these steps, products of long rows are split into at most ``most_parts`` parts of ``part_of_k``
     columns (0: never) or more, a multiple of ``part_unit`` (0: of ``part_of_k``). They are split only while no worker
@@ -116,6 +117,7 @@ class Target:
     exchange: Exchange = "barrier"
     tagged_bytes: int = 128 * 1024
     input_bytes: int = INPUT_BYTES
+    tile_rows: int = TILE_ROWS
     split_columns: int = SPLIT_COLUMNS
     sums_bytes: int = 128 * 1024
     group_rows: int = 0

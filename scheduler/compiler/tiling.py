@@ -80,9 +80,9 @@ def product_tiles(
     """(columns, rows) of each tile of a matrix product; tiles of the same weights are adjacent.
 
     ``itemsize``: bytes of an element of the weights. ``width``: sums per column of the result.
-    ``unit`` and ``workers``: see ``column_tiles``. If all input rows fit into a worker
-    (``Target.input_bytes``), they stay there while weights stream. Otherwise the sums stay, and
-    input and weights stream.
+    ``unit`` and ``workers``: see ``column_tiles``. If up to ``Target.tile_rows`` input rows fit
+    into a worker (``Target.input_bytes``), they stay there while weights stream. Otherwise the sums
+    stay, and input and weights stream.
     """
     target = options.target
     first, last = rows
@@ -91,9 +91,8 @@ def product_tiles(
         workers = workers or options.workers
         yield from matrix_tiles(rows, columns, k, unit, width, workers, target)
         return
-    if count * k * itemsize <= target.input_bytes:
-        row_tile, column_tile = count, columns
-    else:
+    row_tile, column_tile = min(count, target.tile_rows), columns
+    if row_tile * k * itemsize > target.input_bytes:
         fitting = target.input_bytes // (min(k, target.split_columns) * itemsize)
         row_tile = min(count, 1 << (fitting.bit_length() - 1))
         column_tile = target.sums_bytes // (4 * row_tile * width) // unit * unit

@@ -658,6 +658,18 @@ def test_lowering_chooses_for_each_product_how_its_rows_are_multiplied(
     assert chosen == {"x.y": matrix, "wide.y": 0}
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("narrow", [4, 16, 64, 200])
+@pytest.mark.parametrize("rows", [1000, 1024, 8192])
+def test_narrow_products_of_many_rows_fit_into_the_working_memory(
+    rows: int, narrow: int, dtype: DType
+) -> None:
+    program = compile_graph(
+        mlp_graph(dtype, rows, hidden=narrow, wide=3 * narrow), default_options("cpu", 2, rows)
+    )
+    verify(program, "cpu")
+
+
 @pytest.mark.parametrize("rows", [64, 512, 4096, 8192])
 def test_matrix_products_have_no_more_tiles_than_they_need(rows: int) -> None:
     tiles = list(matrix_tiles((0, rows), 14336, 4096, 64, 2, 132, TARGETS["cuda"]))
