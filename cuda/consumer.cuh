@@ -126,8 +126,12 @@ class Consumer {
   // with `stops` they are only passed.
   __device__ __forceinline__ void finish_pages(uint32_t count, bool stops = false) {
     if constexpr (kWarpArrivals > 1) {
-      for (; count > 0; --count, page.advance())
-        if (!stops) finish(page);
+      for (; count > 0; --count, page.advance()) {
+        if (stops) continue;
+        // All pages but a step's first arrive without a wait: synccheck calls that an error.
+        page_arrived(page.slot).wait(page.phase);
+        finish(page);
+      }
       return;
     }
     PageCursor mine = page;
