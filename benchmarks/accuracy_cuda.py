@@ -1,4 +1,4 @@
-"""Accuracy of the machine: teacher-forced logits against transformers in float32 and bfloat16.
+"""Accuracy of single rows: teacher-forced logits against transformers in float32 and bfloat16.
 
     python benchmarks/accuracy_cuda.py --model 1b 8b stories --context 1 64 1000 4096 --save
 
@@ -7,6 +7,8 @@ bfloat16. The reference is transformers in float32 with the same weights. Both c
 and transformers in bfloat16, decode the same tokens after the same context. The keys and values of
 the context are either given to both, rounded from the float32 run ("given"), or computed by each
 contender itself ("own").
+
+benchmarks/accuracy_rows_cuda.py does the same for batches, long prompts and mixed steps.
 
 Also checks whether sequences choose the same tokens in a batch as alone, and runs a long greedy
 decode at batch 1 twice.
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,6 +52,7 @@ PREFILL = 1024  # tokens of one forward pass of transformers' prefill
 LAUNCH = 32  # tokens per launch of the long run
 LENGTHS = (1, 7, 33, 64, 100, 129, 200, 250)  # prompts of the sequences of a batch
 BATCH_STEPS = 16
+SHORT = max(LENGTHS) + BATCH_STEPS + 1  # tokens of a sequence of a batch
 
 Tokens = npt.NDArray[np.int32]
 
@@ -89,8 +93,19 @@ class Contenders:
         return blocks
 
 
-def make(model: str, layers: int | None, max_len: int, machine: str) -> Contenders:
-    """Make the three models; megavm gets a copy of the weights, because it may relayout them."""
+def make(
+    model: str,
+    layers: int | None,
+    max_len: int,
+    machine: str,
+    lengths: Sequence[int] = (SHORT,) * SEQUENCES,
+    rows: int = max(CHUNKS),
+) -> Contenders:
+    """Make the three models; megavm gets a copy of the weights, because it may relayout them.
+
+    Slot i has KV blocks for ``lengths[i]`` tokens, slot 0 for ``max_len``, in random order.
+    ``rows``: of the largest step.
+    """
     torch.manual_seed(0)
     virtual, workers = make_machine(machine)
     device = virtual.memory_device
@@ -108,13 +123,9 @@ def make(model: str, layers: int | None, max_len: int, machine: str) -> Contende
         if layers:
             config = replace(config, num_layers=layers)
         exact, native = random_models(config, device)
-    # Slot 0 needs blocks for the longest context, the other slots only for the batch.
-    per_sequence = -(-max_len // BLOCK)
-    each = -(-min(max_len, max(LENGTHS) + BATCH_STEPS + 1) // BLOCK)
-    count = per_sequence + (SEQUENCES - 1) * each
-    rows = max(CHUNKS)
-    logit_rows = default_logit_rows(SEQUENCES, rows)
-    limits = Limits(SEQUENCES, max_len, rows, logit_rows, count, BLOCK)
+    held = [-(-length // BLOCK) for length in (max_len, *(min(n, max_len) for n in lengths[1:]))]
+    logit_rows = default_logit_rows(len(held), rows)
+    limits = Limits(len(held), max_len, rows, logit_rows, sum(held), BLOCK)
     memory = Memory(device)
     weights = native.state_dict()
     for spec in weight_specs(config, limits, BF16):
@@ -128,11 +139,9 @@ def make(model: str, layers: int | None, max_len: int, machine: str) -> Contende
         return default_options(machine, workers, rows)
 
     runner = ForcedRunner(config, memory, limits, BF16, virtual, options)
-    order = np.random.default_rng(0).permutation(count).astype(np.int32)
-    runner.block_table[0] = order[:per_sequence]
-    for slot in range(1, SEQUENCES):
-        begin = per_sequence + (slot - 1) * each
-        runner.block_table[slot, :each] = order[begin : begin + each]
+    order = np.random.default_rng(0).permutation(sum(held)).astype(np.int32)
+    for slot, blocks in enumerate(np.split(order, np.cumsum(held)[:-1])):
+        runner.block_table[slot, : len(blocks)] = blocks
     return Contenders(config, exact, native, runner, device)
 
 
@@ -251,7 +260,8 @@ def decode(runner: Runner, context: int, steps: int) -> torch.Tensor:
 
 def compare(got: torch.Tensor, want: torch.Tensor, following: torch.Tensor) -> dict[str, float]:
     """Errors of logits [n, vocabulary] against the reference and the following tokens [n]."""
-    got, want = got.cpu().double(), want.cpu().double()
+    got, want, following = (value.to(want.device) for value in (got, want, following))
+    got, want = got.double(), want.double()
     mine, true = got.log_softmax(-1), want.log_softmax(-1)
     loss, true_loss = (-p.gather(1, following[:, None]).mean() for p in (mine, true))
     return {
@@ -409,7 +419,7 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
             )
     # The other checks do not need transformers: free its memory.
     contenders.exact = contenders.native = None
-    _give_back()
+    give_back()
     if not args.no_batch:
         result["batch"] = batch = check_batch(contenders)
         for name in ("same_program", "single_row"):
@@ -434,7 +444,8 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
     return result
 
 
-def _give_back() -> None:
+def give_back() -> None:
+    """Free the memory of what is no longer used."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -460,7 +471,7 @@ def main() -> None:
     results = {}
     for model in args.model:
         results[model] = check_model(args, model)
-        _give_back()
+        give_back()
     if args.save:
         print(f"saved {save('accuracy_cuda', {'steps': args.steps, 'models': results})}")
 
