@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 DEV_STAMP := $(VENV)/.installed-dev
 NATIVE := pyproject.toml CMakeLists.txt vm/codegen.py vm/config.py vm/constants.py vm/isa.py \
           vm/operands.py vm/program.py vm/tensors.py \
-          $(wildcard vm/*.hpp vm/cpu/* vm/verify/*pp server/*.cpp instructions/*/__init__.py instructions/*/*.hpp)
+          $(wildcard vm/*.hpp vm/cpu/* vm/verify/*pp server/*.cpp scheduler/engine/*.cpp instructions/*/__init__.py instructions/*/*.hpp)
 
 .PHONY: demo test check clean
 

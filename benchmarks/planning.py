@@ -61,7 +61,7 @@ class EchoRunner:
         self.bias = np.zeros((1, 1), dtype=np.float32)
         self.logits = np.zeros((1, 1), dtype=np.float32)
         self.text = text
-        self.seconds = 0.0
+        self.machine_seconds = 0.0
 
     def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         """As ``Runner.write_tokens``."""
@@ -71,12 +71,12 @@ class EchoRunner:
         """As ``Runner.publish``; this runner reads no masks."""
 
     def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
-        """Choose the tokens; adds its own time to ``seconds``."""
+        """Choose the tokens; adds its own time to ``machine_seconds``."""
         begin = time.thread_time()
         slots = step.row_sequence[step.logit_row]
         positions = step.row_position[step.logit_row]
         self.tokens[slots, positions + 1] = self.text[(slots + positions) % len(self.text)]
-        self.seconds += time.thread_time() - begin
+        self.machine_seconds += time.thread_time() - begin
 
     def can_queue(self, step: Step, steps: int = 1) -> bool:
         """As ``Runner.can_queue``."""
@@ -107,10 +107,10 @@ def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
         planned = time.thread_time()
         if plan is None:
             raise RuntimeError(f"nothing to run at step {number}")
-        elsewhere = runner.seconds
+        elsewhere = runner.machine_seconds
         engine.execute(plan)
         executed = time.thread_time()
-        elsewhere = runner.seconds - elsewhere
+        elsewhere = runner.machine_seconds - elsewhere
         engine.collect(plan)
         collected = time.thread_time()
         if len(plan.samplers) == batch and plan.step.num_rows == batch and number > 32:

@@ -20,6 +20,9 @@ For each model:
 2. For each concurrency: requests that do not count, until the programs of this size are there; a
    pause until the server does nothing any more; then `megavm bench serve`.
 
+3. As many requests that begin at once, with long answers: steps in which all of them decode. The
+   machine's time is its own; the share of the time in which it does nothing is what is left.
+
 A row has medians and the client's share of a core. "step" is the time in which the engine had work,
 divided by its steps; "host" is the share of planning and collecting in it. Rows are saved as soon
 as they are measured, also into $OUT if that is set.
@@ -60,6 +63,8 @@ MODELS: Final = {
 }
 INPUT: Final = 160
 OUTPUT: Final = 128
+STEADY_OUTPUT: Final = 3000
+STEADY_SECONDS: Final = 1.0
 FIRST_TOKEN: Final = 256  # ids below are single bytes, which are rare in a prompt
 # Measured requests by concurrency; those that do not count are as many as fly at once, twice.
 REQUESTS: Final = {
@@ -252,10 +257,12 @@ class Server:
                 return {"seconds": round(waited, 1), "quiet": share < QUIET_SHARE}
 
     def metrics(self) -> dict[str, float]:
-        """The engine's counters."""
+        """The engine's counters, and how many requests run and wait."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
             text = response.read().decode()
-        found = re.findall(r"^megavm:(engine_\w+_total)\S* (\S+)$", text, re.MULTILINE)
+        found = re.findall(
+            r"^megavm:(engine_\w+_total|num_requests_\w+)\S* (\S+)$", text, re.MULTILINE
+        )
         return {name: float(value) for name, value in found}
 
     def close(self) -> None:
@@ -269,21 +276,28 @@ class Server:
                 self.process.wait()
 
 
-def bench(url: str, concurrency: int, requests: int, seed: int, file: Path) -> dict[str, Any]:
-    """The report of `megavm bench serve`. Raises RuntimeError if a request has failed."""
+def bench_command(
+    url: str, concurrency: int, requests: int, seed: int, file: Path, output: int = OUTPUT
+) -> list[str]:
+    """`megavm bench serve`; its report goes to ``file``."""
     options = {
         "--base-url": url,
         "--max-concurrency": concurrency,
         "--num-prompts": requests,
         "--input-len": INPUT,
-        "--output-len": OUTPUT,
+        "--output-len": output,
         "--vocab-size": VOCABULARY - 1,
         "--extra-body": '{"temperature": 0}',
         "--seed": seed,
         "--json": file,
     }
     words = [str(word) for pair in options.items() for word in pair]
-    command = [sys.executable, "-m", "megavm", "bench", "serve", *words, "--ignore-eos", "--quiet"]
+    return [sys.executable, "-m", "megavm", "bench", "serve", *words, "--ignore-eos", "--quiet"]
+
+
+def bench(url: str, concurrency: int, requests: int, seed: int, file: Path) -> dict[str, Any]:
+    """The report of `megavm bench serve`. Raises RuntimeError if a request has failed."""
+    command = bench_command(url, concurrency, requests, seed, file)
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
     )
@@ -324,7 +338,7 @@ def measure_row(server: Server, concurrency: int, requests: int, folder: Path) -
     before, cpu = server.metrics(), server.cpu_seconds()
     report = bench(server.url, concurrency, requests, concurrency, folder / "bench.json")
     server_cpu = server.cpu_seconds() - cpu
-    counters = {name: value - before[name] for name, value in server.metrics().items()}
+    counters = {n: v - before[n] for n, v in server.metrics().items() if n.endswith("_total")}
     busy, steps = counters["engine_busy_seconds_total"], counters["engine_steps_total"]
     host = counters["engine_plan_seconds_total"] + counters["engine_collect_seconds_total"]
     return {
@@ -336,6 +350,60 @@ def measure_row(server: Server, concurrency: int, requests: int, folder: Path) -
         "engine": counters,
         "bench": report,
     }
+
+
+def measure_steady(server: Server, concurrency: int, folder: Path) -> dict[str, Any]:
+    """Steps in which all requests decode, each to a client that reads its stream.
+
+    Raises RuntimeError if the requests do not all run at the same time.
+    """
+    report = folder / "steady.json"
+    command = bench_command(server.url, concurrency, concurrency, 77, report, STEADY_OUTPUT)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as client:
+        try:
+            limit = time.perf_counter() + 30
+            while True:
+                now = server.metrics()
+                if now["num_requests_running"] == concurrency and not now["num_requests_waiting"]:
+                    break
+                if client.poll() is not None or time.perf_counter() > limit:
+                    raise RuntimeError(f"{concurrency} requests never ran at the same time")
+            time.sleep(STEADY_SECONDS / 4)  # until all have left their prompts behind
+            begin, before = time.perf_counter(), server.metrics()
+            for _ in range(10):
+                time.sleep(STEADY_SECONDS / 10)
+                after, seconds = server.metrics(), time.perf_counter() - begin
+                if after["num_requests_running"] != concurrency:
+                    raise RuntimeError("requests ended meanwhile: STEADY_OUTPUT is too short")
+        finally:
+            client.kill()
+    took = {
+        name.removeprefix("engine_"): after[f"{name}_total"] - before[f"{name}_total"]
+        for name in ("engine_steps", "engine_plan_seconds", "engine_collect_seconds",
+                     "engine_run_seconds", "engine_busy_seconds")
+    }  # fmt: skip
+    steps = took["steps"]
+    return {
+        "concurrency": concurrency,
+        "seconds": seconds,
+        "steps": steps,
+        "step_ms": 1e3 * seconds / steps,
+        "machine_ms": 1e3 * took["run_seconds"] / steps,
+        "plan_ms": 1e3 * took["plan_seconds"] / steps,
+        "collect_ms": 1e3 * took["collect_seconds"] / steps,
+        "host_share": (took["plan_seconds"] + took["collect_seconds"]) / took["run_seconds"],
+        "idle_share": 1 - took["run_seconds"] / seconds,
+    }
+
+
+def describe_steady(model: str, row: dict[str, Any]) -> str:
+    """What a steady step takes."""
+    return (
+        f"{model:>5} {row['concurrency']:5} decode: a step {row['step_ms']:.2f} ms, the machine"
+        f" {row['machine_ms']:.2f} and idle {row['idle_share']:.1%}; planning and collecting"
+        f" {row['plan_ms']:.2f} + {row['collect_ms']:.2f} ms, {row['host_share']:.1%} of the"
+        " machine's time"
+    )
 
 
 def describe_row(model: str, row: dict[str, Any]) -> str:
@@ -413,6 +481,10 @@ def measure_model(
                     break
                 row = {"event_loop": event_loop}
                 row |= measure_row(server, concurrency, counts[concurrency], folder)
+                with contextlib.suppress(RuntimeError):  # the client may be too slow for that
+                    row["steady"] = measure_steady(server, concurrency, folder)
+                    progress(describe_steady(model, row["steady"]))
+                    server.settle()
                 result["rows"].append(row)
                 progress(f"{describe_row(model, row)}  settled: {row['settled']}")
                 yield result
@@ -423,6 +495,8 @@ def summary(results: dict[str, dict[str, Any]]) -> str:
     lines = [HEAD]
     for model, result in results.items():
         lines += [describe_row(model, row) for row in result["rows"]]
+    for model, result in results.items():
+        lines += [describe_steady(model, r["steady"]) for r in result["rows"] if "steady" in r]
     for model, result in results.items():
         for row in result["rows"]:
             if row["concurrency"] > 1:

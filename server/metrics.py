@@ -250,7 +250,7 @@ _HELP: Final = {
     "engine_faults": "Launches that failed.",
     "engine_busy_seconds": "Time in which the engine had work.",
     "engine_plan_seconds": "Time that planning took; it may overlap with runs.",
-    "engine_run_seconds": "Time that the machine ran.",
+    "engine_run_seconds": "Time that the machine ran, by its own clock on a GPU.",
     "engine_collect_seconds": "Time that results took to be read; it may overlap with runs.",
     "time_to_first_token_seconds": "From the arrival of a request to its first token.",
     "inter_token_latency_seconds": "Between two tokens of a completion.",

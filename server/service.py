@@ -180,6 +180,8 @@ class Service:
         llm = self._load_model(self._report)
         self._report("reading the tokenizer for grammars", 0, 1)
         llm.restrictions.prepare()
+        self._report("reading the texts of tokens", 0, 1)
+        llm.tokenizer.remember_texts()
         runner = llm.runner
         prompts = _powers_of_two(min(runner.max_num_batched_tokens, USUAL_ROWS))
         batches = _powers_of_two(min(runner.max_num_seqs, USUAL_ROWS))

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megavm.instructions.sample import Integer
+from megavm.scheduler.engine._append import Appender
 from megavm.scheduler.engine.blocks import BlockManager
 from megavm.scheduler.engine.logprobs import token_logprobs
 from megavm.scheduler.engine.pace import StepPace
@@ -53,10 +54,17 @@ from megavm.vm.machine import MachineFault, MachineLost
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
 
+_APPENDER = Appender(Sequence, Delta, State.FINISHED)
+
 
 @dataclass
 class EngineCounters:
-    """Totals since the engine was made; seconds are of the host's clock."""
+    """Totals since the engine was made.
+
+    ``plan_seconds`` and ``collect_seconds`` are of the host's clock, so they include its
+    waits for a core and the interpreter. ``run_seconds`` are those in which the machine ran steps
+    (``StepRunner.machine_seconds``).
+    """
 
     launches: int = 0
     steps: int = 0
@@ -378,7 +386,6 @@ class Engine:
                 self.end(self._in_progress)
         if self._fault is not None or plan.generation != self.planner.generation:
             return False  # the launch before it failed, and this one needs its results
-        begin = time.perf_counter()
         try:
             if plan.admissions and (running := self._in_progress) is not None:
                 # Its further choices in these slots belong to sequences that have ended.
@@ -400,7 +407,6 @@ class Engine:
         except BaseException as error:
             settle()
             self._fail(plan, error)
-        self.counters.run_seconds += time.perf_counter() - begin
         return plan.launch is not None
 
     def end(self, plan: Plan) -> None:
@@ -409,7 +415,6 @@ class Engine:
         launch, plan.launch = plan.launch, None
         if self._in_progress is plan:
             self._in_progress = None
-        begin = time.perf_counter()
         try:
             if self._fault is not None or plan.generation != self.planner.generation:
                 launch.cancel()
@@ -420,12 +425,11 @@ class Engine:
             self._complete(plan, max(plan.started, self._last_end))
         except BaseException as error:
             self._fail(plan, error)
-        finally:
-            self.counters.run_seconds += time.perf_counter() - begin
 
     def _complete(self, plan: Plan, begin: float) -> None:
         """Read the results of a plan that has run since ``begin``."""
         self._last_end = time.perf_counter()
+        self.counters.run_seconds = self.runner.machine_seconds
         if plan.step.num_rows and (pace := self.planner.pace) is not None:
             pace.note(plan.step.num_rows, (self._last_end - begin) / plan.steps)
         self._slots.read(plan)
@@ -477,7 +481,14 @@ class Engine:
         failed, before = plan.failed, len(ready)
         rest = list(range(len(plan.samplers)))
         if not (plan.logits or plan.complete or failed):
-            rest = self._extend_inside(plan, ready)
+            # Most tokens of a large batch are in the middle of their sequence.
+            deltas, rest = _APPENDER.append_inside(
+                plan.samplers, plan.tokens, np.any(plan.stopped, axis=1)
+            )
+            ready += deltas
+            counters.output_tokens += len(deltas) * plan.steps
+            before = len(ready)
+            self._publish_inside(plan, rest)
         for i in rest:
             sequence = plan.samplers[i]
             if sequence.state is State.FINISHED or (failed and sequence in failed):
@@ -494,31 +505,15 @@ class Engine:
         counters.collect_seconds += time.perf_counter() - begin
         return ready
 
-    def _extend_inside(self, plan: Plan, ready: list[Delta]) -> list[int]:
-        """Append the tokens in the middle of sequences; the samplers that need ``_extend``.
-
-        Most tokens of a large batch are such, and this takes a third of the time.
-        """
-        assert plan.tokens is not None
-        assert plan.stopped is not None
-        rest: list[int] = []
-        stopped_rows = np.any(plan.stopped, axis=1)
-        for i, (sequence, tokens, stopped) in enumerate(
-            zip(plan.samplers, plan.tokens.tolist(), stopped_rows.tolist(), strict=True)
-        ):
-            if not stopped and sequence.state is not State.FINISHED:
-                delta = sequence.append_inside(tokens)
-                if delta is not None:
-                    ready.append(delta)
-                    continue
-            rest.append(i)
-        if self.blocks.prefix_caching:
-            step, left, size = plan.step, set(rest), self.blocks.block_size
-            position = step.row_position[step.logit_row[: len(plan.samplers)]]
-            for i in np.flatnonzero((position + plan.steps) // size > position // size).tolist():
-                if i not in left:
-                    self.planner.publish_decoded(plan.samplers[i], plan.steps)
-        return rest
+    def _publish_inside(self, plan: Plan, rest: list[int]) -> None:
+        """Publish blocks that the samplers have filled, but for ``rest``, whose turn comes."""
+        if not self.blocks.prefix_caching:
+            return
+        step, left, size = plan.step, set(rest), self.blocks.block_size
+        position = step.row_position[step.logit_row[: len(plan.samplers)]]
+        for i in np.flatnonzero((position + plan.steps) // size > position // size).tolist():
+            if i not in left:
+                self.planner.publish_decoded(plan.samplers[i], plan.steps)
 
     def _extend(
         self,

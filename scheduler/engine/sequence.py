@@ -17,7 +17,7 @@ from megavm.scheduler.engine.blocks import NO_PREFIX, block_digest
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.restriction import Follower, Restriction
 from megavm.scheduler.engine.step import Floats, Ints
-from megavm.scheduler.engine.text import TextStream
+from megavm.scheduler.engine.text import NoText, TextStream
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 TokenIds = Many[int] | npt.NDArray[np.integer[Any]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 _WORD = (1 << 64) - 1
+_NO_TEXT = NoText()
 
 
 @dataclass
@@ -110,6 +111,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "decoder",
         "digests",
         "dynamic",
         "eos_ids",
@@ -127,7 +129,6 @@ class Sequence:
         "seed",
         "slot",
         "state",
-        "step_text",
         "stop_ids",
         "text",
         "with_logprobs",
@@ -151,7 +152,8 @@ class Sequence:
         self.eos_ids = () if params.ignore_eos else eos_ids
         self.stop_ids = stop_token_ids(params, eos_ids)
         self.text = text
-        self.step_text = _no_text if text is None else text.step
+        # Gives the texts of tokens if nothing else must be looked at, such as stop strings.
+        self.decoder = _NO_TEXT if text is None else text.plain_decoder
         self.prompt = request.prompt
         self.output: list[int] = []
         self.state = State.WAITING
@@ -234,19 +236,6 @@ class Sequence:
             return self._finish_text(delta, "length")
         return delta
 
-    def append_inside(self, tokens: list[int]) -> Delta | None:
-        """Do what ``append`` does, at a fraction of its time, for tokens in the middle.
-
-        None, and nothing is done, if more must be looked at: the first and the last token, stop
-        strings. No token may be a stop token, no log-probability asked for, no grammar complete.
-        """
-        output, step = self.output, self.step_text
-        if step is None or not output or len(output) + len(tokens) >= self.max_output:
-            return None
-        output += tokens
-        pieces = [step(tokens[0])] if len(tokens) == 1 else list(map(step, tokens))
-        return Delta(self.request, self.index, tokens, pieces, [])
-
     def finish(self, reason: FinishReason, error: str | None = None) -> Delta:
         """End the sequence without a token, as for an abort or an error."""
         return self._finish_text(Delta(self.request, self.index, [], [""], []), reason, error=error)
@@ -298,10 +287,6 @@ class Sequence:
         integer[Integer.MASKED] = restriction is not None and restriction.masked
         integer[Integer.BIASED] = restriction is not None and bool(restriction.bias)
         return real, integer
-
-
-def _no_text(_: int) -> str:
-    return ""
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -105,6 +105,11 @@ class StepRunner(Protocol):
     sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
     sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
 
+    @property
+    def machine_seconds(self) -> float:
+        """For how long the machine has run steps that have ended without a fault."""
+        ...
+
     allowed: Ints  # [max_num_seqs, words of a mask]; publish what you write
     bias: Floats  # [max_num_seqs, vocab_size]; likewise
 

@@ -8,6 +8,7 @@ Rows of the large tensors move only when they have changed.
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -47,7 +48,12 @@ class Rows(Protocol):
 
 
 class StepMemory:
-    """The step tensors of a memory on the CPU; ``arrays`` by the names of ``step_tensors``."""
+    """The step tensors of a memory on the CPU; ``arrays`` by the names of ``step_tensors``.
+
+    ``machine_seconds``: for how long the machine has run launches that have ended without a fault.
+    """
+
+    machine_seconds = 0.0
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
         first, *others = memory.ranks
@@ -81,7 +87,9 @@ class StepMemory:
         Calls ``started`` when nothing is left to do but to wait for the machine.
         """
         started()
+        begin = time.perf_counter()
         executable.run(steps)
+        self.machine_seconds += time.perf_counter() - begin
 
 
 class DeviceRows:
@@ -163,6 +171,14 @@ class DeviceStepMemory(StepMemory):
         """Make the GPU of rank 0 current for torch, in any thread."""
         return torch.cuda.device(self._devices[0]) if self._on_gpu else contextlib.nullcontext()
 
+    def _now(self) -> torch.cuda.Event | None:
+        """When the GPU gets to this point of the current stream."""
+        if not self._on_gpu:  # it is emulated, and its time means nothing
+            return None
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)
 
@@ -209,13 +225,17 @@ class DeviceStepMemory(StepMemory):
                 for rows in of_ranks:
                     rows[slot].copy_(host[slot], non_blocking=True)
             self._changed.clear()
+            begin = self._now()
             device.launch(steps)
+            end = self._now()
             slots, places = self._fetch(stage, step, steps)
             wait = device.mark()
         chosen = stage.chosen
 
         def finish(gone: Bools | None = None) -> None:
             wait()
+            if begin is not None and end is not None:
+                self.machine_seconds += 1e-3 * begin.elapsed_time(end)
             found = chosen[: len(places)].numpy()
             kept: Any = slice(None)
             if gone is not None:

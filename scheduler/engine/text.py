@@ -7,7 +7,14 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Token ids to text; holds back incomplete characters (megavm.tokenizer.StreamDecoder)."""
+    """Token ids to text; holds back incomplete characters (megavm.tokenizer.StreamDecoder).
+
+    Attributes:
+        plain: texts that ``step`` would return for these tokens now and change nothing; it may be
+            empty. Look the attribute up for every token.
+    """
+
+    plain: dict[int, str]
 
     def step(self, token_id: int) -> str:
         """The text that one more token adds."""
@@ -18,6 +25,21 @@ class Decoder(Protocol):
         ...
 
 
+class NoText:
+    """A decoder for requests without text."""
+
+    def __init__(self) -> None:
+        self.plain: dict[int, str] = {}
+
+    def step(self, token_id: int) -> str:
+        """Nothing."""
+        return ""
+
+    def flush(self) -> str:
+        """Nothing."""
+        return ""
+
+
 class TextStream:
     """Turns tokens into pieces of text and ends at stop strings.
 
@@ -25,7 +47,8 @@ class TextStream:
     ``include_stop``: return the stop string itself at the end.
 
     Attributes:
-        step: where there are no stop strings, the decoder's ``step``: all that ``push`` does.
+        plain_decoder: where there are no stop strings, the decoder, whose ``step`` is all that
+            ``push`` does.
     """
 
     def __init__(
@@ -36,7 +59,7 @@ class TextStream:
         self._include_stop = include_stop
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
-        self.step = None if stops else decoder.step
+        self.plain_decoder = None if stops else decoder
 
     def push(self, token_id: int, may_stop: bool = True) -> tuple[str, str | None]:
         """Add a token: the text that is certain now, and the stop string that ended it or None.

@@ -215,6 +215,11 @@ class Runner:
     def vocab_size(self) -> int:
         return self.config.vocab_size
 
+    @property
+    def machine_seconds(self) -> float:
+        """For how long the machine has run steps that have ended without a fault."""
+        return self._step.machine_seconds
+
     # Steps.
 
     def bucket(

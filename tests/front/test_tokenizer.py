@@ -514,6 +514,10 @@ def test_a_whole_text_is_what_the_token_adds_to_any_text(tmp_path: Path, kind: s
             assert whole == expected
     assert any(texts.values()) == (kind == "byte_level")
     assert tokenizer.whole_text(tokenizer.vocab_size) == ""
+    other = Tokenizer(tokenizer.directory)
+    other.remember_texts()
+    assert {i: other.whole_text(i) for i in texts} == texts
+    assert other.plain_texts == tokenizer.plain_texts
 
 
 def test_a_character_that_the_prompt_began_is_completed(tmp_path: Path) -> None:

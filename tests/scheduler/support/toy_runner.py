@@ -93,6 +93,7 @@ class ToyRunner:
     lost: int | None = None
     queues: bool = False
     part_rows: int = 0
+    machine_seconds: float = 0.0
     steps_seen: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -313,6 +314,7 @@ class ToyDecoder:
 
     def __init__(self, request: Any = None) -> None:
         self.pending = ""
+        self.plain: dict[int, str] = {}
 
     def step(self, token_id: int) -> str:
         self.pending += piece(token_id)

@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest import mock
 
 from megavm.instructions.sample import Integer
+from megavm.scheduler.engine import engine
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.sequence import Delta
 from megavm.scheduler.engine.sequence import Sequence as EngineSequence
@@ -48,6 +49,15 @@ def model_with(
     return directory
 
 
+class _LeavesAll:
+    """An Appender that appends nothing: `append` does it."""
+
+    def append_inside(
+        self, sequences: tuple[EngineSequence, ...], *_: object
+    ) -> tuple[list[Delta], list[int]]:
+        return [], list(range(len(sequences)))
+
+
 @contextlib.contextmanager
 def writing(tokenizer: Tokenizer, *texts: str) -> Iterator[None]:
     """Let sequence i of each request write text i (the last one for all further), and end."""
@@ -77,7 +87,7 @@ def writing(tokenizer: Tokenizer, *texts: str) -> Iterator[None]:
 
     with (
         mock.patch.object(EngineSequence, "append", scripted),
-        mock.patch.object(EngineSequence, "append_inside", return_value=None),  # `append` does all
+        mock.patch.object(engine, "_APPENDER", _LeavesAll()),
         mock.patch.object(EngineSequence, "parameters", endless),
     ):
         yield
