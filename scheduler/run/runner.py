@@ -86,6 +86,7 @@ class Runner:
         self.options = options
         self._programs = Programs()
         self._ahead = False  # whether likely programs are compiled before they are needed
+        self._followed: set[Bucket] = set()  # used since, so that those likely next are prepared
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
@@ -329,7 +330,6 @@ class Runner:
         bucket = self._bucket_of(step, steps)
         if (bucket, False) in self._executables or bucket in set(self._programs):
             return [step]
-        self._programs.prepare([bucket], self._compiler(kernels=True))
         size = power_of_two(step.num_rows) // 2
         while size * MOST_PARTS >= step.num_rows and size:
             parts = step.parts(size)
@@ -359,11 +359,26 @@ class Runner:
         return self._bucket_of(step, steps)
 
     def _bucket_of(self, step: Step, steps: int) -> Bucket:
+        """The bucket whose program a step runs, its own in the end.
+
+        While its own is compiled ahead, a step runs a ready program of as many rows that can do it.
+        """
         rows = step.num_rows
         decode = step.distinct or len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
-        return self.bucket(
+        own = self.bucket(
             rows, len(step.logit_row), context, decode=decode, restricted=step.restricted
+        )
+        if not self._ahead or self._recorder is not None or (own, False) in self._executables:
+            return own
+        ready = set(self._programs)
+        if own in ready:
+            return own
+        self._programs.prepare([own], self._compiler(kernels=True))
+        return min(
+            (bucket for bucket in ready if _can_stand_in(bucket, own)),
+            key=lambda bucket: (bucket.context, bucket.logit_rows),
+            default=own,
         )
 
     def _loaded(self, bucket: Bucket, started: Callable[[], None]) -> Executable:
@@ -391,7 +406,8 @@ class Runner:
         """From now on, compile in the background what steps are likely to need next.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
-        meanwhile, and a step of the size that is being compiled waits only for the rest. Recording
+        meanwhile, also by programs of longer contexts or in parts; else a step of the size that is
+        being compiled waits for the rest. Recording
         and the end of ``close`` do not wait for the thread.
         """
         self._ahead = True
@@ -406,7 +422,8 @@ class Runner:
         """Buckets of steps that may follow one of ``bucket``, the most likely first.
 
         The batch goes on decoding, also with a longer context, and sequences end or join; prompts
-        of any length run beside the batch.
+        of any length run beside the batch. One program can do all steps of so many rows, and comes
+        early.
         """
         sequences = min(bucket.logit_rows, self.max_num_seqs)
         more, many = (min(n * sequences, self.max_num_seqs) for n in (2, 4))
@@ -414,6 +431,7 @@ class Runner:
         sized = partial(self.bucket, restricted=bucket.restricted)
         found = [
             sized(sequences, sequences, context, decode=True),
+            sized(sequences, sequences, self.max_model_len),
             sized(more, more, context, decode=True),
         ]
         # A prompt of up to 2**k tokens joins the batch, or begins beside it.
@@ -452,9 +470,20 @@ class Runner:
             self.memory.allocate(program.tensors)
             known = self.machine.load(program, self.memory, verify=False)
             self._executables[key] = known
-            if self._ahead:
-                self._prepare(bucket)
+        if self._ahead and bucket not in self._followed:
+            self._followed.add(bucket)
+            self._prepare(bucket)
         return known
+
+
+def _can_stand_in(bucket: Bucket, own: Bucket) -> bool:
+    """Whether the program of a bucket can run the steps of another one of as many rows."""
+    return (
+        (bucket.rows, bucket.restricted) == (own.rows, own.restricted)
+        and bucket.logit_rows >= own.logit_rows
+        and bucket.context >= own.context
+        and bucket.decode <= own.decode
+    )
 
 
 def _compile(

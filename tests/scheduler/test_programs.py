@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +19,7 @@ import torch
 from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
 from megavm.scheduler.compiler.options import default_options
-from megavm.scheduler.engine.step import Step
+from megavm.scheduler.engine.step import Step, power_of_two
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
@@ -29,6 +30,7 @@ from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
@@ -234,6 +236,55 @@ def test_a_step_runs_in_parts_while_its_program_is_compiled(llm: LLM, slow: Slow
     llm.engine.blocks.forget_all()
     assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected[0]
     assert (eight, False) in runner._executables
+
+
+def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compiled(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch whose context grows goes on, whether it wants logits or not."""
+    runner, original, held = llm.runner, compile_bucket, Slow()
+    short, middle, every = Bucket(2, 2, 16, True), Bucket(2, 2, 32, True), Bucket(2, 2, 64)
+    buckets = {16: short, 32: middle, 64: replace(every, decode=True)}
+
+    def bucket(rows: int, logit_rows: int, context: int, **_: bool) -> Bucket:
+        return replace(buckets[max(16, power_of_two(context))], rows=rows, logit_rows=logit_rows)
+
+    def compile_slowly(*arguments: Any) -> Program:
+        held.held = (arguments[3],) if arguments[3] == middle else ()
+        held(arguments[3])
+        return original(*arguments)
+
+    monkeypatch.setattr(runner, "bucket", bucket)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    others = [Bucket(2, 1, 64), Bucket(2, 2, 64, restricted=True), Bucket(4, 4, 64)]
+    for ready in (short, every, *others):
+        runner.program(ready)
+    runner.compile_ahead()
+    used: list[Bucket] = []
+    loaded = runner._loaded
+
+    def note(bucket: Bucket, started: Callable[[], None]) -> Executable:
+        used.append(bucket)
+        return loaded(bucket, started)
+
+    monkeypatch.setattr(runner, "_loaded", note)
+
+    def decode(position: int, wants_logits: bool = False) -> Step:
+        rows = np.arange(2, dtype=np.int32)
+        places = np.full(2, position, np.int32)
+        return Step(rows, places, rows, position + 1, distinct=True, wants_logits=wants_logits)
+
+    for wanted in (False, True):
+        for position in (3, 20, 40):
+            runner.start(decode(position, wanted))
+    assert used == [short, every, every] * 2
+    assert held.began.wait(SECONDS), "it is compiled meanwhile"
+    assert held.compiled.count(middle) == 1
+    held.go_on.set()
+    wait_until(lambda: middle in set(runner._programs))
+    runner.start(decode(20))
+    assert used[-1] == middle
 
 
 def test_no_step_is_too_large_for_the_programs_that_a_server_has_when_it_is_ready() -> None:

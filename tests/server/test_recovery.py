@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import openai
 import pytest
 from sabotage import Sabotage, impatient_machines
-from serving import Response, RunningServer, assert_idle, serving, wait_until
+from serving import WAIT_SECONDS, Response, RunningServer, assert_idle, serving, wait_until
 
 from megavm import LLM, SamplingParams
+from megavm.server.service import Service
 
 PROMPTS = ["Once upon a time", "The little fox", "A big storm", "One fine day", "There was"]
 DIAGNOSIS = r"the machine stopped: .*instruction \d+ waits for "
@@ -122,7 +125,17 @@ def test_more_faults_than_may_come_in_a_row_may_come_one_by_one(
     assert_well(server, right)
 
 
-def test_a_machine_that_fails_at_every_step_ends_the_engine(options: dict[str, Any]) -> None:
+def test_a_machine_that_fails_at_every_step_ends_the_engine(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken, looked_at = Service.broken, threading.Event()
+
+    async def broken_and_looked_at(self: Service) -> None:
+        """The server ends at once without requests; here it answers some before."""
+        await broken(self)
+        await asyncio.to_thread(looked_at.wait, WAIT_SECONDS)
+
+    monkeypatch.setattr(Service, "broken", broken_and_looked_at)
     with impatient_machines(), serving(**options) as server:
         Sabotage(server.service.llm.runner).fail(*range(100))
         engine_loop = server.service.engine_loop
@@ -135,3 +148,4 @@ def test_a_machine_that_fails_at_every_step_ends_the_engine(options: dict[str, A
         answer = server.post("/v1/completions", {"prompt": PROMPTS[0], **FIELDS})
         assert answer.status == 503
         assert "The server cannot go on: the machine stopped: " in answer.error["message"]
+        looked_at.set()
