@@ -187,13 +187,11 @@ class Service:
         batches = _powers_of_two(min(runner.max_num_seqs, USUAL_ROWS))
         buckets = [runner.bucket(rows, 1, 1) for rows in prompts]
         buckets += [runner.bucket(rows, rows, 1, decode=True) for rows in batches]
-        # Until their own program is there, these can do all steps of so many rows.
-        buckets += [runner.bucket(rows, rows, runner.max_model_len) for rows in batches]
-        buckets = list(dict.fromkeys(buckets))
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        runner.compile_ahead()
+        # Until their own program is there, these can do all steps of so many rows.
+        runner.compile_ahead([runner.bucket(rows, rows, runner.max_model_len) for rows in batches])
         return llm
 
     def _compile_kernels(self, llm: LLM) -> None:

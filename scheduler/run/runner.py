@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -86,7 +86,7 @@ class Runner:
         self.options = options
         self._programs = Programs()
         self._ahead = False  # whether likely programs are compiled before they are needed
-        self._followed: set[Bucket] = set()  # used since, so that those likely next are prepared
+        self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
@@ -369,7 +369,12 @@ class Runner:
         own = self.bucket(
             rows, len(step.logit_row), context, decode=decode, restricted=step.restricted
         )
-        if not self._ahead or self._recorder is not None or (own, False) in self._executables:
+        if not self._ahead or self._recorder is not None:
+            return own
+        if own not in self._followed:
+            self._followed.add(own)
+            self._prepare(own)
+        if (own, False) in self._executables:
             return own
         ready = set(self._programs)
         if own in ready:
@@ -402,8 +407,8 @@ class Runner:
             self._recorder = recorder
             self.machine.trace = recorder is not None
 
-    def compile_ahead(self) -> None:
-        """From now on, compile in the background what steps are likely to need next.
+    def compile_ahead(self, first: Iterable[Bucket] = ()) -> None:
+        """From now on, compile in the background ``first``, and what steps are likely to need next.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
         meanwhile, also by programs of longer contexts or in parts; else a step of the size that is
@@ -412,6 +417,7 @@ class Runner:
         """
         self._ahead = True
         self._prepare(self.bucket(1, 1, 1))
+        self._programs.prepare(first, self._compiler(kernels=True))
 
     def close(self) -> None:
         """Compile nothing ahead any more."""
@@ -470,9 +476,6 @@ class Runner:
             self.memory.allocate(program.tensors)
             known = self.machine.load(program, self.memory, verify=False)
             self._executables[key] = known
-        if self._ahead and bucket not in self._followed:
-            self._followed.add(bucket)
-            self._prepare(bucket)
         return known
 
 

@@ -337,7 +337,8 @@ def test_the_growth_of_a_batch_is_prepared(llm: LLM) -> None:
     for sequences in (1, 2, 4):
         bucket = runner.bucket(sequences, sequences, 10, decode=True)
         wait_until(partial(ready, bucket))
-        runner.program(bucket)
+        slots = np.arange(sequences, dtype=np.int32)
+        runner.run(Step(slots, np.full(sequences, 9, np.int32), slots, 10))
         for rows in (sequences, 8):
             assert runner.bucket(rows, sequences, 10) in runner.likely_next(bucket)
     wait_until(partial(ready, runner.bucket(8, 4, 10)))
