@@ -190,8 +190,16 @@ class Service:
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        # Until their own program is there, these can do all steps of so many rows.
-        runner.compile_ahead([runner.bucket(rows, rows, runner.max_model_len) for rows in batches])
+        # Until their own program is there, these can do all steps of so many rows, and of those
+        # in which tokens are restricted.
+        first, last = (
+            [
+                runner.bucket(rows, rows, runner.max_model_len, restricted=restricted)
+                for rows in batches
+            ]
+            for restricted in (False, True)
+        )
+        runner.compile_ahead(first, last)
         return llm
 
     def _compile_kernels(self, llm: LLM) -> None:

@@ -407,8 +407,10 @@ class Runner:
             self._recorder = recorder
             self.machine.trace = recorder is not None
 
-    def compile_ahead(self, first: Iterable[Bucket] = ()) -> None:
-        """From now on, compile in the background ``first``, and what steps are likely to need next.
+    def compile_ahead(self, first: Iterable[Bucket] = (), last: Iterable[Bucket] = ()) -> None:
+        """From now on, compile in the background what steps are likely to need next.
+
+        ``first`` is compiled before that, ``last`` when there is nothing else left to compile.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
         meanwhile, also by programs of longer contexts or in parts; else a step of the size that is
@@ -416,6 +418,7 @@ class Runner:
         and the end of ``close`` do not wait for the thread.
         """
         self._ahead = True
+        self._programs.prepare(last, self._compiler(kernels=True))
         self._prepare(self.bucket(1, 1, 1))
         self._programs.prepare(first, self._compiler(kernels=True))
 
