@@ -8,11 +8,12 @@ other way round. What it takes from the other trace are facts of single instruct
 of a step:
 
 - another exchange: how long a phase's results are on their way, before and after. Attention's loads
-  wait for barriers and not for words, so its time from its inputs to its results is another too: of
-  computing, and of loading in a trace whose loads wait;
-- other splits: the time of an instruction from its inputs to its results, where a phase consists
-  of more or fewer of them. A phase that is gone takes no time, nor do the exchanges for it alone;
-- a ring of other pages: their number.
+  wait for barriers and not for words, so its times from its inputs to its sums and to its results
+  are others too. The other way round, its loads do not wait;
+- other splits: these two times, and the bytes that an instruction loads, where a phase consists of
+  more or fewer of them. A phase that is gone takes no time, nor do the exchanges for it alone;
+- a ring of other pages: their number. The header of a variant's trace has that of the unchanged
+  kernel.
 
 All times are those of the slowest in a layer, averaged over layers and steps: the next phase waits
 for it. The replay multiplies what each record took, so a ratio of mean times is one of something
@@ -33,6 +34,7 @@ from environment import save
 from megavm.profiler.analysis import Selection, common_steps, phases
 from megavm.profiler.recorded_step import RecordedStep
 from megavm.profiler.replay import Change, Replay
+from megavm.profiler.ring import EARLY_PAGES
 from megavm.profiler.trace import Longs, Trace
 from megavm.vm.config import NUM_PAGES
 
@@ -54,18 +56,18 @@ def exchange_lags(trace: Trace) -> dict[str, float]:
     return lags
 
 
-def instruction_times(trace: Trace) -> dict[str, float]:
-    """From the inputs to the results of a phase's slowest instruction in a layer: mean ns.
-
-    To the results, not to the sums: a replay multiplies the time to store them, too.
-    """
-    took = trace.spans.end - trace.spans.inputs
+def instruction_times(trace: Trace) -> dict[str, tuple[float, float]]:
+    """From the inputs to the sums of a phase's slowest instruction in a layer, and from the sums to
+    the results of the slowest in that: mean ns."""
+    spans = trace.spans
     phase, names = phases(trace)
     of = phase[trace.record_label]
     times = {}
     for p in np.unique(of).tolist():
         own = np.flatnonzero(of == p)
-        times[names[p]] = float(_latest(trace, own, took[own]).mean())
+        parts = spans.computed[own] - spans.inputs[own], spans.end[own] - spans.computed[own]
+        computing, storing = (float(_latest(trace, own, took).mean()) for took in parts)
+        times[names[p]] = computing, storing
     return times
 
 
@@ -92,30 +94,30 @@ def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
     times = _other_times(
         base, changed, {names[p] for p in np.unique(phase[base.record_label[own]]).tolist()}
     )
-    # Where loads wait for the inputs, the time from these to the results is one of loading too.
-    late = _load_late(base)
-    loads = [dataclasses.replace(change, what="loading") for change in times if change.of in late]
-    return changes + times + loads
-
-
-def _load_late(trace: Trace) -> set[str]:
-    """The phases whose loads begin when their inputs are there, and not before."""
-    spans = trace.spans
-    loads = np.flatnonzero(spans.load_begin >= 0)
-    late = spans.load_begin[loads] >= spans.inputs[loads]
-    phase, names = phases(trace)
-    of = phase[trace.record_label[loads]]
-    return {names[p] for p in np.unique(of).tolist() if late[of == p].mean() > 0.5}
+    # Loads that no longer wait for barriers: that, and not computing, makes the time shorter.
+    late, still = (RecordedStep(trace, 0).late_loads for trace in (base, changed))
+    ahead = set(late) - set(still)
+    times = [change for change in times if f"{change.of} loads" not in ahead]
+    return changes + times + [Change("wait", loads, 0.0) for loads in sorted(ahead)]
 
 
 def _other_times(base: Trace, changed: Trace, of: set[str]) -> list[Change]:
-    """The phases ``of``, as long from their inputs to their results as they are in ``changed``."""
+    """The phases ``of``, as long from inputs to sums and to results as they are in ``changed``."""
     before, after = instruction_times(base), instruction_times(changed)
-    return [
-        Change("computing", phase, after[phase] / before[phase])
-        for phase in before
-        if phase in of and phase in after and before[phase] > 0
-    ]
+    changes = []
+    for phase in before:
+        if phase in of and phase in after and min(before[phase]) > 0:
+            computing, storing = np.divide(after[phase], before[phase]).tolist()
+            changes.append(Change("computing", phase, computing))
+            changes.append(Change("storing", phase, storing / computing))
+    return changes
+
+
+def _load_bytes(trace: Trace) -> dict[str, float]:
+    """What an instruction of every phase loads: mean bytes."""
+    phase, names = phases(trace)
+    of, loads = phase[trace.record_label], trace.of_instruction("load_bytes")
+    return {names[p]: float(loads[of == p].mean()) for p in np.unique(of).tolist()}
 
 
 def instructions(trace: Trace) -> dict[str, int]:
@@ -128,12 +130,17 @@ def instructions(trace: Trace) -> dict[str, int]:
 def split_changes(base: Trace, changed: Trace) -> list[Change]:
     """The work of the instructions of ``base``, if they were as many as those of ``changed``.
 
-    The time from inputs to results is one of loading and computing, so both change alike.
+    What they load is declared, and so another fact than how long they take.
     """
     before, after = instructions(base), instructions(changed)
     others = {phase for phase, count in before.items() if after.get(phase, count) != count}
-    times = _other_times(base, changed, others)
-    changes = times + [dataclasses.replace(change, what="loading") for change in times]
+    changes = _other_times(base, changed, others)
+    loads, others_load = _load_bytes(base), _load_bytes(changed)
+    changes += [
+        Change("bytes", phase, others_load[phase] / loads[phase])
+        for phase in sorted(others & after.keys())
+        if loads[phase] > 0
+    ]
     changes += [Change("computing", phase, 0.0) for phase in before if phase not in after]
     return changes + [
         Change("latency", " ".join(exchange), 0.0)
@@ -170,11 +177,22 @@ def changes_of(
     raise ValueError(f"a replay cannot change {technique}")
 
 
+def with_ring(trace: Trace, pages: int) -> Trace:
+    """The trace, of steps of one row, with rings of ``pages``."""
+    programs = [
+        dataclasses.replace(p, facts={"early_pages": EARLY_PAGES, **p.facts, "pages": pages})
+        for p in trace.programs
+    ]
+    return dataclasses.replace(trace, programs=tuple(programs))
+
+
 def compare(
     technique: str, name: str, base: Trace, changed: Trace, back: bool = False
 ) -> dict[str, Any]:
     """The predicted and the measured effect of a variant, as parts of a step of ``base``."""
     changes = changes_of(technique, name, base, changed, back)
+    if technique == "ring of pages":
+        base = with_ring(base, int(name.split()[0]) if back else NUM_PAGES)
     if technique == "splits of attention":
         # The bytes stay the same: other instructions load them. So no more of them limit the step.
         base = dataclasses.replace(base, machine={**base.machine, "bandwidth": None})
@@ -230,7 +248,11 @@ def main() -> None:
         for back in (False, True) if arguments.back else (False,):
             pair = (changed, base) if back else (base, changed)
             row = compare(technique, name, *pair, back)
-            rows.append(row | {"context": variant["context"], "repeat": variant.get("repeat", 0)})
+            rows.append(
+                row
+                | {"context": variant["context"], "repeat": variant.get("repeat", 0)}
+                | {"device": base.machine.get("device"), "recorded": pair[0].created}
+            )
             print(_line(row))
             for change in row["changes"]:
                 of = change["of"] or "all"

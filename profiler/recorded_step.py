@@ -22,8 +22,7 @@ from megavm.vm.config import PAGE_BYTES
 
 MAX_RECORDS: Final = 200_000  # of a step; more would take many seconds
 NEVER: Final = -np.inf
-_AT_ONCE: Final = 100.0  # ns
-_HELD_UP: Final = 1.1  # a load that takes so many times its time was held up
+_HELD_UP: Final = 1.1  # loads that take so many times their time were held up
 
 Bools = npt.NDArray[np.bool_]
 
@@ -70,8 +69,8 @@ class RecordedStep:
         self._read_channels(int(trace.step_program[step]))
         self._find_input_lags(step)
         self._read_loads()
-        self._find_ring()
-        self._find_room()
+        self._find_ring(int(trace.step_program[step]))
+        self._find_computing()
         self._find_product_lags()
         self._batches = self._order()
 
@@ -163,115 +162,91 @@ class RecordedStep:
         self._poll = np.where(direct, polled, np.minimum(typical, polled))
 
     def _read_loads(self) -> None:
-        """When records load, after which load or event, and how long nothing else holds it up."""
-        spans, own, count = self.trace.spans, self.records, self._count
-        self._loading: Bools = np.asarray(spans.load_begin[own] >= 0)
-        start, self._loaded = (
+        """What records load, which load comes before, and how long a byte takes."""
+        spans, own = self.trace.spans, self.records
+        self._bytes = self.trace.of_instruction("load_bytes")[own].astype(np.float64)
+        self._memory_bytes = self.trace.of_instruction("memory_bytes")[own]
+        self._loading: Bools = np.asarray((spans.load_begin[own] >= 0) & (self._bytes > 0))
+        self._load_start, self._loaded = (
             np.where(self._loading, times[own] - self._origin, 0).astype(np.float64)
             for times in (spans.load_begin, spans.load_end)
         )
-        self._bytes = self.trace.of_instruction("load_bytes")[own].astype(np.float64)
-        self._memory_bytes = self.trace.of_instruction("memory_bytes")[own]
-        numbers = np.where(self._loading, np.arange(count), -1)
+        self._pages = np.where(self._loading, np.ceil(self._bytes / PAGE_BYTES), 0).astype(np.int64)
+        numbers = np.where(self._loading, np.arange(self._count), -1)
         first = np.flatnonzero(self._before < 0)
         latest = np.maximum.accumulate(numbers)
         previous = np.append(-1, latest[:-1])
-        previous[previous < np.repeat(first, np.diff([*first, count]))] = -1
+        previous[previous < np.repeat(first, np.diff([*first, self._count]))] = -1
         self._load_before = np.where(self._loading, previous, -1)
-        over = np.where(self._load_before >= 0, self._loaded[self._load_before], start)
-        self._start_of, self._start_kind = self._event_before(start)
-        source = self._source(self._start_of, self._start_kind)
-        base = np.maximum(over, start)
-        # A load that follows another at once began when it did for no other reason.
-        self._follows = (self._load_before >= 0) & (start <= over + _AT_ONCE)
-        # A loader turns to what streams nothing, and needs no room, after the load before.
-        self._start_after_load = (self._load_before >= 0) & (self._bytes == 0) & (source < over)
-        self._start_lag = start - np.where(self._start_after_load, over, source)
-        base = np.where(self._follows, over, base)
-        self._took = np.where(self._loading, self._loaded - base, 0.0)
+        over = np.where(previous >= 0, self._loaded[previous], NEVER)
+        self._load_took = self._loaded - np.maximum(self._load_start, over)
         self._byte_ns = self._ns_per_byte()
 
-    def _find_room(self) -> None:
-        """Loads that were held up, the events that gave them room, and their waits after these."""
-        count, took, per_byte = self._count, self._took, self._byte_ns
-        pipe = self._bytes * per_byte
-        held_up = self._loading & (pipe > 0) & (took > _HELD_UP * pipe)
-        self._room_of, self._room_kind = self._event_before(self._loaded)
-        # Room that a record of an earlier step left does not come sooner.
-        held_up &= self._room_of >= 0
-        self._pipe = np.where(held_up, pipe, took)
-        room = self._loaded - self._source(self._room_of, self._room_kind)
-        # After its inputs a record frees room itself: what does not fit into the ring loads then,
-        # no faster than the consumers compute.
-        own = self._room_kind == 1
-        fitted = (self._bytes - room / per_byte)[held_up & own] if per_byte else np.empty(0)
-        loaded = np.where(self._loading, self._loaded, NEVER)
-        ring = max(self._ahead(loaded), float(fitted.max(initial=0.0)))
-        # The memory brings it to all workers at once; the first page has its way to go.
-        rest = np.maximum(self._bytes - ring, 0.0)
-        least = rest * max(per_byte, self._share_ns()) + np.where(rest > 0, self._page_ns, 0.0)
-        self._used_of = self._user_of(ring)
-        used = self._left[np.maximum(self._used_of, 0)]
-        self._used_lag = np.minimum(self._loaded - used, 0.0)
-        # The memory serves some workers faster than others. The median worker of a phase says
-        # whether its loads waited for the memory or for the consumers.
-        usual, fastest = (
-            _typical(t, held_up & own, self._phase, otherwise=t) for t in (room, least)
-        )
-        self._computes = held_up & own & (usual > _HELD_UP * fastest)
-        self._room = held_up
-        self._room_lag = room
-        # Before its inputs, room comes from the record that the consumers are at: the one after
-        # those that they have left. While they wait, there is none.
-        least = np.where(own, least, pipe)
-        self._least = np.minimum(least, np.maximum(room, 0.0))
-        self._room_worker = np.where(own, np.arange(count), self._room_of + 1)
-        self._room_worker = np.minimum(self._room_worker, count - 1)
-        self._room_waits = self._room_kind == 0
-        # How long loads take if only the memory holds them up, which all workers share.
-        shared = np.minimum(self._bytes * self._share_ns(), took)
-        self._shared = np.maximum(self._pipe, np.where(held_up, shared, 0.0))
-
-    def _find_ring(self) -> None:
-        """The ring of a loader: its bytes, and how long a page takes to arrive in a free place."""
-        own = self.records
+    def _find_ring(self, program: int) -> None:
+        """The ring of a loader, and how long a page takes to arrive in a free place."""
+        own, facts = self.records, self.trace.programs[program].facts
+        noted = self._loading & (self.trace.event("load_issued")[own] >= 0)
         issued = (self.trace.event("load_issued")[own] - self._origin).astype(np.float64)
-        known = self._loading & (self.trace.event("load_issued")[own] >= 0)
-        self.ring_bytes = self._ahead(np.where(known, issued, NEVER))
+        issued = np.where(noted, issued, NEVER)
+        # If the program does not say how many pages a ring has: as many as loaders were ahead.
+        self._knows_ring = "pages" in facts
+        ahead = 0.0 if self._knows_ring else self._ahead(issued)
+        self.ring_pages = int(facts.get("pages", round(ahead / PAGE_BYTES)))
+        self.early_pages = int(facts.get("early_pages", 0))
         # Consumers note arrivals when they have seen them: early ones are nearer to the truth.
-        waited = known & (self._loaded > self._inputs)
+        waited = noted & (self._loaded > self._inputs)
         delays = (self._loaded - issued)[waited]
         self._page_ns = PAGE_BYTES * self._byte_ns
         if len(delays):
             self._page_ns = max(self._page_ns, float(np.quantile(delays, 0.25)))
+        self.interval = PAGE_BYTES * max(self._byte_ns, self._share_ns())
+        self._find_late_loads(issued)
+        first = self._loading & (self._load_before < 0)
+        self.first_load = np.zeros(int(self._worker.max(initial=0)) + 1)
+        self.first_load[self._worker[first]] = self._load_start[first]
 
-    def ring_users(self, size: float) -> tuple[Longs, Floats]:
-        """The use of pages that makes room for the last byte of each record in a ring of ``size``.
+    def _find_late_loads(self, issued: Floats) -> None:
+        """The phases whose loads wait for the barriers of their records.
 
-        The record that the byte before it in the ring belongs to (-1: none of this step), and
-        which part of that record comes first.
+        No load of theirs was asked for before. But loads of which the memory is behind follow each
+        other, without a gap.
         """
-        of, part = np.full(self._count, -1), np.zeros(self._count)
-        for begin, end in self._queues:
-            own = self._bytes[begin:end]
-            done = np.cumsum(own)
-            found = np.searchsorted(done, done - size, side="right")
-            of[begin:end] = np.where(done > size, found + begin, -1)
-            found = np.minimum(found, end - begin - 1)
-            part[begin:end] = (done - size - done[found]) / np.maximum(own[found], 1.0) + 1
-        return np.where(self._loading, of, -1), np.clip(part, 0.0, 1.0)
+        ready = (self.trace.spans.waited[self.records] - self._origin).astype(np.float64)
+        barriers = ~self._tagged[self._pair_channel]
+        known = self._loading & (np.bincount(self._pair_record, barriers, self._count) > 0)
+        # Of what fits into the ring, the last page was asked for as soon as the first might be.
+        asked = np.where(self._pages <= self.ring_pages, issued, self._load_start)
+        before = np.where(self._load_before >= 0, issued[self._load_before], NEVER)
+        took = issued - np.where(np.isfinite(before), before, self._load_start)
+        gap = took > _HELD_UP * self._pages * self.interval
 
-    def _user_of(self, ring: float) -> Longs:
-        """The record that has to be left before the last byte of each record fits into the ring.
+        def count(records: Bools) -> Longs:
+            return np.bincount(self._phase[records], minlength=len(self.phases))
 
-        -1: none of this step, or the record itself.
-        """
-        of = np.full(self._count, -1)
-        for begin, end in self._queues if ring else ():
-            done = np.cumsum(self._bytes[begin:end])
-            found = np.searchsorted(done, done - ring, side="right") - 1
-            of[begin:end] = np.where(found >= 0, found + begin, -1)
-        return np.where(self._loading, of, -1)
+        late = (count(known & (asked < ready)) == 0) & (2 * count(known & gap) > count(known))
+        self.late_loads = tuple(f"{self.phases[p]} loads" for p in np.flatnonzero(late).tolist())
+        self._after_inputs = np.where(
+            known & late[self._phase], np.minimum(ready - self._inputs, 0.0), NEVER
+        )
+
+    def _find_computing(self) -> None:
+        """Which records computed what held up their own loads, rather than waited for loads."""
+        seen = self._loading & (self._loaded >= self._inputs)
+        seen &= self._load_took > _HELD_UP * self._bytes * self._byte_ns
+        took = np.where(seen, self._loaded - self._inputs, 0.0)
+        ring = float(self.ring_pages * PAGE_BYTES)
+        if not self._knows_ring and self._byte_ns:
+            # What did not fit into the ring came after the inputs.
+            fitted = (self._bytes - took / self._byte_ns)[seen]
+            loaded = np.where(self._loading, self._loaded, NEVER)
+            ring = max(self._ahead(loaded), float(fitted.max(initial=0.0)))
+        # Loads that wait for barriers all come after them, those that fit into the ring as well.
+        before = np.where(np.isfinite(self._after_inputs), 0.0, ring)
+        rest = np.maximum(self._bytes - before, 0.0) / PAGE_BYTES
+        least = rest * self.interval + np.where(rest > 0, self._page_ns, 0.0)
+        # The memory serves some workers faster than others: the median worker of a phase decides.
+        usual, fastest = (_typical(t, seen, self._phase, otherwise=t) for t in (took, least))
+        self._computes = seen & (usual > _HELD_UP * fastest)
 
     def _ahead(self, loaded: Floats) -> float:
         """How many bytes loaders were ahead of their consumers at most."""
@@ -300,8 +275,8 @@ class RecordedStep:
 
     def _ns_per_byte(self) -> float:
         """Time of a worker's loader for a byte when nothing holds it up: ns."""
-        ceiling, took = self.trace.machine.get("bandwidth"), self._took
-        known = self._loading & (took > 0) & (self._bytes > 0)
+        took, ceiling = self._load_took, self.trace.machine.get("bandwidth")
+        known = self._loading & (took > 0)
         if not known.any():
             return 0.0
         # The rate above which a tenth of all bytes came.
@@ -312,32 +287,10 @@ class RecordedStep:
         workers = len(np.unique(self._worker))
         return 1 / max(fast, ceiling / 1e9 / workers if ceiling else 0.0)
 
-    def _event_before(self, time: Floats) -> tuple[Longs, Longs]:
-        """The last thing that the consumers of a record's worker did before a time.
-
-        Kind 1: the record's own inputs, kind 0: its turn, kind -1: they left the record whose
-        number is returned, -1: none of this step.
-        """
-        kind = np.where(time >= self._inputs, 1, np.where(time >= self._begin, 0, -1)).astype(
-            np.int64
-        )
-        of = np.arange(self._count)
-        for begin, end in self._queues:
-            earlier = np.maximum.accumulate(self._left[begin:end])
-            found = np.searchsorted(earlier, time[begin:end], side="right") - 1
-            found = np.minimum(found, np.arange(end - begin) - 1)
-            of[begin:end] = np.where(found >= 0, found + begin, -1)
-        return np.where(kind >= 0, np.arange(self._count), of), kind
-
     @functools.cached_property
     def _queues(self) -> list[tuple[int, int]]:
         first = np.flatnonzero(self._before < 0)
         return list(zip(first.tolist(), [*first[1:].tolist(), self._count], strict=True))
-
-    def _source(self, of: Longs, kind: Longs) -> Floats:
-        """Recorded times of ``_event_before``; 0, the begin of the step, for none."""
-        earlier = np.where(of >= 0, self._left[of], 0.0)
-        return np.where(kind == 1, self._inputs, np.where(kind == 0, self._begin, earlier))
 
     def _find_product_lags(self) -> None:
         """Lags from inputs, and from the last load, to the sums of a record; and what follows."""
@@ -345,13 +298,18 @@ class RecordedStep:
         late = self._loading & (arrived > self._inputs)
         self._exposed = late & ~self._computes
         whole, rest = self._computed - self._inputs, self._computed - arrived
+        self._loads_take = np.where(self._loading, self._loaded - self._inputs, 0.0)
         # Computing that loads hide takes as long as where they hide nothing: in the same phase,
-        # else for a byte; and no longer than if every page took what comes after the last.
-        known = self._loading & ~self._exposed & (self._bytes > 0)
-        rates = (whole / np.maximum(self._bytes, 1.0))[known]
-        guess = rest * np.maximum(self._bytes / PAGE_BYTES, 1.0)
-        if len(rates):
-            guess = np.minimum(guess, self._bytes * np.median(rates))
+        # else for a page; and no longer than if every page took what comes after the last.
+        pages = np.maximum(self._bytes / PAGE_BYTES, 1.0)
+        guess = rest * pages
+        known = self._loading & ~self._exposed
+        if (seen := known & self._computes).any():
+            # What comes after the last page comes once, however many there are.
+            page = float(np.median((self._loads_take / pages)[seen]))
+            guess = np.minimum(guess, rest + (pages - 1) * page)
+        elif known.any():
+            guess = np.minimum(guess, pages * np.median((whole / pages)[known]))
         full = _typical(whole, ~self._exposed, self._phase, otherwise=np.maximum(guess, rest))
         self._full = np.where(self._exposed, np.minimum(full, whole), whole)
         tail = _typical(rest, self._exposed, self._phase, otherwise=np.zeros(self._count))
@@ -359,8 +317,6 @@ class RecordedStep:
         self._tail[~self._loading] = 0.0
         # Where a load is noted after the sums, it did not hold them up.
         self._tail -= np.where(self._loading, self._loaded - arrived, 0.0)
-        self._loads_take = np.where(self._loading, self._loaded - self._inputs, 0.0)
-        pages = np.maximum(self._bytes / PAGE_BYTES, 1.0)
         self._last = np.clip(self._tail, 0.0, self._full / pages)  # the last page's part
         self._leave = self._left - self._computed
         self._store = self._end - self._computed

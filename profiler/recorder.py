@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import threading
 from collections import deque
@@ -13,7 +14,9 @@ import numpy as np
 from megavm.profiler.causes import Executions, find_causes
 from megavm.profiler.dependencies import trace_program
 from megavm.profiler.environment import environment, version
+from megavm.profiler.ring import EARLY_PAGES
 from megavm.profiler.trace import EVENTS, Floats, Ints, Longs, Trace, TraceError
+from megavm.vm.codegen import program_specialisation
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
 
@@ -167,6 +170,11 @@ def _assemble(launches: list[_Launch], dropped: int, recorder: Recorder) -> Trac
         trace_program(program, float(context[step_program == p].mean()))
         for p, program in enumerate(programs)
     )
+    if recorder.machine.get("name") == "cuda":
+        described = tuple(
+            dataclasses.replace(own, facts={**own.facts, **_ring(program)})
+            for own, program in zip(described, programs, strict=True)
+        )
     places, times = _records(launches, np.cumsum([-dropped, *steps[:-1]]))
     order = np.lexsort(places[[2, 0, 1]])
     order = order[places[1, order] >= 0]
@@ -240,6 +248,14 @@ def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
                 table[i] = noted[:, launch.notes.events[event.name]]
         times.append(table)
     return np.concatenate(places, axis=1), np.concatenate(times, axis=1)
+
+
+def _ring(program: Program) -> dict[str, int]:
+    """The ring of pages of a program's workers on a GPU, as members of the header."""
+    sizes = program_specialisation(program).common
+    # The loader of a matrix product takes its pages step by step, and consumers none early.
+    early = 0 if sizes.get("matrix_rows", 0) else EARLY_PAGES
+    return {"pages": sizes["pages"], "early_pages": early}
 
 
 def _resolution(times: Longs) -> int | None:

@@ -1,13 +1,16 @@
 """Replay of a recorded step with some of its times changed: how long would it take then?
 
-With nothing changed, the replay gives the recorded times. What it cannot know: loads of several
-workers share a memory, so no step becomes shorter than its streamed bytes over the measured
-bandwidth. What happens before the step, and the order in which workers take and signal
-instructions, stay as they were recorded.
+Loads are replayed page by page (ring.py), all else with the recorded times between what depends on
+each other. A step is predicted to take its recorded time, times the replay with the changes over
+that without. What the replay cannot know: how several workers share a memory; each has its even
+share, and no step becomes shorter than its streamed bytes over the measured bandwidth. What happens
+before the step, and the order in which workers take and signal instructions, stay as they were
+recorded.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -15,14 +18,18 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from megavm.profiler.recorded_step import NEVER, RecordedStep
+from megavm.profiler.ring import Rings
 from megavm.profiler.trace import Floats, Longs, TraceError
+from megavm.vm.config import PAGE_BYTES
 
-# Kinds of changes. "computing", "loading" and "balance" are of a phase, "latency" and "wait" of
-# an exchange, "worker" of a worker, "switching" and "ring" of all workers.
+# Kinds of changes. The first four and "balance" are of a phase, "latency" and "wait" of an
+# exchange, "worker" of a worker, "switching" and "ring" of all workers.
 CHANGES: Final = (
-    *("computing", "loading", "latency", "wait", "worker", "balance", "switching", "ring"),
+    *("computing", "storing", "loading", "bytes", "latency", "wait", "worker", "balance"),
+    *("switching", "ring"),
 )
 _CELLS: Final = 1 << 22  # records, or waits, times scenarios that are replayed at once
+_HALVINGS: Final = 6  # of the time that is looked for
 
 
 @dataclass(frozen=True)
@@ -31,7 +38,10 @@ class Change:
 
     ``what`` is one of ``CHANGES``. ``of``: a phase, an exchange ("layers.*.o_proj words"), or a
     worker's number; empty: all of them. A "wait" is dropped, and a "balance" evened out, by factor
-    0; other factors mean nothing for them. A "ring" has ``factor`` times the pages.
+    0; other factors mean nothing for them. A "wait" is also of "<phase> loads", if these wait for
+    barriers. A "ring" has ``factor`` times the pages, and "bytes" are those that instructions
+    load: computing them takes as long as before. "storing" is the part of computing that comes
+    after the sums: a change of both multiplies it by both factors.
     """
 
     what: str
@@ -54,28 +64,26 @@ class Replay(RecordedStep):
 
     def run(self, scenarios: Sequence[Sequence[Change]]) -> Replayed:
         """The duration of the step under every scenario, each a combination of changes."""
-        # A ring is modelled by itself (``_fit``): what counts is the model with a changed one
-        # compared with the model of the recorded one.
-        rings = [any(c.what == "ring" for c in changes) for changes in scenarios]
-        if any(rings):
-            others = [[c for c in changes if c.what != "ring"] for changes in scenarios]
-            same = [[*changes, Change("ring", "", 1.0)] for changes in others]
-            changed, modelled, recorded = (self._replay(s) for s in (scenarios, same, others))
-            ratio = np.where(rings, recorded.step / np.maximum(modelled.step, 1.0), 1.0)
-            return Replayed(np.maximum(changed.step * ratio, changed.floor), changed.floor)
-        return self._replay(scenarios)
+        found = self._replay([(), *scenarios], self._way)
+        same = float(found.step[0])
+        step = found.step[1:] * (self.recorded / same if same > 0 else 1.0)
+        return Replayed(np.maximum(step, found.floor[1:]), found.floor[1:])
 
-    def _replay(self, scenarios: Sequence[Sequence[Change]]) -> Replayed:
+    def _replay(self, scenarios: Sequence[Sequence[Change]], way: float) -> Replayed:
         size = max(_CELLS // max(self._count, len(self._pair_record)), 1)
         parts = [scenarios[i : i + size] for i in range(0, len(scenarios), size)]
-        found = [self._run(_Factors(self, part)) for part in parts]
+        found = [self._run(_Factors(self, part), way) for part in parts]
         step = np.concatenate([*(part[0] for part in found), np.empty(0)])
         floor = np.concatenate([*(part[1] for part in found), np.empty(0)])
         return Replayed(step, floor)
 
-    def _run(self, factors: _Factors) -> tuple[Floats, Floats]:
+    def _run(self, factors: _Factors, way: float) -> tuple[Floats, Floats]:
         shape = self._count, factors.scenarios
-        took, summed, left, end, signalled, loaded = (np.zeros(shape) for _ in range(6))
+        left, end, signalled = (np.zeros(shape) for _ in range(3))
+        # No loader is further ahead than by all that it loads.
+        most = np.bincount(self._worker, self._pages).max(initial=1.0) * factors.bytes.max()
+        pages = np.clip(np.rint(factors.ring * self.ring_pages), 1, max(most, 1)).astype(np.int64)
+        rings = Rings(pages, self.early_pages, self.first_load, self.interval, way)
         complete = np.empty((len(self._producers), factors.scenarios))
         for batch in self._batches:
             own = batch.records
@@ -98,19 +106,18 @@ class Replay(RecordedStep):
             phase, worker = self._phase[own], factors.worker[self._worker[own]]
             even = 1 + factors.even[phase] * (self._even[rows] - 1)
             work = factors.computing[phase] * worker * even
-            took[own] = inputs
-            self._load(own, begin, inputs, left, loaded, factors)
-            self._fit(own, took, summed, loaded, factors)
+            full = self._full[rows] * work
+            loaded = self._load(own, begin, inputs, full, rings, factors)
             tail = self._tail[rows]
             # If loads come later than they did, less is left to compute when the last one is there.
-            later = np.maximum(loaded[own] - inputs - self._loads_take[rows], 0.0)
+            later = np.maximum(loaded - inputs - self._loads_take[rows], 0.0)
             tail = np.where(
                 tail > 0, np.maximum(tail * work - later, self._last[rows] * work), tail
             )
-            computed = np.maximum(inputs + self._full[rows] * work, loaded[own] + tail)
-            summed[own] = computed
-            left[own] = computed + self._leave[rows] * work
-            end[own] = computed + self._store[rows] * work
+            computed = np.maximum(inputs + full, loaded + tail)
+            after = work * factors.storing[phase]
+            left[own] = computed + self._leave[rows] * after
+            end[own] = computed + self._store[rows] * after
             signalled[own] = end[own] + self._signal[rows] * factors.latency[self._signals[own]]
             if len(batch.channels):
                 tagged = self._tagged[batch.producer_channel][:, None]
@@ -124,62 +131,45 @@ class Replay(RecordedStep):
         own: Longs,
         begin: Floats,
         inputs: Floats,
-        left: Floats,
-        loaded: Floats,
+        full: Floats,
+        rings: Rings,
         factors: _Factors,
-    ) -> None:
-        """Set when the last load of the records ``own`` arrives; never for those without."""
-
-        by = factors.loading[self._phase[own]] * factors.worker[self._worker[own]]
-
-        def after(of: Longs, kind: Longs) -> Floats:
-            earlier = np.where(of[own, None] >= 0, left[of[own]], 0.0)
-            same = np.where(kind[own, None] == 1, inputs, begin)
-            return np.where(kind[own, None] >= 0, same, earlier)
-
-        before = self._load_before[own]
-        start = after(self._start_of, self._start_kind)
-        start = np.where(self._start_after_load[own, None], loaded[before], start)
-        start += self._start_lag[own, None]
-        over = np.where(before[:, None] >= 0, loaded[before], start)
-        base = np.where(self._follows[own, None], over, np.maximum(start, over))
-        arrived = base + self._pipe[own, None] * by
-        user = self._used_of[own]
-        used = left[np.maximum(user, 0)] + self._used_lag[own, None]
-        arrived = np.where(user[:, None] >= 0, np.maximum(arrived, used), arrived)
-        other = self._room_worker[own]
-        phase = self._phase[other]
-        held = np.where(
-            self._exposed[other, None], factors.loading[phase], factors.computing[phase]
+    ) -> Floats:
+        """When the last load of each of the records ``own`` arrives; never for those without."""
+        loaded = np.full(inputs.shape, NEVER)
+        loads = np.flatnonzero(self._pages[own])
+        of = own[loads]
+        size = self._bytes[of, None] * factors.bytes[self._phase[of]]
+        loaded[loads] = rings.load(
+            self._worker[of],
+            np.ceil(size / PAGE_BYTES).astype(np.int64),
+            begin[loads],
+            inputs[loads],
+            np.where(
+                factors.ahead[self._phase[of]], NEVER, inputs[loads] + self._after_inputs[of, None]
+            ),
+            full[loads],
+            factors.loading[self._phase[of]] * factors.worker[self._worker[of]],
         )
-        held *= factors.worker[self._worker[other]]
-        held[self._room_waits[own]] = 1.0
-        lag = np.maximum(self._room_lag[own, None] * held, self._least[own, None] * by)
-        room = after(self._room_of, self._room_kind) + lag
-        arrived = np.where(self._room[own, None], np.maximum(arrived, room), arrived)
-        # Where a ring is modelled (``_fit``), it was not the recorded one that held loads up.
-        arrived = np.where(factors.ring > 0, base + self._shared[own, None] * by, arrived)
-        loaded[own] = np.where(self._loading[own, None], arrived, NEVER)
+        return loaded
 
-    def _fit(
-        self, own: Longs, took: Floats, summed: Floats, loaded: Floats, factors: _Factors
-    ) -> None:
-        """Hold up the loads of the records ``own`` until rings that are modelled have room.
+    @functools.cached_property
+    def _way(self) -> float:
+        """From a free place in a ring until consumers see the page that comes there: ns.
 
-        ``took`` and ``summed``: when records had their inputs, and when their sums were complete.
-        Between these times consumers use what was loaded evenly. A record that does not fit as a
-        whole loads the rest no faster than the memory brings it.
+        The recording has only the time since a page was asked for, and not how late that was. So
+        it is this time, or the longer one with which the replay takes as long as the recording.
         """
-        for k in np.flatnonzero(factors.ring).tolist():
-            size = factors.ring[k] * self.ring_bytes
-            of, part = factors.ring_users[factors.ring[k]]
-            user = of[own]
-            first, last = took[user, k], summed[user, k]
-            used = first + part[own] * (last - first)
-            rest = np.maximum(self._bytes[own] - size, 0.0) * self._byte_ns
-            used = np.where(user == own, took[own, k] + rest, used)
-            fits = np.where(user >= 0, used + self._page_ns, NEVER)
-            loaded[own, k] = np.maximum(loaded[own, k], fits)
+        low, high = self._page_ns, self.ring_pages * self.interval
+        if high <= low or self._replay([()], low).step[0] >= self.recorded:
+            return low
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            if self._replay([()], middle).step[0] < self.recorded:
+                low = middle
+            else:
+                high = middle
+        return high
 
     def _floor(self, factors: _Factors) -> Floats:
         """The time that the memory needs for the streamed bytes; 0: it was not what held up."""
@@ -188,7 +178,7 @@ class Replay(RecordedStep):
         if not ceiling or not self._loading.any():
             return none
         own = np.bincount(self._phase, self._memory_bytes, len(self.phases))
-        needed: Floats = own @ factors.loading / ceiling * 1e9
+        needed: Floats = own @ (factors.loading * factors.bytes) / ceiling * 1e9
         return needed if own.sum() / ceiling * 1e9 <= self.recorded else none
 
 
@@ -201,28 +191,31 @@ class _Factors:
         phase_count, exchanges = len(replay.phases), len(replay.exchanges)
         self.computing = np.ones((phase_count, count))
         self.loading = np.ones((phase_count, count))
+        self.storing = np.ones((phase_count, count))
+        self.bytes = np.ones((phase_count, count))
         self.even = np.zeros((phase_count, count))
         # The last row is of signals that nobody waits for in the step.
         self.latency = np.ones((exchanges + 1, count))
         self.dropped = np.zeros((exchanges + 1, count), np.bool_)
+        self.ahead = np.zeros((phase_count, count), np.bool_)  # loads wait for no barriers
         self.worker = np.ones((replay.trace.workers, count))
         self.switching = np.ones(count)
-        self.ring = np.zeros(count)  # 0: as it was recorded
+        self.ring = np.ones(count)
         for k, changes in enumerate(scenarios):
             for change in changes:
                 self._add(change, k)
-        self.ring_users = {
-            factor: replay.ring_users(factor * replay.ring_bytes)
-            for factor in np.unique(self.ring[self.ring > 0]).tolist()
-        }
 
     def _add(self, change: Change, k: int) -> None:
         what, factor = change.what, change.factor
-        if what in ("computing", "loading"):
-            table = self.computing if what == "computing" else self.loading
+        if what in ("computing", "storing", "loading", "bytes"):
+            table: Floats = getattr(self, what)
             table[self._rows(change, self._replay.phases), k] *= factor
         elif what == "balance":
             self.even[self._rows(change, self._replay.phases), k] = 1 - factor
+        elif what == "wait" and change.of in self._replay.late_loads:
+            self.ahead[self._rows(change, [f"{name} loads" for name in self._replay.phases]), k] = (
+                True
+            )
         elif what in ("latency", "wait"):
             rows = self._rows(change, [" ".join(e) for e in self._replay.exchanges])
             if what == "latency":
@@ -235,7 +228,7 @@ class _Factors:
         elif what == "switching":
             self.switching[k] *= factor
         elif what == "ring":
-            self.ring[k] = factor
+            self.ring[k] *= factor
         else:
             raise TraceError(f"a change is of {', '.join(CHANGES)}, not of {what!r}")
 

@@ -25,6 +25,7 @@ from megavm.profiler.trace import BARRIER, MAX_SMS, MAX_TIME, Event, Trace, Trac
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
+MAX_PAGES: Final = 1 << 10  # of a ring
 MAX_QUOTE: Final = 200  # characters of a library's error message that are shown
 MAX_DEPTH: Final = 64  # nesting of objects and lists in the header
 MAX_NUMBER: Final = 1e30  # largest bytes/s and ns; arithmetic with it does not overflow
@@ -84,6 +85,7 @@ _PROGRAM: Final = {
     "metadata": dict,
     "opcodes": dict,
 }
+_RING: Final = {"pages": 1, "early_pages": 0}  # members that may be absent, and their least values
 
 
 def write(trace: Trace, path: str | os.PathLike[str]) -> None:
@@ -302,6 +304,10 @@ def _check_facts(what: str, facts: Any) -> None:
     ranks = facts.get("ranks", 1)
     if type(ranks) is not int or ranks < 1 or facts["workers"] % ranks:
         raise TraceError(f"{what} has {_show(ranks)} ranks for {facts['workers']} workers")
+    for name, least in _RING.items():
+        count = facts.get(name, least)
+        if type(count) is not int or not least <= count <= MAX_PAGES:
+            raise TraceError(f"{what} has {_show(count)} {name}, expected {least} to {MAX_PAGES}")
     _check_strings(f"the barriers of {what}", facts["barriers"])
     _check_strings(f"the labels of {what}", facts["labels"])
     for tensor in facts["tensors"]:

@@ -16,7 +16,9 @@ WORKERS: Final = 8  # workers that are tried: those that come last most often
 _CHANGE: Final = re.compile(r"(?P<what>[a-z]+)(?::(?P<of>.*))?=(?P<factor>[0-9.]+)")
 _NAMED_BY: Final = {
     "computing": "a phase",
+    "storing": "a phase",
     "loading": "a phase",
+    "bytes": "a phase",
     "balance": "a phase",
     "latency": "an exchange",
     "wait": "an exchange",
@@ -109,9 +111,10 @@ def _full_name(replay: Replay, change: Change) -> str:
     """The name of a change in full: "gate_up" is "layers.*.gate_up" if the step has only that."""
     if not change.of:
         return ""
+    exchanges = [" ".join(exchange) for exchange in replay.exchanges]
     names = {
         "a phase": list(replay.used_phases),
-        "an exchange": [" ".join(exchange) for exchange in replay.exchanges],
+        "an exchange": exchanges + list(replay.late_loads) * (change.what == "wait"),
         "a worker": [str(worker) for worker in range(replay.trace.workers)],
     }[_NAMED_BY[change.what]]
     if change.of in names:
@@ -140,13 +143,13 @@ def _single(replay: Replay) -> list[Change]:
     for of in ("", *replay.loading_phases):
         if replay.loading_phases:
             changes += [Change("loading", of, factor) for factor in (0.0, 0.5)]
-    if replay.ring_bytes:
+    if replay.ring_pages:
         changes.append(Change("ring", "", 2.0))
     changes += [Change("balance", of, 0.0) for of in replay.used_phases]
     for of in ("", *exchanges):
         if exchanges:
             changes += [Change("latency", of, 0.0), Change("latency", of, 0.5)]
-    changes += [Change("wait", of, 0.0) for of in exchanges]
+    changes += [Change("wait", of, 0.0) for of in (*exchanges, *replay.late_loads)]
     changes += [Change("worker", str(w), 0.5) for w in _late_workers(replay)]
     return changes
 
@@ -171,6 +174,10 @@ def _times(factor: float) -> str:
     return {0.0: "no time", 0.5: "half the time"}.get(factor, f"{factor:g} times the time")
 
 
+def _bytes(factor: float) -> str:
+    return {0.0: "nothing", 0.5: "half the bytes"}.get(factor, f"{factor:g} times the bytes")
+
+
 def describe(change: Change, trace: Trace) -> str:
     """The change of a step of ``trace`` in words: "without waiting for attention's words"."""
     what, of, factor = change.what, _short(change.what, change.of, trace), change.factor
@@ -180,12 +187,18 @@ def describe(change: Change, trace: Trace) -> str:
             return f"{of or 'everything'} computes in {_times(factor)}"
         case "loading":
             return f"{of or 'everything'} loads in {_times(factor)}"
+        case "storing":
+            return f"{of or 'everything'} stores its results in {_times(factor)}"
+        case "bytes":
+            return f"{of or 'everything'} loads {_bytes(factor)}"
         case "latency" if not of:
             return f"all exchanges take {_times(factor)}"
         case "latency":
             return f"{name}'s {_through(kind)} in {_times(factor)}"
         case "wait" if not of:
             return "without waiting for other workers"
+        case "wait" if kind == "loads":
+            return f"{name} loads before its barriers"
         case "wait":
             return f"without waiting for {name}'s {kind}"
         case "worker":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import itertools
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -237,6 +238,7 @@ def _program(machine: Machine, tasks: Sequence[Task]) -> TraceProgram:
             "barriers": [f"group {g}" for g in range(groups)],
             "tensors": [[f"group {g}", [1, 1], "F32", "activation", True] for g in range(groups)],
             "labels": labels, "metadata": {},
+            "pages": machine.ring, "early_pages": 0,
             "opcodes": {
                 "1": {"name": "task", "help": "computes", "fields": []},
                 "2": {"name": "attention", "help": "attends", "fields": []},
@@ -291,6 +293,8 @@ def changed(machine: Machine, what: str, of: str, factor: float) -> Machine:
         phase = "layers.*." + task.label.rpartition(".")[2]
         if what == "computing" and of in ("", phase):
             return dataclasses.replace(task, work=task.work * factor)
+        if what == "bytes" and of in ("", phase):
+            return dataclasses.replace(task, pages=math.ceil(task.pages * factor))
         if what == "worker" and of == str(worker):
             return dataclasses.replace(task, work=task.work * factor)
         if what == "wait":
@@ -310,6 +314,8 @@ def changed(machine: Machine, what: str, of: str, factor: float) -> Machine:
         times = {name: getattr(machine, name) * factor for name in names}
     if what == "loading" and not of:
         times = {"page": machine.page * factor}
+    if what == "storing" and not of:
+        times = {"store": machine.store * factor}
     if what == "switching":
         times = {"turn": machine.turn * factor}
     return dataclasses.replace(machine, queues=queues, **times)

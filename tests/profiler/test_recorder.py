@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 from pathlib import Path
@@ -14,9 +15,16 @@ from recording import POSITIONS, record, record_ring, ring
 
 from megavm import LLM, SamplingParams
 from megavm.instructions.copy import Copy
-from megavm.profiler.recorder import Recorder
+from megavm.profiler.recorder import Recorder, _ring
 from megavm.profiler.report import report
+from megavm.profiler.ring import EARLY_PAGES
 from megavm.profiler.trace import Trace, TraceError
+from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.graph import Bucket, Limits
+from megavm.scheduler.llama.hub import resolve
+from megavm.scheduler.run.buckets import compile_bucket
+from megavm.vm.config import MIN_PAGES, NUM_PAGES
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.executable import EVENTS
 from megavm.vm.cuda.launch import TRACE_COLUMNS, WORKER_COLUMN
@@ -25,7 +33,7 @@ from megavm.vm.isa import Instruction, Wait
 from megavm.vm.machine import Notes
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
-from megavm.vm.tensors import F32, TensorKind, TensorSpec
+from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
 
 
 @pytest.mark.parametrize("tagged", [False, True])
@@ -263,6 +271,33 @@ def test_an_llm_records_prompts_and_tokens_and_says_the_same(tmp_path: Path) -> 
     assert trace.model["name"] == "stories"
     trace.save(tmp_path / "a")
     assert Trace.load(tmp_path / "a").kinds == trace.kinds
+
+
+def test_a_trace_of_a_gpu_has_the_pages_of_its_rings() -> None:
+    recorder = Recorder()
+    with LLM("stories", machine="cpu", workers=2, prefix_caching=False) as llm:
+        llm.record(recorder)
+        llm.generate("Once upon a time", GREEDY)
+    assert not any("pages" in program.facts for program in recorder.trace().programs)
+    recorder.machine["name"] = "cuda"
+    prompt, token = (program.facts for program in recorder.trace().programs)
+    # The scratch of several rows takes pages from the ring.
+    assert MIN_PAGES <= prompt["pages"] < token["pages"] <= NUM_PAGES
+    assert prompt["early_pages"] == token["early_pages"] == EARLY_PAGES
+
+
+def test_consumers_of_matrix_products_take_no_pages_early() -> None:
+    config = Checkpoint.open(resolve("stories")).config
+    bucket = Bucket(rows=64, logit_rows=64, context=64, decode=True)
+    limits = Limits(64, 64, 64, 64, 64, 64)
+    options_for = functools.partial(default_options, "cuda", 132)
+    program = compile_bucket(config, limits, BF16, bucket, options_for)
+    assert _ring(program) == {"pages": NUM_PAGES, "early_pages": 0}
+
+
+def test_early_pages_are_those_of_the_kernel() -> None:
+    text = (Path(__file__).parents[2] / "cuda" / "config.cuh").read_text()
+    assert f"constexpr uint32_t kPreload = {EARLY_PAGES};" in text
 
 
 def test_one_recorder_after_the_other_gets_its_own_steps() -> None:

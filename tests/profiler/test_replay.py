@@ -17,7 +17,7 @@ from synthetic import like_a_gpu, synthetic_trace
 
 from megavm.profiler.replay import Change, Replay
 from megavm.profiler.trace import Trace, TraceError
-from megavm.vm.config import NUM_PAGES, PAGE_BYTES
+from megavm.vm.config import NUM_PAGES
 
 # Name, ns to compute, pages to load, whether the results are words.
 PRODUCTS = (
@@ -84,6 +84,12 @@ CHANGES = [
     ("worker", "1", 0.5),
     ("worker", "1", 2.0),
     ("switching", "", 0.0),
+    ("storing", "", 10.0),
+]
+BYTES = [
+    *(("bytes", "layers.*.gate_up", factor) for factor in (0.0, 0.5, 2.0)),
+    ("bytes", "", 0.5),
+    ("bytes", "layers.*.o_proj", 3.0),
 ]
 
 
@@ -114,10 +120,10 @@ def test_changes_of_a_machine_that_streams_are_predicted() -> None:
         # Bound by computing, by neither, by the memory.
         for page in (100.0, 400.0, 900.0)
         for ring in (4, 8, 16)
-        for change in [*CHANGES[1:], ("loading", "", 0.5), ("loading", "", 2.0)]
+        for change in [*CHANGES[1:], *BYTES, ("loading", "", 0.5), ("loading", "", 2.0)]
     }
     sizes = np.abs(list(errors.values()))
-    assert sizes.mean() < 0.015, errors
+    assert sizes.mean() < 0.01, errors
     assert sizes.max() < 0.09, errors
 
 
@@ -131,16 +137,16 @@ def with_shared_memory(page: float, ring: int) -> Machine:
 
 
 def test_changes_of_workers_that_share_a_memory_are_predicted() -> None:
-    """Of such workers some load faster than others: the phase says what they all wait for."""
-    changes = [("loading", "", 0.5), ("loading", "", 2.0), ("computing", "", 2.0)]
+    """The memory serves some workers faster than others: the phase says what they all wait for."""
+    changes = [("loading", "", 0.5), ("loading", "", 2.0), ("computing", "", 2.0), *BYTES]
     errors: dict[tuple[object, ...], float] = {}
     # Bound by computing, by the memory, by both.
     for page, pages in itertools.product((300.0, 480.0, 700.0), (4, 8)):
         machine = with_shared_memory(page, pages)
         errors |= {(page, pages, *change): _error(machine, *change) for change in changes}
     sizes = np.abs(list(errors.values()))
-    assert sizes.mean() < 0.02, errors
-    assert sizes.max() < 0.1, errors
+    assert sizes.mean() < 0.01, errors
+    assert sizes.max() < 0.03, errors
 
 
 def test_twice_the_bandwidth_helps_steps_that_are_near_it() -> None:
@@ -157,29 +163,65 @@ def test_twice_the_bandwidth_helps_steps_that_are_near_it() -> None:
         assert np.ptp(saved, axis=0).max() < 0.02
 
 
+def without_ring(trace: Trace) -> Trace:
+    """The trace as older ones are: it does not say how many pages a ring has."""
+    facts = {k: v for k, v in trace.programs[0].facts.items() if k not in ("pages", "early_pages")}
+    return dataclasses.replace(
+        trace, programs=(dataclasses.replace(trace.programs[0], facts=facts),)
+    )
+
+
 @pytest.mark.parametrize("page", [100.0, 400.0, 900.0])
 def test_shorter_and_longer_rings_are_predicted(page: float) -> None:
     for recorded, pages in itertools.product((4, 8), (2, 3, 4, 6, 8, 16)):
         machine = layered(8, 4, STREAMING, seed=3, page=page, ring=recorded)
-        replay = Replay(simulate(machine), 0)
-        # A loader that never filled its ring does not show how long it is.
-        assert replay.ring_bytes <= recorded * PAGE_BYTES
-        factor = pages * PAGE_BYTES / replay.ring_bytes
         truth = step_time(dataclasses.replace(machine, ring=pages))
-        found = replay.run([(Change("ring", "", factor),)]).step[0]
+        found = replayed(simulate(machine), Change("ring", "", pages / recorded))
+        assert abs(found - truth) < 0.045 * step_time(machine), (recorded, pages)
+
+
+@pytest.mark.parametrize("page", [100.0, 400.0, 900.0])
+def test_rings_of_older_traces_are_predicted(page: float) -> None:
+    """A trace that does not say how many pages a ring has shows how far its loaders were ahead."""
+    for recorded, pages in itertools.product((4, 8), (2, 3, 4, 6, 8, 16)):
+        machine = layered(8, 4, STREAMING, seed=3, page=page, ring=recorded)
+        replay = Replay(without_ring(simulate(machine)), 0)
+        # A loader that never filled its ring does not show how long it is.
+        assert 0 < replay.ring_pages <= recorded
+        truth = step_time(dataclasses.replace(machine, ring=pages))
+        found = replay.run([(Change("ring", "", pages / replay.ring_pages),)]).step[0]
         assert abs(found - truth) < 0.06 * step_time(machine), (recorded, pages)
 
 
-@pytest.mark.parametrize("page", [300.0, 480.0])
-def test_what_longer_rings_bring_is_predicted(page: float) -> None:
-    """A replay forgets the waits for room in the recorded ring; those for the memory remain."""
-    for recorded, pages in itertools.combinations((6, 8, 10, 16), 2):
+@pytest.mark.parametrize("page", [300.0, 480.0, 700.0])
+def test_what_other_rings_bring_is_predicted(page: float) -> None:
+    """From short rings, with which the memory waits for free places, to long ones and back."""
+    for recorded, pages in itertools.permutations((4, 6, 8, 10, 16), 2):
         machine = with_shared_memory(page, recorded)
+        truth = step_time(dataclasses.replace(machine, ring=pages)) / step_time(machine) - 1
         replay = Replay(simulate(machine), 0)
-        saved = 1 - step_time(dataclasses.replace(machine, ring=pages)) / step_time(machine)
-        assert saved > 0.02
-        found = replay.run([(Change("ring", "", pages / recorded),)]).step[0]
-        assert 1 - found / replay.recorded == pytest.approx(saved, abs=0.03), (recorded, pages)
+        found = replay.run([(Change("ring", "", pages / recorded),)]).step[0] / replay.recorded - 1
+        assert found == pytest.approx(truth, rel=0.15, abs=0.011), (recorded, pages)
+
+
+def test_loads_that_wait_for_barriers_may_do_without() -> None:
+    machine = layered(8, 4, [(*phase[:3], False) for phase in STREAMING], seed=3, hop=2200.0)
+
+    def late(task: Task) -> Task:
+        attends = "attention" in task.label
+        return dataclasses.replace(task, pages=8, late=True) if attends else task
+
+    queues = tuple(tuple(map(late, queue)) for queue in machine.queues)
+    machine = dataclasses.replace(machine, queues=queues)
+    trace = simulate(machine)
+    assert Replay(trace, 0).late_loads == ("layers.*.attention loads",)
+    early = tuple(tuple(dataclasses.replace(t, late=False) for t in q) for q in queues)
+    truth = step_time(dataclasses.replace(machine, queues=early)) / step_time(machine) - 1
+    assert truth < -0.03
+    found = (
+        replayed(trace, Change("wait", "layers.*.attention loads", 0.0)) / step_time(machine) - 1
+    )
+    assert found == pytest.approx(truth, rel=0.15)
 
 
 def test_rings_of_a_gpu_are_predicted() -> None:
@@ -193,7 +235,7 @@ def test_rings_of_a_gpu_are_predicted() -> None:
     assert measured.keys() == {4, 6, 8, 10}
     for step in range(trace.num_steps):
         replay = Replay(trace, step)
-        assert replay.ring_bytes / PAGE_BYTES == pytest.approx(NUM_PAGES, abs=0.5)
+        assert replay.ring_pages == NUM_PAGES
         for pages, ratio in measured.items():
             change = Change("ring", "", pages / NUM_PAGES)
             assert replay.run([(change,)]).step[0] / replay.recorded == pytest.approx(

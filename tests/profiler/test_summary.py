@@ -166,6 +166,12 @@ def test_changes_are_named_as_the_table_names_them() -> None:
     change = parse_change("wait:o_proj words=0")
     assert predict(trace, 0, [change])["saved_ns"] > 0
     assert describe(change, trace) == "without waiting for o_proj's words"
+    for text, sentence in {
+        "bytes:gate_up=0.5": "gate_up loads half the bytes",
+        "bytes=3": "everything loads 3 times the bytes",
+        "storing:o_proj=0": "o_proj stores its results in no time",
+    }.items():
+        assert predict(trace, 0, [parse_change(text)])["changes"] == [sentence]
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,13 @@ _CHANGES: Final = """\
 changes: FACTOR times the recorded time; 0 takes no time, 0.5 half of it
   computing=0.5            of all phases: what workers compute
   computing:gate_up=0.5    of one phase
-  loading:gate_up=0.5      loads, as if it had half the bytes; loading=0.5 is twice the bandwidth
+  storing:gate_up=0.5      of computing, what comes after the sums: storing the results
+  loading=0.5              loads in half the time: twice the bandwidth; or of one phase
+  bytes:gate_up=0.5        half the bytes to load, such as weights of 8 bits instead of 16
   latency=0                of all exchanges: from a result to those who wait for it
   latency:"o_proj words"=0 of one exchange, by words or by barrier
   wait:"o_proj words"=0    the exchange left out: nobody waits for it
+  wait:"attention loads"=0 loads that wait for barriers go ahead of them, if the step has such
   worker:40=0.5            all that one worker computes and loads
   balance:gate_up=0        every worker has the mean share; balance=0 of all phases
   switching=0              from one instruction to the next
