@@ -27,6 +27,15 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
         ("halves_estimate.py --model 1b --rows 512 --ranks 2", "512 rows, 2 ranks, all_gather"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
+        (
+            "accuracy_rows_cuda.py --model stories --machine cpu --batch 1 4 --longest 60",
+            "second runs that differ: none; further away: none",
+        ),
+        (
+            "accuracy_requests.py --model stories --machine cpu --requests 12 --most-prompt 50"
+            " --most-output 6 --kv-cache-bytes 100000000",
+            "stories: 12 requests in",
+        ),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
         (
             "serve_cuda.py --model tiny --machine cpu --concurrency 1 --scale 0.05"
@@ -41,6 +50,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         "step_sizes",
         "halves_estimate",
         "tracing",
+        "accuracy_rows",
+        "accuracy_requests",
         "structured_outputs",
         "serve_cuda",
     ],

@@ -13,6 +13,7 @@ from megavm.instructions.tiles import squares_unit
 from megavm.scheduler.compiler.graph import Operation, Range
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import Storage
+from megavm.vm.config import PANEL_COLUMNS
 from megavm.vm.target import Target
 from megavm.vm.tensors import BF16, F32
 
@@ -92,8 +93,9 @@ def product_tiles(
         yield from matrix_tiles(rows, columns, k, unit, width, workers, target)
         return
     row_tile, column_tile = min(count, target.tile_rows), columns
-    if row_tile * k * itemsize > target.input_bytes:
-        fitting = target.input_bytes // (min(k, target.split_columns) * itemsize)
+    padded = -(-k // PANEL_COLUMNS) * PANEL_COLUMNS
+    if row_tile * padded * itemsize > target.input_bytes:
+        fitting = target.input_bytes // (min(padded, target.split_columns) * itemsize)
         row_tile = min(count, 1 << (fitting.bit_length() - 1))
         column_tile = target.sums_bytes // (4 * row_tile * width) // unit * unit
     for begin, end in column_tiles(columns, unit, options, workers):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import silu
 
 from megavm.instructions.attention import Attention
@@ -22,7 +25,8 @@ from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.compiler.rewrites import rewrite
 from megavm.scheduler.compiler.tiling import matrix_tiles
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
+from megavm.scheduler.llama.graph import Bucket, Limits, default_logit_rows, llama_graph
+from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.vm.config import NONE
 from megavm.vm.differential import first_divergence
 from megavm.vm.machine import Machine
@@ -659,7 +663,7 @@ def test_lowering_chooses_for_each_product_how_its_rows_are_multiplied(
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("narrow", [4, 16, 64, 200])
+@pytest.mark.parametrize("narrow", [4, 16, 64, 144, 200])
 @pytest.mark.parametrize("rows", [1000, 1024, 8192])
 def test_narrow_products_of_many_rows_fit_into_the_working_memory(
     rows: int, narrow: int, dtype: DType
@@ -668,6 +672,34 @@ def test_narrow_products_of_many_rows_fit_into_the_working_memory(
         mlp_graph(dtype, rows, hidden=narrow, wide=3 * narrow), default_options("cpu", 2, rows)
     )
     verify(program, "cpu")
+
+
+@given(
+    model=st.tuples(
+        st.sampled_from([(1, 1), (2, 1), (3, 3), (9, 3), (8, 4), (7, 1)]),  # heads, KV heads
+        st.sampled_from([4, 8, 16, 48, 64, 128]),  # head_dim
+        st.sampled_from([16, 32, 64, 200, 288]),  # hidden size
+        st.sampled_from([16, 64, 128, 344]),  # intermediate size
+    ),
+    rows=st.sampled_from([1, 7, 100, 512, 1024, 2048, 8192]),
+    dtype=st.sampled_from([F32, BF16]),
+    workers=st.sampled_from([1, 2, 8]),
+    context=st.sampled_from([1, 20000]),
+)
+@settings(max_examples=25, deadline=None)
+def test_small_models_compile_for_the_cpu_at_any_number_of_rows(
+    model: tuple[tuple[int, int], int, int, int],
+    rows: int,
+    dtype: DType,
+    workers: int,
+    context: int,
+) -> None:
+    (heads, kv_heads), head_dim, hidden, wide = model
+    config = LlamaConfig(257, hidden, wide, 1, heads, kv_heads, head_dim)
+    limits = Limits(16, 20480, max(rows, 16), default_logit_rows(16, rows), 1280, 16)
+    options = functools.partial(default_options, "cpu", workers)
+    bucket = choose_bucket(config, limits, options, rows, min(rows, 16), context)
+    verify(compile_bucket(config, limits, dtype, bucket, options), "cpu")
 
 
 @pytest.mark.parametrize("rows", [64, 512, 4096, 8192])
