@@ -181,7 +181,7 @@ def run_server(machine: str, event_loop: str, options: list[str]) -> int:
 
     make_random(machine)
     # No request restricts tokens; compiling these kernels would compete with the measurement.
-    Service._compile_kernels = lambda self, llm: None  # type: ignore[method-assign]
+    Service._prepare_restricted = lambda self, llm: None  # type: ignore[method-assign]
     return megavm(["serve", *options])
 
 

@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
     from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.step import Ints
-    from megavm.scheduler.run.runner import Progress
+    from megavm.scheduler.llama.graph import Bucket
+    from megavm.scheduler.run.runner import Progress, Runner
     from megavm.server.tools.parser import ToolParser
     from megavm.tokenizer import Tokenizer
 
@@ -55,6 +56,14 @@ class Status(Enum):
     READY = "ready"
     DRAINING = "draining"
     FAILED = "failed"
+
+
+def _stand_ins(runner: Runner, restricted: bool = False) -> list[Bucket]:
+    """Programs of usual numbers of rows that can run all their steps until those have their own."""
+    return [
+        runner.bucket(rows, rows, runner.max_model_len, restricted=restricted)
+        for rows in _powers_of_two(min(runner.max_num_batched_tokens, USUAL_ROWS))
+    ]
 
 
 def _powers_of_two(most: int) -> list[int]:
@@ -170,7 +179,7 @@ class Service:
             if self._status is Status.LOADING:
                 self._status = Status.READY
                 # Ahead of all grammars: the thread takes them in order.
-                self._compiler.submit(self._compile_kernels, llm)
+                self._compiler.submit(self._prepare_restricted, llm)
             log(logging.INFO, "loaded", seconds=time.perf_counter() - began)
         finally:
             self._ended.set()
@@ -190,26 +199,22 @@ class Service:
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        # Until their own program is there, these can do all steps of so many rows, and of those
-        # in which tokens are restricted.
-        first, last = (
-            [
-                runner.bucket(rows, rows, runner.max_model_len, restricted=restricted)
-                for rows in batches
-            ]
-            for restricted in (False, True)
-        )
-        runner.compile_ahead(first, last)
+        runner.compile_ahead(first=_stand_ins(runner))
         return llm
 
-    def _compile_kernels(self, llm: LLM) -> None:
-        """On a GPU, have the kernels of steps with restricted tokens in the cache.
+    def _prepare_restricted(self, llm: LLM) -> None:
+        """Compile what steps with restricted tokens need.
 
-        The first such request would otherwise stop all others for as long as a compilation takes.
+        The first such request would otherwise stop all others for as long as that takes, on a GPU
+        for a compilation of a kernel.
         """
         runner = llm.runner
-        if runner.machine.name != "cuda":
+        if runner.machine.name == "cuda" and not self._compile_restricted_kernels(runner):
             return
+        runner.compile_ahead(last=_stand_ins(runner, restricted=True))
+
+    def _compile_restricted_kernels(self, runner: Runner) -> bool:
+        """Have the kernels in the cache; whether all are there."""
         from megavm.scheduler.run.kernels import kernel_headers
         from megavm.vm.cuda.compiler import compile_kernel
 
@@ -225,11 +230,13 @@ class Service:
             )
             for header in headers:
                 if self._status is not Status.READY:
-                    return
+                    return False
                 compile_kernel(header)
         except Exception:
             # The request that needs one gets the error.
             logger.exception("the kernels of steps with restricted tokens do not compile")
+            return False
+        return True
 
     async def broken(self) -> None:
         """Wait until the engine has stopped for good and clients have their answers.

@@ -17,7 +17,6 @@ FAR_TAG = 0x80000000  # a step's tag exclusive-or this is a tag that no instruct
 # A worker of the CPU machine: its working memory, and the products in it.
 WORKING_BYTES = 351 * 1024
 INPUT_BYTES = 144 * 1024  # most bytes of the input that a product holds at a time
-TILE_ROWS = 512  # most rows of a product that holds whole rows
 SPLIT_COLUMNS = 512  # input columns held at a time when whole rows do not fit: a multiple of this
 PANEL_COLUMNS = 32  # input columns are padded to a multiple of this
 CPU_LANES = 16  # elements of a vector

@@ -19,7 +19,6 @@ from megavm.vm.config import (
     PAGE_BYTES,
     ROWS_CHUNK_PAGES,
     SPLIT_COLUMNS,
-    TILE_ROWS,
     UNIT_ROWS,
     WORKING_BYTES,
 )
@@ -117,7 +116,7 @@ class Target:
     exchange: Exchange = "barrier"
     tagged_bytes: int = 128 * 1024
     input_bytes: int = INPUT_BYTES
-    tile_rows: int = TILE_ROWS
+    tile_rows: int = 512
     split_columns: int = SPLIT_COLUMNS
     sums_bytes: int = 128 * 1024
     group_rows: int = 0

@@ -413,9 +413,9 @@ class Runner:
         ``first`` is compiled before that, ``last`` when there is nothing else left to compile.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
-        meanwhile, also by programs of longer contexts or in parts; else a step of the size that is
-        being compiled waits for the rest. Recording
-        and the end of ``close`` do not wait for the thread.
+        meanwhile. A step whose program is not ready runs by another one of as many rows that can do
+        it, or in parts, or else waits. Recording and the end of ``close`` do not wait for the
+        thread.
         """
         self._ahead = True
         self._programs.prepare(last, self._compiler(kernels=True))
