@@ -94,12 +94,14 @@ def side_by_side(sizes: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
-    """The chosen tokens. Raises RuntimeError when a request fails."""
+def generate(llm: LLM, prompts: Any, params: list[SamplingParams]) -> list[list[int]]:
+    """The chosen tokens. Raises RuntimeError when a request fails or ends early."""
     outputs: list[RequestOutput] = llm.generate(prompts, params)
-    for output in outputs:
+    for output, wanted in zip(outputs, params, strict=True):
         if output.error is not None:
             raise RuntimeError(f"a request failed: {output.error}")
+        if (count := len(output.outputs[0].token_ids)) != wanted.max_tokens:
+            raise RuntimeError(f"a request has {count} tokens, expected {wanted.max_tokens}")
     return [output.outputs[0].token_ids for output in outputs]
 
 
@@ -133,9 +135,12 @@ def check_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any], b
         with LLM(folder, **sizes) as llm:
             together = generate(llm, prompts, params)
             steps, rows = llm.engine.counters.steps, llm.engine.counters.rows
+            cached = llm.engine.blocks.counters.hits * llm.engine.blocks.block_size
+            if not cached:
+                raise RuntimeError("no prompt had a beginning in the prefix cache")
         between = time.perf_counter()
         with LLM(folder, max_num_seqs=1, prefix_caching=False, **sizes) as llm:
-            alone = [generate(llm, [p], s)[0] for p, s in zip(prompts, params, strict=True)]
+            alone = [generate(llm, [p], [s])[0] for p, s in zip(prompts, params, strict=True)]
     seconds = between - begin, time.perf_counter() - between
     give_back()
 
@@ -164,6 +169,7 @@ def check_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any], b
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
         "output_tokens": sum(map(len, together)),
+        "prefix_cache_tokens": cached,
         "steps": steps,
         "rows": rows,
         "seconds_together": round(seconds[0], 1),

@@ -12,7 +12,8 @@ others have prompts of 1 to 200 tokens; keys and values are megavm's own. In tur
 - mixed: rows of one token, a chunk from the middle of the long text and a whole prompt in one step
 
 A batch runs twice, and its logits must be the same bit for bit. Exits with 1 if they are not, or if
-in a line megavm's logits are further from the reference than those of transformers in bfloat16.
+in a line megavm's logits are further from the reference than those of transformers in bfloat16, in
+the mean of all or at worst.
 """
 
 from __future__ import annotations
@@ -95,10 +96,11 @@ def all_steps(texts: Sequence[Text], batches: Sequence[int]) -> Iterator[tuple[L
             yield ("prompts", ROWS), parts
             parts = []
         parts.append(Part(text, 0, text.length))
-    yield ("prompts", ROWS), parts
+    if parts:
+        yield ("prompts", ROWS), parts
     for size, step in itertools.product(batches, range(STEPS)):
         yield ("batch", size), [Part(t, t.length + step, t.length + step + 1) for t in texts[:size]]
-    for rows in MIXED:
+    for rows in MIXED if others else ():
         whole = min(others, key=lambda text: abs(text.length - rows // 4))
         single = [Part(t, t.length, t.length + 1) for t in others if t is not whole][: rows // 4]
         begin, room = long.length // 3, rows - len(single) - whole.length
@@ -106,6 +108,21 @@ def all_steps(texts: Sequence[Text], batches: Sequence[int]) -> Iterator[tuple[L
             yield ("mixed", rows), [
                 *single, Part(long, begin, begin + room), Part(whole, 0, whole.length)
             ]  # fmt: skip
+        else:
+            print(f"no mixed step of {rows} rows: the long text has {long.length} tokens")
+
+
+def forget(contenders: Contenders, parts: Sequence[Part]) -> None:
+    """Let nothing be known of the keys and values that a step is to write: NaN."""
+    runner = contenders.runner
+    for name in [name for name in runner.memory if name.endswith("_cache")]:
+        value = runner.memory[name].clone()
+        for part in parts:
+            positions = np.arange(part.begin, part.end)
+            blocks = runner.block_table[part.text.slot, positions // BLOCK].astype(np.int64)
+            places = torch.from_numpy(positions % BLOCK).to(value.device)
+            value[torch.from_numpy(blocks).to(value.device), :, places] = float("nan")
+        runner.memory.write(name, value)
 
 
 @torch.no_grad()
@@ -181,6 +198,8 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
     asked: dict[Line, list[int]] = {}
     unequal = []
     for line, parts in steps:
+        if line[0] == "mixed":
+            forget(contenders, parts)  # they have been computed before
         logits = run(contenders, parts)
         got.setdefault(line, []).append(logits)
         asked.setdefault(line, []).extend(part.text.asked[part.end - 1] for part in parts)
@@ -189,10 +208,10 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
     lines, further = [], []
     for (kind, size), some in got.items():
         rows = torch.tensor(asked[kind, size])
-        errors: list[float] = []
+        errors: list[tuple[float, float]] = []
         for who, logits in (("megavm", torch.cat(some).to(device)), ("bfloat16", native[rows])):
             found = compare(logits, exact[rows], following[rows])
-            errors.append(found["rms_relative_error"])
+            errors.append((found["rms_relative_error"], found["max_relative_error"]))
             lines.append({"kind": kind, "size": size, "logit_rows": len(rows), "who": who, **found})
             print(
                 f"{model:10}{kind:>8}{size:6}{len(rows):6}{who:>10}"
@@ -200,7 +219,8 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
                 f"{found['nll_difference']:12.2e}{found['greedy_agreement']:9.1%}",
                 flush=True,
             )
-        if errors[0] > errors[1]:
+        # A comparison with NaN is false.
+        if not all(mine <= other for mine, other in zip(*errors, strict=True)):
             further.append((kind, size))
     print(
         f"{model:10}second runs that differ: {unequal or 'none'}; further away: {further or 'none'}"

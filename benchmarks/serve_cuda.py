@@ -266,6 +266,20 @@ class Server:
         )
         return {name: float(value) for name, value in found}
 
+    def end_of_launch(self) -> tuple[dict[str, float], float]:
+        """The metrics just after a launch has ended, and when that was.
+
+        Raises RuntimeError when none ends within ten seconds.
+        """
+        first = self.metrics()
+        limit = time.perf_counter() + 10
+        while (found := self.metrics())["engine_run_seconds_total"] == first[
+            "engine_run_seconds_total"
+        ]:
+            if time.perf_counter() > limit:
+                raise RuntimeError("no launch ends")
+        return found, time.perf_counter()
+
     def close(self) -> None:
         """End the process."""
         if self.process.poll() is None:
@@ -370,12 +384,13 @@ def measure_steady(server: Server, concurrency: int, folder: Path) -> dict[str, 
                 if client.poll() is not None or time.perf_counter() > limit:
                     raise RuntimeError(f"{concurrency} requests never ran at the same time")
             time.sleep(STEADY_SECONDS / 4)  # until all have left their prompts behind
-            begin, before = time.perf_counter(), server.metrics()
-            for _ in range(10):
+            before, begin = server.end_of_launch()
+            while time.perf_counter() < begin + STEADY_SECONDS:
                 time.sleep(STEADY_SECONDS / 10)
-                after, seconds = server.metrics(), time.perf_counter() - begin
+                after, end = server.end_of_launch()
                 if after["num_requests_running"] != concurrency:
                     raise RuntimeError("requests ended meanwhile: STEADY_OUTPUT is too short")
+            seconds = end - begin
         finally:
             client.kill()
     took = {
@@ -482,11 +497,13 @@ def measure_model(
                     break
                 row = {"event_loop": event_loop}
                 row |= measure_row(server, concurrency, counts[concurrency], folder)
-                with contextlib.suppress(RuntimeError):  # the client may be too slow for that
-                    for time in ("steady_at_first", "steady"):
-                        row[time] = measure_steady(server, concurrency, folder)
-                        progress(describe_steady(model, row[time]))
+                try:
+                    for name in ("steady_at_first", "steady"):
+                        row[name] = measure_steady(server, concurrency, folder)
+                        progress(describe_steady(model, row[name]))
                         server.settle()
+                except RuntimeError as error:  # the client may be too slow for that
+                    progress(f"{model}: {error}")
                 result["rows"].append(row)
                 progress(f"{describe_row(model, row)}  settled: {row['settled']}")
                 yield result

@@ -251,7 +251,10 @@ def _records(launches: list[_Launch], first_steps: Longs) -> tuple[Ints, Longs]:
 
 
 def _ring(program: Program) -> dict[str, int]:
-    """The ring of pages of a program's workers on a GPU, as members of the header."""
+    """The ring of pages of a program's workers, as members of the header.
+
+    As kernels of unchanged sources have it.
+    """
     sizes = program_specialisation(program).common
     # The loader of a matrix product takes its pages step by step, and consumers none early.
     early = 0 if sizes.get("matrix_rows", 0) else EARLY_PAGES

@@ -37,11 +37,11 @@ class Change:
     """One changed thing: ``factor`` times the time that was recorded.
 
     ``what`` is one of ``CHANGES``. ``of``: a phase, an exchange ("layers.*.o_proj words"), or a
-    worker's number; empty: all of them. A "wait" is dropped, and a "balance" evened out, by factor
-    0; other factors mean nothing for them. A "wait" is also of "<phase> loads", if these wait for
-    barriers. A "ring" has ``factor`` times the pages, and "bytes" are those that instructions
-    load: computing them takes as long as before. "storing" is the part of computing that comes
-    after the sums: a change of both multiplies it by both factors.
+    worker's number; empty: all of them (a "wait": all exchanges). A "wait" is dropped, and a
+    "balance" evened out, by factor 0; other factors mean nothing for them. A "wait" is also of
+    "<phase> loads", if these wait for barriers. A "ring" has ``factor`` times the pages, and
+    "bytes" are those that instructions load: computing them takes as long as before. "storing" is
+    the part of computing that comes after the sums: a change of both multiplies it by both factors.
     """
 
     what: str

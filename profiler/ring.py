@@ -82,7 +82,9 @@ class Rings:
             self._free[at] = free
         more = np.zeros_like(arrived)
         if largest.max(initial=0) > most:
-            more += np.maximum(pages - most, 0) * (arrived - halfway) / (most - most // 2)
+            # Others may have loaded nothing yet.
+            gained = np.subtract(arrived, halfway, out=more.copy(), where=pages > most)
+            more += np.maximum(pages - most, 0) * gained / (most - most // 2)
         self._free[:, worker] += more
         self._asked[worker], self._arrived[worker] = asked + more, arrived + more
         self._taken[worker] += np.minimum(pages, most)

@@ -211,7 +211,7 @@ class Service:
         runner = llm.runner
         if runner.machine.name == "cuda" and not self._compile_restricted_kernels(runner):
             return
-        runner.compile_ahead(last=_stand_ins(runner, restricted=True))
+        runner.compile_last(_stand_ins(runner, restricted=True))
 
     def _compile_restricted_kernels(self, runner: Runner) -> bool:
         """Have the kernels in the cache; whether all are there."""

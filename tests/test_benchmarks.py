@@ -32,9 +32,9 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "second runs that differ: none; further away: none",
         ),
         (
-            "accuracy_requests.py --model stories --machine cpu --requests 12 --most-prompt 50"
+            "accuracy_requests.py --model stories --machine cpu --requests 40 --most-prompt 200"
             " --most-output 6 --kv-cache-bytes 100000000",
-            "stories: 12 requests in",
+            "stories: 40 requests in",
         ),
         ("structured_outputs.py --rounds 1 --tokens 4", "engine, ms per token:"),
         (

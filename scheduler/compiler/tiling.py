@@ -97,6 +97,8 @@ def product_tiles(
     if row_tile * padded * itemsize > target.input_bytes:
         fitting = target.input_bytes // (min(padded, target.split_columns) * itemsize)
         row_tile = min(count, 1 << (fitting.bit_length() - 1))
+        while row_tile > 1 and 4 * row_tile * width * unit > target.sums_bytes:
+            row_tile = -(-row_tile // 2)
         column_tile = target.sums_bytes // (4 * row_tile * width) // unit * unit
     for begin, end in column_tiles(columns, unit, options, workers):
         tiles = -(-(end - begin) // column_tile)

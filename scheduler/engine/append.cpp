@@ -61,7 +61,9 @@ class Appender {
     py::list deltas, rest;
     for (py::ssize_t i = 0; i < count; ++i) {
       const py::handle sequence = PyTuple_GET_ITEM(sequences.ptr(), i);
-      if (!py::isinstance(sequence, sequence_.type))
+      // What only says that it is one, such as a mock, has other slots.
+      auto* const type = reinterpret_cast<PyTypeObject*>(sequence_.type.ptr());
+      if (!PyObject_TypeCheck(sequence.ptr(), type))
         throw py::type_error("sequences must be Sequence objects");
       if (stops(i) || !is_inside(sequence, steps)) {
         rest.append(i);

@@ -138,6 +138,7 @@ class Engine:
         self._slots = Slots(runner)
         self._in_progress: Plan | None = None  # the last plan, until it has ended
         self._last_end = 0.0  # when the last step ended, by time.perf_counter
+        self._machine_seconds = runner.machine_seconds  # before the first step
 
     # Requests.
 
@@ -429,7 +430,7 @@ class Engine:
     def _complete(self, plan: Plan, begin: float) -> None:
         """Read the results of a plan that has run since ``begin``."""
         self._last_end = time.perf_counter()
-        self.counters.run_seconds = self.runner.machine_seconds
+        self.counters.run_seconds = self.runner.machine_seconds - self._machine_seconds
         if plan.step.num_rows and (pace := self.planner.pace) is not None:
             pace.note(plan.step.num_rows, (self._last_end - begin) / plan.steps)
         self._slots.read(plan)

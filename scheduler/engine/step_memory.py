@@ -50,7 +50,8 @@ class Rows(Protocol):
 class StepMemory:
     """The step tensors of a memory on the CPU; ``arrays`` by the names of ``step_tensors``.
 
-    ``machine_seconds``: for how long the machine has run launches that have ended without a fault.
+    ``machine_seconds``: for how long the machine has run launches that have ended without a fault;
+    of several GPUs the first. On an emulated one it stays 0.
     """
 
     machine_seconds = 0.0

@@ -57,13 +57,16 @@ class Programs:
             if program is not None:
                 return program
 
-    def prepare(self, buckets: Iterable[Bucket], compile: Compile) -> None:
+    def prepare(self, buckets: Iterable[Bucket], compile: Compile, *, last: bool = False) -> None:
         """Compile programs in the background, in this order and before those still queued.
+
+        ``last``: behind those that are queued now or later.
 
         An error is logged. ``get`` then tries again, but the thread in the background does not.
         """
         known, lock = self._known, self._lock
-        self._work.put((b, partial(_get, known, lock, b, compile)) for b in buckets)
+        items = ((b, partial(_get, known, lock, b, compile)) for b in buckets)
+        self._work.put(items, last=last)
 
     def close(self) -> None:
         """Drop what is queued. Does not wait for the program that is being compiled."""
@@ -110,10 +113,10 @@ class _Work:
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def put(self, items: Iterable[tuple[Bucket, Task]]) -> None:
+    def put(self, items: Iterable[tuple[Bucket, Task]], last: bool = False) -> None:
         with self._lock:
             new = {bucket: task for bucket, task in items if bucket not in self._asked}
-            self._queue = {**new, **self._queue}
+            self._queue = {**self._queue, **new} if last else {**new, **self._queue}
             if self._queue and self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="megavm-programs")
                 self._thread.start()

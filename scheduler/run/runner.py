@@ -269,8 +269,11 @@ class Runner:
         the contents of memory are unspecified then, and later steps that do not depend on them can
         run. Raises MachineLost when no step can run any more.
         """
-        bucket = self._describe(step, steps)
-        started = started or _nothing
+        bucket = self._choose(step, steps) or self._own(step, steps)
+        self._run(bucket, step, steps, started or _nothing)
+
+    def _run(self, bucket: Bucket, step: Step, steps: int, started: Callable[[], None]) -> None:
+        self._describe(step)
         with self._running:
             executable = self._loaded(bucket, started)
             try:
@@ -287,11 +290,13 @@ class Runner:
 
     def can_queue(self, step: Step, steps: int = 1) -> bool:
         """Whether ``start`` can put a step behind the one in progress without a delay."""
-        return (
-            isinstance(self._step, DeviceStepMemory)
-            and self._recorder is None
-            and (self._bucket_of(step, steps), False) in self._executables
-        )
+        if not isinstance(self._step, DeviceStepMemory) or self._recorder is not None:
+            return False
+        own = self._own(step, steps)
+        if (own, False) in self._executables:
+            return True
+        bucket = self._usable(own, set(self._programs)) if self._ahead else own
+        return (bucket, False) in self._executables
 
     def start(
         self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
@@ -305,15 +310,18 @@ class Runner:
         Raises ValueError as ``run`` does. ``Launch.finish`` raises errors of the machine.
         """
         memory, started = self._step, started or _nothing
-        parts = self._parts(step, steps)
-        if len(parts) > 1:
-            for part in parts:
-                self.run(part, steps, started)
-            return None
+        bucket = self._choose(step, steps)
+        if bucket is None:
+            parts = self._parts(step, steps)
+            for own, part in parts:
+                self._run(own, part, steps, started)
+            if parts:
+                return None
+            bucket = self._own(step, steps)
         if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
-            self.run(step, steps, started)
+            self._run(bucket, step, steps, started)
             return None
-        bucket = self._describe(step, steps)
+        self._describe(step)
         with self._running:
             executable = self._loaded(bucket, started)
             try:
@@ -323,24 +331,59 @@ class Runner:
         started()
         return _Launch(executable, finish)
 
-    def _parts(self, step: Step, steps: int) -> list[Step]:
-        """The steps to run for ``step``: itself, or parts while its program is compiled ahead."""
-        if not self._ahead or step.wants_logits or self._recorder is not None:
-            return [step]
-        bucket = self._bucket_of(step, steps)
-        if (bucket, False) in self._executables or bucket in set(self._programs):
-            return [step]
-        size = power_of_two(step.num_rows) // 2
+    def _own(self, step: Step, steps: int) -> Bucket:
+        """The bucket of a step."""
+        rows = step.num_rows
+        decode = step.distinct or len(set(step.row_sequence.tolist())) == rows
+        context = step.context + steps - 1
+        return self.bucket(
+            rows, len(step.logit_row), context, decode=decode, restricted=step.restricted
+        )
+
+    def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
+        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is."""
+        if (own, False) in self._executables or own in ready:
+            return own
+        return min(
+            (bucket for bucket in ready if _can_stand_in(bucket, own)),
+            key=lambda bucket: (bucket.context, bucket.logit_rows),
+            default=None,
+        )
+
+    def _choose(self, step: Step, steps: int) -> Bucket | None:
+        """The bucket whose program a step runs; None: no program that can do it is ready.
+
+        That is its own, or while this is compiled ahead, one that can stand in. (A program that
+        cannot be compiled ahead never takes its place: the error is logged.)
+        """
+        own = self._own(step, steps)
+        if not self._ahead or self._recorder is not None:
+            return own
+        if own not in self._followed:
+            self._followed.add(own)
+            self._prepare(own)
+        if (own, False) in self._executables:
+            return own
+        bucket = self._usable(own, set(self._programs))
+        if bucket != own:
+            self._programs.prepare([own], self._compiler(kernels=True))
+        return bucket
+
+    def _parts(self, step: Step, steps: int) -> list[tuple[Bucket, Step]]:
+        """Parts that can run now in place of ``step``, and the buckets of their programs; or []."""
+        size = 0 if step.wants_logits else power_of_two(step.num_rows) // 2
+        ready = set(self._programs)
         while size * MOST_PARTS >= step.num_rows and size:
             parts = step.parts(size)
-            buckets = {self._bucket_of(part, steps) for part in parts}
-            if all((bucket, False) in self._executables for bucket in buckets):
-                return parts
+            buckets = [self._usable(self._own(part, steps), ready) for part in parts]
+            found = [(b, part) for b, part in zip(buckets, parts, strict=True) if b is not None]
+            if len(found) == len(parts):
+                return found
             size //= 2
-        return [step]
+        return []
 
-    def _describe(self, step: Step, steps: int) -> Bucket:
-        """Write a step to the arrays, and find the bucket of its program."""
+    def _describe(self, step: Step) -> None:
+        """Write a step to the arrays. Raises ValueError when it is beyond the limits."""
         rows, logit_rows = step.num_rows, len(step.logit_row)
         limits = self.limits
         if not 0 < rows <= limits.max_num_batched_tokens or logit_rows > limits.max_logit_rows:
@@ -356,35 +399,6 @@ class Runner:
         if not logit_rows:
             arrays["logit_row"][0] = 0  # a program of one row computes its logits in any case
         arrays["logit_count"][0] = logit_rows
-        return self._bucket_of(step, steps)
-
-    def _bucket_of(self, step: Step, steps: int) -> Bucket:
-        """The bucket whose program a step runs, its own in the end.
-
-        While its own is compiled ahead, a step runs a ready program of as many rows that can do it.
-        """
-        rows = step.num_rows
-        decode = step.distinct or len(set(step.row_sequence.tolist())) == rows
-        context = step.context + steps - 1
-        own = self.bucket(
-            rows, len(step.logit_row), context, decode=decode, restricted=step.restricted
-        )
-        if not self._ahead or self._recorder is not None:
-            return own
-        if own not in self._followed:
-            self._followed.add(own)
-            self._prepare(own)
-        if (own, False) in self._executables:
-            return own
-        ready = set(self._programs)
-        if own in ready:
-            return own
-        self._programs.prepare([own], self._compiler(kernels=True))
-        return min(
-            (bucket for bucket in ready if _can_stand_in(bucket, own)),
-            key=lambda bucket: (bucket.context, bucket.logit_rows),
-            default=own,
-        )
 
     def _loaded(self, bucket: Bucket, started: Callable[[], None]) -> Executable:
         """The executable of a bucket; calls ``started`` if it must be made first."""
@@ -407,10 +421,8 @@ class Runner:
             self._recorder = recorder
             self.machine.trace = recorder is not None
 
-    def compile_ahead(self, first: Iterable[Bucket] = (), last: Iterable[Bucket] = ()) -> None:
-        """From now on, compile in the background what steps are likely to need next.
-
-        ``first`` is compiled before that, ``last`` when there is nothing else left to compile.
+    def compile_ahead(self, first: Iterable[Bucket] = ()) -> None:
+        """From now on, compile ``first`` in the background, then what steps are likely to need.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
         meanwhile. A step whose program is not ready runs by another one of as many rows that can do
@@ -418,9 +430,12 @@ class Runner:
         thread.
         """
         self._ahead = True
-        self._programs.prepare(last, self._compiler(kernels=True))
         self._prepare(self.bucket(1, 1, 1))
         self._programs.prepare(first, self._compiler(kernels=True))
+
+    def compile_last(self, buckets: Iterable[Bucket]) -> None:
+        """Compile these in the background when nothing else is left to compile there."""
+        self._programs.prepare(buckets, self._compiler(kernels=True), last=True)
 
     def close(self) -> None:
         """Compile nothing ahead any more."""

@@ -69,3 +69,20 @@ def test_scenarios_may_load_other_pages() -> None:
     times = (np.full((1, 4), time) for time in (10_000.0, 20_000.0, 0.0, 0.0, 1.0))
     found = rings.load(np.zeros(1, np.int64), np.ones((1, 4), np.int64), *times)
     assert found[0].tolist() == [10_500, 900, 10_900, 500]
+
+
+def test_a_scenario_without_loads_leaves_the_others_as_they_are() -> None:
+    """Instructions so long that only a part of their pages is replayed, beside one of no pages."""
+
+    def last_pages(pages: list[int]) -> list[list[float]]:
+        count = len(pages)
+        rings = Rings(np.full(count, 13), 0, np.zeros(1), 400.0, 1600.0)
+        none, never = np.zeros((1, count)), np.full((1, 1), -np.inf)
+        of, worker = np.array([pages]), np.zeros(1, np.int64)
+        return [
+            rings.load(worker, of, none, none, never, none, none + 1)[0].tolist() for _ in range(2)
+        ]
+
+    both, alone = last_pages([100_000, 0]), last_pages([100_000])
+    assert [row[0] for row in both] == [row[0] for row in alone]
+    assert not any(np.isnan(row).any() for row in both)

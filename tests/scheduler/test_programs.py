@@ -258,8 +258,9 @@ def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compile
     monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
     monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
     others = [Bucket(2, 1, 64), Bucket(2, 2, 64, restricted=True), Bucket(4, 4, 64)]
-    for ready in (short, every, *others):
-        runner.program(ready)
+    runner.program(short)
+    for ready in (every, *others):  # compiled, but not loaded
+        runner._programs.get(ready, runner._compiler())
     runner.compile_ahead()
     used: list[Bucket] = []
     loaded = runner._loaded
@@ -285,6 +286,35 @@ def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compile
     wait_until(lambda: middle in set(runner._programs))
     runner.start(decode(20))
     assert used[-1] == middle
+
+
+def test_parts_run_by_programs_that_can_stand_in(
+    llm: LLM, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are compiled, but no step has loaded them yet."""
+    runner = llm.runner
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    every = runner.bucket(4, 4, runner.max_model_len)
+    runner._programs.get(every, runner._compiler())
+    runner.compile_ahead()
+    seven = replace(step(7), wants_logits=False)
+    parts = runner._parts(seven, 1)
+    assert [(bucket, part.num_rows) for bucket, part in parts] == [(every, 4), (every, 3)]
+    runner.start(seven)
+    assert (every, False) in runner._executables
+    assert slow.began.wait(SECONDS), "its own program is compiled meanwhile"
+    slow.go_on.set()
+
+
+def test_what_is_last_is_compiled_behind_what_is_wanted_later() -> None:
+    programs, slow = Programs(), Slow(ONE)
+    programs.prepare([ONE], slow)
+    assert slow.began.wait(SECONDS)
+    programs.prepare([FOUR], slow, last=True)
+    programs.prepare([TWO], slow)
+    slow.go_on.set()
+    wait_until(lambda: len(slow.compiled) == 3)
+    assert slow.compiled == [ONE, TWO, FOUR]
 
 
 def test_no_step_is_too_large_for_the_programs_that_a_server_has_when_it_is_ready() -> None:
