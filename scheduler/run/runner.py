@@ -260,19 +260,24 @@ class Runner:
         """The program of a bucket, compiled and loaded on first use."""
         return self._executable(bucket).program
 
-    def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
+    def run(
+        self,
+        step: Step,
+        steps: int = 1,
+        started: Callable[[], None] | None = None,
+        bucket: Bucket | None = None,
+    ) -> None:
         """Run a step, or with ``steps`` > 1 that many decode steps of the same rows.
 
-        Calls ``started`` once the machine runs, and before it compiles a program.
+        Calls ``started`` once the machine runs, and before it compiles a program. ``bucket``: of
+        the program that runs it, if that is chosen already.
 
         Raises ValueError for a step beyond the limits. Raises MachineFault when the machine fails:
         the contents of memory are unspecified then, and later steps that do not depend on them can
         run. Raises MachineLost when no step can run any more.
         """
-        bucket = self._choose(step, steps) or self._own(step, steps)
-        self._run(bucket, step, steps, started or _nothing)
-
-    def _run(self, bucket: Bucket, step: Step, steps: int, started: Callable[[], None]) -> None:
+        started = started or _nothing
+        bucket = bucket or self._choose(step, steps) or self._own(step, steps)
         self._describe(step)
         with self._running:
             executable = self._loaded(bucket, started)
@@ -314,12 +319,12 @@ class Runner:
         if bucket is None:
             parts = self._parts(step, steps)
             for own, part in parts:
-                self._run(own, part, steps, started)
+                self.run(part, steps, started, own)
             if parts:
                 return None
             bucket = self._own(step, steps)
         if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
-            self._run(bucket, step, steps, started)
+            self.run(step, steps, started, bucket)
             return None
         self._describe(step)
         with self._running:
