@@ -19,7 +19,7 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,7 +34,6 @@ from llama_cuda import MODELS
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Step
-from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, default_logit_rows, rope_table
 from megavm.scheduler.llama.hub import resolve
@@ -109,20 +108,8 @@ def make(
     torch.manual_seed(0)
     virtual, workers = make_machine(machine)
     device = virtual.memory_device
-    if model == "stories":
-        directory = resolve("stories")
-        config = Checkpoint.open(directory).config
-        load: Any = transformers.LlamaForCausalLM.from_pretrained
-        exact, native = (
-            load(directory, dtype=dtype).eval().to(device)
-            for dtype in (torch.float32, torch.bfloat16)
-        )
-        max_len = min(max_len, config.max_position_embeddings)
-    else:
-        config = replace(MODELS[model], max_position_embeddings=max_len)
-        if layers:
-            config = replace(config, num_layers=layers)
-        exact, native = random_models(config, device)
+    config, exact, native = load_models(model, layers, max_len, device)
+    max_len = min(max_len, config.max_position_embeddings)
     held = [-(-length // BLOCK) for length in (max_len, *(min(n, max_len) for n in lengths[1:]))]
     logit_rows = default_logit_rows(len(held), rows)
     limits = Limits(len(held), max_len, rows, logit_rows, sum(held), BLOCK)
@@ -143,6 +130,26 @@ def make(
     for slot, blocks in enumerate(np.split(order, np.cumsum(held)[:-1])):
         runner.block_table[slot, : len(blocks)] = blocks
     return Contenders(config, exact, native, runner, device)
+
+
+def load_models(
+    model: str, layers: int | None, max_len: int, device: str
+) -> tuple[LlamaConfig, Any, Any]:
+    """A model in transformers, in float32 and in bfloat16: the shipped one, or random weights.
+
+    ``layers`` and ``max_len``: of a model with random weights.
+    """
+    config = MODELS[model]
+    if model == "stories":
+        load: Any = transformers.LlamaForCausalLM.from_pretrained
+        exact, native = (
+            load(resolve(model), dtype=dtype).eval().to(device)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+        return config, exact, native
+    layers = layers or config.num_layers
+    config = replace(config, max_position_embeddings=max_len, num_layers=layers)
+    return config, *random_models(config, device)
 
 
 def random_models(config: LlamaConfig, device: str) -> tuple[Any, Any]:
@@ -271,6 +278,17 @@ def compare(got: torch.Tensor, want: torch.Tensor, following: torch.Tensor) -> d
         "nll_difference": float(loss - true_loss),
         "greedy_agreement": float((got.argmax(-1) == want.argmax(-1)).double().mean()),
     }
+
+
+HEAD = f"{'max error':>12}{'KL':>11}{'NLL diff':>12}{'greedy':>9}"
+
+
+def figures(found: dict[str, Any]) -> str:
+    """What ``compare`` found, below ``HEAD``."""
+    return (
+        f"{found['max_relative_error']:12.2e}{found['kl']:11.2e}"
+        f"{found['nll_difference']:12.2e}{found['greedy_agreement']:9.1%}"
+    )
 
 
 def check_context(contenders: Contenders, context: int, steps: int) -> list[dict[str, Any]]:
@@ -412,9 +430,7 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
         for found in check_context(contenders, context, args.steps):
             result["logits"].append(found)
             print(
-                f"{model:10}{context:8}{found['cache']:>7}{found['who']:>10}"
-                f"{found['max_relative_error']:12.2e}{found['kl']:11.2e}"
-                f"{found['nll_difference']:12.2e}{found['greedy_agreement']:9.0%}",
+                f"{model:10}{context:8}{found['cache']:>7}{found['who']:>10}{figures(found)}",
                 flush=True,
             )
     # The other checks do not need transformers: free its memory.
@@ -451,27 +467,38 @@ def give_back() -> None:
         torch.cuda.empty_cache()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def make_parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser of the arguments that all benchmarks of accuracy have."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b"])
     parser.add_argument("--layers", type=int, help="fewer layers than the models have")
+    parser.add_argument("--machine", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--save", action="store_true")
+    return parser
+
+
+def check_models(
+    args: argparse.Namespace, check: Callable[[argparse.Namespace, str], dict[str, Any]]
+) -> dict[str, dict[str, Any]]:
+    """The results of each model, one after the other in memory."""
+    torch.set_float32_matmul_precision("highest")
+    results = {}
+    for model in args.model:
+        results[model] = check(args, model)
+        give_back()
+    return results
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
     parser.add_argument("--context", type=int, nargs="+", default=[1, 64, 1000, 4096, 16384])
     parser.add_argument("--max-context", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=8, help="tokens decoded after each context")
     parser.add_argument("--endurance", type=int, default=10000, help="tokens in a row; 0: none")
     parser.add_argument("--no-batch", action="store_true")
-    parser.add_argument("--machine", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    torch.set_float32_matmul_precision("highest")
-    print(
-        f"{'model':10}{'context':>8}{'cache':>7}{'':>10}{'max error':>12}{'KL':>11}"
-        f"{'NLL diff':>12}{'greedy':>9}"
-    )
-    results = {}
-    for model in args.model:
-        results[model] = check_model(args, model)
-        give_back()
+    print(f"{'model':10}{'context':>8}{'cache':>7}{'':>10}{HEAD}")
+    results = check_models(args, check_model)
     if args.save:
         print(f"saved {save('accuracy_cuda', {'steps': args.steps, 'models': results})}")
 

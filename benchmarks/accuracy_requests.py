@@ -20,18 +20,14 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-import transformers
 
-from accuracy_cuda import give_back, random_models
+from accuracy_cuda import check_models, give_back, load_models, make_parser
 from environment import save
-from llama_cuda import MODELS
 from megavm import LLM, SamplingParams
 from megavm.outputs import RequestOutput
-from megavm.scheduler.llama.hub import resolve
 
 MOST_PROMPT = 1000
 MOST_OUTPUT = 64
@@ -105,32 +101,19 @@ def generate(llm: LLM, prompts: Any, params: list[SamplingParams]) -> list[list[
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def check_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any], bool]:
-    """Run all requests of one model; the counts, and whether all tokens are within the limit."""
+def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    """Run all requests of one model, and print what was found."""
     device = "cuda" if args.machine == "cuda" else "cpu"
     torch.manual_seed(0)
-    most_prompt, most_output = args.most_prompt, args.most_output
-    if model == "stories":
-        folder = str(resolve("stories"))
-        load: Any = transformers.LlamaForCausalLM.from_pretrained
-        exact, native = (
-            load(folder, dtype=dtype).eval().to(device) for dtype in (torch.float32, torch.bfloat16)
-        )
-        config = MODELS[model]
-        most_prompt = min(most_prompt, config.max_position_embeddings - most_output)
-    else:
-        config = replace(MODELS[model], max_position_embeddings=most_prompt + most_output)
-        if args.layers:
-            config = replace(config, num_layers=args.layers)
-        exact, native = random_models(config, device)
+    most_output, longest = args.most_output, args.most_prompt + args.most_output
+    config, exact, native = load_models(model, args.layers, longest, device)
+    most_prompt = min(args.most_prompt, config.max_position_embeddings - most_output)
     prompts, params = make_requests(args.requests, config.vocab_size, most_prompt, most_output)
     sizes: dict[str, Any] = {
         "machine": args.machine, "dtype": "bfloat16", "kv_cache_bytes": args.kv_cache_bytes
     }  # fmt: skip
-    with tempfile.TemporaryDirectory() as saved:
-        if model != "stories":
-            folder = saved
-            native.save_pretrained(saved)
+    with tempfile.TemporaryDirectory() as folder:
+        native.save_pretrained(folder)
         begin = time.perf_counter()
         with LLM(folder, **sizes) as llm:
             together = generate(llm, prompts, params)
@@ -164,7 +147,7 @@ def check_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any], b
             for logits, rounded in zip(want, native.logits(some), strict=True):
                 error = max(error, (logits - rounded).abs().max().item())
     limit = 2 * error
-    result = {
+    found = {
         "layers": config.num_layers,
         "requests": len(prompts),
         "prompt_tokens": sum(map(len, prompts)),
@@ -181,39 +164,30 @@ def check_model(args: argparse.Namespace, model: str) -> tuple[dict[str, Any], b
         "largest_gap": max(gaps),
         "limit": limit,
     }
-    return result, max(gaps) <= limit
+    print(
+        f"{model}: {found['requests']} requests in {found['steps']} steps of"
+        f" {found['rows'] / found['steps']:.0f} rows on average;"
+        f" {found['different_from_alone']} chose another token than alone.\n"
+        f"Of {found['checked_tokens']} tokens {found['not_float32_choice']} are not the choice"
+        f" of float32, whose logit is larger by {found['largest_gap']:.2g} at most; the limit"
+        f" is {found['limit']:.2g}, the largest logit {found['largest_logit']:.2g}",
+        flush=True,
+    )
+    return found
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b"])
-    parser.add_argument("--layers", type=int, help="fewer layers than the models have")
+    parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--most-prompt", type=int, default=MOST_PROMPT, help="tokens")
     parser.add_argument("--most-output", type=int, default=MOST_OUTPUT, help="tokens")
     parser.add_argument("--kv-cache-bytes", type=int, default=8 << 30)
-    parser.add_argument("--machine", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    torch.set_float32_matmul_precision("highest")
-    results, fine = {}, True
-    for model in args.model:
-        results[model], within = check_model(args, model)
-        fine &= within
-        found = results[model]
-        print(
-            f"{model}: {found['requests']} requests in {found['steps']} steps of"
-            f" {found['rows'] / found['steps']:.0f} rows on average;"
-            f" {found['different_from_alone']} chose another token than alone.\n"
-            f"Of {found['checked_tokens']} tokens {found['not_float32_choice']} are not the choice"
-            f" of float32, whose logit is larger by {found['largest_gap']:.2g} at most; the limit"
-            f" is {found['limit']:.2g}, the largest logit {found['largest_logit']:.2g}",
-            flush=True,
-        )
-        give_back()
+    results = check_models(args, check_model)
     if args.save:
         print(f"saved {save('accuracy_requests', {'models': results})}")
-    return 0 if fine else 1
+    within = all(found["largest_gap"] <= found["limit"] for found in results.values())
+    return 0 if within else 1
 
 
 if __name__ == "__main__":

@@ -28,14 +28,26 @@ import numpy as np
 import torch
 import transformers
 
-from accuracy_cuda import BLOCK, Contenders, Tokens, compare, give_back, make, settle
+from accuracy_cuda import (
+    BLOCK,
+    HEAD,
+    Contenders,
+    Tokens,
+    check_models,
+    compare,
+    figures,
+    give_back,
+    make,
+    make_parser,
+    settle,
+)
 from environment import save
-from llama_cuda import MODELS
 from megavm.scheduler.engine.step import Step
 
-ROWS = 8192  # of the largest step
-CHUNKS = (8192, 300, 64, 33, 1, 16, 130, 2048, 512, 7, 1000, 4096)  # of the long text, in turn
-LONGEST_PROMPT = 200  # of the other texts
+ROWS = 8192  # rows of the largest step
+# The long text is read in chunks of so many tokens, in turn.
+CHUNKS = (8192, 300, 64, 33, 1, 16, 130, 2048, 512, 7, 1000, 4096)
+LONGEST_PROMPT = 200  # the other texts have prompts of up to so many tokens
 STEPS = 4  # tokens after each prompt
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 MIXED = (16, 64, 256, 1024, 4096)  # rows
@@ -69,7 +81,7 @@ class Part:
         return self.end - self.begin
 
 
-Line = tuple[str, int]  # of the table: kind and size
+Line = tuple[str, int]  # a line of the table, by its kind and size
 
 
 def make_texts(vocabulary: int, longest: int, count: int) -> list[Text]:
@@ -214,9 +226,7 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
             errors.append((found["rms_relative_error"], found["max_relative_error"]))
             lines.append({"kind": kind, "size": size, "logit_rows": len(rows), "who": who, **found})
             print(
-                f"{model:10}{kind:>8}{size:6}{len(rows):6}{who:>10}"
-                f"{found['max_relative_error']:12.2e}{found['kl']:11.2e}"
-                f"{found['nll_difference']:12.2e}{found['greedy_agreement']:9.1%}",
+                f"{model:10}{kind:>8}{size:6}{len(rows):6}{who:>10}{figures(found)}",
                 flush=True,
             )
         # A comparison with NaN is false.
@@ -235,27 +245,18 @@ def check_model(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b"])
-    parser.add_argument("--layers", type=int, help="fewer layers than the models have")
+    parser = make_parser((__doc__ or "").splitlines()[0])
     parser.add_argument("--longest", type=int, default=16384, help="tokens of the long text")
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
-    parser.add_argument("--machine", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
-    torch.set_float32_matmul_precision("highest")
-    print(
-        f"{'model':10}{'kind':>8}{'size':>6}{'rows':>6}{'':>10}{'max error':>12}{'KL':>11}"
-        f"{'NLL diff':>12}{'greedy':>9}"
-    )
-    results = {}
-    for model in args.model:
-        results[model] = check_model(args, model)
-        give_back()
+    print(f"{'model':10}{'kind':>8}{'size':>6}{'rows':>6}{'':>10}{HEAD}")
+    results = check_models(args, check_model)
     if args.save:
         print(f"saved {save('accuracy_rows_cuda', {'models': results})}")
-    wrong = (found[key] for found in results.values() for key in list(found)[-2:])
-    return 1 if any(wrong) else 0
+    wrong = any(
+        found["unequal_second_runs"] or found["further_than_bfloat16"] for found in results.values()
+    )
+    return 1 if wrong else 0
 
 
 if __name__ == "__main__":

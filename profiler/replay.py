@@ -29,7 +29,7 @@ CHANGES: Final = (
     *("switching", "ring"),
 )
 _CELLS: Final = 1 << 22  # records, or waits, times scenarios that are replayed at once
-_HALVINGS: Final = 6  # of the time that is looked for
+_HALVINGS: Final = 6  # so often the interval is halved in which a time is looked for
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from megavm.profiler.trace import Floats, Longs
 
 EARLY_PAGES: Final = 4  # that products on a GPU take early, but for matrix products (kPreload)
 
-_PAGES: Final = 512  # of an instruction that are replayed one by one
+_PAGES: Final = 512  # so many pages of an instruction are replayed one by one
 
 
 class Rings:

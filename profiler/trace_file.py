@@ -25,7 +25,7 @@ from megavm.profiler.trace import BARRIER, MAX_SMS, MAX_TIME, Event, Trace, Trac
 FORMAT: Final = "megavm-trace"
 VERSION: Final = "1"
 MAX_WORKERS: Final = 1 << 16
-MAX_PAGES: Final = 1 << 10  # of a ring
+MAX_PAGES: Final = 1 << 10  # most pages of a ring
 MAX_QUOTE: Final = 200  # characters of a library's error message that are shown
 MAX_DEPTH: Final = 64  # nesting of objects and lists in the header
 MAX_NUMBER: Final = 1e30  # largest bytes/s and ns; arithmetic with it does not overflow

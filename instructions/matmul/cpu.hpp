@@ -34,7 +34,7 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
     peaks = worker.allocate<Peak>(in.num_rows);
     for (int i = 0; i < in.num_rows; ++i) peaks[i] = {-__builtin_inff(), inst.column_begin};
   }
-  float* squares = nullptr;  // of each live row so far, see store_scaled
+  float* squares = nullptr;  // sums of squares of each live row so far, see store_scaled
   if (inst.out_scaled != kNone) {
     squares = worker.allocate<float>(in.num_rows);
     for (int i = 0; i < in.num_rows; ++i) squares[i] = 0;

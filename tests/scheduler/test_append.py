@@ -9,7 +9,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import toy_runner as toy
-from engine_runs import EOS, greedy, make_engine
+from engine_runs import EOS, OneByOne, greedy, make_engine
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine import engine as engine_module
@@ -17,15 +17,6 @@ from megavm.scheduler.engine._append import Appender
 from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.sequence import Delta, Request, Sequence, State
 from megavm.scheduler.engine.text import NoText, TextStream
-
-
-class OneByOne:
-    """An Appender that leaves all tokens to ``Sequence.append``."""
-
-    def append_inside(
-        self, sequences: tuple[Sequence, ...], *_: object
-    ) -> tuple[list[Delta], list[int]]:
-        return [], list(range(len(sequences)))
 
 
 def random_requests(seed: int) -> list[tuple[list[int], SamplingParams]]:

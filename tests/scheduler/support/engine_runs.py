@@ -12,7 +12,7 @@ import toy_runner as toy
 from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, Real
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.engine import Engine
-from megavm.scheduler.engine.sequence import Delta, derived_seed
+from megavm.scheduler.engine.sequence import Delta, Sequence, derived_seed
 
 EOS = (5, 11)
 
@@ -38,6 +38,15 @@ class Result:
 
     def outcome(self) -> tuple[Any, ...]:
         return (self.token_ids, self.text, self.finish_reason, self.stop_reason)
+
+
+class OneByOne:
+    """An Appender that leaves all tokens to ``Sequence.append``."""
+
+    def append_inside(
+        self, sequences: tuple[Sequence, ...], *_: object
+    ) -> tuple[list[Delta], list[int]]:
+        return [], list(range(len(sequences)))
 
 
 Results = dict[tuple[Hashable, int], Result]

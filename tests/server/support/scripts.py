@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
+from engine_runs import OneByOne
+
 from megavm.instructions.sample import Integer
 from megavm.scheduler.engine import engine
 from megavm.scheduler.engine.logprobs import TokenLogprobs
@@ -49,15 +51,6 @@ def model_with(
     return directory
 
 
-class _LeavesAll:
-    """An Appender that appends nothing: `append` does it."""
-
-    def append_inside(
-        self, sequences: tuple[EngineSequence, ...], *_: object
-    ) -> tuple[list[Delta], list[int]]:
-        return [], list(range(len(sequences)))
-
-
 @contextlib.contextmanager
 def writing(tokenizer: Tokenizer, *texts: str) -> Iterator[None]:
     """Let sequence i of each request write text i (the last one for all further), and end."""
@@ -87,7 +80,7 @@ def writing(tokenizer: Tokenizer, *texts: str) -> Iterator[None]:
 
     with (
         mock.patch.object(EngineSequence, "append", scripted),
-        mock.patch.object(engine, "_APPENDER", _LeavesAll()),
+        mock.patch.object(engine, "_APPENDER", OneByOne()),
         mock.patch.object(EngineSequence, "parameters", endless),
     ):
         yield
