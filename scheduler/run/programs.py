@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from functools import partial
+from typing import Final
 
 from megavm.scheduler.llama.graph import Bucket
 from megavm.vm.program import Program
 
 Compile = Callable[[Bucket], Program]
 Task = Callable[[], object]
+
+# While a thread works in the background: Python's switch interval, after which a thread that waits
+# for the interpreter gets it. A launch on a GPU gives up the interpreter at each of some fifteen
+# calls, and waits so long to get it back.
+SWITCH_SECONDS: Final = 5e-5
 
 logger = logging.getLogger("megavm")
 
@@ -136,6 +143,35 @@ class _Work:
                 task = self._queue.pop(bucket)
                 self._asked.add(bucket)
             try:
-                task()
+                with _POLITE:
+                    task()
             except Exception:
                 logger.exception("the program of %s cannot be compiled ahead of its use", bucket)
+
+
+class _Politeness:
+    """While entered by any thread, others get the interpreter soon after they ask for it.
+
+    There is one, as there is one switch interval.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._count = 0
+        self._before = 0.0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._count:
+                self._before = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._before, SWITCH_SECONDS))
+            self._count += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._count -= 1
+            if not self._count:
+                sys.setswitchinterval(self._before)
+
+
+_POLITE: Final = _Politeness()

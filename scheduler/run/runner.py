@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Hashable, Iterable
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Step, power_of_two
-from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
+from megavm.scheduler.engine.step_memory import (
+    AsynchronousExecutable,
+    DeviceStepMemory,
+    Rows,
+    StepMemory,
+)
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
@@ -91,6 +97,7 @@ class Runner:
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
+        self._loading = threading.Lock()  # held while a program is loaded
         memory.allocate([logits_spec(config, limits, parallel)])
         on_cpu = memory.device.type == "cpu"
         self._step = (StepMemory if on_cpu else DeviceStepMemory)(
@@ -346,14 +353,18 @@ class Runner:
         )
 
     def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
-        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is."""
+        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is.
+
+        One that is loaded comes first: others must be loaded while no launch runs.
+        """
         if (own, False) in self._executables or own in ready:
             return own
-        return min(
-            (bucket for bucket in ready if _can_stand_in(bucket, own)),
-            key=lambda bucket: (bucket.context, bucket.logit_rows),
-            default=None,
-        )
+
+        def rank(bucket: Bucket) -> tuple[bool, int, int]:
+            missing = (bucket, False) not in self._executables
+            return missing, bucket.context, bucket.logit_rows
+
+        return min((b for b in ready if _can_stand_in(b, own)), key=rank, default=None)
 
     def _choose(self, step: Step, steps: int) -> Bucket | None:
         """The bucket whose program a step runs; None: no program that can do it is ready.
@@ -371,7 +382,7 @@ class Runner:
             return own
         bucket = self._usable(own, set(self._programs))
         if bucket != own:
-            self._programs.prepare([own], self._compiler(kernels=True))
+            self._programs.prepare([own], self._compiler(kernels=True, loads=[own]))
         return bucket
 
     def _parts(self, step: Step, steps: int) -> list[tuple[Bucket, Step]]:
@@ -423,8 +434,9 @@ class Runner:
         with self._running:
             if self._recorder is not None:
                 self._recorder.drain()
-            self._recorder = recorder
-            self.machine.trace = recorder is not None
+            with self._loading:
+                self._recorder = recorder
+                self.machine.trace = recorder is not None
 
     def compile_ahead(self, first: Iterable[Bucket] = ()) -> None:
         """From now on, compile ``first`` in the background, then what steps are likely to need.
@@ -432,11 +444,12 @@ class Runner:
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
         meanwhile. A step whose program is not ready runs by another one of as many rows that can do
         it, or in parts, or else waits. Recording and the end of ``close`` do not wait for the
-        thread.
+        thread. For a GPU it also loads ``first``, and what a batch needs when its context grows.
         """
         self._ahead = True
         self._prepare(self.bucket(1, 1, 1))
-        self._programs.prepare(first, self._compiler(kernels=True))
+        first = list(first)
+        self._programs.prepare(first, self._compiler(kernels=True, loads=first))
 
     def compile_last(self, buckets: Iterable[Bucket]) -> None:
         """Compile these in the background when nothing else is left to compile there."""
@@ -479,27 +492,53 @@ class Runner:
         """Have the programs that are likely after ``bucket`` compiled, if they are not yet."""
         ready = set(self._programs)
         missing = [b for b in self.likely_next(bucket) if b not in ready]
-        self._programs.prepare(missing, self._compiler(kernels=True))
+        batch = [b for b in missing if b.rows <= b.logit_rows == bucket.logit_rows]
+        self._programs.prepare(missing, self._compiler(kernels=True, loads=batch))
 
-    def _compiler(self, kernels: bool = False) -> Compile:
+    def _compiler(self, kernels: bool = False, loads: Collection[Bucket] = ()) -> Compile:
         """Compiles programs as the runner does now, without keeping the runner alive.
 
         ``kernels``: compile a GPU's kernel as well, so that loading the program finds it.
+        ``loads``: load these programs too, if the runner still exists (``_load_beside``).
         """
         machine = self.machine if isinstance(self.machine, CudaMachine) and kernels else None
-        return partial(
+        compile = partial(
             _compile, self.config, self.limits, self.dtype, self.options, self.parallel, machine
         )
+        return partial(_compile_and_load, compile, loads, weakref.ref(self)) if loads else compile
 
     def _executable(self, bucket: Bucket) -> Executable:
         key = bucket, self._recorder is not None
         known = self._executables.get(key)
         if known is None:
             program = self._programs.get(bucket, self._compiler())
-            self.memory.allocate(program.tensors)
-            known = self.machine.load(program, self.memory, verify=False)
-            self._executables[key] = known
+            with self._loading:
+                known = self._executables.get(key)
+                if known is None:
+                    self.memory.allocate(program.tensors)
+                    known = self.machine.load(program, self.memory, verify=False)
+                    self._executables[key] = known
         return known
+
+    def _load_beside(self, bucket: Bucket, program: Program) -> None:
+        """Load a program in the background, so that no launch waits for that.
+
+        Does nothing if launches cannot wait for each other, if a tensor would move, and with
+        several ranks: while one waits for the launch of another, a thread that waits for the first
+        and keeps the driver from launching would stop both.
+        """
+        if not isinstance(self._step, DeviceStepMemory) or self.parallel.ranks > 1:
+            return
+        with self._loading:
+            if self._recorder is not None or (bucket, False) in self._executables:
+                return
+            self.memory.allocate(program.tensors)
+            if isinstance(self.machine, CudaMachine) and self.machine.moves(program, self.memory):
+                return
+            executable = self.machine.load(program, self.memory, verify=False)
+            # Launches may be on another stream than the copies of this thread.
+            cast(AsynchronousExecutable, executable).mark()()
+            self._executables[bucket, False] = executable
 
 
 def _can_stand_in(bucket: Bucket, own: Bucket) -> bool:
@@ -525,6 +564,17 @@ def _compile(
     program = compile_bucket(config, limits, dtype, bucket, options, parallel)
     if machine is not None:
         machine.prepare(program)
+    return program
+
+
+def _compile_and_load(
+    compile: Compile, loads: Collection[Bucket], kept: weakref.ref[Runner], bucket: Bucket
+) -> Program:
+    """The program of a bucket; it is loaded, if it is one of ``loads``."""
+    program = compile(bucket)
+    runner = kept() if bucket in loads else None
+    if runner is not None:
+        runner._load_beside(bucket, program)
     return program
 
 

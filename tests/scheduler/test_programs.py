@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 import weakref
@@ -20,11 +21,12 @@ from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step, power_of_two
+from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket, weight_specs
-from megavm.scheduler.run.programs import Programs
+from megavm.scheduler.run.programs import SWITCH_SECONDS, Programs
 from megavm.server.service import USUAL_ROWS
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
@@ -142,22 +144,47 @@ def test_closing_does_not_wait_and_drops_what_is_queued() -> None:
     assert compile.compiled == [ONE]
 
 
-def test_loading_a_program_that_was_prepared_finds_everything(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_other_threads_get_the_interpreter_soon_while_programs_are_compiled(threads: int) -> None:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(0.003)
+    try:
+        work = [(Programs(), Slow(ONE)) for _ in range(threads)]
+        for programs, compile in work:
+            programs.prepare([ONE], compile)
+            assert compile.began.wait(SECONDS)
+        for _, compile in work:
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_SECONDS)
+            compile.go_on.set()
+        wait_until(ended)
+        assert sys.getswitchinterval() == pytest.approx(0.003)
+    finally:
+        sys.setswitchinterval(before)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> runner_module.Runner:
+    """A runner with a GPU that loads programs and runs none."""
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(reason)
     machine, config = EmulatedMachine(), LlamaConfig(96, 128, 128, 1, 2, 1, 64)
     monkeypatch.setattr(machine, "_compile", lambda header: header)
     monkeypatch.setattr(machine, "_load", lambda compiled: [None])
+    monkeypatch.setattr(runner_module, "StepMemory", DeviceStepMemory)
     limits = Limits(2, 64, 8, 2, 8, 16)
     memory = machine.memory()
     for spec in weight_specs(config, limits, BF16):
         memory.bind(spec, torch.zeros(spec.shape, dtype=TORCH_DTYPE[spec.dtype]))
-    runner = runner_module.Runner(
+    return runner_module.Runner(
         config, memory, limits, BF16, machine, lambda rows: default_options("cuda", 3, rows)
     )
+
+
+def test_loading_a_program_that_was_prepared_finds_everything(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = on_gpu
     bucket = runner.bucket(2, 2, 1, decode=True)
     program = runner._compiler(kernels=True)(bucket)
     runner._programs.add(bucket, program)
@@ -172,6 +199,72 @@ def test_loading_a_program_that_was_prepared_finds_everything(
     ):
         monkeypatch.setattr(module, name, refuse)
     assert runner.program(bucket) is program
+
+
+def test_no_launch_waits_for_programs_of_longer_contexts(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands in is loaded beside launches, and so is the program that takes its place."""
+    runner, original, held = on_gpu, compile_bucket, Slow()
+    short, middle, every = (Bucket(1, 1, context) for context in (16, 32, 64))
+    by_context = {bucket.context: bucket for bucket in (short, middle, every)}
+
+    def bucket(rows: int, logit_rows: int, context: int, **_: bool) -> Bucket:
+        return by_context[max(16, power_of_two(context))]
+
+    def compile_slowly(*arguments: Any) -> Program:
+        held.held = (arguments[3],) if arguments[3] == middle else ()
+        held(arguments[3])
+        return original(*arguments)
+
+    def decode(position: int) -> Step:
+        row = np.zeros(1, np.int32)
+        return Step(row, row + np.int32(position), row, position + 1, distinct=True)
+
+    monkeypatch.setattr(runner, "bucket", bucket)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    loaders: list[str] = []
+    load = runner.machine.load
+
+    def note(*arguments: Any, **named: Any) -> Executable:
+        loaders.append(threading.current_thread().name)
+        return load(*arguments, **named)
+
+    monkeypatch.setattr(runner.machine, "load", note)
+    runner.program(short)
+    runner.compile_ahead(first=[every])
+    wait_until(lambda: (every, False) in runner._executables)
+    assert runner.can_queue(decode(20))
+    assert runner._choose(decode(20), 1) == every
+    assert held.began.wait(SECONDS), "its own program is compiled meanwhile"
+    assert runner.can_queue(decode(20))
+
+    def takes_its_place() -> bool:
+        assert runner.can_queue(decode(20)), "its own program is ready before it is loaded"
+        return runner._choose(decode(20), 1) == middle
+
+    held.go_on.set()
+    wait_until(takes_its_place)
+    assert runner.can_queue(decode(20))
+    assert loaders == [threading.current_thread().name, "megavm-programs", "megavm-programs"]
+
+
+def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one gives weights their layout: a launch could read them meanwhile."""
+    runner, one = on_gpu, on_gpu.bucket(1, 1, 1)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    runner.compile_ahead(first=[one])
+    wait_until(lambda: one in set(runner._programs))
+    assert (one, False) not in runner._executables
+    assert runner.memory.relayouts == 0
+    runner.program(one)
+    assert runner.memory.relayouts > 0
+    program = runner._programs.get(one, runner._compiler())
+    assert isinstance(runner.machine, EmulatedMachine)
+    assert not runner.machine.moves(program, runner.memory)
 
 
 # A runner with a compiler that waits.

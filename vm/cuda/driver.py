@@ -60,6 +60,10 @@ class Driver:
         """An int32 word on the host that copies from the GPU do not wait for."""
         return torch.zeros(1, dtype=torch.int32, pin_memory=True)
 
+    def upload(self, data: torch.Tensor) -> torch.Tensor:
+        """A copy on the GPU, made behind the work on torch's current stream; does not wait for it."""
+        return data.pin_memory().to(self.memory_device, non_blocking=True)
+
     def function(self, cubin: bytes, name: str = KERNEL_NAME, shared: int = SHARED_BYTES) -> Any:
         """Load a kernel of a cubin and allow it so many bytes of shared memory (all of an SM's)."""
         with self.current():

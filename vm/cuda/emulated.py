@@ -158,6 +158,10 @@ class EmulatedDriver(Driver):
         """See ``Driver.host_word``."""
         return torch.zeros(1, dtype=torch.int32)
 
+    def upload(self, data: torch.Tensor) -> torch.Tensor:
+        """See ``Driver.upload``."""
+        return data.clone()
+
     def _cuLaunchKernel(self, function: Any, workers: int, *others: Any) -> None:
         pointers = ctypes.cast(others[-2], ctypes.POINTER(ctypes.c_void_p))
         self._machine._started.append((function, pointers[0], workers))

@@ -168,6 +168,16 @@ class CudaMachine:
             self, program, memory, layouts, functions, box_rows if uses_maps else None
         )
 
+    def moves(self, program: Program, memory: Memory) -> bool:
+        """Whether ``load`` stores a tensor of ``memory`` in another way: then no launch may run."""
+        layouts, _ = self._needs(program)
+        return any(
+            own.layout(spec.name) not in layouts.get(spec.name, (own.layout(spec.name),))
+            or len(own.stored_parts(spec.name)) > 1
+            for own in memory.ranks
+            for spec in program.tensors
+        )
+
     def clock_offsets(self) -> list[Offset]:
         """How far the clock of each rank's GPU is from that of rank 0, measured now."""
         if self.arena is None:

@@ -103,8 +103,9 @@ class RankPart:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.parameters))
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
+        """The array's bytes on the GPU, for launches on torch's current stream from now on."""
         data = np.ascontiguousarray(array).view(np.uint8).reshape(-1)
-        return torch.from_numpy(data).to(self._device, copy=True)
+        return self.driver.upload(torch.from_numpy(data))
 
     def zeros(self, words: int) -> torch.Tensor:
         return torch.zeros(words, dtype=torch.int32, device=self._device)
