@@ -20,7 +20,7 @@ constexpr uint32_t kAnyOddPages = 0;      // whether some units have an odd numb
 constexpr uint32_t kAnyF32Weights = 0;
 constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
-// Rows that matrix products take at a time: 16, 32, 64 or 128; 0: there are none.
+// Rows that matrix products take at a time: 32, 64 or 128; 0: there are none.
 constexpr uint32_t kMatrixRows = 0;
 // Kinds of product inputs that occur: bit 2 * (is float32) + (is tagged).
 constexpr uint32_t kAnyInputs = 0;
@@ -100,7 +100,6 @@ constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // a chunk holds
 constexpr uint32_t kPanelBytes = program::kPanelBytes;
 static_assert(kPanelBytes >= (kSingleRow ? kChunkPages * kPageColumns * kElementBytes : 0));
 constexpr uint32_t kPartialFloats = program::kPartialFloats;
-static_assert(kPartialFloats >= kBlockUnits * kNumConsumers * kGroupRows * kUnitRows);
 constexpr uint32_t kScales = program::kScales;
 static_assert(kSingleRow || kScales >= kGroupRows);
 

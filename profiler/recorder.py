@@ -17,6 +17,7 @@ from megavm.profiler.environment import environment, version
 from megavm.profiler.ring import EARLY_PAGES
 from megavm.profiler.trace import EVENTS, Floats, Ints, Longs, Trace, TraceError
 from megavm.vm.codegen import program_specialisation
+from megavm.vm.config import MIN_GROUP_ROWS
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
 
@@ -256,8 +257,9 @@ def _ring(program: Program) -> dict[str, int]:
     As kernels of unchanged sources have it.
     """
     sizes = program_specialisation(program).common
-    # The loader of a matrix product takes its pages step by step, and consumers none early.
-    early = 0 if sizes.get("matrix_rows", 0) else EARLY_PAGES
+    # Consumers of matrix products and of groups of 16 rows take no pages early.
+    few = not sizes.get("matrix_rows", 0) and sizes["group_rows"] <= MIN_GROUP_ROWS
+    early = EARLY_PAGES if few else 0
     return {"pages": sizes["pages"], "early_pages": early}
 
 

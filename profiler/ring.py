@@ -8,7 +8,7 @@ import numpy as np
 
 from megavm.profiler.trace import Floats, Longs
 
-EARLY_PAGES: Final = 4  # that products on a GPU take early, but for matrix products (kPreload)
+EARLY_PAGES: Final = 4  # that products of up to 8 rows take early on a GPU (kPreload)
 
 _PAGES: Final = 512  # so many pages of an instruction are replayed one by one
 

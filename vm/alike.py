@@ -125,9 +125,9 @@ def tag_orders(
     alike = list(find_alike(words, tensors)) if alike is None else alike
     all_values = [vars(inst) for same in alike for inst in same.representatives]
     rows = [values["row_end"] - values["row_begin"] for values in all_values if "row_end" in values]
-    single_row = max(rows, default=0) <= 1
+    most_rows = max(rows, default=0)
     for same in alike:
-        orders = [inst.tag_order(tensors, single_row).value for inst in same.representatives]
+        orders = [inst.tag_order(tensors, most_rows).value for inst in same.representatives]
         result[same.numbers] = np.array(orders, np.int64)[same.kind]
     return result
 

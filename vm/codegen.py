@@ -359,11 +359,13 @@ def program_header(
     found = found or program_specialisation(program)
     constants = dict(found.common)
     # Programs of several rows share a kernel, whether or not they pass tagged words. With matrix
-    # products, the machine handles the words of some instructions.
+    # products, and attention of several pairs, the machine handles the words of some instructions.
     several = constants["max_rows"] > 1
     matrix = constants.get("matrix_rows", 0) > 0
     constants["any_tagged_rows"] = int(several or program.exchanges.any_tagged_rows)
-    constants["any_by_machine"] = int(matrix or program.exchanges.any_by_machine)
+    constants["any_by_machine"] = int(
+        matrix or constants.get("pairs", 0) > 0 or program.exchanges.any_by_machine
+    )
     lines = [warning("a program"), "#pragma once", ""]
     if program.ranks > 1:
         constants["ranks"] = program.ranks

@@ -48,9 +48,12 @@ UNIT_ROWS = 8  # also the columns of a result that share one sum of squares
 WIDE_SQUARES = 64  # the same in steps of many rows
 TILE_ROW_BYTES = 64
 TILES_PER_PAGE = 32
-BLOCK_UNITS = 8  # units whose sums are finished together
-MAX_GROUP_ROWS = 8  # input rows multiplied together, in steps of several rows
-MIN_MATRIX_ROWS = 16  # fewest and most input rows that matrix products take at a time
+BLOCK_UNITS = 8  # units whose sums are finished together, of groups of 16 rows in two passes
+MIN_GROUP_ROWS = (
+    8  # input rows multiplied together, in steps of up to 8 rows and with float32 weights
+)
+MAX_GROUP_ROWS = 16  # the same in steps of 9 to 16 rows, and of bfloat16 that is no matrix product
+MIN_MATRIX_ROWS = 32  # fewest and most input rows that matrix products take at a time
 MAX_MATRIX_ROWS = 128
 MATRIX_BLOCKS = 4  # blocks of units that a matrix product multiplies at a time
 # Scratch of matrix products, for each row: two places for its scale, what epilogues look up of it, and what each

@@ -208,10 +208,10 @@ class Instruction:
         """
         return {}
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         """How its GPU kernel orders tagged words; see TagOrder.
 
-        ``single_row``: no instruction of the program has more than one row.
+        ``most_rows``: the most rows that an instruction of the program has.
         """
         return TagOrder.BY_MACHINE
 

@@ -72,12 +72,12 @@ class Target:
 
     Products: up to ``tile_rows`` input rows of up to ``input_bytes`` together stay in a worker while weights
     stream. Of longer ones, ``split_columns`` columns and ``sums_bytes`` of sums do. Steps of 2 to ``group_rows``
-    rows multiply all rows together (0: the machine has no such products).
+    rows multiply rows in groups: all together, but for float32 weights (0: the machine has no such products).
 
     Split K: in these steps, products of long rows are split into at most ``most_parts`` parts of ``part_of_k``
     columns (0: never) or more, a multiple of ``part_unit`` (0: of ``part_of_k``). They are split only while no worker
     of the part that adds up the others has more than ``block_rows`` columns of the result, because it waits for
-    the other parts each time it has finished that many. Fewer than ``few_parts`` parts do not pay.
+    the other parts each time it has finished that many (half as many in groups of 16 rows). Fewer than ``few_parts`` parts do not pay.
 
     Matrix products: in steps of more than ``group_rows`` rows, products of bfloat16 take ``min_matrix_rows`` to
     ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of

@@ -67,16 +67,6 @@ __device__ __forceinline__ void wgmma(float (&sums)[kColumns / 2], uint64_t a, u
   "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
 template <>
-__device__ __forceinline__ void wgmma<16>(float (&d)[8], uint64_t a, uint64_t b) {
-  asm volatile(
-      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7}, "
-      "%8, %9, 1, 1, 1, 0, 0;"
-      : MEGAVM_SUMS_8(0)
-      : "l"(a), "l"(b));
-}
-
-template <>
 __device__ __forceinline__ void wgmma<32>(float (&d)[16], uint64_t a, uint64_t b) {
   asm volatile(
       "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "

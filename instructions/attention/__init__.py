@@ -13,7 +13,13 @@ from megavm.instructions.tiles import (
     round_up,
     shapes,
 )
-from megavm.vm.config import CPU_LANES, MAX_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
+from megavm.vm.config import (
+    CPU_LANES,
+    MAX_GROUP_ROWS,
+    MIN_GROUP_ROWS,
+    NONE,
+    NUM_CONSUMER_WARPS,
+)
 from megavm.vm.constants import Constant, largest, same
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import Layout, swizzled_if_possible
@@ -170,12 +176,15 @@ class Attention(Instruction):
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         cache, group = tensors[self.k_cache], self.group(tensors)
         head_dim = cache.shape[3]
+        rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
+        runs = self.step_rows > MAX_GROUP_ROWS
         return {
             "head_dim": same(head_dim),
             "group": same(group),
             "block_size": same(cache.shape[2]),
             "fast": same(self.is_fast(tensors)),
-            "many_rows": largest(int(self.step_rows > MAX_GROUP_ROWS)),
+            "pairs": largest(int(runs or (rows * heads > 1 and self.step_rows > MIN_GROUP_ROWS))),
+            "runs": largest(int(runs)),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
@@ -198,7 +207,7 @@ class Attention(Instruction):
         # One worker reads each word. Without k_new it waits for a barrier, because of the caches.
         return rows == 1 or "k_new" in operands
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
         if rows == heads == 1 and self.is_fast(tensors):
             return TagOrder.KEPT

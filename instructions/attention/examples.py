@@ -41,7 +41,8 @@ APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
 LONG = [(0, i) for i in range(1000, 1100)] + [(1, 900)] + [(2, i) for i in range(70)]
-LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(15)]
+LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(18)]
+FEW_APART = LONG_APART[:15]
 # Arguments of cases that the fast kernel of the GPU accepts.
 FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
 FAST |= {"splits": (0, 1, 16)}
@@ -127,12 +128,15 @@ CASES = [
         "fast, prompts, blocks of a step", 8, 2, 128, LONG, 171, context=1152, **(FAST | blocks(64))
     ),
     Case("fast, prompts, large blocks", 4, 1, 64, LONG, 171, context=1152, **(FAST | blocks(128))),
-    Case("fast, rows apart", 4, 1, 64, LONG_APART, 15, context=256, **FAST),
+    Case("fast, rows apart", 4, 1, 64, LONG_APART, 17, context=256, **FAST),
     Case("fast, rows apart, long heads", 8, 2, 128, LONG_APART, 14, context=256, **FAST),
-    Case("fast, rows apart, newest", 4, 2, 64, LONG_APART, 15, newest=True, context=256, **FAST),
+    Case("fast, rows apart, newest", 4, 2, 64, LONG_APART, 18, newest=True, context=256, **FAST),
     Case(
         "fast, rows apart, of one head", 2, 2, 128, LONG_APART, 9, newest=True, context=256, **FAST
     ),
+    Case("fast, few rows apart", 8, 2, 128, FEW_APART, 14, context=256, **FAST),
+    Case("fast, few rows apart, newest", 4, 2, 64, FEW_APART, 15, newest=True, context=256, **FAST),
+    Case("fast, few rows apart, tagged", 8, 1, 64, FEW_APART, 11, context=256, **(FAST | NEWEST)),
     Case("fast, rows apart, two", 4, 1, 64, LONG_APART, 2, newest=True, context=256, **FAST),
     Case("fast, rows apart, one", 4, 1, 128, LONG_APART, 1, newest=True, context=256, **FAST),
     Case("fast, rows apart, tagged", 8, 1, 64, LONG_APART, 11, context=256, **(FAST | NEWEST)),

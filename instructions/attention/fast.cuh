@@ -1,12 +1,12 @@
 // The fast attention: bf16, heads of 64 or 128 elements, up to 8 query heads for a KV head.
 //
-// Several rows of a sequence attend together (tile.cuh). In steps of many rows, a warp has a row of
-// its own (pairs.cuh). The rest of this file is for one row that all warps process. A page holds 64
-// (or 32) tokens, their keys, then their values, and a warp takes 16 of them at a time. It
-// computes scores by mma.m16n8k16 with the query heads as rows of A and the keys as B, then sums
-// with the softmax weights as A and the values as B. Rows of the caches are stored swizzled, so
-// shared loads have no bank conflicts. The online softmax follows FlashAttention-2 (Dao 2023,
-// arXiv:2307.08691).
+// Several rows of a sequence attend together (tile.cuh). In steps of more than 8 rows, a warp may
+// have a row of its own (pairs.cuh). The rest of this file is for one row that all warps process. A
+// page holds 64 (or 32) tokens, their keys, then their values, and a warp takes 16 of them at a
+// time. It computes scores by mma.m16n8k16 with the query heads as rows of A and the keys as B,
+// then sums with the softmax weights as A and the values as B. Rows of the caches are stored
+// swizzled, so shared loads have no bank conflicts. The online softmax follows FlashAttention-2
+// (Dao 2023, arXiv:2307.08691).
 #pragma once
 
 #include "instructions/attention/pairs.cuh"
@@ -65,7 +65,7 @@ struct FastAttention : AttentionWarp<kD> {
       if (!ready) loader.wait_ready();
       ready = true;
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
-        if (attention::kManyRows && run.rows > 1) {
+        if (attention::kRuns && run.rows > 1) {
           Tile::load(in, loader, run, head);
           continue;
         }
@@ -194,12 +194,12 @@ struct FastAttention : AttentionWarp<kD> {
         row += single;
         continue;
       }
-      if constexpr (attention::kManyRows) {
+      if constexpr (attention::kRuns) {
         if (!ready) consumer.wait_ready();
         ready = true;
       }
       const AttentionRun run = run_at(in, row, live);
-      if (attention::kManyRows && run.rows > 1) {
+      if (attention::kRuns && run.rows > 1) {
 #pragma unroll 1
         for (uint32_t head = inst.head_begin; head < inst.head_end; ++head)
           Tile(in, run, row, head, consumer.warp()).process(consumer);

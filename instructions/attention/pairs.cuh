@@ -1,7 +1,7 @@
-// Attention of rows of different sequences in steps of many rows. A *pair* is a row and a KV head.
-// A worker takes up to eight pairs at a time, and their pages come in turn: page 0 of each pair,
-// page 1 of each, ... With more than four pairs, each has a warp of its own and the warps do not
-// meet; of fewer pairs, each has two, four or eight warps.
+// Attention of rows of different sequences in steps of more than 8 rows. A *pair* is a row and a KV
+// head. A worker takes up to eight pairs at a time, and their pages come in turn: page 0 of each
+// pair, page 1 of each, ... With more than four pairs, each has a warp of its own and the warps do
+// not meet; of fewer pairs, each has two, four or eight warps.
 #pragma once
 
 #include "instructions/attention/warp.cuh"
@@ -21,7 +21,7 @@ struct AttentionPairs {
   static constexpr uint32_t kUnitTokens = 2 * Warp::kWarpTokens;
   // Lanes look up all pieces of a page of each pair at once, and the ring holds a page of each
   // pair. The warps of a pair depend on how heads and rows are cut, and so does the order of sums.
-  static constexpr bool kUsed = attention::kManyRows && kAtOnce * kPagePieces <= kLanes &&
+  static constexpr bool kUsed = attention::kPairs && kAtOnce * kPagePieces <= kLanes &&
                                 kAtOnce <= kPages && !program::kFixedOrder;
 
   // How many rows from `row` on, before `live`, are processed in this way: none, or up to 8.

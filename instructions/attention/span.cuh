@@ -41,7 +41,7 @@ struct AttentionSpan {
 // Whether the rows of an instruction may form runs. A row with k_new has a sequence of its own.
 // Tagged queries are waited for row by row.
 __device__ __forceinline__ bool may_form_runs(const Operands<Attention>& in) {
-  return attention::kManyRows && !in.has(&Attention::k_new) && !is_tagged(in[&Attention::q]);
+  return attention::kRuns && !in.has(&Attention::k_new) && !is_tagged(in[&Attention::q]);
 }
 
 // How many of the rows from `row` on, at most `most` <= 32 of those before `live`, are no part of a

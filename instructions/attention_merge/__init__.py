@@ -58,7 +58,7 @@ class AttentionMerge(Instruction):
     def working_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         return aligned(4 * round_up(self.head_dim, CPU_LANES))
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         items = (self.row_end - self.row_begin) * (self.head_end - self.head_begin)
         items *= -(-self.head_dim // ITEM_ELEMENTS)
         if self.head_dim % 2 == 0 and items <= MAX_ITEMS:

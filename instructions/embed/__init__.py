@@ -77,7 +77,7 @@ class Embed(Instruction):
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"table": (ROWS, units())}
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         # If each warp has at most one row, all warps read before any warp stores.
         once = self.row_end - self.row_begin <= NUM_CONSUMER_WARPS
         return TagOrder.KEPT if once else TagOrder.READS_LATE

@@ -24,6 +24,7 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         ("tagged", 2, 64, 34, BF16, BF16, F32, None, True, True),
         ("many rows, bf16", 35, 70, 23, BF16, BF16, BF16, 34, False, False),
         ("sums stay, bf16", 97, 1100, 40, BF16, F32, BF16, None, False, True),
+        ("sixteen rows", 16, 2304, 150, BF16, BF16, BF16, 15, False, True),
         ("matrix", 100, 328, 150, BF16, BF16, BF16, 97, False, True),
         ("matrix, many rows", 200, 136, 150, BF16, BF16, BF16, 190, False, True),
         ("matrix, float32 result", 17, 64, 21, BF16, BF16, F32, None, False, False),

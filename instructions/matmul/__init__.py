@@ -171,17 +171,17 @@ class Matmul(Product):
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
         return {"weight": (units(),)}
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         gathers = self.row_index != NONE and (self.x_rows > 1 or self.row_begin > 0)
         if gathers and any(tensors[h].tagged for h in present(self.x, self.x_squares)):
             return TagOrder.BY_MACHINE  # the kernel reads only the gathered rows of x
         for handle in present(self.residual):
             spec = tensors[handle]
             paired = spec.dtype is F32 and spec.columns % 2 == 0
-            if spec.tagged and not (single_row and paired):
+            if spec.tagged and not (most_rows <= 1 and paired):
                 # Stricter than the kernel, which waits for it while its weights stream.
                 return TagOrder.BY_MACHINE
-        order = super().tag_order(tensors, single_row)
+        order = super().tag_order(tensors, most_rows)
         if any(tensors[h].tagged for h in present(self.addends)):
             # Each thread waits for the addends that it adds.
             results = present(self.out, self.out_scaled, self.out_squares, self.peaks)

@@ -49,6 +49,7 @@ CASES = [
     Case("narrow", rows=5, k=3, columns=5),
     Case("deep", rows=2, k=1100, columns=20),
     Case("sums stay", rows=40, k=1100, columns=35),
+    Case("rows in turn", rows=37, k=200, columns=70, gather=True, live=35, extras=True),
     Case("everything", rows=4, k=40, columns=24, extras=True, live=3),
     Case("tagged", rows=2, k=64, columns=34, tagged=True, extras=True),
     Case("gathered", rows=6, k=48, columns=20, gather=True, live=4),
@@ -61,6 +62,7 @@ PEAKS = [
     Case("peaks, tagged", rows=2, columns=34, tagged=True, extras=True, tiles=3),
     Case("peaks, gathered", rows=4, k=48, columns=70, gather=True, live=3, tiles=4),
     Case("peaks, sums stay", rows=40, k=1100, columns=35, tiles=2),
+    Case("peaks, long rows in turn", rows=37, k=2102, columns=70, extras=True, tiles=2),
 ]
 
 
@@ -89,11 +91,23 @@ SCALED = [
     Case("squares of long rows, untagged", rows=6, k=4128, columns=16, extras=True, gather=True),
 ]
 
-# bfloat16 x and weights, and rows of whole 16 bytes: products of many rows on the GPU.
+# bfloat16 x and weights, and rows of whole 16 bytes. Up to 16 rows: groups of 16 rows on the GPU.
+GROUPS = [
+    Case("sixteen rows", rows=16, k=128, columns=64, whole=True),
+    Case("sixteen rows, long", rows=16, k=3104, columns=203, extras=True),
+    Case("sixteen rows, scaled", rows=14, k=2048, columns=152, live=11, extras=True, scaled=True),
+    Case("sixteen rows, peaks", rows=16, k=2560, columns=170, live=15, tiles=2),
+    Case("sixteen rows, parts added", rows=12, k=640, columns=136, part=1, part_k=320, parts=3),
+    Case("sixteen rows, gathered", rows=13, k=264, columns=300, gather=True, live=9, tiles=4),
+    Case("sixteen rows, none live", rows=16, live=0),
+    Case("sixteen rows, long and tagged", rows=12, k=2112, columns=75, tagged=True, extras=True),
+    Case("sixteen rows, long and scaled", rows=10, k=4160, columns=80, extras=True, scaled=True),
+]
+# More: products of many rows.
 MATRIX = [
-    Case("matrix", rows=16, k=128, columns=64),
+    Case("matrix", rows=17, k=128, columns=64),
     Case("matrix, tails", rows=37, k=200, columns=83, live=33),
-    Case("matrix, odd ends", rows=16, k=128, columns=62, tiles=1),
+    Case("matrix, odd ends", rows=17, k=128, columns=62, tiles=1),
     Case("matrix, several blocks", rows=20, k=96, columns=600),
     Case("matrix, deep", rows=64, k=3104, columns=72, extras=True),
     Case("matrix, rows in turn", rows=300, k=136, columns=40, live=290, extras=True, scaled=True),
@@ -105,15 +119,15 @@ MATRIX = [
     Case("matrix, parts added", rows=40, k=640, columns=136, part=1, part_k=320, parts=3),
     Case("matrix, gathered", rows=50, k=264, columns=300, gather=True, live=41, tiles=4),
     Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),
-    Case("matrix, no live row", rows=16, live=0),
+    Case("matrix, no live row", rows=17, live=0),
 ]
 # The same, finished quads at a time (matrix_quads.cuh).
 QUADS = [
     Case("quads", rows=37, k=200, columns=136, live=33, whole=True),
     Case("quads, bf16 result", rows=70, k=128, columns=328, out=BF16, extras=True, whole=True),
-    Case("quads, shared block", rows=16, k=256, columns=48, extras=True, whole=True, tiles=1),
+    Case("quads, shared block", rows=32, k=256, columns=48, extras=True, whole=True, tiles=1),
     Case("quads, shared rows", rows=120, k=512, columns=64, extras=True, whole=True, tiles=1),
-    Case("quads, few shared rows", rows=16, k=256, columns=64, live=7, scaled=True, tiles=1),
+    Case("quads, few shared rows", rows=17, k=256, columns=64, live=7, scaled=True, tiles=1),
     Case("quads, peaks", rows=140, k=200, columns=600, whole=True, tiles=2, live=131),
     Case("sums of 64", rows=100, k=1024, columns=192, extras=True, scaled=True, live=97, unit=64),
     Case("sums of 64, long rows", rows=40, k=3136, columns=64, extras=True, scaled=True, unit=64),
@@ -123,7 +137,7 @@ QUADS = [
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:
-    for case in [*MATRIX, *QUADS]:
+    for case in [*GROUPS, *MATRIX, *QUADS]:
         yield example(rng, replace(case, weight=BF16, x=BF16))
     for case in CASES:
         yield example(rng, case)

@@ -16,6 +16,7 @@ from megavm.vm.config import (
     MATRIX_BLOCKS,
     MAX_GROUP_ROWS,
     MAX_MATRIX_ROWS,
+    MIN_GROUP_ROWS,
     MIN_MATRIX_ROWS,
     NONE,
     PANEL_COLUMNS,
@@ -30,7 +31,7 @@ from megavm.vm.constants import Constant, largest, union
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.layout import has_boxes
 from megavm.vm.operands import Field, present
-from megavm.vm.tensors import BF16, F32, TensorSpec
+from megavm.vm.tensors import BF16, F32, DType, TensorSpec
 
 # On the CPU.
 _ROW_BLOCK = CPU_LANES  # rows whose sums are kept together
@@ -111,6 +112,7 @@ class Product(Instruction, is_base=True):
         page = tile * TILES_PER_PAGE
         return both | {
             "any_product": union(1),
+            "group_rows": largest(group_rows(self.row_end - self.row_begin, weight.dtype)),
             "max_k": largest(width),
             "any_ragged_k": union(weight.columns % tile != 0),
             "any_partial_pages": union(width % page != 0),
@@ -128,12 +130,12 @@ class Product(Instruction, is_base=True):
         specs = [tensors[handle] for handle in present(*results)] if self.matrix else []
         return union(sum({1 << (t.dtype is F32) + 2 * t.tagged for t in specs}))
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         """See Instruction.
 
         A product loops over rows in groups, over units of 8 rows of the weight in blocks, and, once for
         each block, over long rows in chunks. It reads x and x_squares for each group, and ``awaited`` when
-        a block is finished.
+        a block is finished, or each pass of a block.
 
         A matrix product reads all of x before it finishes a group of blocks, a few sums at a time.
         """
@@ -147,17 +149,20 @@ class Product(Instruction, is_base=True):
                 return TagOrder.BY_MACHINE
             once = rows <= MAX_MATRIX_ROWS and units <= MATRIX_BLOCKS * BLOCK_UNITS
             return TagOrder.KEPT if once and not awaited else TagOrder.READS_LATE
-        groups = -(-rows // (1 if single_row else MAX_GROUP_ROWS))
-        blocks = -(-units // BLOCK_UNITS)
+        weight = tensors[self.weight]
+        groups = -(-rows // (1 if most_rows <= 1 else group_rows(rows, weight.dtype)))
+        # Blocks or passes: a kernel for more rows has more of them.
+        kernel_rows = group_rows(most_rows, weight.dtype)
+        blocks = -(-units * kernel_rows // (BLOCK_UNITS * MIN_GROUP_ROWS))
         if groups > 1 and tagged:
             return TagOrder.BY_MACHINE
         if blocks > 1 and any(h in awaited for h in tagged):
             return TagOrder.BY_MACHINE
         first, last = self.k(tensors)
-        pages = ROW_CHUNK_PAGES if single_row else ROWS_CHUNK_PAGES
-        row_bytes = (last - first) * tensors[self.weight].dtype.size
+        pages = ROW_CHUNK_PAGES if most_rows <= 1 else ROWS_CHUNK_PAGES
+        row_bytes = (last - first) * weight.dtype.size
         chunked = row_bytes > pages * TILES_PER_PAGE * TILE_ROW_BYTES
-        late = groups > 1 or (blocks > 1 and (chunked or awaited))
+        late = groups > 1 or (chunked and units > BLOCK_UNITS) or (blocks > 1 and awaited)
         return TagOrder.READS_LATE if late else TagOrder.KEPT
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
@@ -190,6 +195,11 @@ class Product(Instruction, is_base=True):
 def is_matrix_product(x: TensorSpec, weight: TensorSpec, rows: int) -> bool:
     """Whether a GPU can multiply ``rows`` rows of x as a matrix (matrix.cuh)."""
     return rows > MAX_GROUP_ROWS and has_boxes(x) and weight.dtype is BF16
+
+
+def group_rows(rows: int, weights: DType) -> int:
+    """The rows that a GPU multiplies together in products of so many rows that are no matrix products."""
+    return MIN_GROUP_ROWS if rows <= MIN_GROUP_ROWS or weights is F32 else MAX_GROUP_ROWS
 
 
 def matrix_rows(rows: int) -> int:

@@ -99,7 +99,7 @@ class MatrixScales : MatrixSizes {
                                                    uint32_t count) const {
 #pragma unroll 1
     for (uint32_t row = 0; row < count; ++row) {
-      RowSquares squares(stage_, product_);
+      RowSquares<> squares(stage_, product_);
       squares.ask(source_row(first_row + row));
       const float scale = squares.scale();
       if (lane_index() == 0) store(scales, row, scale);

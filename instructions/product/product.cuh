@@ -3,7 +3,7 @@
 // meet in shared memory.
 //
 // Loader and consumers process pages in the same order:
-//   for each group of rows (1 row, or 8), for each block of units, for each chunk of columns,
+//   for each group of rows (1 row, 8 or 16), for each block of units, for each chunk of columns,
 //   for each unit of the block, for each page of the unit in the chunk.
 //
 // A page is up to 32 tiles of [8 rows][64 bytes]; tile i belongs to warp i % 8. One 16-byte shared
@@ -12,7 +12,8 @@
 // Rows 0 to 7 of A hold the input's columns 8j .. 8j+3, rows 8 to 15 its columns 8j+4 .. 8j+7. So
 // the first product is valid in the upper half of D and the second in the lower half; the other
 // halves are ignored. A lane's operand A is 16 bytes of its row as well: words 0, 2, 1, 3 of the
-// columns 8j .. 8j+7.
+// columns 8j .. 8j+7. In groups of 16 rows, A has all of them and each product its own: columns
+// 8j .. 8j+3 and 8j+4 .. 8j+7, and all of D is valid.
 //
 // The sums of two neighbouring rows of the stored weight, a *pair*, are finished together, by the
 // epilogue of the instruction (epilogue.cuh). Loader and consumers run one copy of this code for
@@ -27,9 +28,20 @@ namespace megavm {
 
 static_assert(kPreload % 2 == 0);
 constexpr uint32_t kUnitPairs = kUnitRows / 2;
+constexpr uint32_t kGroupEights = ceil_div(kGroupRows, kMinGroupRows);  // of rows in a group
+static_assert(kGroupRows <= kMaxGroupRows && kGroupEights <= 2);
+static_assert(kGroupEights == 1 || !kF32Weights);
+// Consumers finish a block in *passes* of kPassUnits units, so that each pair and row has a thread.
+// Where x does not fit into registers, every block reads it anew; there a block of 16 rows has two
+// passes.
+constexpr uint32_t kPassUnits = kBlockUnits / kGroupEights;
+constexpr uint32_t kMostPasses = kOneChunk ? 1 : kGroupEights;
+
 constexpr uint32_t kScalesAt = kPanelBytes;
 constexpr uint32_t kPartialsAt = kScalesAt + 2 * 4 * kScales;
 static_assert(!program::kAnyProduct || kPartialsAt + 2 * 4 * kPartialFloats <= kScratch);
+// A half of the scratch has the partial sums of a pass.
+static_assert(kPassUnits * kNumConsumers * kGroupRows * kUnitRows <= kPartialFloats);
 
 // The weight rows of a product, as a rectangle of tiles.
 struct Tiling {
@@ -43,6 +55,9 @@ struct Tiling {
   }
   __device__ __forceinline__ uint32_t pages_of(uint32_t chunk) const {
     return kOneChunk ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
+  }
+  __device__ __forceinline__ uint32_t block_units() const {
+    return chunks() > 1 ? kMostPasses * kPassUnits : kPassUnits;
   }
   // Number of tiles in a page of a unit.
   __device__ __forceinline__ uint32_t tiles_of(uint32_t page) const {
@@ -117,13 +132,14 @@ __device__ __forceinline__ uint32_t x_row(const Stage& stage, const Product& p, 
 __device__ __forceinline__ void load_product(const Stage& stage, const Product& p, Loader& loader) {
   const Tiling& tiling = p.tiling;
   const uint32_t groups = num_groups(stage, p), chunks = tiling.chunks();
+  const uint32_t block_units = tiling.block_units();
 #pragma unroll 1
   for (uint32_t group = 0; group < groups; ++group)
 #pragma unroll 1
-    for (uint32_t first = 0; first < tiling.units; first += kBlockUnits)
+    for (uint32_t first = 0; first < tiling.units; first += block_units)
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-        const uint32_t end = min_of(first + kBlockUnits, tiling.units);
+        const uint32_t end = min_of(first + block_units, tiling.units);
         const uint32_t first_page = chunk * kChunkPages;
         const uint32_t end_page = first_page + tiling.pages_of(chunk);
 #pragma unroll 1
@@ -233,10 +249,15 @@ struct UnitSums {
       for (float& value : chain) value = 0.0f;
   }
 
-  // Add the products of tile i.
+  // Add the products of tile i, with the operand A of each.
+  __device__ __forceinline__ void multiply(uint32_t i, const ptx::Words4& first,
+                                           const ptx::Words4& second, const ptx::Words4& w) {
+    ptx::mma(sum[i % 2], first, w.x, w.y);
+    ptx::mma(sum[2 + i % 2], second, w.z, w.w);
+  }
+  // Of up to 8 rows, both have the same.
   __device__ __forceinline__ void multiply(uint32_t i, const ptx::Words4& a, const ptx::Words4& w) {
-    ptx::mma(sum[i % 2], a, w.x, w.y);
-    ptx::mma(sum[2 + i % 2], a, w.z, w.w);
+    multiply(i, a, a, w);
   }
 
   // The same for float32 and one row.
@@ -265,10 +286,15 @@ struct UnitSums {
         }
       }
     } else {
-      float x = sum[0][0] + sum[1][0] + (sum[2][2] + sum[3][2]);
-      float y = sum[0][1] + sum[1][1] + (sum[2][3] + sum[3][3]);
-      if (lane / 4 < kGroupRows) {
-        const uint32_t address = partials + 4 * (lane / 4 * kUnitRows + lane % 4 * 2);
+#pragma unroll
+      for (uint32_t e = 0; e < kGroupEights; ++e) {
+        // Of 8 rows, the second product is valid in the lower half of D.
+        const uint32_t i = 2 * e, j = kGroupEights > 1 ? i : 2;
+        float x = sum[0][i] + sum[1][i] + (sum[2][j] + sum[3][j]);
+        float y = sum[0][i + 1] + sum[1][i + 1] + (sum[2][j + 1] + sum[3][j + 1]);
+        const uint32_t row = 8 * e + lane / 4;
+        if (row >= kGroupRows) continue;
+        const uint32_t address = partials + 4 * (row * kUnitRows + lane % 4 * 2);
         if (add_up) {
           const ptx::Words2 before = ptx::load_shared2(address);
           x += __uint_as_float(before.x), y += __uint_as_float(before.y);

@@ -203,7 +203,7 @@ __device__ __forceinline__ void finish_row(const Stage& stage, Storer& storer) {
     if (active) epilogue.await(row, pair, early);
     if (live && input.x_squares != kNone && first_unit == 0) {
       storer.stage.hinted().wait(storer.stage.phase);
-      RowSquares squares(stage, input);
+      RowSquares<> squares(stage, input);
       squares.ask(x_row(stage, input, row));
       scale = squares.scale();
     }

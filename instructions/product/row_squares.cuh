@@ -11,39 +11,41 @@ __device__ __forceinline__ float scale_of(const Product& product, float squares)
   return rsqrtf(__fdividef(squares, static_cast<float>(product.tiling.k)) + product.eps);
 }
 
-// A warp reads the squares of a row; each lane has kBatch times four in flight. `ask` issues the
-// first loads, `scale` waits for them.
+// A warp reads the squares of kRows rows; of each, a lane has kBatch times four in flight. `ask`
+// issues the first loads of a row, `scale` waits for them.
+template <uint32_t kRows = 1>
 class RowSquares {
  public:
   __device__ __forceinline__ RowSquares(const Stage& stage, const Product& input)
       : stage_(stage), input_(input) {
-    forget();
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; ++i) forget(i);
   }
 
-  // Issue the first loads. `row`: a row of x.
-  __device__ __forceinline__ void ask(uint32_t row) {
-    row_ = row;
-    if constexpr (!kRagged) load(0);
+  // Issue the first loads of the i-th row. `row`: its number in x.
+  __device__ __forceinline__ void ask(uint32_t row, uint32_t i = 0) {
+    row_[i] = row;
+    if constexpr (!kRagged) load(i, 0);
   }
 
-  // The scale of the row, in all lanes.
-  __device__ __forceinline__ float scale() {
+  // The scale of the i-th row, in all lanes.
+  __device__ __forceinline__ float scale(uint32_t i = 0) {
     float sum = 0.0f;
     if constexpr (kRagged) {
 #pragma unroll 1
       for (uint32_t c = lane_index(); c < squares().columns; c += kLanes)
-        sum += read_element(squares(), row_, c, stage_.tag, input_.x_squares);
+        sum += read_element(squares(), row_[i], c, stage_.tag, input_.x_squares);
     } else {
 #pragma unroll 1
       for (uint32_t begin = 0; begin * kLanes * 4 < squares().columns; begin += kBatch) {
         if (begin > 0) {
-          forget();
-          load(begin);
+          forget(i);
+          load(i, begin);
         }
-        wait(begin);
+        wait(i, begin);
 #pragma unroll
-        for (uint32_t i = 0; i < kBatch; ++i)
-          if (exists(begin + i)) sum += sum_of(four_[i]);
+        for (uint32_t j = 0; j < kBatch; ++j)
+          if (exists(begin + j)) sum += sum_of(four_[i][j]);
       }
     }
     __syncwarp();
@@ -61,8 +63,8 @@ class RowSquares {
     return stage_.tensors[input_.x_squares];
   }
   __device__ __forceinline__ bool tagged() const { return kMayBeTagged && is_tagged(squares()); }
-  __device__ __forceinline__ SourceRow source() const {
-    return FourSquares::row_of(squares(), row_, stage_.tag, input_.x_squares, tagged());
+  __device__ __forceinline__ SourceRow source(uint32_t i) const {
+    return FourSquares::row_of(squares(), row_[i], stage_.tag, input_.x_squares, tagged());
   }
   static __device__ __forceinline__ uint32_t column(uint32_t i) {
     return (i * kLanes + lane_index()) * 4;
@@ -71,19 +73,19 @@ class RowSquares {
 
   // NOTE: every register is written before a batch is loaded. Otherwise its second load waits until
   // the first has arrived, in case that its registers are still being loaded.
-  __device__ __forceinline__ void forget() {
+  __device__ __forceinline__ void forget(uint32_t i) {
 #pragma unroll
-    for (FourSquares& four : four_)
+    for (FourSquares& four : four_[i])
 #pragma unroll
       for (ptx::Words4& words : four.raw) words = ptx::zero4();
   }
 
-  __device__ __forceinline__ void load(uint32_t begin) {
+  __device__ __forceinline__ void load(uint32_t i, uint32_t begin) {
 #pragma unroll
-    for (uint32_t i = 0; i < kBatch; ++i)
-      if (exists(begin + i))
-        four_[i].load(
-            source().address + uint64_t{column(begin + i)} * FourSquares::column_bytes(tagged()),
+    for (uint32_t j = 0; j < kBatch; ++j)
+      if (exists(begin + j))
+        four_[i][j].load(
+            source(i).address + uint64_t{column(begin + j)} * FourSquares::column_bytes(tagged()),
             tagged());
   }
 
@@ -93,17 +95,17 @@ class RowSquares {
   }
 
   // Reload the squares that are missing until all have arrived.
-  __device__ __forceinline__ void wait(uint32_t begin) {
+  __device__ __forceinline__ void wait(uint32_t i, uint32_t begin) {
     if (!tagged()) return;
     await<true>(
-        source(), four_, [&](uint32_t i) { return exists(begin + i); },
-        [&](uint32_t i) { return column(begin + i); });
+        source(i), four_[i], [&](uint32_t j) { return exists(begin + j); },
+        [&](uint32_t j) { return column(begin + j); });
   }
 
   const Stage& stage_;
   const Product& input_;
-  uint32_t row_ = 0;
-  FourSquares four_[kBatch];
+  uint32_t row_[kRows] = {};
+  FourSquares four_[kRows][kBatch];
 };
 
 }  // namespace megavm

@@ -1,6 +1,7 @@
-// Products of several rows: groups of 8 rows are multiplied one after the other, and all consumers
-// finish a block together. A warp holds its columns of a chunk of the input as operands A in
-// registers. It loads them from memory in operand order; no other warp needs them. See product.cuh.
+// Products of several rows: groups of 8 or 16 rows are multiplied one after the other, and all
+// consumers finish a block together. A warp holds its columns of a chunk of the input as operands A
+// in registers. It loads them from memory in operand order; no other warp needs them. See
+// product.cuh.
 #pragma once
 
 #include "instructions/product/epilogue.cuh"
@@ -9,13 +10,17 @@
 
 namespace megavm {
 
+// Pages of weights that a warp holds while its input is in flight. The input of 16 rows takes their
+// registers.
+constexpr uint32_t kRowsPreload = kGroupEights > 1 ? 0 : kPreload;
+
 // The sums of one unit, with the input in registers.
 struct RowsSums : UnitSums {
   // Add the products of a page, which is page `number` of the chunk.
   __device__ __forceinline__ void add(const PageTiles& page, const RowsInput& x, uint32_t number) {
 #pragma unroll
     for (uint32_t i = 0; i < kTilesPerWarp; ++i) {
-      const ptx::Words4 &a = x[number * kTilesPerWarp + i], &w = page.tile[i];
+      const ptx::Words4 &a = x.first(number * kTilesPerWarp + i), &w = page.tile[i];
       if constexpr (kF32Weights) {
 #pragma unroll
         for (uint32_t row = 0; row < kGroupRows; ++row) {
@@ -25,22 +30,22 @@ struct RowsSums : UnitSums {
           multiply_f32(sum[row][0], {of_row(a.x), of_row(a.y), of_row(a.z), of_row(a.w)}, w);
         }
       } else {
-        multiply(i, a, w);
+        multiply(i, a, x.second(number * kTilesPerWarp + i), w);
       }
     }
   }
 };
 
-// The pair of a block that this thread finishes, alone or with neighbouring threads. A thread has
-// the same row in every block. Four neighbouring pairs of a row, those of a unit, belong to
+// The pair of a pass that this thread finishes, alone or with neighbouring threads. A thread has
+// the same row in every pass. Four neighbouring pairs of a row, those of a unit, belong to
 // neighbouring threads.
 struct PairShare {
   uint32_t threads;  // threads that share the pair
   uint32_t part;     // this thread's number among them
   uint32_t row;      // index of its row in the group
-  uint32_t pair;     // among the pairs of the block's units
+  uint32_t pair;     // among the pairs of the pass's units
 
-  // `units`: those of a full block.
+  // `units`: those of a full pass.
   __device__ __forceinline__ PairShare(uint32_t units, uint32_t thread) {
     const uint32_t total = units * kUnitPairs * kGroupRows;
     threads = total * 4 <= kNumConsumerThreads ? 4 : total * 2 <= kNumConsumerThreads ? 2 : 1;
@@ -56,19 +61,20 @@ struct PairShare {
     return number / kUnitPairs % kGroupRows;
   }
 };
-static_assert(kBlockUnits * kUnitPairs * kMaxGroupRows <= kNumConsumerThreads);
+static_assert(kPassUnits * kUnitPairs * kGroupRows <= kNumConsumerThreads);
 
 struct MyPair {
   PairShare share;
   PairAt at;
 };
 
-// Add up the partial sums of this thread's pair. The first thread of a pair gets all of them.
-__device__ __forceinline__ PairSums add_partials(const Consumer& consumer, const PairShare& share,
-                                                 bool active) {
+// Add up the partial sums of this thread's pair, in a pass that begins with unit `unit` of the
+// block. The first thread of a pair gets all of them.
+__device__ __forceinline__ PairSums add_partials(uint32_t half, const PairShare& share,
+                                                 uint32_t unit, bool active) {
   PairSums total = {};
   if (active) {
-    const uint32_t from = partials_at(consumer.sums.half(), share.pair / kUnitPairs, share.part) +
+    const uint32_t from = partials_at(half, unit + share.pair / kUnitPairs, share.part) +
                           4 * (share.row * kUnitRows + share.pair % kUnitPairs * 2);
     // Issue all loads before the first addition.
     ptx::Words2 partial[kNumConsumers];
@@ -130,28 +136,44 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
   for (uint32_t group = 0; group < groups; ++group) {
     const uint32_t first_row = input.row_begin + group * kGroupRows;
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
-    const uint32_t full_block = min_of(kBlockUnits, tiling.units);
+    const uint32_t full_pass = min_of(kPassUnits, tiling.units);
     typename Used::Kept kept;
     x.begin(first_row, rows);
     float scale = 1.0f;  // RMSNorm scale of the row that this thread finishes
 #pragma unroll 1
-    for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += kBlockUnits) {
-      const uint32_t units = min_of(kBlockUnits, tiling.units - first_unit);
+    for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += tiling.block_units()) {
+      const uint32_t units = min_of(tiling.block_units(), tiling.units - first_unit);
+      // The sums of a block of two passes take both halves of the scratch: no warp adds up those of
+      // the block before any more.
+      const auto takes_both = [&] { return tiling.block_units() > kPassUnits; };
+      const auto half = [&] { return takes_both() ? 0 : consumer.sums.half(); };
+      if (takes_both() && first_unit == 0) consumer.sync();
       // NOTE: computed anew where it is needed, so that it occupies no registers in between.
-      const auto mine = [&] {
-        const PairShare share(full_block, ptx::thread_index());
-        const uint32_t pair = input.pair(first_unit, share.pair);
+      const auto mine = [&](uint32_t unit) {  // in the pass that begins with it
+        const PairShare share(full_pass, ptx::thread_index());
+        const uint32_t pair = input.pair(first_unit + unit, share.pair);
         const bool active =
-            share.pair < units * kUnitPairs && share.row < rows && input.finishes(pair);
+            unit + share.pair / kUnitPairs < units && share.row < rows && input.finishes(pair);
         return MyPair{share, {first_row + share.row, pair, active, share.threads}};
       };
       typename Used::Early looked_up;
-      if (const PairAt at = mine().at; at.active)
-        with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
-          typename Epilogue<I>::Early found = {};
-          epilogue.begin(at.row, at.pair, found);
-          looked_up.set(found);
-        });
+      const auto look_up = [&](uint32_t unit) {
+        if (const PairAt at = mine(unit).at; at.active)
+          with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+            typename Epilogue<I>::Early found = {};
+            epilogue.begin(at.row, at.pair, found);
+            looked_up.set(found);
+          });
+      };
+      const auto await_pass = [&](uint32_t unit) {
+        if (const PairAt at = mine(unit).at; at.active)
+          with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+            auto found = looked_up.template get<typename Epilogue<I>::Early>();
+            epilogue.await(at.row, at.pair, found);
+            looked_up.set(found);
+          });
+      };
+      look_up(0);
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
         const uint32_t pages = tiling.pages_of(chunk);
@@ -159,12 +181,12 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
         // Take the weight pages that have arrived into registers, before the input arrives.
         // NOTE: every register is written on every path. A register that keeps its old value on
         // some path would be live in the whole kernel.
-        PageTiles early[kPreload];
+        PageTiles early[max_of(1, kRowsPreload)];
         uint32_t num_early = 0;
         // A unit has one or two pages in a chunk.
         const bool paired = kChunkPages == 2 && (!program::kAnyOddPages || pages == 2);
 #pragma unroll
-        for (uint32_t i = 0; i < kPreload; ++i) {
+        for (uint32_t i = 0; i != kRowsPreload; ++i) {
           early[i].clear();
           if (i == num_early && i < units * pages &&
               has_arrived(consumer.page, paired && i % 2 == 0)) {
@@ -180,19 +202,15 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
           consumer.wait_ready();
           consumer.wait_hinted();
         }
-        // Each warp computes the scale of one row.
-        RowSquares squares(stage, input);
-        const bool scales =
-            input.x_squares != kNone && first_unit == 0 && chunk == 0 && consumer.warp() < rows;
+        // Each warp computes the scale of one row of each eight.
+        RowSquares<kGroupEights> squares(stage, input);
+        const bool scaled = input.x_squares != kNone && first_unit == 0 && chunk == 0;
+        const auto scales = [&](uint32_t e) { return scaled && 8 * e + consumer.warp() < rows; };
         if (tiling.chunks() > 1 || first_unit == 0) x.fetch(chunk, rows > 0);
-        if (scales) squares.ask(x_row(stage, input, first_row + consumer.warp()));
-        if (chunk == 0)
-          if (const PairAt at = mine().at; at.active)
-            with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
-              auto found = looked_up.template get<typename Epilogue<I>::Early>();
-              epilogue.await(at.row, at.pair, found);
-              looked_up.set(found);
-            });
+#pragma unroll
+        for (uint32_t e = 0; e < kGroupEights; ++e)
+          if (scales(e)) squares.ask(x_row(stage, input, first_row + 8 * e + consumer.warp()), e);
+        if (chunk == 0) await_pass(0);
         if (!waited) consumer.end_waiting();
         waited = true;
         if (first_unit == 0 && chunk == 0) consumer.note(stage, Event::kInputs);
@@ -200,7 +218,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
         sums.clear();
         uint32_t unit = 0;
         const auto end_unit = [&] {
-          sums.flush(partials_at(consumer.sums.half(), unit, consumer.warp()), chunk > 0);
+          sums.flush(partials_at(half(), unit, consumer.warp()), chunk > 0);
           ++unit;
         };
         const auto add = [&](const PageTiles& tiles) {
@@ -214,7 +232,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
         };
         if (paired) {
 #pragma unroll
-          for (uint32_t i = 0; i < kPreload; i += 2)
+          for (uint32_t i = 0; i != kRowsPreload; i += 2)
             if (i < num_early) add_pair(early[i], early[i + 1]);
 #pragma unroll 1
           while (unit < units) {
@@ -231,7 +249,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
           }
         } else {
 #pragma unroll
-          for (uint32_t i = 0; i < kPreload; ++i)
+          for (uint32_t i = 0; i != kRowsPreload; ++i)
             if (i < num_early) add(early[i]);
 #pragma unroll 1
           while (unit < units) {
@@ -243,33 +261,46 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
             add(tiles);
           }
         }
-        if (scales) {
-          const float found = squares.scale();
-          if (lane_index() == 0)
-            ptx::store_shared(scale_at(consumer.sums.half(), consumer.warp()),
-                              __float_as_uint(found));
-        }
+#pragma unroll
+        for (uint32_t e = 0; e < kGroupEights; ++e)
+          if (scales(e)) {
+            const float found = squares.scale(e);
+            if (lane_index() == 0)
+              ptx::store_shared(scale_at(consumer.sums.half(), 8 * e + consumer.warp()),
+                                __float_as_uint(found));
+          }
       }
       consumer.sync();
-      if (first_unit + kBlockUnits >= tiling.units) consumer.note(stage, Event::kComputed);
-      MyPair my = mine();
+      if (first_unit + tiling.block_units() >= tiling.units) consumer.note(stage, Event::kComputed);
       if (input.x_squares != kNone && first_unit == 0)
-        scale = __uint_as_float(ptx::load_shared(scale_at(consumer.sums.half(), my.share.row)));
-      PairSums sums = add_partials(consumer, my.share, my.at.active);
-      sums.first *= scale, sums.second *= scale;
-      my.at.active &= my.share.part == 0;
+        scale =
+            __uint_as_float(ptx::load_shared(scale_at(consumer.sums.half(), mine(0).share.row)));
       hold_stores(consumer.warp());
-      with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
-        auto so_far = kept.template get<typename Epilogue<I>::Kept>();
-        epilogue.finish(my.at, sums, looked_up.template get<typename Epilogue<I>::Early>(), so_far);
-        kept.set(so_far);
-      });
+#pragma unroll 1
+      for (uint32_t unit = 0; unit < units; unit += kPassUnits) {
+        if (kMostPasses > 1 && unit > 0) {
+          look_up(unit);
+          await_pass(unit);
+        }
+        MyPair my = mine(unit);
+        PairSums sums = add_partials(half(), my.share, unit, my.at.active);
+        sums.first *= scale, sums.second *= scale;
+        my.at.active &= my.share.part == 0;
+        with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+          auto so_far = kept.template get<typename Epilogue<I>::Kept>();
+          epilogue.finish(my.at, sums, looked_up.template get<typename Epilogue<I>::Early>(),
+                          so_far);
+          kept.set(so_far);
+        });
+        if constexpr (kMostPasses == 1) break;
+      }
+      if (takes_both()) consumer.sync();
       consumer.sums.advance();
     }
     with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
       if constexpr (kWordsOf<typename Epilogue<I>::Kept> > 0)
         if (epilogue.keeps())
-          end_rows(epilogue, consumer, full_block, first_row, rows,
+          end_rows(epilogue, consumer, full_pass, first_row, rows,
                    kept.template get<typename Epilogue<I>::Kept>());
     });
   }

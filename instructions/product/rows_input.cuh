@@ -10,7 +10,8 @@ static_assert(kRowsChunkPages <= 2);
 // A *piece* is a lane's columns of a row of x in one tile: 16 bytes in the weights' element type.
 constexpr uint32_t kPieceColumns = kTileColumns / 4;
 
-// A warp's operands A for a chunk of a group's rows of x. A lane holds row lane / 4 of the group.
+// A warp's operands A for a chunk of a group's rows of x. Of each eight rows of the group, a lane
+// holds row lane / 4.
 class RowsInput {
  public:
   __device__ __forceinline__ RowsInput(const Stage& stage, const Product& input,
@@ -20,12 +21,21 @@ class RowsInput {
     for (ptx::Words4& words : words_) words = ptx::zero4();
   }
 
-  // The operand for the warp's tile i of the chunk.
-  __device__ __forceinline__ const ptx::Words4& operator[](uint32_t i) const { return words_[i]; }
+  // The operands for the warp's tile i of the chunk: one of 8 rows for both products, or one of 16
+  // rows for each.
+  __device__ __forceinline__ const ptx::Words4& first(uint32_t i) const {
+    return words_[i * kGroupEights];
+  }
+  __device__ __forceinline__ const ptx::Words4& second(uint32_t i) const {
+    return words_[i * kGroupEights + kGroupEights - 1];
+  }
 
   // Begin a group whose first `rows` rows are live. Lanes of dead rows read a live row instead.
   __device__ __forceinline__ void begin(uint32_t first_row, uint32_t rows) {
-    if (rows > 0) x_row_ = x_row(stage_, input_, first_row + min_of(row(), rows - 1));
+    if (rows == 0) return;
+#pragma unroll
+    for (uint32_t e = 0; e < kGroupEights; ++e)
+      x_row_[e] = x_row(stage_, input_, first_row + min_of(8 * e + lane_index() / 4, rows - 1));
   }
 
   // Fetch a chunk of the group's rows. `live`: whether any of them is live. Tagged words are not
@@ -52,7 +62,6 @@ class RowsInput {
   }
 
   __device__ __forceinline__ const Tensor& x() const { return stage_.tensors[input_.x]; }
-  static __device__ __forceinline__ uint32_t row() { return lane_index() / 4; }
 
   // The first column of the warp's tile i.
   __device__ __forceinline__ uint32_t tile_column(uint32_t chunk, uint32_t i) const {
@@ -76,49 +85,69 @@ class RowsInput {
               ptx::pack_bf16(value[4], value[5]), ptx::pack_bf16(value[6], value[7])};
   }
 
-  // A packed piece in the order of operand A, see product.cuh.
-  static __device__ __forceinline__ ptx::Words4 operand(const ptx::Words4& piece) {
-    if constexpr (kF32Weights) return piece;
-    return {piece.x, piece.z, piece.y, piece.w};
+  // Make operands of the packed pieces of tile i, see product.cuh.
+  __device__ __forceinline__ void set(uint32_t i, const ptx::Words4 (&piece)[kGroupEights]) {
+    if constexpr (kF32Weights) {
+      words_[i] = piece[0];
+    } else if constexpr (kGroupEights == 1) {
+      words_[i] = {piece[0].x, piece[0].z, piece[0].y, piece[0].w};
+    } else {
+      words_[2 * i] = {piece[0].x, piece[1].x, piece[0].y, piece[1].y};
+      words_[2 * i + 1] = {piece[0].z, piece[1].z, piece[0].w, piece[1].w};
+    }
+#pragma unroll
+    for (uint32_t e = 0; e < kGroupEights; ++e) ptx::settle(words_[i * kGroupEights + e]);
   }
 
   template <bool kF32, bool kTagged>
   __device__ __forceinline__ void fetch(uint32_t chunk) {
     using Raw = Loaded<kF32, kTagged, kPieceColumns>;
-    // Pieces that a lane has in flight: all loads are issued before any tag is checked.
+    // Tiles whose pieces a lane has in flight: all loads are issued before any tag is checked.
     constexpr uint32_t kBatch = min_of(kChunkTiles, 64 / Raw::kRegisters);
     static_assert(kChunkTiles % kBatch == 0);
     constexpr uint32_t kBytes = Raw::column_bytes();
-    const SourceRow from = Raw::row_of(x(), x_row_, stage_.tag, input_.x);
-    const uint64_t row = from.address + input_.first_column() * kBytes;
+    SourceRow from[kGroupEights];
+#pragma unroll
+    for (uint32_t e = 0; e < kGroupEights; ++e)
+      from[e] = Raw::row_of(x(), x_row_[e], stage_.tag, input_.x);
 #pragma unroll
     for (uint32_t first = 0; first < kChunkTiles; first += kBatch) {
-      Raw raw[kBatch];
+      Raw raw[kGroupEights][kBatch];
       uint32_t column[kBatch];
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) {
-        column[i] = lane_column(chunk, first + i);
-        // NOTE: no load is conditional, even for columns that do not exist. The result of a
-        // conditional load merges with another value, and the merge would wait for the load.
-        raw[i].load(row + (exists(column[i]) ? column[i] : 0) * kBytes);
+      for (uint32_t i = 0; i < kBatch; ++i) column[i] = lane_column(chunk, first + i);
+#pragma unroll
+      for (uint32_t e = 0; e < kGroupEights; ++e) {
+        const uint64_t row = from[e].address + input_.first_column() * kBytes;
+#pragma unroll
+        for (uint32_t i = 0; i < kBatch; ++i)
+          // NOTE: no load is conditional, even for columns that do not exist. The result of a
+          // conditional load merges with another value, and the merge would wait for the load.
+          raw[e][i].load(row + (exists(column[i]) ? column[i] : 0) * kBytes);
       }
       if constexpr (kTagged)
-        await<true>(
-            from, raw, [&](uint32_t i) { return exists(column[i]); },
-            [&](uint32_t i) { return input_.first_column() + lane_column(chunk, first + i); });
+#pragma unroll
+        for (uint32_t e = 0; e < kGroupEights; ++e)
+          await<true>(
+              from[e], raw[e], [&](uint32_t i) { return exists(column[i]); },
+              [&](uint32_t i) { return input_.first_column() + lane_column(chunk, first + i); });
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
-        ptx::Words4& words = words_[first + i];
-        if constexpr (!kF32 && !kF32Weights) {
-          words = operand({raw[i].word(0), raw[i].word(1), raw[i].word(2), raw[i].word(3)});
-        } else {
-          float value[kPieceColumns];
+        ptx::Words4 piece[kGroupEights];
 #pragma unroll
-          for (uint32_t j = 0; j < kPieceColumns; ++j) value[j] = raw[i].value(j);
-          words = operand(packed(value));
+        for (uint32_t e = 0; e < kGroupEights; ++e) {
+          const Raw& r = raw[e][i];
+          if constexpr (!kF32 && !kF32Weights) {
+            piece[e] = {r.word(0), r.word(1), r.word(2), r.word(3)};
+          } else {
+            float value[kPieceColumns];
+#pragma unroll
+            for (uint32_t j = 0; j < kPieceColumns; ++j) value[j] = r.value(j);
+            piece[e] = packed(value);
+          }
+          if (!exists(column[i])) piece[e] = ptx::zero4();
         }
-        if (!exists(column[i])) words = ptx::zero4();
-        ptx::settle(words);
+        set(first + i, piece);
       }
     }
   }
@@ -127,20 +156,24 @@ class RowsInput {
   __device__ __forceinline__ void fetch_ragged(uint32_t chunk) {
 #pragma unroll 1
     for (uint32_t i = 0; i < kChunkTiles; ++i) {
-      float value[kPieceColumns];
-      read_ragged(stage_, input_, x_row_, lane_column(chunk, i), value);
-      const ptx::Words4 words = operand(packed(value));
+      ptx::Words4 piece[kGroupEights];
+#pragma unroll
+      for (uint32_t e = 0; e < kGroupEights; ++e) {
+        float value[kPieceColumns];
+        read_ragged(stage_, input_, x_row_[e], lane_column(chunk, i), value);
+        piece[e] = packed(value);
+      }
 #pragma unroll
       for (uint32_t k = 0; k < kChunkTiles; ++k)
-        if (k == i) words_[k] = words;
+        if (k == i) set(k, piece);
     }
   }
 
   const Stage& stage_;
   const Product& input_;
   const Consumer& consumer_;
-  uint32_t x_row_ = 0;  // the row of x that this lane holds
-  ptx::Words4 words_[kChunkTiles];
+  uint32_t x_row_[kGroupEights] = {};  // the rows of x that this lane holds
+  ptx::Words4 words_[kChunkTiles * kGroupEights];
 };
 
 }  // namespace megavm

@@ -41,6 +41,7 @@ class Case:
 
 MIXED = [(0, 17), (1, 0), (1, 1), (1, 2), (2, 39)]
 LONG = [(0, i) for i in range(35)]
+APART = [(i % 4, 9 * (i // 4)) for i in range(16)]
 LONGER = [(i % 4, i // 4) for i in range(150)]
 
 CASES = [
@@ -95,6 +96,21 @@ CASES = [
         extras=True,
     ),
     Case("prefill, float32", 2, 1, 24, LONG, 35, k=1100),
+    Case(
+        "sixteen rows",
+        4,
+        2,
+        64,
+        APART,
+        15,
+        k=2200,
+        weight=BF16,
+        x=BF16,
+        q=BF16,
+        cache=BF16,
+        extras=True,
+        newest=True,
+    ),
     Case("matrix", 4, 2, 64, LONG, 34, k=264, weight=BF16, x=BF16, q=BF16, cache=BF16, extras=True),
     Case("matrix, many rows", 4, 2, 64, LONGER, 141, k=136, weight=BF16, x=BF16, cache=BF16),
     Case(

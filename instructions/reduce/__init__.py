@@ -13,7 +13,7 @@ from megavm.instructions.tiles import (
     squares_units,
     unit_of,
 )
-from megavm.vm.config import MAX_GROUP_ROWS, NUM_CONSUMER_WARPS
+from megavm.vm.config import MIN_GROUP_ROWS, NUM_CONSUMER_WARPS
 from megavm.vm.constants import Constant
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.operands import integer, present, tensor
@@ -82,12 +82,12 @@ class Reduce(Instruction):
     @classmethod
     def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
         # One worker reads each word, but of many rows the storer would have to handle the words.
-        return rows <= MAX_GROUP_ROWS
+        return rows <= MIN_GROUP_ROWS
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         return {"squares_units": squares_units(tensors, self)}
 
-    def tag_order(self, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         # A thread adds a pair of columns. If none has more than one, the kernel synchronises between
         # all reads and all stores.
         pairs = round_up(

@@ -27,8 +27,8 @@ MAX_LOGIT_ROWS = 64
 def default_logit_rows(max_num_seqs: int, max_num_batched_tokens: int) -> int:
     """The default of ``Limits.max_logit_rows``: one for each sequence, and some for prompts.
 
-    With fewer than 9 of them a GPU's kernel of more rows also has the code of few rows, which makes
-    its matrix products slow.
+    With fewer than 17 of them a GPU's kernel of more rows also has the code of few rows, which
+    makes its matrix products slow.
     """
     return max(max_num_seqs, min(MAX_LOGIT_ROWS, max_num_batched_tokens))
 

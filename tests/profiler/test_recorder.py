@@ -286,13 +286,15 @@ def test_a_trace_of_a_gpu_has_the_pages_of_its_rings() -> None:
     assert prompt["early_pages"] == token["early_pages"] == EARLY_PAGES
 
 
-def test_consumers_of_matrix_products_take_no_pages_early() -> None:
+@pytest.mark.parametrize(("rows", "early"), [(8, EARLY_PAGES), (16, 0), (64, 0)])
+def test_consumers_of_more_than_8_rows_take_no_pages_early(rows: int, early: int) -> None:
     config = Checkpoint.open(resolve("stories")).config
-    bucket = Bucket(rows=64, logit_rows=64, context=64, decode=True)
+    bucket = Bucket(rows=rows, logit_rows=rows, context=64, decode=True)
     limits = Limits(64, 64, 64, 64, 64, 64)
     options_for = functools.partial(default_options, "cuda", 132)
-    program = compile_bucket(config, limits, BF16, bucket, options_for)
-    assert _ring(program) == {"pages": NUM_PAGES, "early_pages": 0}
+    ring = _ring(compile_bucket(config, limits, BF16, bucket, options_for))
+    assert ring["early_pages"] == early
+    assert (ring["pages"] == NUM_PAGES) == (rows == 64)
 
 
 def test_early_pages_are_those_of_the_kernel() -> None:

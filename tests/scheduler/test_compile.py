@@ -491,21 +491,31 @@ def test_a_product_has_no_more_parts_than_workers_add_up(workers: int, parts: in
 
 @pytest.mark.parametrize("workers", [66, 114, 132])
 @pytest.mark.parametrize(
-    ("k", "columns", "parts"),
-    [(8192, 2048, 4), (5632, 2048, 3), (3072, 3072, 1), (14336, 4096, 1), (14336, 2048, 3)],
+    ("rows", "k", "columns", "parts"),
+    [
+        (8, 8192, 2048, 4),
+        (8, 5632, 2048, 3),
+        (8, 3072, 3072, 1),
+        (8, 14336, 4096, 1),
+        (8, 14336, 2048, 3),
+        (9, 8192, 2048, 1),
+        (16, 8192, 1024, 4),
+    ],
 )
 def test_workers_that_add_up_parts_have_one_block_of_columns(
-    k: int, columns: int, parts: int, workers: int
+    rows: int, k: int, columns: int, parts: int, workers: int
 ) -> None:
     """With two they would wait for the other parts before they multiply the second one."""
-    graph = Graph(8)
-    x = graph.tensor("x", (8, k), BF16, TensorKind.INPUT)
+    graph = Graph(rows)
+    x = graph.tensor("x", (rows, k), BF16, TensorKind.INPUT)
     y = graph.linear("y", x, graph.weight("w", (columns, k), BF16), dtype=F32)
     graph.output(y, "y")
-    program = unordered(graph, default_options("cuda", workers, 8))
+    program = unordered(graph, default_options("cuda", workers, rows))
     tiles = [i for i in program.instructions if isinstance(i, Matmul)]
     for tile in tiles:
-        assert tile.addends == NONE or tile.column_end - tile.column_begin <= 64
+        assert tile.addends == NONE or tile.column_end - tile.column_begin <= (
+            64 if rows <= 8 else 32
+        )
     if workers == 132:
         assert len({tile.part for tile in tiles}) == parts
 
@@ -637,9 +647,10 @@ def test_every_instruction_stands_in_one_queue() -> None:
     [
         ("cuda", BF16, 1, 0),
         ("cuda", BF16, 8, 0),
-        ("cuda", BF16, 9, 1),
-        ("cuda", F32, 9, 0),
-        ("cpu", BF16, 9, 0),
+        ("cuda", BF16, 16, 0),
+        ("cuda", BF16, 17, 1),
+        ("cuda", F32, 17, 0),
+        ("cpu", BF16, 17, 0),
     ],
 )
 def test_lowering_chooses_for_each_product_how_its_rows_are_multiplied(

@@ -19,7 +19,7 @@ from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
 from megavm.vm.codegen import program_header
-from megavm.vm.config import MAX_GROUP_ROWS, NUM_THREADS
+from megavm.vm.config import MAX_GROUP_ROWS, MIN_GROUP_ROWS, NUM_THREADS
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
@@ -30,6 +30,7 @@ MAX_REGISTERS = (
 )  # what a thread may have before roles share them out anew
 MAX_CUBIN = 1 << 20
 MATRIX_SPILLS = 768, 1600  # bytes stored and loaded
+GROUP_SPILLS = 32  # of either, in steps of 9 to 16 rows
 
 LLAMA_1B = LlamaConfig(
     vocab_size=128256,
@@ -129,12 +130,14 @@ def kernels(
 
 
 def check_spills(kernel: Kernel, rows: tuple[int, ...]) -> None:
-    """Kernels of up to 8 rows do not spill.
+    """Kernels of up to 8 rows do not spill, those of 16 hardly.
 
     Those of matrix products do: their loader, cursors of the consumers, and, with 128 rows, some sums
     while the epilogue looks up its operands. No sum leaves its register in the loops that multiply.
     """
-    stores, loads = (0, 0) if min(rows) <= MAX_GROUP_ROWS else MATRIX_SPILLS
+    stores, loads = MATRIX_SPILLS
+    if min(rows) <= MAX_GROUP_ROWS:
+        stores = loads = 0 if min(rows) <= MIN_GROUP_ROWS else GROUP_SPILLS
     assert kernel.spill_stores <= stores, rows
     assert kernel.spill_loads <= loads, rows
 
@@ -153,7 +156,7 @@ def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
     assert {1, 2, 512} <= set(sizes)
     for header, rows in headers.items():
         assert (rows == (1,)) == ("kMaxRows = 1u" in header)
-    # Kernels of matrix products differ little between models; that of 32 rows lies between those of 16 and 64.
+    # Kernels of matrix products differ little between models; that of 32 rows hardly from that of 64.
     few = {h: rows for h, rows in headers.items() if min(rows) <= MAX_GROUP_ROWS}
     if model == "llama-8b":
         few = {h: rows for h, rows in headers.items() if rows != (32,)}
@@ -181,7 +184,7 @@ __device__ void multiply(float* out, uint64_t a, uint64_t b) {
   for (float sum : sums) out[threadIdx.x] += sum;
 }
 extern "C" __global__ void megavm_kernel(float* out, uint64_t a, uint64_t b) {
-  multiply<16>(out, a, b), multiply<32>(out, a, b), multiply<64>(out, a, b), multiply<128>(out, a, b);
+  multiply<32>(out, a, b), multiply<64>(out, a, b), multiply<128>(out, a, b);
 }
 """
 

@@ -69,6 +69,14 @@ def test_several_rows_of_8b_have_their_scratch_from_partial_sums_and_11_pages() 
     )
 
 
+def test_sixteen_rows_of_8b_have_as_much_for_half_of_a_block() -> None:
+    memory = memory_of(LLAMA_8B, 16)
+    assert (memory.group_rows, memory.scales) == (16, 16)
+    assert memory.partial_floats == 8 * 8 * 8 * 8
+    assert memory.scratch_bytes == 2 * 4 * (8 * 8 * 8 * 8 + 16)
+    assert memory.pages == 11
+
+
 def test_without_products_there_is_room_for_all_pages() -> None:
     memory = kernel_memory({"max_rows": 500})
     assert (memory.scratch_bytes, memory.pages) == (0, NUM_PAGES)

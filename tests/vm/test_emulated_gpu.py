@@ -56,12 +56,19 @@ WANTED = {
         "matrix, parts added",
     ),
     *("matrix, gathered in turn", "matrix, newest", "scaled, units"),
+    *("sixteen rows", "sixteen rows, long", "sixteen rows, scaled", "sixteen rows, peaks"),
+    *("sixteen rows, parts added", "sixteen rows, gathered"),
     *("quads", "quads, bf16 result", "quads, shared block", "quads, shared rows"),
     *("quads, few shared rows", "quads, peaks", "quads, equal peaks", "quads, float32 result"),
     *("quads, four tiles of rows", "quads, long rows"),
     *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
     *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
-    *("fast, rows apart, tagged", "fast, newest, tagged"),
+    *("fast, rows apart, tagged", "fast, newest, tagged", "fast, few rows apart, newest"),
+    *(
+        "peaks, long rows in turn, bf16",
+        "sixteen rows, long and tagged",
+        "sixteen rows, long and scaled",
+    ),
     *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
     *("sums of 64, bf16", "sums of 64, wide", "scaled, wide"),
 }
@@ -247,12 +254,13 @@ STEPS = [
         for s in (0, 2, 3)
     ],
     [(s, range(50, 51)) for s in range(20)],  # decode rows of matrix products
+    [(s, range(51, 52)) for s in range(12)],  # decode rows in a group of 16
     [(7, range(60, 61))],
 ]
 
 
 def test_a_llama_computes_what_the_cpu_does() -> None:
-    """Prompts, chunks with decode rows, many decode rows: kernels of 64, 32, 2 to 8, and one row."""
+    """Prompts, chunks with decode rows, many decode rows: kernels of 64, 32, 9 to 16, 2 to 8, and one row."""
     emulated = runner_on(EmulatedMachine(seed=1), "cuda", 5)
     cpu = runner_on(CpuMachine(), "cpu", 1)
     for rows in STEPS:
@@ -323,6 +331,22 @@ def test_ranks_agree_within_rounding() -> None:
     one, two = logits_of_steps(2), logits_of_steps(2, ranks=2)
     for i in range(len(MIXED_STEPS)):
         assert np.abs(one[i] - two[i]).max() < 0.05, i
+
+
+def test_blocks_of_one_pass_and_of_two_share_the_scratch() -> None:
+    """12 rows: x of down_proj does not fit into registers, that of the other products does."""
+    config = replace(LLAMA, intermediate_size=2112, num_layers=2)
+    limits = Limits(16, 64, 16, 16, 16, 64)
+    step = step_of([(s, range(12 + s, 13 + s)) for s in range(12)])
+    logits = []
+    for machine, target, workers in (
+        (EmulatedMachine(seed=4), "cuda", 3),
+        (CpuMachine(), "cpu", 1),
+    ):
+        runner = runner_on(machine, target, workers, config=config, limits=limits)
+        runner.run(step, 1)
+        logits.append(torch.as_tensor(np.array(runner.logits[:12])))
+    assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 0.1
 
 
 def test_a_prompt_of_several_tiles_of_rows_is_split_along_k() -> None:

@@ -45,23 +45,23 @@ def test_a_weight_in_parts_is_refused_where_kernels_take_none() -> None:
 @pytest.mark.parametrize(
     ("rows", "matrix", "changes", "most"),
     [
-        (9, 1, {}, None),
-        (9, 2, {}, 1),
-        (8, 1, {}, 0),
-        (9, 1, {"dtype": F32}, 0),
-        (9, 1, {"tagged": True, "kind": ACTIVATION}, 0),
-        (9, 1, {"shape": (9, 12)}, 0),  # rows of 24 bytes
+        (17, 1, {}, None),
+        (17, 2, {}, 1),
+        (16, 1, {}, 0),
+        (17, 1, {"dtype": F32}, 0),
+        (17, 1, {"tagged": True, "kind": ACTIVATION}, 0),
+        (17, 1, {"shape": (17, 12)}, 0),  # rows of 24 bytes
     ],
 )
 def test_what_a_gpu_cannot_multiply_as_a_matrix_is_refused_as_one(
     rows: int, matrix: int, changes: dict[str, Any], most: int | None
 ) -> None:
-    x = replace(TensorSpec("x", (9, 16), BF16, INPUT), **changes)
+    x = replace(TensorSpec("x", (17, 16), BF16, INPUT), **changes)
     weight = TensorSpec("w", (8, x.columns), BF16, WEIGHT)
     tile: dict[str, Any] = {"row_begin": 0, "row_end": rows, "x_rows": rows, "tile": 0}
     tile |= {"column_begin": 0, "column_end": 8, "part": 0, "part_k": x.columns, "eps": 0.0}
     inst = Matmul(x=0, weight=1, out=2, matrix=matrix, **tile)
-    sentences = list(inst.check([x, weight, TensorSpec("y", (9, 8), F32, STATE)]))
+    sentences = list(inst.check([x, weight, TensorSpec("y", (17, 8), F32, STATE)]))
     expected = f"matrix is {matrix}, expected at most {most} for {rows} rows of x and weights w"
     assert sentences == ([] if most is None else [expected])
 

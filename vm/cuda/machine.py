@@ -163,7 +163,7 @@ class CudaMachine:
         _check_shares(program, memory)
         functions = self._function(program, found)
         box_rows = found.common.get("matrix_rows", 0)
-        uses_maps = bool(box_rows or found.common.get("many_rows"))
+        uses_maps = bool(box_rows or found.common.get("runs"))
         return CudaExecutable(
             self, program, memory, layouts, functions, box_rows if uses_maps else None
         )

@@ -12,7 +12,7 @@ from megavm.vm.config import (
     BLOCK_UNITS,
     FIXED_BYTES,
     MATRIX_ROW_BYTES,
-    MAX_GROUP_ROWS,
+    MIN_GROUP_ROWS,
     MIN_PAGES,
     NUM_CONSUMER_WARPS,
     NUM_PAGES,
@@ -58,10 +58,11 @@ def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
     element_bytes = 4 if constants.get("any_f32_weights") else 2
     page_columns = TILES_PER_PAGE * TILE_ROW_BYTES // element_bytes  # columns of a row in one page
     unit_pages = max(1, -(-constants.get("max_k", 0) // page_columns))
+    group_rows = 1 if one_row else constants.get("group_rows", MIN_GROUP_ROWS)
     chunk_pages = min(ROW_CHUNK_PAGES if one_row else ROWS_CHUNK_PAGES, unit_pages)
-    group_rows = 1 if one_row else MAX_GROUP_ROWS
     panel_bytes = chunk_pages * PAGE_BYTES // UNIT_ROWS if one_row else 0
-    partial_floats = BLOCK_UNITS * NUM_CONSUMER_WARPS * group_rows * UNIT_ROWS
+    # Of larger groups, a half has the sums of half of a block.
+    partial_floats = BLOCK_UNITS * NUM_CONSUMER_WARPS * min(group_rows, MIN_GROUP_ROWS) * UNIT_ROWS
     scales = 0 if one_row else group_rows
     scratch = constants.get("max_scratch", 0)
     if constants.get("any_product"):

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from megavm.instructions.product import matrix_rows
+from megavm.instructions.product import group_rows, matrix_rows
 from megavm.scheduler.compiler.graph import Operation, Value
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.storage import tagged_spec
+from megavm.vm.config import MIN_GROUP_ROWS
 from megavm.vm.tensors import F32
 
 
@@ -84,10 +85,10 @@ def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | N
     fewest = 2
     if target.is_matrix_step(out.rows, weight.dtype):
         most = _fewest_bytes(out.rows, weight.columns, out.own_columns, options)
-    elif target.matrix_rows and out.rows > target.group_rows:
+    elif target.matrix_rows and out.rows > group_rows(out.rows, weight.dtype):
         return None
     else:
-        most = target.block_rows * options.workers // out.own_columns
+        most = _block_columns(out.rows, weight, options) * options.workers // out.own_columns
         fewest = target.few_parts
     unit = min(width, target.part_unit or width)
     for count in range(min(-(-weight.columns // width), most, target.most_parts), fewest - 1, -1):
@@ -109,7 +110,15 @@ def _adds_up_at_once(weight: Value, out: Value, begin: int, options: CompileOpti
         return True
     workers = options.workers - options.workers * begin // weight.columns
     units = -(-out.own_columns // options.column_unit)
-    return -(-units // workers) * options.column_unit <= target.block_rows
+    return -(-units // workers) * options.column_unit <= _block_columns(out.rows, weight, options)
+
+
+def _block_columns(rows: int, weight: Value, options: CompileOptions) -> int:
+    """The columns of the result that a worker finishes together in a step of a few rows."""
+    target = options.target
+    if not target.matrix_rows:
+        return target.block_rows
+    return target.block_rows * MIN_GROUP_ROWS // group_rows(rows, weight.dtype)
 
 
 def _with_addends(operation: Operation, parts: int, step: int) -> Operation:

@@ -94,7 +94,7 @@ def varied_tag_orders(rng: random.Random) -> Iterator[None]:
     late = {cls: rng.random() < 0.6 for cls in instruction_set().values()}
     early = {cls: rng.random() < 0.6 for cls in instruction_set().values()}
 
-    def tag_order(inst: Instruction, tensors: Sequence[TensorSpec], single_row: bool) -> TagOrder:
+    def tag_order(inst: Instruction, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         if any(tensors[region.tensor].tagged for region in inst.writes(tensors)):
             return TagOrder.READS_LATE if late[type(inst)] else TagOrder.KEPT
         return TagOrder.WRITES_EARLY if early[type(inst)] else TagOrder.KEPT
