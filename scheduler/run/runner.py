@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import torch
+
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Step, power_of_two
 from megavm.scheduler.engine.step_memory import (
@@ -317,7 +319,7 @@ class Runner:
 
         There may be one, but not two. On a machine that the host must wait for, and while a
         recorder is set, the step runs as in ``run``; None is returned then. While its program is
-        compiled ahead, it runs in parts, by programs of fewer rows, unless it wants logits.
+        compiled ahead, it runs in parts, by programs of fewer rows.
 
         Raises ValueError as ``run`` does. ``Launch.finish`` raises errors of the machine.
         """
@@ -325,8 +327,13 @@ class Runner:
         bucket = self._choose(step, steps)
         if bucket is None:
             parts = self._parts(step, steps)
+            all_logits, kept = self.memory["logits"], []
             for own, part in parts:
                 self.run(part, steps, started, own)
+                if step.wants_logits:  # the next part stores its own in the same rows
+                    kept.append(all_logits[: len(part.logit_row)].clone())
+            if kept:
+                all_logits[: len(step.logit_row)] = torch.cat(kept)
             if parts:
                 return None
             bucket = self._own(step, steps)
@@ -387,7 +394,7 @@ class Runner:
 
     def _parts(self, step: Step, steps: int) -> list[tuple[Bucket, Step]]:
         """Parts that can run now in place of ``step``, and the buckets of their programs; or []."""
-        size = 0 if step.wants_logits else power_of_two(step.num_rows) // 2
+        size = power_of_two(step.num_rows) // 2
         ready = set(self._programs)
         while size * MOST_PARTS >= step.num_rows and size:
             parts = step.parts(size)

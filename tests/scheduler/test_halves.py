@@ -220,14 +220,16 @@ def test_some_steps_stay_whole(machine: str, rows: int, parallel: Parallel, halv
 
 
 def test_halves_begin_at_tiles_and_leave_no_row_out() -> None:
-    for rows in (32, 48, 100, 300, 512, 1000):
+    for rows in (64, 96, 100, 300, 512, 1000):
         options = replace(default_options("cuda", 132, rows), halves="all")
         operations = rewrite(llama_8b(rows, Parallel(2)), options)
         cut = {operation.rows for operation in operations if operation.rows}
         (_, middle), (begin, end) = sorted(cut)
         assert (begin, end) == (middle, rows)
-        assert middle % 16 == 0
-        assert min(middle, rows - middle) >= 16
+        assert middle % 32 == 0
+        assert min(middle, rows - middle) >= 32
+    few = rewrite(llama_8b(48, Parallel(2)), replace(options, halves="all"))
+    assert not any(operation.rows for operation in few), "so few rows are no matrix"
 
 
 # The program has work beside every exchange.

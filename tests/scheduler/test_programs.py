@@ -415,17 +415,23 @@ def test_no_step_is_too_large_for_the_programs_that_a_server_has_when_it_is_read
     assert most <= USUAL_ROWS * runner_module.MOST_PARTS
 
 
-def test_a_step_that_wants_logits_waits_for_its_program(llm: LLM, slow: Slow) -> None:
+def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow) -> None:
+    prompt = [5, 6, 7, 8, 9, 10, 11, 12]
+    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1)
+    with LLM(
+        "stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=4
+    ) as fours:
+        expected = fours.generate(prompt, params)[0]
     runner = llm.runner
     runner.compile_ahead()
     assert slow.began.wait(SECONDS)
     for rows in (1, 2, 4):
-        runner.run(step(rows))
-    threading.Timer(0.3, slow.go_on.set).start()
-    prompt = [5, 6, 7, 8, 9, 10, 11, 12]
-    params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1)
-    assert llm.generate(prompt, params)[0].outputs[0].logprobs
-    assert slow.go_on.is_set()
+        runner.run(replace(step(rows), logit_row=np.arange(rows, dtype=np.int32)))
+    found = llm.generate(prompt, params)[0]
+    assert found.prompt_logprobs == expected.prompt_logprobs
+    assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+    assert not slow.go_on.is_set()
+    slow.go_on.set()
 
 
 def test_recording_begins_and_ends_while_a_program_is_compiled(llm: LLM, slow: Slow) -> None:

@@ -72,7 +72,7 @@ def toy_token(
 class ToyRunner:
     """See the module.
 
-    ``part_rows``: steps run in parts of so many rows, unless it is 0 or they want logits.
+    ``part_rows``: steps run in parts of so many rows, unless it is 0.
 
     ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
 
@@ -166,16 +166,17 @@ class ToyRunner:
             self.kv[...] = -1  # what was in memory is lost
             raise MachineFault("worker 0 gave up")
         self.steps_seen.append(step)
-        whole = step.wants_logits or not self.part_rows
-        for part in [step] if whole else step.parts(self.part_rows):
+        done = 0
+        for part in step.parts(self.part_rows) if self.part_rows else [step]:
             for offset in range(steps):
-                self._step(part, offset, steps)
+                self._step(part, offset, steps, done)
+            done += len(part.logit_row)
 
-    def _step(self, step: Step, offset: int, steps: int) -> None:
+    def _step(self, step: Step, offset: int, steps: int, first_logits: int) -> None:
         self.epoch += 1
         rows, logit_rows = step.num_rows, len(step.logit_row)
         assert 0 < rows <= self.max_num_batched_tokens
-        assert logit_rows <= self.max_logit_rows
+        assert first_logits + logit_rows <= self.max_logit_rows
         for array in (step.row_sequence, step.row_position, step.logit_row):
             assert array.dtype == np.int32
             assert array.ndim == 1
@@ -194,7 +195,7 @@ class ToyRunner:
             self._read(s, p, slots, positions) for s, p in zip(slots, positions, strict=True)
         ]
         chosen = []
-        for i, row in enumerate(step.logit_row.tolist()):
+        for i, row in enumerate(step.logit_row.tolist(), first_logits):
             slot, tokens = slots[row], contexts[row]
             self.logits[i] = toy_logits(tokens, self.vocab_size)
             if self.sampling_integer[slot, Integer.ENABLED]:
