@@ -49,9 +49,7 @@ WIDE_SQUARES = 64  # the same in steps of many rows
 TILE_ROW_BYTES = 64
 TILES_PER_PAGE = 32
 BLOCK_UNITS = 8  # units whose sums are finished together, of groups of 16 rows in two passes
-MIN_GROUP_ROWS = (
-    8  # input rows multiplied together, in steps of up to 8 rows and with float32 weights
-)
+MIN_GROUP_ROWS = 8  # input rows multiplied together, of up to 8 and with float32 weights
 MAX_GROUP_ROWS = 16  # the same in steps of 9 to 16 rows, and of bfloat16 that is no matrix product
 MIN_MATRIX_ROWS = 32  # fewest and most input rows that matrix products take at a time
 MAX_MATRIX_ROWS = 128

@@ -56,6 +56,7 @@ struct Tiling {
   __device__ __forceinline__ uint32_t pages_of(uint32_t chunk) const {
     return kOneChunk ? pages() : min_of(kChunkPages, pages() - chunk * kChunkPages);
   }
+  // Units whose sums are finished together, in steps of several rows.
   __device__ __forceinline__ uint32_t block_units() const {
     return chunks() > 1 ? kMostPasses * kPassUnits : kPassUnits;
   }
