@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
 import torch
 
 from megavm.scheduler.compiler.options import CompileOptions, default_options
@@ -333,7 +334,9 @@ class Runner:
                 if step.wants_logits:  # the next part stores its own in the same rows
                     kept.append(all_logits[: len(part.logit_row)].clone())
             if kept:
-                all_logits[: len(step.logit_row)] = torch.cat(kept)
+                part_of_row = step.logit_row // parts[0][1].num_rows
+                places = torch.from_numpy(np.argsort(part_of_row, kind="stable"))
+                all_logits[places.to(all_logits.device)] = torch.cat(kept)
             if parts:
                 return None
             bucket = self._own(step, steps)

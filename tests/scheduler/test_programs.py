@@ -430,6 +430,12 @@ def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow)
     found = llm.generate(prompt, params)[0]
     assert found.prompt_logprobs == expected.prompt_logprobs
     assert found.outputs[0].logprobs == expected.outputs[0].logprobs
+    order, made = [6, 1, 3, 7, 0, 4], []
+    for logit_rows in (list(range(8)), order):
+        runner.write_tokens(0, np.array(prompt, np.int32))  # a step writes what it chooses
+        runner.start(replace(step(8), logit_row=np.array(logit_rows, np.int32)))
+        made.append(runner.logits[: len(logit_rows)].copy())
+    assert np.array_equal(made[1], made[0][order])
     assert not slow.go_on.is_set()
     slow.go_on.set()
 

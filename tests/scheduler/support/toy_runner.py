@@ -20,7 +20,7 @@ from megavm.instructions.sample import (
     Integer,
     Real,
 )
-from megavm.scheduler.engine.step import Step
+from megavm.scheduler.engine.step import Ints, Step
 from megavm.vm.machine import MachineFault, MachineLost
 
 _WORD = (1 << 64) - 1
@@ -166,17 +166,17 @@ class ToyRunner:
             self.kv[...] = -1  # what was in memory is lost
             raise MachineFault("worker 0 gave up")
         self.steps_seen.append(step)
-        done = 0
-        for part in step.parts(self.part_rows) if self.part_rows else [step]:
+        size = self.part_rows or step.num_rows
+        for number, part in enumerate(step.parts(size)):
+            places = np.flatnonzero(step.logit_row // size == number)
             for offset in range(steps):
-                self._step(part, offset, steps, done)
-            done += len(part.logit_row)
+                self._step(part, offset, steps, places)
 
-    def _step(self, step: Step, offset: int, steps: int, first_logits: int) -> None:
+    def _step(self, step: Step, offset: int, steps: int, places: Ints) -> None:
         self.epoch += 1
         rows, logit_rows = step.num_rows, len(step.logit_row)
         assert 0 < rows <= self.max_num_batched_tokens
-        assert first_logits + logit_rows <= self.max_logit_rows
+        assert max(places, default=0) < self.max_logit_rows
         for array in (step.row_sequence, step.row_position, step.logit_row):
             assert array.dtype == np.int32
             assert array.ndim == 1
@@ -195,7 +195,7 @@ class ToyRunner:
             self._read(s, p, slots, positions) for s, p in zip(slots, positions, strict=True)
         ]
         chosen = []
-        for i, row in enumerate(step.logit_row.tolist(), first_logits):
+        for i, row in zip(places.tolist(), step.logit_row.tolist(), strict=True):
             slot, tokens = slots[row], contexts[row]
             self.logits[i] = toy_logits(tokens, self.vocab_size)
             if self.sampling_integer[slot, Integer.ENABLED]:
