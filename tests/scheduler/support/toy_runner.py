@@ -168,7 +168,7 @@ class ToyRunner:
         self.steps_seen.append(step)
         size = self.part_rows or step.num_rows
         for number, part in enumerate(step.parts(size)):
-            places = np.flatnonzero(step.logit_row // size == number)
+            places = np.flatnonzero(step.logit_row // size == number).astype(np.int32)
             for offset in range(steps):
                 self._step(part, offset, steps, places)
 
