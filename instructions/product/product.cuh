@@ -28,7 +28,8 @@ namespace megavm {
 
 static_assert(kPreload % 2 == 0);
 constexpr uint32_t kUnitPairs = kUnitRows / 2;
-constexpr uint32_t kGroupEights = ceil_div(kGroupRows, kMinGroupRows);  // of rows in a group
+// A group has so many times eight rows. (A group of one row counts as one eight.)
+constexpr uint32_t kGroupEights = ceil_div(kGroupRows, kMinGroupRows);
 static_assert(kGroupRows <= kMaxGroupRows && kGroupEights <= 2);
 static_assert(kGroupEights == 1 || !kF32Weights);
 // Consumers finish a block in *passes* of kPassUnits units, so that each pair and row has a thread.

@@ -44,6 +44,8 @@ LONG = [(0, i) for i in range(35)]
 APART = [(i % 4, 9 * (i // 4)) for i in range(16)]
 LONGER = [(i % 4, i // 4) for i in range(150)]
 
+ALL_BF16: dict[str, Any] = {"weight": BF16, "x": BF16, "q": BF16, "cache": BF16}
+
 CASES = [
     Case("multi-head", 2, 2, 16, MIXED, 5),
     Case("grouped", 4, 2, 32, MIXED, 5, pairs=(0, 128)),
@@ -51,7 +53,7 @@ CASES = [
     Case("part of a head", 4, 2, 64, [(0, 3)], 1, pairs=(40, 75), extras=True),
     Case("keys and values", 2, 2, 8, MIXED, 5, pairs=(7, 21)),
     Case("smallest head", 2, 1, 2, MIXED, 3),
-    Case("bf16", 4, 2, 32, MIXED, 5, k=64, weight=BF16, x=BF16, q=BF16, cache=BF16, extras=True),
+    Case("bf16", 4, 2, 32, MIXED, 5, k=64, **ALL_BF16, extras=True),
     Case("bf16 of float32", 4, 2, 20, MIXED, 5, k=50, weight=BF16, q=BF16, cache=BF16, extras=True),
     Case(
         "tagged", 4, 1, 16, [(0, 5), (1, 9)], 2, weight=BF16, cache=BF16, tagged=True, extras=True
@@ -81,7 +83,7 @@ CASES = [
         tagged=True,
         newest=True,
     ),
-    Case("prefill", 4, 2, 64, LONG, 34, k=70, weight=BF16, x=BF16, q=BF16, cache=BF16),
+    Case("prefill", 4, 2, 64, LONG, 34, k=70, **ALL_BF16),
     Case(
         "prefill, sums stay",
         1,
@@ -96,38 +98,10 @@ CASES = [
         extras=True,
     ),
     Case("prefill, float32", 2, 1, 24, LONG, 35, k=1100),
-    Case(
-        "sixteen rows",
-        4,
-        2,
-        64,
-        APART,
-        15,
-        k=2200,
-        weight=BF16,
-        x=BF16,
-        q=BF16,
-        cache=BF16,
-        extras=True,
-        newest=True,
-    ),
-    Case("matrix", 4, 2, 64, LONG, 34, k=264, weight=BF16, x=BF16, q=BF16, cache=BF16, extras=True),
+    Case("sixteen rows", 4, 2, 64, APART, 15, k=2200, **ALL_BF16, extras=True, newest=True),
+    Case("matrix", 4, 2, 64, LONG, 34, k=264, **ALL_BF16, extras=True),
     Case("matrix, many rows", 4, 2, 64, LONGER, 141, k=136, weight=BF16, x=BF16, cache=BF16),
-    Case(
-        "matrix, newest",
-        2,
-        2,
-        32,
-        LONG,
-        33,
-        k=136,
-        pairs=(7, 90),
-        weight=BF16,
-        x=BF16,
-        q=BF16,
-        cache=BF16,
-        newest=True,
-    ),
+    Case("matrix, newest", 2, 2, 32, LONG, 33, k=136, pairs=(7, 90), **ALL_BF16, newest=True),
     Case("no live row", 2, 1, 8, MIXED, 0, tagged=True),
     Case("not counted", 2, 1, 8, MIXED, None),
 ]

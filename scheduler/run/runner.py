@@ -327,17 +327,8 @@ class Runner:
         memory, started = self._step, started or _nothing
         bucket = self._choose(step, steps)
         if bucket is None:
-            parts = self._parts(step, steps)
-            all_logits, kept = self.memory["logits"], []
-            for own, part in parts:
-                self.run(part, steps, started, own)
-                if step.wants_logits:  # the next part stores its own in the same rows
-                    kept.append(all_logits[: len(part.logit_row)].clone())
-            if kept:
-                part_of_row = step.logit_row // parts[0][1].num_rows
-                places = torch.from_numpy(np.argsort(part_of_row, kind="stable"))
-                all_logits[places.to(all_logits.device)] = torch.cat(kept)
-            if parts:
+            if parts := self._parts(step, steps):
+                self._run_parts(step, steps, started, parts)
                 return None
             bucket = self._own(step, steps)
         if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
@@ -407,6 +398,20 @@ class Runner:
                 return found
             size //= 2
         return []
+
+    def _run_parts(
+        self, step: Step, steps: int, started: Callable[[], None], parts: list[tuple[Bucket, Step]]
+    ) -> None:
+        """Run the parts of a step. All store logits in the same rows, where its own belong."""
+        logits, kept = self.memory["logits"], []
+        for bucket, part in parts:
+            self.run(part, steps, started, bucket)
+            if step.wants_logits:
+                kept.append(logits[: len(part.logit_row)].clone())
+        if kept:
+            part_of_logits = step.logit_row // parts[0][1].num_rows
+            rows = torch.from_numpy(np.argsort(part_of_logits, kind="stable"))
+            logits[rows.to(logits.device)] = torch.cat(kept)
 
     def _describe(self, step: Step) -> None:
         """Write a step to the arrays. Raises ValueError when it is beyond the limits."""

@@ -30,7 +30,7 @@ MAX_REGISTERS = (
 )  # what a thread may have before roles share them out anew
 MAX_CUBIN = 1 << 20
 MATRIX_SPILLS = 768, 1600  # bytes stored and loaded
-GROUP_SPILLS = 32  # of either, in steps of 9 to 16 rows
+GROUP_SPILLS = 32  # most bytes that kernels of 9 to 16 rows store, and load
 
 LLAMA_1B = LlamaConfig(
     vocab_size=128256,
