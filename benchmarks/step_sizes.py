@@ -7,8 +7,9 @@ The engine plans and collects as it does behind ``LLM`` on a GPU: one launch run
 is planned. Its machine executes nothing, and the clock is a number: a step takes as long as
 results/throughput_cuda_*.json say. Between measured sizes a line is drawn; a row that chooses a
 token takes longer than one of a prompt, by as much as decoding 256 sequences takes longer than
-reading 256 tokens. The host's work takes no time. Each client sends its next request DELAY seconds
-after the last token.
+reading 256 tokens. The host's work takes no time. Each client sends its next request up to DELAY
+seconds after the last token, at random. ``--launch-ms``: what a launch of several steps should
+take.
 
 Then a prompt of 8,192 tokens arrives while 64 sequences decode, with and without a limit of the
 time of a step (``tpot_limit_ms``), which has learned from one such prompt before.
@@ -38,10 +39,10 @@ from planning import EchoRunner
 
 # Of requests: tokens of the prompt, fewest and most tokens of the answer.
 LOADS: Final = ((160, 128, 128), (160, 64, 192), (1024, 64, 192))
-DELAY: Final = 2e-3
+DELAY: Final = 5e-3
 LONG: Final = 8192
 BESIDE: Final = 64  # sequences that decode beside a long prompt
-LIMIT_MS: Final = {"1b": 8.0, "8b": 30.0}
+LIMIT_MS: Final = {"1b": 8.0, "8b": 35.0}
 VOCABULARY: Final = 1000
 
 
@@ -96,13 +97,16 @@ class PacedRunner(EchoRunner):
 class Simulation:
     """An engine, and requests by the time at which they arrive."""
 
-    def __init__(self, runner: PacedRunner, tpot_limit: float | None = None) -> None:
+    def __init__(
+        self, runner: PacedRunner, tpot_limit: float | None = None, launch: float | None = None
+    ) -> None:
         self.runner = runner
         self.engine = Engine(
             runner,
             prefix_caching=False,
             overlap=False,  # this object itself plans ahead, in the thread of the clock
             steps_per_launch=TARGETS["cuda"].steps_per_launch,
+            launch_limit=launch,
             tpot_limit=tpot_limit,
         )
         self._planned: deque[Plan] = deque()
@@ -135,31 +139,38 @@ class Simulation:
 
 
 def serve(
-    pace: Pace, size: int, load: tuple[int, int, int], clients: int, requests: int
+    pace: Pace,
+    size: int,
+    load: tuple[int, int, int],
+    clients: int,
+    requests: int,
+    launch: float | None,
 ) -> dict[str, float]:
     """Clients that each send a request when the one before is answered; medians."""
     prompt, fewest, most = load
     runner = PacedRunner(pace, size, clients, prompt + most)
-    simulation = Simulation(runner)
+    simulation = Simulation(runner, launch=launch)
     numbers = iter(range(requests))
-    outputs = np.random.default_rng(1).integers(fewest, most, requests, endpoint=True).tolist()
+    draw = np.random.default_rng(1)
+    outputs = draw.integers(fewest, most, requests, endpoint=True).tolist()
     sent: dict[int, float] = {}
     first: dict[int, float] = {}
     last: dict[int, float] = {}
 
-    def send(at: float, count: int) -> None:
+    def send(count: int) -> None:
         for number in itertools.islice(numbers, count):
-            sent[number] = at
-            simulation.send(at, number, prompt, outputs[number])
+            sent[number] = runner.now + draw.uniform(0.0, DELAY)
+            simulation.send(sent[number], number, prompt, outputs[number])
 
-    send(0.0, clients)
-    while len(last) < requests:
-        for delta in simulation.launch():
-            number = cast(int, delta.request.id)
-            first.setdefault(number, runner.now)
-            if delta.finish_reason is not None:
-                last[number] = runner.now
-                send(runner.now + DELAY, 1)
+    with patch("time.perf_counter", lambda: runner.now):
+        send(clients)
+        while len(last) < requests:
+            for delta in simulation.launch():
+                number = cast(int, delta.request.id)
+                first.setdefault(number, runner.now)
+                if delta.finish_reason is not None:
+                    last[number] = runner.now
+                    send(1)
     ttft = [first[n] - sent[n] for n in last]
     tpot = [(last[n] - first[n]) / (outputs[n] - 1) for n in last]
     return {
@@ -197,14 +208,18 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 64, 256])
     parser.add_argument("--requests", type=int, default=5, help="of each client")
+    usual = 1e3 * (TARGETS["cuda"].launch_seconds or 0.0)
+    parser.add_argument("--launch-ms", type=float, default=usual, help="0: no limit")
     parser.add_argument("--save", action="store_true", help="write results/step_sizes.json")
     options = parser.parse_args()
+    launch = 1e-3 * options.launch_ms if options.launch_ms else None
     results: list[dict[str, Any]] = []
     prompts: list[dict[str, Any]] = []
     for model, size in itertools.product(options.model, options.sizes):
         pace = Pace(model)
         for load, clients in itertools.product(LOADS, options.clients):
-            row = serve(pace, max(size, clients), load, clients, clients * options.requests)
+            count = clients * options.requests
+            row = serve(pace, max(size, clients), load, clients, count, launch)
             results.append({"model": model, "size": size, "load": load, "clients": clients, **row})
             print(f"{model}, steps of {size}, {clients} clients of {load}: {row}", flush=True)
         for limit in (None, LIMIT_MS[model]):
@@ -212,7 +227,12 @@ def main() -> None:
             prompts.append({"model": model, "size": size, "tpot_limit_ms": limit, **row})
             print(f"{model}, steps of {size}, a long prompt, limit {limit} ms: {row}", flush=True)
     if options.save:
-        report = {"requests": options.requests, "clients": results, "long_prompts": prompts}
+        report = {
+            "requests": options.requests,
+            "launch_ms": options.launch_ms,
+            "clients": results,
+            "long_prompts": prompts,
+        }
         print(f"saved {save('step_sizes', report)}")
 
 

@@ -61,10 +61,11 @@ class Target:
     machine has none, and counts none).
 
     Engine: ``block_size``: tokens of a KV block. ``steps_per_launch``: tokens that a sequence may get before
-    the host checks its stop conditions. ``max_num_seqs`` and ``max_num_batched_tokens``: the defaults of
-    sequences that run at the same time, and of tokens of a step. ``overlap``: the next step is planned while
-    one runs. ``kv_fraction``, ``max_kv_bytes``: the default size of the KV cache, as a share of the memory that
-    is available, and its limit (None: there is none).
+    the host checks its stop conditions. ``launch_seconds``: how long a launch of several steps should take, as
+    a request that comes waits for it (None: there is no limit). ``max_num_seqs`` and ``max_num_batched_tokens``:
+    the defaults of sequences that run at the same time, and of tokens of a step. ``overlap``: the next step is
+    planned while one runs. ``kv_fraction``, ``max_kv_bytes``: the default size of the KV cache, as a share of
+    the memory that is available, and its limit (None: there is none).
 
     ``column_unit``: column tiles of products begin at multiples of it, those of embeddings at multiples of
     ``embedding_unit``. ``exchange``: how activations pass between workers (CompileOptions.exchange).
@@ -107,6 +108,7 @@ class Target:
     scratch_bytes: int = 0
     block_size: int = 16
     steps_per_launch: int = 1
+    launch_seconds: float | None = None
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     overlap: bool = False
@@ -158,6 +160,7 @@ TARGETS = {
             scratch_bytes=SCRATCH_BYTES,
             block_size=64,
             steps_per_launch=8,
+            launch_seconds=0.005,
             max_num_seqs=64,
             max_num_batched_tokens=2048,
             overlap=True,

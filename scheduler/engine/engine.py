@@ -87,13 +87,14 @@ class Engine:
     ``new_decoder`` makes the decoder of one sequence; without it deltas have no text and stop
     strings are refused. ``seed`` seeds the generator of seeds for requests without one.
     ``steps_per_launch``: most steps of a launch of pure decode; the host sees their tokens, one per
-    step and sequence, after the launch.
+    step and sequence, after the launch. ``launch_limit``: seconds that such a launch should take if
+    it has several, as far as StepPace knows: a request that comes waits for two launches.
 
     ``tpot_limit``: seconds that a step may take in which sequences decode. Chunks of prompts beside
     them are cut so that it does, as far as StepPace knows. None: prompts fill the step.
 
-    Raises ValueError when ``steps_per_launch`` is not positive or the runner's sizes do not fit
-    each other.
+    Raises ValueError when ``steps_per_launch`` or a limit is not positive or the runner's sizes do
+    not fit each other.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class Engine:
         prefix_caching: bool = True,
         overlap: bool = True,
         steps_per_launch: int = 1,
+        launch_limit: float | None = None,
         tpot_limit: float | None = None,
     ) -> None:
         if steps_per_launch < 1:
@@ -119,7 +121,7 @@ class Engine:
             runner.max_logit_rows,
             self.blocks,
             steps_per_launch,
-            None if tpot_limit is None else StepPace(tpot_limit),
+            None if tpot_limit is launch_limit is None else StepPace(tpot_limit, launch_limit),
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder

@@ -1,4 +1,4 @@
-"""How long steps take, learned from those that ran, and how many rows fit into a time."""
+"""How long steps take, learned from those that ran, and how many rows or steps fit into a time."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from megavm.scheduler.engine.step import power_of_two
 # Prompts get at least so many rows of a step in which sequences decode, whatever the limit.
 FEWEST_PROMPT_ROWS: Final = 16
 _REMEMBERED = 9  # a size is expected to take the median of its last steps, so many
+# What the host does for a launch takes so many seconds for each sequence, and should take at most
+# this share of the launch, since the machine waits for it otherwise (benchmarks/serve_cuda.py).
+_HOST_SECONDS: Final = 6e-6
+_HOST_SHARE: Final = 0.06
 
 
 class StepPace:
@@ -21,15 +25,22 @@ class StepPace:
     if there is one, to take as much longer than that as it has more rows, which is an upper bound:
     a step reads the weights once, whatever its rows. No size is tried before the one below it.
 
-    ``limit``: seconds.
+    ``limit``: seconds; None: a step may take as long as it does. ``launch``: seconds that a launch
+    of several steps should take; None: as long as it does.
 
-    One thread may call ``note`` while another calls ``most_rows``.
+    One thread may call ``note`` while another calls ``most_rows`` or ``most_steps``.
+
+    Raises ValueError when a number of seconds is not positive.
     """
 
-    def __init__(self, limit: float) -> None:
-        if not limit > 0:
-            raise ValueError(f"the time limit of a step is {limit} s, expected a positive number")
+    def __init__(self, limit: float | None = None, launch: float | None = None) -> None:
+        for what, seconds in (("a step", limit), ("a launch", launch)):
+            if seconds is not None and not seconds > 0:
+                raise ValueError(
+                    f"the time limit of {what} is {seconds} s, expected a positive number"
+                )
         self.limit = limit
+        self.launch = launch
         self._times: dict[int, tuple[float, ...]] = {}  # by size: of the last steps
 
     def note(self, rows: int, seconds: float) -> None:
@@ -60,8 +71,21 @@ class StepPace:
         ``decoding``: rows of sequences that decode. Beside them a step has room for at least
         FEWEST_PROMPT_ROWS rows of prompts, or no prompt would ever be read.
         """
+        if self.limit is None:
+            return most
         least = min(decoding + FEWEST_PROMPT_ROWS, most)
         rows = power_of_two(least)
         while rows < most and self._times.get(rows) and self.expected(2 * rows) <= self.limit:
             rows *= 2
         return max(least, min(rows, most))
+
+    def most_steps(self, rows: int, most: int) -> int:
+        """The most steps, up to ``most``, of a launch in which ``rows`` sequences decode.
+
+        A request that comes waits for two launches, the one that runs and the one behind it.
+        """
+        step = self.expected(rows)
+        if self.launch is None or not step:
+            return most
+        seconds = max(self.launch, rows * _HOST_SECONDS / _HOST_SHARE)
+        return max(1, min(most, round(seconds / step)))

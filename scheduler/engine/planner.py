@@ -25,7 +25,8 @@ from megavm.scheduler.engine.step import Admission, Ints, Plan, Step
 class Planner:
     """Decides what the next step does with the waiting and running sequences.
 
-    ``pace`` limits the rows of prompts in steps in which sequences decode.
+    ``pace`` limits the rows of prompts in steps in which sequences decode, and the steps of a
+    launch.
 
     ``failed`` collects sequences that cannot run, each with an error message; they hold no slot and
     no KV blocks any more.
@@ -208,7 +209,7 @@ class Planner:
         """Steps of the next launch.
 
         Several only if no sequence can join or end during the launch, lack KV blocks, or need the
-        host between two steps.
+        host between two steps; fewer if they take long, because a request may come.
         """
         steps = self.steps_per_launch
         if steps == 1 or self._prefilling or self.waiting:
@@ -218,6 +219,8 @@ class Planner:
             return 1
         position, last = self._position[slots], self._last_row[slots]
         steps = min(steps, int((last - position).min()) + 1)
+        if self.pace is not None:
+            steps = self.pace.most_steps(len(slots), steps)
         size = self.blocks.block_size
         needed = -((self._capacity[slots] - position - steps) // size)
         return steps if int(needed.clip(0).sum()) <= self.blocks.num_free else 1

@@ -98,7 +98,8 @@ class LLM:
         overlap: plan the next step while one runs; None does so on a GPU only, because on the CPU
             planning would compete with the machine's threads.
         steps_per_launch: tokens that a sequence may get before its stop conditions are checked;
-            None is 8 on a GPU and 1 elsewhere.
+            None is 1 elsewhere and on a GPU up to 8, as many as take about 5 ms: a request that
+            comes waits for the launch that runs and for the one behind it.
         tpot_limit_ms: milliseconds that a step should take at most while sequences decode: chunks
             of prompts beside them become smaller, down to 16 tokens, as measured steps demand.
             None: prompts fill the step, which is best for throughput.
@@ -157,8 +158,8 @@ class LLM:
         on_gpu, target = machine_name == "cuda", TARGETS[machine_name]
         if block_size is None:
             block_size = target.block_size
-        if steps_per_launch is None:
-            steps_per_launch = target.steps_per_launch
+        launch_limit = None if steps_per_launch else target.launch_seconds
+        steps_per_launch = steps_per_launch or target.steps_per_launch
         if max_num_batched_tokens is None:
             max_num_batched_tokens = target.max_num_batched_tokens
         if max_num_seqs is None:
@@ -207,6 +208,7 @@ class LLM:
             prefix_caching=prefix_caching,
             overlap=target.overlap if overlap is None else overlap,
             steps_per_launch=steps_per_launch,
+            launch_limit=launch_limit,
             tpot_limit=None if tpot_limit_ms is None else tpot_limit_ms / 1e3,
         )
         self.restrictions = RestrictionCompiler(

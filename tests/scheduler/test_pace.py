@@ -115,7 +115,42 @@ def test_the_first_step_of_a_size_does_not_count() -> None:
     assert pace.most_rows(10, 4096) == 256
 
 
+def test_a_launch_takes_about_as_long_as_it_should() -> None:
+    pace = StepPace(launch=0.005)
+    assert pace.most_rows(1, 4096) == 4096
+    assert pace.most_steps(8, 8) == 8  # not known yet
+    for rows, seconds in ((8, 0.0008), (1, 0.0035), (4, 0.1), (256, 0.003), (64, 0.0057)):
+        for _ in range(2):
+            pace.note(rows, seconds)
+    assert pace.most_steps(8, 8) == 6
+    assert pace.most_steps(8, 3) == 3
+    assert pace.most_steps(1, 8) == 1
+    assert pace.most_steps(4, 8) == 1  # one step takes too long
+    # The host collects the tokens of 256 sequences in 1.5 ms, whatever their number.
+    assert pace.most_steps(256, 32) == 9
+    assert pace.most_steps(64, 8) == 1
+
+
+def test_a_request_that_comes_waits_for_short_launches(clock: Clock, overlap: bool) -> None:
+    def steps_of_launches(limit: float | None) -> list[int]:
+        runner = TimedRunner(clock, max_model_len=1000, num_blocks=1000)
+        engine = make_engine(
+            runner, overlap=overlap, steps_per_launch=8, launch_limit=limit, prefix_caching=False
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+        request = engine.add(np.array([3, 4, 5]), params)
+        assert len(run_all(engine)[request.id, 0].token_ids) == 100
+        step = FIXED + PER_ROW
+        return [round(took / step) for rows, _, took in runner.took if rows == 1]
+
+    assert set(steps_of_launches(None)[:-1]) == {8}
+    # Nothing is known of the first two or three.
+    assert set(steps_of_launches(2.9 * FIXED)[3:-1]) == {3}
+
+
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])
 def test_a_limit_is_a_positive_time(limit: float) -> None:
     with pytest.raises(ValueError, match="time limit of a step is"):
         StepPace(limit)
+    with pytest.raises(ValueError, match="time limit of a launch is"):
+        StepPace(launch=limit)
