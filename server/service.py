@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
-USUAL_ROWS: Final = 64  # programs of larger steps are compiled on first use
 _LAST_WORDS_SECONDS: Final = 5.0  # time to send the last answers after the engine has stopped
 
 
@@ -59,15 +58,21 @@ class Status(Enum):
 
 
 def _stand_ins(runner: Runner, restricted: bool = False) -> list[Bucket]:
-    """Programs of usual numbers of rows that can run all their steps until those have their own."""
+    """Programs that can run all steps of so many rows until those have their own.
+
+    The first has the most rows: it runs all smaller steps, and larger ones in parts.
+    """
     return [
         runner.bucket(rows, rows, runner.max_model_len, restricted=restricted)
-        for rows in _powers_of_two(min(runner.max_num_batched_tokens, USUAL_ROWS))
+        for rows in reversed(_usual_rows(runner.max_num_batched_tokens))
     ]
 
 
-def _powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... below `most`, and `most` itself."""
+def _usual_rows(most: int) -> list[int]:
+    """1, 2, 4, ... up to `most` and STAND_IN_ROWS. Larger steps are compiled on first use."""
+    from megavm.scheduler.run.stand_ins import STAND_IN_ROWS
+
+    most = min(most, STAND_IN_ROWS)
     return [*(1 << i for i in range((most - 1).bit_length())), most]
 
 
@@ -192,14 +197,15 @@ class Service:
         self._report("reading the texts of tokens", 0, 1)
         llm.tokenizer.remember_texts()
         runner = llm.runner
-        prompts = _powers_of_two(min(runner.max_num_batched_tokens, USUAL_ROWS))
-        batches = _powers_of_two(min(runner.max_num_seqs, USUAL_ROWS))
-        buckets = [runner.bucket(rows, 1, 1) for rows in prompts]
+        stand_ins = _stand_ins(runner)
+        buckets = [runner.bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
+        batches = _usual_rows(runner.max_num_seqs)
         buckets += [runner.bucket(rows, rows, 1, decode=True) for rows in batches]
+        buckets.append(stand_ins[0])  # from now on, no step waits for its program
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        runner.compile_ahead(first=_stand_ins(runner))
+        runner.compile_ahead(first=stand_ins)
         return llm
 
     def _prepare_restricted(self, llm: LLM) -> None:
@@ -211,7 +217,9 @@ class Service:
         runner = llm.runner
         if runner.machine.name == "cuda" and not self._compile_restricted_kernels(runner):
             return
-        runner.compile_last(_stand_ins(runner, restricted=True))
+        first, *others = _stand_ins(runner, restricted=True)
+        runner.compile_beside([first])  # can run all such steps
+        runner.compile_beside(others, last=True)
 
     def _compile_restricted_kernels(self, runner: Runner) -> bool:
         """Have the kernels in the cache; whether all are there."""

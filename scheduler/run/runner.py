@@ -40,6 +40,7 @@ from megavm.scheduler.run.buckets import (
 )
 from megavm.scheduler.run.machines import make_machine
 from megavm.scheduler.run.programs import Compile, Programs
+from megavm.scheduler.run.stand_ins import Part, best_stand_in, in_parts
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine
@@ -53,9 +54,6 @@ if TYPE_CHECKING:
     from megavm.profiler.recorder import Recorder
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
-
-# A step whose program is still being compiled runs in at most this many parts.
-MOST_PARTS = 32
 
 
 class Runner:
@@ -354,18 +352,10 @@ class Runner:
         )
 
     def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
-        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is.
-
-        One that is loaded comes first: others must be loaded while no launch runs.
-        """
+        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is."""
         if (own, False) in self._executables or own in ready:
             return own
-
-        def rank(bucket: Bucket) -> tuple[bool, int, int]:
-            missing = (bucket, False) not in self._executables
-            return missing, bucket.context, bucket.logit_rows
-
-        return min((b for b in ready if _can_stand_in(b, own)), key=rank, default=None)
+        return best_stand_in(own, ready, lambda bucket: (bucket, False) in self._executables)
 
     def _choose(self, step: Step, steps: int) -> Bucket | None:
         """The bucket whose program a step runs; None: no program that can do it is ready.
@@ -386,21 +376,13 @@ class Runner:
             self._programs.prepare([own], self._compiler(kernels=True, loads=[own]))
         return bucket
 
-    def _parts(self, step: Step, steps: int) -> list[tuple[Bucket, Step]]:
+    def _parts(self, step: Step, steps: int) -> list[Part]:
         """Parts that can run now in place of ``step``, and the buckets of their programs; or []."""
-        size = power_of_two(step.num_rows) // 2
         ready = set(self._programs)
-        while size * MOST_PARTS >= step.num_rows and size:
-            parts = step.parts(size)
-            buckets = [self._usable(self._own(part, steps), ready) for part in parts]
-            found = [(b, part) for b, part in zip(buckets, parts, strict=True) if b is not None]
-            if len(found) == len(parts):
-                return found
-            size //= 2
-        return []
+        return in_parts(step, lambda part: self._usable(self._own(part, steps), ready))
 
     def _run_parts(
-        self, step: Step, steps: int, started: Callable[[], None], parts: list[tuple[Bucket, Step]]
+        self, step: Step, steps: int, started: Callable[[], None], parts: list[Part]
     ) -> None:
         """Run the parts of a step. All store logits in the same rows, where its own belong."""
         logits, kept = self.memory["logits"], []
@@ -457,8 +439,8 @@ class Runner:
         """From now on, compile ``first`` in the background, then what steps are likely to need.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
-        meanwhile. A step whose program is not ready runs by another one of as many rows that can do
-        it, or in parts, or else waits. Recording and the end of ``close`` do not wait for the
+        meanwhile. A step whose program is not ready runs by another one that can do it, or in
+        parts, or else waits. Recording and the end of ``close`` do not wait for the
         thread. For a GPU it also loads ``first``, and what a batch needs when its context grows.
         """
         self._ahead = True
@@ -466,9 +448,9 @@ class Runner:
         first = list(first)
         self._programs.prepare(first, self._compiler(kernels=True, loads=first))
 
-    def compile_last(self, buckets: Iterable[Bucket]) -> None:
-        """Compile these in the background when nothing else is left to compile there."""
-        self._programs.prepare(buckets, self._compiler(kernels=True), last=True)
+    def compile_beside(self, buckets: Iterable[Bucket], *, last: bool = False) -> None:
+        """Compile these in the background next; ``last``: when nothing else is left there."""
+        self._programs.prepare(buckets, self._compiler(kernels=True), last=last)
 
     def close(self) -> None:
         """Compile nothing ahead any more."""
@@ -554,16 +536,6 @@ class Runner:
             # Launches may be on another stream than the copies of this thread.
             cast(AsynchronousExecutable, executable).mark()()
             self._executables[bucket, False] = executable
-
-
-def _can_stand_in(bucket: Bucket, own: Bucket) -> bool:
-    """Whether the program of a bucket can run the steps of another one of as many rows."""
-    return (
-        (bucket.rows, bucket.restricted) == (own.rows, own.restricted)
-        and bucket.logit_rows >= own.logit_rows
-        and bucket.context >= own.context
-        and bucket.decode <= own.decode
-    )
 
 
 def _compile(

@@ -27,7 +27,7 @@ from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.programs import SWITCH_SECONDS, Programs
-from megavm.server.service import USUAL_ROWS
+from megavm.scheduler.run.stand_ins import MOST_PARTS, STAND_IN_ROWS, can_stand_in
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
@@ -399,6 +399,49 @@ def test_parts_run_by_programs_that_can_stand_in(
     slow.go_on.set()
 
 
+def test_a_program_of_more_rows_stands_in_until_there_is_one_of_as_many(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs steps of any fewer rows, and larger ones in parts."""
+    runner, prompt = llm.runner, np.array([5, 6, 7, 8, 9, 10, 11, 12], np.int32)
+    with LLM(
+        "stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=4
+    ) as fours:
+        expected = fours.engine.logits(prompt)
+    runner._programs, runner._executables = Programs(), {}
+    every = runner.bucket(4, 4, runner.max_model_len)
+    runner._programs.get(every, runner._compiler())
+    monkeypatch.setattr(runner._programs, "prepare", lambda *_, **__: None)
+    runner.compile_ahead()
+    used: list[Bucket] = []
+    loaded = runner._loaded
+
+    def note(bucket: Bucket, started: Callable[[], None]) -> Executable:
+        used.append(bucket)
+        return loaded(bucket, started)
+
+    monkeypatch.setattr(runner, "_loaded", note)
+    for rows in (1, 2, 3, 4, 8):
+        runner.write_tokens(0, prompt)  # a step writes what it chooses
+        runner.start(replace(step(rows), logit_row=np.arange(rows, dtype=np.int32)))
+        np.testing.assert_allclose(runner.logits[:rows], expected[:rows], atol=1e-4)
+    assert used == [every] * 6
+    two = runner.bucket(2, 2, runner.max_model_len)
+    runner._programs.get(two, runner._compiler())
+    runner.start(step(2))
+    assert used[-1] == two, "one of as few rows, though it is not loaded"
+
+
+def test_a_program_of_many_more_rows_does_not_stand_in() -> None:
+    """It would take longer than compiling the own one."""
+    assert can_stand_in(Bucket(64, 64, 512), Bucket(1, 1, 64, True))
+    assert not can_stand_in(Bucket(2048, 64, 512), Bucket(1, 1, 64))
+    assert can_stand_in(Bucket(2048, 64, 512), Bucket(2048, 1, 64))
+    for other in (Bucket(64, 1, 512), Bucket(64, 64, 32), Bucket(64, 64, 512, True)):
+        assert not can_stand_in(other, Bucket(2, 2, 64))
+    assert not can_stand_in(Bucket(64, 64, 512, restricted=True), Bucket(2, 2, 64))
+
+
 def test_what_is_last_is_compiled_behind_what_is_wanted_later() -> None:
     programs, slow = Programs(), Slow(ONE)
     programs.prepare([ONE], slow)
@@ -412,7 +455,7 @@ def test_what_is_last_is_compiled_behind_what_is_wanted_later() -> None:
 
 def test_no_step_is_too_large_for_the_programs_that_a_server_has_when_it_is_ready() -> None:
     most = max(target.max_num_batched_tokens for target in TARGETS.values())
-    assert most <= USUAL_ROWS * runner_module.MOST_PARTS
+    assert most <= STAND_IN_ROWS * MOST_PARTS
 
 
 def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow) -> None:

@@ -1,0 +1,54 @@
+"""Which programs run a step while its own is compiled: one that can, or several of fewer rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from megavm.scheduler.engine.step import Step, power_of_two
+from megavm.scheduler.llama.graph import Bucket
+
+# Programs of up to so many rows stand in for those of fewer.
+STAND_IN_ROWS: Final = 64
+# A step whose program is still being compiled runs in at most this many parts.
+MOST_PARTS: Final = 32
+
+Part = tuple[Bucket, Step]
+
+
+def can_stand_in(bucket: Bucket, own: Bucket) -> bool:
+    """Whether the program of a bucket runs the steps of another one, without taking much longer."""
+    return (
+        own.rows <= bucket.rows <= max(own.rows, STAND_IN_ROWS)
+        and bucket.restricted == own.restricted
+        and bucket.logit_rows >= own.logit_rows
+        and bucket.context >= own.context
+        and bucket.decode <= own.decode
+    )
+
+
+def best_stand_in(
+    own: Bucket, ready: Collection[Bucket], loaded: Callable[[Bucket], bool]
+) -> Bucket | None:
+    """The bucket of ``ready`` that runs the steps of ``own`` fastest, or None.
+
+    Of those with as few rows, one that is loaded: others must be loaded while no launch runs.
+    """
+
+    def rank(bucket: Bucket) -> tuple[int, bool, int, int]:
+        return bucket.rows, not loaded(bucket), bucket.context, bucket.logit_rows
+
+    return min((b for b in ready if can_stand_in(b, own)), key=rank, default=None)
+
+
+def in_parts(step: Step, find: Callable[[Step], Bucket | None]) -> list[Part]:
+    """The largest parts of ``step`` for all of which ``find`` has a program, and these; or []."""
+    size = power_of_two(step.num_rows) // 2
+    while size * MOST_PARTS >= step.num_rows and size:
+        parts = step.parts(size)
+        buckets = [find(part) for part in parts]
+        found = [(b, part) for b, part in zip(buckets, parts, strict=True) if b is not None]
+        if len(found) == len(parts):
+            return found
+        size //= 2
+    return []
