@@ -42,6 +42,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             " --max-model-len 512",
             "of LLM.generate",
         ),
+        (
+            "offline_cuda.py --model tiny --machine cpu --load 4x8+4 --first 4 --rounds 2",
+            "tiny 4x8+4:",
+        ),
     ],
     ids=[
         "cpu_kernels",
@@ -54,6 +58,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         "accuracy_requests",
         "structured_outputs",
         "serve_cuda",
+        "offline_cuda",
     ],
 )
 def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
