@@ -252,7 +252,8 @@ def main() -> int:
     print(f"{'model':10}{'kind':>8}{'size':>6}{'rows':>6}{'':>10}{HEAD}")
     results = check_models(args, check_model)
     if args.save:
-        print(f"saved {save('accuracy_rows_cuda', {'models': results})}")
+        for model, found in results.items():
+            print(f"saved {save(f'accuracy_rows_cuda_{model}', {'models': {model: found}})}")
     wrong = any(
         found["unequal_second_runs"] or found["further_than_bfloat16"] for found in results.values()
     )

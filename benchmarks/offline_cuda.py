@@ -12,13 +12,13 @@ Llama-3.2-1B and Llama-3.1-8B; on a GPU they are made there. All kernels are com
   `LLM.generate` at once. It runs twice; the first time, programs are compiled meanwhile. The second
   time counts: tokens of answers per second.
 
-Beside them stands what vLLM 0.26 reached on another H200, where that is known.
+Beside them stands what vLLM 0.26 reached on another H200, where that is known, with its defaults
+for the number of sequences and the tokens of a step.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import tempfile
@@ -91,7 +91,7 @@ def measure_load(llm: LLM, load: Load) -> dict[str, Any]:
     params = SamplingParams(temperature=0.0, max_tokens=load.output, ignore_eos=True)
     seconds = 0.0
     for seed in range(2):
-        draw = random.Random(seed)
+        draw = random.Random(f"{load} {seed}")
         prompts = [prompt_of(draw, load.prompt) for _ in range(load.requests)]
         machine = llm.runner.machine_seconds
         begin = time.perf_counter()
@@ -164,7 +164,6 @@ def main() -> None:
                         f"{found['machine_seconds'] / found['seconds']:.0%} of the time"
                     )
                     add(model, text, VLLM_LOADS.get((model, str(load))), found)
-    print(json.dumps(sizes))
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class PacedRunner(EchoRunner):
         took = self._pace.step(step.num_rows, len(step.logit_row))
         self.longest = max(self.longest, took)
         self.now += took * steps
+        self.machine_seconds += took * steps
 
 
 class Simulation:

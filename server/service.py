@@ -60,12 +60,25 @@ class Status(Enum):
 def _stand_ins(runner: Runner, restricted: bool = False) -> list[Bucket]:
     """Programs that can run all steps of so many rows until those have their own.
 
-    The first has the most rows: it runs all smaller steps, and larger ones in parts.
+    The first has the most rows: it runs all smaller steps, and larger ones in parts. It is slowest
+    for the fewest, whose programs come next.
     """
+    *fewer, most = _usual_rows(runner.max_num_batched_tokens)
     return [
         runner.bucket(rows, rows, runner.max_model_len, restricted=restricted)
-        for rows in reversed(_usual_rows(runner.max_num_batched_tokens))
+        for rows in (most, *fewer)
     ]
+
+
+def _first_programs(runner: Runner) -> list[Bucket]:
+    """Programs that are compiled before the server is ready.
+
+    With them, no step of up to 2048 rows waits for its program, unless it restricts tokens.
+    """
+    found = [runner.bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
+    for rows in _usual_rows(runner.max_num_seqs):
+        found.append(runner.bucket(rows, rows, 1, decode=True))
+    return found + _stand_ins(runner)[:2]
 
 
 def _usual_rows(most: int) -> list[int]:
@@ -197,15 +210,11 @@ class Service:
         self._report("reading the texts of tokens", 0, 1)
         llm.tokenizer.remember_texts()
         runner = llm.runner
-        stand_ins = _stand_ins(runner)
-        buckets = [runner.bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
-        batches = _usual_rows(runner.max_num_seqs)
-        buckets += [runner.bucket(rows, rows, 1, decode=True) for rows in batches]
-        buckets.append(stand_ins[0])  # from now on, no step waits for its program
+        buckets = _first_programs(runner)
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        runner.compile_ahead(first=stand_ins)
+        runner.compile_ahead(first=_stand_ins(runner))
         return llm
 
     def _prepare_restricted(self, llm: LLM) -> None:
@@ -218,8 +227,8 @@ class Service:
         if runner.machine.name == "cuda" and not self._compile_restricted_kernels(runner):
             return
         first, *others = _stand_ins(runner, restricted=True)
-        runner.compile_beside([first])  # can run all such steps
-        runner.compile_beside(others, last=True)
+        runner.prepare([first])  # can run all such steps
+        runner.prepare(others, last=True)
 
     def _compile_restricted_kernels(self, runner: Runner) -> bool:
         """Have the kernels in the cache; whether all are there."""

@@ -88,7 +88,8 @@ class Engine:
     strings are refused. ``seed`` seeds the generator of seeds for requests without one.
     ``steps_per_launch``: most steps of a launch of pure decode; the host sees their tokens, one per
     step and sequence, after the launch. ``launch_limit``: seconds that such a launch should take if
-    it has several, as far as StepPace knows: a request that comes waits for two launches.
+    it has several, with few sequences and as far as StepPace knows: a request that comes waits for
+    two launches.
 
     ``tpot_limit``: seconds that a step may take in which sequences decode. Chunks of prompts beside
     them are cut so that it does, as far as StepPace knows. None: prompts fill the step.
@@ -121,7 +122,7 @@ class Engine:
             runner.max_logit_rows,
             self.blocks,
             steps_per_launch,
-            None if tpot_limit is launch_limit is None else StepPace(tpot_limit, launch_limit),
+            StepPace(tpot_limit, launch_limit),
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder
@@ -404,7 +405,7 @@ class Engine:
             if plan.launch is None:
                 settle()
                 if self._fault is None:
-                    self._complete(plan, plan.started)
+                    self._complete(plan, plan.step.num_rows, plan.started)
             else:
                 self._in_progress = plan
         except BaseException as error:
@@ -423,18 +424,23 @@ class Engine:
                 launch.cancel()
                 return
             launch.finish(plan.gone)
+            rows = plan.step.num_rows
             if plan.gone is not None:
                 plan.drop(plan.gone)
-            self._complete(plan, max(plan.started, self._last_end))
+            self._complete(plan, rows, max(plan.started, self._last_end))
         except BaseException as error:
             self._fail(plan, error)
 
-    def _complete(self, plan: Plan, begin: float) -> None:
-        """Read the results of a plan that has run since ``begin``."""
+    def _complete(self, plan: Plan, rows: int, begin: float) -> None:
+        """Read the results of a plan of ``rows`` rows that has run since ``begin``."""
         self._last_end = time.perf_counter()
+        before = self.counters.run_seconds
         self.counters.run_seconds = self.runner.machine_seconds - self._machine_seconds
-        if plan.step.num_rows and (pace := self.planner.pace) is not None:
-            pace.note(plan.step.num_rows, (self._last_end - begin) / plan.steps)
+        machine = self.counters.run_seconds - before
+        if rows:
+            # What the machine took: a launch ends for the host when it has begun the next one.
+            self.planner.pace.note(rows, machine / plan.steps)
+            self.planner.pace.note_launch(self._last_end - begin, machine)
         self._slots.read(plan)
 
     def _fail(self, plan: Plan, error: BaseException) -> None:

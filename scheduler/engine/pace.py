@@ -10,10 +10,13 @@ from megavm.scheduler.engine.step import power_of_two
 # Prompts get at least so many rows of a step in which sequences decode, whatever the limit.
 FEWEST_PROMPT_ROWS: Final = 16
 _REMEMBERED = 9  # a size is expected to take the median of its last steps, so many
-# What the host does for a launch takes so many seconds for each sequence, and should take at most
-# this share of the launch, since the machine waits for it otherwise (benchmarks/serve_cuda.py).
+# The host's work for a launch, in seconds for each sequence (benchmarks/serve_cuda.py), and the
+# largest share of the launch that it should take.
 _HOST_SECONDS: Final = 6e-6
 _HOST_SHARE: Final = 0.06
+# A launch was held up by the host if it took so many times the machine's own time.
+_HELD_UP: Final = 1.1
+_OFTEN: Final = 3  # of the remembered launches: fewer may have waited for a program
 
 
 class StepPace:
@@ -26,9 +29,11 @@ class StepPace:
     a step reads the weights once, whatever its rows. No size is tried before the one below it.
 
     ``limit``: seconds; None: a step may take as long as it does. ``launch``: seconds that a launch
-    of several steps should take; None: as long as it does.
+    of several steps should take; None: as long as it does. It takes longer with many sequences, for
+    the host's sake, and where the host was seen to need longer for a launch.
 
-    One thread may call ``note`` while another calls ``most_rows`` or ``most_steps``.
+    One thread may call ``note`` and ``note_launch`` while another calls ``most_rows`` or
+    ``most_steps``.
 
     Raises ValueError when a number of seconds is not positive.
     """
@@ -42,13 +47,19 @@ class StepPace:
         self.limit = limit
         self.launch = launch
         self._times: dict[int, tuple[float, ...]] = {}  # by size: of the last steps
+        self._host: tuple[float, ...] = ()  # what the last launches took if it held them up, or 0
 
     def note(self, rows: int, seconds: float) -> None:
-        """Count a step of ``rows`` rows that took so long."""
+        """Count a step of ``rows`` rows that took the machine so long."""
         size = power_of_two(rows)
         before = self._times.get(size)
         # A new tuple each time: another thread may be reading the old one.
         self._times[size] = () if before is None else (*before, seconds)[-_REMEMBERED:]
+
+    def note_launch(self, seconds: float, machine: float) -> None:
+        """Count a launch whose results came ``seconds`` after those before; the machine's share."""
+        held_up = seconds > _HELD_UP * machine
+        self._host = (*self._host, seconds if held_up else 0.0)[-_REMEMBERED:]
 
     def expected(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take; 0 if nothing is known."""
@@ -82,10 +93,15 @@ class StepPace:
     def most_steps(self, rows: int, most: int) -> int:
         """The most steps, up to ``most``, of a launch in which ``rows`` sequences decode.
 
-        A request that comes waits for two launches, the one that runs and the one behind it.
+        A request that comes waits for two launches, the one that runs and the one behind it. Of a
+        size below all that have run, a step takes at most as long as one of the next.
         """
-        step = self.expected(rows)
-        if self.launch is None or not step:
+        if self.launch is None:
             return most
-        seconds = max(self.launch, rows * _HOST_SECONDS / _HOST_SHARE)
+        larger = (statistics.median(t) for _, t in sorted(self._times.items()) if t)
+        step = self.expected(rows) or next(larger, 0.0)
+        if not step:
+            return most
+        host = sorted(self._host)[-_OFTEN] if len(self._host) >= _OFTEN else 0.0
+        seconds = max(self.launch, rows * _HOST_SECONDS / _HOST_SHARE, host)
         return max(1, min(most, round(seconds / step)))

@@ -40,8 +40,8 @@ class Planner:
         max_num_batched_tokens: int,
         max_logit_rows: int,
         blocks: BlockManager,
-        steps_per_launch: int = 1,
-        pace: StepPace | None = None,
+        steps_per_launch: int,
+        pace: StepPace,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -219,8 +219,7 @@ class Planner:
             return 1
         position, last = self._position[slots], self._last_row[slots]
         steps = min(steps, int((last - position).min()) + 1)
-        if self.pace is not None:
-            steps = self.pace.most_steps(len(slots), steps)
+        steps = self.pace.most_steps(len(slots), steps)
         size = self.blocks.block_size
         needed = -((self._capacity[slots] - position - steps) // size)
         return steps if int(needed.clip(0).sum()) <= self.blocks.num_free else 1
@@ -282,7 +281,7 @@ class Planner:
         rows, context = step.num_rows, step.context
         published: list[tuple[Sequence, int, int]] = []
         budget, logit_budget = self.max_num_batched_tokens, self.max_logit_rows - len(samplers)
-        if self.pace is not None and rows > 0:
+        if rows > 0:
             budget = self.pace.most_rows(rows, budget)
         candidates = iter(list(self._prefilling))
         while rows < budget and logit_budget:

@@ -69,7 +69,8 @@ class Programs:
 
         ``last``: behind those that are queued now or later.
 
-        An error is logged. ``get`` then tries again, but the thread in the background does not.
+        An error is logged. ``get`` then tries again, and the thread in the background once, if it
+        is asked again.
         """
         known, lock = self._known, self._lock
         items = ((b, partial(_get, known, lock, b, compile)) for b in buckets)
@@ -115,7 +116,8 @@ class _Work:
 
     def __init__(self) -> None:
         self._queue: dict[Bucket, Task] = {}
-        self._asked: set[Bucket] = set()  # taken from the queue
+        self._asked: set[Bucket] = set()  # taken from the queue, and not to be tried again
+        self._failed: set[Bucket] = set()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -146,6 +148,10 @@ class _Work:
                 with _POLITE:
                     task()
             except Exception:
+                with self._lock:
+                    if bucket not in self._failed:
+                        self._asked.discard(bucket)
+                    self._failed.add(bucket)
                 logger.exception("the program of %s cannot be compiled ahead of its use", bucket)
 
 

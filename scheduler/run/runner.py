@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -352,9 +352,14 @@ class Runner:
         )
 
     def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
-        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is."""
+        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is.
+
+        In a fixed order only its own: others would add up in other orders.
+        """
         if (own, False) in self._executables or own in ready:
             return own
+        if self.options(own.rows).fixed_order:
+            return None
         return best_stand_in(own, ready, lambda bucket: (bucket, False) in self._executables)
 
     def _choose(self, step: Step, steps: int) -> Bucket | None:
@@ -378,6 +383,8 @@ class Runner:
 
     def _parts(self, step: Step, steps: int) -> list[Part]:
         """Parts that can run now in place of ``step``, and the buckets of their programs; or []."""
+        if self.options(step.num_rows).fixed_order:
+            return []
         ready = set(self._programs)
         return in_parts(step, lambda part: self._usable(self._own(part, steps), ready))
 
@@ -435,7 +442,7 @@ class Runner:
                 self._recorder = recorder
                 self.machine.trace = recorder is not None
 
-    def compile_ahead(self, first: Iterable[Bucket] = ()) -> None:
+    def compile_ahead(self, first: Collection[Bucket] = ()) -> None:
         """From now on, compile ``first`` in the background, then what steps are likely to need.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
@@ -445,12 +452,15 @@ class Runner:
         """
         self._ahead = True
         self._prepare(self.bucket(1, 1, 1))
-        first = list(first)
-        self._programs.prepare(first, self._compiler(kernels=True, loads=first))
+        self.prepare(first)
 
-    def compile_beside(self, buckets: Iterable[Bucket], *, last: bool = False) -> None:
-        """Compile these in the background next; ``last``: when nothing else is left there."""
-        self._programs.prepare(buckets, self._compiler(kernels=True), last=last)
+    def prepare(self, buckets: Collection[Bucket], *, last: bool = False) -> None:
+        """Compile these in the background next, and load them for a GPU (see ``compile_ahead``).
+
+        ``last``: when nothing else is left to compile there, and without loading them.
+        """
+        compiler = self._compiler(kernels=True, loads=() if last else buckets)
+        self._programs.prepare(buckets, compiler, last=last)
 
     def close(self) -> None:
         """Compile nothing ahead any more."""

@@ -17,26 +17,26 @@ Part = tuple[Bucket, Step]
 
 
 def can_stand_in(bucket: Bucket, own: Bucket) -> bool:
-    """Whether the program of a bucket runs the steps of another one, without taking much longer."""
+    """Whether the program of a bucket can run the steps of another one."""
     return (
         own.rows <= bucket.rows <= max(own.rows, STAND_IN_ROWS)
         and bucket.restricted == own.restricted
         and bucket.logit_rows >= own.logit_rows
         and bucket.context >= own.context
-        and bucket.decode <= own.decode
+        and (own.decode or own.rows == 1 or not bucket.decode)
     )
 
 
 def best_stand_in(
     own: Bucket, ready: Collection[Bucket], loaded: Callable[[Bucket], bool]
 ) -> Bucket | None:
-    """The bucket of ``ready`` that runs the steps of ``own`` fastest, or None.
+    """The smallest bucket of ``ready`` that can run the steps of ``own``, or None.
 
-    Of those with as few rows, one that is loaded: others must be loaded while no launch runs.
+    One that is loaded comes first: others must be loaded while no launch runs.
     """
 
-    def rank(bucket: Bucket) -> tuple[int, bool, int, int]:
-        return bucket.rows, not loaded(bucket), bucket.context, bucket.logit_rows
+    def rank(bucket: Bucket) -> tuple[bool, int, int, int]:
+        return not loaded(bucket), bucket.rows, bucket.context, bucket.logit_rows
 
     return min((b for b in ready if can_stand_in(b, own)), key=rank, default=None)
 
@@ -45,10 +45,13 @@ def in_parts(step: Step, find: Callable[[Step], Bucket | None]) -> list[Part]:
     """The largest parts of ``step`` for all of which ``find`` has a program, and these; or []."""
     size = power_of_two(step.num_rows) // 2
     while size * MOST_PARTS >= step.num_rows and size:
-        parts = step.parts(size)
-        buckets = [find(part) for part in parts]
-        found = [(b, part) for b, part in zip(buckets, parts, strict=True) if b is not None]
-        if len(found) == len(parts):
+        found: list[Part] = []
+        for part in step.parts(size):
+            bucket = find(part)
+            if bucket is None:
+                break
+            found.append((bucket, part))
+        else:
             return found
         size //= 2
     return []

@@ -97,9 +97,9 @@ class LLM:
         prefix_caching: keep keys and values of finished sequences for prompts with the same prefix.
         overlap: plan the next step while one runs; None does so on a GPU only, because on the CPU
             planning would compete with the machine's threads.
-        steps_per_launch: tokens that a sequence may get before its stop conditions are checked;
-            None is 1 elsewhere and on a GPU up to 8, as many as take about 5 ms: a request that
-            comes waits for the launch that runs and for the one behind it.
+        steps_per_launch: most tokens that a sequence may get before its stop conditions are
+            checked. None: 1 on the CPU; on a GPU as many as take about 5 ms, at most 8, since a
+            request that comes waits for two launches (longer with more than 50 sequences).
         tpot_limit_ms: milliseconds that a step should take at most while sequences decode: chunks
             of prompts beside them become smaller, down to 16 tokens, as measured steps demand.
             None: prompts fill the step, which is best for throughput.

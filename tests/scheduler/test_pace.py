@@ -12,7 +12,8 @@ from toy_runner import ToyRunner
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.pace import FEWEST_PROMPT_ROWS, StepPace
-from megavm.scheduler.engine.step import Step
+from megavm.scheduler.engine.sequence import Delta
+from megavm.scheduler.engine.step import Plan, Step, power_of_two
 
 FIXED, PER_ROW, COMPILING = 1e-3, 20e-6, 2.0  # seconds
 
@@ -43,6 +44,7 @@ class TimedRunner(ToyRunner):
         compiles = size not in self._known
         self._known.add(size)
         self.clock.now += seconds + COMPILING * compiles
+        self.machine_seconds += seconds
         counts = np.unique(step.row_sequence, return_counts=True)[1]
         self.took.append((rows, int((counts == 1).sum()), seconds))
         super().run(step, steps, started)
@@ -146,6 +148,64 @@ def test_a_request_that_comes_waits_for_short_launches(clock: Clock, overlap: bo
     assert set(steps_of_launches(None)[:-1]) == {8}
     # Nothing is known of the first two or three.
     assert set(steps_of_launches(2.9 * FIXED)[3:-1]) == {3}
+
+
+def test_a_host_that_is_slower_than_launches_does_not_make_them_shorter(clock: Clock) -> None:
+    """A launch ends for the host when it has begun the next: that time says nothing of steps."""
+    runner = TimedRunner(clock, max_model_len=1000, num_blocks=1000, queues=True)
+    engine = make_engine(runner, steps_per_launch=8, launch_limit=2.9 * FIXED, prefix_caching=False)
+    collect = engine.collect
+
+    def slowly(plan: Plan) -> list[Delta]:
+        clock.now += 20 * FIXED
+        return collect(plan)
+
+    engine.collect = slowly  # type: ignore[method-assign]
+    engine.add(
+        np.array([3, 4, 5]), SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+    )
+    run_all(engine)
+    steps = [round(took / (FIXED + PER_ROW)) for rows, _, took in runner.took if rows == 1]
+    assert set(steps[5:-2]) == {8}
+
+
+def test_a_launch_is_longer_where_the_host_was_seen_to_need_longer() -> None:
+    pace = StepPace(launch=0.005)
+    for _ in range(3):
+        pace.note(8, 0.001)
+    assert pace.most_steps(8, 32) == 5
+    for _ in range(2):
+        pace.note_launch(0.05, machine=0.005)
+    assert pace.most_steps(8, 32) == 5, "they may have waited for a program"
+    pace.note_launch(0.012, machine=0.005)
+    pace.note_launch(0.0051, machine=0.005)
+    assert pace.most_steps(8, 32) == 12
+    for _ in range(9):
+        pace.note_launch(0.012, machine=0.0118)
+    assert pace.most_steps(8, 32) == 5
+
+
+def test_a_size_that_has_not_run_takes_at_most_as_long_as_a_larger_one() -> None:
+    pace = StepPace(launch=0.005)
+    for _ in range(2):
+        pace.note(64, 0.0025)
+    assert pace.most_steps(20, 8) == 2
+    assert pace.expected(20) == 0.0
+
+
+def test_rows_that_have_ended_count_as_rows_of_the_step_that_ran_them(clock: Clock) -> None:
+    runner = TimedRunner(
+        clock, max_num_seqs=8, max_model_len=100, num_blocks=400, max_logit_rows=8, queues=True
+    )
+    engine = make_engine(runner, steps_per_launch=4, prefix_caching=False)
+    noted: list[tuple[int, float]] = []
+    engine.planner.pace.note = lambda *of: noted.append(of)  # type: ignore[method-assign]
+    for length in (4, 4, 4, 30):
+        engine.add(
+            np.array([3, 4, 5]), SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+        )
+    run_all(engine)
+    assert all(took == pytest.approx(FIXED + PER_ROW * power_of_two(n)) for n, took in noted)
 
 
 @pytest.mark.parametrize("limit", [0.0, -1.0, float("nan")])

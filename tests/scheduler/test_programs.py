@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -27,7 +27,8 @@ from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.programs import SWITCH_SECONDS, Programs
-from megavm.scheduler.run.stand_ins import MOST_PARTS, STAND_IN_ROWS, can_stand_in
+from megavm.scheduler.run.stand_ins import can_stand_in
+from megavm.server.service import _first_programs
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
@@ -35,7 +36,6 @@ from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.program import Program
-from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 
 ONE, TWO, FOUR = (Bucket(rows, rows, 256) for rows in (1, 2, 4))
@@ -429,17 +429,72 @@ def test_a_program_of_more_rows_stands_in_until_there_is_one_of_as_many(
     two = runner.bucket(2, 2, runner.max_model_len)
     runner._programs.get(two, runner._compiler())
     runner.start(step(2))
-    assert used[-1] == two, "one of as few rows, though it is not loaded"
+    assert used[-1] == every, "it is loaded, and the smaller one is not"
+    runner.program(two)
+    runner.start(step(2))
+    assert used[-1] == two
 
 
-def test_a_program_of_many_more_rows_does_not_stand_in() -> None:
-    """It would take longer than compiling the own one."""
-    assert can_stand_in(Bucket(64, 64, 512), Bucket(1, 1, 64, True))
-    assert not can_stand_in(Bucket(2048, 64, 512), Bucket(1, 1, 64))
+def test_what_stands_in_has_room_for_the_step() -> None:
+    assert can_stand_in(Bucket(64, 64, 512), Bucket(1, 1, 64))
+    assert not can_stand_in(Bucket(2048, 64, 512), Bucket(1, 1, 64)), "it takes too long"
     assert can_stand_in(Bucket(2048, 64, 512), Bucket(2048, 1, 64))
     for other in (Bucket(64, 1, 512), Bucket(64, 64, 32), Bucket(64, 64, 512, True)):
         assert not can_stand_in(other, Bucket(2, 2, 64))
     assert not can_stand_in(Bucket(64, 64, 512, restricted=True), Bucket(2, 2, 64))
+    # The rows of a program for decoding belong to different sequences: so does one row.
+    assert can_stand_in(Bucket(16, 16, 512, True), Bucket(1, 1, 64))
+    assert can_stand_in(Bucket(16, 16, 512, True), Bucket(8, 8, 64, True))
+
+
+def test_in_a_fixed_order_nothing_stands_in() -> None:
+    """Steps of the same rows have the same bits, whenever they run."""
+    with LLM(
+        "stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=8,
+        fixed_order=True,
+    ) as llm:  # fmt: skip
+        runner = llm.runner
+        runner.program(runner.bucket(4, 4, runner.max_model_len))
+        runner._ahead = True
+        runner._programs.prepare = lambda *_, **__: None  # type: ignore[method-assign]
+        assert runner._choose(step(2), 1) is None
+        assert runner._parts(step(8), 1) == []
+        runner.start(step(2))
+        assert (runner.bucket(2, 1, 2), False) in runner._executables
+
+
+def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever its rows, context and logits; restricted tokens excepted."""
+    small, draw = on_gpu, np.random.default_rng(4)
+    limits = Limits(64, 4096, 2048, 64, 64 * 64, 64)
+    runner = runner_module.Runner(
+        small.config, small.machine.memory(), limits, BF16, small.machine, small.options
+    )
+    first = _first_programs(runner)
+    assert len(set(first)) <= 17, "a server starts soon"
+    for bucket in first:
+        runner._programs.add(bucket, cast(Program, None))
+    runner._ahead = True
+    monkeypatch.setattr(runner._programs, "prepare", lambda *_, **__: None)
+    for _ in range(300):
+        decode = bool(draw.integers(2))
+        rows = round(2 ** draw.uniform(0, 6 if decode else 11))
+        context = max(rows, round(2 ** draw.uniform(0, 12)))
+        places = np.arange(rows, dtype=np.int32)
+        wanted = places if decode else np.sort(draw.permutation(places)[: draw.integers(1, 65)])
+        sequences = places if decode else np.zeros(rows, np.int32)
+        whole = Step(sequences, places, wanted.astype(np.int32), context, distinct=decode)
+        chosen = runner._choose(whole, 1)
+        parts = [(chosen, whole)] if chosen is not None else runner._parts(whole, 1)
+        assert sum(part.num_rows for _, part in parts) == rows, (rows, context, decode)
+        for bucket, part in parts:
+            assert bucket in first
+            assert bucket.rows >= part.num_rows
+            assert bucket.context >= part.context
+            assert bucket.logit_rows >= len(part.logit_row)
+            assert not bucket.decode or len(set(part.row_sequence.tolist())) == part.num_rows
 
 
 def test_what_is_last_is_compiled_behind_what_is_wanted_later() -> None:
@@ -451,11 +506,6 @@ def test_what_is_last_is_compiled_behind_what_is_wanted_later() -> None:
     slow.go_on.set()
     wait_until(lambda: len(slow.compiled) == 3)
     assert slow.compiled == [ONE, TWO, FOUR]
-
-
-def test_no_step_is_too_large_for_the_programs_that_a_server_has_when_it_is_ready() -> None:
-    most = max(target.max_num_batched_tokens for target in TARGETS.values())
-    assert most <= STAND_IN_ROWS * MOST_PARTS
 
 
 def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow) -> None:
