@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from engine_runs import make_engine, run_all
 from toy_runner import ToyRunner
 
+from megavm import LLM
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.pace import FEWEST_PROMPT_ROWS, StepPace
 from megavm.scheduler.engine.sequence import Delta
 from megavm.scheduler.engine.step import Plan, Step, power_of_two
+from megavm.vm.target import TARGETS
 
 FIXED, PER_ROW, COMPILING = 1e-3, 20e-6, 2.0  # seconds
 
@@ -214,3 +217,14 @@ def test_a_limit_is_a_positive_time(limit: float) -> None:
         StepPace(limit)
     with pytest.raises(ValueError, match="time limit of a launch is"):
         StepPace(launch=limit)
+
+
+def test_a_number_of_steps_that_was_asked_for_has_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = TARGETS["cuda"]
+    assert gpu.launch_seconds is not None
+    target = replace(TARGETS["cpu"], steps_per_launch=8, launch_seconds=gpu.launch_seconds)
+    monkeypatch.setitem(TARGETS, "cpu", target)
+    for given, launch, most in ((None, gpu.launch_seconds, 8), (3, None, 3)):
+        with LLM("stories", machine="cpu", workers=1, steps_per_launch=given) as llm:
+            planner = llm.engine.planner
+            assert (planner.pace.launch, planner.steps_per_launch) == (launch, most)
