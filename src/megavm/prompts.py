@@ -23,7 +23,7 @@ def read_prompts(
         ValueError: there is no prompt, one is empty or neither a text nor token ids, or texts and
             token ids are mixed.
     """
-    many = isinstance(prompts, list | tuple) and not all(is_integer(p) for p in prompts)
+    many = isinstance(prompts, list | tuple) and not _are_integers(prompts)
     if isinstance(prompts, list | tuple) and not prompts:
         raise ValueError("the prompt is empty: it must be a text or hold at least one token id")
     items = list(prompts) if many else [prompts]
@@ -91,14 +91,21 @@ def check_positive(**values: int | None) -> None:
 
 def is_integer(value: object) -> bool:
     """Whether a value is an integer of Python or numpy, and not a bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return _are_integers((value,))
+
+
+def _are_integers(values: Sequence[object]) -> bool:
+    # One check for each type: prompts have many thousands of tokens.
+    return all(
+        issubclass(kind, int | np.integer) and kind is not bool for kind in set(map(type, values))
+    )
 
 
 def is_token_ids(value: object) -> bool:
     """Whether a value is a list or an array of integers."""
     if isinstance(value, np.ndarray):
         return value.ndim == 1 and np.issubdtype(value.dtype, np.integer)
-    return isinstance(value, list | tuple) and all(is_integer(token) for token in value)
+    return isinstance(value, list | tuple) and _are_integers(value)
 
 
 def describe(value: object) -> str:
