@@ -470,7 +470,8 @@ def measure_model(
     }
     result: dict[str, Any] = {"model": model, "machine": args.machine, **sizes}
     result |= {"starts": [], "rows": []}
-    counts = {c: max(2, round(args.scale * n)) for c, n in REQUESTS[model].items()}
+    # Answers are equally long, so that requests come in waves: two at least, and all whole.
+    counts = {c: c * max(2, round(args.scale * n / c)) for c, n in REQUESTS[model].items()}
     if 1 in args.concurrency:
         progress(f"{model}: LLM.generate")
         result["generate"] = generate(args.machine, directory, counts[1], sizes)
