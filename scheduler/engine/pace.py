@@ -16,7 +16,9 @@ _HOST_SECONDS: Final = 6e-6
 _HOST_SHARE: Final = 0.06
 # A launch was held up by the host if it took so many times the machine's own time.
 _HELD_UP: Final = 1.1
-_OFTEN: Final = 3  # of the remembered launches: fewer may have waited for a program
+# The host is slow if it held up so many of the remembered launches: one or two may have waited for
+# their program.
+_OFTEN: Final = 3
 
 
 class StepPace:
@@ -47,7 +49,8 @@ class StepPace:
         self.limit = limit
         self.launch = launch
         self._times: dict[int, tuple[float, ...]] = {}  # by size: of the last steps
-        self._host: tuple[float, ...] = ()  # what the last launches took if it held them up, or 0
+        # Of the last launches: the seconds of one that the host held up, 0 for another.
+        self._host: tuple[float, ...] = ()
 
     def note(self, rows: int, seconds: float) -> None:
         """Count a step of ``rows`` rows that took the machine so long."""

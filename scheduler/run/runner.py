@@ -373,7 +373,7 @@ class Runner:
             return own
         if own not in self._followed:
             self._followed.add(own)
-            self._prepare(own)
+            self._prepare_following(own)
         if (own, False) in self._executables:
             return own
         bucket = self._usable(own, set(self._programs))
@@ -451,7 +451,7 @@ class Runner:
         thread. For a GPU it also loads ``first``, and what a batch needs when its context grows.
         """
         self._ahead = True
-        self._prepare(self.bucket(1, 1, 1))
+        self._prepare_following(self.bucket(1, 1, 1))
         self.prepare(first)
 
     def prepare(self, buckets: Collection[Bucket], *, last: bool = False) -> None:
@@ -495,7 +495,7 @@ class Runner:
         found += [sized(rows, many, context) for rows in prompts if rows >= many]
         return list(dict.fromkeys(found))
 
-    def _prepare(self, bucket: Bucket) -> None:
+    def _prepare_following(self, bucket: Bucket) -> None:
         """Have the programs that are likely after ``bucket`` compiled, if they are not yet."""
         ready = set(self._programs)
         missing = [b for b in self.likely_next(bucket) if b not in ready]

@@ -259,14 +259,19 @@ STEPS = [
 ]
 
 
-def test_a_llama_computes_what_the_cpu_does() -> None:
-    """Prompts, chunks with decode rows, many decode rows: kernels of 64, 32, 9 to 16, 2 to 8, and one row."""
+@pytest.mark.parametrize("stand_in", [False, True], ids=["own_programs", "one_of_64_rows"])
+def test_a_llama_computes_what_the_cpu_does(stand_in: bool) -> None:
+    """Prompts, chunks with decode rows, many decode rows: kernels of 64, 32, 9 to 16, 2 to 8, and one row.
+
+    ``stand_in``: one program runs them all, as in a server whose others are still compiled.
+    """
     emulated = runner_on(EmulatedMachine(seed=1), "cuda", 5)
     cpu = runner_on(CpuMachine(), "cpu", 1)
+    every = emulated.bucket(64, LIMITS.max_logit_rows, LIMITS.max_model_len)
     for rows in STEPS:
         got = []
-        for runner in (emulated, cpu):
-            runner.run(step_of(rows), 1)
+        for runner, bucket in ((emulated, every if stand_in else None), (cpu, None)):
+            runner.run(step_of(rows), 1, bucket=bucket)
             got.append(torch.as_tensor(np.array(runner.logits[: len(rows)])))
         apart = (got[0] - got[1]).abs().max() / got[1].std()
         assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
