@@ -171,6 +171,20 @@ def test_results_of_one_program_are_of_two_kinds(emulated: EmulatedMachine) -> N
     assert memories[1]["wide"].abs().max() > 0
 
 
+def test_a_tensor_that_a_gpu_cannot_load_is_refused(emulated: EmulatedMachine) -> None:
+    """It was bound, and begins two bytes after a multiple of 16."""
+    example = next(e for e in examples_of(GateUp) if e.name == "quads")
+    memory = example.memory(device=emulated.memory_device)
+    spec = next(t for t in example.tensors if t.dtype is BF16 and not t.tagged)
+    odd = torch.zeros(memory[spec.name].numel() + 1, dtype=torch.bfloat16)[1:]
+    bound = Memory(emulated.memory_device)
+    bound.bind(spec, odd.reshape(memory[spec.name].shape))
+    bound.allocate(example.tensors)
+    program = Program.build(example.tensors, [example.instruction], [[0]])
+    with pytest.raises(ValueError, match=f"tensor {spec.name} begins at .* a multiple of that"):
+        emulated.load(program, bound, verify=False)
+
+
 LLAMA = LlamaConfig(
     vocab_size=192,
     hidden_size=256,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from megavm.vm.cuda.machine import CudaMachine
 
 RECORD_WORDS = FAULT_RECORD.size // 4
+LOAD_BYTES = 16  # most that a thread loads at once
 
 LaunchParameters = LAUNCH.ctypes_class()
 
@@ -111,12 +112,20 @@ class RankPart:
         return torch.zeros(words, dtype=torch.int32, device=self._device)
 
     def resolve(self) -> None:
-        """Build the tables of tensors on the GPU and keep their storage alive."""
+        """Build the tables of tensors on the GPU and keep their storage alive.
+
+        Raises ValueError when a tensor that was bound does not begin where a GPU can load it.
+        """
         specs = self._program.tensors
         table = np.zeros(max(len(specs), 1), dtype=TENSOR.dtype())
         self._storage = []
         for entry, spec in zip(table, specs, strict=False):
             storage = self.memory.storage(spec.name)
+            if storage.data_ptr() % LOAD_BYTES:
+                raise ValueError(
+                    f"tensor {spec.name} begins at address {storage.data_ptr()}: GPUs load "
+                    f"{LOAD_BYTES} bytes at once, so that it must begin at a multiple of that"
+                )
             order = int(self.memory.layout(spec.name).order)
             entry["address"] = (
                 storage.data_ptr()
