@@ -207,7 +207,8 @@ __device__ __forceinline__ bool takes_fours(const Tensor& t) {
   return dtype_of(t) != DType::kI32 && t.columns % 4 == 0 && base_of(t) % 16 == 0;
 }
 
-// The place of neighbouring columns in any row: what is the same for all rows.
+// The place of neighbouring columns in any row: what is the same for all rows. Lanes that are not
+// `active` load and store nothing.
 // kKinds: a bit 1 << kind for each kind of tensor that it can be, of the lower two bits of `kind`.
 template <uint32_t kKinds = 0xf>
 struct ColumnPlace {
@@ -222,44 +223,47 @@ struct ColumnPlace {
         kind(is_f32(t) + 2 * is_tagged(t) + 4 * is_gathered(t)) {}
 
   // Store an element of float32 in the first column.
-  __device__ __forceinline__ void store_one(uint32_t row, float value, uint32_t tag) const {
+  __device__ __forceinline__ void store_one(uint32_t row, float value, uint32_t tag,
+                                            bool active = true) const {
+    const uint32_t word = __float_as_uint(value);
     store_shares(kind & 4, address + uint64_t{row} * row_bytes, [&](uint64_t to) {
-      if (form() & 2)
-        ptx::store_relaxed_tagged(to, __float_as_uint(value), tag);
-      else
-        ptx::store(to, __float_as_uint(value));
+      if_form<3>(active, [&](bool stores) { ptx::store_relaxed_tagged(to, word, tag, stores); });
+      if_form<1>(active, [&](bool stores) { ptx::store(to, word, stores); });
     });
   }
 
   // Store two neighbouring columns, an even number of columns `further`. The first column is even.
   __device__ __forceinline__ void store_pair(uint32_t row, uint32_t further, float first,
-                                             float second, uint32_t tag) const {
+                                             float second, uint32_t tag, bool active = true) const {
     const uint32_t column_bytes = 2u << (form() & 1) << form() / 2;
     const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes;
-    store_shares(kind & 4, at,
-                 [&](uint64_t to) { store_elements(form(), to, first, second, tag); });
+    const uint32_t x = __float_as_uint(first), y = __float_as_uint(second);
+    const uint32_t both = ptx::pack_bf16(first, second);
+    store_shares(kind & 4, at, [&](uint64_t to) {
+      if_form<3>(active, [&](bool stores) { ptx::store_relaxed_tagged2(to, x, y, tag, stores); });
+      if_form<2>(active, [&](bool stores) { ptx::store_relaxed_tagged(to, both, tag, stores); });
+      if_form<1>(active, [&](bool stores) { ptx::store2(to, x, y, stores); });
+      if_form<0>(active, [&](bool stores) { ptx::store(to, both, stores); });
+    });
   }
 
   // Store four `number`, counted from the first column, which is a multiple of four.
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
-                                        uint32_t tag) const {
+                                        uint32_t tag, bool active = true) const {
     const float (&v)[4] = four.value;
     const uint32_t bytes = 8u << (form() & 1) << form() / 2;
+    const ptx::Words4 words = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                               __float_as_uint(v[3])};
+    const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
     store_shares(kind & 4, address + uint64_t{row} * row_bytes + number * bytes, [&](uint64_t to) {
-      const uint32_t bits[4] = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                                __float_as_uint(v[3])};
-      if (form() == 1) {
-        ptx::store4(to, {bits[0], bits[1], bits[2], bits[3]});
-      } else if (form() == 3) {
-        ptx::store_relaxed_tagged2(to, bits[0], bits[1], tag);
-        ptx::store_relaxed_tagged2(to + 16, bits[2], bits[3], tag);
-      } else {
-        const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
-        if (form() == 2)
-          ptx::store_relaxed_tagged2(to, low, high, tag);
-        else
-          ptx::store2(to, low, high);
-      }
+      if_form<3>(active, [&](bool stores) {
+        ptx::store_relaxed_tagged2(to, words.x, words.y, tag, stores);
+        ptx::store_relaxed_tagged2(to + 16, words.z, words.w, tag, stores);
+      });
+      if_form<2>(active,
+                 [&](bool stores) { ptx::store_relaxed_tagged2(to, low, high, tag, stores); });
+      if_form<1>(active, [&](bool stores) { ptx::store4(to, words, stores); });
+      if_form<0>(active, [&](bool stores) { ptx::store2(to, low, high, stores); });
     });
   }
 
@@ -281,8 +285,18 @@ struct ColumnPlace {
   __device__ __forceinline__ ptx::Words4 load(uint32_t row, uint32_t number) const {
     return ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number);
   }
+  // The same of the first four, if the lane is active.
+  __device__ __forceinline__ void load(uint32_t row, ptx::Words4& to, bool active) const {
+    ptx::load_relaxed4(address + uint64_t{row} * row_bytes, to, active);
+  }
 
  private:
+  // Call store(active and the form is this), if it can be: no branch.
+  template <uint32_t kForm, class Store>
+  __device__ __forceinline__ void if_form(bool active, Store&& store) const {
+    if constexpr (kKinds >> kForm & 1) store(active && form() == kForm);
+  }
+
   // Bits: 1 float32, else bf16; 2 tagged. Known to the compiler as far as kKinds says it.
   __device__ __forceinline__ uint32_t form() const {
     if constexpr ((kKinds & (kKinds - 1)) == 0)

@@ -134,6 +134,16 @@ __device__ __forceinline__ Words4 load_relaxed4(uint64_t address) {
   return v;
 }
 
+// The same into `to`, which keeps its value unless the lane is `active`. No branch, as for stores.
+__device__ __forceinline__ void load_relaxed4(uint64_t address, Words4& to, bool active) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %5, 0;"
+      " @p ld.relaxed.gpu.global.v4.u32 {%0, %1, %2, %3}, [%4]; }"
+      : "+r"(to.x), "+r"(to.y), "+r"(to.z), "+r"(to.w)
+      : "l"(address), "r"(uint32_t{active})
+      : "memory");
+}
+
 __device__ __forceinline__ Words2 load_relaxed2(uint64_t address) {
   Words2 v;
   asm volatile("ld.relaxed.gpu.global.v2.u32 {%0, %1}, [%2];"
@@ -166,6 +176,13 @@ __device__ __forceinline__ Words2 load_constant2(uint64_t address) {
   return v;
 }
 
+// The same into `to`, which keeps its value unless the lane is `active`.
+__device__ __forceinline__ void load_constant2(uint64_t address, Words2& to, bool active) {
+  asm("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p ld.global.nc.v2.u32 {%0, %1}, [%2]; }"
+      : "+r"(to.x), "+r"(to.y)
+      : "l"(address), "r"(uint32_t{active}));
+}
+
 __device__ __forceinline__ Words4 load_constant4(uint64_t address) {
   Words4 v;
   asm("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -180,34 +197,51 @@ __device__ __forceinline__ unsigned short load_constant_half(uint64_t address) {
   return value;
 }
 
+// Stores that a lane leaves out unless it is `active`.
+// NOTE: by a predicate, because compilers branch round a volatile store, and where there are many
+// branches they save and restore what makes the warp converge again, which takes longer than the
+// store.
+
 // Value and epoch become visible together, so a reader that sees the epoch has the value.
 __device__ __forceinline__ void store_relaxed_tagged(uint64_t address, uint32_t value,
-                                                     uint32_t epoch) {
+                                                     uint32_t epoch, bool active = true) {
   const uint64_t word = static_cast<uint64_t>(epoch) << 32 | value;
-  asm volatile("st.relaxed." MEGAVM_SCOPE ".global.b64 [%0], %1;" ::"l"(address), "l"(word)
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.relaxed." MEGAVM_SCOPE
+               ".global.b64 [%0], %1; }" ::"l"(address),
+               "l"(word), "r"(uint32_t{active})
                : "memory");
 }
 
 __device__ __forceinline__ void store_relaxed_tagged2(uint64_t address, uint32_t first,
-                                                      uint32_t second, uint32_t epoch) {
+                                                      uint32_t second, uint32_t epoch,
+                                                      bool active = true) {
   const uint64_t high = static_cast<uint64_t>(epoch) << 32;
-  asm volatile("st.relaxed." MEGAVM_SCOPE ".global.v2.b64 [%0], {%1, %2};" ::"l"(address),
-               "l"(high | first), "l"(high | second)
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.relaxed." MEGAVM_SCOPE
+               ".global.v2.b64 [%0], {%1, %2}; }" ::"l"(address),
+               "l"(high | first), "l"(high | second), "r"(uint32_t{active})
                : "memory");
 }
 
-__device__ __forceinline__ void store(uint64_t address, uint32_t value) {
-  asm volatile("st.global.u32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
-}
-
-__device__ __forceinline__ void store2(uint64_t address, uint32_t x, uint32_t y) {
-  asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(address), "r"(x), "r"(y) : "memory");
-}
-
-__device__ __forceinline__ void store4(uint64_t address, const Words4& v) {
-  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(address), "r"(v.x), "r"(v.y),
-               "r"(v.z), "r"(v.w)
+__device__ __forceinline__ void store(uint64_t address, uint32_t value, bool active = true) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p st.global.u32 [%0], %1; }" ::"l"(address),
+               "r"(value), "r"(uint32_t{active})
                : "memory");
+}
+
+__device__ __forceinline__ void store2(uint64_t address, uint32_t x, uint32_t y,
+                                       bool active = true) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %3, 0; @p st.global.v2.u32 [%0], {%1, %2}; }" ::"l"(address),
+      "r"(x), "r"(y), "r"(uint32_t{active})
+      : "memory");
+}
+
+__device__ __forceinline__ void store4(uint64_t address, const Words4& v, bool active = true) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.u32 p, %5, 0; @p st.global.v4.u32 [%0], {%1, %2, %3, %4}; }" ::"l"(
+          address),
+      "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w), "r"(uint32_t{active})
+      : "memory");
 }
 
 __device__ __forceinline__ void store_half(uint64_t address, unsigned short value) {

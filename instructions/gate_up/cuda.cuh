@@ -67,7 +67,7 @@ struct Epilogue<GateUp> : EpilogueBase<GateUp> {
 
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
                                         const Result& result) const {
-    if (at.active) quad.out.store_pair(at.row, 0, result.first, result.second, in.out_tag());
+    quad.out.store_pair(at.row, 0, result.first, result.second, in.out_tag(), at.active);
   }
 
  private:

@@ -178,9 +178,9 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     quad.gain = four_constants(in[&Matmul::out_gain], column);
   }
 
-  __device__ __forceinline__ void ask(uint32_t row, const OfRow&, const OfQuad& quad,
+  __device__ __forceinline__ void ask(const QuadAt& at, const OfRow&, const OfQuad& quad,
                                       Asked& asked) const {
-    if (in.has(&Matmul::residual)) asked.residual = quad.residual.load(row, 0);
+    quad.residual.load(at.row, asked.residual, at.active && in.has(&Matmul::residual));
   }
 
   __device__ __forceinline__ Result combine(const QuadSums& sums, const OfQuad& quad,
@@ -198,8 +198,9 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow&, const OfQuad& quad,
                                         const Result& result) const {
     const uint32_t column = 2 * at.pair, tag = in.out_tag();
-    if (is_scaled()) {
-      // Store these first: readers of this row wait for them.
+    if constexpr (program::kAnyOutScaled) {
+      // Store these first: readers of this row wait for them. Without a branch, as all stores here.
+      const bool active = at.active && is_scaled();
       Four scaled;
 #pragma unroll
       for (uint32_t j = 0; j < 4; ++j) scaled.value[j] = result.value[j] * quad.gain.value[j];
@@ -207,12 +208,10 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       const float (&v)[4] = result.value;
       float squares = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
       squares = add_neighbours(squares, unit_of_squares() / 4);
-      if (at.active) {
-        quad.scaled.store(at.row, 0, scaled, tag);
-        if (column % unit_of_squares() == 0) quad.squares.store_one(at.row, squares, tag);
-      }
+      quad.scaled.store(at.row, 0, scaled, tag, active);
+      quad.squares.store_one(at.row, squares, tag, active && column % unit_of_squares() == 0);
     }
-    if (at.active) quad.out.store(at.row, 0, result, tag);
+    quad.out.store(at.row, 0, result, tag, at.active);
   }
 
   __device__ __forceinline__ void keep(uint32_t pair, const Result& result, Peak& peak) const {

@@ -36,7 +36,7 @@
 //   struct Result;  what is stored
 //   void begin_quad(pair, OfQuad&) const;
 //   OfRow look_up(row) const;                     the instruction's waits may not be over
-//   void ask(row, of_row, of_quad, Asked&) const; the instruction's waits are over
+//   void ask(at, of_row, of_quad, Asked&) const;  the instruction's waits are over
 //   Result combine(sums, of_quad, asked) const;   also called where there is no row: `sums` and
 //                                                 `asked` mean nothing then
 //   void store(at, of_row, of_quad, result) const;  all lanes of a warp call it together. Sixteen
@@ -137,7 +137,7 @@ struct EpilogueBase {
   __device__ __forceinline__ bool keeps() const { return false; }
   __device__ __forceinline__ void end(uint32_t, const Nothing&) const {}
   template <class OfRow, class OfQuad>
-  __device__ __forceinline__ void ask(uint32_t, const OfRow&, const OfQuad&, Nothing&) const {}
+  __device__ __forceinline__ void ask(const QuadAt&, const OfRow&, const OfQuad&, Nothing&) const {}
 };
 
 // Size of a type in words; 0 if it is empty.

@@ -69,8 +69,9 @@ struct MatrixQuads : MatrixSizes {
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
       const uint32_t row = place.row + j * kRowStep;
-      if (has(row, place))
-        epilogue.ask(finisher.rows_.first + row, found(row), place.of_quad, place.asked[j]);
+      const bool active = has(row, place);
+      epilogue.ask({finisher.rows_.first + row, place.pair, active}, found(active ? row : 0),
+                   place.of_quad, place.asked[j]);
     }
   }
 

@@ -152,14 +152,13 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   using OfRow = Slot;
   __device__ __forceinline__ OfRow look_up(uint32_t row) const { return slot_of(row); }
 
-  __device__ __forceinline__ void ask(uint32_t, const OfRow& of_row, const OfQuad& quad,
+  __device__ __forceinline__ void ask(const QuadAt& at, const OfRow& of_row, const OfQuad& quad,
                                       Asked& asked) const {
     const Head& head = quad.head;
-    if (head.part < 2) {
-      const uint64_t from = element_at(in[&QkvRope::rope], of_row.position, head.j);
-      asked.cosine = ptx::load_constant2(from);
-      asked.sine = ptx::load_constant2(from + 4 * head.half);
-    }
+    const uint64_t from = element_at(in[&QkvRope::rope], of_row.position, head.j);
+    const bool active = at.active && head.part < 2;
+    ptx::load_constant2(from, asked.cosine, active);
+    ptx::load_constant2(from + 4 * head.half, asked.sine, active);
   }
 
   __device__ __forceinline__ Result combine(const QuadSums& sums, const OfQuad& quad,
@@ -178,18 +177,17 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
 
   __device__ __forceinline__ void store(const QuadAt& at, const OfRow& of_row, const OfQuad& quad,
                                         const Result& result) const {
-    if (!at.active) return;
     const Head& head = quad.head;
+    const Tensor& cache = cache_of(head);
 #pragma unroll
     for (uint32_t side = 0; side < 2; ++side) {
       const PairSums& v = result.side[side];
       const uint32_t further = side * head.half;
-      if (quad.copy.address != 0)
-        quad.copy.store_pair(at.row, further, v.first, v.second, in.out_tag());
-      if (head.part == 0) continue;
-      const Tensor& cache = cache_of(head);
+      quad.copy.store_pair(at.row, further, v.first, v.second, in.out_tag(),
+                           at.active && quad.copy.address != 0);
       const uint32_t column = cache_column(cache, head, of_row.number(), head.j + further);
-      ptx::store(element_at(cache, of_row.block, column), ptx::pack_bf16(v.first, v.second));
+      ptx::store(element_at(cache, of_row.block, column), ptx::pack_bf16(v.first, v.second),
+                 at.active && head.part > 0);
     }
   }
 

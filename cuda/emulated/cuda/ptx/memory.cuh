@@ -54,33 +54,45 @@ inline Words4 load_relaxed4(uint64_t address) {
   const Words2 low = load_relaxed2(address), high = load_relaxed2(address + 8);
   return {low.x, low.y, high.x, high.y};
 }
+inline void load_relaxed4(uint64_t address, Words4& to, bool active) {
+  if (active) to = load_relaxed4(address);
+}
 inline unsigned short load_relaxed_half(uint64_t address) {
   return emulated::load_global<unsigned short>(address);
 }
 
 inline uint32_t load_constant(uint64_t address) { return *emulated::global<uint32_t>(address); }
 inline Words2 load_constant2(uint64_t address) { return *emulated::global<Words2>(address); }
+inline void load_constant2(uint64_t address, Words2& to, bool active) {
+  if (active) to = load_constant2(address);
+}
 inline Words4 load_constant4(uint64_t address) { return *emulated::global<Words4>(address); }
 inline unsigned short load_constant_half(uint64_t address) {
   return *emulated::global<unsigned short>(address);
 }
 
-inline void store_relaxed_tagged(uint64_t address, uint32_t value, uint32_t epoch) {
-  emulated::store_global<uint64_t>(address, uint64_t{epoch} << 32 | value);
+inline void store_relaxed_tagged(uint64_t address, uint32_t value, uint32_t epoch,
+                                 bool active = true) {
+  if (active) emulated::store_global<uint64_t>(address, uint64_t{epoch} << 32 | value);
 }
-inline void store_relaxed_tagged2(uint64_t address, uint32_t first, uint32_t second,
-                                  uint32_t epoch) {
+inline void store_relaxed_tagged2(uint64_t address, uint32_t first, uint32_t second, uint32_t epoch,
+                                  bool active = true) {
+  if (!active) return;
   emulated::global<Words4>(address);
   store_relaxed_tagged(address, first, epoch);
   store_relaxed_tagged(address + 8, second, epoch);
 }
-inline void store(uint64_t address, uint32_t value) { emulated::store_global(address, value); }
-inline void store2(uint64_t address, uint32_t x, uint32_t y) {
+inline void store(uint64_t address, uint32_t value, bool active = true) {
+  if (active) emulated::store_global(address, value);
+}
+inline void store2(uint64_t address, uint32_t x, uint32_t y, bool active = true) {
+  if (!active) return;
   emulated::global<Words2>(address, 8);
   store(address, x);
   store(address + 4, y);
 }
-inline void store4(uint64_t address, const Words4& v) {
+inline void store4(uint64_t address, const Words4& v, bool active = true) {
+  if (!active) return;
   emulated::global<Words4>(address);
   store2(address, v.x, v.y);
   store2(address + 8, v.z, v.w);
