@@ -63,19 +63,21 @@ class Loader {
                      policy_);
   }
 
-  // The same for a box of a matrix.
-  __device__ __forceinline__ void copy_box(uint32_t offset, uint64_t map, uint32_t column,
-                                           uint32_t row) const {
-    if (lane_index() == 0) copy_box(page_, page_, offset, map, column, row);
-  }
-
-  // ---- Matrix products take the pages of a step at once, and lanes copy side by side.
+  // ---- Matrix products, and attention of runs, take the pages of a step at once. Lanes copy side
+  // by
+  // ---- side.
 
   // Take the next `count` pages, a *step*. The semaphore of the first page counts the bytes of all.
   // Returns the first page. If the input of the instruction is there (kIsReady), no copy is
   // deferred.
   template <bool kIsReady = false>
   __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t bytes) {
+    if constexpr (!kDefers) {
+      // Steps are not counted as copies in flight: wait for those that are.
+      for (; in_flight_ > 0; --in_flight_, landing_.advance())
+        page_arrived(landing_.slot).wait(landing_.phase);
+      landing_.advance(count);
+    }
     const uint32_t lane = lane_index();
     const PageCursor first = next_;
     PageCursor mine = first;
@@ -107,7 +109,7 @@ class Loader {
   }
 
   // Start the copy of this lane's own box of weights into a page of the step that begins with
-  // `first`, or of an input that is ready.
+  // `first`, or of an input that is ready or a KV cache.
   // NOTE: the copies of a warp are started one after the other, each in about 50 cycles.
   __device__ __forceinline__ void copy_box(const PageCursor& first, const PageCursor& page,
                                            uint32_t offset, uint64_t map, uint32_t column,

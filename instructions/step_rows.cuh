@@ -15,19 +15,26 @@ __device__ __forceinline__ uint32_t live_end(const Operands<Instruction>& in,
   return max_of(begin, min_of(end, count));
 }
 
-// Sequence of a row; `table` has one row per sequence.
+// Sequence of a row, checked; `table` has one row per sequence.
+__device__ __forceinline__ void check_sequence(uint32_t sequence, uint32_t row,
+                                               const Tensor& table) {
+  if (sequence >= table.rows) stop_instruction(Fault::kRowSequence, row, 0, sequence, table.rows);
+}
 __device__ __forceinline__ uint32_t sequence_of(const Tensor& row_sequence, uint32_t row,
                                                 const Tensor& table) {
   const uint32_t sequence = static_cast<uint32_t>(constant_integer(row_sequence, row, 0));
-  if (sequence >= table.rows) stop_instruction(Fault::kRowSequence, row, 0, sequence, table.rows);
+  check_sequence(sequence, row, table);
   return sequence;
 }
 
 // Position of a row in its sequence in this step; it must be below `limit`.
+__device__ __forceinline__ void check_position(uint32_t position, uint32_t row, uint32_t limit) {
+  if (position >= limit) stop_instruction(Fault::kPosition, row, 0, position, limit);
+}
 __device__ __forceinline__ uint32_t position_of(const Tensor& row_position, uint32_t row,
                                                 uint32_t step, uint32_t limit) {
   const uint32_t position = static_cast<uint32_t>(constant_integer(row_position, row, 0)) + step;
-  if (position >= limit) stop_instruction(Fault::kPosition, row, 0, position, limit);
+  check_position(position, row, limit);
   return position;
 }
 

@@ -15,6 +15,7 @@ from megavm.instructions.tiles import (
 )
 from megavm.vm.config import (
     CPU_LANES,
+    MAX_ATTENTION_ELEMENTS,
     MAX_GROUP_ROWS,
     MIN_GROUP_ROWS,
     NONE,
@@ -171,13 +172,21 @@ class Attention(Instruction):
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         # Every consumer leaves sums, highest score and total weight of every query head.
         head_dim = tensors[self.k_cache].shape[3]
-        return 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
+        states = 4 * NUM_CONSUMER_WARPS * self.group(tensors) * (head_dim + 2)
+        # Of the queries of a run, half are there (tile.cuh).
+        runs = self.forms_runs and self.is_fast(tensors)
+        return max(states, BF16.size * MAX_ATTENTION_ELEMENTS // 2 if runs else 0)
+
+    @property
+    def forms_runs(self) -> bool:
+        """Whether rows of a sequence may attend together on the GPU."""
+        return self.step_rows > MAX_GROUP_ROWS
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         cache, group = tensors[self.k_cache], self.group(tensors)
         head_dim = cache.shape[3]
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
-        runs = self.step_rows > MAX_GROUP_ROWS
+        runs = self.forms_runs
         return {
             "head_dim": same(head_dim),
             "group": same(group),

@@ -29,10 +29,7 @@ struct FastAttention : AttentionWarp<kD> {
   using Tile = AttentionTile<kD>;
   using Pairs = AttentionPairs<kD>;
 
-  static __device__ __forceinline__ AttentionRun run_at(const Operands<Attention>& in, uint32_t row,
-                                                        uint32_t end) {
-    return AttentionRun(in, row, end, Tile::kRows);
-  }
+  using Ahead = RowsAhead<kRunRows<kD>>;
 
   static __device__ __forceinline__ uint32_t num_pages(const AttentionRun& run) {
     return run.cached > run.begin ? ceil_div(run.cached - run.begin, kPageTokens) : 0;
@@ -46,21 +43,22 @@ struct FastAttention : AttentionWarp<kD> {
   static __device__ __forceinline__ void load(const Operands<Attention>& in, Loader& loader) {
     const Attention& inst = in.inst;
     const uint32_t lane = lane_index();
+    Ahead ahead(in, inst.row_begin);
     const uint32_t live = live_end(in, &Attention::row_count, inst.row_begin, inst.row_end);
     const Tensor& keys = in[&Attention::k_cache];
     const Tensor& values = in[&Attention::v_cache];
     const Tensor& table = in[&Attention::block_table];
     const uint32_t heads = keys.columns / (kBlockSize * kD);
     bool ready = false;
-    for (uint32_t row = inst.row_begin; row < live;) {
-      const uint32_t single = Pairs::single_rows(in, row, live);
+    while (ahead.row < live) {
+      const uint32_t row = ahead.row, single = Pairs::single_rows(in, ahead, live);
       if (single > 0) {
         Pairs::load(in, loader, row, single, ready);
-        row += single;
+        ahead = Ahead(in, row + single);
         continue;
       }
-      const AttentionRun run = run_at(in, row, live);
-      row += run.rows;
+      const AttentionRun run(in, ahead, live);
+      ahead = Ahead(in, row + run.rows);
       if (num_pages(run) == 0) continue;
       if (!ready) loader.wait_ready();
       ready = true;
@@ -184,30 +182,30 @@ struct FastAttention : AttentionWarp<kD> {
   static __device__ __forceinline__ void consume(const Operands<Attention>& in,
                                                  Consumer& consumer) {
     const Attention& inst = in.inst;
+    Ahead ahead(in, inst.row_begin);
     const uint32_t live = live_end(in, &Attention::row_count, inst.row_begin, inst.row_end);
     bool ready = false;
 #pragma unroll 1
-    for (uint32_t row = inst.row_begin; row < live;) {
-      const uint32_t single = Pairs::single_rows(in, row, live);
+    while (ahead.row < live) {
+      const uint32_t row = ahead.row, single = Pairs::single_rows(in, ahead, live);
       if (single > 0) {
         Pairs::consume(in, consumer, row, single, ready);
-        row += single;
+        ahead = Ahead(in, row + single);
         continue;
       }
-      if constexpr (attention::kRuns) {
-        if (!ready) consumer.wait_ready();
-        ready = true;
-      }
-      const AttentionRun run = run_at(in, row, live);
+      const AttentionRun run(in, ahead, live);
       if (attention::kRuns && run.rows > 1) {
+        const bool first = !ready;
+        if (first) consumer.wait_ready();
 #pragma unroll 1
         for (uint32_t head = inst.head_begin; head < inst.head_end; ++head)
-          Tile(in, run, row, head, consumer.warp()).process(consumer);
+          Tile(in, run, row, head, consumer.warp())
+              .process(consumer, first && head == inst.head_begin);
       } else {
         consume_row(in, consumer, row, run, ready);
       }
       ready = true;
-      row += run.rows;
+      ahead = Ahead(in, row + run.rows);
     }
     if (!ready) consumer.wait_ready();
   }

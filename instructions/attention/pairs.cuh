@@ -24,11 +24,13 @@ struct AttentionPairs {
   static constexpr bool kUsed = attention::kPairs && kAtOnce * kPagePieces <= kLanes &&
                                 kAtOnce <= kPages && !program::kFixedOrder;
 
-  // How many rows from `row` on, before `live`, are processed in this way: none, or up to 8.
+  // How many of the rows ahead, before `live`, are processed in this way: none, or up to 8.
+  template <uint32_t kMost>
   static __device__ __forceinline__ uint32_t single_rows(const Operands<Attention>& in,
-                                                         uint32_t row, uint32_t live) {
+                                                         const RowsAhead<kMost>& ahead,
+                                                         uint32_t live) {
     if constexpr (!kUsed) return 0;
-    return count_single_rows(in, row, min_of(kAtOnce, live - row), live);
+    return ahead.single(in, kAtOnce, live);
   }
 
   // `ready`: whether the waits of the instruction are known to be over.

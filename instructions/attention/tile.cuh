@@ -1,13 +1,15 @@
 // Attention of a run: several rows of one sequence, which see nearly the same tokens.
 //
 // The query rows of a tile are the heads of one KV head for each row of the run. A warpgroup has 64
-// or 128 of them, and attends to 64 tokens in a step. The loops are those of FlashAttention-2
-// (Dao 2023, arXiv:2307.08691) with wgmma: scores are the queries, in registers, times the keys;
-// their weights, in registers, times the values are added to the sums. While one warpgroup weighs
-// its scores, the other one multiplies.
+// or 128 of them, and attends to 128 tokens in a turn. The loops are those of FlashAttention-2
+// (Dao 2023, arXiv:2307.08691) with wgmma: scores are the queries times the keys; their weights, in
+// registers, times the values are added to the sums. While one warpgroup weighs its scores, the
+// other one multiplies.
 //
-// The keys of a step, and its values, lie in panels of 64 elements of each token, [token][128
-// bytes]. Rows of the caches are stored so that these have the 128-byte swizzle.
+// The first 64 elements of the queries are in registers, or those of the first part; the others,
+// for which there are no registers, are in the scratch. The keys of a turn lie in panels of 64
+// elements of each token, [token][128 bytes], a page each; the values of 64 tokens lie in such
+// panels behind each other. Rows of the caches are stored so that these have the 128-byte swizzle.
 #pragma once
 
 #include "cuda/ptx/wgmma.cuh"
@@ -23,23 +25,28 @@ struct AttentionTile {
   static constexpr uint32_t kWarpRows = 16;
   // Parts of a warpgroup, of 64 query rows each; of long heads there is room for one.
   static constexpr uint32_t kParts = kMaxAttentionElements / (kNumConsumers * kWarpRows * kD);
-  static constexpr uint32_t kRows = kMaxAttentionElements / (kD * kGroup);  // of a run, at most
-  static constexpr uint32_t kTokens = kMaxBoxTokens;               // that a step attends to
-  static constexpr uint32_t kPiece = min_of(kBlockSize, kTokens);  // of them that one box holds
+  static constexpr uint32_t kTokens = 128;                        // of a turn
+  static constexpr uint32_t kBlock = kMaxBoxTokens;               // whose values are together
+  static constexpr uint32_t kPiece = min_of(kBlockSize, kBlock);  // that one box holds
   static constexpr uint32_t kPanels = kD / kBoxColumns;
-  static constexpr uint32_t kPanel = kTokens * kBoxRowBytes;
-  static constexpr uint32_t kOperand = kPanels * kPanel;  // the keys of a step, or the values
-  static constexpr uint32_t kStepPages = 2 * kOperand / kPageBytes;
+  static constexpr uint32_t kValuePanel = kBlock * kBoxRowBytes;
+  static constexpr uint32_t kValueBlock = kPanels * kValuePanel;
+  static constexpr uint32_t kBlocks = kTokens / kBlock;
+  static constexpr uint32_t kPageBlocks = kPageBytes / kValueBlock;
   static constexpr uint32_t kMmaColumns = 16;  // of A that one wgmma multiplies
+  static constexpr uint32_t kPanelMmas = kBoxColumns / kMmaColumns;
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
+  static constexpr uint32_t kQueryPanel = kWarps * kWarpRows * kBoxRowBytes;  // of a warpgroup
   // NOTE: one that depends on kD: compilers check others even where there are no tiles.
-  static_assert(kD % kBoxColumns == 0 && kParts > 0 && kRows > 1 &&
-                kLanes * kPiece % kTokens == 0 && kTokens % kPiece == 0);
-  static_assert(kStepPages * kPageBytes == 2 * kOperand && kStepPages <= 2);
+  static_assert(kD % kBoxColumns == 0 && kParts * kPanels == 2 && kRunRows<kD> > 1 &&
+                kLanes * kPiece % kTokens == 0 && kBlock % kPiece == 0);
+  static_assert(kTokens * kBoxRowBytes == kPageBytes && kPageBytes % kValueBlock == 0);
+  // A turn and the one before it are in the ring.
+  static_assert(!attention::kRuns || 4 * kPanels <= kPages);
 
   struct State {
-    ptx::Words4 q[kParts][kD / kMmaColumns];
+    ptx::Words4 q[kPanelMmas];  // the first panel of the queries
     float sum[kParts][kD / 2];
     float highest[kParts][2];  // highest score of query row lane / 4, and of the eighth after it
     float total[kParts][2];    // this lane's share of the sum of weights
@@ -69,6 +76,8 @@ struct AttentionTile {
     const Tensor& keys = in[&Attention::k_cache];
     const uint32_t heads = keys.columns / (kBlockSize * kD), lane = lane_index();
     const uint32_t tokens = run.cached - run.begin;
+    const uint64_t key_map = map_of(in, loader, &Attention::k_cache);
+    const uint64_t value_map = map_of(in, loader, &Attention::v_cache);
     uint32_t rows = 0;  // lane i: where piece i of the next kLanes pieces begins, as a row of heads
 #pragma unroll 1
     for (uint32_t at = 0; at < tokens; at += kTokens) {
@@ -82,25 +91,34 @@ struct AttentionTile {
                   kBlockSize +
               token % kBlockSize;
       }
-      const uint32_t pieces = ceil_div(min_of(kTokens, tokens - at), kPiece);
-      const uint32_t bytes = pieces * kPiece * kPanels * kBoxRowBytes;
-#pragma unroll
-      for (uint32_t operand = 0; operand < 2; ++operand) {
-        if (operand * kOperand % kPageBytes == 0)
-          loader.begin_page(kStepPages == 2 ? bytes : 2 * bytes);
-        const uint64_t map = loader.map_of(
-            in.stage.words.operands[in.word(operand ? &Attention::v_cache : &Attention::k_cache)],
-            0);
+      const uint32_t there = min_of(kTokens, tokens - at), pieces = ceil_div(there, kPiece);
+      const uint32_t boxes = pieces * 2 * kPanels;
+      const PageCursor first = loader.begin_pages(pages_of(there), boxes * kPiece * kBoxRowBytes);
 #pragma unroll 1
-        for (uint32_t piece = 0; piece < pieces; ++piece) {
-          const uint32_t from = __shfl_sync(~0u, rows, (at / kPiece + piece) % kLanes);
-          const uint32_t to = operand * kOperand % kPageBytes + piece * kPiece * kBoxRowBytes;
-#pragma unroll
-          for (uint32_t panel = 0; panel < kPanels; ++panel)
-            loader.copy_box(to + panel * kPanel, map, panel * kBoxColumns, from);
-        }
+      for (uint32_t begin = 0; begin < boxes; begin += kLanes) {
+        const uint32_t box = begin + lane, piece = box / (2 * kPanels);
+        const uint32_t panel = box % kPanels, token = piece * kPiece, block = token / kBlock;
+        const bool values = box / kPanels % 2 != 0;
+        const uint32_t from = __shfl_sync(~0u, rows, (at / kPiece + piece) % kLanes);
+        PageCursor page = first;
+        page.advance(values ? kPanels + block / kPageBlocks : panel);
+        const uint32_t to = values ? block % kPageBlocks * kValueBlock + panel * kValuePanel +
+                                         token % kBlock * kBoxRowBytes
+                                   : token * kBoxRowBytes;
+        if (box < boxes)
+          loader.copy_box(first, page, to, values ? value_map : key_map, panel * kBoxColumns, from,
+                          true);
       }
     }
+  }
+  static __device__ __forceinline__ uint64_t map_of(const Operands<Attention>& in, Loader& loader,
+                                                    uint32_t Attention::* cache) {
+    return loader.map_of(in.stage.words.operands[in.word(cache)], 0);
+  }
+
+  // Pages of a turn of so many tokens.
+  static __device__ __forceinline__ uint32_t pages_of(uint32_t tokens) {
+    return kPanels + ceil_div(tokens, kPageBlocks * kBlock);
   }
 
   // ---- The consumers' part.
@@ -114,76 +132,121 @@ struct AttentionTile {
   }
   __device__ __forceinline__ uint32_t count() const { return run.rows * kGroup; }
 
+  // Where queries of this warpgroup are: those of the second panel, or of the second part.
+  __device__ __forceinline__ uint32_t queries(const Consumer& consumer) const {
+    return consumer.scratch(warp / kWarps * kQueryPanel);
+  }
+
   // Load the queries, once they are ready, and clear the sums. Query rows beyond the last one
-  // repeat it.
-  __device__ __forceinline__ void start(State& state) const {
+  // repeat it. A warp loads those of its own rows, whole lines of them, and passes them on through
+  // the scratch.
+  __device__ __forceinline__ void start(Consumer& consumer, State& state) const {
+    constexpr uint32_t kChunks = kBoxRowBytes / 16, kRowsAtOnce = kLanes / kChunks;
+    constexpr uint32_t kLoads = kWarpRows / kRowsAtOnce;
     const Tensor& q = in[&Attention::q];
     const uint32_t sign = in.inst.scale < 0.0f ? 0x80008000u : 0;
+    const uint32_t chunk = lane() % kChunks;
+    ptx::Words4 words[kParts * kPanels][kLoads];
+#pragma unroll
+    for (uint32_t i = 0; i < kParts * kPanels; ++i)
+#pragma unroll
+      for (uint32_t j = 0; j < kLoads; ++j) {
+        const uint32_t mine = (i / kPanels * kNumConsumers + warp) * kWarpRows + j * kRowsAtOnce;
+        const uint32_t query = min_of(mine + lane() / kChunks, count() - 1);
+        const uint32_t column = (head * kGroup + query % kGroup) * kD + i % kPanels * kBoxColumns;
+        words[i][j] = ptx::load_relaxed4(element_at(q, row + query / kGroup, column + chunk * 8));
+      }
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
-      uint64_t from[2];
 #pragma unroll
       for (uint32_t half = 0; half < 2; ++half) {
-        const uint32_t query = min_of(number(part, half), count() - 1);
-        from[half] = element_at(q, row + query / kGroup,
-                                (head * kGroup + query % kGroup) * kD + lane() % 4 * 2);
         state.highest[part][half] = -kInfinity;
         state.total[part][half] = 0.0f;
       }
 #pragma unroll
-      for (uint32_t i = 0; i < kD / kMmaColumns; ++i)
-        state.q[part][i] = {ptx::load_relaxed1(from[0] + i * 32) ^ sign,
-                            ptx::load_relaxed1(from[1] + i * 32) ^ sign,
-                            ptx::load_relaxed1(from[0] + i * 32 + 16) ^ sign,
-                            ptx::load_relaxed1(from[1] + i * 32 + 16) ^ sign};
-#pragma unroll
       for (float& sum : state.sum[part]) sum = __uint_as_float(ptx::zero());
     }
+    consumer.sync_alive();  // no warp multiplies queries that were there before
+    const uint32_t at = queries(consumer) + warp % kWarps * kWarpRows * kBoxRowBytes;
+    const auto put = [&](const ptx::Words4(&of)[kLoads]) {
+#pragma unroll
+      for (uint32_t j = 0; j < kLoads; ++j) {
+        const uint32_t mine = j * kRowsAtOnce + lane() / kChunks;
+        ptx::store_shared4(at + mine * kBoxRowBytes + (chunk ^ mine % 8) * 16,
+                           {of[j].x ^ sign, of[j].y ^ sign, of[j].z ^ sign, of[j].w ^ sign});
+      }
+    };
+    put(words[0]);
+    __syncwarp();
+    const uint32_t mine = lane() / 4, from = at + mine * kBoxRowBytes + lane() % 4 * 4;
+#pragma unroll
+    for (uint32_t i = 0; i < kPanelMmas; ++i) {
+      const uint32_t first = (2 * i ^ mine) * 16, next = (2 * i + 1 ^ mine) * 16;
+      state.q[i] = {
+          ptx::load_shared(from + first), ptx::load_shared(from + 8 * kBoxRowBytes + first),
+          ptx::load_shared(from + next), ptx::load_shared(from + 8 * kBoxRowBytes + next)};
+    }
+    __syncwarp();
+    put(words[1]);
+    ptx::fence_proxy_async_shared();
+    ptx::sync_warpgroup(warp / kWarps);
   }
 
   // A lane's scores of a part: 4 * (eighth token) + 2 * (eighth row after) + (next token).
   using Scores = float[kTokens / 2];
 
-  // Scores of a part, not scaled, of the tokens whose keys begin at `keys`.
-  static __device__ __forceinline__ void multiply_keys(uint32_t keys,
-                                                       const ptx::Words4 (&q)[kD / kMmaColumns],
-                                                       Scores& score) {
+  // Where the operands of a turn are: the panels of the keys, the blocks of the values.
+  struct Turn {
+    uint32_t keys[kPanels], values[kBlocks];
+    uint32_t queries;
+  };
+
+  // Scores of a part, not scaled.
+  static __device__ __forceinline__ void multiply_keys(const Turn& turn, uint32_t part,
+                                                       const State& state, Scores& score) {
     using enum ptx::OperandSwizzle;
-    const uint32_t start = ptx::operand_start(keys);
+    constexpr uint32_t kStride = 8 * kBoxRowBytes;
 #pragma unroll
     for (float& s : score) s = __uint_as_float(ptx::zero());
     ptx::settle(score);
     ptx::wgmma_fence();
 #pragma unroll
-    for (uint32_t i = 0; i < kD / kMmaColumns; ++i)
-      ptx::wgmma<kTokens, false>(
-          score, q[i],
-          ptx::operand_descriptor<k128Bytes>(start, i / 4 * kPanel + i % 4 * kMmaColumns * 2,
-                                             8 * kBoxRowBytes));
+    for (uint32_t i = 0; i < kD / kMmaColumns; ++i) {
+      const uint32_t panel = i / kPanelMmas, offset = i % kPanelMmas * kMmaColumns * 2;
+      const uint64_t keys =
+          ptx::operand_descriptor<k128Bytes>(ptx::operand_start(turn.keys[panel]), offset, kStride);
+      if (part * kPanels + panel == 0)
+        ptx::wgmma<kTokens, false>(score, state.q[i % kPanelMmas], keys);
+      else
+        ptx::wgmma<kTokens>(
+            score,
+            ptx::operand_descriptor<k128Bytes>(ptx::operand_start(turn.queries), offset, kStride),
+            keys);
+    }
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::settle(score);
   }
 
-  // Give tokens that a query row does not see the score -inf. `first` is the token of score 0.
+  // Give tokens that a query row does not see the score -inf. The turn begins with token `first`.
   __device__ __forceinline__ void mask(uint32_t first, uint32_t part, Scores& score) const {
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t query = min_of(number(part, half), count() - 1);
       const TokenRange seen(in.inst, run.position + query / kGroup);
+      const int32_t mine = static_cast<int32_t>(first + lane() % 4 * 2);  // token of score 0
+      const int32_t begin = static_cast<int32_t>(seen.begin) - mine;
+      const int32_t end = static_cast<int32_t>(seen.end) - mine;
 #pragma unroll
-      for (uint32_t n = 0; n < kScoreTiles; ++n)
+      for (int32_t n = 0; n < static_cast<int32_t>(kScoreTiles); ++n)
 #pragma unroll
-        for (uint32_t j = 0; j < 2; ++j) {
-          const uint32_t token = first + n * 8 + lane() % 4 * 2 + j;
-          if (token < seen.begin || token >= seen.end) score[4 * n + 2 * half + j] = -kInfinity;
-        }
+        for (int32_t j = 0; j < 2; ++j)
+          if (n * 8 + j < begin || n * 8 + j >= end) score[4 * n + 2 * half + j] = -kInfinity;
     }
   }
 
-  // Turn scores into weights, relative to the highest score so far.
-  __device__ __forceinline__ void weigh(uint32_t part, Scores& score, State& state) const {
-    float rescale[2];
+  // Turn scores into weights, relative to the highest score so far. True if the sums must be
+  // rescaled: after the first turns this is rare.
+  __device__ __forceinline__ bool weigh(uint32_t part, Scores& score, State& state,
+                                        float (&rescale)[2]) const {
     bool higher = false;
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
@@ -198,45 +261,39 @@ struct AttentionTile {
       rescale[half] = ptx::exp2(fmaf(state.highest[part][half], scale, -base));
       higher |= highest != state.highest[part][half];
       state.highest[part][half] = highest;
-      float total = 0.0f;
+      float total[2] = {0.0f, 0.0f};  // of every other token
 #pragma unroll
       for (uint32_t n = 0; n < kScoreTiles; ++n)
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j) {
           float& s = score[4 * n + 2 * half + j];
           ptx::exp2_in_place(s, scale, -base);
-          total += s;
+          total[j] += s;
         }
-      state.total[part][half] = fmaf(state.total[part][half], rescale[half], total);
+      state.total[part][half] = fmaf(state.total[part][half], rescale[half], total[0] + total[1]);
     }
-    // After the first steps this is rare.
-    if (!__any_sync(~0u, higher)) return;
-#pragma unroll
-    for (uint32_t i = 0; i < kD / 2; ++i) state.sum[part][i] *= rescale[i / 2 % 2];
+    return __any_sync(~0u, higher);
   }
 
-  // Add the values that begin at `values`, times their weights.
-  static __device__ __forceinline__ void add_values(uint32_t values, const Scores& weight,
-                                                    float (&sum)[kD / 2]) {
-    using enum ptx::OperandSwizzle;
-    const uint32_t start = ptx::operand_start(values, kPanel);
+  // Weights of a part and turn whose values have not been added yet.
+  struct Weighed {
     ptx::Words4 weights[kTokens / kMmaColumns];
-#pragma unroll
-    for (uint32_t i = 0; i < kTokens / kMmaColumns; ++i) {
-      const float* w = weight + 8 * i;
-      weights[i] = {ptx::pack_bf16(w[0], w[1]), ptx::pack_bf16(w[2], w[3]),
-                    ptx::pack_bf16(w[4], w[5]), ptx::pack_bf16(w[6], w[7])};
-    }
+    uint32_t values[kBlocks];
+  };
+
+  // Begin to add the values, times their weights.
+  static __device__ __forceinline__ void add_values(const Weighed& before, float (&sum)[kD / 2]) {
+    using enum ptx::OperandSwizzle;
     ptx::settle(sum);
     ptx::wgmma_fence();
 #pragma unroll
     for (uint32_t i = 0; i < kTokens / kMmaColumns; ++i)
-      ptx::wgmma<kD, true>(sum, weights[i],
-                           ptx::operand_descriptor<k128Bytes>(start, i * kMmaColumns * kBoxRowBytes,
-                                                              8 * kBoxRowBytes));
+      ptx::wgmma<kD, true>(
+          sum, before.weights[i],
+          ptx::operand_descriptor<k128Bytes>(
+              ptx::operand_start(before.values[i * kMmaColumns / kBlock], kValuePanel),
+              i * kMmaColumns % kBlock * kBoxRowBytes, 8 * kBoxRowBytes));
     ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-    ptx::settle(sum);
   }
 
   // Values that are not there, or of tokens beyond the run's, have weight 0 but may be anything,
@@ -244,28 +301,56 @@ struct AttentionTile {
   static __device__ __forceinline__ bool clear_values(Consumer& consumer, uint32_t values,
                                                       uint32_t from) {
     constexpr uint32_t kChunk = 16;
-    const uint32_t begin = from * kBoxRowBytes / kChunk, end = kPanel / kChunk;
+    const uint32_t begin = from * kBoxRowBytes / kChunk, end = kValuePanel / kChunk;
 #pragma unroll 1
     for (uint32_t panel = 0; panel < kPanels; ++panel)
 #pragma unroll 1
       for (uint32_t i = begin + consumer.thread(); i < end; i += kNumConsumerThreads)
-        ptx::store_shared4(values + panel * kPanel + i * kChunk, {0, 0, 0, 0});
+        ptx::store_shared4(values + panel * kValuePanel + i * kChunk, {0, 0, 0, 0});
     ptx::fence_proxy_async_shared();
     return consumer.sync_unless_stopping();
   }
 
-  // Attend to the step whose operands these are, which begins with token `first`. `masked`: whether
-  // some query row does not see all tokens.
-  __device__ __forceinline__ void attend(uint32_t keys, uint32_t values, uint32_t first,
-                                         bool masked, State& state) const {
+  // Attend to the turn that begins with token `first`, but for its last part's values. `masked`:
+  // whether some query row does not see all tokens.
+  // `finish` is called once the turn before is over.
+  template <class Finish>
+  __device__ __forceinline__ void attend(const Turn& turn, uint32_t first, bool masked,
+                                         Weighed& before, State& state, Finish finish) const {
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
+      float (&sum)[kD / 2] = state.sum[(part + kParts - 1) % kParts];
       Scores score;
-      multiply_keys(keys, state.q[part], score);
+      multiply_keys(turn, part, state, score);
+      add_values(before, sum);
+      ptx::wgmma_wait<1>();
+      ptx::settle(score);
       if (masked) mask(first, part, score);
-      weigh(part, score, state);
-      add_values(values, score, state.sum[part]);
+      float rescale[2];
+      const bool higher = weigh(part, score, state, rescale);
+      ptx::wgmma_wait<0>();
+      ptx::settle(sum);
+      if (part == 0) finish();
+      if (higher) {
+#pragma unroll
+        for (uint32_t i = 0; i < kD / 2; ++i) state.sum[part][i] *= rescale[i / 2 % 2];
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kTokens / kMmaColumns; ++i) {
+        const float* w = score + 8 * i;
+        before.weights[i] = {ptx::pack_bf16(w[0], w[1]), ptx::pack_bf16(w[2], w[3]),
+                             ptx::pack_bf16(w[4], w[5]), ptx::pack_bf16(w[6], w[7])};
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) before.values[i] = turn.values[i];
     }
+  }
+
+  // Add the values of the last turn.
+  static __device__ __forceinline__ void drain(const Weighed& before, State& state) {
+    add_values(before, state.sum[kParts - 1]);
+    ptx::wgmma_wait<0>();
+    ptx::settle(state.sum[kParts - 1]);
   }
 
   // Store the results.
@@ -286,10 +371,12 @@ struct AttentionTile {
         const uint32_t query = head * kGroup + mine % kGroup;
         const uint32_t base = whole ? query * kD : (in.inst.split * heads + query) * (kD + 2);
         const PairPlace place(to, row + mine / kGroup, base + pair);
+        float pairs[kValueTiles][2];
 #pragma unroll
         for (uint32_t i = 0; i < kValueTiles; ++i)
-          place.after(i * 8).store(state.sum[part][4 * i + 2 * half] * factor,
-                                   state.sum[part][4 * i + 2 * half + 1] * factor, in.out_tag());
+#pragma unroll
+          for (uint32_t j = 0; j < 2; ++j) pairs[i][j] = state.sum[part][4 * i + 2 * half + j];
+        place.template store_all<8>(pairs, factor, in.out_tag());
         if (!whole && pair == 0)
           place.after(kD).store(state.highest[part][half] * scale * kLn2, total, in.out_tag());
       }
@@ -297,10 +384,11 @@ struct AttentionTile {
 
   // All of it: read the tokens of the run.
   // NOTE: as in matrix products (matrix.cuh, multiply), no warp ends between wgmmas.
-  __device__ __forceinline__ void process(Consumer& consumer) const {
+  // `first_run`: whether it is the first one of the instruction.
+  __device__ __forceinline__ void process(Consumer& consumer, bool first_run) const {
     State state;
-    start(state);
-    consumer.sync_alive();
+    start(consumer, state);
+    if (first_run) consumer.note(in.stage, Event::kInputs);
     bool stops = false;
     // The first token that none of this warpgroup's query rows sees.
     const uint32_t group = warp / kWarps * kWarps;
@@ -311,20 +399,57 @@ struct AttentionTile {
     // Tokens that all query rows see.
     const uint32_t seen_begin = TokenRange(in.inst, run.position + run.rows - 1).begin;
     const uint32_t seen_end = TokenRange(in.inst, run.position).end;
+    Weighed before;
+#pragma unroll
+    for (ptx::Words4& words : before.weights)
+      words = {ptx::zero(), ptx::zero(), ptx::zero(), ptx::zero()};
+    bool pending = false;     // whether `before` has weights
+    uint32_t unfinished = 0;  // pages of the turn before
 #pragma unroll 1
     for (uint32_t first = run.begin; first < run.cached; first += kTokens) {
-      stops |= !consumer.have_arrived(consumer.page, kStepPages);
+      const uint32_t tokens = min_of(kTokens, run.cached - first), pages = pages_of(tokens);
+      PageCursor page = consumer.page;
+      page.advance(unfinished);
+      stops |= !consumer.has_step_arrived(page);
       if (first + kTokens >= run.cached) consumer.note(in.stage, Event::kLoadArrived);
-      PageCursor last_page = consumer.page;
-      last_page.advance(kStepPages - 1);
-      const uint32_t values = last_page.address() + kOperand % kPageBytes;
-      if (run.cached - first < kTokens)
-        stops |= !clear_values(consumer, values, run.cached - first);
+      Turn turn;
+      turn.queries = ptx::uniform(queries(consumer));
+#pragma unroll
+      for (uint32_t& panel : turn.keys) {
+        panel = ptx::uniform(page.address());
+        page.advance();
+      }
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) {
+        // In place of a block that is not there, the one before: no query row sees its tokens.
+        if (i * kBlock < tokens) {
+          if (i > 0 && i % kPageBlocks == 0) page.advance();
+          turn.values[i] = ptx::uniform(page.address() + i % kPageBlocks * kValueBlock);
+        } else {
+          turn.values[i] = turn.values[i - 1];
+        }
+      }
+      if (tokens % kBlock != 0)
+        stops |= !clear_values(consumer, turn.values[kBlocks - 1], tokens % kBlock);
+      // There are no weights yet: values that have arrived, times 0.
+      if (unfinished == 0) {
+#pragma unroll
+        for (uint32_t i = 0; i < kBlocks; ++i) before.values[i] = turn.values[i];
+      }
       const bool masked = first < seen_begin || first + kTokens > seen_end;
-      if (first < end)
-        attend(ptx::uniform(consumer.page.address()), ptx::uniform(values), first, masked, state);
-      consumer.finish_pages(kStepPages, stops);
+      const auto finish = [&] { consumer.finish_pages(unfinished, stops); };
+      if (first < end) {
+        attend(turn, first, masked, before, state, finish);
+        pending = true;
+      } else {
+        if (pending) drain(before, state);
+        pending = false;
+        finish();
+      }
+      unfinished = pages;
     }
+    if (pending) drain(before, state);
+    consumer.finish_pages(unfinished, stops);
     if (stops) page_arrived(consumer.page.slot).give_up(consumer.page.phase);
     consumer.note(in.stage, Event::kComputed);
     finish(state);
