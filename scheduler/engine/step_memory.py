@@ -110,6 +110,7 @@ class _Stage:
     """Pinned memory that copies of one launch use. The host writes to it when it has ended."""
 
     slab: torch.Tensor
+    words: Ints  # the slab, for numpy
     places: torch.Tensor  # int64: where the chosen tokens are in the table
     chosen: torch.Tensor  # int32
 
@@ -131,6 +132,7 @@ class DeviceStepMemory(StepMemory):
         inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
+        self._host_words: Ints = self._host_slab.numpy()
         self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
         begin = 0
@@ -159,10 +161,7 @@ class DeviceStepMemory(StepMemory):
         self.logits = DeviceRows(memory, "logits")
         self._copies = []
         count = steps["logit_row"].rows
-        self._stages = [
-            _Stage(self._pinned(self._host_slab.shape, torch.int32), *self._buffers(count))
-            for _ in range(MOST_LAUNCHES)
-        ]
+        self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
         # Copies run in order, so all launches use these.
         self._device_places = torch.zeros(count, dtype=torch.int64, device=self._devices[0])
@@ -182,6 +181,10 @@ class DeviceStepMemory(StepMemory):
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)
+
+    def _make_stage(self, count: int) -> _Stage:
+        slab = self._pinned(self._host_slab.shape, torch.int32)
+        return _Stage(slab, slab.numpy(), *self._buffers(count))
 
     def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For the places of ``count`` chosen tokens, and for the tokens."""
@@ -212,7 +215,8 @@ class DeviceStepMemory(StepMemory):
         device = cast(AsynchronousExecutable, executable)
         stage = self._stages[self._next]
         self._next = (self._next + 1) % MOST_LAUNCHES
-        stage.slab.copy_(self._host_slab)
+        # Torch copies more than 32768 words with several threads, and may wait for them to wake.
+        np.copyto(stage.words, self._host_words)
         with self._current():
             for slab in self._slabs:
                 slab.copy_(stage.slab, non_blocking=True)
