@@ -11,6 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -68,6 +69,10 @@ class StepMemory:
         self.logits: Rows = first["logits"].numpy()
         self._copies = [rank[steps["tokens"].name].numpy() for rank in others]
 
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Inside of it steps run in the order in which they are started, by whatever thread."""
+        return contextlib.nullcontext()
+
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot."""
         for table in (self.arrays["tokens"], *self._copies):
@@ -111,6 +116,7 @@ class _Stage:
 
     slab: torch.Tensor
     words: Ints  # the slab, for numpy
+    times: tuple[torch.cuda.Event, torch.cuda.Event] | None  # begin and end of the launch
     places: torch.Tensor  # int64: where the chosen tokens are in the table
     chosen: torch.Tensor  # int32
 
@@ -129,6 +135,8 @@ class DeviceStepMemory(StepMemory):
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
         self._devices = [rank.device for rank in memory.ranks]
         self._on_gpu = memory.device.type == "cuda"
+        gpus = reversed(dict.fromkeys(self._devices)) if self._on_gpu else ()
+        self._streams = [torch.cuda.default_stream(gpu) for gpu in gpus]
         inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
@@ -167,24 +175,23 @@ class DeviceStepMemory(StepMemory):
         self._device_places = torch.zeros(count, dtype=torch.int64, device=self._devices[0])
         self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._devices[0])
 
-    def _current(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the GPU of rank 0 current for torch, in any thread."""
-        return torch.cuda.device(self._devices[0]) if self._on_gpu else contextlib.nullcontext()
-
-    def _now(self) -> torch.cuda.Event | None:
-        """When the GPU gets to this point of the current stream."""
-        if not self._on_gpu:  # it is emulated, and its time means nothing
-            return None
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        return event
+    def current(self) -> contextlib.AbstractContextManager[Any]:
+        """Make rank 0's GPU current for torch, and on each GPU the default stream."""
+        stack = contextlib.ExitStack()
+        for stream in self._streams:
+            stack.enter_context(torch.cuda.stream(stream))
+        return stack
 
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)
 
     def _make_stage(self, count: int) -> _Stage:
         slab = self._pinned(self._host_slab.shape, torch.int32)
-        return _Stage(slab, slab.numpy(), *self._buffers(count))
+        times = None
+        if self._on_gpu:  # the time of an emulated one means nothing
+            make = partial(torch.cuda.Event, enable_timing=True)
+            times = make(), make()
+        return _Stage(slab, slab.numpy(), times, *self._buffers(count))
 
     def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         """For the places of ``count`` chosen tokens, and for the tokens."""
@@ -211,36 +218,41 @@ class DeviceStepMemory(StepMemory):
     def start(
         self, executable: Executable, step: Step, steps: int
     ) -> Callable[[Bools | None], None]:
-        """Start the program, behind a launch in progress; the result is ``Launch.finish``."""
+        """Start the program, behind a launch in progress; the result is ``Launch.finish``.
+
+        Call it inside of ``current``.
+        """
         device = cast(AsynchronousExecutable, executable)
         stage = self._stages[self._next]
         self._next = (self._next + 1) % MOST_LAUNCHES
         # Torch copies more than 32768 words with several threads, and may wait for them to wake.
         np.copyto(stage.words, self._host_words)
-        with self._current():
-            for slab in self._slabs:
-                slab.copy_(stage.slab, non_blocking=True)
-            for slot, count in self._written:
-                source = self._host_tokens[slot, :count]
-                for tokens in self._tokens:
-                    tokens[slot, :count].copy_(source, non_blocking=True)
-            self._written.clear()
-            for name, slot in self._changed:
-                host, of_ranks = self._rows[name]
-                for rows in of_ranks:
-                    rows[slot].copy_(host[slot], non_blocking=True)
-            self._changed.clear()
-            begin = self._now()
-            device.launch(steps)
-            end = self._now()
-            slots, places = self._fetch(stage, step, steps)
-            wait = device.mark()
+        for slab in self._slabs:
+            slab.copy_(stage.slab, non_blocking=True)
+        for slot, count in self._written:
+            source = self._host_tokens[slot, :count]
+            for tokens in self._tokens:
+                tokens[slot, :count].copy_(source, non_blocking=True)
+        self._written.clear()
+        for name, slot in self._changed:
+            host, of_ranks = self._rows[name]
+            for rows in of_ranks:
+                rows[slot].copy_(host[slot], non_blocking=True)
+        self._changed.clear()
+        times = stage.times
+        if times is not None:
+            times[0].record()
+        device.launch(steps)
+        if times is not None:
+            times[1].record()
+        slots, places = self._fetch(stage, step, steps)
+        wait = device.mark()
         chosen = stage.chosen
 
         def finish(gone: Bools | None = None) -> None:
             wait()
-            if begin is not None and end is not None:
-                self.machine_seconds += 1e-3 * begin.elapsed_time(end)
+            if times is not None:
+                self.machine_seconds += 1e-3 * times[0].elapsed_time(times[1])
             found = chosen[: len(places)].numpy()
             kept: Any = slice(None)
             if gone is not None:
@@ -266,13 +278,17 @@ class DeviceStepMemory(StepMemory):
         count = len(places)
         if count > len(stage.places):
             stage.places, stage.chosen = self._buffers(2 * count)
+        chosen, flat = stage.chosen[:count], tokens.view(-1)
+        if len(slots) == 1 and places[-1] - places[0] == count - 1:
+            # They lie side by side, but for a bad step: one copy instead of three.
+            chosen.copy_(flat[places[0] : places[0] + count], non_blocking=True)
+            return slots.repeat(steps), places
         if count > len(self._device_places):
             self._device_places = torch.zeros_like(stage.places, device=self._devices[0])
             self._device_chosen = torch.zeros_like(stage.chosen, device=self._devices[0])
         stage.places[:count].numpy()[:] = places
-        self._device_places[:count].copy_(stage.places[:count], non_blocking=True)
-        torch.index_select(
-            tokens.view(-1), 0, self._device_places[:count], out=self._device_chosen[:count]
-        )
-        stage.chosen[:count].copy_(self._device_chosen[:count], non_blocking=True)
+        device_places, found = self._device_places[:count], self._device_chosen[:count]
+        device_places.copy_(stage.places[:count], non_blocking=True)
+        torch.index_select(flat, 0, device_places, out=found)
+        chosen.copy_(found, non_blocking=True)
         return slots.repeat(steps), places

@@ -287,7 +287,7 @@ class Runner:
         started = started or _nothing
         bucket = bucket or self._choose(step, steps) or self._own(step, steps)
         self._describe(step)
-        with self._running:
+        with self._running, self._step.current():
             executable = self._loaded(bucket, started)
             try:
                 self._step.run(executable, step, steps, started)
@@ -333,7 +333,7 @@ class Runner:
             self.run(step, steps, started, bucket)
             return None
         self._describe(step)
-        with self._running:
+        with self._running, self._step.current():
             executable = self._loaded(bucket, started)
             try:
                 finish = memory.start(executable, step, steps)

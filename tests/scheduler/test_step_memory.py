@@ -140,6 +140,28 @@ def test_chosen_tokens_come_back_for_logit_rows(
     assert int((tokens != 0).sum()) == 2 * steps
 
 
+@pytest.mark.parametrize("steps", [1, 7])
+def test_chosen_tokens_come_back_for_one_sequence(
+    made: tuple[Memory, StepMemory], steps: int
+) -> None:
+    memory, step = made
+
+    def work(steps: int) -> None:
+        tokens = memory.storage("step.tokens")
+        tokens[1, 5 : 5 + steps] = torch.arange(1, steps + 1, dtype=torch.int32)
+
+    step.run(executable(work)[1], Step(ints(1, 1), ints(3, 4), ints(1), 5), steps)
+    tokens = step.arrays["tokens"]
+    assert tokens[1, 5 : 5 + steps].tolist() == list(range(1, steps + 1))
+    assert int((tokens != 0).sum()) == steps
+
+
+def test_places_beyond_the_table_are_left_out(made: tuple[Memory, StepMemory]) -> None:
+    _, step = made
+    step.run(executable(lambda steps: None)[1], Step(ints(2), ints(18), ints(0), 19), 7)
+    assert not step.arrays["tokens"].any()
+
+
 def test_steps_without_logit_rows_bring_nothing(made: tuple[Memory, StepMemory]) -> None:
     _, step = made
     step.run(executable(lambda steps: None)[1], Step(ints(0), ints(0), ints(), 1), 1)
