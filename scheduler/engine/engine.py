@@ -15,6 +15,9 @@ On a GPU, launch n + 1 begins behind launch n before the host has read the token
 machine does not wait for the host (``begin`` and ``end``, the two halves of ``execute``). A row of
 n + 1 whose sequence has ended in n is then computed for nothing, and its token is not read.
 Launches that need what n has chosen wait: see ``_can_queue``.
+
+Plans are executed in a thread (``StepThread``), but for those that find it idle: the caller begins
+them, and if no launch can follow, as with a prompt that chooses one token, also completes them.
 """
 
 from __future__ import annotations
@@ -307,14 +310,40 @@ class Engine:
         """
         if not self._overlap:
             return self._plain_step()
-        if self._thread is None:
-            self._thread = StepThread()
+        if not self._outstanding and (deltas := self._first_step()) is not None:
+            return deltas
         self._launch()
-        if not self._thread.pending:
+        if self._thread is None or not self._thread.pending:
             return self._take_ready()
         deltas = self.collect(self._thread.wait())
         self._launch()
         return deltas
+
+    def _first_step(self) -> list[Delta] | None:
+        """Begin a launch in this thread, as none is running: to wake the other one would delay it.
+
+        If nothing can be planned behind it, end it as well and return its deltas, as ``step`` does.
+        Else pass it to the other thread, for ``step`` to go on, and return None.
+        """
+        try:
+            plan = self.plan()
+            if plan is None:
+                return self._take_ready()
+            begun = self.begin(plan)
+            following = self.plan()
+            if following is None:
+                if begun:
+                    self.end(plan)
+                deltas = self.collect(plan)
+        except KeyboardInterrupt as error:
+            self._clear_interrupt(error)
+            raise
+        if following is None:
+            self._launch()
+            return deltas
+        self._submit(plan, begun)
+        self._submit(following)
+        return None
 
     def _plain_step(self) -> list[Delta]:
         try:
@@ -324,21 +353,29 @@ class Engine:
             self.execute(plan)
             return self.collect(plan)
         except KeyboardInterrupt as error:
-            # The interrupt came between two of these calls: the planner counts tokens of this
-            # plan as computed, but they are not.
-            if self._outstanding or self.planner.running:
-                self._outstanding.clear()
-                self._clear_fault(error)
+            self._clear_interrupt(error)
             raise
+
+    def _clear_interrupt(self, error: KeyboardInterrupt) -> None:
+        """Clean up after an interrupt in a step that this thread makes alone."""
+        # Unless ``collect`` has done so, the interrupt came between two calls: the planner counts
+        # tokens of a plan as computed, but they are not.
+        if self._outstanding or self.planner.running:
+            self._outstanding.clear()
+            self._clear_fault(error)
 
     def _launch(self) -> None:
         """Keep one launch running and one queued behind it."""
-        assert self._thread is not None
         while len(self._outstanding) < 2:
             plan = self.plan()
             if plan is None:
                 return
-            self._thread.submit(self, plan)
+            self._submit(plan)
+
+    def _submit(self, plan: Plan, begun: bool | None = None) -> None:
+        if self._thread is None:
+            self._thread = StepThread()
+        self._thread.submit(self, plan, begun)
 
     def _take_ready(self) -> list[Delta]:
         ready, self._ready = self._ready, []
@@ -368,7 +405,7 @@ class Engine:
         """Write ``plan`` to memory, run it, and store the results in the plan.
 
         Does not raise. One thread must make all calls of this method, ``begin`` and ``end``; it
-        need not be the thread of the other methods.
+        need not be the thread of the other methods, and may change while no plan is pending there.
         """
         if self.begin(plan):
             self.end(plan)

@@ -34,7 +34,8 @@ class _Order(Enum):
     END = 2
 
 
-Plans = queue.SimpleQueue[tuple[Executor, Plan] | _Order]
+# Executor, plan, and what ``begin`` has returned, if it was called already.
+Plans = queue.SimpleQueue[tuple[Executor, Plan, bool | None] | _Order]
 
 
 class StepThread:
@@ -66,9 +67,13 @@ class StepThread:
         """Number of plans submitted and not yet returned by ``wait``."""
         return self._pending
 
-    def submit(self, executor: Executor, plan: Plan) -> None:
-        """Queue a plan."""
-        self._plans.put((executor, plan))
+    def submit(self, executor: Executor, plan: Plan, begun: bool | None = None) -> None:
+        """Queue a plan.
+
+        ``begun``: what ``begin`` has returned, if the caller has begun the plan. It may do so only
+        while none is pending.
+        """
+        self._plans.put((executor, plan, begun))
         self._pending += 1
 
     def wait(self) -> Plan:
@@ -117,11 +122,12 @@ def _loop(plans: Plans, done: queue.SimpleQueue[Plan]) -> None:
             if item is _Order.END:
                 break
             continue
-        executor, plan = item
-        unfinished = executor.begin(plan, settle, release)
+        executor, plan, begun = item
+        if begun is None:
+            begun = executor.begin(plan, settle, release)
         settle()
         release()
-        if unfinished:
+        if begun:
             running.append((weakref.ref(executor), plan))
         else:
             held.append(plan)

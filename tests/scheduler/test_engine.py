@@ -35,6 +35,19 @@ def test_decode_goes_on_while_another_prompt_is_computed() -> None:
     assert len(results[1, 0].token_ids) == 1
 
 
+@pytest.mark.parametrize("queues", [False, True])
+def test_only_launches_with_others_behind_them_need_another_thread(queues: bool) -> None:
+    runner = toy.ToyRunner(queues=queues)
+    engine = make_engine(runner)
+    for i, max_tokens in enumerate((1, 1, 4)):
+        assert engine._thread is None
+        engine.add([1, 2, i], greedy(max_tokens=max_tokens))
+        expected = alone([1, 2, i], greedy(max_tokens=max_tokens), 0, runner)
+        assert run_all(engine)[i, 0].outcome() == expected
+    assert engine._thread is not None
+    assert_idle(engine)
+
+
 def test_a_decode_step_of_known_length_runs_no_row_too_many(overlap: bool) -> None:
     runner = toy.ToyRunner()
     engine = make_engine(runner, overlap=overlap)

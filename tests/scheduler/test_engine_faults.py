@@ -72,9 +72,9 @@ def test_a_lost_machine_ends_what_runs_and_what_waits(overlap: bool) -> None:
 
 
 @pytest.mark.parametrize("run", range(4))
-def test_an_interrupt_ends_what_runs_and_is_raised(run: int) -> None:
+def test_an_interrupt_ends_what_runs_and_is_raised(run: int, overlap: bool) -> None:
     runner = toy.ToyRunner(max_num_seqs=2, interrupts=(run,))
-    engine = make_engine(runner, overlap=False)
+    engine = make_engine(runner, overlap=overlap)
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     for prompt in prompts:
         engine.add(prompt, greedy(max_tokens=12))
@@ -109,6 +109,33 @@ def test_an_interrupt_between_planning_and_running_leaves_nothing_that_was_not_c
     engine.add(prompt, greedy())
     assert run_all(engine)[1, 0].outcome() == alone(prompt, greedy(), 0, runner)
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("method", ["begin", "end", "collect"])
+@pytest.mark.parametrize("queues", [False, True])
+def test_an_interrupt_of_a_launch_that_the_caller_runs_leaves_nothing_that_was_not_computed(
+    monkeypatch: pytest.MonkeyPatch, method: str, queues: bool
+) -> None:
+    runner = toy.ToyRunner(queues=queues)
+    engine = make_engine(runner)
+    prompt = list(range(1, 14))
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, method, interrupt)
+        engine.add(prompt, greedy(max_tokens=1))
+        if method == "end" and not queues:
+            pytest.skip("the launch has ended when it has begun")
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    results = run_all(engine)
+    assert results[0, 0].error == "the machine stopped: the run was interrupted"
+    engine.add(prompt, greedy())
+    assert run_all(engine)[1, 0].outcome() == alone(prompt, greedy(), 0, runner)
+    assert_idle(engine)
+    assert not runner.launches
 
 
 def test_a_bug_in_the_runner_is_raised_after_cleaning_up(overlap: bool) -> None:

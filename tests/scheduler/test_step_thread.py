@@ -92,6 +92,22 @@ def test_a_plan_in_progress_ends_when_the_next_one_has_begun(thread: StepThread)
     assert executor.calls[5:] == [("end", third)]
 
 
+@pytest.mark.parametrize("unfinished", [False, True])
+def test_a_plan_that_the_caller_has_begun_is_only_completed(
+    thread: StepThread, unfinished: bool
+) -> None:
+    executor = Executor(lambda plan, settle, started: unfinished)
+    for _ in range(2):
+        executor.calls.clear()
+        first, second = plan(), plan()
+        begun = executor.begin(first, lambda: None, lambda: None)
+        thread.submit(executor, first, begun)
+        thread.submit(executor, second)
+        assert [thread.wait(), thread.wait()] == [first, second]
+        ends = [("end", first), ("end", second)] if unfinished else []
+        assert executor.calls == [("begin", first), ("begin", second), *ends]
+
+
 def test_a_plan_in_progress_ends_first_if_the_next_one_needs_its_end(thread: StepThread) -> None:
     def settle_first(plan: Plan, settle: Callable[[], None], started: Callable[[], None]) -> bool:
         settle()
