@@ -222,7 +222,7 @@ class Engine:
             wide = np.asarray(prompt)
         except (ValueError, OverflowError) as error:
             raise ValueError(f"the prompt is not a list of token ids: {error}") from error
-        if wide.ndim != 1 or not np.issubdtype(wide.dtype, np.integer):
+        if wide.ndim != 1 or wide.dtype.kind not in "iu":
             raise ValueError(
                 "the prompt is not a list of token ids: it holds"
                 f" {wide.dtype} of shape {wide.shape}"
@@ -249,7 +249,19 @@ class Engine:
 
         Raises ValueError when it can never run, or when another request has the same id.
         """
-        tokens = self.validate(prompt, params)
+        return self.queue(self.validate(prompt, params), params, id, restriction)
+
+    def queue(
+        self,
+        tokens: Ints,
+        params: SamplingParams,
+        id: Hashable = None,
+        restriction: Restriction | None = None,
+    ) -> Request:
+        """``add`` for a prompt that ``validate`` has returned for these parameters.
+
+        Raises ValueError when another request has the same id.
+        """
         if id is None:
             id, self._next_id = self._next_id, self._next_id + 1
         if id in self._requests:
@@ -553,7 +565,7 @@ class Engine:
 
     def _publish_inside(self, plan: Plan, rest: list[int]) -> None:
         """Publish blocks that the samplers have filled, but for ``rest``, whose turn comes."""
-        if not self.blocks.prefix_caching:
+        if not self.blocks.prefix_caching or len(rest) == len(plan.samplers):
             return
         step, left, size = plan.step, set(rest), self.blocks.block_size
         position = step.row_position[step.logit_row[: len(plan.samplers)]]

@@ -160,6 +160,8 @@ class Planner:
 
     def plan(self) -> Plan | None:
         """The next launch, or None when nothing can run now."""
+        if not (self._decoding or self._prefilling or self.waiting):
+            return None
         plan = Plan(Step(self._rows[:0], self._rows[:0], self._rows[:0], 0), 1, (), self.generation)
         preemptions = self.preemptions
         self._plan_decode(plan)
@@ -326,6 +328,8 @@ class Planner:
                 np.concatenate(logit_rows + score_rows),
                 context,
                 any(s.restricted for s in samplers),
+                # Every sequence has its decode row or one chunk.
+                distinct=rows == step.num_rows + len(published),
             )
 
     def _publish(self, sequence: Sequence, begin: int, end: int) -> None:

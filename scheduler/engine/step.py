@@ -41,7 +41,7 @@ class Step:
     logit_row: Ints
     context: int
     restricted: bool = False
-    distinct: bool = False  # known to have rows of different sequences only
+    distinct: bool | None = None  # whether its rows belong to different sequences; None: unknown
     wants_logits: bool = True
 
     @property
@@ -61,6 +61,7 @@ class Step:
                     row_sequence=self.row_sequence[own],
                     row_position=self.row_position[own],
                     logit_row=logit_row - np.int32(begin),
+                    distinct=self.distinct or None,
                 )
             )
         return found
@@ -214,5 +215,5 @@ class Plan:
             index[step.logit_row[logit_kept]],
             int(positions.max(initial=-1)) + 1,
             step.restricted,
-            step.distinct,
+            step.distinct or None,
         )

@@ -345,7 +345,9 @@ class Runner:
     def _own(self, step: Step, steps: int) -> Bucket:
         """The bucket of a step."""
         rows = step.num_rows
-        decode = step.distinct or len(set(step.row_sequence.tolist())) == rows
+        decode = step.distinct
+        if decode is None:
+            decode = len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
         return self.bucket(
             rows, len(step.logit_row), context, decode=decode, restricted=step.restricted

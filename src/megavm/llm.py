@@ -417,7 +417,7 @@ class LLM:
             for text, array, one, restriction in zip(
                 texts, arrays, params, restrictions, strict=True
             ):
-                request = self.engine.add(array, one, restriction=restriction)
+                request = self.engine.queue(array, one, restriction=restriction)
                 collectors.append(Collector(request, text, self._logprobs))
                 self._sinks[request.id] = collectors[-1].add
         try:
@@ -444,7 +444,7 @@ class LLM:
         deltas: deque[Delta] = deque()
         with self._lock:
             self._check_open()
-            request = self.engine.add(prompt, params, restriction=restriction)
+            request = self.engine.queue(prompt, params, restriction=restriction)
             self._sinks[request.id] = deltas.append
         try:
             missing = params.n

@@ -23,7 +23,8 @@ def read_prompts(
         ValueError: there is no prompt, one is empty or neither a text nor token ids, or texts and
             token ids are mixed.
     """
-    many = isinstance(prompts, list | tuple) and not _are_integers(prompts)
+    integers = isinstance(prompts, list | tuple) and _are_integers(prompts)
+    many = isinstance(prompts, list | tuple) and not integers
     if isinstance(prompts, list | tuple) and not prompts:
         raise ValueError("the prompt is empty: it must be a text or hold at least one token id")
     items = list(prompts) if many else [prompts]
@@ -41,7 +42,7 @@ def read_prompts(
                     raise ValueError("the prompt is empty: it must hold at least one character")
                 texts.append(item)
                 ids.append(tokenizer.encode(item))
-            elif is_token_ids(item):
+            elif integers or is_token_ids(item):
                 texts.append(None)
                 ids.append(item)
             else:

@@ -188,6 +188,7 @@ class ToyRunner:
         assert ((step.row_position >= 0) & (step.row_position < self.max_model_len)).all()
         assert len(set(step.logit_row.tolist())) == logit_rows
         slots = step.row_sequence.tolist()
+        assert step.distinct in (None, len(set(slots)) == rows)
         positions = (step.row_position + offset).tolist()
         self._write(slots, positions)
         self._check_sharing(slots, positions)
