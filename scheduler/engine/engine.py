@@ -457,6 +457,7 @@ class Engine:
                     self._complete(plan, plan.step.num_rows, plan.started)
             else:
                 self._in_progress = plan
+                self._slots.expect(plan)
         except BaseException as error:
             settle()
             self._fail(plan, error)
@@ -530,7 +531,7 @@ class Engine:
             self._ready = ready
             self._clear_fault(plan.error)
             return self._take_ready()
-        if plan.tokens is None or plan.stopped is None:
+        if plan.tokens is None or plan.stopped is None or plan.ended is None:
             return ready  # not executed, because the launch before it failed
         counters = self.counters
         counters.launches += 1
@@ -540,9 +541,7 @@ class Engine:
         rest = list(range(len(plan.samplers)))
         if not (plan.logits or plan.complete or failed):
             # Most tokens of a large batch are in the middle of their sequence.
-            deltas, rest = _APPENDER.append_inside(
-                plan.samplers, plan.tokens, np.any(plan.stopped, axis=1)
-            )
+            deltas, rest = _APPENDER.append_inside(plan.samplers, plan.tokens, plan.ended)
             ready += deltas
             counters.output_tokens += len(deltas) * plan.steps
             before = len(ready)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Slots:
         self._runner = runner
         self.ended: Bools = np.zeros(runner.max_num_seqs, dtype=np.bool_)
         # Stop conditions of the slots read last; steady decode steps have the same.
-        self._stops: _Stops | None = None
+        self._stops: Stops | None = None
 
     def write(self, plan: Plan) -> None:
         """Write a plan to memory, and find the sequences that end before its step."""
@@ -72,9 +73,12 @@ class Slots:
                 plan.failed[sequence] = cause
             runner.publish("allowed", slot)
 
-    def read(self, plan: Plan) -> None:
-        """Copy the chosen tokens from memory before another launch can change them."""
-        step, runner, count = plan.step, self._runner, len(plan.samplers)
+    def expect(self, plan: Plan) -> None:
+        """Find where the plan's tokens will be, and what ends its sequences.
+
+        ``read`` needs it. A machine that works meanwhile need not be waited for.
+        """
+        step, count = plan.step, len(plan.samplers)
         slots, positions = step.row_sequence, step.row_position
         if count < step.num_rows:  # else every row chooses a token, in order
             choosing = step.logit_row[:count]
@@ -83,14 +87,24 @@ class Slots:
         columns = following[:, None]
         if plan.steps > 1:
             columns = columns + np.arange(plan.steps, dtype=np.int32)[None]
-        plan.tokens = tokens = runner.tokens[slots[:, None], columns]
         if self._stops is None or self._stops.slots is not slots:
-            self._stops = _Stops.of(slots, runner.sampling_integer)
-        plan.stopped = self._stops.stopped(tokens, columns)
-        if plan.stopped.any():
-            self.ended[slots] |= plan.stopped.any(axis=1)
+            self._stops = Stops.of(slots, self._runner.sampling_integer)
+        plan.expected = Expected(slots, columns, self._stops)
+
+    def read(self, plan: Plan) -> None:
+        """Copy the chosen tokens from memory before another launch can change them."""
+        if plan.expected is None:
+            self.expect(plan)
+        assert plan.expected is not None
+        step, runner, count = plan.step, self._runner, len(plan.samplers)
+        slots, columns, stops = plan.expected
+        plan.tokens = tokens = runner.tokens[slots[:, None], columns]
+        plan.stopped = stops.stopped(tokens, columns)
+        plan.ended = ended = np.logical_or.reduce(plan.stopped, axis=1)
+        if ended.any():
+            self.ended[slots] |= ended
         if step.restricted:
-            self._follow(plan, slots, following)
+            self._follow(plan, slots, columns[:, 0])
         for i, sequence in enumerate(plan.samplers if plan.with_logprobs else ()):
             if sequence.with_logprobs:
                 plan.logits[i] = runner.logits[i].copy()
@@ -115,7 +129,7 @@ class Slots:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stops:
+class Stops:
     """When the sequences of slots end at a token.
 
     ``slots`` int32 [n]; ``ids`` int32 [n, most stop tokens of a slot], filled up with -1;
@@ -127,7 +141,7 @@ class _Stops:
     min_length: Ints
 
     @classmethod
-    def of(cls, slots: Ints, sampling: Ints) -> _Stops:
+    def of(cls, slots: Ints, sampling: Ints) -> Stops:
         """From the rows of ``sampling_integer``."""
         rows = sampling[slots]
         most = int(rows[:, Integer.NUM_STOP].max(initial=0))
@@ -140,3 +154,11 @@ class _Stops:
         for column in range(self.ids.shape[1]):
             ended |= self.ids[:, column, None] == tokens
         return ended & (columns >= self.min_length) if ended.any() else ended
+
+
+class Expected(NamedTuple):
+    """The tokens that a plan will choose: of ``slots``, at ``columns`` [n, steps] of the table."""
+
+    slots: Ints
+    columns: Ints
+    stops: Stops

@@ -12,6 +12,7 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.sequence import Sequence
+    from megavm.scheduler.engine.slots import Expected
     from megavm.scheduler.engine.step_memory import Rows
 
 Ints = npt.NDArray[np.int32]
@@ -181,15 +182,18 @@ class Plan:
     # before theirs.
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
 
-    # While it is in progress: the launch, and by slot whether that belongs to another sequence now.
+    # While it is in progress: the launch, the tokens that it will choose (None: not found out), and
+    # by slot whether that belongs to another sequence now.
     launch: Launch | None = None
+    expected: Expected | None = None
     gone: Bools | None = None
     started: float = 0.0  # by time.perf_counter
 
     # Set when it is complete: the chosen tokens [samplers, steps], whether each is a stop token,
-    # and the requested logits by logit row.
+    # whether one of a sampler's is, and the requested logits by logit row.
     tokens: Ints | None = None
     stopped: Bools | None = None
+    ended: Bools | None = None
     logits: dict[int, Floats] = field(default_factory=dict)
     # Sequences whose grammar the token completes; sequences that cannot go on, with a sentence.
     complete: set[Sequence] = field(default_factory=set)
@@ -202,7 +206,7 @@ class Plan:
         gone = ended[step.row_sequence]
         if not gone.any():
             return
-        kept = ~gone
+        kept, self.expected = ~gone, None
         logit_kept = kept[step.logit_row]
         index = np.cumsum(kept, dtype=np.int32) - 1
         # Scored prompts have not chosen a token yet, so all of their rows stay.
