@@ -153,9 +153,12 @@ class DeviceStepMemory(StepMemory):
             begin += size
         tokens = steps["tokens"]
         memory.allocate([tokens])
-        self._tokens = [rank.storage(tokens.name) for rank in memory.ranks]
-        self._host_tokens = self._pinned(tokens.shape, torch.int32)
-        self.arrays["tokens"] = self._host_tokens.numpy()
+        host_tokens = self._pinned(tokens.shape, torch.int32)
+        self.arrays["tokens"] = host_tokens.numpy()
+        # Flat, because that is the fastest way to parts of rows.
+        self._host_tokens = host_tokens.view(-1)
+        self._tokens = [rank.storage(tokens.name).view(-1) for rank in memory.ranks]
+        self._width = tokens.columns
         self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
         # On the host, and on each rank's GPU.
         self._rows: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -230,9 +233,10 @@ class DeviceStepMemory(StepMemory):
         for slab in self._slabs:
             slab.copy_(stage.slab, non_blocking=True)
         for slot, count in self._written:
-            source = self._host_tokens[slot, :count]
+            begin = slot * self._width
+            source = self._host_tokens.narrow(0, begin, count)
             for tokens in self._tokens:
-                tokens[slot, :count].copy_(source, non_blocking=True)
+                tokens.narrow(0, begin, count).copy_(source, non_blocking=True)
         self._written.clear()
         for name, slot in self._changed:
             host, of_ranks = self._rows[name]
@@ -273,15 +277,15 @@ class DeviceStepMemory(StepMemory):
         columns = following[:, None] + np.arange(steps)[None]
         # A bad step may name places outside the table: clip them, the machine reports the error.
         tokens = self._tokens[0]  # all ranks choose the same
-        places = (slots[:, None].astype(np.int64) * tokens.shape[1] + columns).reshape(-1)
-        places = places.clip(0, tokens.numel() - 1)
+        places = (slots[:, None].astype(np.int64) * self._width + columns).reshape(-1)
+        places = np.minimum(np.maximum(places, 0), len(tokens) - 1)
         count = len(places)
         if count > len(stage.places):
             stage.places, stage.chosen = self._buffers(2 * count)
-        chosen, flat = stage.chosen[:count], tokens.view(-1)
+        chosen = stage.chosen.narrow(0, 0, count)
         if len(slots) == 1 and places[-1] - places[0] == count - 1:
             # They lie side by side, but for a bad step: one copy instead of three.
-            chosen.copy_(flat[places[0] : places[0] + count], non_blocking=True)
+            chosen.copy_(tokens.narrow(0, int(places[0]), count), non_blocking=True)
             return slots.repeat(steps), places
         if count > len(self._device_places):
             self._device_places = torch.zeros_like(stage.places, device=self._devices[0])
@@ -289,6 +293,6 @@ class DeviceStepMemory(StepMemory):
         stage.places[:count].numpy()[:] = places
         device_places, found = self._device_places[:count], self._device_chosen[:count]
         device_places.copy_(stage.places[:count], non_blocking=True)
-        torch.index_select(flat, 0, device_places, out=found)
+        torch.index_select(tokens, 0, device_places, out=found)
         chosen.copy_(found, non_blocking=True)
         return slots.repeat(steps), places
