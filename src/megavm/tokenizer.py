@@ -421,12 +421,21 @@ class StreamDecoder:
         self._tokenizer = tokenizer
         self._skipped: frozenset[int] = frozenset()
         if skip_special_tokens:
-            self._skipped = tokenizer.special_ids.difference(kept_ids)
+            special = tokenizer.special_ids
+            self._skipped = special.difference(kept_ids) if kept_ids else special
         # The text of _ids[:_context] has been returned; later ids are pending.
-        self._ids = [i for i in prompt_ids[-self._CONTEXT :] if self._has_text(i)]
+        self._ids = self._last_ids(prompt_ids)
         self._context = len(self._ids)
         self._context_text = self._decode(self._ids)
         self._choose_plain()
+
+    def _last_ids(self, prompt_ids: Sequence[int]) -> list[int]:
+        """The ids at the end of the prompt on which the texts of following ones may depend."""
+        recent = prompt_ids[-self._CONTEXT :]
+        last = next((i for i in reversed(recent) if self._has_text(i)), None)
+        if last is None or self._tokenizer.whole_text(last) is not None:
+            return []
+        return [i for i in recent if self._has_text(i)]
 
     def _choose_plain(self) -> None:
         # Ids that are held give a text another beginning.

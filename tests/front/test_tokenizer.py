@@ -499,6 +499,20 @@ def test_a_space_after_the_prompt_is_kept_when_the_prompt_is_given(tmp_path: Pat
     assert "".join(decoder.step(i) for i in ids) == " the"
 
 
+@pytest.mark.parametrize("skip", [False, True])
+def test_a_text_is_the_same_wherever_the_prompt_ends(tokenizer: Tokenizer, skip: bool) -> None:
+    ids = tokenizer.encode("the hello 🦊, the llo")
+    for special in filter(tokenizer.is_special, range(tokenizer.vocab_size)):
+        ids.insert(len(ids) // 2, special)
+    whole = tokenizer.decode(ids, skip)
+    for count in range(len(ids) + 1):
+        before = tokenizer.decode(ids[:count], skip)
+        decoder = StreamDecoder(tokenizer, skip, ids[:count])
+        text = "".join([*map(decoder.step, ids[count:]), decoder.flush()])
+        if not before.endswith("\ufffd"):
+            assert before + text == whole
+
+
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_a_whole_text_is_what_the_token_adds_to_any_text(tmp_path: Path, kind: str) -> None:
     tokenizer = Tokenizer(write_tokenizer(tmp_path, KINDS[kind]()))
