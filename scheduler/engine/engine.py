@@ -227,10 +227,11 @@ class Engine:
                 "the prompt is not a list of token ids: it holds"
                 f" {wide.dtype} of shape {wide.shape}"
             )
-        bad = np.flatnonzero((wide < 0) | (wide >= self.runner.vocab_size))
-        if len(bad):
+        bad = (wide < 0) | (wide >= self.runner.vocab_size)
+        if np.count_nonzero(bad):
+            first = int(bad.argmax())
             raise ValueError(
-                f"token id {int(wide[bad[0]])} at position {int(bad[0])} is outside the vocabulary "
+                f"token id {int(wide[first])} at position {first} is outside the vocabulary "
                 f"[0, {self.runner.vocab_size})"
             )
         return wide.astype(np.int32)

@@ -151,6 +151,8 @@ class Stops:
     def stopped(self, tokens: Ints, columns: Ints) -> Bools:
         """Whether each of ``tokens`` [n, steps], at ``columns`` of the table, ends its sequence."""
         ended = np.zeros(tokens.shape, dtype=np.bool_)
+        if not self.ids.size:
+            return ended
         for column in range(self.ids.shape[1]):
             ended |= self.ids[:, column, None] == tokens
         return ended & (columns >= self.min_length) if ended.any() else ended

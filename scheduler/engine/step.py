@@ -204,7 +204,7 @@ class Plan:
         """Remove the rows of slots whose sequence has ended since the plan was made."""
         step = self.step
         gone = ended[step.row_sequence]
-        if not gone.any():
+        if not np.count_nonzero(gone):
             return
         kept, self.expected = ~gone, None
         logit_kept = kept[step.logit_row]

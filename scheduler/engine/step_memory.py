@@ -251,17 +251,18 @@ class DeviceStepMemory(StepMemory):
             times[1].record()
         slots, places = self._fetch(stage, step, steps)
         wait = device.mark()
-        chosen = stage.chosen
+        table = self.arrays["tokens"].reshape(-1)
+        found = stage.chosen.narrow(0, 0, len(places)).numpy()  # once the launch has ended
 
         def finish(gone: Bools | None = None) -> None:
             wait()
             if times is not None:
                 self.machine_seconds += 1e-3 * times[0].elapsed_time(times[1])
-            found = chosen[: len(places)].numpy()
-            kept: Any = slice(None)
-            if gone is not None:
+            if gone is None:
+                table[places] = found
+            else:
                 kept = ~gone[slots]
-            self.arrays["tokens"].reshape(-1)[places[kept]] = found[kept]
+                table[places[kept]] = found[kept]
 
         return finish
 
