@@ -268,25 +268,29 @@ class Sequence:
     def parameters(self) -> tuple[Floats, Ints]:
         """The sequence's rows of sampling_real and sampling_integer."""
         params, restriction = self.request.params, self.request.restriction
-        real = np.empty(REAL_COLUMNS, dtype=np.float32)
+        real, integer = [0.0] * REAL_COLUMNS, [-1] * INTEGER_COLUMNS
         real[Real.TEMPERATURE] = params.temperature
         real[Real.TOP_P] = params.top_p
         real[Real.MIN_P] = params.min_p
         real[Real.REPETITION_PENALTY] = params.repetition_penalty
         real[Real.PRESENCE_PENALTY] = params.presence_penalty
         real[Real.FREQUENCY_PENALTY] = params.frequency_penalty
-        integer = np.full(INTEGER_COLUMNS, -1, dtype=np.int32)
-        seed = np.array([self.seed & 0xFFFFFFFF, self.seed >> 32], dtype=np.uint32).view(np.int32)
-        integer[Integer.ENABLED] = not self.scoring
-        integer[Integer.SEED_LOW : Integer.SEED_HIGH + 1] = seed
+        integer[Integer.ENABLED] = int(not self.scoring)
+        integer[Integer.SEED_LOW] = _signed(self.seed & 0xFFFFFFFF)
+        integer[Integer.SEED_HIGH] = _signed(self.seed >> 32)
         integer[Integer.TOP_K] = max(params.top_k, 0)
         integer[Integer.PROMPT_LENGTH] = len(self.prompt)
         integer[Integer.MIN_LENGTH] = len(self.prompt) + min(params.min_tokens, self.max_output)
         integer[Integer.NUM_STOP] = len(self.stop_ids)
         integer[Integer.STOP : Integer.STOP + len(self.stop_ids)] = self.stop_ids
-        integer[Integer.MASKED] = restriction is not None and restriction.masked
-        integer[Integer.BIASED] = restriction is not None and bool(restriction.bias)
-        return real, integer
+        integer[Integer.MASKED] = int(restriction is not None and restriction.masked)
+        integer[Integer.BIASED] = int(restriction is not None and bool(restriction.bias))
+        return np.array(real, dtype=np.float32), np.array(integer, dtype=np.int32)
+
+
+def _signed(word: int) -> int:
+    """The int32 with the bits of a word."""
+    return (word ^ 1 << 31) - (1 << 31)
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ import pytest
 import toy_runner as toy
 from engine_runs import Results, alone, assert_idle, gather, greedy, make_engine, run_all
 
+from megavm.instructions.sample import Integer
 from megavm.sampling_params import SamplingParams
 
 
@@ -33,6 +34,14 @@ def test_decode_goes_on_while_another_prompt_is_computed() -> None:
         gather(results, deltas)
         assert 0 in {d.request.id for d in deltas}
     assert len(results[1, 0].token_ids) == 1
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1 << 31, 0x1234567_89ABCDEF, (1 << 63) - 1])
+def test_a_seed_is_written_as_two_words(seed: int) -> None:
+    (sequence,) = make_engine().add([1], SamplingParams(seed=seed)).sequences
+    _, integer = sequence.parameters()
+    words = integer[Integer.SEED_LOW : Integer.SEED_HIGH + 1].view(np.uint32)
+    assert words.tolist() == [seed & 0xFFFFFFFF, seed >> 32]
 
 
 @pytest.mark.parametrize("queues", [False, True])
