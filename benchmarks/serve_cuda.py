@@ -226,6 +226,24 @@ def generate(
     return result
 
 
+def cpu_seconds(process: int) -> float:
+    """CPU time of all threads of a process since its start."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def settle(process: int) -> dict[str, Any]:
+    """Wait until a process does nothing: no program is compiled behind its requests."""
+    begin = time.perf_counter()
+    while True:
+        before, at = cpu_seconds(process), time.perf_counter()
+        time.sleep(1.0)
+        share = (cpu_seconds(process) - before) / (time.perf_counter() - at)
+        waited = time.perf_counter() - begin
+        if share < QUIET_SHARE or waited > QUIET_LIMIT:
+            return {"seconds": round(waited, 1), "quiet": share < QUIET_SHARE}
+
+
 class Server:
     """A server process; `url` is where it is, `seconds` how long its start took."""
 
@@ -243,19 +261,11 @@ class Server:
 
     def cpu_seconds(self) -> float:
         """CPU time of all threads since the start."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.process.pid)
 
     def settle(self) -> dict[str, Any]:
-        """Wait until the server, which has no requests, does nothing: no program is compiled."""
-        begin = time.perf_counter()
-        while True:
-            before, at = self.cpu_seconds(), time.perf_counter()
-            time.sleep(1.0)
-            share = (self.cpu_seconds() - before) / (time.perf_counter() - at)
-            waited = time.perf_counter() - begin
-            if share < QUIET_SHARE or waited > QUIET_LIMIT:
-                return {"seconds": round(waited, 1), "quiet": share < QUIET_SHARE}
+        """Wait until the server, which has no requests, does nothing."""
+        return settle(self.process.pid)
 
     def metrics(self) -> dict[str, float]:
         """The engine's counters, and how many requests run and wait."""
