@@ -63,9 +63,7 @@ class Loader {
                      policy_);
   }
 
-  // ---- Matrix products, and attention of runs, take the pages of a step at once. Lanes copy side
-  // by
-  // ---- side.
+  // ---- Matrix products, and attention of runs, take pages together; lanes copy side by side.
 
   // Take the next `count` pages, a *step*. The semaphore of the first page counts the bytes of all.
   // Returns the first page. If the input of the instruction is there (kIsReady), no copy is

@@ -34,7 +34,7 @@ NUM_THREADS = 32 * NUM_WARPS
 SHARED_BYTES = 227 * 1024
 PAGE_BYTES = 16 * 1024
 NUM_PAGES = 13  # maximum; a large scratch leaves room for fewer
-MIN_PAGES = 4  # attention takes this many at a time
+MIN_PAGES = 4  # attention takes this many at a time; of prompts more (tile.cuh)
 NUM_STAGES = 8  # instructions in flight
 STAGE_BYTES = 640  # words, operands and place of one instruction in flight
 CURRENT_BYTES = 32  # what one warp is working on
@@ -72,7 +72,7 @@ ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
 
 # Attention on the GPU.
 MAX_ATTENTION_ELEMENTS = 128 * 128  # of queries for one KV head that are processed together
-MAX_BOX_TOKENS = 64  # most tokens of a KV block in a box, and of a step of attention of prompts
+MAX_BOX_TOKENS = 64  # most tokens of a KV block in a box; attention of prompts takes two at a time
 
 # Sampling state of a sequence, see instructions/sample.
 MAX_STOP_TOKENS = 32

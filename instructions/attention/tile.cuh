@@ -44,6 +44,7 @@ struct AttentionTile {
   static_assert(kTokens * kBoxRowBytes == kPageBytes && kPageBytes % kValueBlock == 0);
   // A turn and the one before it are in the ring.
   static_assert(!attention::kRuns || 4 * kPanels <= kPages);
+  static_assert(!attention::kRuns || kNumConsumers / kWarps * kQueryPanel <= kScratch);
 
   struct State {
     ptx::Words4 q[kPanelMmas];  // the first panel of the queries

@@ -323,14 +323,17 @@ class Engine:
         """
         if not self._overlap:
             return self._plain_step()
+        if len(self._outstanding) != (self._thread.pending if self._thread else 0):
+            # An interrupt came between planning and handing over, or waiting and collecting.
+            self._recover(KeyboardInterrupt())
         if not self._outstanding and (deltas := self._first_step()) is not None:
             return deltas
         self._launch()
         if self._thread is None or not self._thread.pending:
             return self._take_ready()
-        deltas = self.collect(self._thread.wait())
+        self._ready = self.collect(self._thread.wait())
         self._launch()
-        return deltas
+        return self._take_ready()
 
     def _first_step(self) -> list[Delta] | None:
         """Begin a launch in this thread, as none is running: to wake the other one would delay it.
@@ -347,16 +350,16 @@ class Engine:
             if following is None:
                 if begun:
                     self.end(plan)
-                deltas = self.collect(plan)
-        except KeyboardInterrupt as error:
-            self._clear_interrupt(error)
+                self._ready = self.collect(plan)
+            else:
+                self._submit(plan, begun)
+                self._submit(following)
+                return None
+        except BaseException as error:
+            self._recover(error)
             raise
-        if following is None:
-            self._launch()
-            return deltas
-        self._submit(plan, begun)
-        self._submit(following)
-        return None
+        self._launch()
+        return self._take_ready()
 
     def _plain_step(self) -> list[Delta]:
         try:
@@ -365,17 +368,23 @@ class Engine:
                 return self._take_ready()
             self.execute(plan)
             return self.collect(plan)
-        except KeyboardInterrupt as error:
-            self._clear_interrupt(error)
+        except BaseException as error:
+            self._recover(error)
             raise
 
-    def _clear_interrupt(self, error: KeyboardInterrupt) -> None:
-        """Clean up after an interrupt in a step that this thread makes alone."""
-        # Unless ``collect`` has done so, the interrupt came between two calls: the planner counts
-        # tokens of a plan as computed, but they are not.
+    def _recover(self, error: BaseException) -> None:
+        """After an error, such as an interrupt, between two calls of a step: end what runs.
+
+        Nothing is left to do if ``collect`` raised the error. Else the planner counts tokens of a
+        plan as computed that are not, or that nobody will read.
+        """
+        while self._thread is not None and self._thread.pending:
+            self._thread.wait()
+        if self._in_progress is not None:
+            self.end(self._in_progress)
         if self._outstanding or self.planner.running:
             self._outstanding.clear()
-            self._clear_fault(error)
+            self._end_running(error)
 
     def _launch(self) -> None:
         """Keep one launch running and one queued behind it."""
@@ -621,7 +630,13 @@ class Engine:
                 row += 1
 
     def _clear_fault(self, error: BaseException) -> None:
-        """After a failed launch: end the running requests and distrust all contents of memory."""
+        """After a failed launch: ``_end_running``, and raise what is no fault of the machine."""
+        self._end_running(error)
+        if not isinstance(error, MachineFault):
+            raise error
+
+    def _end_running(self, error: BaseException) -> None:
+        """End the running requests and distrust all contents of memory."""
         self.counters.faults += 1
         self.last_fault = cause = _cause(error)
         self.lost = isinstance(error, MachineLost)
@@ -641,8 +656,6 @@ class Engine:
             planner.postpone(sequence)
         planner.forget_contents()
         self._fault = None
-        if not isinstance(error, MachineFault):
-            raise error
 
     # Logits of every position.
 
@@ -697,6 +710,8 @@ class Engine:
         if self._thread is not None:
             self._thread.close()
             self._thread = None
+        if self._in_progress is not None:
+            self.end(self._in_progress)
 
 
 def _cause(error: BaseException) -> str:

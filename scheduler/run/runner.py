@@ -395,14 +395,15 @@ class Runner:
     ) -> None:
         """Run the parts of a step. All store logits in the same rows, where its own belong."""
         logits, kept = self.memory["logits"], []
-        for bucket, part in parts:
-            self.run(part, steps, started, bucket)
-            if step.wants_logits:
-                kept.append(logits[: len(part.logit_row)].clone())
-        if kept:
-            part_of_logits = step.logit_row // parts[0][1].num_rows
-            rows = torch.from_numpy(np.argsort(part_of_logits, kind="stable"))
-            logits[rows.to(logits.device)] = torch.cat(kept)
+        with self._step.current():
+            for bucket, part in parts:
+                self.run(part, steps, started, bucket)
+                if step.wants_logits:
+                    kept.append(logits[: len(part.logit_row)].clone())
+            if kept:
+                part_of_logits = step.logit_row // parts[0][1].num_rows
+                rows = torch.from_numpy(np.argsort(part_of_logits, kind="stable"))
+                logits[rows.to(logits.device)] = torch.cat(kept)
 
     def _describe(self, step: Step) -> None:
         """Write a step to the arrays. Raises ValueError when it is beyond the limits."""

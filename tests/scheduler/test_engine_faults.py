@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import threading
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import toy_runner as toy
 from engine_runs import Results, alone, assert_idle, gather, greedy, make_engine, run_all
 
+from megavm.scheduler.engine import engine as engine_module
 from megavm.vm.machine import MachineFault
 
 
@@ -136,6 +140,67 @@ def test_an_interrupt_of_a_launch_that_the_caller_runs_leaves_nothing_that_was_n
     assert run_all(engine)[1, 0].outcome() == alone(prompt, greedy(), 0, runner)
     assert_idle(engine)
     assert not runner.launches
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("call", range(1, 6))
+@pytest.mark.parametrize("method", ["plan", "_submit", "begin", "end", "collect"])
+@pytest.mark.parametrize("queues", [False, True])
+def test_an_error_anywhere_in_a_step_loses_no_token_and_hangs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+    queues: bool,
+    method: str,
+    call: int,
+    error: type[BaseException],
+) -> None:
+    """The request goes on as it should or ends with an error, and the next one runs."""
+    runner = toy.ToyRunner(queues=queues)
+    engine = make_engine(runner)
+    prompt, numbers = list(range(1, 14)), itertools.count(1)
+    original = getattr(engine, method)
+
+    def fail(*arguments: Any) -> Any:
+        caller = threading.current_thread() is threading.main_thread()
+        if caller and next(numbers) == call:
+            raise error
+        return original(*arguments)
+
+    engine.add(prompt, greedy(max_tokens=12))
+    results: Results = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, method, fail)
+        with contextlib.suppress(error):
+            run_all(engine, results)
+    run_all(engine, results)
+    if results[0, 0].finish_reason == "error":
+        assert (results[0, 0].error or "").startswith("the machine stopped: ")
+    else:
+        assert results[0, 0].outcome() == alone(prompt, greedy(max_tokens=12), 0, runner)
+    engine.add(prompt, greedy())
+    assert run_all(engine)[1, 0].outcome() == alone(prompt, greedy(), 0, runner)
+    assert_idle(engine)
+    assert not runner.launches
+
+
+def test_an_interrupt_while_the_thread_starts_hangs_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    runner = toy.ToyRunner()
+    engine = make_engine(runner)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    engine.add([1, 2, 3], greedy(max_tokens=12))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_module, "StepThread", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
+    assert run_all(engine)[0, 0].error == "the machine stopped: the run was interrupted"
+    engine.add([1, 2, 3], greedy(max_tokens=12))
+    expected = alone([1, 2, 3], greedy(max_tokens=12), 0, runner)
+    assert run_all(engine)[1, 0].outcome() == expected
+    assert_idle(engine)
 
 
 def test_a_bug_in_the_runner_is_raised_after_cleaning_up(overlap: bool) -> None:
