@@ -35,12 +35,15 @@ class Case:
     splits: tuple[int, int, int] = (0, 1, 8)  # split, number of splits, chunk
     newest: bool = False  # k_new and v_new: rows of different sequences
     context: int = 64  # most tokens of a sequence
+    sign: int = 1  # of the scale
 
 
 APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
 LONG = [(0, i) for i in range(1000, 1100)] + [(1, 900)] + [(2, i) for i in range(70)]
+ENDS = [(0, i) for i in range(128, 256)]  # a GPU takes 32 rows and 128 tokens at a time
+HALVES = [(0, i) for i in range(280, 320)] + [(1, i) for i in range(40)]
 LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(18)]
 FEW_APART = LONG_APART[:15]
 # Arguments of cases that the fast kernel of the GPU accepts.
@@ -156,6 +159,12 @@ CASES = [
     Case("fast, newest, tagged, last of two", 4, 1, 64, APART, 5, **(FAST_HALF | LAST | NEWEST)),
     Case("no live row", 2, 2, 16, MIXED, 0, tagged=True),
     Case("not counted", 2, 2, 16, MIXED, None),
+    Case("fast, long prompts, first of two", 4, 1, 64, HALVES, 80, context=320, **FAST_HALF),
+    Case(
+        "fast, long prompts, last of two", 8, 2, 128, HALVES, 79, context=320, **(FAST_HALF | LAST)
+    ),
+    Case("fast, long prompts, ends of turns", 8, 2, 128, ENDS, 128, context=256, **FAST),
+    Case("fast, long prompts, turned round", 4, 1, 64, LONG, 171, context=1100, sign=-1, **FAST),
 ]
 
 
@@ -218,6 +227,6 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         chunk=chunk,
         context=case.context,
         step_rows=rows,
-        scale=d**-0.5,
+        scale=case.sign * d**-0.5,
     )
     return Example(case.name, inst, table.specs, table.values)

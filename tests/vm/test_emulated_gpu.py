@@ -63,6 +63,8 @@ WANTED = {
     *("quads, four tiles of rows", "quads, long rows"),
     *("fast, prompts", "fast, prompts, long heads", "fast, prompts, last of two splits"),
     *("fast, long prompts", "fast, rows apart, newest", "fast, rows apart, long heads"),
+    *("fast, long prompts, first of two", "fast, long prompts, last of two"),
+    *("fast, long prompts, ends of turns", "fast, long prompts, turned round"),
     *("fast, rows apart, tagged", "fast, newest, tagged", "fast, few rows apart, newest"),
     *(
         "peaks, long rows in turn, bf16",
