@@ -80,7 +80,7 @@ def measure_first(llm: LLM, length: int, rounds: int) -> dict[str, Any]:
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     times, machine = [], []
     llm.generate(prompt_of(draw, length), params)
-    settle(os.getpid())  # what this prompt may want next is compiled
+    settle(os.getpid())  # programs for what may follow this prompt are being compiled
     for number in range(WARM_UP + rounds):
         prompt, before = prompt_of(draw, length), llm.runner.machine_seconds
         begin = time.perf_counter()

@@ -35,14 +35,14 @@ class Case:
     splits: tuple[int, int, int] = (0, 1, 8)  # split, number of splits, chunk
     newest: bool = False  # k_new and v_new: rows of different sequences
     context: int = 64  # most tokens of a sequence
-    sign: int = 1  # of the scale
+    sign: int = 1  # -1: the scale is negative
 
 
 APART = [(0, 37), (1, 0), (2, 8), (3, 63), (4, 7)]
 MIXED = [(0, 37), (1, 0), (1, 1), (1, 2), (2, 63), (2, 7)]
 MANY = [(i, 5 * i + 3) for i in range(5)] + [(2, i) for i in range(14, 44)]
 LONG = [(0, i) for i in range(1000, 1100)] + [(1, 900)] + [(2, i) for i in range(70)]
-ENDS = [(0, i) for i in range(128, 256)]  # a GPU takes 32 rows and 128 tokens at a time
+ENDS = [(0, i) for i in range(128, 256)]  # GPUs take 32 rows and 128 tokens at a time
 HALVES = [(0, i) for i in range(280, 320)] + [(1, i) for i in range(40)]
 LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(18)]
 FEW_APART = LONG_APART[:15]

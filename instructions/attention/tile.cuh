@@ -25,7 +25,7 @@ struct AttentionTile {
   static constexpr uint32_t kWarpRows = 16;
   // Parts of a warpgroup, of 64 query rows each; of long heads there is room for one.
   static constexpr uint32_t kParts = kMaxAttentionElements / (kNumConsumers * kWarpRows * kD);
-  static constexpr uint32_t kTokens = 128;                        // of a turn
+  static constexpr uint32_t kTokens = 128;                        // attended to in a turn
   static constexpr uint32_t kBlock = kMaxBoxTokens;               // whose values are together
   static constexpr uint32_t kPiece = min_of(kBlockSize, kBlock);  // that one box holds
   static constexpr uint32_t kPanels = kD / kBoxColumns;
@@ -37,7 +37,8 @@ struct AttentionTile {
   static constexpr uint32_t kPanelMmas = kBoxColumns / kMmaColumns;
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
-  static constexpr uint32_t kQueryPanel = kWarps * kWarpRows * kBoxRowBytes;  // of a warpgroup
+  static constexpr uint32_t kQueryPanel =
+      kWarps * kWarpRows * kBoxRowBytes;  // bytes, of a warpgroup
   // NOTE: one that depends on kD: compilers check others even where there are no tiles.
   static_assert(kD % kBoxColumns == 0 && kParts * kPanels == 2 && kRunRows<kD> > 1 &&
                 kLanes * kPiece % kTokens == 0 && kBlock % kPiece == 0);
@@ -262,7 +263,7 @@ struct AttentionTile {
       rescale[half] = ptx::exp2(fmaf(state.highest[part][half], scale, -base));
       higher |= highest != state.highest[part][half];
       state.highest[part][half] = highest;
-      float total[2] = {0.0f, 0.0f};  // of every other token
+      float total[2] = {0.0f, 0.0f};  // the sums of the even and of the odd tokens
 #pragma unroll
       for (uint32_t n = 0; n < kScoreTiles; ++n)
 #pragma unroll
