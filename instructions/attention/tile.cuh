@@ -37,9 +37,10 @@ struct AttentionTile {
   static constexpr uint32_t kPanelMmas = kBoxColumns / kMmaColumns;
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
+  // Half of a warpgroup's queries, in bytes.
   static constexpr uint32_t kQueryPanel =
-      kWarps * kWarpRows * kBoxRowBytes;  // bytes, of a warpgroup
-  // NOTE: one that depends on kD: compilers check others even where there are no tiles.
+      kParts * kPanels * kWarps * kWarpRows * kBoxRowBytes / 2;
+  // NOTE: all depend on kD: compilers check others even where there are no tiles.
   static_assert(kD % kBoxColumns == 0 && kParts * kPanels == 2 && kRunRows<kD> > 1 &&
                 kLanes * kPiece % kTokens == 0 && kBlock % kPiece == 0);
   static_assert(kTokens * kBoxRowBytes == kPageBytes && kPageBytes % kValueBlock == 0);

@@ -65,25 +65,25 @@ def test_halves_of_the_rows_gather_and_sum(
 X, ALL, Y, Z = range(4)
 
 
-def words_program(columns: int, dtype: DType, tagged: bool) -> Program:
+def words_program(columns: int, dtype: DType, tagged: bool, ranks: int = 3) -> Program:
     """Every rank sends its x to all ranks, in pieces that share words, and copies what came."""
     tensors = [
         TensorSpec("x", (2, columns), dtype, INPUT),
-        TensorSpec("all", (2, 3 * columns), dtype, ACTIVATION, tagged=tagged, shares=3),
-        TensorSpec("y", (2, 3 * columns), dtype, TensorKind.STATE),
+        TensorSpec("all", (2, ranks * columns), dtype, ACTIVATION, tagged=tagged, shares=ranks),
+        TensorSpec("y", (2, ranks * columns), dtype, TensorKind.STATE),
     ]
     half = columns // 4 * 2 if tagged else columns // 2
     instructions = [
         copy(X, ALL, (0, half), rows=(0, 2), waits=[(1, 0)], signal=0),
         copy(X, ALL, (half, columns), rows=(0, 2), waits=[(1, 0)], signal=0),
-        copy(ALL, Y, (0, 3 * columns), rows=(0, 2), waits=[(0, 6)], signal=1),
+        copy(ALL, Y, (0, ranks * columns), rows=(0, 2), waits=[(0, 2 * ranks)], signal=1),
     ]
     return Program.build(
         tensors,
         instructions,
         [[0], [1], [2]],
         barriers=["sent", "read"],
-        ranks=3,
+        ranks=ranks,
         shared_barriers=2,
     )
 
@@ -106,6 +106,23 @@ def test_shares_of_any_width_arrive_whole(
         machine.load(program, memory).run(20)
         for rank in memory.ranks:
             assert torch.equal(rank["y"].cpu().float(), torch.cat(parts, 1)), columns
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("tagged", [False, True], ids=["plain", "tagged"])
+def test_a_gpu_that_is_late_loses_nothing_of_the_first_launch(
+    cuda_ranks: MakeMachine, tagged: bool
+) -> None:
+    """Its counters and words are filled with zeros before other ranks write them."""
+    machine = cuda_ranks(2, timeout=2.0)
+    program = words_program(8, F32, tagged, ranks=2)
+    for late in range(2):
+        memory = machine.memory(2)
+        with torch.cuda.device(late):
+            torch.cuda._sleep(500_000_000)  # clock cycles: a quarter of a second or more
+        memory.allocate(program.tensors)
+        executable = machine.load(program, memory)
+        executable.run()
 
 
 def stopping_program() -> Program:

@@ -11,9 +11,13 @@ import pytest
 from against_reference import examples_of
 
 from megavm.instructions import instruction_set
+from megavm.scheduler.llama.config import LlamaConfig
+from megavm.scheduler.run.kernels import kernel_headers
 from megavm.vm.codegen import program_header
+from megavm.vm.config import MAX_GROUP_ROWS
 from megavm.vm.cuda.compiler import ROOT, generated_headers
 from megavm.vm.cuda.emulated import ENTRY, FLAGS, reason_unavailable
+from megavm.vm.tensors import BF16
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
 
@@ -41,12 +45,31 @@ def kernels() -> dict[str, str]:
     return chosen
 
 
-@pytest.mark.parametrize("header", kernels().values(), ids=kernels())
-def test_the_compiler_accepts_a_kernel(header: str, tmp_path: Path) -> None:
-    """Its front end, which also checks static assertions."""
+def accept(header: str, folder: Path) -> None:
+    """Let the front end of the host's compiler check a kernel, its static assertions too."""
     for file, text in generated_headers(header).items():
-        (tmp_path / file).write_text(text, encoding="utf-8")
-    include = [f"-I{path}" for path in (tmp_path, ROOT / "cuda" / "emulated", ROOT)]
+        (folder / file).write_text(text, encoding="utf-8")
+    include = [f"-I{path}" for path in (folder, ROOT / "cuda" / "emulated", ROOT)]
     command = ["c++", *FLAGS, *include, "-fsyntax-only", str(ROOT / ENTRY)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("header", kernels().values(), ids=kernels())
+def test_the_compiler_accepts_a_kernel(header: str, tmp_path: Path) -> None:
+    accept(header, tmp_path)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 4, 8), (6, 2, 80)])
+def test_the_compiler_accepts_kernels_of_models_with_other_heads(
+    heads: int, kv_heads: int, head_dim: int, tmp_path: Path
+) -> None:
+    """Values of several constants that no example has together: heads for which no kernel is fast
+    beside prompts of many rows."""
+    config = LlamaConfig(192, 64, 112, 2, heads, kv_heads, head_dim)
+    checked = 0
+    for header, rows in kernel_headers(config, BF16).items():
+        if min(rows) > MAX_GROUP_ROWS:
+            accept(header, tmp_path)
+            checked += 1
+    assert checked > 2

@@ -92,6 +92,20 @@ class CudaExecutable:
         self._noted: list[_LaunchNotes] = []
         self._steps_before = 0
         self._resolve()
+        # The first launch of one rank may write what another GPU is still filling with zeros.
+        if len(self._ranks) > 1:
+            self._synchronize()
+
+    def _synchronize(self) -> None:
+        """Wait for all work on the GPUs of all ranks.
+
+        Raises MachineFault when some of it has failed, MachineLost when the CUDA context is lost.
+        """
+        try:
+            for rank in self._ranks:
+                rank.synchronize()
+        except CudaError as error:
+            raise self._machine._fault(error) from error
 
     def _resolve(self) -> None:
         """Build the tables of tensors.
@@ -214,17 +228,12 @@ class CudaExecutable:
         MachineLost when the CUDA context is lost.
         """
         self._machine.check_alive()
-        try:
-            for rank in self._ranks:
-                rank.synchronize()
-            for rank in self._ranks:
-                rank.counters.zero_()
-                rank.records.zero_()
-            # The next launch may be on another stream.
-            for rank in self._ranks:
-                rank.synchronize()
-        except CudaError as error:
-            raise self._machine._fault(error) from error
+        self._synchronize()
+        for rank in self._ranks:
+            rank.counters.zero_()
+            rank.records.zero_()
+        # The next launch may be on another stream.
+        self._synchronize()
         for rank in self._ranks:
             rank.forget()
         self._steps_before = 0
