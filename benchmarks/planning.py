@@ -78,6 +78,10 @@ class EchoRunner:
         self.tokens[slots, positions + 1] = self.text[(slots + positions) % len(self.text)]
         self.machine_seconds += time.thread_time() - begin
 
+    def is_coming(self, *, restricted: bool) -> bool:
+        """As ``Runner.is_coming``; this runner compiles nothing."""
+        return False
+
     def can_queue(self, step: Step, steps: int = 1) -> bool:
         """As ``Runner.can_queue``."""
         return False

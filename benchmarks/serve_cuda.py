@@ -177,11 +177,11 @@ def run_server(machine: str, event_loop: str, options: list[str]) -> int:
         for name in ("uvloop", "httptools"):
             sys.modules[name] = None  # type: ignore[assignment]
     from megavm.cli import main as megavm
-    from megavm.server.service import Service
+    from megavm.server import service
 
     make_random(machine)
     # No request restricts tokens; compiling these kernels would compete with the measurement.
-    Service._prepare_restricted = lambda self, llm: None  # type: ignore[method-assign]
+    service._restricted_programs = lambda runner: []
     return megavm(["serve", *options])
 
 

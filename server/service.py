@@ -20,7 +20,7 @@ from megavm.server.errors import (
     timed_out,
     unavailable,
 )
-from megavm.server.logs import log, logger
+from megavm.server.logs import log
 from megavm.server.metrics import Metrics
 from megavm.server.protocol import (
     ChatRequest,
@@ -57,23 +57,31 @@ class Status(Enum):
     FAILED = "failed"
 
 
-def _stand_ins(runner: Runner, restricted: bool = False) -> list[Bucket]:
+def _stand_ins(runner: Runner) -> list[Bucket]:
     """Programs that can run all steps of so many rows until those have their own.
 
     The first has the most rows: it runs all smaller steps, and larger ones in parts. It is slowest
     for the fewest, whose programs come next.
     """
     *fewer, most = _usual_rows(runner.max_num_batched_tokens)
-    return [
-        runner.bucket(rows, rows, runner.max_model_len, restricted=restricted)
-        for rows in (most, *fewer)
-    ]
+    return [runner.stand_in(rows) for rows in (most, *fewer)]
+
+
+def _restricted_programs(runner: Runner) -> list[Bucket]:
+    """Programs for steps with restricted tokens, on a GPU one for each of their kernels.
+
+    The first can run all such steps: requests wait for it, and others go on meanwhile.
+    """
+    most = runner.max_num_batched_tokens
+    usual = _usual_rows(most)
+    rows = dict.fromkeys((usual[-1], *usual, min(2 * usual[-1], most), most))
+    return [runner.stand_in(count, restricted=True) for count in rows]
 
 
 def _first_programs(runner: Runner) -> list[Bucket]:
     """Programs that are compiled before the server is ready.
 
-    With them, no step of up to 2048 rows waits for its program, unless it restricts tokens.
+    With them, no step waits for its program, unless it restricts tokens.
     """
     found = [runner.bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
     for rows in _usual_rows(runner.max_num_seqs):
@@ -196,8 +204,6 @@ class Service:
             self._loop = EngineLoop(llm.engine, self.metrics.of_engine)
             if self._status is Status.LOADING:
                 self._status = Status.READY
-                # Ahead of all grammars: the thread takes them in order.
-                self._compiler.submit(self._prepare_restricted, llm)
             log(logging.INFO, "loaded", seconds=time.perf_counter() - began)
         finally:
             self._ended.set()
@@ -214,46 +220,10 @@ class Service:
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        runner.compile_ahead(first=_stand_ins(runner))
+        restricted = _restricted_programs(runner)
+        runner.compile_ahead(first=[*_stand_ins(runner), *restricted[:1]])
+        runner.prepare(restricted[1:], last=True)
         return llm
-
-    def _prepare_restricted(self, llm: LLM) -> None:
-        """Compile what steps with restricted tokens need.
-
-        The first such request would otherwise stop all others for as long as that takes, on a GPU
-        for a compilation of a kernel.
-        """
-        runner = llm.runner
-        if runner.machine.name == "cuda" and not self._compile_restricted_kernels(runner):
-            return
-        first, *others = _stand_ins(runner, restricted=True)
-        runner.prepare([first])  # can run all such steps
-        runner.prepare(others, last=True)
-
-    def _compile_restricted_kernels(self, runner: Runner) -> bool:
-        """Have the kernels in the cache; whether all are there."""
-        from megavm.scheduler.run.kernels import kernel_headers
-        from megavm.vm.cuda.compiler import compile_kernel
-
-        try:
-            options = runner.options(1)
-            headers = kernel_headers(
-                runner.config,
-                runner.dtype,
-                options.workers,
-                restricted=True,
-                parallel=runner.parallel,
-                fixed_order=options.fixed_order,
-            )
-            for header in headers:
-                if self._status is not Status.READY:
-                    return False
-                compile_kernel(header)
-        except Exception:
-            # The request that needs one gets the error.
-            logger.exception("the kernels of steps with restricted tokens do not compile")
-            return False
-        return True
 
     async def broken(self) -> None:
         """Wait until the engine has stopped for good and clients have their answers.

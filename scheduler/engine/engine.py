@@ -28,7 +28,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -57,6 +57,7 @@ from megavm.vm.machine import MachineFault, MachineLost
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
 
+_REST_SECONDS: Final = 0.002  # of a step that has nothing to run
 _APPENDER = Appender(Sequence, Delta, State.FINISHED)
 
 
@@ -126,6 +127,7 @@ class Engine:
             self.blocks,
             steps_per_launch,
             StepPace(tpot_limit, launch_limit),
+            lambda sequence: sequence.restricted and runner.is_coming(restricted=True),
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder
@@ -344,7 +346,7 @@ class Engine:
         try:
             plan = self.plan()
             if plan is None:
-                return self._take_ready()
+                return self._rest()
             begun = self.begin(plan)
             following = self.plan()
             if following is None:
@@ -365,12 +367,19 @@ class Engine:
         try:
             plan = self.plan()
             if plan is None:
-                return self._take_ready()
+                return self._rest()
             self.execute(plan)
             return self.collect(plan)
         except BaseException as error:
             self._recover(error)
             raise
+
+    def _rest(self) -> list[Delta]:
+        """What ``step`` returns if nothing can run now."""
+        if self.planner.waiting and not self._ready:
+            # All are held: the thread that compiles needs the interpreter more than the caller.
+            time.sleep(_REST_SECONDS)
+        return self._take_ready()
 
     def _recover(self, error: BaseException) -> None:
         """After an error, such as an interrupt, between two calls of a step: end what runs.

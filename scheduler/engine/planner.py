@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class Planner:
     """Decides what the next step does with the waiting and running sequences.
 
     ``pace`` limits the rows of prompts in steps in which sequences decode, and the steps of a
-    launch.
+    launch. ``holds`` says whether a waiting sequence must let others pass for now.
 
     ``failed`` collects sequences that cannot run, each with an error message; they hold no slot and
     no KV blocks any more.
@@ -42,6 +43,7 @@ class Planner:
         blocks: BlockManager,
         steps_per_launch: int,
         pace: StepPace,
+        holds: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(
@@ -58,6 +60,7 @@ class Planner:
         self.blocks = blocks
         self.steps_per_launch = steps_per_launch
         self.pace = pace
+        self.holds = holds
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self.failed: list[tuple[Sequence, str]] = []
@@ -355,13 +358,15 @@ class Planner:
             self._decoders = None
 
     def _admit(self, plan: Plan) -> Sequence | None:
-        """Give the first waiting sequence a slot and KV blocks for all its tokens.
+        """Give the first waiting sequence that is not held a slot and KV blocks for all its tokens.
 
         None if that is not possible now.
         """
         blocks = self.blocks
-        while self.waiting and self._free_slots:
-            sequence = self.waiting[0]
+        while self._free_slots:
+            sequence = next((s for s in self.waiting if not self.holds(s)), None)
+            if sequence is None:
+                return None
             if sequence.num_tokens < sequence.expected or sequence.must_wait:
                 return None
             needed = blocks.blocks_for(sequence.num_tokens)
@@ -374,7 +379,8 @@ class Planner:
             reserve = self._watermark if self.running else 0
             if needed - len(known) + reserve > blocks.num_free - blocks.num_idle(known):
                 return None
-            return self._seat(self.waiting.popleft(), known, needed, plan)
+            self.waiting.remove(sequence)
+            return self._seat(sequence, known, needed, plan)
         return None
 
     def _match(self, sequence: Sequence) -> list[int] | None:

@@ -136,6 +136,10 @@ class StepRunner(Protocol):
         """
         ...
 
+    def is_coming(self, *, restricted: bool) -> bool:
+        """Whether steps of this kind would wait for a program that is being compiled ahead."""
+        ...
+
     def can_queue(self, step: Step, steps: int = 1) -> bool:
         """Whether ``start`` can put a step behind the one in progress without a delay."""
         ...

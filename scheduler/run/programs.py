@@ -76,6 +76,10 @@ class Programs:
         items = ((b, partial(_get, known, lock, b, compile)) for b in buckets)
         self._work.put(items, last=last)
 
+    def is_coming(self, bucket: Bucket) -> bool:
+        """Whether the thread in the background compiles this program, or will."""
+        return self._work.has(bucket)
+
     def close(self) -> None:
         """Drop what is queued. Does not wait for the program that is being compiled."""
         self._end()
@@ -116,6 +120,7 @@ class _Work:
 
     def __init__(self) -> None:
         self._queue: dict[Bucket, Task] = {}
+        self._current: Bucket | None = None  # taken from the queue, and not done
         self._asked: set[Bucket] = set()  # taken from the queue, and not to be tried again
         self._failed: set[Bucket] = set()
         self._lock = threading.Lock()
@@ -130,6 +135,10 @@ class _Work:
                 self._thread = threading.Thread(target=self._run, name="megavm-programs")
                 self._thread.start()
 
+    def has(self, bucket: Bucket) -> bool:
+        with self._lock:
+            return not self._closed and (bucket in self._queue or bucket == self._current)
+
     def close(self) -> None:
         # Without the lock: a garbage collection may call this in a thread that holds it.
         self._closed = True
@@ -138,10 +147,11 @@ class _Work:
         main = threading.main_thread()
         while True:
             with self._lock:
+                self._current = None
                 if self._closed or not self._queue or not main.is_alive():
                     self._thread = None
                     return
-                bucket = next(iter(self._queue))
+                bucket = self._current = next(iter(self._queue))
                 task = self._queue.pop(bucket)
                 self._asked.add(bucket)
             try:

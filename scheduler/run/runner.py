@@ -40,7 +40,7 @@ from megavm.scheduler.run.buckets import (
 )
 from megavm.scheduler.run.machines import make_machine
 from megavm.scheduler.run.programs import Compile, Programs
-from megavm.scheduler.run.stand_ins import Part, best_stand_in, in_parts
+from megavm.scheduler.run.stand_ins import STAND_IN_ROWS, Part, best_stand_in, in_parts
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine
@@ -464,6 +464,14 @@ class Runner:
         """
         compiler = self._compiler(kernels=True, loads=() if last else buckets)
         self._programs.prepare(buckets, compiler, last=last)
+
+    def is_coming(self, *, restricted: bool) -> bool:
+        """Whether a program that can run all steps of this kind is being compiled ahead."""
+        return self._programs.is_coming(self.stand_in(restricted=restricted))
+
+    def stand_in(self, rows: int = STAND_IN_ROWS, *, restricted: bool = False) -> Bucket:
+        """The bucket whose program runs all steps of up to so many rows, and others in parts."""
+        return self.bucket(rows, rows, self.max_model_len, restricted=restricted)
 
     def close(self) -> None:
         """Compile nothing ahead any more."""

@@ -10,7 +10,8 @@ from megavm.scheduler.llama.graph import Bucket
 
 # Programs of up to so many rows stand in for those of fewer.
 STAND_IN_ROWS: Final = 64
-# A step whose program is still being compiled runs in at most this many parts.
+# A step whose program is still being compiled runs in parts: of STAND_IN_ROWS or more rows, or in at
+# most so many of fewer.
 MOST_PARTS: Final = 32
 
 Part = tuple[Bucket, Step]
@@ -44,7 +45,7 @@ def best_stand_in(
 def in_parts(step: Step, find: Callable[[Step], Bucket | None]) -> list[Part]:
     """The largest parts of ``step`` for all of which ``find`` has a program, and these; or []."""
     size = power_of_two(step.num_rows) // 2
-    while size * MOST_PARTS >= step.num_rows and size:
+    while size and (size >= STAND_IN_ROWS or size * MOST_PARTS >= step.num_rows):
         found: list[Part] = []
         for part in step.parts(size):
             bucket = find(part)

@@ -20,6 +20,7 @@ import torch
 from megavm import LLM, SamplingParams
 from megavm.profiler.recorder import Recorder
 from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.engine.sequence import State
 from megavm.scheduler.engine.step import Step, power_of_two
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
@@ -468,8 +469,8 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
 ) -> None:
     """Whatever its rows, context and logits; restricted tokens excepted."""
     small, draw = on_gpu, np.random.default_rng(4)
-    most = max(target.max_num_batched_tokens for target in TARGETS.values())
-    limits = Limits(64, 4096, most, 64, 64 * 64, 64)
+    most = 4 * max(target.max_num_batched_tokens for target in TARGETS.values())
+    limits = Limits(64, most, most, 64, 64 * most // 64, 64)
     runner = runner_module.Runner(
         small.config, small.machine.memory(), limits, BF16, small.machine, small.options
     )
@@ -482,7 +483,7 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
     for number in range(300):
         decode = number > 0 and bool(draw.integers(2))
         rows = round((64 if decode else most) ** draw.uniform()) if number else most
-        context = max(rows, round(2 ** draw.uniform(0, 12)))
+        context = max(rows, round(most ** draw.uniform()))
         places = np.arange(rows, dtype=np.int32)
         wanted = places if decode else np.sort(draw.permutation(places)[: draw.integers(1, 65)])
         sequences = places if decode else np.zeros(rows, np.int32)
@@ -496,6 +497,59 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
             assert bucket.context >= part.context
             assert bucket.logit_rows >= len(part.logit_row)
             assert not bucket.decode or len(set(part.row_sequence.tolist())) == part.num_rows
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_restricted_requests_wait_for_their_program_and_others_go_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    """If it cannot be compiled ahead, a step compiles it."""
+    runner, engine, original, held = llm.runner, llm.engine, compile_bucket, Slow()
+    every = runner.stand_in(restricted=True)
+    if fails:
+        held.fails = {"megavm-programs"}
+
+    def compile_slowly(*arguments: Any) -> Program:
+        held.held = (every,) if arguments[3] == every else ()
+        if arguments[3].restricted:
+            held(arguments[3])
+        return original(*arguments)
+
+    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    runner.compile_ahead(first=[every])
+    assert held.began.wait(SECONDS)
+    assert runner.is_coming(restricted=True)
+    assert not runner.is_coming(restricted=False)
+    allowed = [5, 6, 7]
+    params = SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=allowed)
+    restricted = engine.add([3, 4], params, restriction=llm.restrictions.compile(params))
+    for _ in range(2):
+        plain = engine.add([5, 6], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
+        while plain.sequences[0].state is not State.FINISHED:
+            engine.step()
+    assert not restricted.sequences[0].output
+    held.go_on.set()
+    while engine.has_work:
+        engine.step()
+    output = restricted.sequences[0].output
+    assert len(output) == 4
+    assert set(output) <= set(allowed)
+    assert not runner.is_coming(restricted=True)
+
+
+def test_nothing_is_coming_when_the_programs_are_closed() -> None:
+    """Who waits for it would wait for ever."""
+    programs, slow = Programs(), Slow(ONE)
+    programs.prepare([ONE, TWO], slow)
+    assert slow.began.wait(SECONDS)
+    assert programs.is_coming(ONE)
+    assert programs.is_coming(TWO)
+    assert not programs.is_coming(FOUR)
+    programs.close()
+    assert not programs.is_coming(ONE)
+    assert not programs.is_coming(TWO)
+    slow.go_on.set()
 
 
 def test_what_is_last_is_compiled_behind_what_is_wanted_later() -> None:

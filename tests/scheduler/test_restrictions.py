@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import toy_runner as toy
-from engine_runs import EOS, assert_idle, greedy, make_engine, run_all
+from engine_runs import EOS, Results, assert_idle, gather, greedy, make_engine, run_all
 
 from megavm.scheduler.engine.restriction import Follower, Restriction, clear, mask_of
 from megavm.scheduler.engine.step import Ints
@@ -102,6 +102,38 @@ def test_only_launches_with_a_grammar_run_one_step() -> None:
     tokens = run_all(engine)["fixed", 0].token_ids
     assert set(tokens) <= set(range(8))
     assert (True, 4) in steps, "a mask that does not change needs no host between two steps"
+
+
+@pytest.mark.parametrize("queues", [False, True])
+def test_requests_wait_for_a_program_that_is_being_compiled_and_others_pass_them(
+    overlap: bool, queues: bool
+) -> None:
+    runner = toy.ToyRunner(queues=queues, restricted_coming=True)
+    engine = make_engine(runner, overlap=overlap, steps_per_launch=2)
+    allowed = Restriction(allowed=mask_of(np.arange(8, dtype=np.int32), VOCABULARY))
+    engine.add([1, 2], greedy(max_tokens=6), "before")
+    for name in ("held", "dropped"):
+        engine.add([3, 4], greedy(max_tokens=6), name, allowed)
+    engine.add([5, 6], greedy(max_tokens=6), "behind")
+    results: Results = {}
+    while len([r for r in results.values() if r.finish_reason]) < 2:
+        gather(results, engine.step())
+    assert set(results) == {("before", 0), ("behind", 0)}
+    assert engine.step() == []
+    assert engine.has_work
+    assert (engine.num_running, engine.num_waiting) == (0, 2)
+    engine.abort("dropped")
+    gather(results, engine.step())
+    assert results["dropped", 0].finish_reason == "abort"
+    assert not any(step.restricted for step in runner.steps_seen)
+    engine.add([7, 8], greedy(max_tokens=6), "later")
+    gather(results, engine.step())
+    runner.restricted_coming = False
+    run_all(engine, results)
+    assert len(results["later", 0].token_ids) == len(results["held", 0].token_ids) == 6
+    assert set(results["held", 0].token_ids) <= set(range(8))
+    assert_idle(engine)
+    engine.close()
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -74,6 +74,8 @@ class ToyRunner:
 
     ``part_rows``: steps run in parts of so many rows, unless it is 0.
 
+    ``restricted_coming``: programs of steps with restricted tokens are being compiled ahead.
+
     ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
 
     ``faults``, ``bugs`` and ``interrupts`` list the numbers of the runs that end in a MachineFault,
@@ -93,6 +95,7 @@ class ToyRunner:
     lost: int | None = None
     queues: bool = False
     part_rows: int = 0
+    restricted_coming: bool = False
     machine_seconds: float = 0.0
     steps_seen: list[Step] = field(default_factory=list)
 
@@ -130,6 +133,9 @@ class ToyRunner:
             self._published.append((name, slot, row))
         else:
             self._seen[name][slot] = row
+
+    def is_coming(self, *, restricted: bool) -> bool:
+        return restricted and self.restricted_coming
 
     def can_queue(self, step: Step, steps: int = 1) -> bool:
         return self.queues
