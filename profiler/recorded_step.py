@@ -183,7 +183,7 @@ class RecordedStep:
         self._byte_ns = self._ns_per_byte()
 
     def _find_ring(self, program: int) -> None:
-        """The ring of a loader, and how long a page takes to arrive in a free place."""
+        """The ring of a loader, and how long a page takes since it was asked for."""
         own, facts = self.records, self.trace.programs[program].facts
         noted = self._loading & (self.trace.event("load_issued")[own] >= 0)
         issued = (self.trace.event("load_issued")[own] - self._origin).astype(np.float64)

@@ -30,6 +30,7 @@ CHANGES: Final = (
 )
 _CELLS: Final = 1 << 22  # records, or waits, times scenarios that are replayed at once
 _HALVINGS: Final = 6  # so often the interval is halved in which a time is looked for
+_SAME: Final = 0.999  # a replay that takes this part of the recorded time is not faster
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,25 @@ class Replay(RecordedStep):
     def _replay(self, scenarios: Sequence[Sequence[Change]], way: float) -> Replayed:
         size = max(_CELLS // max(self._count, len(self._pair_record)), 1)
         parts = [scenarios[i : i + size] for i in range(0, len(scenarios), size)]
-        found = [self._run(_Factors(self, part), way) for part in parts]
+        found = [self._run(_Factors(self, part), way)[:2] for part in parts]
         step = np.concatenate([*(part[0] for part in found), np.empty(0)])
         floor = np.concatenate([*(part[1] for part in found), np.empty(0)])
         return Replayed(step, floor)
 
-    def _run(self, factors: _Factors, way: float) -> tuple[Floats, Floats]:
+    def _run(self, factors: _Factors, way: float) -> tuple[Floats, Floats, Floats]:
+        """The steps, what the memory needs for them, and how long after the inputs of every record
+        its loads arrive in the first scenario."""
         shape = self._count, factors.scenarios
         left, end, signalled = (np.zeros(shape) for _ in range(3))
+        took = np.zeros(self._count)
         # No loader is further ahead than by all that it loads.
         most = np.bincount(self._worker, self._pages).max(initial=1.0) * factors.bytes.max()
         pages = np.clip(np.rint(factors.ring * self.ring_pages), 1, max(most, 1)).astype(np.int64)
-        rings = Rings(pages, self.early_pages, self.first_load, self.interval, way)
+        # A page that takes longer than since it was asked for was asked for late. One that takes
+        # less did not queue in the memory; loads that wait for barriers, all at once, do.
+        asked = min(way, self._page_ns)
+        rings = Rings(pages, self.early_pages, self.first_load, self.interval, asked, way - asked)
+        queue = self._page_ns - asked
         complete = np.empty((len(self._producers), factors.scenarios))
         for batch in self._batches:
             own = batch.records
@@ -107,7 +115,8 @@ class Replay(RecordedStep):
             even = 1 + factors.even[phase] * (self._even[rows] - 1)
             work = factors.computing[phase] * worker * even
             full = self._full[rows] * work
-            loaded = self._load(own, begin, inputs, full, rings, factors)
+            loaded = self._load(own, begin, inputs, full, rings, queue, factors)
+            took[own] = (loaded - inputs)[:, 0]
             tail = self._tail[rows]
             # If loads come later than they did, less is left to compute when the last one is there.
             later = np.maximum(loaded - inputs - self._loads_take[rows], 0.0)
@@ -124,7 +133,7 @@ class Replay(RecordedStep):
                 done = np.where(tagged, end[batch.producers], signalled[batch.producers])
                 complete[batch.channels] = np.maximum.reduceat(done, batch.first_producers, axis=0)
         floor = self._floor(factors)
-        return np.maximum(signalled.max(axis=0), floor), floor
+        return np.maximum(signalled.max(axis=0), floor), floor, took
 
     def _load(
         self,
@@ -133,23 +142,27 @@ class Replay(RecordedStep):
         inputs: Floats,
         full: Floats,
         rings: Rings,
+        queue: float,
         factors: _Factors,
     ) -> Floats:
-        """When the last load of each of the records ``own`` arrives; never for those without."""
+        """When the last load of each of the records ``own`` arrives; never for those without.
+
+        Loads that wait for barriers take ``queue`` ns longer than others.
+        """
         loaded = np.full(inputs.shape, NEVER)
         loads = np.flatnonzero(self._pages[own])
         of = own[loads]
         size = self._bytes[of, None] * factors.bytes[self._phase[of]]
+        slower = factors.loading[self._phase[of]] * factors.worker[self._worker[of]]
+        ready = inputs[loads] + self._after_inputs[of, None] + queue * slower
         loaded[loads] = rings.load(
             self._worker[of],
             np.ceil(size / PAGE_BYTES).astype(np.int64),
             begin[loads],
             inputs[loads],
-            np.where(
-                factors.ahead[self._phase[of]], NEVER, inputs[loads] + self._after_inputs[of, None]
-            ),
+            np.where(factors.ahead[self._phase[of]], NEVER, ready),
             full[loads],
-            factors.loading[self._phase[of]] * factors.worker[self._worker[of]],
+            slower,
         )
         return loaded
 
@@ -157,19 +170,42 @@ class Replay(RecordedStep):
     def _way(self) -> float:
         """From a free place in a ring until consumers see the page that comes there: ns.
 
-        The recording has only the time since a page was asked for, and not how late that was. So
-        it is this time, or the longer one with which the replay takes as long as the recording.
+        No recording has it. The time since a page was asked for is longer where pages queue in the
+        memory, and it does not say how late the loader asked. So the way is the least time with
+        which neither the step nor the loads behind a full ring are replayed faster than recorded.
         """
-        low, high = self._page_ns, self.ring_pages * self.interval
-        if high <= low or self._replay([()], low).step[0] >= self.recorded:
+        low, high = PAGE_BYTES * self._byte_ns, self.ring_pages * self.interval
+        if high <= low or not self._is_faster(low):
             return low
+        # Most often it is shorter than the time since pages were asked for.
+        if low < self._page_ns < high:
+            if self._is_faster(self._page_ns):
+                low = self._page_ns
+            else:
+                high = self._page_ns
         for _ in range(_HALVINGS):
             middle = (low + high) / 2
-            if self._replay([()], middle).step[0] < self.recorded:
+            if self._is_faster(middle):
                 low = middle
             else:
                 high = middle
         return high
+
+    def _is_faster(self, way: float) -> bool:
+        """Whether the replay with this way of a page is faster than the recording."""
+        step, _, took = self._run(_Factors(self, [()]), way)
+        late = (took - self._loads_take)[self._behind_ring]
+        return bool(step[0] < _SAME * self.recorded or (len(late) and np.median(late) < 0))
+
+    @functools.cached_property
+    def _behind_ring(self) -> Longs:
+        """The records of one phase that load more than a ring holds: of that with most of them."""
+        beyond = np.maximum(self._pages - self.ring_pages - self.early_pages, 0)
+        pages = np.bincount(self._phase, beyond)
+        records = np.bincount(self._phase, beyond > 0)
+        most = np.lexsort((pages, records))[-1]
+        found: Longs = np.flatnonzero(self._exposed & (self._phase == most) & (beyond > 0))
+        return found
 
     def _floor(self, factors: _Factors) -> Floats:
         """The time that the memory needs for the streamed bytes; 0: it was not what held up."""

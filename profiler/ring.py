@@ -16,20 +16,28 @@ _PAGES: Final = 512  # so many pages of an instruction are replayed one by one
 class Rings:
     """The rings of all workers, in several scenarios at once.
 
-    A loader asks for pages in the order of its worker's queue, each when its place in the ring is
-    free. A page arrives ``way`` ns later, and not sooner than ``interval`` ns after the one before,
-    which is the worker's even share of the memory. Consumers take pages as they arrive, once the
-    inputs of their instruction are there, and compute each; its place is free when it is taken.
-    When they turn to an instruction, they take at most ``early`` pages of those that are there.
+    A loader asks for pages in the order of its worker's queue, each ``late`` ns after its place in
+    the ring is free. A page arrives ``way`` ns later, and not sooner than ``interval`` ns after the
+    one before, which is the worker's even share of the memory. Consumers take pages as they arrive,
+    once the inputs of their instruction are there, and compute each; its place is free when it is
+    taken. When they turn to an instruction, they take at most ``early`` pages of those that are
+    there.
 
     ``pages``: of a ring in each scenario. ``first``: when the loader of each worker begins, ns.
     """
 
     def __init__(
-        self, pages: Longs, early: int, first: Floats, interval: float, way: float
+        self,
+        pages: Longs,
+        early: int,
+        first: Floats,
+        interval: float,
+        way: float,
+        late: float = 0.0,
     ) -> None:
         workers, scenarios = len(first), len(pages)
         self._pages, self._early, self._interval, self._way = pages, early, interval, way
+        self._late = late
         # When places became free, when loaders can ask next, and when their last page arrived.
         self._free = np.full((int(pages.max()), workers, scenarios), -np.inf)
         self._asked = np.repeat(first[:, None], scenarios, axis=1)
@@ -72,7 +80,7 @@ class Rings:
             here = True if alike else page < pages[:n]
             at = (self._taken[worker[:n]] + page) % self._pages, worker[:n, None], scenario
             free = self._free[at]
-            np.maximum(asked[:n], free, out=asked[:n], where=here)
+            np.maximum(asked[:n], free + self._late, out=asked[:n], where=here)
             came = np.maximum(arrived[:n] + interval[:n], asked[:n] + way[:n])
             np.copyto(arrived[:n], came, where=here)
             early[:n] &= (page < self._early) & (came <= begin[:n])

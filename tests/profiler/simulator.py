@@ -52,6 +52,10 @@ class Machine:
     # How many times its even share of a memory that all loaders share a loader gets when alone;
     # 0: every loader has a memory of its own.
     burst: float = 0.0
+    # Of a shared memory: pages that a loader may have asked for and that have not arrived, and how
+    # long one is on its way after it has left the memory.
+    copies: int = 1
+    way: float = 0.0
 
 
 class Happening:
@@ -125,16 +129,27 @@ class Simulation:
                     yield freed[page - self.machine.ring]
                 if i == 0:
                     note["load_begin"] = self.now
-                yield self.fetch() if self.machine.burst else self.machine.page * slower
-                self.happen(arrived[page])
+                if self.machine.copies > 1:
+                    if page >= self.machine.copies:
+                        yield arrived[page - self.machine.copies]
+                    note["load_issued"] = self.now
+                    self.start(self.bring(arrived[page], note))
+                else:
+                    yield self.fetch() if self.machine.burst else self.machine.page * slower
+                    self.happen(arrived[page])
+                    note["load_issued"] = note["load_arrived"] = self.now
                 page += 1
-                note["load_issued"] = note["load_arrived"] = self.now
+
+    def bring(self, arrived: Happening, note: dict[str, float]) -> Process:
+        yield self.fetch()
+        note["load_arrived"] = self.now
+        self.happen(arrived)
 
     def fetch(self) -> float:
         """How long a page takes that the shared memory brings after all that it was asked for."""
         page = self.machine.page
         self.memory_free = max(self.memory_free, self.now) + page / len(self.machine.queues)
-        return max(self.memory_free - self.now, page / self.machine.burst)
+        return max(self.memory_free - self.now, page / self.machine.burst) + self.machine.way
 
     def consume(self, worker: int, arrived: list[Happening], freed: list[Happening]) -> Process:
         page = 0

@@ -18,9 +18,10 @@ def last_arrival(
     inputs: float = 10_000.0,
     computing: float = 0.0,
     begin: float = 0.0,
+    late: float = 0.0,
 ) -> float:
     """When the last page of one worker's first instruction arrives; its loader begins at 0."""
-    rings = Rings(np.array([ring]), early, np.zeros(1), interval, way)
+    rings = Rings(np.array([ring]), early, np.zeros(1), interval, way, late)
     found = rings.load(
         np.zeros(1, np.int64),
         np.array([[pages]]),
@@ -36,6 +37,11 @@ def test_pages_that_fit_come_as_fast_as_the_memory_brings_them() -> None:
 def test_a_page_that_does_not_fit_is_asked_for_when_the_first_is_taken() -> None:
     assert last_arrival(9, ring=8) == 10_000 + 500
     assert last_arrival(12, ring=8) == 10_000 + 500 + 3 * 100
+
+
+def test_a_loader_that_sees_a_free_place_late_asks_late() -> None:
+    assert last_arrival(8, ring=8, late=50.0) == 500 + 7 * 100
+    assert last_arrival(12, ring=8, late=50.0) == 10_000 + 50 + 500 + 3 * 100
 
 
 def test_a_ring_shorter_than_the_way_of_a_page_limits_the_stream() -> None:
