@@ -303,7 +303,7 @@ def check_generation(request: Request, service: Service, body: GenerationRequest
     check_model(body.model, settings.model_names)
     if settings.log_prompts:
         note(request.scope, **{body.source: getattr(body, body.source)})
-    return body.sampling_params(service.llm.default_params, settings.max_n)
+    return body.sampling_params(service.sampling_params, settings.max_n)
 
 
 async def respond(

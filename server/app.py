@@ -9,6 +9,7 @@ from typing import Any, Final, TypeVar
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
@@ -84,7 +85,8 @@ def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
         redoc_url=None,
     )
     app.state.service = service
-    app.add_middleware(Gate, service=service)
+    posts: dict[str, APIRoute] = {}
+    app.add_middleware(Gate, service=service, posts=posts)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -99,6 +101,9 @@ def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
     _add_tokenizer(app, service)
     _add_state(app, service)
     _add_pages(app)
+    for route in app.routes:
+        if isinstance(route, APIRoute) and "POST" in (route.methods or ()):
+            posts[route.path] = route
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     return app
 

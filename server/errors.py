@@ -18,6 +18,7 @@ from starlette.responses import Response
 from megavm.server.logs import note
 
 RETRY_AFTER_SECONDS: Final = 1
+_encode: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _MAX_SHOWN: Final = 300  # characters of a message that come from the client
 _ANTHROPIC_PATH: Final = "/v1/messages"
 # Anthropic's "type" of an error by its status, for others that of 400 or of 500.
@@ -100,7 +101,7 @@ def json_response(
 
 def to_json(content: Any) -> str:
     """`content` as JSON. Raises ValueError for NaN and infinity, which must not occur here."""
-    return json.dumps(content, allow_nan=False, separators=(",", ":"))
+    return _encode(content)
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import re
 import time
+from collections.abc import Mapping
 from typing import Any, Final
 
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megavm.server.auth import ApiKeys
@@ -38,11 +40,16 @@ _PROBES: Final = {"/health", "/ready", "/ping", "/metrics"}
 
 
 class Gate:
-    """Wraps an ASGI application; turns every exception into an answer with an error object."""
+    """Wraps an ASGI application; turns every exception into an answer with an error object.
 
-    def __init__(self, app: ASGIApp, service: Service) -> None:
+    `posts`: routes by path whose endpoints take a request and nothing else. A POST request calls
+    them without the application, whose layers take a fifth of the interpreter's time for a request.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, posts: Mapping[str, APIRoute]) -> None:
         self._app = app
         self._service = service
+        self._posts = posts
         self._keys = ApiKeys(service.settings.api_keys)
         self._hosts = AllowedHosts(service.settings.allowed_hosts)
 
@@ -91,7 +98,14 @@ class Gate:
             raise unauthorized()
         self._service.enter()
         try:
-            await self._app(scope, self._limit(headers, receive), send)
+            receive = self._limit(headers, receive)
+            route = self._posts.get(scope["path"]) if scope["method"] == "POST" else None
+            if route is None:
+                await self._app(scope, receive, send)
+            else:
+                scope["route"] = route
+                response = await route.endpoint(Request(scope, receive))
+                await response(scope, receive, send)
         finally:
             self._service.leave()
 
@@ -106,6 +120,8 @@ class Gate:
 
         async def limited() -> Message:
             nonlocal read, deadline
+            if deadline is None:
+                return await receive()
             try:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()

@@ -313,7 +313,7 @@ class GenerationRequest(Body):
             ApiError: a value is out of range or not supported; `param` names its field.
         """
         self._check()
-        names = _PARAMETERS & type(self).model_fields.keys()
+        names = _PARAMETERS & self.model_fields_set & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             if not -_SEEDS <= self.seed < _SEEDS:

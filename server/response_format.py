@@ -22,6 +22,8 @@ def read_format(body: GenerationRequest) -> StructuredOutputsParams | None:
     Raises:
         ApiError: a field is invalid, or two ask for different forms.
     """
+    if body.model_fields_set.isdisjoint(FORMAT_FIELDS):
+        return None
     read: dict[str, Callable[[Any], StructuredOutputsParams | None]] = {
         "response_format": _response_format,
         "structured_outputs": StructuredOutputsParams.read,

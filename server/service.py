@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
@@ -46,6 +46,7 @@ Result = TypeVar("Result")
 LoadModel = Callable[["Progress"], "LLM"]
 
 _LAST_WORDS_SECONDS: Final = 5.0  # time to send the last answers after the engine has stopped
+_REMEMBERED_PARAMS: Final = 64  # sampling parameters of requests
 
 
 class Status(Enum):
@@ -130,6 +131,7 @@ class Service:
         # One thread only: long prompts are read one after the other, so that tokenizing leaves
         # the cores to the machine.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="megavm-reader")
+        self._params = lru_cache(_REMEMBERED_PARAMS)(self._make_params)
         # Another one for grammars: a long one delays only other grammars.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="megavm-grammars")
 
@@ -169,6 +171,8 @@ class Service:
 
     def _require_ready(self) -> None:
         status = self.status
+        if status is Status.READY:
+            return
         if status is Status.LOADING:
             raise unavailable(f"The model is being loaded: {self.progress}.", "loading")
         if status is Status.DRAINING:
@@ -297,6 +301,20 @@ class Service:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.llm.tokenizer
+
+    def sampling_params(self, **given: Any) -> SamplingParams:
+        """`LLM.default_params`; those of recent requests with the same values are used again.
+
+        Raises:
+            ValueError: a value is out of range.
+        """
+        try:
+            return self._params(frozenset(given.items()))
+        except TypeError:  # a list or a dict is among them
+            return self.llm.default_params(**given)
+
+    def _make_params(self, given: frozenset[tuple[str, Any]]) -> SamplingParams:
+        return self.llm.default_params(**dict(given))
 
     @property
     def context(self) -> int:
@@ -445,7 +463,7 @@ class Service:
         Raises:
             ApiError: the queue is full, or is too small even when empty.
         """
-        limit, present = self.max_sequences, self.engine_loop.num_sequences
+        present, limit = self.engine_loop.num_sequences, self.max_sequences
         if sequences > limit:
             raise bad_request(
                 f"the request asks for {sequences} completions at once, {limit} are possible"

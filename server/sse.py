@@ -18,11 +18,11 @@ from megavm.server.event_streams import writable_socket
 from megavm.server.logs import logger
 
 DONE: Final = b"data: [DONE]\n\n"
-_HEADERS: Final = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    "x-accel-buffering": "no",
-}
+_HEADERS: Final = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 _LAST_WORD_SECONDS: Final = 5.0  # to send the last event of a stream
 _NO_USAGE: Final = "null}\n\n"  # the end of an event whose last key, usage, is null
 _HOLE: Final = "\0"  # placeholder of the text in an event; occurs nowhere else in it
@@ -106,8 +106,10 @@ class EventStream(Response):
         timeout: float,
         engine_loop: EngineLoop | None = None,
     ) -> None:
-        super().__init__(headers=_HEADERS)
-        del self.headers["content-length"]
+        # Without Response.__init__, which makes headers of a body.
+        self.status_code = 200
+        self.background = None
+        self.raw_headers = list(_HEADERS)
         self._generation = generation
         self._renderer = renderer
         self._close = close
@@ -173,25 +175,34 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, Result]) 
     Raises:
         ClientDisconnected: the client went away first.
     """
-    task = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None, "a request is a task"
     watch = asyncio.ensure_future(_disconnect(receive))
+    running, gone = True, False
+
+    def leave(watch: asyncio.Future[None]) -> None:
+        nonlocal gone
+        if watch.cancelled():
+            return
+        watch.exception()  # retrieved, so that asyncio does not log it as never retrieved
+        if running:
+            gone = True
+            task.cancel()
+
+    watch.add_done_callback(leave)
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnected
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.cancelling() == 1:
+            raise ClientDisconnected from None
+        raise
     finally:
-        await _cancel(task)
-        await _cancel(watch)
+        running = False
+        watch.cancel()
+        if gone:
+            task.uncancel()
 
 
 async def _disconnect(receive: Callable[[], Awaitable[Any]]) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancel(task: asyncio.Future[Any]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
-    if not task.cancelled():
-        task.exception()  # retrieved, so that asyncio does not log it as never retrieved

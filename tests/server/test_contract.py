@@ -311,3 +311,12 @@ def test_tokenize_and_detokenize(server: RunningServer, llm: LLM) -> None:
     assert with_special["tokens"] == llm.tokenizer.encode(text)
     text = server.post("/detokenize", {"tokens": ids}).json["prompt"]
     assert text == llm.tokenizer.decode(ids, skip_special_tokens=False)
+
+
+def test_requests_with_equal_values_share_their_parameters(server: RunningServer) -> None:
+    make = server.service.sampling_params
+    assert make(temperature=0.5, seed=1) is make(seed=1, temperature=0.5)
+    assert make(temperature=0.5, seed=2).seed == 2
+    assert make(stop=["a"]).stop == ("a",)  # a list is no key
+    with pytest.raises(ValueError, match="temperature"):
+        make(temperature=-1.0)

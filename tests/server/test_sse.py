@@ -17,7 +17,14 @@ from megavm.server.errors import failed
 from megavm.server.logs import NOTES
 from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
-from megavm.server.sse import DONE, ClientDisconnected, EventStream, Template, line
+from megavm.server.sse import (
+    DONE,
+    ClientDisconnected,
+    EventStream,
+    Template,
+    line,
+    until_disconnect,
+)
 
 TOKENS_PER_SECOND = 50_000
 
@@ -104,6 +111,38 @@ def test_a_client_that_goes_away_ends_the_stream_at_once() -> None:
             await stream({NOTES: {}}, leave, send)
         assert closed == ["x"]
         assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(test())
+
+
+def test_a_client_that_goes_away_as_its_answer_ends_cancels_nothing_more() -> None:
+    async def test() -> None:
+        left = asyncio.Event()
+
+        async def leave() -> Any:
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> int:
+            await asyncio.sleep(0)
+            left.set()
+            return 7
+
+        assert await until_disconnect(leave, work()) == 7
+        await asyncio.sleep(0.01)
+        task = asyncio.current_task()
+        assert task is not None
+        assert task.cancelling() == 0
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(test())
+
+
+def test_a_time_limit_around_an_answer_is_no_client_that_goes_away() -> None:
+    async def test() -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await until_disconnect(stay, asyncio.sleep(3600))
 
     asyncio.run(test())
 
