@@ -13,7 +13,7 @@ import select
 import sys
 import time
 from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 logger: Final = logging.getLogger("megavm.server")
@@ -22,6 +22,8 @@ NOTICE: Final = 25  # level of lines that are written even with --quiet
 NOTES: Final = "megavm.notes"  # key of an ASGI scope
 _REPEAT_SECONDS: Final = 10.0
 _MAX_LINES: Final = 10_000  # that wait for the reader of stderr
+_LINES_AT_ONCE: Final = 100
+_REST_SECONDS: Final = 0.01  # after a write
 _FLUSH_SECONDS: Final = 1.0
 _PLAIN: Final = re.compile(r"[\w.:/@+,\[\]-]+", re.ASCII)
 
@@ -42,7 +44,11 @@ class LineFormatter(logging.Formatter):
 
 def log(level: int, event: str, **fields: object) -> None:
     """Write one line; a field that is None is left out."""
-    logger.log(level, event, extra={"fields": fields})
+    if logger.isEnabledFor(level):
+        # As Logger.log, but for the place of the call, which takes a while to find.
+        record = logging.LogRecord(logger.name, level, "", 0, event, (), None)
+        record.fields = fields
+        logger.handle(record)
 
 
 def note(scope: MutableMapping[str, Any], **fields: object) -> None:
@@ -76,7 +82,7 @@ def logging_to_stderr(level: int) -> Iterator[None]:
     further lines are dropped and counted, so that the server never waits for the reader.
     """
     logging.addLevelName(NOTICE, "NOTICE")
-    lines = _Lines(queue.Queue(_MAX_LINES))
+    lines = _Lines(queue.SimpleQueue())
     lines.setFormatter(LineFormatter())
     writer = _Writer(lines, sys.stderr.fileno()) if sys.stderr is not None else None
     handler = lines if writer is not None else logging.NullHandler()
@@ -95,16 +101,20 @@ def logging_to_stderr(level: int) -> Iterator[None]:
 
 
 class _Lines(logging.handlers.QueueHandler):
-    """Formats records, and queues the lines; while the queue is full it drops and counts them."""
+    """Formats records, and queues the lines; while too many wait it drops and counts them."""
 
-    queue: queue.Queue[Any]
+    queue: queue.SimpleQueue[Any]
     _dropped = 0
 
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue a record. Called with the handler's lock."""
-        try:
-            self.queue.put_nowait(record)
-        except queue.Full:
+    def prepare(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        return self.format(record)
+
+    def enqueue(self, record: Any) -> None:
+        """Queue a line. Called with the handler's lock."""
+        if self.queue.qsize() < _MAX_LINES:
+            self.queue.put(record)
+        else:
             self._dropped += 1
 
     def take_dropped(self) -> int:
@@ -127,13 +137,22 @@ class _Writer(logging.handlers.QueueListener):
         self._lines = lines
         self._descriptor = descriptor
 
-    def handle(self, record: logging.LogRecord) -> None:
-        """Write a line, which is the message of the record."""
+    def handle(self, record: Any) -> None:
+        """Write a line and those behind it, and rest: to write each at once takes the interpreter
+        from the event loop and the engine as often."""
         if dropped := self._lines.take_dropped():
             fields = {"count": dropped}
             facts = {"msg": "log lines were dropped", "levelname": "WARNING", "fields": fields}
             self._write(self._lines.format(logging.makeLogRecord(facts)))
-        self._write(record.msg)
+        lines = [record]
+        while len(lines) < _LINES_AT_ONCE and not self.queue.empty():
+            line = self.dequeue(False)
+            if line is None:  # the last one
+                self.enqueue_sentinel()
+                break
+            lines.append(line)
+        self._write("\n".join(lines))
+        time.sleep(_REST_SECONDS)
 
     def stop(self) -> None:
         """Write what is queued, unless that takes longer than a second.
@@ -141,8 +160,7 @@ class _Writer(logging.handlers.QueueListener):
         In that case nobody reads stderr, and it becomes /dev/null: the last words of the process
         would block as well.
         """
-        with suppress(queue.Full):
-            self._lines.queue.put(None, timeout=_FLUSH_SECONDS)
+        self.enqueue_sentinel()
         assert self._thread is not None
         self._thread.join(_FLUSH_SECONDS)
         if self._thread.is_alive():
