@@ -145,7 +145,7 @@ class _Writer(logging.handlers.QueueListener):
             facts = {"msg": "log lines were dropped", "levelname": "WARNING", "fields": fields}
             self._write(self._lines.format(logging.makeLogRecord(facts)))
         lines = [record]
-        while len(lines) < _LINES_AT_ONCE and not self.queue.empty():
+        while len(lines) < _LINES_AT_ONCE and not self._lines.queue.empty():
             line = self.dequeue(False)
             if line is None:  # the last one
                 self.enqueue_sentinel()
