@@ -159,8 +159,10 @@ __device__ __forceinline__ uint32_t hinted_at(uint32_t writers) {
   return writers - writers / kHintSlack;
 }
 
-// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. Lane 1 does
-// the same for hints, so that a late hint does not delay the barriers of later instructions.
+// The waiter. Lane 0 waits for the barriers in the headers, instruction by instruction. If an
+// instruction reads rows of earlier steps, it first waits for the signals of these, which suffice
+// for such reads. Lane 1 waits for hints, so that a late hint does not delay the barriers of later
+// instructions.
 __device__ __forceinline__ void run_waiter(const Launch& launch) {
   if (lane_index() > 1) return;
   const bool hints = lane_index() == 1;
@@ -169,6 +171,8 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
   bool is_first = true;
   Awaited awaited;
   bool waiting = false;
+  bool is_new = true;      // whether the instruction was not looked at yet
+  bool earlier = false;    // whether only signals of earlier steps are waited for
   uint32_t next_wait = 0;  // index of the next wait in the header
   while (true) {
     if (waiting) {
@@ -181,10 +185,13 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       }
     }
     const Stage& stage = stage_at(cursor.slot);
-    if (next_wait == 0) {
+    if (is_new) {
       cursor.resolved().wait(cursor.phase);
       if (stage.trace_row == kNone) return;
       if (!hints) set_current(stage.position, stage.step - launch.first_step);
+      is_new = false;
+      earlier = !hints && reads_earlier_rows(stage);
+      next_wait = 0;
     }
     // Find the next barrier or hint to wait for; an instruction that is run alone has none.
     const uint32_t step = stage.step - launch.first_step;
@@ -193,11 +200,17 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       const Wait& wait = stage.words.header.waits[next_wait++];
       const uint32_t number = hints ? stage.exchange.hint.wait : wait.barrier;
       if (number == kNone) continue;
-      awaited =
-          Awaited(launch, number, step, hints ? hinted_at(launch.signals[number]) : wait.target);
+      const uint32_t more = hints ? hinted_at(launch.signals[number]) : earlier ? 0 : wait.target;
+      awaited = Awaited(launch, number, step, more);
       waiting = true;
     }
     if (waiting) continue;
+    if (earlier) {
+      cursor.earlier().arrive();
+      earlier = false;
+      next_wait = 0;
+      continue;
+    }
     // Consumers may begin an instruction while results of the previous one are still being stored.
     // In programs of the compiler, barriers and tagged words order all conflicting accesses, so
     // this is correct. A program may also rely on the order of its queue (kInOrder). Then an
@@ -213,13 +226,15 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       }
     if (!hints) note(launch, stage, Event::kReady);
     (hints ? cursor.hinted() : cursor.ready()).arrive();
+    // Nobody waits for this one, whose phases are those of the stage.
+    if (!hints && !reads_earlier_rows(stage)) cursor.earlier().arrive();
     // The second arrival, in place of the storer, which looks for no words of this instruction.
     if (program::kAnyByMachine && !hints && !is_by_machine(stage)) cursor.ready().arrive();
     cursor.released().arrive();
     before = cursor;
     is_first = false;
     cursor.advance();
-    next_wait = 0;
+    is_new = true;
   }
 }
 

@@ -89,6 +89,7 @@ __device__ __forceinline__ void initialise(const Launch& launch) {
       stage.resolved().init(kWarpArrivals);
       stage.ready().init(program::kAnyByMachine ? 2 : 1);  // waiter; storer, or the waiter again
       stage.stored().init(kNumConsumers * kWarpArrivals);
+      stage.earlier().init(1);
       stage.hinted().init(1);
       stage.released().init(2 * kWarpArrivals + 2);  // loader, storer; waiter (waits, hints)
     }

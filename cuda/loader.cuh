@@ -34,11 +34,15 @@ class Loader {
         policy_(kKeepsWeights ? ptx::evict_normal_policy() : ptx::evict_first_policy()) {}
 
   // Wait for the next instruction to be resolved.
-  __device__ __forceinline__ void wait_resolved() { wait(stage.resolved(), stage.phase); }
+  __device__ __forceinline__ void wait_resolved() {
+    is_ahead_ = false;
+    wait(stage.resolved(), stage.phase);
+  }
 
   // Take the next page of the ring; the following `copy` calls fill `bytes` of it.
   __device__ __forceinline__ void begin_page(uint32_t bytes) {
     if constexpr (kDefers) {
+      if (is_ahead_) wait_ahead();
       page_ = begin_pages(1, bytes);
       return;
     }
@@ -159,6 +163,16 @@ class Loader {
     ptx::fence_proxy_async();
   }
 
+  // The same for rows that earlier steps wrote, which may be copied sooner. Until the waits of the
+  // instruction are over, begin_page then copies one page at a time.
+  __device__ __forceinline__ void wait_earlier() {
+    wait(stage.earlier(), stage.phase);
+    ptx::fence_proxy_async();
+    is_ahead_ = true;
+    page_ = next_;  // which held another page a round before
+    page_.phase ^= 1;
+  }
+
   StageCursor stage;
 
  private:
@@ -174,6 +188,17 @@ class Loader {
   __device__ __forceinline__ void wait(const Semaphore& semaphore, uint32_t phase) {
     if constexpr (!kDefers) return semaphore.wait(phase);
     wait_for([&] { return semaphore.is_over(phase); }, [&] { semaphore.give_up(phase); });
+  }
+
+  // Wait until the page that was begun last has arrived, or the waits of the instruction are over.
+  // NOTE: the worker may still be storing the results of the instruction before, and everything
+  // that it reads and writes queues behind copies: with all pages in flight that takes longer by as
+  // much as copying ahead brings.
+  __device__ __forceinline__ void wait_ahead() {
+    const auto is_ready = [&] { return stage.ready().is_over(stage.phase); };
+    wait_for([&] { return page_arrived(page_.slot).is_over(page_.phase) || is_ready(); },
+             [&] { page_arrived(page_.slot).give_up(page_.phase); });
+    is_ahead_ = !__any_sync(~0u, is_ready());
   }
 
   // Wait until `is_over` holds for all lanes, and start deferred copies meanwhile. If the worker is
@@ -239,6 +264,7 @@ class Loader {
   PageCursor page_;         // the page begun last
   PageCursor landing_;      // the oldest page that may be in flight
   uint32_t in_flight_ = 0;  // pages issued whose arrival was not observed
+  bool is_ahead_ = false;   // whether pages are copied before the waits of the instruction are over
   bool is_ready_ = false;   // whether the waits of the matrix product in progress are over
   bool is_deferred_ = false;
   uint32_t first_slot_ = 0;  // the step of the deferred copy begins there

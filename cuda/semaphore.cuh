@@ -5,13 +5,13 @@
 
 namespace megavm {
 
-// Index of the first semaphore of a kind. Kinds 0 and 1 have one per page, 2 to 6 one per stage, 7
-// has one, 8 to 11 have two, one for each place in the scratch.
+// Index of the first semaphore of a kind. Kinds 0 and 1 have one per page, 2 to 7 one per stage, 8
+// has one, 9 to 12 have two, one for each place in the scratch.
 __device__ constexpr uint32_t first_semaphore(SemaphoreKind kind) {
   const uint32_t number = static_cast<uint32_t>(kind);
   if (number < 2) return number * kPages;
-  const uint32_t stages = 2 * kPages + (min_of(number, 7) - 2) * kStages;
-  return number < 8 ? stages : stages + 1 + (number - 8) * 2;
+  const uint32_t stages = 2 * kPages + (min_of(number, 8) - 2) * kStages;
+  return number < 9 ? stages : stages + 1 + (number - 9) * 2;
 }
 static_assert(8 * (first_semaphore(SemaphoreKind::kScalesFinished) + 2) <= kSemaphoreBytes);
 

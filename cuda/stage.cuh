@@ -23,6 +23,14 @@ __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
   return program::kAnyByMachine && stage.exchange.tag_mask != 0;
 }
 
+// Whether an instruction reads some rows that earlier steps wrote, and none of its own step, of
+// what is indexed (vm/tensors.py, Region).
+__device__ __forceinline__ bool reads_earlier_rows(const Stage& stage) {
+  const uint32_t opcode = stage.words.header.opcode;
+  const uint32_t word = opcode < kNumOpcodes ? kEarlierOperand[opcode] : kNone;
+  return word != kNone && stage.words.operands[word] != kNone;
+}
+
 // Address of the scratch, `offset` bytes from its start. Instructions use the same scratch in turn.
 __device__ __forceinline__ uint32_t scratch_at(uint32_t offset = 0) {
   return ptx::shared_address(shared_memory) + kScratchAt + offset;
@@ -36,6 +44,8 @@ __device__ __forceinline__ Stage& stage_at(uint32_t slot) {
 //   resolved  the controller has filled the stage
 //   ready     the instruction's barriers have reached their targets; the storer has found the words
 //             that it reads, if it looks for all of them (tagged_rows.cuh)
+//   earlier   what earlier steps signalled to these barriers has come, so that rows which earlier
+//             steps wrote may be read
 //   hinted    the tagged words that it reads have likely been stored
 //   stored    the consumers are done with it
 //   released  loader, storer and waiter are done with it: the stage may be reused
@@ -44,6 +54,9 @@ struct StageCursor : RingCursor<kStages> {
     return {SemaphoreKind::kStageResolved, slot};
   }
   __device__ __forceinline__ Semaphore ready() const { return {SemaphoreKind::kStageReady, slot}; }
+  __device__ __forceinline__ Semaphore earlier() const {
+    return {SemaphoreKind::kStageEarlier, slot};
+  }
   __device__ __forceinline__ Semaphore hinted() const {
     return {SemaphoreKind::kStageHinted, slot};
   }

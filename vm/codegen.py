@@ -150,6 +150,12 @@ def gathered_operands(cls: type[Instruction]) -> int:
     return sum(1 << i for i, f in enumerate(cls.fields) if f.gathered)
 
 
+def earlier_operand(cls: type[Instruction]) -> str:
+    """The operand word of ``Instruction.earlier_operand``; kNone: there is none."""
+    names = [field.name for field in cls.fields]
+    return f"{names.index(cls.earlier_operand)}" if cls.earlier_operand else "kNone"
+
+
 def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     """The text of ``isa.hpp``."""
     from megavm.vm import config
@@ -200,6 +206,11 @@ def isa_header(instructions: Iterable[type[Instruction]]) -> str:
     lines += ["// By opcode: a bit for each operand word that may name a gathered tensor to write."]
     lines += ["constexpr unsigned int kGatheredMask[kNumOpcodes] = {"]
     lines += [f"    {written.get(opcode, 0):#x}," for opcode in range(top)]
+    lines += ["};", ""]
+    earlier = {cls.opcode: earlier_operand(cls) for cls in classes}
+    lines += ["// By opcode: the operand word with which it reads rows of earlier steps only."]
+    lines += ["constexpr unsigned int kEarlierOperand[kNumOpcodes] = {"]
+    lines += [f"    {earlier.get(opcode, 'kNone')}," for opcode in range(top)]
     lines += ["};", "", "}  // namespace megavm", ""]
     return "\n".join(lines)
 

@@ -39,7 +39,7 @@ NUM_STAGES = 8  # instructions in flight
 STAGE_BYTES = 640  # words, operands and place of one instruction in flight
 CURRENT_BYTES = 32  # what one warp is working on
 CONTROL_BYTES = 64
-SEMAPHORE_BYTES = -(-8 * (2 * NUM_PAGES + 5 * NUM_STAGES + 9) // 16) * 16
+SEMAPHORE_BYTES = -(-8 * (2 * NUM_PAGES + 6 * NUM_STAGES + 9) // 16) * 16
 FIXED_BYTES = NUM_STAGES * STAGE_BYTES + SEMAPHORE_BYTES + NUM_WARPS * CURRENT_BYTES + CONTROL_BYTES
 
 # Products on the GPU. A weight is cut into units of UNIT_ROWS rows, and a unit into tiles of

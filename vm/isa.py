@@ -91,6 +91,9 @@ class Instruction:
     # Whether it computes a row of its results from the same row of its inputs. Then lowering may be asked for
     # a range of the rows (``Operation.row_range``).
     row_by_row: ClassVar[bool] = False
+    # The optional operand with which it reads only rows of earlier steps of what is indexed (Region.earlier): its
+    # GPU kernel may read them before the waits of its header are over.
+    earlier_operand: ClassVar[str] = ""
     # The faults that its GPU kernel finds in data: name -> sentence. The kernel calls "ROW_INDEX"
     # ``Fault::kRowIndex``. A sentence may contain the words of the fault's record: {row}, {word}, {value}, {target}.
     faults: ClassVar[Mapping[str, str]] = {}

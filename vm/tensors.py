@@ -161,7 +161,8 @@ class Region:
 
     An *earlier* region is an indexed region that is read. The read touches only places that earlier steps
     wrote and that neither this step nor a later one writes. So it must follow the writes of the previous
-    step, and it conflicts with no other write.
+    step, and it conflicts with no other write. A machine may issue it before the waits of the header are
+    over, as soon as the signals of earlier steps to the barriers of these waits have come.
 
     If a tensor has shares, the columns of a write count from the beginning of the rank's share, and the
     columns of a read from the beginning of the tensor.

@@ -17,6 +17,7 @@ from megavm.vm.config import (
     CPU_LANES,
     MAX_ATTENTION_ELEMENTS,
     MAX_GROUP_ROWS,
+    MAX_MATRIX_ROWS,
     MIN_GROUP_ROWS,
     NONE,
     NUM_CONSUMER_WARPS,
@@ -60,6 +61,7 @@ class Attention(Instruction):
     faults = KV_FAULTS
     # Programs split attention or not, depending on the context; with the merge one kernel serves both.
     companions = ("attention_merge",)
+    earlier_operand = "k_new"
 
     q = tensor("rotated queries [rows, heads * d]", F32, BF16, tagged=True)
     k_cache = tensor(
@@ -179,21 +181,26 @@ class Attention(Instruction):
 
     @property
     def forms_runs(self) -> bool:
-        """Whether rows of a sequence may attend together on the GPU."""
-        return self.step_rows > MAX_GROUP_ROWS
+        """Whether the kernel has code for rows of a sequence that attend together on the GPU.
+
+        Those for decode steps of up to 64 rows have not, as it leaves no registers to other code. Larger
+        decode steps run the kernel of prompts.
+        """
+        decodes = self.k_new != NONE and self.step_rows <= MAX_MATRIX_ROWS // 2
+        return self.step_rows > MAX_GROUP_ROWS and not decodes
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         cache, group = tensors[self.k_cache], self.group(tensors)
         head_dim = cache.shape[3]
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin
-        runs = self.forms_runs
+        several = rows * heads > 1 and self.step_rows > MIN_GROUP_ROWS
         return {
             "head_dim": same(head_dim),
             "group": same(group),
             "block_size": same(cache.shape[2]),
             "fast": same(self.is_fast(tensors)),
-            "pairs": largest(int(runs or (rows * heads > 1 and self.step_rows > MIN_GROUP_ROWS))),
-            "runs": largest(int(runs)),
+            "pairs": largest(int(several or self.step_rows > MAX_GROUP_ROWS)),
+            "runs": largest(int(self.forms_runs)),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:
@@ -213,8 +220,9 @@ class Attention(Instruction):
 
     @classmethod
     def prefers_words(cls, operands: Collection[str], rows: int) -> bool:
-        # One worker reads each word. Without k_new it waits for a barrier, because of the caches.
-        return rows == 1 or "k_new" in operands
+        # One worker reads each word. Without k_new it waits for a barrier, because of the caches. Matrix
+        # products store words no sooner than they signal.
+        return rows == 1 or ("k_new" in operands and rows <= MAX_GROUP_ROWS)
 
     def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         rows, heads = self.row_end - self.row_begin, self.head_end - self.head_begin

@@ -60,7 +60,7 @@ struct FastAttention : AttentionWarp<kD> {
       const AttentionRun run(in, ahead, live);
       ahead = Ahead(in, row + run.rows);
       if (num_pages(run) == 0) continue;
-      if (!ready) loader.wait_ready();
+      if (!ready) wait_caches(in, loader);
       ready = true;
       for (uint32_t head = inst.head_begin; head < inst.head_end; ++head) {
         if (attention::kRuns && run.rows > 1) {

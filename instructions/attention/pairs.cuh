@@ -60,7 +60,7 @@ struct AttentionPairs {
           check_kv_block(block, pairs.sequence, token / kBlockSize, keys.rows);
           next = ask(page + kKnownPages);
         }
-        if (!ready) loader.wait_ready();
+        if (!ready) wait_caches(in, loader);
         ready = true;
 #pragma unroll 1
         for (uint32_t pair = 0; pair < pairs.count; ++pair) {

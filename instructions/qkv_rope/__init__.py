@@ -145,12 +145,13 @@ class QkvRope(Product):
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         block_size = tensors[self.k_cache].shape[2]
-        # Steps of the same kernel store words or not, by their size.
         copies = self.kinds(tensors, self.q, self.k_new, self.v_new).value
+        if not self.matrix:  # steps of the same kernel store words or not, by their size
+            copies |= (copies << 2 | copies >> 2) & 0xF
         return {
             **super().constants(tensors),
             "block_size": same(block_size),
-            "copy_kinds": union((copies | copies << 2 | copies >> 2) & 0xF),
+            "copy_kinds": union(copies),
         }
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

@@ -16,8 +16,9 @@ writes early, the tags that it waits for order its signal but not its writes.
 Programs run step after step without a join of all workers. To keep a step from overtaking the one
 before, instructions that wait for nothing inside the step wait for the last instructions of the
 step before (target 0). An instruction that reads rows of earlier steps waits for their writers in
-the same way. Nothing waits for such a reader, because those rows are never written again
-(isa.Region).
+the same way, unless it waits for more signals of the same barrier: it may read those rows as soon
+as the signals of earlier steps to the barriers of its own header have come. Nothing waits for such
+a reader, because those rows are never written again (tensors.Region).
 
 All ranks of a program have the same barriers. If an instruction must wait for another on all ranks,
 the two share a barrier that every signal reaches on all ranks.
@@ -215,10 +216,12 @@ class _Counters:
             key = (self.operation[i], tuple(readers[i]))
             self.counter[i] = counters.setdefault(key, len(counters))
         begin = [0, *itertools.accumulate(len(tiles.instructions) for tiles in self.tiles)]
+        # What readers of earlier rows wait for stays in their header, beside a join of the rest.
+        room = dict.fromkeys(kinds, MAX_WAITS) | dict.fromkeys(self.earlier, MAX_WAITS - 1)
         crowded = list(kinds)
         merged = True
         while merged:
-            crowded = [n for n in crowded if len(self._counters(n)) > MAX_WAITS]
+            crowded = [n for n in crowded if len(self._counters(n)) > room[n]]
             merged = False
             for needed in crowded:
                 by_operation: dict[int, set[int]] = defaultdict(set)
@@ -278,31 +281,41 @@ class _Counters:
                 names[number[counter]] = f"{label}.done{number[counter]}"
         joined: dict[tuple[Wait, ...], Wait] = {}
 
-        def emit(inst: int, waits: list[Wait], signal: int | None, operation: int) -> None:
+        def emit(
+            inst: int,
+            waits: Sequence[Wait],
+            signal: int | None,
+            operation: int,
+            own: Sequence[Wait] = (),
+        ) -> None:
+            """``own``: waits that stay in the header, as long as there is room for a join."""
             label = self.tiles[operation].label
-            while len(waits) > MAX_WAITS:
+            waits, own = [*own[MAX_WAITS - 1 :], *waits], own[: MAX_WAITS - 1]
+            while len(waits) + len(own) > MAX_WAITS:
                 first, waits = tuple(waits[:MAX_WAITS]), waits[MAX_WAITS:]
                 if first not in joined:
                     barrier = len(names)
                     names.append(f"{label}.join{barrier}")
                     joined[first] = Wait(barrier, 1)
-                    emit(noop, list(first), barrier, operation)
-                waits.append(joined[first])
+                    emit(noop, first, barrier, operation)
+                waits = [*waits, joined[first]]
+            waits = [*own, *waits]
             chosen.append(inst)
             headers.append(sync_words(waits, signal))
             labels.append(label)
             operations.append(operation)
 
         closing = [Wait(number[counter], 0) for counter in self._counters(self.sinks)]
-        cache: dict[tuple[Bits, Bits], list[Wait]] = {}
+        cache: dict[tuple[Bits, Bits], tuple[list[Wait], list[Wait]]] = {}
         for i, needed in enumerate(zip(self.needs, self.earlier, strict=True)):
             if needed not in cache:
                 now, before = ([number[counter] for counter in self._counters(n)] for n in needed)
-                cache[needed] = [Wait(counter, 0) for counter in before if counter not in now]
-                cache[needed] += [Wait(counter, sizes[counter]) for counter in now]
-            waits = closing if self.roots[i] else cache[needed]
+                own = [Wait(c, sizes[c] if c in now else 0) for c in before]
+                cache[needed] = [Wait(c, sizes[c]) for c in now if c not in before], own
+            waits, own = (closing, []) if self.roots[i] else cache[needed]
             counter = self.counter[i]
-            emit(i, list(waits), None if counter < 0 else number[counter], self.operation[i])
+            signal = None if counter < 0 else number[counter]
+            emit(i, waits, signal, self.operation[i], own)
         words = words[np.array(chosen, dtype=np.int64)]
         words[:, 1:HEADER_WORDS] = np.array(headers, np.uint32).reshape(-1, HEADER_WORDS - 1)
         return Synchronised(words, labels, operations, names, len(meeting))

@@ -10,8 +10,8 @@ from megavm.scheduler.llama.graph import Bucket
 
 # Programs of up to so many rows stand in for those of fewer.
 STAND_IN_ROWS: Final = 64
-# A step whose program is still being compiled runs in parts: of STAND_IN_ROWS or more rows, or in at
-# most so many of fewer.
+# A step whose program is still being compiled runs in parts: of STAND_IN_ROWS rows or more, or in
+# at most so many of fewer.
 MOST_PARTS: Final = 32
 
 Part = tuple[Bucket, Step]

@@ -77,6 +77,16 @@ def test_faults_of_the_kernel_have_sentences(cls: type[Instruction]) -> None:
 
 
 @every_instruction
+def test_what_reads_earlier_rows_says_with_which_operand(cls: type[Instruction]) -> None:
+    """A GPU then reads them before the waits of the header are over."""
+    for example in examples_of(cls):
+        inst = example.instruction
+        earlier = any(region.earlier for region in inst.reads(example.tensors))
+        operand = cls.earlier_operand
+        assert earlier == bool(operand and getattr(inst, operand) != config.NONE), example.name
+
+
+@every_instruction
 def test_docstring_starts_with_a_formula(cls: type[Instruction]) -> None:
     assert ":=" in cls.formula() or cls.formula() == "(no effect)"
     assert len(cls.formula()) <= 120

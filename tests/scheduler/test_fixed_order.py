@@ -27,6 +27,7 @@ from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.buckets import choose_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
 from megavm.vm.codegen import program_header
+from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -173,21 +174,20 @@ def test_rows_that_attend_together_do_not_depend_on_workers_or_ranks() -> None:
 
 
 @pytest.mark.parametrize("parallel", [ONE_RANK, Parallel(2)])
-def test_the_newest_keys_are_words_whatever_the_share_of_a_rank(parallel: Parallel) -> None:
-    """Two ranks have half of the words each: at 128 rows they are few enough, at one rank not."""
+@pytest.mark.parametrize("rows", [16, 32, 128])
+def test_the_newest_keys_pass_apart_whatever_the_share_of_a_rank(
+    rows: int, parallel: Parallel
+) -> None:
+    """A kernel adds up a row's own token apart, and two ranks have half of the bytes each."""
     limits = Limits(128, 8192, 128, 128, 128 * 128, 64)
-    bucket = Bucket(128, 128, 8192, decode=True)
-    graph = llama_graph(LLAMA, limits, bucket, BF16, parallel)
-    passed = {
-        fixed: any(
-            spec.tagged and "k_new" in spec.name
-            for spec in compile_graph(
-                graph, default_options("cuda", 132, 128, fixed_order=fixed), verified=False
-            ).tensors
-        )
-        for fixed in (False, True)
-    }
-    assert passed == {False: parallel.ranks == 2, True: True}
+    graph = llama_graph(LLAMA, limits, Bucket(rows, rows, 8192, decode=True), BF16, parallel)
+    for fixed in (False, True):
+        options = default_options("cuda", 132, rows, fixed_order=fixed)
+        program = compile_graph(graph, options, verified=False)
+        attentions = [i for i in program.instructions if isinstance(i, Attention)]
+        assert attentions
+        assert all(i.k_new != NONE != i.v_new for i in attentions)
+        assert program.tensors[attentions[0].k_new].tagged == (rows == 16)
 
 
 def test_its_kernels_are_others_and_the_header_says_so() -> None:

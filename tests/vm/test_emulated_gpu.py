@@ -293,6 +293,22 @@ def test_a_llama_computes_what_the_cpu_does(stand_in: bool) -> None:
         assert apart < 0.1, f"step of {[(s, len(p)) for s, p in rows]}: {apart:.3f} deviations"
 
 
+def test_steps_of_a_launch_read_what_those_before_wrote() -> None:
+    """Attention of many decode rows copies keys and values before its queries are there."""
+    emulated = runner_on(EmulatedMachine(seed=2), "cuda", 5)
+    cpu = runner_on(CpuMachine(), "cpu", 1)
+    rows, steps = 20, 3
+    for runner in (emulated, cpu):
+        step = replace(step_of([(s, range(60, 61)) for s in range(rows)]), distinct=True)
+        runner.run(step, steps)
+    used = [program for program in emulated._programs if program.decode and program.rows == 32]
+    assert len(used) == 1
+    tokens = [np.array(r.tokens[:rows, 61 : 61 + steps]) for r in (emulated, cpu)]
+    assert np.array_equal(tokens[0], tokens[1])
+    got = [torch.as_tensor(np.array(r.logits[:rows])) for r in (emulated, cpu)]
+    assert (got[0] - got[1]).abs().max() / got[1].std() < 0.1
+
+
 # Of 20 rows: a prompt; decode rows. Of 63: a chunk beside decode rows and a prompt. Of 4 rows.
 MIXED_STEPS = [
     [(0, range(20))],

@@ -57,15 +57,19 @@ class SemaphoreKind(Code):
         6,
         "the hint of stage {number}",
     )  # its tagged inputs are likely available
-    CONSUMERS = 7, "the other consumers"
-    SUMS_ARRIVED = 8, "block {number} of sums to arrive"
+    STAGE_EARLIER = (
+        7,
+        "the steps before that of stage {number}",
+    )  # the part of its waits that rows of earlier steps need
+    CONSUMERS = 8, "the other consumers"
+    SUMS_ARRIVED = 9, "block {number} of sums to arrive"
     SUMS_FINISHED = (
-        9,
+        10,
         "block {number} of sums to be stored",
     )  # its half of the scratch may be overwritten
-    SCALES_ARRIVED = 10, "the scales of the rows, in place {number}"
+    SCALES_ARRIVED = 11, "the scales of the rows, in place {number}"
     SCALES_FINISHED = (
-        11,
+        12,
         "the scales in place {number} to be used",
     )  # they may be overwritten
 

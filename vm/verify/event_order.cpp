@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <stdexcept>
@@ -116,7 +117,14 @@ class EventOrder final : public FastOrder {
     knowledge_.push_back(std::move(knowledge));
   }
 
-  bool over_before_earlier_reads(Node node) override { return over_before_reads(node); }
+  bool over_before_earlier_reads(Node node) override {
+    if (current_.step == 0) return false;
+    const auto& waits = index_.program.instructions[current_.instruction].waits;
+    return std::any_of(std::begin(waits), std::end(waits), [&](const WaitFor& wait) {
+      if (wait.barrier < 0 || !trusted_[wait.barrier]) return false;
+      return is_over(join(barrier_event(wait.barrier, current_.step - 1)).over, node);
+    });
+  }
   bool over_before_reads(Node node) const override {
     return is_over(knowledge_[knowledge_of_[number(current_)]].header, node);
   }

@@ -48,11 +48,11 @@ ExactOrder::Reached ExactOrder::execute_without(Node first, bool first_writes,
                 first_writes ? Execution::Withhold::kWrites : Execution::Withhold::kReads);
   execution.reached_header.resize(kAnalysedSteps * count);
   execution.reached_writes.resize(kAnalysedSteps * count);
-  std::vector<char> satisfied(kAnalysedSteps * count);
-  for (std::size_t number = 0; number < satisfied.size(); ++number)
-    satisfied[number] = execution.waits_satisfied(
+  std::vector<char> earlier(kAnalysedSteps * count);
+  for (std::size_t number = 0; number < earlier.size(); ++number)
+    earlier[number] = execution.earlier_steps_signalled(
         {static_cast<std::int32_t>(number % count), static_cast<std::int32_t>(number / count)});
-  return {std::move(satisfied), std::move(execution.reached_header),
+  return {std::move(earlier), std::move(execution.reached_header),
           std::move(execution.reached_writes)};
 }
 

@@ -16,8 +16,9 @@ class ExactOrder {
  public:
   ExactOrder(const Index& index, const TagGroups& tags) : index_(index), tags_(tags) {}
 
-  // When an access happens: once the waits of the header are satisfied, in the instruction's turn
-  // of the queue, or once the tagged words that the instruction reads have arrived too.
+  // When an access happens: once the signals of earlier steps have come that the waits of the
+  // header count; once these waits are satisfied, in the instruction's turn of the queue; once the
+  // tagged words that the instruction reads have arrived too.
   enum Point { kEarlierRead, kRead, kWrite };
 
   static Point point(const Access& access) {

@@ -64,10 +64,10 @@ Blocked Execution::describe(std::int32_t instruction, std::int32_t step) const {
   return {instruction, -1, 0, 0, -1};
 }
 
-bool Execution::waits_satisfied(Node node) const {
+bool Execution::earlier_steps_signalled(Node node) const {
   const auto& waits = index_.program.instructions[node.instruction].waits;
   return std::all_of(std::begin(waits), std::end(waits), [&](const WaitFor& wait) {
-    return wait.barrier < 0 || counters_[wait.barrier] >= threshold(wait, node.step);
+    return wait.barrier < 0 || counters_[wait.barrier] >= threshold({wait.barrier, 0}, node.step);
   });
 }
 

@@ -27,9 +27,9 @@ class Execution {
   // The heads of static queues that have not finished the first step.
   std::vector<Blocked> blocked() const;
 
-  // Whether the waits of the node's header are satisfied at the end, even if its queue did not
-  // reach the node.
-  bool waits_satisfied(Node node) const;
+  // Whether all signals of earlier steps to the barriers of the node's header have come at the end,
+  // even if its queue did not reach the node.
+  bool earlier_steps_signalled(Node node) const;
 
   // By step * instructions + instruction: whether the node's queue reached it and the waits of its
   // header were satisfied; whether it could write, too.

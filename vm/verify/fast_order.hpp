@@ -19,8 +19,8 @@ class FastOrder {
   // Nodes of the same kind are of the same step, and all questions below have the same answer for
   // them.
   virtual std::size_t kind(Node node) const = 0;
-  // Whether `node` is over before the header waits of the current node are satisfied, by these
-  // waits alone.
+  // Whether `node` is over when all signals of earlier steps to the barriers in the header of the
+  // current node have come.
   virtual bool over_before_earlier_reads(Node node) = 0;
   // The same, by these waits and the queue.
   virtual bool over_before_reads(Node node) const = 0;

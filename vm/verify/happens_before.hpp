@@ -33,8 +33,9 @@
 // indexed tensor. The writes of its own step and of later steps go to other places and do not
 // conflict with it; only the last writers of the previous step must be over before it. The analysis
 // compares writes of different steps as if they went to the same places, so writes of still earlier
-// steps are over by then too. A machine may issue such a read as soon as the waits of the header
-// are satisfied, while earlier entries of the queue still run: only those waits order it.
+// steps are over by then too. A machine may issue such a read while earlier entries of the queue
+// still run, as soon as all signals of earlier steps to the barriers of the header have come: of a
+// wait, whatever its target, only that orders the read.
 //
 // Fast rule and exact rule. A wait for all signals of a step orders every signaller before the
 // waiter only if no signaller can run a step ahead and signal twice. The fast rule assumes this,

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <cstddef>
+#include <iterator>
 #include <unordered_map>
 #include <utility>
 
@@ -38,9 +39,13 @@ class QueueOrder final : public FastOrder {
 
   std::size_t kind(Node node) const override { return number(node); }
   bool over_before_earlier_reads(Node node) override {
-    bool over = false;
-    for_each_wait(current_, [&](const Joined& joined) { over |= has(joined.over.data(), node); });
-    return over;
+    if (current_.step == 0) return false;
+    const auto& waits = index_.program.instructions[current_.instruction].waits;
+    return std::any_of(std::begin(waits), std::end(waits), [&](const WaitFor& wait) {
+      if (wait.barrier < 0 || !trusted_[wait.barrier]) return false;
+      const auto all = index_.signals(wait.barrier);
+      return has(signalled(wait.barrier, current_.step - 1, all).over.data(), node);
+    });
   }
   bool over_before_reads(Node node) const override {
     return has(tags_.empty() ? clock(over_, current_) : header_.data(), node);

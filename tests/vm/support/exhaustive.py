@@ -120,12 +120,13 @@ class Explorer:
     def _can(self, state: int, event: Event) -> bool:
         """The rules of withholding.py, for one event."""
         execution = event.execution
+        early = event.kind is Kind.EARLY
         if any(
             sum(bool(state & bit) for bit in self.signals[counter]) < count
-            for counter, count in execution.needs
+            for counter, count in (execution.needs_before if early else execution.needs)
         ):
             return False
-        if event.kind is Kind.EARLY:
+        if early:
             return True
         behind = execution.behind
         if behind is not None and not self._done(state, behind, Kind.SIGNAL):

@@ -64,6 +64,7 @@ class Execution:
     step: int
     rank: int
     needs: list[tuple[int, int]]  # counters, and what they must have reached
+    needs_before: list[tuple[int, int]]  # the same for earlier reads: signals of earlier steps only
     counters: list[int]  # that it adds to, in the order of the parts of SIGNAL
     behind: Execution | None  # the previous execution of its static queue
     ticket: int  # its number in a dynamic queue
@@ -174,17 +175,16 @@ class Meaning:
         accesses = {int(action): numbers(places) for action, places in found.items()}
         accesses |= {part(Action.WRITE, k): numbers(some) for k, some in enumerate(written)}
         accesses |= {part(Action.WORD, k): word[None] for k, word in enumerate(numbers(words))}
+        before = [
+            (self.counter(w.barrier, rank), step * int(self.program.signals[w.barrier]))
+            for w in inst.waits
+        ]
         return Execution(
             index,
             step,
             rank,
-            [
-                (
-                    self.counter(w.barrier, rank),
-                    step * int(self.program.signals[w.barrier]) + w.target,
-                )
-                for w in inst.waits
-            ],
+            [(counter, n + w.target) for (counter, n), w in zip(before, inst.waits, strict=True)],
+            before,
             self._counters(inst.signal, rank),
             behind,
             ticket,

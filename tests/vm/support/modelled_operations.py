@@ -102,10 +102,14 @@ def build(
     for turn, (number, tile) in enumerate(tiles):
         wanted = needs[number][operations[number].tiles.index(tile)]
         others = {w: {(o, s + w[1]) for o, s in implied[w[0]]} for w in wanted}
+        # Reads of earlier rows are ordered by waits for their writers alone: these are not implied,
+        # and stay in the header.
+        own = {n for n, _ in wanted if writes_earlier_rows(accesses, operations[n], tile)}
         waits = [
             Wait(n, 0 if step else len(operations[n].tiles))
-            for n, step in sorted(wanted)
-            if not any({(n, step), (n, 0)} & others[w] for w in wanted if w != (n, step))
+            for n, step in sorted(wanted, key=lambda need: (need[0] in own, need))
+            if n in own
+            or not any({(n, step), (n, 0)} & others[w] for w in wanted if w != (n, step))
         ]
         queue = queues[turn % len(queues)]
         while len(waits) > MAX_WAITS:  # join some of them
@@ -125,6 +129,17 @@ def build(
         dynamic=dynamic,
         workers=workers,
         labels=labels,
+    )
+
+
+def writes_earlier_rows(accesses: Accesses, source: Operation, tile: Instruction) -> bool:
+    """Whether a step of the operation writes what the tile reads in the next step."""
+    return any(
+        conflict(accesses.tensors, written, read)
+        for other in source.tiles
+        for written in accesses.of(other)[1]
+        for read in accesses.of(tile)[0]
+        if read.earlier
     )
 
 

@@ -225,16 +225,17 @@ class Run:
             )
         return order
 
-    def _wait(self, index: int, step: int) -> Generator[bool | None]:
+    def _wait(self, index: int, step: int, earlier: bool = False) -> Generator[bool | None]:
         for barrier, target in self.program.code[index].waits:
-            needed = step * self.program.signals[barrier] + target
+            needed = step * self.program.signals[barrier] + (0 if earlier else target)
             while self.counters[barrier] < needed:
                 yield False
         yield True
 
     def _read_ahead(self, index: int, step: int, k: int) -> Generator[bool | None]:
-        """Read earlier rows as soon as the waits allow it, whatever else the worker does."""
-        yield from self._wait(index, step)
+        """Read earlier rows as soon as the signals of earlier steps have come that its waits count,
+        whatever else the worker does."""
+        yield from self._wait(index, step, earlier=True)
         part = self.program.code[index].reads[k]
         if self.held is not None and self._is(self.held, index, step, part, False):
             yield None

@@ -9,8 +9,8 @@ than the sequential meaning. This simulator does not know the verifier's proof. 
    until all tagged words that it declares to read carry the tag of the step. After that, its plain writes may
    become visible at any time. Its tagged words may become visible as soon as it has read all its inputs, even
    before its plain writes. It signals when all its writes are visible.
-3. An instruction may make its *earlier* reads as soon as its header is satisfied, even while its worker
-   still runs other instructions. An instruction whose ``tag_order`` is READS_LATE makes its tagged words
+3. An instruction may make its *earlier* reads as soon as all signals of earlier steps to the barriers of its
+   header have come, even while its worker still runs other instructions. An instruction whose ``tag_order`` is READS_LATE makes its tagged words
    visible before it has read everything, and reads tagged words once more until it signals. One whose order
    is WRITES_EARLY has no tagged results, and makes plain writes visible before its tagged words arrive.
 4. An instruction that writes plainly where it also reads, as Sample does, is assumed to read all of that
@@ -87,6 +87,7 @@ class Schedules:
         self.everywhere, self.nowhere = np.ones(columns, np.bool_), np.zeros(columns, np.bool_)
         self.done = [self._not_begun(e) for e in meaning.order]
         self.ready = [self.nowhere if e.needs else self.everywhere for e in meaning.order]
+        self.may_read_early = list(self.ready)
 
     def _not_begun(self, execution: Execution) -> dict[int, Mask]:
         """Which actions are done, by column. Actions that an instruction does not have count as done."""
@@ -126,12 +127,9 @@ class Schedules:
     def _advance(self, execution: Execution, held: Held) -> bool:
         """Do all that an execution can do, in every column. Returns whether it did anything."""
         number, done = execution.number, self.done[execution.number]
-        if not (ready := self.ready[number]).all():
-            for barrier, count in execution.needs:
-                reached = self.counters[barrier] >= count
-                ready = reached if ready is self.ready[number] else ready & reached
-            self.ready[number] = ready
-        moved = self._act(execution, Action.EARLY, ready, held)
+        early = self._satisfied(self.may_read_early, number, execution.needs_before)
+        moved = self._act(execution, Action.EARLY, early, held)
+        ready = self._satisfied(self.ready, number, execution.needs)
         if execution.behind is not None:
             begun = ready & self.done[execution.behind.number][Action.SIGNAL]
         elif self.meaning.dynamic:
@@ -163,6 +161,13 @@ class Schedules:
         for signal in execution.signals:
             moved |= self._act(execution, signal, ending, held)
         return moved
+
+    def _satisfied(self, known: list[Mask], number: int, needs: Sequence[tuple[int, int]]) -> Mask:
+        """The columns in which counters have reached what an execution needs; ``known`` keeps them."""
+        if not known[number].all():
+            reached = [self.counters[counter] >= count for counter, count in needs]
+            known[number] = np.logical_and.reduce(reached)
+        return known[number]
 
     def _act(self, execution: Execution, number: int, can: Mask, held: Held) -> bool:
         """Do one part of an action in the columns where it is possible, not yet done and not withheld.
