@@ -26,10 +26,9 @@ from megavm.server.settings import KEEP_ALIVE, Settings
 EXIT_INTERRUPTED: Final = 130
 _CLOSING_SECONDS: Final = 3  # for connections still open after all requests are answered
 _OBJECTS_BETWEEN_COLLECTIONS: Final = 50_000
-# The interpreter's thread switch interval. A thread waits so long for the interpreter, and begins
-# anew whenever the one that has it gives it up for a moment, as the event loop does some ten times
-# for a request. Where that is more often than the interval, the engine waits for whole bursts.
-_SWITCH_SECONDS: Final = 0.00005
+# The interpreter's thread switch interval. 0.05 ms costs the threads a fifth more time of a core
+# where there are few cores, and the GPU waits as long (host_pace.py --waves).
+_SWITCH_SECONDS: Final = 0.0005
 
 
 class Server(uvicorn.Server):
