@@ -123,6 +123,10 @@ constexpr uint32_t kWindow = min_of(kPages, kSingleRow ? 5 : 3);
 constexpr uint32_t kWaitWindow = 2;
 static_assert(kWindow <= kPages && kWaitWindow <= kPages);
 
+// Whether rows that earlier steps wrote are copied before the waits of their reader are over.
+// Without matrix products most of these readers wait for earlier steps only.
+constexpr bool kCopiesAhead = program::kMatrixRows > 0;
+
 // Weight pages that consumers take into registers while their input is in flight.
 constexpr uint32_t kPreload = 4;
 static_assert(kPreload <= kPages);

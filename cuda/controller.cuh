@@ -190,7 +190,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
       if (stage.trace_row == kNone) return;
       if (!hints) set_current(stage.position, stage.step - launch.first_step);
       is_new = false;
-      earlier = !hints && reads_earlier_rows(stage);
+      earlier = kCopiesAhead && !hints && reads_earlier_rows(stage);
       next_wait = 0;
     }
     // Find the next barrier or hint to wait for; an instruction that is run alone has none.
@@ -227,7 +227,7 @@ __device__ __forceinline__ void run_waiter(const Launch& launch) {
     if (!hints) note(launch, stage, Event::kReady);
     (hints ? cursor.hinted() : cursor.ready()).arrive();
     // Nobody waits for this one, whose phases are those of the stage.
-    if (!hints && !reads_earlier_rows(stage)) cursor.earlier().arrive();
+    if (kCopiesAhead && !hints && !reads_earlier_rows(stage)) cursor.earlier().arrive();
     // The second arrival, in place of the storer, which looks for no words of this instruction.
     if (program::kAnyByMachine && !hints && !is_by_machine(stage)) cursor.ready().arrive();
     cursor.released().arrive();

@@ -65,10 +65,8 @@ __device__ __forceinline__ bool may_form_runs(const Operands<Attention>& in) {
 
 // Wait until the loader may read the caches. With k_new these are rows of earlier steps, which need
 // not wait for queries.
-// NOTE: without matrix products that brings nothing: results are stored with copies in flight, and
-// most of these attentions wait for earlier steps only.
 __device__ __forceinline__ void wait_caches(const Operands<Attention>& in, Loader& loader) {
-  if (program::kMatrixRows > 0 && in.has(&Attention::k_new))
+  if (kCopiesAhead && in.has(&Attention::k_new))
     loader.wait_earlier();
   else
     loader.wait_ready();

@@ -38,8 +38,7 @@ struct AttentionTile {
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
   // Half of a warpgroup's queries, in bytes.
-  static constexpr uint32_t kQueryPanel =
-      kParts * kPanels * kWarps * kWarpRows * kBoxRowBytes / 2;
+  static constexpr uint32_t kQueryPanel = kParts * kPanels * kWarps * kWarpRows * kBoxRowBytes / 2;
   // NOTE: all depend on kD: compilers check others even where there are no tiles.
   static_assert(kD % kBoxColumns == 0 && kParts * kPanels == 2 && kRunRows<kD> > 1 &&
                 kLanes * kPiece % kTokens == 0 && kBlock % kPiece == 0);
