@@ -44,8 +44,8 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
     load its kernel.
     """
     plan, cold, warm, start = [], [], [], []
-    seconds: dict[tuple[int, ...], list[float]] = {}
-    facts: dict[tuple[int, ...], dict[str, Any]] = {}
+    seconds: dict[int, list[float]] = {}  # by number of the kernel
+    facts: dict[int, dict[str, Any]] = {}
     before = os.environ.get("MEGAVM_CACHE_DIR")
     try:
         for _ in range(rounds):
@@ -59,10 +59,11 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
             warm.append(time_warm)
             if any(c.kernel.cached for c in compiled) or not all(c.kernel.cached for c in cached):
                 raise RuntimeError("the cache did not hold what was put there")
-            for model_kernel in compiled:
+            for number, model_kernel in enumerate(compiled):
                 kernel = model_kernel.kernel
-                seconds.setdefault(model_kernel.rows, []).append(kernel.seconds)
-                facts[model_kernel.rows] = {
+                seconds.setdefault(number, []).append(kernel.seconds)
+                facts[number] = {
+                    "rows": list(model_kernel.rows),
                     "registers": kernel.registers,
                     "spill_stores": kernel.spill_stores,
                     "spill_loads": kernel.spill_loads,
@@ -75,8 +76,7 @@ def measure(config: LlamaConfig, rounds: int) -> dict[str, Any]:
         else:
             os.environ["MEGAVM_CACHE_DIR"] = before
     kernels = [
-        {"rows": list(rows), "cold_s": statistics.median(seconds[rows]), **found}
-        for rows, found in facts.items()
+        {"cold_s": statistics.median(seconds[number]), **found} for number, found in facts.items()
     ]
     return {
         "plan_s": statistics.median(plan),
