@@ -119,6 +119,8 @@ class _Stage:
     times: tuple[torch.cuda.Event, torch.cuda.Event] | None  # begin and end of the launch
     places: torch.Tensor  # int64: where the chosen tokens are in the table
     chosen: torch.Tensor  # int32
+    written_places: torch.Tensor  # the same for tokens that the host has written
+    written: torch.Tensor
 
 
 class DeviceStepMemory(StepMemory):
@@ -194,10 +196,10 @@ class DeviceStepMemory(StepMemory):
         if self._on_gpu:  # the time of an emulated one means nothing
             make = partial(torch.cuda.Event, enable_timing=True)
             times = make(), make()
-        return _Stage(slab, slab.numpy(), times, *self._buffers(count))
+        return _Stage(slab, slab.numpy(), times, *self._buffers(count), *self._buffers(count))
 
     def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the places of ``count`` chosen tokens, and for the tokens."""
+        """For the places of ``count`` tokens, and for the tokens."""
         return self._pinned((count,), torch.int64), self._pinned((count,), torch.int32)
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
@@ -232,12 +234,7 @@ class DeviceStepMemory(StepMemory):
         np.copyto(stage.words, self._host_words)
         for slab in self._slabs:
             slab.copy_(stage.slab, non_blocking=True)
-        for slot, count in self._written:
-            begin = slot * self._width
-            source = self._host_tokens.narrow(0, begin, count)
-            for tokens in self._tokens:
-                tokens.narrow(0, begin, count).copy_(source, non_blocking=True)
-        self._written.clear()
+        self._send_written(stage)
         for name, slot in self._changed:
             host, of_ranks = self._rows[name]
             for rows in of_ranks:
@@ -265,6 +262,34 @@ class DeviceStepMemory(StepMemory):
                 table[places[kept]] = found[kept]
 
         return finish
+
+    def _send_written(self, stage: _Stage) -> None:
+        """Start to copy what ``write_tokens`` has written.
+
+        Of several slots together: a copy for each would give up the interpreter as often, and wait
+        to get it back, while prompts come and the event loop wants it too.
+        """
+        written, self._written = self._written, []
+        if len(written) < 2:
+            for slot, count in written:
+                begin = slot * self._width
+                source = self._host_tokens.narrow(0, begin, count)
+                for tokens in self._tokens:
+                    tokens.narrow(0, begin, count).copy_(source, non_blocking=True)
+            return
+        counts: dict[int, int] = {}
+        for slot, count in written:
+            counts[slot] = max(count, counts.get(slot, 0))
+        ranges = [np.arange(count) + slot * self._width for slot, count in counts.items()]
+        total = sum(counts.values())
+        if total > len(stage.written_places):
+            stage.written_places, stage.written = self._buffers(2 * total)
+        places, values = stage.written_places[:total], stage.written[:total]
+        where = np.concatenate(ranges, out=places.numpy())
+        np.take(self._host_tokens.numpy(), where, out=values.numpy(), mode="clip")
+        for tokens, device in zip(self._tokens, self._devices, strict=True):
+            there = places.to(device, non_blocking=True)
+            tokens.index_copy_(0, there, values.to(device, non_blocking=True))
 
     def _fetch(
         self, stage: _Stage, step: Step, steps: int

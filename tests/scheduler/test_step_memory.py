@@ -96,6 +96,29 @@ def test_what_the_host_writes_is_there_when_the_program_runs(
     assert step.arrays["tokens"][2, :3].tolist() == [11, 12, 13]
 
 
+def test_tokens_of_several_slots_are_there_too(made: tuple[Memory, StepMemory]) -> None:
+    """More of them than a step has logit rows; one slot is written twice."""
+    memory, step = made
+    width = LIMITS.max_model_len + 1
+    seen: list[list[list[int]]] = []
+
+    def work(steps: int) -> None:
+        seen.append(memory["step.tokens"].cpu().tolist())
+
+    expected = np.zeros((LIMITS.max_num_seqs, width), np.int32)
+    for launch in range(3):
+        for slot, tokens in (
+            (0, np.arange(1, width) + 100 * launch),
+            (2, ints(7, 8, launch)),
+            (1, ints(5 + launch)),
+            (2, ints(9, launch)),
+        ):
+            step.write_tokens(slot, tokens.astype(np.int32))
+            expected[slot, : len(tokens)] = tokens
+        step.run(executable(work)[1], Step(ints(2), ints(0), ints(), 3), 1)
+        assert seen[-1] == expected.tolist()
+
+
 def test_changed_rows_of_masks_and_biases_are_there_when_they_are_published(
     made: tuple[Memory, StepMemory],
 ) -> None:
