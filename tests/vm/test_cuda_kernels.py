@@ -159,11 +159,13 @@ def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
     assert {1, 2, 512} <= set(sizes)
     for header, rows in headers.items():
         assert (rows == (1,)) == ("kMaxRows = 1u" in header)
-    # Kernels of matrix products differ little between models; those of 32 rows hardly from those of 64.
+    # Kernels of matrix products differ little between models; those of 32 rows hardly from those of 64,
+    # and with attention of prompts hardly from those of 128.
     few = {h: rows for h, rows in headers.items() if min(rows) <= MAX_GROUP_ROWS}
     if model == "llama-8b":
-        few = {h: rows for h, rows in headers.items() if rows != (32,)}
-        assert len(few) == len(headers) - 2
+        alike = {h for h, rows in headers.items() if rows == (64,) and "kRuns = 1u" in h}
+        few = {h: rows for h, rows in headers.items() if rows != (32,) and h not in alike}
+        assert len(few) == len(headers) - 3
     with ThreadPoolExecutor(2) as pool:
         kernels = list(pool.map(compiled, few))
     for kernel, rows in zip(kernels, few.values(), strict=True):

@@ -309,12 +309,12 @@ def test_steps_of_a_launch_read_what_those_before_wrote() -> None:
     assert (got[0] - got[1]).abs().max() / got[1].std() < 0.1
 
 
-# Of 20 rows: a prompt; decode rows. Of 63: a chunk beside decode rows and a prompt. Of 4 rows.
+# A prompt of 40 rows, 20 decode rows. Of 63: a chunk beside decode rows and a prompt. Of 4 rows.
 MIXED_STEPS = [
-    [(0, range(20))],
+    [(0, range(40))],
     [(s, range(100 + s, 101 + s)) for s in range(20)],
-    [(0, range(20, 60)), *((s, range(90 + s, 91 + s)) for s in range(1, 17)), (18, range(7))],
-    [(0, range(60, 63)), (4, range(125, 126))],
+    [(0, range(40, 80)), *((s, range(90 + s, 91 + s)) for s in range(1, 17)), (18, range(7))],
+    [(0, range(80, 83)), (4, range(125, 126))],
 ]
 
 
