@@ -89,7 +89,7 @@ STEP_SECONDS: Final = 0.6e-3  # and for each of its rows:
 ROW_SECONDS: Final = 4e-6
 STEPS_PER_LAUNCH: Final = 8
 MAX_ROWS: Final = 2048
-IDS: Final = range(2, 102)  # of which prompts are made
+IDS: Final = range(2, 102)  # token ids of the prompts
 PR_SET_TIMERSLACK: Final = 29
 
 

@@ -23,8 +23,8 @@ __device__ __forceinline__ bool is_by_machine(const Stage& stage) {
   return program::kAnyByMachine && stage.exchange.tag_mask != 0;
 }
 
-// Whether an instruction reads some rows that earlier steps wrote, and none of its own step, of
-// what is indexed (vm/tensors.py, Region).
+// Whether the instruction's indexed reads are of rows that earlier steps wrote, and of no others
+// (Region.earlier in vm/tensors.py).
 __device__ __forceinline__ bool reads_earlier_rows(const Stage& stage) {
   const uint32_t opcode = stage.words.header.opcode;
   const uint32_t word = opcode < kNumOpcodes ? kEarlierOperand[opcode] : kNone;

@@ -23,7 +23,7 @@ NOTES: Final = "megavm.notes"  # key of an ASGI scope
 _REPEAT_SECONDS: Final = 10.0
 _MAX_LINES: Final = 10_000  # that wait for the reader of stderr
 _LINES_AT_ONCE: Final = 100
-_REST_SECONDS: Final = 0.01  # after a write
+_REST_SECONDS: Final = 0.01  # between two writes
 _FLUSH_SECONDS: Final = 1.0
 _PLAIN: Final = re.compile(r"[\w.:/@+,\[\]-]+", re.ASCII)
 

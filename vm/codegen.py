@@ -153,7 +153,7 @@ def gathered_operands(cls: type[Instruction]) -> int:
 def earlier_operand(cls: type[Instruction]) -> str:
     """The operand word of ``Instruction.earlier_operand``; kNone: there is none."""
     names = [field.name for field in cls.fields]
-    return f"{names.index(cls.earlier_operand)}" if cls.earlier_operand else "kNone"
+    return str(names.index(cls.earlier_operand)) if cls.earlier_operand else "kNone"
 
 
 def isa_header(instructions: Iterable[type[Instruction]]) -> str:

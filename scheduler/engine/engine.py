@@ -57,7 +57,7 @@ from megavm.vm.machine import MachineFault, MachineLost
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
 
-_REST_SECONDS: Final = 0.002  # of a step that has nothing to run
+_REST_SECONDS: Final = 0.002  # a step sleeps so long if nothing can run
 _APPENDER = Appender(Sequence, Delta, State.FINISHED)
 
 

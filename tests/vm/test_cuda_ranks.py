@@ -113,7 +113,10 @@ def test_shares_of_any_width_arrive_whole(
 def test_a_gpu_that_is_late_loses_nothing_of_the_first_launch(
     cuda_ranks: MakeMachine, tagged: bool
 ) -> None:
-    """Its counters and words are filled with zeros before other ranks write them."""
+    """Its counters and words are filled with zeros before other ranks write them.
+
+    Ranks that share a GPU cannot show it: their launches wait for what that GPU was asked before.
+    """
     machine = cuda_ranks(2, timeout=2.0)
     program = words_program(8, F32, tagged, ranks=2)
     for late in range(2):

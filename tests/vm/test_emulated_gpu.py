@@ -301,7 +301,7 @@ def test_steps_of_a_launch_read_what_those_before_wrote() -> None:
     for runner in (emulated, cpu):
         step = replace(step_of([(s, range(60, 61)) for s in range(rows)]), distinct=True)
         runner.run(step, steps)
-    used = [program for program in emulated._programs if program.decode and program.rows == 32]
+    used = [bucket for bucket in emulated._programs if bucket.decode and bucket.rows == 32]
     assert len(used) == 1
     tokens = [np.array(r.tokens[:rows, 61 : 61 + steps]) for r in (emulated, cpu)]
     assert np.array_equal(tokens[0], tokens[1])
