@@ -46,7 +46,7 @@ class Observer(Protocol):
     """Receives the deltas of every step, in the engine's thread (metrics.EngineMetrics)."""
 
     def step(self, deltas: Sequence[Delta], seconds: float) -> None:
-        """One step has ended; it took `seconds`."""
+        """One step has ended, `seconds` after the last one, or after a request came to none."""
         ...
 
 
@@ -209,6 +209,7 @@ class EngineLoop:
         self._submitted = 0  # sequences; only the event loop's thread writes this
         self._finished = 0  # sequences; only the engine's thread writes this
         self._after_step: Callable[[], None] | None = None
+        self._since = time.perf_counter()  # end of the last step, or when its first request came
         self._thread = threading.Thread(target=self._run, name="megavm-engine", daemon=True)
         self._thread.start()
 
@@ -342,16 +343,19 @@ class EngineLoop:
         """
         commands = self._commands
         while not (self.engine.has_work and commands.empty()):
+            waits = not self.engine.has_work
             command = commands.get()
+            if waits:
+                self._since = time.perf_counter()
             if command is None:
                 return False
             command()
         return True
 
     def _step(self) -> None:
-        begin = time.perf_counter()
         deltas = self.engine.step()
-        self._observer.step(deltas, time.perf_counter() - begin)
+        before, self._since = self._since, time.perf_counter()
+        self._observer.step(deltas, self._since - before)
         woken: dict[Generation, None] = {}
         streams: list[Stream] = []
         texts: list[str] = []

@@ -68,6 +68,17 @@ def _stand_ins(runner: Runner) -> list[Bucket]:
     return [runner.stand_in(rows) for rows in (most, *fewer)]
 
 
+def _larger_stand_ins(runner: Runner) -> list[Bucket]:
+    """Programs that can run all steps of more rows than the others, most rows first."""
+    from megavm.scheduler.run.stand_ins import STAND_IN_FACTOR, STAND_IN_ROWS
+
+    found, rows = [], runner.max_num_batched_tokens
+    while rows > STAND_IN_ROWS:
+        found.append(runner.stand_in(rows))
+        rows //= STAND_IN_FACTOR
+    return found
+
+
 def _restricted_programs(runner: Runner) -> list[Bucket]:
     """Programs for steps with restricted tokens, on a GPU one for each of their kernels.
 
@@ -225,7 +236,8 @@ class Service:
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
         restricted = _restricted_programs(runner)
-        runner.compile_ahead(first=[*_stand_ins(runner), *restricted[:1]])
+        every = [*_larger_stand_ins(runner), *_stand_ins(runner)]
+        runner.compile_ahead(first=[*every, *restricted[:1]])
         runner.prepare(restricted[1:], last=True)
         return llm
 

@@ -11,13 +11,13 @@ import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Step
+from megavm.vm.cuda.copies import Copies, HostCopies
 from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.tensors import TensorKind, TensorSpec
@@ -143,6 +143,7 @@ class DeviceStepMemory(StepMemory):
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
         self._host_words: Ints = self._host_slab.numpy()
+        self._copies_to = [Copies(d) if self._on_gpu else HostCopies() for d in self._devices]
         self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
         begin = 0
@@ -176,9 +177,6 @@ class DeviceStepMemory(StepMemory):
         count = steps["logit_row"].rows
         self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
-        # Copies run in order, so all launches use these.
-        self._device_places = torch.zeros(count, dtype=torch.int64, device=self._devices[0])
-        self._device_chosen = torch.zeros(count, dtype=torch.int32, device=self._devices[0])
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make rank 0's GPU current for torch, and on each GPU the default stream."""
@@ -194,8 +192,7 @@ class DeviceStepMemory(StepMemory):
         slab = self._pinned(self._host_slab.shape, torch.int32)
         times = None
         if self._on_gpu:  # the time of an emulated one means nothing
-            make = partial(torch.cuda.Event, enable_timing=True)
-            times = make(), make()
+            times = self._copies_to[0].event(), self._copies_to[0].event()
         return _Stage(slab, slab.numpy(), times, *self._buffers(count), *self._buffers(count))
 
     def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,22 +227,22 @@ class DeviceStepMemory(StepMemory):
         device = cast(AsynchronousExecutable, executable)
         stage = self._stages[self._next]
         self._next = (self._next + 1) % MOST_LAUNCHES
-        # Torch copies more than 32768 words with several threads, and may wait for them to wake.
-        np.copyto(stage.words, self._host_words)
-        for slab in self._slabs:
-            slab.copy_(stage.slab, non_blocking=True)
+        # Copies of numpy and torch would give up the interpreter.
+        stage.words.data[:] = self._host_words.data
+        for copies, slab in zip(self._copies_to, self._slabs, strict=True):
+            copies.send(slab, stage.slab)
         self._send_written(stage)
         for name, slot in self._changed:
             host, of_ranks = self._rows[name]
-            for rows in of_ranks:
-                rows[slot].copy_(host[slot], non_blocking=True)
+            for copies, rows in zip(self._copies_to, of_ranks, strict=True):
+                copies.send(rows[slot], host[slot])
         self._changed.clear()
         times = stage.times
         if times is not None:
-            times[0].record()
+            self._copies_to[0].record(times[0])
         device.launch(steps)
         if times is not None:
-            times[1].record()
+            self._copies_to[0].record(times[1])
         slots, places = self._fetch(stage, step, steps)
         wait = device.mark()
         table = self.arrays["tokens"].reshape(-1)
@@ -264,32 +261,29 @@ class DeviceStepMemory(StepMemory):
         return finish
 
     def _send_written(self, stage: _Stage) -> None:
-        """Start to copy what ``write_tokens`` has written.
-
-        Of several slots together: a copy for each would give up the interpreter as often, and wait
-        to get it back, while prompts come and the event loop wants it too.
-        """
+        """Start to copy what ``write_tokens`` has written."""
         written, self._written = self._written, []
-        if len(written) < 2:
-            for slot, count in written:
-                begin = slot * self._width
-                source = self._host_tokens.narrow(0, begin, count)
-                for tokens in self._tokens:
-                    tokens.narrow(0, begin, count).copy_(source, non_blocking=True)
+        if len(written) == 1:
+            ((slot, count),) = written
+            begin = slot * self._width
+            source = self._host_tokens.narrow(0, begin, count)
+            for copies, tokens in zip(self._copies_to, self._tokens, strict=True):
+                copies.send(tokens.narrow(0, begin, count), source)
             return
         counts: dict[int, int] = {}
         for slot, count in written:
             counts[slot] = max(count, counts.get(slot, 0))
-        ranges = [np.arange(count) + slot * self._width for slot, count in counts.items()]
         total = sum(counts.values())
+        if not total:
+            return
+        ranges = [np.arange(count) + slot * self._width for slot, count in counts.items()]
         if total > len(stage.written_places):
             stage.written_places, stage.written = self._buffers(2 * total)
         places, values = stage.written_places[:total], stage.written[:total]
         where = np.concatenate(ranges, out=places.numpy())
         np.take(self._host_tokens.numpy(), where, out=values.numpy(), mode="clip")
-        for tokens, device in zip(self._tokens, self._devices, strict=True):
-            there = places.to(device, non_blocking=True)
-            tokens.index_copy_(0, there, values.to(device, non_blocking=True))
+        for copies, tokens in zip(self._copies_to, self._tokens, strict=True):
+            copies.scatter(values, tokens, places)
 
     def _fetch(
         self, stage: _Stage, step: Step, steps: int
@@ -308,17 +302,6 @@ class DeviceStepMemory(StepMemory):
         count = len(places)
         if count > len(stage.places):
             stage.places, stage.chosen = self._buffers(2 * count)
-        chosen = stage.chosen.narrow(0, 0, count)
-        if len(slots) == 1 and places[-1] - places[0] == count - 1:
-            # They lie side by side, but for a bad step: one copy instead of three.
-            chosen.copy_(tokens.narrow(0, int(places[0]), count), non_blocking=True)
-            return slots.repeat(steps), places
-        if count > len(self._device_places):
-            self._device_places = torch.zeros_like(stage.places, device=self._devices[0])
-            self._device_chosen = torch.zeros_like(stage.chosen, device=self._devices[0])
         stage.places[:count].numpy()[:] = places
-        device_places, found = self._device_places[:count], self._device_chosen[:count]
-        device_places.copy_(stage.places[:count], non_blocking=True)
-        torch.index_select(tokens, 0, device_places, out=found)
-        chosen.copy_(found, non_blocking=True)
+        self._copies_to[0].gather(stage.chosen[:count], tokens, stage.places[:count])
         return slots.repeat(steps), places

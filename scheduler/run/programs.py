@@ -18,8 +18,7 @@ Compile = Callable[[Bucket], Program]
 Task = Callable[[], object]
 
 # While a thread works in the background: Python's switch interval, after which a thread that waits
-# for the interpreter gets it. A launch on a GPU gives up the interpreter at each of some fifteen
-# calls, and waits so long to get it back.
+# for the interpreter gets it.
 SWITCH_SECONDS: Final = 5e-5
 
 logger = logging.getLogger("megavm")

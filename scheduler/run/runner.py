@@ -380,7 +380,7 @@ class Runner:
             return own
         bucket = self._usable(own, set(self._programs))
         if bucket != own:
-            self._programs.prepare([own], self._compiler(kernels=True, loads=[own]))
+            self._programs.prepare([own], self._compiler(ahead=True))
         return bucket
 
     def _parts(self, step: Step, steps: int) -> list[Part]:
@@ -451,7 +451,7 @@ class Runner:
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
         meanwhile. A step whose program is not ready runs by another one that can do it, or in
         parts, or else waits. Recording and the end of ``close`` do not wait for the
-        thread. For a GPU it also loads ``first``, and what a batch needs when its context grows.
+        thread. For a GPU it also loads what it has compiled.
         """
         self._ahead = True
         self._prepare_following(self.bucket(1, 1, 1))
@@ -460,10 +460,9 @@ class Runner:
     def prepare(self, buckets: Collection[Bucket], *, last: bool = False) -> None:
         """Compile these in the background next, and load them for a GPU (see ``compile_ahead``).
 
-        ``last``: when nothing else is left to compile there, and without loading them.
+        ``last``: when nothing else is left to compile there.
         """
-        compiler = self._compiler(kernels=True, loads=() if last else buckets)
-        self._programs.prepare(buckets, compiler, last=last)
+        self._programs.prepare(buckets, self._compiler(ahead=True), last=last)
 
     def is_coming(self, *, restricted: bool) -> bool:
         """Whether a program that can run all steps of this kind is being compiled ahead."""
@@ -510,20 +509,19 @@ class Runner:
         """Have the programs that are likely after ``bucket`` compiled, if they are not yet."""
         ready = set(self._programs)
         missing = [b for b in self.likely_next(bucket) if b not in ready]
-        batch = [b for b in missing if b.rows <= b.logit_rows == bucket.logit_rows]
-        self._programs.prepare(missing, self._compiler(kernels=True, loads=batch))
+        self._programs.prepare(missing, self._compiler(ahead=True))
 
-    def _compiler(self, kernels: bool = False, loads: Collection[Bucket] = ()) -> Compile:
+    def _compiler(self, ahead: bool = False) -> Compile:
         """Compiles programs as the runner does now, without keeping the runner alive.
 
-        ``kernels``: compile a GPU's kernel as well, so that loading the program finds it.
-        ``loads``: load these programs too, if the runner still exists (``_load_beside``).
+        ``ahead``: compile a GPU's kernel as well, and load the program if the runner still exists
+        (``_load_beside``).
         """
-        machine = self.machine if isinstance(self.machine, CudaMachine) and kernels else None
+        machine = self.machine if isinstance(self.machine, CudaMachine) and ahead else None
         compile = partial(
             _compile, self.config, self.limits, self.dtype, self.options, self.parallel, machine
         )
-        return partial(_compile_and_load, compile, loads, weakref.ref(self)) if loads else compile
+        return partial(_compile_and_load, compile, weakref.ref(self)) if ahead else compile
 
     def _executable(self, bucket: Bucket) -> Executable:
         key = bucket, self._recorder is not None
@@ -543,19 +541,25 @@ class Runner:
 
         Does nothing if launches cannot wait for each other, if a tensor would move, and with
         several ranks: while one waits for the launch of another, a thread that waits for the first
-        and keeps the driver from launching would stop both.
+        and keeps the driver from launching would stop both. Nor if the GPU has no memory left: the
+        first launch of the program tries again.
         """
         if not isinstance(self._step, DeviceStepMemory) or self.parallel.ranks > 1:
             return
         with self._loading:
             if self._recorder is not None or (bucket, False) in self._executables:
                 return
-            self.memory.allocate(program.tensors)
-            if isinstance(self.machine, CudaMachine) and self.machine.moves(program, self.memory):
+            try:
+                self.memory.allocate(program.tensors)
+                if isinstance(self.machine, CudaMachine) and self.machine.moves(
+                    program, self.memory
+                ):
+                    return
+                executable = self.machine.load(program, self.memory, verify=False)
+                # Launches may be on another stream than the copies of this thread.
+                cast(AsynchronousExecutable, executable).mark()()
+            except torch.OutOfMemoryError:
                 return
-            executable = self.machine.load(program, self.memory, verify=False)
-            # Launches may be on another stream than the copies of this thread.
-            cast(AsynchronousExecutable, executable).mark()()
             self._executables[bucket, False] = executable
 
 
@@ -575,13 +579,10 @@ def _compile(
     return program
 
 
-def _compile_and_load(
-    compile: Compile, loads: Collection[Bucket], kept: weakref.ref[Runner], bucket: Bucket
-) -> Program:
-    """The program of a bucket; it is loaded, if it is one of ``loads``."""
+def _compile_and_load(compile: Compile, kept: weakref.ref[Runner], bucket: Bucket) -> Program:
+    """The program of a bucket, loaded if its runner still exists."""
     program = compile(bucket)
-    runner = kept() if bucket in loads else None
-    if runner is not None:
+    if (runner := kept()) is not None:
         runner._load_beside(bucket, program)
     return program
 

@@ -188,7 +188,7 @@ def test_loading_a_program_that_was_prepared_finds_everything(
 ) -> None:
     runner = on_gpu
     bucket = runner.bucket(2, 2, 1, decode=True)
-    program = runner._compiler(kernels=True)(bucket)
+    program = runner._compiler(ahead=True)(bucket)
     runner._programs.add(bucket, program)
 
     def refuse(*_: object, **__: object) -> None:
@@ -250,6 +250,41 @@ def test_no_launch_waits_for_programs_of_longer_contexts(
     wait_until(takes_its_place)
     assert runner.can_queue(decode(20))
     assert loaders == [threading.current_thread().name, "megavm-programs", "megavm-programs"]
+
+
+def test_what_is_compiled_ahead_is_loaded_ahead(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also programs of prompts and of restricted tokens: no launch waits for a program's tables."""
+    runner = on_gpu
+    first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
+    restricted = runner.stand_in(restricted=True)
+    runner.program(first)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [prompt])
+    runner.compile_ahead()
+    runner.prepare([restricted], last=True)
+    wait_until(lambda: ended() and restricted in set(runner._programs))
+    assert {(bucket, False) for bucket in (first, prompt, restricted)} == set(runner._executables)
+
+
+def test_a_gpu_that_is_full_loads_nothing_ahead_and_loses_no_program(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = on_gpu
+    first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
+    runner.program(first)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [prompt])
+    load = runner.machine.load
+
+    def full(*arguments: Any, **named: Any) -> Executable:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(runner.machine, "load", full)
+    runner.compile_ahead()
+    wait_until(lambda: prompt in set(runner._programs))
+    assert not caplog.records
+    monkeypatch.setattr(runner.machine, "load", load)
+    assert runner.program(prompt) is runner._programs.get(prompt, runner._compiler())
 
 
 def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(
@@ -440,6 +475,8 @@ def test_what_stands_in_has_room_for_the_step() -> None:
     assert can_stand_in(Bucket(64, 64, 512), Bucket(1, 1, 64))
     assert not can_stand_in(Bucket(2048, 64, 512), Bucket(1, 1, 64)), "it takes too long"
     assert can_stand_in(Bucket(2048, 64, 512), Bucket(2048, 1, 64))
+    assert can_stand_in(Bucket(2048, 64, 512), Bucket(512, 1, 64))
+    assert not can_stand_in(Bucket(2048, 64, 512), Bucket(256, 1, 64)), "parts take as long"
     for other in (Bucket(64, 1, 512), Bucket(64, 64, 32), Bucket(64, 64, 512, True)):
         assert not can_stand_in(other, Bucket(2, 2, 64))
     assert not can_stand_in(Bucket(64, 64, 512, restricted=True), Bucket(2, 2, 64))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -23,13 +24,14 @@ Result = TypeVar("Result")
 
 
 class Steps:
-    """Counts steps."""
+    """Counts steps and their seconds."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count, self.seconds = 0, 0.0
 
     def step(self, deltas: Sequence[Delta], seconds: float) -> None:
         self.count += 1
+        self.seconds += seconds
 
 
 def run(test: Callable[[EngineLoop, Any], Awaitable[Result]], **options: Any) -> Result:
@@ -293,6 +295,24 @@ def test_functions_are_called_in_the_thread_between_steps() -> None:
             await engine_loop.call(lambda: 1 // 0)
 
     run(test)
+
+
+def test_the_time_with_work_is_counted_whole_and_the_time_without_is_not() -> None:
+    """Commands between two steps keep the machine waiting as much as the steps do."""
+
+    async def test(engine_loop: EngineLoop, runner: Any) -> float:
+        steps = cast(Steps, engine_loop._observer)
+        for _ in range(2):
+            made = generation()
+            engine_loop.submit(made)
+            engine_loop.call(lambda: time.sleep(0.2))  # the engine has the request by then
+            await tokens(made)
+            engine_loop.close(made)
+            await idle(engine_loop)
+            await asyncio.sleep(0.5)
+        return steps.seconds
+
+    assert 0.4 <= run(test) < 0.9
 
 
 def test_a_condition_is_looked_at_after_every_step() -> None:

@@ -25,3 +25,16 @@ def test_there_will_be_a_program_for_all_steps_of_each_usual_number_of_rows() ->
                 wait_until(partial(ready, every))
                 for own in (sized(1, 1), sized(rows, 100, decode=True)):
                     assert can_stand_in(every, own)
+
+
+def test_there_will_be_a_program_for_all_steps_of_more_rows() -> None:
+    """So that the first prompts of a server do not run in parts of a few rows."""
+    with serving(max_num_batched_tokens=1000) as server:
+        runner = server.service.llm.runner
+        for rows in range(65, 1001, 11):
+            own = runner.bucket(rows, runner.max_logit_rows, runner.max_model_len)
+
+            def has_program(own: Bucket = own) -> bool:
+                return any(can_stand_in(every, own) for every in set(runner._programs))
+
+            wait_until(has_program)

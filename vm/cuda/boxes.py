@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Sequence
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +25,11 @@ from megavm.vm.cuda.launch import MAP_BYTES
 from megavm.vm.layout import ROWS, SWIZZLED, Order, has_boxes
 from megavm.vm.memory import Memory
 from megavm.vm.tensors import BF16, TensorSpec
+
+# The maps that were made for a driver, by what they are made from: programs share most of them.
+_KNOWN: Final[weakref.WeakKeyDictionary[Driver, dict[tuple[Any, ...], npt.NDArray[np.uint64]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def operand_maps(
@@ -67,6 +74,22 @@ def _map(
     swizzled: bool,
 ) -> npt.NDArray[np.uint64]:
     """The map of a matrix of elements of ``size`` bytes for boxes of (columns, rows)."""
+    known = _KNOWN.setdefault(driver, {})
+    key = storage.data_ptr(), size, columns, rows, box, swizzled
+    if key not in known:
+        known[key] = _new_map(driver, *key)
+    return known[key]
+
+
+def _new_map(
+    driver: Driver,
+    address: int,
+    size: int,
+    columns: int,
+    rows: int,
+    box: tuple[int, int],
+    swizzled: bool,
+) -> npt.NDArray[np.uint64]:
     api = driver.api
     kinds, swizzles = api.CUtensorMapDataType, api.CUtensorMapSwizzle
 
@@ -79,7 +102,7 @@ def _map(
         if size == BF16.size
         else kinds.CU_TENSOR_MAP_DATA_TYPE_UINT64,
         2,
-        storage.data_ptr(),
+        address,
         numbers(api.cuuint64_t, columns, rows),
         numbers(api.cuuint64_t, columns * size),
         numbers(api.cuuint32_t, *box),

@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+import ctypes
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import torch
 
 from megavm.vm.config import SHARED_BYTES
 from megavm.vm.cuda.compiler import KERNEL_NAME
+
+# Calls of every launch: their names in the library, and their arguments. They return at once, so they keep
+# Python's interpreter. The bindings give it up in every call, and a thread that takes it then may keep it
+# for a switch interval, which is longer than all calls of a launch take.
+_POINTER, _WORD, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
+_KEEPING: Final[dict[str, tuple[str, list[Any]]]] = {
+    "cuCtxGetCurrent": ("cuCtxGetCurrent", [_POINTER]),
+    "cuCtxPushCurrent": ("cuCtxPushCurrent_v2", [_POINTER]),
+    "cuCtxPopCurrent": ("cuCtxPopCurrent_v2", [_POINTER]),
+    "cuEventRecord": ("cuEventRecord", [_POINTER] * 2),
+    "cuLaunchKernel": ("cuLaunchKernel", [_POINTER, *[_WORD] * 7, *[_POINTER] * 3]),
+    "cuMemcpyDtoHAsync": ("cuMemcpyDtoHAsync_v2", [_POINTER, _POINTER, _SIZE, _POINTER]),
+    "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", [_POINTER, _POINTER, _SIZE, _POINTER]),
+    "cuMemsetD32Async": ("cuMemsetD32Async", [_POINTER, _WORD, _SIZE, _POINTER]),
+}
 
 
 class CudaError(RuntimeError):
@@ -27,14 +43,24 @@ class Driver:
         from cuda.bindings import driver
 
         self.api: Any = driver
+        library = ctypes.PyDLL("libcuda.so.1")
+        self._keeping: dict[str, Any] = {}
+        for name, (symbol, arguments) in _KEEPING.items():
+            self._keeping[name] = function = library[symbol]
+            function.argtypes = arguments
+        self._events: list[Any] = []  # that nobody uses now
         self.device = device
         self.memory_device = f"cuda:{device}"
         torch.zeros(1, device=self.memory_device)  # torch creates the context with its own flags
-        self.context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
-        self._handle = int(self.context)
+        context = self.call("cuDevicePrimaryCtxRetain", self.call("cuDeviceGet", device))
+        self._handle = int(context)
 
     def call(self, name: str, *arguments: Any) -> Any:
         """The call's one result, or None. Raises CudaError."""
+        if (keeping := self._keeping.get(name)) is not None:
+            if code := keeping(*arguments):
+                raise CudaError(self.api.CUresult(code).name, name)
+            return None
         result, *values = getattr(self.api, name)(*arguments)
         if result != self.api.CUresult.CUDA_SUCCESS:
             raise CudaError(result.name, name)
@@ -43,14 +69,16 @@ class Driver:
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the context current on this thread inside a ``with`` block."""
-        if int(self.call("cuCtxGetCurrent")) == self._handle:
+        context = ctypes.c_void_p()
+        self.call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value == self._handle:
             yield
             return
-        self.call("cuCtxPushCurrent", self.context)
+        self.call("cuCtxPushCurrent", self._handle)
         try:
             yield
         finally:
-            self.api.cuCtxPopCurrent()
+            self.call("cuCtxPopCurrent", ctypes.byref(context))
 
     def stream(self) -> int:
         """Torch's current stream."""
@@ -64,6 +92,23 @@ class Driver:
         """A copy on the GPU, made behind the work on torch's current stream; does not wait for it."""
         return data.pin_memory().to(self.memory_device, non_blocking=True)
 
+    def mark(self) -> Callable[[], None]:
+        """Note the work on torch's current stream; the result waits for it. Both raise CudaError."""
+        with self.current():
+            event = (
+                self._events.pop()
+                if self._events
+                else self.call("cuEventCreate", self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            )
+            self.call("cuEventRecord", int(event), self.stream())
+
+        def wait() -> None:
+            with self.current():
+                self.call("cuEventSynchronize", event)
+            self._events.append(event)
+
+        return wait
+
     def function(self, cubin: bytes, name: str = KERNEL_NAME, shared: int = SHARED_BYTES) -> Any:
         """Load a kernel of a cubin and allow it so many bytes of shared memory (all of an SM's)."""
         with self.current():
@@ -73,4 +118,4 @@ class Driver:
                 self.api.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             )
             self.call("cuFuncSetAttribute", function, attribute, shared)
-        return function
+        return int(function)

@@ -17,7 +17,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +153,10 @@ class EmulatedDriver(Driver):
     def stream(self) -> int:
         """See ``Driver.stream``."""
         return 0
+
+    def mark(self) -> Callable[[], None]:
+        """See ``Driver.mark``: all launches have ended."""
+        return lambda: None
 
     def host_word(self) -> torch.Tensor:
         """See ``Driver.host_word``."""

@@ -198,19 +198,16 @@ class CudaExecutable:
         """
         self._machine.check_alive()
         launched = list(self._noting)
-        waits = []
-        for driver in dict.fromkeys(self._machine.drivers):
-            if driver.memory_device == "cpu":  # emulated: all launches have ended
-                continue
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(driver.memory_device))
-            waits.append((driver, event))
+        try:
+            waits = [driver.mark() for driver in dict.fromkeys(self._machine.drivers)]
+        except CudaError as error:
+            self.broken = True
+            raise self._machine._fault(error) from error
 
         def wait() -> None:
             try:
-                for driver, event in waits:
-                    with driver.current():
-                        driver.call("cuEventSynchronize", event.cuda_event)
+                for of_driver in waits:
+                    of_driver()
             except CudaError as error:
                 self.broken = True
                 raise self._machine._fault(error) from error

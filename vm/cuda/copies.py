@@ -1,0 +1,96 @@
+"""Copies between pinned memory and a GPU that start at once and keep Python's interpreter.
+
+Copies of torch give the interpreter up, several times each. A launch that makes a dozen of them waits
+as often to get it back, if other threads want it too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+from megavm.vm.cuda.compiler import compile_kernel
+from megavm.vm.cuda.driver import Driver
+
+ENTRY = "cuda/copies.cu"
+THREADS = 256
+
+
+class Copies:
+    """Copies to and from one GPU, in the order of torch's current stream there; they do not wait.
+
+    Memory of the host is pinned, and whoever calls keeps it until the copy has run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._driver = driver = Driver(device.index or 0)
+        cubin = compile_kernel("", entry=ENTRY).cubin
+        self._gather = driver.function(cubin, "megavm_gather", 0)
+        self._scatter = driver.function(cubin, "megavm_scatter", 0)
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy contiguous words of the host to the GPU. Raises CudaError."""
+        with self._driver.current():
+            self._driver.call(
+                *("cuMemcpyHtoDAsync", target.data_ptr(), source.data_ptr()),
+                *(source.nbytes, self._driver.stream()),
+            )
+
+    def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        """values = table[places]: int32 on the host, from int32 on the GPU by int64 on the host.
+
+        Raises CudaError.
+        """
+        self._start(self._gather, values, table, places)
+
+    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        """table[places] = values, which are as in ``gather``. Raises CudaError."""
+        self._start(self._scatter, values, table, places)
+
+    def _start(
+        self, function: Any, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor
+    ) -> None:
+        count = len(places)
+        if not count:
+            return
+        words = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, table, places)]
+        arguments = [*words, ctypes.c_uint32(count)]
+        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+        blocks = -(-count // THREADS)
+        with self._driver.current():
+            self._driver.call(
+                *("cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0),
+                *(self._driver.stream(), ctypes.addressof(pointers), 0),
+            )
+
+    def event(self) -> torch.cuda.Event:
+        """An event that knows its time."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._driver.memory_device))  # creates it
+        return event
+
+    def record(self, event: torch.cuda.Event) -> None:
+        """Record an event on the stream. Raises CudaError."""
+        with self._driver.current():
+            self._driver.call("cuEventRecord", event.cuda_event, self._driver.stream())
+
+
+class HostCopies(Copies):
+    """Copies to and from an emulated GPU, whose memory is the host's. Its events tell no time."""
+
+    def __init__(self) -> None:
+        pass
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Copies.send``."""
+        target.copy_(source)
+
+    def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        """See ``Copies.gather``."""
+        torch.index_select(table, 0, places, out=values)
+
+    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        """See ``Copies.scatter``."""
+        table.index_copy_(0, places, values)
