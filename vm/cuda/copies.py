@@ -19,13 +19,15 @@ THREADS = 256
 
 
 class Copies:
-    """Copies to and from one GPU, in the order of torch's current stream there; they do not wait.
+    """Copies to and from one GPU, in the order of its default stream; they do not wait.
 
     Memory of the host is pinned, and whoever calls keeps it until the copy has run.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._driver = driver = Driver(device.index or 0)
+        self._torch_stream = torch.cuda.default_stream(device)
+        self._stream = int(self._torch_stream.cuda_stream)
         cubin = compile_kernel("", entry=ENTRY).cubin
         self._gather = driver.function(cubin, "megavm_gather", 0)
         self._scatter = driver.function(cubin, "megavm_scatter", 0)
@@ -35,7 +37,7 @@ class Copies:
         with self._driver.current():
             self._driver.call(
                 *("cuMemcpyHtoDAsync", target.data_ptr(), source.data_ptr()),
-                *(source.nbytes, self._driver.stream()),
+                *(source.nbytes, self._stream),
             )
 
     def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
@@ -62,19 +64,19 @@ class Copies:
         with self._driver.current():
             self._driver.call(
                 *("cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0),
-                *(self._driver.stream(), ctypes.addressof(pointers), 0),
+                *(self._stream, ctypes.addressof(pointers), 0),
             )
 
     def event(self) -> torch.cuda.Event:
         """An event that knows its time."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._driver.memory_device))  # creates it
+        event.record(self._torch_stream)  # creates it
         return event
 
     def record(self, event: torch.cuda.Event) -> None:
         """Record an event on the stream. Raises CudaError."""
         with self._driver.current():
-            self._driver.call("cuEventRecord", event.cuda_event, self._driver.stream())
+            self._driver.call("cuEventRecord", event.cuda_event, self._stream)
 
 
 class HostCopies(Copies):
