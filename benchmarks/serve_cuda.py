@@ -25,8 +25,8 @@ For each model:
    is measured twice: at first, the programs of these contexts are compiled meanwhile.
 
 A row has medians and the client's share of a core. "step" is the time in which the engine had work,
-divided by its steps; "host" is the share of planning and collecting in it. Rows are saved as soon
-as they are measured, also into $OUT if that is set.
+divided by its steps; "host" is the share of planning and collecting in it, "idle" that in which the
+machine ran nothing. Rows are saved as soon as they are measured, also into $OUT if that is set.
 """
 
 from __future__ import annotations
@@ -371,6 +371,7 @@ def measure_row(server: Server, concurrency: int, requests: int, folder: Path) -
         "settled": settled,
         "step_ms": 1e3 * busy / max(steps, 1),
         "host_share": host / busy if busy else 0.0,
+        "idle_share": 1 - counters["engine_run_seconds_total"] / busy if busy else 0.0,
         "server_cores": server_cpu / report["duration"],
         "engine": counters,
         "bench": report,
@@ -438,7 +439,8 @@ def describe_row(model: str, row: dict[str, Any]) -> str:
     text = (
         f"{model:>5} {row['event_loop']:>7} {row['concurrency']:5} {report['median_ttft_ms']:9.1f}"
         f" {report['median_tpot_ms']:8.2f} {report['output_throughput']:9.0f}"
-        f" {row['step_ms']:8.2f} {row['host_share']:6.0%} {report['client']['load']:7.0%}"
+        f" {row['step_ms']:8.2f} {row['host_share']:6.0%} {row['idle_share']:6.1%}"
+        f" {report['client']['load']:7.0%}"
     )
     other = VLLM.get(model, {}).get(row["concurrency"])
     if other is None:
@@ -463,7 +465,8 @@ def describe_row(model: str, row: dict[str, Any]) -> str:
 
 HEAD: Final = (
     f"{'model':>5} {'loop':>7} {'conc.':>5} {'TTFT ms':>9} {'TPOT ms':>8} {'tokens/s':>9}"
-    f" {'step ms':>8} {'host':>6} {'client':>7}   {'vLLM':>7} {'TPOT':>6} {'tokens/s':>8} ahead"
+    f" {'step ms':>8} {'host':>6} {'idle':>6} {'client':>7}"
+    f"   {'vLLM':>7} {'TPOT':>6} {'tokens/s':>8} ahead"
 )
 
 
