@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megavm.sampling_params import SamplingParams
+from megavm.sampling_params import SamplingParams, is_integer
 from megavm.scheduler.engine.sequence import TokenIds
 from megavm.tokenizer import Tokenizer
 
@@ -88,11 +88,6 @@ def check_positive(**values: int | None) -> None:
     for name, value in values.items():
         if value is not None and (not is_integer(value) or value < 1):
             raise ValueError(f"{name} must be a positive integer, not {value!r}")
-
-
-def is_integer(value: object) -> bool:
-    """Whether a value is an integer of Python or numpy, and not a bool."""
-    return _are_integers((value,))
 
 
 def _are_integers(values: Sequence[object]) -> bool:

@@ -158,7 +158,7 @@ class SamplingParams:
         value = getattr(self, name)
         if value is None and optional:
             return
-        if not _is_integer(value) or not low <= value <= high:
+        if not is_integer(value) or not low <= value <= high:
             either = "None or " if optional else ""
             raise ValueError(
                 f"{name} must be {either}an integer in [{low}, {high}], not {_short(value)}"
@@ -209,7 +209,7 @@ class SamplingParams:
     def _token_ids(self, name: str) -> tuple[int, ...]:
         ids = getattr(self, name)
         if not isinstance(ids, list | tuple) or not all(
-            _is_integer(token) and 0 <= token <= _MAX_TOKEN for token in ids
+            is_integer(token) and 0 <= token <= _MAX_TOKEN for token in ids
         ):
             raise ValueError(f"{name} must hold token ids, not {_short(ids)}")
         return tuple(int(token) for token in ids)
@@ -239,7 +239,7 @@ class SamplingParams:
         if ids is None:
             return
         good = isinstance(ids, list | tuple) and len(ids) > 0
-        if not good or not all(_is_integer(t) and 0 <= t <= _MAX_TOKEN for t in ids):
+        if not good or not all(is_integer(t) and 0 <= t <= _MAX_TOKEN for t in ids):
             raise ValueError(
                 f"allowed_token_ids must hold at least one token id, not {_short(ids)}"
             )
@@ -258,7 +258,8 @@ class SamplingParams:
         self._set("bad_words", tuple(words) or None)
 
 
-def _is_integer(value: object) -> bool:
+def is_integer(value: object) -> bool:
+    """Whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 

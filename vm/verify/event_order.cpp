@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdio>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <stdexcept>
@@ -68,9 +67,7 @@ class EventSet {
 class EventOrder final : public FastOrder {
  public:
   EventOrder(const Index& index, const TagGroups& tags, const std::vector<char>& trusted)
-      : index_(index),
-        tags_(tags),
-        trusted_(trusted),
+      : FastOrder(index, tags, trusted),
         knowledge_of_(index.program.instructions.size() * kAnalysedSteps, 0) {
     number_sources();
     number_kinds();
@@ -117,14 +114,6 @@ class EventOrder final : public FastOrder {
     knowledge_.push_back(std::move(knowledge));
   }
 
-  bool over_before_earlier_reads(Node node) override {
-    if (current_.step == 0) return false;
-    const auto& waits = index_.program.instructions[current_.instruction].waits;
-    return std::any_of(std::begin(waits), std::end(waits), [&](const WaitFor& wait) {
-      if (wait.barrier < 0 || !trusted_[wait.barrier]) return false;
-      return is_over(join(barrier_event(wait.barrier, current_.step - 1)).over, node);
-    });
-  }
   bool over_before_reads(Node node) const override {
     return is_over(knowledge_[knowledge_of_[number(current_)]].header, node);
   }
@@ -153,6 +142,10 @@ class EventOrder final : public FastOrder {
   }
 
  private:
+  bool over_with_signals(std::int32_t barrier, std::int32_t step, Node node) override {
+    return is_over(join(barrier_event(barrier, step)).over, node);
+  }
+
   // Sets of events. After an event of header or over, its signallers are over; these have barriers
   // only, numbered among themselves (over_event). After one of header_read or read, at least the
   // reads of its signallers or writers are over.
@@ -218,10 +211,6 @@ class EventOrder final : public FastOrder {
   bool writes_early() const {
     return index_.program.instructions[current_.instruction].writes_early;
   }
-  std::size_t number(Node node) const {
-    return static_cast<std::size_t>(node.step) * index_.program.instructions.size() +
-           static_cast<std::size_t>(node.instruction);
-  }
   std::uint32_t event(std::size_t source, std::int32_t step) const {
     return static_cast<std::uint32_t>(numbers_.size()) * static_cast<std::uint32_t>(step) +
            numbers_[source];
@@ -264,15 +253,11 @@ class EventOrder final : public FastOrder {
     return joined;
   }
 
-  const Index& index_;
-  const TagGroups& tags_;
-  const std::vector<char>& trusted_;
   std::vector<std::uint32_t> numbers_;  // by source
   std::vector<std::uint32_t> sources_;  // by number
   std::vector<std::uint32_t> barrier_numbers_;
-  std::vector<std::uint32_t> kinds_;  // by instruction
-  std::size_t bytes_ = 0;             // that all sets of events take
-  Node current_;
+  std::vector<std::uint32_t> kinds_;         // by instruction
+  std::size_t bytes_ = 0;                    // that all sets of events take
   std::vector<std::uint32_t> knowledge_of_;  // by node
   std::vector<Knowledge> knowledge_;
   std::map<std::vector<std::uint32_t>, std::uint32_t> by_events_;

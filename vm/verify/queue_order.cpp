@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <cstddef>
-#include <iterator>
 #include <unordered_map>
 #include <utility>
 
@@ -14,9 +13,7 @@ namespace {
 class QueueOrder final : public FastOrder {
  public:
   QueueOrder(const Index& index, const TagGroups& tags, const std::vector<char>& trusted)
-      : index_(index),
-        tags_(tags),
-        trusted_(trusted),
+      : FastOrder(index, tags, trusted),
         queues_(index.program.queues.size()),
         header_(queues_),
         header_read_(queues_) {
@@ -38,15 +35,6 @@ class QueueOrder final : public FastOrder {
   }
 
   std::size_t kind(Node node) const override { return number(node); }
-  bool over_before_earlier_reads(Node node) override {
-    if (current_.step == 0) return false;
-    const auto& waits = index_.program.instructions[current_.instruction].waits;
-    return std::any_of(std::begin(waits), std::end(waits), [&](const WaitFor& wait) {
-      if (wait.barrier < 0 || !trusted_[wait.barrier]) return false;
-      const auto all = index_.signals(wait.barrier);
-      return has(signalled(wait.barrier, current_.step - 1, all).over.data(), node);
-    });
-  }
   bool over_before_reads(Node node) const override {
     return has(tags_.empty() ? clock(over_, current_) : header_.data(), node);
   }
@@ -72,6 +60,10 @@ class QueueOrder final : public FastOrder {
   }
 
  private:
+  bool over_with_signals(std::int32_t barrier, std::int32_t step, Node node) override {
+    return has(signalled(barrier, step, index_.signals(barrier)).over.data(), node);
+  }
+
   // Two clocks: entries that are over, and entries whose reads at least are over.
   struct Joined {
     std::vector<std::int32_t> over, read;
@@ -119,10 +111,6 @@ class QueueOrder final : public FastOrder {
   }
   bool has(const std::int32_t* clock, Node node) const {
     return clock[index_.places[node.instruction].queue] >= position(node);
-  }
-  std::size_t number(Node node) const {
-    return static_cast<std::size_t>(node.step) * index_.program.instructions.size() +
-           static_cast<std::size_t>(node.instruction);
   }
   std::int32_t* clock(std::vector<std::int32_t>& clocks, Node node) const {
     return clocks.empty() ? nullptr : clocks.data() + number(node) * queues_;
@@ -186,11 +174,7 @@ class QueueOrder final : public FastOrder {
     return entry->second = std::move(joined);
   }
 
-  const Index& index_;
-  const TagGroups& tags_;
-  const std::vector<char>& trusted_;
   const std::size_t queues_;
-  Node current_;
   // The clocks of the current node before its tagged words have arrived.
   std::vector<std::int32_t> header_, header_read_;
   // By node and queue: entries that are over; entries whose reads are over (empty without tags).
