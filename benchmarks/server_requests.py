@@ -1,14 +1,14 @@
 """What requests cost the server's threads, and what garbage collections take of it. Needs no GPU.
 
     python benchmarks/server_requests.py [--clients 256] [--waves 3] [--output 128]
-                                         [--objects 700 50000] [--rounds 3] [--save]
+                                         [--objects 700 10000] [--rounds 3] [--save]
 
 The machine is that of host_pace.py, which executes nothing; a step takes 4.5 ms, as with 256
 requests on an H200. Each client, all in a process of their own, sends requests of 160 token ids one
 after the other over one connection and reads streams. Times are of a core, in ms per request: of
 the event loop, of the engine's two threads, which share the GIL with it, and of the writer of
 events. ``collect_ms``: garbage collections of a run, which are in these times, and the longest.
-``--objects``: objects made between two collections. The server's own number is 50,000, Python's
+``--objects``: objects made between two collections. The server's own number is 10,000, Python's
 is 700; rounds take turns. uvloop and httptools are used where they are installed.
 """
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--clients", type=int, default=256)
     parser.add_argument("--waves", type=int, default=3, help="requests of each client")
     parser.add_argument("--output", type=int, default=128, help="tokens of each answer")
-    parser.add_argument("--objects", type=int, nargs="+", default=[700, 50_000])
+    parser.add_argument("--objects", type=int, nargs="+", default=[700, 10_000])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--save", action="store_true", help="write results/server_requests.json")
     options = parser.parse_args(arguments)

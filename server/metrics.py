@@ -265,5 +265,5 @@ _HELP: Final = {
     "request_params_n": "Completions that a request asked for.",
     "request_params_max_tokens": "Largest number of tokens of a completion, as asked for.",
     "iteration_tokens_total": "Tokens of a launch: those generated, and prompts that it completed.",
-    "step_seconds": "Time that a launch took, with what the host did meanwhile.",
+    "step_seconds": "From a launch's end to the next one's, or from a request to the first one's.",
 }

@@ -236,8 +236,8 @@ class Service:
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
         restricted = _restricted_programs(runner)
-        every = [*_larger_stand_ins(runner), *_stand_ins(runner)]
-        runner.compile_ahead(first=[*every, *restricted[:1]])
+        stand_ins = [*_larger_stand_ins(runner), *_stand_ins(runner)]
+        runner.compile_ahead(first=[*restricted[:1], *stand_ins])
         runner.prepare(restricted[1:], last=True)
         return llm
 

@@ -1,7 +1,7 @@
 """The arrays through which the host describes a step and reads its tokens, for any device.
 
 On the CPU they are views of the memory. For a GPU they are copies in pinned memory: one copy moves
-the host's writes to the GPU before a launch, and one copy brings the chosen tokens back after it.
+the host's writes to the GPU before a launch, and a kernel brings the chosen tokens back after it.
 Rows of the large tensors move only when they have changed.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -18,7 +18,8 @@ import torch
 
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Step
 from megavm.vm.cuda.copies import Copies, HostCopies
-from megavm.vm.machine import Executable
+from megavm.vm.cuda.driver import CudaError
+from megavm.vm.machine import Executable, MachineFault
 from megavm.vm.memory import TORCH_DTYPE, Memory
 from megavm.vm.tensors import TensorKind, TensorSpec
 
@@ -67,7 +68,7 @@ class StepMemory:
         memory.allocate(steps.values())
         self.arrays: dict[str, Any] = {name: first[s.name].numpy() for name, s in steps.items()}
         self.logits: Rows = first["logits"].numpy()
-        self._copies = [rank[steps["tokens"].name].numpy() for rank in others]
+        self._other_tokens = [rank[steps["tokens"].name].numpy() for rank in others]
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Inside of it steps run in the order in which they are started, by whatever thread."""
@@ -75,7 +76,7 @@ class StepMemory:
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot."""
-        for table in (self.arrays["tokens"], *self._copies):
+        for table in (self.arrays["tokens"], *self._other_tokens):
             table[slot, : len(tokens)] = tokens
 
     def publish(self, name: str, slot: int) -> None:
@@ -143,7 +144,14 @@ class DeviceStepMemory(StepMemory):
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
         self._host_words: Ints = self._host_slab.numpy()
-        self._copies_to = [Copies(d) if self._on_gpu else HostCopies() for d in self._devices]
+        # Of each rank; that of rank 0 also tells the time.
+        self._copies: list[Copies | HostCopies] = []
+        self._clock: Copies | None = None
+        if self._on_gpu:
+            of_ranks = [Copies(device) for device in self._devices]
+            self._copies, self._clock = [*of_ranks], of_ranks[0]
+        else:
+            self._copies = [HostCopies() for _ in self._devices]
         self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
         begin = 0
@@ -173,7 +181,8 @@ class DeviceStepMemory(StepMemory):
             self.arrays[name] = host.numpy()
         self._changed: dict[tuple[str, int], None] = {}  # (tensor, row) to copy to the GPU
         self.logits = DeviceRows(memory, "logits")
-        self._copies = []
+        self._other_tokens = []
+        self._rows_sent: list[Callable[[], None]] = []  # wait for copies of rows to the GPUs
         count = steps["logit_row"].rows
         self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
@@ -190,9 +199,9 @@ class DeviceStepMemory(StepMemory):
 
     def _make_stage(self, count: int) -> _Stage:
         slab = self._pinned(self._host_slab.shape, torch.int32)
-        times = None
-        if self._on_gpu:  # the time of an emulated one means nothing
-            times = self._copies_to[0].event(), self._copies_to[0].event()
+        clock, times = self._clock, None
+        if clock is not None:  # the time of an emulated one means nothing
+            times = clock.event(), clock.event()
         return _Stage(slab, slab.numpy(), times, *self._buffers(count), *self._buffers(count))
 
     def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -222,27 +231,28 @@ class DeviceStepMemory(StepMemory):
     ) -> Callable[[Bools | None], None]:
         """Start the program, behind a launch in progress; the result is ``Launch.finish``.
 
-        Call it inside of ``current``.
+        Call it inside of ``current``. Raises MachineFault.
         """
-        device = cast(AsynchronousExecutable, executable)
+        with _errors_as_faults():
+            return self._start(cast(AsynchronousExecutable, executable), step, steps)
+
+    def _start(
+        self, device: AsynchronousExecutable, step: Step, steps: int
+    ) -> Callable[[Bools | None], None]:
         stage = self._stages[self._next]
         self._next = (self._next + 1) % MOST_LAUNCHES
         # Copies of numpy and torch would give up the interpreter.
         stage.words.data[:] = self._host_words.data
-        for copies, slab in zip(self._copies_to, self._slabs, strict=True):
+        for copies, slab in zip(self._copies, self._slabs, strict=True):
             copies.send(slab, stage.slab)
         self._send_written(stage)
-        for name, slot in self._changed:
-            host, of_ranks = self._rows[name]
-            for copies, rows in zip(self._copies_to, of_ranks, strict=True):
-                copies.send(rows[slot], host[slot])
-        self._changed.clear()
-        times = stage.times
-        if times is not None:
-            self._copies_to[0].record(times[0])
+        self._send_changed()
+        clock, times = self._clock, stage.times
+        if clock is not None and times is not None:
+            clock.record(times[0])
         device.launch(steps)
-        if times is not None:
-            self._copies_to[0].record(times[1])
+        if clock is not None and times is not None:
+            clock.record(times[1])
         slots, places = self._fetch(stage, step, steps)
         wait = device.mark()
         table = self.arrays["tokens"].reshape(-1)
@@ -250,6 +260,11 @@ class DeviceStepMemory(StepMemory):
 
         def finish(gone: Bools | None = None) -> None:
             wait()
+            # A launch behind this one copies rows that the host may write for the one after it.
+            sent, self._rows_sent = self._rows_sent, []
+            with _errors_as_faults():
+                for wait_for_copies in sent:
+                    wait_for_copies()
             if times is not None:
                 self.machine_seconds += 1e-3 * times[0].elapsed_time(times[1])
             if gone is None:
@@ -263,27 +278,31 @@ class DeviceStepMemory(StepMemory):
     def _send_written(self, stage: _Stage) -> None:
         """Start to copy what ``write_tokens`` has written."""
         written, self._written = self._written, []
-        if len(written) == 1:
-            ((slot, count),) = written
-            begin = slot * self._width
-            source = self._host_tokens.narrow(0, begin, count)
-            for copies, tokens in zip(self._copies_to, self._tokens, strict=True):
-                copies.send(tokens.narrow(0, begin, count), source)
+        if not written:
             return
         counts: dict[int, int] = {}
         for slot, count in written:
             counts[slot] = max(count, counts.get(slot, 0))
         total = sum(counts.values())
-        if not total:
-            return
         ranges = [np.arange(count) + slot * self._width for slot, count in counts.items()]
         if total > len(stage.written_places):
             stage.written_places, stage.written = self._buffers(2 * total)
         places, values = stage.written_places[:total], stage.written[:total]
         where = np.concatenate(ranges, out=places.numpy())
         np.take(self._host_tokens.numpy(), where, out=values.numpy(), mode="clip")
-        for copies, tokens in zip(self._copies_to, self._tokens, strict=True):
+        for copies, tokens in zip(self._copies, self._tokens, strict=True):
             copies.scatter(values, tokens, places)
+
+    def _send_changed(self) -> None:
+        """Start to copy the rows that ``publish`` has named, from where the host writes them."""
+        if not self._changed:
+            return
+        for name, slot in self._changed:
+            host, of_ranks = self._rows[name]
+            for copies, rows in zip(self._copies, of_ranks, strict=True):
+                copies.send(rows[slot], host[slot])
+        self._changed.clear()
+        self._rows_sent = [copies.mark() for copies in self._copies]
 
     def _fetch(
         self, stage: _Stage, step: Step, steps: int
@@ -303,5 +322,14 @@ class DeviceStepMemory(StepMemory):
         if count > len(stage.places):
             stage.places, stage.chosen = self._buffers(2 * count)
         stage.places[:count].numpy()[:] = places
-        self._copies_to[0].gather(stage.chosen[:count], tokens, stage.places[:count])
+        self._copies[0].gather(stage.chosen[:count], tokens, stage.places[:count])
         return slots.repeat(steps), places
+
+
+@contextlib.contextmanager
+def _errors_as_faults() -> Iterator[None]:
+    """Raise MachineFault for an error of the driver."""
+    try:
+        yield
+    except CudaError as error:
+        raise MachineFault(f"the GPU failed: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import weakref
 from collections.abc import Callable, Collection, Hashable
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
+logger = logging.getLogger("megavm")
+
 
 class Runner:
     """Runs steps of a Llama. The host describes a step in arrays that the machine reads.
@@ -96,6 +99,7 @@ class Runner:
         self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
+        self._unloadable: set[Bucket] = set()  # those that could not be loaded ahead
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
         self._loading = threading.Lock()  # held while a program is loaded
@@ -358,6 +362,7 @@ class Runner:
 
         In a fixed order only its own: others would add up in other orders.
         """
+        ready = ready - self._unloadable
         if (own, False) in self._executables or own in ready:
             return own
         if self.options(own.rows).fixed_order:
@@ -541,8 +546,8 @@ class Runner:
 
         Does nothing if launches cannot wait for each other, if a tensor would move, and with
         several ranks: while one waits for the launch of another, a thread that waits for the first
-        and keeps the driver from launching would stop both. Nor if the GPU has no memory left: the
-        first launch of the program tries again.
+        and keeps the driver from launching would stop both. If the GPU has no memory left, others
+        run the program's steps; where none can, a launch tries to load it again.
         """
         if not isinstance(self._step, DeviceStepMemory) or self.parallel.ranks > 1:
             return
@@ -558,7 +563,12 @@ class Runner:
                 executable = self.machine.load(program, self.memory, verify=False)
                 # Launches may be on another stream than the copies of this thread.
                 cast(AsynchronousExecutable, executable).mark()()
-            except torch.OutOfMemoryError:
+            except MachineLost:
+                return  # the launches say so
+            except (RuntimeError, ValueError) as error:  # of the driver or of torch
+                if not self._unloadable:
+                    logger.warning("the program of %s is not loaded ahead: %s", bucket, error)
+                self._unloadable.add(bucket)
                 return
             self._executables[bucket, False] = executable
 

@@ -33,6 +33,7 @@ from megavm.server.service import _first_programs
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
+from megavm.vm.cuda.driver import CudaError
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.machine import Executable
 from megavm.vm.memory import TORCH_DTYPE
@@ -267,24 +268,43 @@ def test_what_is_compiled_ahead_is_loaded_ahead(
     assert {(bucket, False) for bucket in (first, prompt, restricted)} == set(runner._executables)
 
 
-def test_a_gpu_that_is_full_loads_nothing_ahead_and_loses_no_program(
-    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        CudaError("CUDA_ERROR_OUT_OF_MEMORY", "cuModuleLoadData"),
+    ],
+)
+def test_a_gpu_that_is_full_runs_the_programs_that_it_has(
+    on_gpu: runner_module.Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: RuntimeError,
 ) -> None:
+    """What does not fit is no reason to end requests that others can run."""
     runner = on_gpu
-    first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
-    runner.program(first)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [prompt])
+    sizes = [runner.bucket(rows, 1, 1) for rows in (8, 4)]
+    every = runner.bucket(8, 2, runner.max_model_len)
+    assert every not in sizes
+    runner.program(every)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: sizes)
     load = runner.machine.load
 
     def full(*arguments: Any, **named: Any) -> Executable:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(runner.machine, "load", full)
     runner.compile_ahead()
-    wait_until(lambda: prompt in set(runner._programs))
-    assert not caplog.records
+    wait_until(lambda: set(sizes) <= set(runner._programs))
+    assert set(runner._executables) == {(every, False)}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(error) in caplog.text
+    for rows in (8, 4):
+        assert runner._choose(step(rows), 1) == every
+        assert runner.can_queue(step(rows))
     monkeypatch.setattr(runner.machine, "load", load)
-    assert runner.program(prompt) is runner._programs.get(prompt, runner._compiler())
+    assert runner.program(sizes[0]) is runner._programs.get(sizes[0], runner._compiler())
+    assert runner._choose(step(8), 1) == sizes[0]
 
 
 def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(

@@ -12,8 +12,10 @@ import torch
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, StepMemory
 from megavm.scheduler.llama.graph import Limits, step_tensors
+from megavm.vm.cuda.copies import HostCopies
+from megavm.vm.cuda.driver import CudaError
 from megavm.vm.cuda.machine import CudaMachine
-from megavm.vm.machine import Executable
+from megavm.vm.machine import Executable, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
@@ -237,3 +239,76 @@ def test_a_step_may_be_started_before_the_one_in_progress_is_read(
     assert seen == [[0, 0, 0, 0], [11, 12, 13, 14], [11, 12, 13, 14]]
     assert made.arrays["tokens"][0, :6].tolist() == [11, 12, 13, 14, 3, 4]
     assert made.arrays["tokens"][2, :6].tolist() == [0, 0, 0, 202, 203, 204]
+
+
+class LateCopies(HostCopies):
+    """Copies that run as late as a GPU may run them: when somebody waits for them."""
+
+    def __init__(self) -> None:
+        self.late: list[Callable[[], None]] = []
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.late.append(lambda: super(LateCopies, self).send(target, source))
+
+    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        self.late.append(lambda: super(LateCopies, self).scatter(values, table, places))
+
+    def mark(self) -> Callable[[], None]:
+        return self.run
+
+    def run(self) -> None:
+        for copy in self.late:
+            copy()
+        self.late.clear()
+
+
+def test_what_the_host_writes_for_the_launch_behind_does_not_reach_the_one_before() -> None:
+    """Launch 2 waits behind launch 1, and its copies with it, when launch 3 is prepared."""
+    memory, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+    copies = LateCopies()
+    made._copies = [copies]
+    _, program = executable(lambda steps: None)
+    step = Step(ints(0), ints(0), ints(0), 1)
+    first = made.start(program, step, 1)
+    copies.run()
+    for slot, value in ((0, 11), (1, 12)):
+        made.write_tokens(slot, ints(value, value))
+        made.arrays["allowed"][slot] = value
+        made.publish("allowed", slot)
+    second = made.start(program, step, 1)
+    first(None)
+    made.write_tokens(0, ints(21, 21))
+    made.write_tokens(1, ints(22, 22))
+    made.arrays["allowed"][:] = 23
+    copies.run()
+    assert memory["step.tokens"][:2, :2].tolist() == [[11, 11], [12, 12]]
+    assert memory["step.allowed"][:2, 0].tolist() == [11, 12]
+    second(None)
+
+
+def test_one_prompt_is_copied_as_it_was_when_its_launch_began() -> None:
+    memory, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+    copies = LateCopies()
+    made._copies = [copies]
+    _, program = executable(lambda steps: None)
+    made.write_tokens(0, ints(11, 12))
+    finish = made.start(program, Step(ints(0), ints(0), ints(0), 1), 1)
+    made.write_tokens(0, ints(21, 22))
+    copies.run()
+    assert memory["step.tokens"][0, :2].tolist() == [11, 12]
+    finish(None)
+
+
+def test_an_error_of_the_driver_is_a_fault() -> None:
+    _, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+
+    class Broken(HostCopies):
+        def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+            raise CudaError("CUDA_ERROR_OUT_OF_MEMORY", "cuMemcpyHtoDAsync")
+
+    made._copies = [Broken()]
+    with pytest.raises(MachineFault, match="cuMemcpyHtoDAsync failed with CUDA_ERROR_OUT_OF"):
+        made.start(executable(lambda steps: None)[1], Step(ints(0), ints(0), ints(0), 1), 1)

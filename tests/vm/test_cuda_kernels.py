@@ -20,6 +20,7 @@ from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
 from megavm.vm.codegen import program_header
 from megavm.vm.config import MAX_GROUP_ROWS, MIN_GROUP_ROWS, NUM_THREADS
+from megavm.vm.cuda import clocks, copies
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
@@ -192,6 +193,13 @@ extern "C" __global__ void megavm_kernel(float* out, uint64_t a, uint64_t b) {
   multiply<32>(out, a, b), multiply<64>(out, a, b), multiply<128>(out, a, b);
 }
 """
+
+
+@pytest.mark.usefixtures("kernels")
+@pytest.mark.parametrize("entry", [copies.ENTRY, clocks.ENTRY])
+def test_the_small_kernels_compile_without_warnings_and_spills(entry: str) -> None:
+    kernel = compile_kernel("", entry=entry)
+    assert (kernel.warnings, kernel.spill_stores, kernel.spill_loads) == ([], 0, 0)
 
 
 @pytest.mark.usefixtures("kernels")

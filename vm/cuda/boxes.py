@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Sequence
-from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -25,11 +23,6 @@ from megavm.vm.cuda.launch import MAP_BYTES
 from megavm.vm.layout import ROWS, SWIZZLED, Order, has_boxes
 from megavm.vm.memory import Memory
 from megavm.vm.tensors import BF16, TensorSpec
-
-# The maps that were made for a driver, by what they are made from: programs share most of them.
-_KNOWN: Final[weakref.WeakKeyDictionary[Driver, dict[tuple[Any, ...], npt.NDArray[np.uint64]]]] = (
-    weakref.WeakKeyDictionary()
-)
 
 
 def operand_maps(
@@ -73,12 +66,15 @@ def _map(
     box: tuple[int, int],
     swizzled: bool,
 ) -> npt.NDArray[np.uint64]:
-    """The map of a matrix of elements of ``size`` bytes for boxes of (columns, rows)."""
-    known = _KNOWN.setdefault(driver, {})
+    """The map of a matrix of elements of ``size`` bytes for boxes of (columns, rows).
+
+    It is made once: programs share most of them.
+    """
     key = storage.data_ptr(), size, columns, rows, box, swizzled
-    if key not in known:
-        known[key] = _new_map(driver, *key)
-    return known[key]
+    if key not in driver.maps:
+        driver.maps[key] = _new_map(driver, *key)
+    found: npt.NDArray[np.uint64] = driver.maps[key]
+    return found
 
 
 def _new_map(

@@ -7,6 +7,7 @@ as often to get it back, if other threads want it too.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,6 +68,10 @@ class Copies:
                 *(self._stream, ctypes.addressof(pointers), 0),
             )
 
+    def mark(self) -> Callable[[], None]:
+        """Note the copies so far; the result waits for them. Both raise CudaError."""
+        return self._driver.mark()
+
     def event(self) -> torch.cuda.Event:
         """An event that knows its time."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -79,11 +84,8 @@ class Copies:
             self._driver.call("cuEventRecord", event.cuda_event, self._stream)
 
 
-class HostCopies(Copies):
-    """Copies to and from an emulated GPU, whose memory is the host's. Its events tell no time."""
-
-    def __init__(self) -> None:
-        pass
+class HostCopies:
+    """Copies to and from an emulated GPU, whose memory is the host's."""
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Copies.send``."""
@@ -96,3 +98,7 @@ class HostCopies(Copies):
     def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
         """See ``Copies.scatter``."""
         table.index_copy_(0, places, values)
+
+    def mark(self) -> Callable[[], None]:
+        """See ``Copies.mark``: all copies have run."""
+        return lambda: None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -12,9 +13,9 @@ import torch
 from megavm.vm.config import SHARED_BYTES
 from megavm.vm.cuda.compiler import KERNEL_NAME
 
-# Calls of every launch: their names in the library, and their arguments. They return at once, so they keep
-# Python's interpreter. The bindings give it up in every call, and a thread that takes it then may keep it
-# for a switch interval, which is longer than all calls of a launch take.
+# Calls of every launch: their names in the library, and their arguments. They do not wait for the GPU, so they
+# keep Python's interpreter. The bindings give it up in every call, and a thread that takes it then may keep
+# it for a switch interval, which is longer than all calls of a launch take.
 _POINTER, _WORD, _SIZE = ctypes.c_void_p, ctypes.c_uint, ctypes.c_size_t
 _KEEPING: Final[dict[str, tuple[str, list[Any]]]] = {
     "cuCtxGetCurrent": ("cuCtxGetCurrent", [_POINTER]),
@@ -43,12 +44,14 @@ class Driver:
         from cuda.bindings import driver
 
         self.api: Any = driver
-        library = ctypes.PyDLL("libcuda.so.1")
+        waits = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0")
+        library = (ctypes.CDLL if waits else ctypes.PyDLL)("libcuda.so.1")
         self._keeping: dict[str, Any] = {}
         for name, (symbol, arguments) in _KEEPING.items():
             self._keeping[name] = function = library[symbol]
             function.argtypes = arguments
-        self._events: list[Any] = []  # that nobody uses now
+        self.maps: dict[tuple[Any, ...], Any] = {}  # see vm/cuda/boxes.py
+        self._events: list[int] = []  # that nobody uses now
         self.device = device
         self.memory_device = f"cuda:{device}"
         torch.zeros(1, device=self.memory_device)  # torch creates the context with its own flags
@@ -78,7 +81,7 @@ class Driver:
         try:
             yield
         finally:
-            self.call("cuCtxPopCurrent", ctypes.byref(context))
+            self._keeping["cuCtxPopCurrent"](ctypes.byref(context))
 
     def stream(self) -> int:
         """Torch's current stream."""
@@ -95,19 +98,14 @@ class Driver:
     def mark(self) -> Callable[[], None]:
         """Note the work on torch's current stream; the result waits for it. Both raise CudaError."""
         with self.current():
-            event = (
-                self._events.pop()
-                if self._events
-                else self.call("cuEventCreate", self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING)
-            )
-            self.call("cuEventRecord", int(event), self.stream())
-
-        def wait() -> None:
-            with self.current():
-                self.call("cuEventSynchronize", event)
-            self._events.append(event)
-
-        return wait
+            try:
+                event = self._events.pop()
+            except IndexError:
+                flags = self.api.CUevent_flags.CU_EVENT_DISABLE_TIMING
+                event = int(self.call("cuEventCreate", flags))
+            mark = _Mark(self, event, self._events)
+            self.call("cuEventRecord", event, self.stream())
+        return mark
 
     def function(self, cubin: bytes, name: str = KERNEL_NAME, shared: int = SHARED_BYTES) -> Any:
         """Load a kernel of a cubin and allow it so many bytes of shared memory (all of an SM's)."""
@@ -119,3 +117,19 @@ class Driver:
             )
             self.call("cuFuncSetAttribute", function, attribute, shared)
         return int(function)
+
+
+class _Mark:
+    """Waits for the work before an event, which it gives back when nobody needs it any more."""
+
+    def __init__(self, driver: Driver, event: int, unused: list[int]) -> None:
+        self._driver = driver
+        self._event = event
+        self._unused = unused
+
+    def __call__(self) -> None:
+        with self._driver.current():
+            self._driver.call("cuEventSynchronize", self._event)
+
+    def __del__(self) -> None:
+        self._unused.append(self._event)

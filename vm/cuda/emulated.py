@@ -139,6 +139,7 @@ class EmulatedDriver(Driver):
         from cuda.bindings import driver
 
         self.api: Any = driver
+        self.maps = {}
         self._machine = machine
 
     def call(self, name: str, *arguments: Any) -> Any:
