@@ -47,6 +47,10 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "offline_cuda.py --model tiny --machine cpu --load 4x8+4 --first 4 --rounds 2",
             "tiny 4x8+4:",
         ),
+        (
+            "stand_ins_cuda.py --model tiny --machine cpu --most-rows 128 --rounds 1",
+            "tiny   128 rows  128:",
+        ),
     ],
     ids=[
         "cpu_kernels",
@@ -61,6 +65,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         "structured_outputs",
         "serve_cuda",
         "offline_cuda",
+        "stand_ins_cuda",
     ],
 )
 def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:

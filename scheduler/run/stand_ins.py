@@ -10,7 +10,8 @@ from megavm.scheduler.llama.graph import Bucket
 
 # Programs of up to so many rows stand in for those of any fewer, larger ones for up to so many
 # times fewer. For 1024, 512 and 256 rows of 1B, a program of 2048 takes 1.4, 1.7 and 2.2 times as
-# long as their own on an H100, parts of 64 rows 4.4, 2.9 and 1.9 times as long.
+# long as their own on an H100, parts of 64 rows 4.4, 2.9 and 1.9 times as long
+# (benchmarks/stand_ins_cuda.py).
 STAND_IN_ROWS: Final = 64
 STAND_IN_FACTOR: Final = 4
 # A step whose program is still being compiled runs in parts: of STAND_IN_ROWS rows or more, or in
