@@ -237,6 +237,8 @@ class Service:
             runner.program(bucket)
         restricted = _restricted_programs(runner)
         stand_ins = [*_larger_stand_ins(runner), *_stand_ins(runner)]
+        if runner.options(1).fixed_order:  # nothing stands in
+            stand_ins = []
         runner.compile_ahead(first=[*restricted[:1], *stand_ins])
         runner.prepare(restricted[1:], last=True)
         return llm

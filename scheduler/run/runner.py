@@ -539,6 +539,7 @@ class Runner:
                     self.memory.allocate(program.tensors)
                     known = self.machine.load(program, self.memory, verify=False)
                     self._executables[key] = known
+                    self._unloadable.discard(bucket)
         return known
 
     def _load_beside(self, bucket: Bucket, program: Program) -> None:

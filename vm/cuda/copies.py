@@ -22,7 +22,8 @@ THREADS = 256
 class Copies:
     """Copies to and from one GPU, in the order of its default stream; they do not wait.
 
-    Memory of the host is pinned, and whoever calls keeps it until the copy has run.
+    Call all methods where that is torch's current stream. Memory of the host is pinned, and whoever calls
+    keeps it until the copy has run.
     """
 
     def __init__(self, device: torch.device) -> None:
