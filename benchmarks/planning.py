@@ -62,6 +62,7 @@ class EchoRunner:
         self.logits = np.zeros((1, 1), dtype=np.float32)
         self.text = text
         self.machine_seconds = 0.0
+        self.late_launches = 0
 
     def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         """As ``Runner.write_tokens``."""

@@ -406,7 +406,8 @@ def measure_steady(server: Server, concurrency: int, folder: Path) -> dict[str, 
             client.kill()
     took = {
         name.removeprefix("engine_"): after[f"{name}_total"] - before[f"{name}_total"]
-        for name in ("engine_steps", "engine_plan_seconds", "engine_collect_seconds",
+        for name in ("engine_steps", "engine_launches", "engine_late_launches",
+                     "engine_plan_seconds", "engine_collect_seconds",
                      "engine_run_seconds", "engine_busy_seconds")
     }  # fmt: skip
     steps = took["steps"]
@@ -414,6 +415,8 @@ def measure_steady(server: Server, concurrency: int, folder: Path) -> dict[str, 
         "concurrency": concurrency,
         "seconds": seconds,
         "steps": steps,
+        "launches": took["launches"],
+        "late_launches": took["late_launches"],
         "step_ms": 1e3 * seconds / steps,
         "machine_ms": 1e3 * took["run_seconds"] / steps,
         "plan_ms": 1e3 * took["plan_seconds"] / steps,
@@ -427,7 +430,8 @@ def describe_steady(model: str, row: dict[str, Any]) -> str:
     """What a steady step takes."""
     return (
         f"{model:>5} {row['concurrency']:5} decode: a step {row['step_ms']:.2f} ms, the machine"
-        f" {row['machine_ms']:.2f} and idle {row['idle_share']:.1%}; planning and collecting"
+        f" {row['machine_ms']:.2f} and idle {row['idle_share']:.1%}, {row['late_launches']:.0f} of"
+        f" {row['launches']:.0f} launches were late; planning and collecting"
         f" {row['plan_ms']:.2f} + {row['collect_ms']:.2f} ms, {row['host_share']:.1%} of the"
         " machine's time"
     )

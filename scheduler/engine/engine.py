@@ -67,7 +67,7 @@ class EngineCounters:
 
     ``plan_seconds`` and ``collect_seconds`` are of the host's clock, so they include its
     waits for a core and the interpreter. ``run_seconds`` are those in which the machine ran steps
-    (``StepRunner.machine_seconds``).
+    (``StepRunner.machine_seconds``). ``late_launches``: see ``StepRunner.late_launches``.
     """
 
     launches: int = 0
@@ -76,6 +76,7 @@ class EngineCounters:
     prompt_tokens: int = 0
     output_tokens: int = 0
     faults: int = 0
+    late_launches: int = 0
     plan_seconds: float = 0.0
     run_seconds: float = 0.0
     collect_seconds: float = 0.0
@@ -146,7 +147,8 @@ class Engine:
         self._slots = Slots(runner)
         self._in_progress: Plan | None = None  # the last plan, until it has ended
         self._last_end = 0.0  # when the last step ended, by time.perf_counter
-        self._machine_seconds = runner.machine_seconds  # before the first step
+        # Before the first step.
+        self._machine_seconds, self._late_launches = runner.machine_seconds, runner.late_launches
 
     # Requests.
 
@@ -506,6 +508,7 @@ class Engine:
         before = self.counters.run_seconds
         self.counters.run_seconds = self.runner.machine_seconds - self._machine_seconds
         machine = self.counters.run_seconds - before
+        self.counters.late_launches = self.runner.late_launches - self._late_launches
         if rows:
             # What the machine took: a launch ends for the host when it has begun the next one.
             self.planner.pace.note(rows, machine / plan.steps)

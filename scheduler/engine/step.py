@@ -112,6 +112,11 @@ class StepRunner(Protocol):
         """For how long the machine has run steps that have ended without a fault."""
         ...
 
+    @property
+    def late_launches(self) -> int:
+        """Launches that began when the GPU ran nothing; 0 on other machines."""
+        ...
+
     allowed: Ints  # [max_num_seqs, words of a mask]; publish what you write
     bias: Floats  # [max_num_seqs, vocab_size]; likewise
 

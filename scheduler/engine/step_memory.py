@@ -54,9 +54,12 @@ class StepMemory:
 
     ``machine_seconds``: for how long the machine has run launches that have ended without a fault;
     of several GPUs the first. On an emulated one it stays 0.
+
+    ``late_launches``: those that began when the GPU ran nothing; 0 on other machines.
     """
 
     machine_seconds = 0.0
+    late_launches = 0
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
         first, *others = memory.ranks
@@ -117,7 +120,7 @@ class _Stage:
 
     slab: torch.Tensor
     words: Ints  # the slab, for numpy
-    times: tuple[torch.cuda.Event, torch.cuda.Event] | None  # begin and end of the launch
+    times: tuple[Any, Any]  # events: begin and end of the launch
     places: torch.Tensor  # int64: where the chosen tokens are in the table
     chosen: torch.Tensor  # int32
     written_places: torch.Tensor  # the same for tokens that the host has written
@@ -144,14 +147,7 @@ class DeviceStepMemory(StepMemory):
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
         self._host_words: Ints = self._host_slab.numpy()
-        # Of each rank; that of rank 0 also tells the time.
-        self._copies: list[Copies | HostCopies] = []
-        self._clock: Copies | None = None
-        if self._on_gpu:
-            of_ranks = [Copies(device) for device in self._devices]
-            self._copies, self._clock = [*of_ranks], of_ranks[0]
-        else:
-            self._copies = [HostCopies() for _ in self._devices]
+        self._copies = [Copies(d) if self._on_gpu else HostCopies() for d in self._devices]
         self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
         begin = 0
@@ -186,6 +182,7 @@ class DeviceStepMemory(StepMemory):
         count = steps["logit_row"].rows
         self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
+        self._last_end: Any = None  # of the last launch
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make rank 0's GPU current for torch, and on each GPU the default stream."""
@@ -199,9 +196,7 @@ class DeviceStepMemory(StepMemory):
 
     def _make_stage(self, count: int) -> _Stage:
         slab = self._pinned(self._host_slab.shape, torch.int32)
-        clock, times = self._clock, None
-        if clock is not None:  # the time of an emulated one means nothing
-            times = clock.event(), clock.event()
+        times = self._copies[0].event(), self._copies[0].event()
         return _Stage(slab, slab.numpy(), times, *self._buffers(count), *self._buffers(count))
 
     def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -247,12 +242,12 @@ class DeviceStepMemory(StepMemory):
             copies.send(slab, stage.slab)
         self._send_written(stage)
         self._send_changed()
-        clock, times = self._clock, stage.times
-        if clock is not None and times is not None:
-            clock.record(times[0])
+        (begin, end), gpu = stage.times, self._copies[0]
+        self.late_launches += gpu.is_over(self._last_end)
+        gpu.record(begin)
         device.launch(steps)
-        if clock is not None and times is not None:
-            clock.record(times[1])
+        gpu.record(end)
+        self._last_end = end
         slots, places = self._fetch(stage, step, steps)
         wait = device.mark()
         table = self.arrays["tokens"].reshape(-1)
@@ -265,8 +260,7 @@ class DeviceStepMemory(StepMemory):
             with _errors_as_faults():
                 for wait_for_copies in sent:
                     wait_for_copies()
-            if times is not None:
-                self.machine_seconds += 1e-3 * times[0].elapsed_time(times[1])
+            self.machine_seconds += gpu.seconds(begin, end)
             if gone is None:
                 table[places] = found
             else:

@@ -233,6 +233,11 @@ class Runner:
         """For how long the machine has run steps that have ended without a fault."""
         return self._step.machine_seconds
 
+    @property
+    def late_launches(self) -> int:
+        """Launches that began when the GPU ran nothing; 0 on other machines."""
+        return self._step.late_launches
+
     # Steps.
 
     def bucket(

@@ -312,3 +312,21 @@ def test_an_error_of_the_driver_is_a_fault() -> None:
     made._copies = [Broken()]
     with pytest.raises(MachineFault, match="cuMemcpyHtoDAsync failed with CUDA_ERROR_OUT_OF"):
         made.start(executable(lambda steps: None)[1], Step(ints(0), ints(0), ints(0), 1), 1)
+
+
+def test_launches_that_find_a_gpu_with_nothing_to_run_are_late() -> None:
+    _, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+
+    class Timed(HostCopies):
+        is_running = False
+
+        def is_over(self, event: Any) -> bool:
+            return not self.is_running
+
+    copies = Timed()
+    made._copies = [copies]
+    _, program = executable(lambda steps: None)
+    for copies.is_running in (False, True, True, False):
+        made.start(program, Step(ints(0), ints(0), ints(0), 1), 1)(None)
+    assert made.late_launches == 2

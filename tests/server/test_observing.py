@@ -82,6 +82,8 @@ def test_metrics_count_what_was_asked_and_given() -> None:
         )
         assert 0 < plan + collect < busy
         assert steps >= 9
+        assert 0 < server.metric("engine_launches_total") <= steps
+        assert server.metric("engine_late_launches_total") == 0, "only GPUs have such"
         latency = server.metric("inter_token_latency_seconds_count")
         assert latency >= 6 + 2 + 2
 

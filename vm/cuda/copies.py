@@ -73,16 +73,24 @@ class Copies:
         """Note the copies so far; the result waits for them. Both raise CudaError."""
         return self._driver.mark()
 
-    def event(self) -> torch.cuda.Event:
+    def event(self) -> Any:
         """An event that knows its time."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._torch_stream)  # creates it
         return event
 
-    def record(self, event: torch.cuda.Event) -> None:
-        """Record an event on the stream. Raises CudaError."""
+    def record(self, event: Any) -> None:
+        """Record an event behind the work on the stream. Raises CudaError."""
         with self._driver.current():
             self._driver.call("cuEventRecord", event.cuda_event, self._stream)
+
+    def is_over(self, event: Any) -> bool:
+        """Whether the work before an event has ended; None: whether none was ever started."""
+        return event is None or bool(event.query())
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """From one event to another; both are over."""
+        return 1e-3 * float(begin.elapsed_time(end))
 
 
 class HostCopies:
@@ -103,3 +111,19 @@ class HostCopies:
     def mark(self) -> Callable[[], None]:
         """See ``Copies.mark``: all copies have run."""
         return lambda: None
+
+    # Times of an emulated GPU mean nothing.
+
+    def event(self) -> Any:
+        """See ``Copies.event``: there is none."""
+
+    def record(self, event: Any) -> None:
+        """See ``Copies.record``."""
+
+    def is_over(self, event: Any) -> bool:
+        """See ``Copies.is_over``: false, so that no launch counts as late."""
+        return False
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """See ``Copies.seconds``: none."""
+        return 0.0

@@ -97,6 +97,7 @@ class ToyRunner:
     part_rows: int = 0
     restricted_coming: bool = False
     machine_seconds: float = 0.0
+    late_launches: int = 0
     steps_seen: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
