@@ -3,7 +3,7 @@
     python benchmarks/server_requests.py [--clients 256] [--waves 3] [--output 128]
                                          [--objects 700 10000] [--rounds 3] [--save]
 
-The machine is that of host_pace.py, which executes nothing; a step takes 4.5 ms, as with 256
+The machine is that of paced.py, which executes nothing; a step takes 4.5 ms, as with 256
 requests on an H200. Each client, all in a process of their own, sends requests of 160 token ids one
 after the other over one connection and reads streams. Times are of a core, in ms per request: of
 the event loop, of the engine's two threads, which share the GIL with it, and of the writer of
@@ -28,7 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from environment import save
-from host_pace import cpu_seconds, make_llm
+from paced import cpu_seconds, make_llm
 
 PROMPT: Final = 160
 PACE: Final = 4.5e-3

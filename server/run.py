@@ -27,7 +27,7 @@ EXIT_INTERRUPTED: Final = 130
 _CLOSING_SECONDS: Final = 3  # for connections still open after all requests are answered
 _OBJECTS_BETWEEN_COLLECTIONS: Final = 10_000
 # The interpreter's thread switch interval. 0.05 ms costs the threads a fifth more time of a core
-# where there are few cores, and the GPU waits as long (host_pace.py --waves).
+# where there are few cores, and the GPU waits as long (benchmarks/host_waves.py).
 _SWITCH_SECONDS: Final = 0.0005
 
 
