@@ -126,7 +126,6 @@ class Engine:
             runner.max_num_batched_tokens,
             runner.max_logit_rows,
             self.blocks,
-            runner.max_model_len,
             steps_per_launch,
             StepPace(tpot_limit, launch_limit),
             lambda sequence: sequence.restricted and runner.is_coming(restricted=True),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 from typing import Final
 
@@ -11,7 +10,6 @@ from megavm.scheduler.engine.step import power_of_two
 # Prompts get at least so many rows of a step in which sequences decode, whatever the limit.
 FEWEST_PROMPT_ROWS: Final = 16
 _REMEMBERED = 9  # a size is expected to take the median of its last steps, so many
-_REMEMBERED_LAUNCHES = 3 * _REMEMBERED
 # The host's work for a launch, in seconds for each sequence (benchmarks/serve_cuda.py), and the
 # largest share of the launch that it should take.
 _HOST_SECONDS: Final = 6e-6
@@ -64,7 +62,7 @@ class StepPace:
     def note_launch(self, seconds: float, machine: float) -> None:
         """Count a launch whose results came ``seconds`` after those before; the machine's share."""
         held_up = seconds > _HELD_UP * machine
-        self._host = (*self._host, seconds if held_up else 0.0)[-_REMEMBERED_LAUNCHES:]
+        self._host = (*self._host, seconds if held_up else 0.0)[-_REMEMBERED:]
 
     def expected(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take; 0 if nothing is known."""
@@ -98,29 +96,15 @@ class StepPace:
     def most_steps(self, rows: int, most: int) -> int:
         """The most steps, up to ``most``, of a launch in which ``rows`` sequences decode.
 
-        A request that comes waits for two launches, the one that runs and the one behind it.
+        A request that comes waits for two launches, the one that runs and the one behind it. Of a
+        size below all that have run, a step takes at most as long as one of the next.
         """
         if self.launch is None:
             return most
-        step = self._at_most(rows)
+        larger = (statistics.median(t) for _, t in sorted(self._times.items()) if t)
+        step = self.expected(rows) or next(larger, 0.0)
         if not step:
             return most
-        last = sorted(self._host[-_REMEMBERED:])
-        host = last[-_OFTEN] if len(last) >= _OFTEN else 0.0
+        host = sorted(self._host)[-_OFTEN] if len(self._host) >= _OFTEN else 0.0
         seconds = max(self.launch, rows * _HOST_SECONDS / _HOST_SHARE, host)
         return max(1, min(most, round(seconds / step)))
-
-    def least_steps(self, rows: int) -> int:
-        """The fewest steps of a launch of ``rows`` rows that takes as long as the host needs.
-
-        1 if the host was not seen to hold up launches.
-        """
-        held_up, step = [seconds for seconds in self._host if seconds], self._at_most(rows)
-        if len(held_up) < _OFTEN or not step:
-            return 1
-        return max(1, math.ceil(min(held_up) / step))
-
-    def _at_most(self, rows: int) -> float:
-        """``expected``, or for a size below all that have run, what a step of the next takes."""
-        larger = (statistics.median(t) for _, t in sorted(self._times.items()) if t)
-        return self.expected(rows) or next(larger, 0.0)

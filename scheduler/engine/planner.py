@@ -41,7 +41,6 @@ class Planner:
         max_num_batched_tokens: int,
         max_logit_rows: int,
         blocks: BlockManager,
-        max_model_len: int,
         steps_per_launch: int,
         pace: StepPace,
         holds: Callable[[Sequence], bool] = lambda sequence: False,
@@ -59,7 +58,6 @@ class Planner:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_logit_rows = max_logit_rows
         self.blocks = blocks
-        self.max_model_len = max_model_len
         self.steps_per_launch = steps_per_launch
         self.pace = pace
         self.holds = holds
@@ -215,10 +213,8 @@ class Planner:
     def _num_steps(self) -> int:
         """Steps of the next launch.
 
-        Several only if no sequence can join during the launch, lack KV blocks, or need the host
-        between two steps; fewer if they take long, because a request may come. The launch ends with
-        the first sequence that ends, or lasts until the host has had the time that it was seen to
-        need: tokens that others' steps choose behind the end of a sequence are not read.
+        Several only if no sequence can join or end during the launch, lack KV blocks, or need the
+        host between two steps; fewer if they take long, because a request may come.
         """
         steps = self.steps_per_launch
         if steps == 1 or self._prefilling or self.waiting:
@@ -227,12 +223,7 @@ class Planner:
         if self._need_host:
             return 1
         position, last = self._position[slots], self._last_row[slots]
-        left = last - position + 1
-        first, all_ended = int(left.min()), int(left.max())
-        if first < steps:
-            room = self.max_model_len - int(position.max())
-            further = min(self.pace.least_steps(len(slots)), all_ended, room)
-            steps = min(steps, max(first, further))
+        steps = min(steps, int((last - position).min()) + 1)
         steps = self.pace.most_steps(len(slots), steps)
         size = self.blocks.block_size
         needed = -((self._capacity[slots] - position - steps) // size)

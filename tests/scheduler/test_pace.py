@@ -188,59 +188,6 @@ def test_a_launch_is_longer_where_the_host_was_seen_to_need_longer() -> None:
     assert pace.most_steps(8, 32) == 5
 
 
-def test_a_launch_lasts_at_least_as_long_as_the_host_was_seen_to_need() -> None:
-    pace = StepPace(launch=0.005)
-    assert pace.least_steps(8) == 1, "nothing is known"
-    for _ in range(3):
-        pace.note(8, 0.001)
-        assert pace.least_steps(8) == 1
-    for _ in range(3):
-        pace.note_launch(0.0021, machine=0.001)
-    assert pace.least_steps(8) == 3
-    for _ in range(24):
-        pace.note_launch(0.003, machine=0.003)
-        assert pace.least_steps(8) == 3
-    pace.note_launch(0.003, machine=0.003)
-    assert pace.least_steps(8) == 1
-
-
-@pytest.mark.parametrize("host", [0.0, 2.5 * FIXED])
-def test_sequences_that_end_one_after_the_other_do_not_make_launches_shorter_than_the_host_needs(
-    clock: Clock, host: float
-) -> None:
-    """Each ends one step after the one before."""
-    runner = TimedRunner(
-        clock,
-        max_num_seqs=32,
-        max_model_len=200,
-        max_num_batched_tokens=128,
-        num_blocks=2000,
-        max_logit_rows=32,
-        queues=True,
-    )
-    engine = make_engine(runner, steps_per_launch=8, launch_limit=5 * FIXED, prefix_caching=False)
-    pace = engine.planner.pace
-    pace.note_launch = lambda seconds, machine: StepPace.note_launch(  # type: ignore[method-assign]
-        pace, max(machine, host), machine
-    )
-    params = [
-        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        for length in range(60, 92)
-    ]
-    requests = [engine.add(np.array([3, 4, 5 + i]), p) for i, p in enumerate(params)]
-    results = run_all(engine)
-    assert [len(results[r.id, 0].token_ids) for r in requests] == list(range(60, 92))
-    steps = [
-        round(seconds / (FIXED + PER_ROW * power_of_two(rows))) for rows, _, seconds in runner.took
-    ]
-    ends = steps[next(i for i, (rows, *_) in enumerate(runner.took) if i > 9 and rows < 32) :]
-    if not host:
-        assert ends == [1] * 31
-    else:
-        assert set(ends[5:-1]) <= {2, 3}
-        assert sum(ends) == 31, "no step is run of which no token is read"
-
-
 def test_a_size_that_has_not_run_takes_at_most_as_long_as_a_larger_one() -> None:
     pace = StepPace(launch=0.005)
     for _ in range(2):

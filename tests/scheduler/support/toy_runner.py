@@ -197,7 +197,6 @@ class ToyRunner:
         slots = step.row_sequence.tolist()
         assert step.distinct in (None, len(set(slots)) == rows)
         positions = (step.row_position + offset).tolist()
-        assert max(positions) < self.max_model_len
         self._write(slots, positions)
         self._check_sharing(slots, positions)
         contexts = [
