@@ -236,10 +236,10 @@ class Service:
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
         restricted = _restricted_programs(runner)
-        stand_ins = [*_larger_stand_ins(runner), *_stand_ins(runner)]
-        if runner.options(1).fixed_order:  # nothing stands in
-            stand_ins = []
-        runner.compile_ahead(first=[*restricted[:1], *stand_ins])
+        first = restricted[:1]
+        if not runner.options(1).fixed_order:  # else nothing stands in
+            first += [*_larger_stand_ins(runner), *_stand_ins(runner)]
+        runner.compile_ahead(first)
         runner.prepare(restricted[1:], last=True)
         return llm
 

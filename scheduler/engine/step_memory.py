@@ -182,7 +182,7 @@ class DeviceStepMemory(StepMemory):
         count = steps["logit_row"].rows
         self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
-        self._last_end: Any = None  # of the last launch
+        self._last_end: Any = None  # the event at the end of the last launch
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make rank 0's GPU current for torch, and on each GPU the default stream."""

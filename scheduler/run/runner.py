@@ -571,7 +571,8 @@ class Runner:
                 cast(AsynchronousExecutable, executable).mark()()
             except MachineLost:
                 return  # the launches say so
-            except (RuntimeError, ValueError) as error:  # of the driver or of torch
+            except (RuntimeError, ValueError) as error:
+                # The driver and torch raise RuntimeError where the GPU has no memory left.
                 if not self._unloadable:
                     logger.warning("the program of %s is not loaded ahead: %s", bucket, error)
                 self._unloadable.add(bucket)

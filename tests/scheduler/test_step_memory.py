@@ -262,12 +262,17 @@ class LateCopies(HostCopies):
         self.late.clear()
 
 
-def test_what_the_host_writes_for_the_launch_behind_does_not_reach_the_one_before() -> None:
-    """Launch 2 waits behind launch 1, and its copies with it, when launch 3 is prepared."""
+def make_late() -> tuple[Memory, DeviceStepMemory, LateCopies]:
     memory, made = make(DeviceStepMemory)
     assert isinstance(made, DeviceStepMemory)
     copies = LateCopies()
     made._copies = [copies]
+    return memory, made, copies
+
+
+def test_what_the_host_writes_for_the_launch_behind_does_not_reach_the_one_before() -> None:
+    """Launch 2 waits behind launch 1, and its copies with it, when launch 3 is prepared."""
+    memory, made, copies = make_late()
     _, program = executable(lambda steps: None)
     step = Step(ints(0), ints(0), ints(0), 1)
     first = made.start(program, step, 1)
@@ -288,10 +293,7 @@ def test_what_the_host_writes_for_the_launch_behind_does_not_reach_the_one_befor
 
 
 def test_one_prompt_is_copied_as_it_was_when_its_launch_began() -> None:
-    memory, made = make(DeviceStepMemory)
-    assert isinstance(made, DeviceStepMemory)
-    copies = LateCopies()
-    made._copies = [copies]
+    memory, made, copies = make_late()
     _, program = executable(lambda steps: None)
     made.write_tokens(0, ints(11, 12))
     finish = made.start(program, Step(ints(0), ints(0), ints(0), 1), 1)

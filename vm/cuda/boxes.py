@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megavm.vm.config import (
     BOX_ROW_BYTES,
@@ -35,49 +35,36 @@ def operand_maps(
     weight has boxes of BOX_TILES tiles of each of i + 1 units, as they are. The first map of a KV cache has
     boxes of 64 columns of the tokens of a block, as they are, up to MAX_BOX_TOKENS.
     """
+
+    def known(*matrix: Any) -> npt.NDArray[np.uint64]:
+        # Programs share most matrices.
+        if matrix not in driver.maps:
+            driver.maps[matrix] = _map(driver, *matrix)
+        found: npt.NDArray[np.uint64] = driver.maps[matrix]
+        return found
+
     maps = np.zeros((len(specs), MAPS_OF_TENSOR, MAP_BYTES // 8), np.uint64)
     for place, spec in zip(maps, specs, strict=True):
         layout, storage = memory.layout(spec.name), memory.storage(spec.name)
+        address = storage.data_ptr()
         if layout == SWIZZLED:
             box = BOX_ROW_BYTES // spec.dtype.size, min(spec.shape[2], MAX_BOX_TOKENS)
             slots = math.prod(spec.shape[:3])
-            place[0] = _map(driver, storage, spec.dtype.size, spec.shape[3], slots, box, False)
+            place[0] = known(address, spec.dtype.size, spec.shape[3], slots, box, False)
         elif rows and has_boxes(spec) and layout == ROWS:
             for i, box_rows in enumerate((rows, 1)):
                 box = BOX_ROW_BYTES // spec.dtype.size, box_rows
-                place[i] = _map(
-                    driver, storage, spec.dtype.size, spec.columns, spec.rows, box, True
-                )
+                place[i] = known(address, spec.dtype.size, spec.columns, spec.rows, box, True)
         elif rows and spec.dtype is BF16 and layout.order is Order.UNITS:
             tile = UNIT_ROWS * TILE_ROW_BYTES // MAP_WORD_BYTES
             units, tiles = storage.shape[:2]
             for i in range(MAPS_OF_TENSOR):
                 box = BOX_TILES * tile, i + 1
-                place[i] = _map(driver, storage, MAP_WORD_BYTES, tiles * tile, units, box, False)
+                place[i] = known(address, MAP_WORD_BYTES, tiles * tile, units, box, False)
     return maps
 
 
 def _map(
-    driver: Driver,
-    storage: torch.Tensor,
-    size: int,
-    columns: int,
-    rows: int,
-    box: tuple[int, int],
-    swizzled: bool,
-) -> npt.NDArray[np.uint64]:
-    """The map of a matrix of elements of ``size`` bytes for boxes of (columns, rows).
-
-    It is made once: programs share most of them.
-    """
-    key = storage.data_ptr(), size, columns, rows, box, swizzled
-    if key not in driver.maps:
-        driver.maps[key] = _new_map(driver, *key)
-    found: npt.NDArray[np.uint64] = driver.maps[key]
-    return found
-
-
-def _new_map(
     driver: Driver,
     address: int,
     size: int,
@@ -86,6 +73,7 @@ def _new_map(
     box: tuple[int, int],
     swizzled: bool,
 ) -> npt.NDArray[np.uint64]:
+    """The map of a matrix of elements of ``size`` bytes for boxes of (columns, rows)."""
     api = driver.api
     kinds, swizzles = api.CUtensorMapDataType, api.CUtensorMapSwizzle
 

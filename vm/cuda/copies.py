@@ -85,7 +85,7 @@ class Copies:
             self._driver.call("cuEventRecord", event.cuda_event, self._stream)
 
     def is_over(self, event: Any) -> bool:
-        """Whether the work before an event has ended; None: whether none was ever started."""
+        """Whether the work before an event has ended; None stands for no work."""
         return event is None or bool(event.query())
 
     def seconds(self, begin: Any, end: Any) -> float:
