@@ -63,6 +63,7 @@ class EchoRunner:
         self.text = text
         self.machine_seconds = 0.0
         self.late_launches = 0
+        self.runs_behind = False
 
     def write_tokens(self, slot: int, tokens: npt.NDArray[np.int32]) -> None:
         """As ``Runner.write_tokens``."""

@@ -16,8 +16,10 @@ machine does not wait for the host (``begin`` and ``end``, the two halves of ``e
 n + 1 whose sequence has ended in n is then computed for nothing, and its token is not read.
 Launches that need what n has chosen wait: see ``_can_queue``.
 
-Plans are executed in a thread (``StepThread``), but for those that find it idle: the caller begins
-them, and if no launch can follow, as with a prompt that chooses one token, also completes them.
+On such a machine one thread does all of this (``StepQueue``). On one that keeps a thread busy while
+it runs, plans are executed in another thread (``StepThread``), but for those that find it idle: the
+caller begins them, and if no launch can follow, as with a prompt that chooses one token, also
+completes them.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from megavm.scheduler.engine.sequence import (
 )
 from megavm.scheduler.engine.slots import Slots
 from megavm.scheduler.engine.step import Floats, Ints, Plan, Step, StepRunner
+from megavm.scheduler.engine.step_queue import StepQueue
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.engine.text import Decoder, TextStream
 from megavm.vm.config import MAX_STOP_TOKENS
@@ -134,7 +137,7 @@ class Engine:
         self._new_decoder = new_decoder
         self._random = random.Random(seed)
         self._overlap = overlap
-        self._thread: StepThread | None = None
+        self._steps: StepQueue | StepThread | None = None
         self._requests: dict[Hashable, Request] = {}
         self._next_id = 0
         self._ready: list[Delta] = []  # deltas that the next step returns
@@ -327,15 +330,15 @@ class Engine:
         """
         if not self._overlap:
             return self._plain_step()
-        if len(self._outstanding) != (self._thread.pending if self._thread else 0):
+        if len(self._outstanding) != (self._steps.pending if self._steps else 0):
             # An interrupt came between planning and handing over, or waiting and collecting.
             self._recover(KeyboardInterrupt())
         if not self._outstanding and (deltas := self._first_step()) is not None:
             return deltas
         self._launch()
-        if self._thread is None or not self._thread.pending:
+        if self._steps is None or not self._steps.pending:
             return self._take_ready()
-        self._ready = self.collect(self._thread.wait())
+        self._ready = self.collect(self._steps.wait())
         self._launch()
         return self._take_ready()
 
@@ -389,10 +392,9 @@ class Engine:
         Nothing is left to do if ``collect`` raised the error. Else the planner counts tokens of a
         plan as computed that are not, or that nobody will read.
         """
-        while self._thread is not None and self._thread.pending:
-            self._thread.wait()
-        if self._in_progress is not None:
-            self.end(self._in_progress)
+        if self._steps is not None:
+            self._steps.clear()
+        self._end_launches()
         if self._outstanding or self.planner.running:
             self._outstanding.clear()
             self._end_running(error)
@@ -406,9 +408,15 @@ class Engine:
             self._submit(plan)
 
     def _submit(self, plan: Plan, begun: bool | None = None) -> None:
-        if self._thread is None:
-            self._thread = StepThread()
-        self._thread.submit(self, plan, begun)
+        if self._steps is None:
+            self._steps = StepQueue() if self.runner.runs_behind else StepThread()
+        self._steps.submit(self, plan, begun)
+
+    def _end_launches(self) -> None:
+        for plan in self._outstanding:
+            if plan.launch is not None:
+                self.end(plan)
+        self._in_progress = None
 
     def _take_ready(self) -> list[Delta]:
         ready, self._ready = self._ready, []
@@ -442,6 +450,12 @@ class Engine:
         """
         if self.begin(plan):
             self.end(plan)
+
+    def can_begin(self, plan: Plan) -> bool:
+        """Whether ``begin`` waits neither for the plan in progress nor for a program."""
+        if self._in_progress is not None:
+            return self._can_queue(plan, self._in_progress)
+        return self.runner.can_queue(plan.step, plan.steps)
 
     def begin(
         self,
@@ -710,8 +724,8 @@ class Engine:
 
         Raises RuntimeError when a plan made by the caller is not collected.
         """
-        while self._thread is not None and self._thread.pending:
-            self._ready = self.collect(self._thread.wait())
+        while self._steps is not None and self._steps.pending:
+            self._ready = self.collect(self._steps.wait())
         if self._outstanding:
             raise RuntimeError("a plan is not collected yet")
 
@@ -719,11 +733,10 @@ class Engine:
         """Abort everything and end the thread. The engine cannot be used afterwards."""
         for id in list(self._requests):
             self.abort(id)
-        if self._thread is not None:
-            self._thread.close()
-            self._thread = None
-        if self._in_progress is not None:
-            self.end(self._in_progress)
+        if self._steps is not None:
+            self._steps.close()
+            self._steps = None
+        self._end_launches()
 
 
 def _cause(error: BaseException) -> str:

@@ -108,6 +108,11 @@ class StepRunner(Protocol):
     sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
 
     @property
+    def runs_behind(self) -> bool:
+        """Whether ``start`` mostly returns before the step is complete."""
+        ...
+
+    @property
     def machine_seconds(self) -> float:
         """For how long the machine has run steps that have ended without a fault."""
         ...

@@ -1,4 +1,7 @@
-"""A thread that executes plans in order, while the caller makes the next one."""
+"""A thread that executes plans in order, while the caller makes the next one.
+
+For machines that keep a thread busy while they run. For others see step_queue.py.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,11 @@ class StepThread:
         plan = self._done.get()
         self._pending -= 1
         return plan
+
+    def clear(self) -> None:
+        """Execute the queued plans and forget them."""
+        while self._pending:
+            self.wait()
 
     def close(self) -> None:
         """Execute the queued plans and end the thread."""

@@ -229,6 +229,11 @@ class Runner:
         return self.config.vocab_size
 
     @property
+    def runs_behind(self) -> bool:
+        """Whether ``start`` mostly returns before the step is complete."""
+        return isinstance(self._step, DeviceStepMemory)
+
+    @property
     def machine_seconds(self) -> float:
         """For how long the machine has run steps that have ended without a fault."""
         return self._step.machine_seconds

@@ -15,6 +15,7 @@ import torch
 from megavm import LLM, SamplingParams
 from megavm.outputs import Chunk, GenerationError, RequestOutput
 from megavm.scheduler.engine.logprobs import log_softmax
+from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.hub import resolve
 
@@ -460,8 +461,8 @@ def test_a_dropped_llm_gives_up_its_thread() -> None:
     model = LLM("stories", max_model_len=64, overlap=True)
     model.generate("A", greedy())
     assert threading.active_count() > before
-    thread = model.engine._thread
-    assert thread is not None
+    thread = model.engine._steps
+    assert isinstance(thread, StepThread)
     worker = thread._thread
     del model, thread
     worker.join(5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 import toy_runner as toy
@@ -45,16 +47,17 @@ def test_a_seed_is_written_as_two_words(seed: int) -> None:
 
 
 @pytest.mark.parametrize("queues", [False, True])
-def test_only_launches_with_others_behind_them_need_another_thread(queues: bool) -> None:
+def test_only_machines_that_keep_a_thread_busy_have_one(queues: bool) -> None:
     runner = toy.ToyRunner(queues=queues)
-    engine = make_engine(runner)
+    engine, before = make_engine(runner), threading.active_count()
     for i, max_tokens in enumerate((1, 1, 4)):
-        assert engine._thread is None
+        assert threading.active_count() == before, "launches with none behind them need no other"
         engine.add([1, 2, i], greedy(max_tokens=max_tokens))
         expected = alone([1, 2, i], greedy(max_tokens=max_tokens), 0, runner)
         assert run_all(engine)[i, 0].outcome() == expected
-    assert engine._thread is not None
+    assert threading.active_count() == before + (not queues)
     assert_idle(engine)
+    engine.close()
 
 
 def test_a_decode_step_of_known_length_runs_no_row_too_many(overlap: bool) -> None:

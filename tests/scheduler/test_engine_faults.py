@@ -147,12 +147,19 @@ def test_an_interrupt_of_a_launch_that_the_caller_runs_leaves_nothing_that_was_n
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("call", range(1, 6))
-@pytest.mark.parametrize("method", ["plan", "_submit", "begin", "end", "collect"])
+@pytest.mark.parametrize(
+    ("method", "after"),
+    [
+        *[("collect", False)],  # what it has returned is in nobody's hands
+        *itertools.product(["plan", "_submit", "can_begin", "begin", "end"], [False, True]),
+    ],
+)
 @pytest.mark.parametrize("queues", [False, True])
 def test_an_error_anywhere_in_a_step_loses_no_token_and_hangs_nothing(
     monkeypatch: pytest.MonkeyPatch,
     queues: bool,
     method: str,
+    after: bool,
     call: int,
     error: type[BaseException],
 ) -> None:
@@ -164,9 +171,11 @@ def test_an_error_anywhere_in_a_step_loses_no_token_and_hangs_nothing(
 
     def fail(*arguments: Any) -> Any:
         caller = threading.current_thread() is threading.main_thread()
-        if caller and next(numbers) == call:
+        fails = caller and next(numbers) == call
+        result = original(*arguments) if after or not fails else None
+        if fails:
             raise error
-        return original(*arguments)
+        return result
 
     engine.add(prompt, greedy(max_tokens=12))
     results: Results = {}

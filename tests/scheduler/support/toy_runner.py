@@ -138,6 +138,10 @@ class ToyRunner:
     def is_coming(self, *, restricted: bool) -> bool:
         return restricted and self.restricted_coming
 
+    @property
+    def runs_behind(self) -> bool:
+        return self.queues
+
     def can_queue(self, step: Step, steps: int = 1) -> bool:
         return self.queues
 
