@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import socket
 import statistics
 import time
@@ -12,7 +13,10 @@ from typing import Any
 
 import pytest
 from fake_server import FIRST_SECONDS, GAP_SECONDS, USAGE_SECONDS, WRITTEN, FakeServer
+from hypothesis import given
+from hypothesis import strategies as st
 
+from megavm.loadgen import client
 from megavm.loadgen.client import Lines, Outcome, Target, carries_token, open_session, send
 from megavm.loadgen.workload import Prompt
 
@@ -192,3 +196,64 @@ def test_lines_are_cut_into_payloads() -> None:
     assert lines.feed(b": ping\n\nevent: x\ndata: 1\r\n\r\nda") == [b"1"]
     assert lines.feed(b"ta:2\n\ndata: 3") == [b"2"]
     assert lines.end() == [b"3"]
+
+
+TEXTS = st.one_of(st.text(max_size=3), st.sampled_from(['"', "\\", '","x":"', "a", "data", "\n"]))
+FIELDS = st.fixed_dictionaries(
+    {"text": TEXTS},
+    optional={"finish_reason": st.sampled_from([None, "stop"]), "token_ids": st.just([1])},
+)
+DELTAS = st.dictionaries(st.sampled_from(["role", "content", "reasoning"]), TEXTS).map(
+    lambda delta: {"delta": delta}
+)
+EVENTS = st.builds(
+    lambda choice, usage: {"id": "data", "choices": [choice]} | usage,
+    st.one_of(FIELDS, DELTAS),
+    st.sampled_from([{}, {"usage": None}, {"usage": {"completion_tokens": 3}}]),
+)
+
+
+@given(st.lists(EVENTS, max_size=12), st.booleans())
+def test_events_that_are_not_parsed_count_as_if_they_were(
+    events: list[dict[str, Any]], ascii_only: bool
+) -> None:
+    payloads = [json.dumps(event, ensure_ascii=ascii_only).encode() for event in events]
+
+    def outcome(*, parse_all: bool) -> Outcome:
+        made = Outcome(0.0, 3)
+        answer = client._Answer(made)
+        for now, payload in enumerate([*payloads, b"[DONE]"], 1):
+            if parse_all:
+                answer._plain = None
+            answer.event(payload, now)
+        if made.first is not None:
+            answer.end()
+        return made
+
+    assert outcome(parse_all=False) == outcome(parse_all=True)
+
+
+def test_most_events_of_a_stream_are_not_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed: list[str] = []
+    parse = json.loads
+
+    def counted(text: str) -> Any:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(json, "loads", counted)
+    answer = client._Answer(made := Outcome(0.0, 3))
+    texts = ["a", "b", "c", 'd"', "e"]
+    for now, text in enumerate(texts):
+        answer.event(json.dumps({"choices": [{"text": text}], "usage": None}).encode(), now)
+    answer.event(b"[DONE]", len(texts))
+    answer.end()
+    assert (made.output_tokens, len(parsed)) == (5, 2)
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"\\", b'"'])
+def test_a_broken_text_is_a_broken_stream(text: bytes) -> None:
+    answer = client._Answer(Outcome(0.0, 3))
+    answer.event(b'{"choices": [{"text": "a"}]}', 1.0)
+    with pytest.raises(client._StreamError, match="not JSON"):
+        answer.event(b'{"choices": [{"text": "a%b"}]}' % text, 2.0)

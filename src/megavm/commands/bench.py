@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,6 +16,8 @@ from megavm.commands.options import Parser, UsageError, integer, length, number
 from megavm.commands.terminal import EXIT_ERROR, EXIT_INTERRUPTED, Progress, print_error
 
 if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
     from megavm.loadgen.client import Target
     from megavm.loadgen.run import Load, Result
     from megavm.loadgen.workload import Prompt
@@ -188,7 +190,8 @@ def run(arguments: argparse.Namespace) -> int:
     target, load, prompts = _target(arguments), _load(arguments), _prompts(arguments)
     if arguments.json is not None and not Path(arguments.json).absolute().parent.is_dir():
         raise UsageError(f"--json {arguments.json!r} is in a directory that does not exist")
-    target, result = asyncio.run(_bench(arguments, target, load, prompts))
+    with asyncio.Runner(loop_factory=_event_loop_factory()) as runner:
+        target, result = runner.run(_bench(arguments, target, load, prompts))
     report = summarise(result, target, load, goodput)
     print(format_table(report), flush=True)
     for sentence in warnings(report):
@@ -201,6 +204,17 @@ def run(arguments: argparse.Namespace) -> int:
         print_error(ValueError("no request was answered"))
         return EXIT_ERROR
     return 0
+
+
+def _event_loop_factory() -> Callable[[], AbstractEventLoop] | None:
+    """Of uvloop, as the server's, if it is installed; None stands for asyncio's."""
+    from importlib import import_module
+
+    try:
+        factory: Callable[[], AbstractEventLoop] = import_module("uvloop").new_event_loop
+    except ModuleNotFoundError:
+        return None
+    return factory
 
 
 async def _bench(

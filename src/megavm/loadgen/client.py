@@ -117,6 +117,34 @@ class Lines:
         return self.feed(b"\n")
 
 
+@dataclass(frozen=True)
+class _Plain:
+    """What is before and behind the text of an event with a token.
+
+    Most events of a stream differ in their text only. To find that out takes a tenth of the time in
+    which one is parsed, so that the client keeps up with more streams.
+    """
+
+    head: bytes
+    tail: bytes
+
+    @classmethod
+    def of(cls, payload: bytes, choice: Mapping[str, Any]) -> _Plain | None:
+        """Of an event whose choice has a token; None if its text cannot be found."""
+        fields = choice.get("delta") or choice
+        text = json.dumps(fields.get("text") or fields.get("content")).encode()
+        head, *tail = payload.split(text)
+        return cls(head + b'"', b'"' + tail[0]) if text[:1] == b'"' and len(tail) == 1 else None
+
+    def like(self, payload: bytes) -> bool:
+        """Whether an event certainly differs in its text only, which is plain ASCII."""
+        head, tail = self.head, self.tail
+        if not (payload.startswith(head) and payload.endswith(tail)):
+            return False
+        text = payload[len(head) : -len(tail)]
+        return bool(text) and text.isascii() and b'"' not in text and b"\\" not in text
+
+
 class _Answer:
     """Enters the events of one stream into an outcome."""
 
@@ -126,9 +154,13 @@ class _Answer:
         self._usage: Mapping[str, Any] = {}
         self._ended = False
         self._bare_end: float | None = None  # arrival of a chunk with only a finish_reason
+        self._plain: _Plain | None = None
 
     def event(self, payload: bytes, now: float) -> None:
         """Enter one event that arrived at `now`. Raises _StreamError for an error event."""
+        if self._plain is not None and self._plain.like(payload):
+            self._token(now)
+            return
         if payload == b"[DONE]":
             self._ended = True
             return
@@ -152,6 +184,8 @@ class _Answer:
         self._ended = self._ended or ends
         if carries_token(choice):
             self._token(now)
+            if not (ends or event.get("usage")):
+                self._plain = _Plain.of(payload, choice) or self._plain
         elif ends:
             self._bare_end = now
 
