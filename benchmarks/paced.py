@@ -3,7 +3,7 @@
 The engine, the launches' bookkeeping and the server are the real ones, with the shipped model's
 tokenizer. Only the machine is replaced. A *paced machine* executes nothing: a launch chooses the
 next tokens of a text, and is complete when a GPU would be, for which its thread waits without the
-GIL. Its copies are torch's, which give up the GIL, unlike those of a GPU (vm/cuda/copies.py).
+GIL. Its copies keep the GIL, as those of a GPU do (vm/cuda/copies.py).
 
 host_pace.py, host_waves.py and server_requests.py use it.
 """
@@ -34,8 +34,10 @@ from unittest.mock import patch
 import torch
 
 from megavm import LLM
+from megavm.scheduler.engine import step_memory
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.run import runner as runner_module
+from megavm.vm.cuda.copies import HostCopies
 from megavm.vm.machine import Executable
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -46,6 +48,7 @@ if TYPE_CHECKING:
 EVENT_LOOPS: Final = ("asyncio", "uvloop")  # without uvloop and httptools, and with both
 PR_SET_TIMERSLACK: Final = 29
 _IDS: Final = range(2, 102)  # token ids of the prompts
+_KEPT: Final = 500  # numpy gives up the GIL to copy more elements than that
 
 
 @dataclass
@@ -84,6 +87,28 @@ class PacedMachine:
         """As ``Machine.load``; nothing is verified, because nothing is executed."""
         # Step memory only launches it; it has no instruction to execute alone.
         return cast(Executable, PacedExecutable(self, program, memory))
+
+
+class PacedCopies(HostCopies):
+    """Copies that keep the GIL."""
+
+    def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Copies.send``."""
+        target.numpy().data[:] = source.numpy().data
+
+    def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        """See ``Copies.gather``."""
+        found, cells, where = values.numpy(), table.numpy(), places.numpy()
+        for begin in range(0, len(where), _KEPT):
+            part = slice(begin, begin + _KEPT)
+            found[part] = cells[where[part]]
+
+    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+        """See ``Copies.scatter``."""
+        written, cells, where = values.numpy(), table.numpy(), places.numpy()
+        for begin in range(0, len(where), _KEPT):
+            part = slice(begin, begin + _KEPT)
+            cells[where[part]] = written[part]
 
 
 class PacedExecutable:
@@ -136,7 +161,10 @@ def make_llm(
     batch: int, pace: float, steps: int = 1, row_pace: float = 0.0, max_rows: int | None = None
 ) -> tuple[LLM, PacedMachine]:
     """The shipped model with a paced machine, and step memory as a GPU has it."""
-    with patch.object(runner_module, "StepMemory", DeviceStepMemory):
+    with (
+        patch.object(runner_module, "StepMemory", DeviceStepMemory),
+        patch.object(step_memory, "HostCopies", PacedCopies),
+    ):
         llm = LLM(
             "stories",
             max_num_seqs=batch,

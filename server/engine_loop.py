@@ -69,7 +69,7 @@ class Generation:
     wake the event loop only when all sequences have ended.
 
     Attributes:
-        prompts: token ids of each prompt.
+        prompts: token ids of each prompt, as `Engine.validate` returns them.
         params: parameters of all prompts.
         restriction: what they say about the tokens that may be chosen, compiled.
         requests: the engine's requests by prompt; complete when the first delta arrives.
@@ -393,7 +393,7 @@ class EngineLoop:
         params = generation.params
         try:
             for i, prompt in enumerate(generation.prompts):
-                request = self.engine.add(prompt, params, restriction=generation.restriction)
+                request = self.engine.queue(prompt, params, restriction=generation.restriction)
                 self._owners[request.id] = _Owner(generation, i * params.n, params.n)
                 request.times.arrived = generation.arrived
                 generation.requests.append(request)

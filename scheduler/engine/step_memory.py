@@ -260,7 +260,7 @@ class DeviceStepMemory(StepMemory):
             with _errors_as_faults():
                 for wait_for_copies in sent:
                     wait_for_copies()
-            self.machine_seconds += gpu.seconds(begin, end)
+                self.machine_seconds += gpu.seconds(begin, end)
             if gone is None:
                 table[places] = found
             else:

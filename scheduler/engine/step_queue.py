@@ -66,7 +66,7 @@ class StepQueue:
 
     def wait(self) -> Plan:
         """Execute the oldest submitted plan to its end, and return it."""
-        executor = self._executor and self._executor()
+        executor = None if self._executor is None else self._executor()
         assert executor is not None, "the executor waits for its plans"
         with self._interruptible():
             first = self._plans[0]

@@ -252,16 +252,16 @@ def test_an_engine_that_fails_again_and_again_is_broken(monkeypatch: pytest.Monk
 
 def test_a_request_that_the_engine_refuses_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(engine_loop: EngineLoop, runner: Any) -> None:
-        add, calls = engine_loop.engine.add, 0
+        queue, calls = engine_loop.engine.queue, 0
 
         def refuse(*arguments: Any, **named: Any) -> Any:
             nonlocal calls
             calls += 1
             if calls == 2:
                 raise RuntimeError("no")
-            return add(*arguments, **named)
+            return queue(*arguments, **named)
 
-        monkeypatch.setattr(engine_loop.engine, "add", refuse)
+        monkeypatch.setattr(engine_loop.engine, "queue", refuse)
         made = generation([1], [2], [3], max_tokens=None)
         engine_loop.submit(made)
         with pytest.raises(ApiError, match="RuntimeError: no"):

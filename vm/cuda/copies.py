@@ -85,12 +85,16 @@ class Copies:
             self._driver.call("cuEventRecord", event.cuda_event, self._stream)
 
     def is_over(self, event: Any) -> bool:
-        """Whether the work before an event has ended; None stands for no work."""
-        return event is None or bool(event.query())
+        """Whether the work before an event has ended; None stands for no work. Raises CudaError."""
+        if event is None:
+            return True
+        with self._driver.current():
+            return self._driver.is_over(event.cuda_event)
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """From one event to another; both are over."""
-        return 1e-3 * float(begin.elapsed_time(end))
+        """From one event to another; both are over. Raises CudaError."""
+        with self._driver.current():
+            return self._driver.seconds(begin.cuda_event, end.cuda_event)
 
 
 class HostCopies:

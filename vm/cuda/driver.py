@@ -21,6 +21,8 @@ _KEEPING: Final[dict[str, tuple[str, list[Any]]]] = {
     "cuCtxGetCurrent": ("cuCtxGetCurrent", [_POINTER]),
     "cuCtxPushCurrent": ("cuCtxPushCurrent_v2", [_POINTER]),
     "cuCtxPopCurrent": ("cuCtxPopCurrent_v2", [_POINTER]),
+    "cuEventElapsedTime": ("cuEventElapsedTime", [_POINTER] * 3),
+    "cuEventQuery": ("cuEventQuery", [_POINTER]),
     "cuEventRecord": ("cuEventRecord", [_POINTER] * 2),
     "cuLaunchKernel": ("cuLaunchKernel", [_POINTER, *[_WORD] * 7, *[_POINTER] * 3]),
     "cuMemcpyDtoHAsync": ("cuMemcpyDtoHAsync_v2", [_POINTER, _POINTER, _SIZE, _POINTER]),
@@ -107,6 +109,22 @@ class Driver:
             self.call("cuEventRecord", event, self.stream())
         return mark
 
+    def is_over(self, event: int) -> bool:
+        """Whether the work before an event has ended. Raises CudaError."""
+        try:
+            self.call("cuEventQuery", event)
+        except CudaError as error:
+            if error.name != "CUDA_ERROR_NOT_READY":
+                raise
+            return False
+        return True
+
+    def seconds(self, begin: int, end: int) -> float:
+        """From one event to another; both are over and know their time. Raises CudaError."""
+        milliseconds = ctypes.c_float()
+        self.call("cuEventElapsedTime", ctypes.addressof(milliseconds), begin, end)
+        return 1e-3 * milliseconds.value
+
     def function(self, cubin: bytes, name: str = KERNEL_NAME, shared: int = SHARED_BYTES) -> Any:
         """Load a kernel of a cubin and allow it so many bytes of shared memory (all of an SM's)."""
         with self.current():
@@ -129,7 +147,8 @@ class _Mark:
 
     def __call__(self) -> None:
         with self._driver.current():
-            self._driver.call("cuEventSynchronize", self._event)
+            if not self._driver.is_over(self._event):  # else keep the interpreter
+                self._driver.call("cuEventSynchronize", self._event)
 
     def __del__(self) -> None:
         self._unused.append(self._event)
