@@ -581,7 +581,6 @@ class Engine:
             ready += deltas
             counters.output_tokens += len(deltas) * plan.steps
             before = len(ready)
-            self._publish_inside(plan, rest)
         for i in rest:
             sequence = plan.samplers[i]
             if sequence.state is State.FINISHED or (failed and sequence in failed):
@@ -598,16 +597,6 @@ class Engine:
         counters.collect_seconds += time.perf_counter() - begin
         return ready
 
-    def _publish_inside(self, plan: Plan, rest: list[int]) -> None:
-        """Publish blocks that the samplers have filled, but for ``rest``, whose turn comes."""
-        if not self.blocks.prefix_caching or len(rest) == len(plan.samplers):
-            return
-        step, left, size = plan.step, set(rest), self.blocks.block_size
-        position = step.row_position[step.logit_row[: len(plan.samplers)]]
-        for i in np.flatnonzero((position + plan.steps) // size > position // size).tolist():
-            if i not in left:
-                self.planner.publish_decoded(plan.samplers[i], plan.steps)
-
     def _extend(
         self,
         sequence: Sequence,
@@ -622,21 +611,16 @@ class Engine:
         """
         if not sequence.output:
             self.counters.prompt_tokens += len(sequence.prompt)
-        caching, size = self.blocks.prefix_caching, self.blocks.block_size
-        computed = len(sequence.prompt) + len(sequence.output) - 1
         whole: Delta | None = None
         logprobs = None
         for token, stop in zip(tokens, stopped, strict=True):
             if logits is not None:
                 logprobs = token_logprobs(logits, token, sequence.request.params.logprobs or 0)
             delta = sequence.append(token, stop, logprobs, complete)
-            computed += 1
             if whole is None:
                 whole = delta
             else:
                 whole.extend(delta)
-            if caching and computed % size == 0:
-                self.planner.publish_decoded(sequence)
             if delta.finish_reason is not None:
                 self._end(sequence, whole)
                 break

@@ -103,7 +103,10 @@ class Planner:
         if sequence.state is State.PREFILLING:
             del self._prefilling[sequence]
             self._computing.difference_update(sequence.digests)
-        elif sequence.state is State.DECODING:
+        else:
+            # The KV blocks of its output. The last token's keys and values are not computed.
+            self._publish(sequence, len(sequence.prompt), sequence.num_tokens - 1)
+        if sequence.state is State.DECODING:
             del self._decoding[sequence]
             self._decoders = None
         del self.running[sequence]
@@ -426,11 +429,3 @@ class Planner:
         plan.admissions.append(admission)
         plan.admitted.append(sequence)
         return sequence
-
-    def publish_decoded(self, sequence: Sequence, tokens: int = 1) -> None:
-        """After tokens were collected: publish the KV blocks that those before each filled."""
-        size, computed = self.blocks.block_size, sequence.num_tokens - 1
-        filled = min(computed // size, len(sequence.blocks))
-        for index in range((computed - tokens) // size, filled):
-            sequence.extend_digests(size, index + 1)
-            self.blocks.publish(sequence.blocks[index], sequence.digests[index])
