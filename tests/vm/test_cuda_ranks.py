@@ -244,10 +244,11 @@ def test_traces_have_the_workers_of_all_ranks_on_one_clock(cuda_ranks: MakeMachi
     times = notes.times.cpu().numpy()
     begin, end = (times[:, notes.events[name]] for name in ("begin", "end"))
     assert (end >= begin).all()
-    # A step waits for the other rank, so the gathers of a step are near each other.
+    # A step waits for the other rank, so the gathers of a step are near each other, but for turns
+    # that other processes of the GPU take.
     gathers = np.sort(begin[instruction == 0])
     assert len(gathers) == 6
-    assert gathers[-1] - gathers[0] < 1_000_000
+    assert gathers[-1] - gathers[0] < 100_000_000
     uncertainty = machine.clock_offsets()[1].uncertainty
     # Nothing that was gathered is copied before both ranks have begun to send it.
     for step in range(3):
