@@ -19,7 +19,7 @@ writes them all.
 Each path has a process of its own, and the clients share another one: they need cores too, so
 compare with ``cores`` and ``load_average`` of the result. ``cpu_ms_per_step`` is the time on a core
 of the clients and of the server's threads, ``core_wait_ms_per_step`` the time in which they could
-run and had no core, for 200 steps of the full batch. "engine", "steps" and "loop" share the GIL.
+run and had no core, for 200 steps of the full batch. "engine" and "loop" share the GIL.
 """
 
 from __future__ import annotations

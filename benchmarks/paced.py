@@ -252,8 +252,8 @@ def _send(
 def cpu_seconds(clients: int | None = None) -> dict[str, tuple[float, float]]:
     """Seconds on a core, and waiting for one, of this process by thread, and of the clients' one.
 
-    "loop" is the main thread, "engine" and "steps" those of the engine, "events" the one that
-    writes events without the GIL.
+    "loop" is the main thread, "engine" that of the engine, "events" the one that writes events
+    without the GIL.
     """
     names = {t.native_id: t.name.removeprefix("megavm-") for t in threading.enumerate()}
     names[threading.main_thread().native_id] = "loop"
@@ -263,7 +263,7 @@ def cpu_seconds(clients: int | None = None) -> dict[str, tuple[float, float]]:
         for task in Path(f"/proc/{process}/task").iterdir():
             own = names.get(int(task.name)) or (task / "comm").read_text().strip()
             name = tasks or own.removeprefix("megavm-")
-            if name in ("client", "loop", "engine", "steps", "events"):
+            if name in ("client", "loop", "engine", "events"):
                 ran, waited, _ = (task / "schedstat").read_text().split()  # nanoseconds
                 before = found.get(name, (0.0, 0.0))
                 found[name] = before[0] + 1e-9 * int(ran), before[1] + 1e-9 * int(waited)

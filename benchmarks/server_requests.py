@@ -6,7 +6,7 @@
 The machine is that of paced.py, which executes nothing; a step takes 4.5 ms, as with 256
 requests on an H200. Each client, all in a process of their own, sends requests of 160 token ids one
 after the other over one connection and reads streams. Times are of a core, in ms per request: of
-the event loop, of the engine's two threads, which share the GIL with it, and of the writer of
+the event loop, of the engine's thread, which shares the GIL with it, and of the writer of
 events. ``collect_ms``: garbage collections of a run, which are in these times, and the longest.
 ``--objects``: objects made between two collections. The server's own number is 10,000, Python's
 is 700; rounds take turns. uvloop and httptools are used where they are installed.
@@ -33,7 +33,7 @@ from paced import cpu_seconds, make_llm
 PROMPT: Final = 160
 PACE: Final = 4.5e-3
 STEPS_PER_LAUNCH: Final = 8
-THREADS: Final = ("loop", "engine", "steps", "events")
+THREADS: Final = ("loop", "engine", "events")
 
 
 def run_clients(port: int, clients: int, waves: int, output: int, results: Connection) -> None:

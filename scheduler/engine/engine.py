@@ -331,7 +331,7 @@ class Engine:
         if not self._overlap:
             return self._plain_step()
         if len(self._outstanding) != (self._steps.pending if self._steps else 0):
-            # An interrupt came between planning and handing over, or waiting and collecting.
+            # An interrupt came between planning and submitting, or waiting and collecting.
             self._recover(KeyboardInterrupt())
         if not self._outstanding and (deltas := self._first_step()) is not None:
             return deltas
@@ -343,10 +343,10 @@ class Engine:
         return self._take_ready()
 
     def _first_step(self) -> list[Delta] | None:
-        """Begin a launch in this thread, as none is running: to wake the other one would delay it.
+        """Begin a launch in this thread, as none is running: to wake a StepThread would delay it.
 
         If nothing can be planned behind it, end it as well and return its deltas, as ``step`` does.
-        Else pass it to the other thread, for ``step`` to go on, and return None.
+        Else submit both, for ``step`` to go on, and return None.
         """
         try:
             plan = self.plan()
