@@ -197,6 +197,7 @@ UNSUPPORTED: dict[str, Any] = {
     "repetition_detection": {"max_pattern_size": 4},
     "return_tokens_as_token_ids": True,
     "thinking_token_budget": 5,
+    "truncation_side": "right",
     # SGLang
     "custom_logit_processor": "x",
     "ebnf": "root ::= 'a'",
@@ -206,7 +207,12 @@ UNSUPPORTED: dict[str, Any] = {
     "no_stop_trim": True,
     "regex": "a*",
     "return_hidden_states": True,
+    "session_params": {"id": "x"},
     "stop_regex": "a*",
+    # others
+    "length_penalty": 0.5,
+    "no_repeat_ngram_size": 3,
+    "top_a": 0.2,
     # llama.cpp
     "dry_multiplier": 0.8,
     "dynatemp_range": 0.5,
@@ -217,10 +223,12 @@ UNSUPPORTED: dict[str, Any] = {
     "n_indent": 4,
     "n_predict": 5,
     "n_probs": 3,
+    "penalize_nl": True,
     "repeat_last_n": 64,
     "repeat_penalty": 1.1,
     "samplers": ["top_k"],
     "t_max_predict_ms": 100,
+    "tfs_z": 0.5,
     "top_n_sigma": 1.0,
     "typical_p": 0.9,
     "xtc_probability": 0.5,
@@ -242,7 +250,9 @@ NEUTRAL: dict[str, Any] = {
     "thinking_token_budget": -1,
     "tool_choice": "none",
     "tools": [],
+    "tfs_z": 1.0,
     "top_n_sigma": -1,
+    "truncation_side": "left",
     "typical_p": 1,
     "xtc_probability": 0.0,
 }

@@ -103,6 +103,17 @@ def test_langchain_binds_tools(with_tools: RunningServer) -> None:
         assert not message.invalid_tool_calls
     forced = chat.bind_tools([Weather], tool_choice="Weather").invoke("What is the weather?")
     assert Weather(**forced.tool_calls[0]["args"])
+    structured = chat.with_structured_output(Weather, method="function_calling")
+    assert isinstance(structured.invoke("What is the weather?"), Weather)
+
+
+def test_instructor_in_its_default_mode(with_tools: RunningServer) -> None:
+    instructor = pytest.importorskip("instructor")
+    client = instructor.from_openai(with_tools.client())
+    found = client.chat.completions.create(
+        model="stories", messages=MESSAGES, response_model=Weather, max_retries=0, seed=1
+    )
+    assert isinstance(found, Weather)
 
 
 def test_litellm_chats_streams_and_calls_tools(
