@@ -81,7 +81,8 @@ def _latest(trace: Trace, records: Longs, times: Longs) -> Longs:
 
 
 def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
-    """The latencies of all exchanges of ``base`` as they are in ``changed``, and its attention."""
+    """The latencies of all exchanges of ``base`` as they are in ``changed``, how long results take
+    to be stored, and its attention."""
     before, after = exchange_lags(base), exchange_lags(changed)
     changes = [
         Change("latency", " ".join(exchange), after[exchange.phase] / before[exchange.phase])
@@ -98,6 +99,14 @@ def exchange_changes(base: Trace, changed: Trace) -> list[Change]:
     late, still = (RecordedStep(trace, 0).late_loads for trace in (base, changed))
     ahead = set(late) - set(still)
     times = [change for change in times if f"{change.of} loads" not in ahead]
+    # Tagged words and a signal behind results are stored in other ways.
+    took, takes = instruction_times(base), instruction_times(changed)
+    others = {change.of for change in times}
+    changes += [
+        Change("storing", name, takes[name][1] / took[name][1])
+        for name in took
+        if name not in others and took[name][1] > 0 and name in takes
+    ]
     return changes + times + [Change("wait", loads, 0.0) for loads in sorted(ahead)]
 
 
@@ -120,6 +129,19 @@ def _load_bytes(trace: Trace) -> dict[str, float]:
     return {names[p]: float(loads[of == p].mean()) for p in np.unique(of).tolist()}
 
 
+def _memory_shares(trace: Trace) -> dict[str, float]:
+    """A worker's share of the memory in every phase that loads, as multiple of its even share.
+
+    Few workers that load more than fits into a ring share the memory among them.
+    """
+    step = RecordedStep(trace, 0)
+    shares = {}
+    for phase in step.loading_phases:
+        fitting, behind, pages = step.intervals_of(phase)
+        shares[phase] = step.interval / (behind if pages > step.ring_pages else fitting)
+    return shares
+
+
 def instructions(trace: Trace) -> dict[str, int]:
     """How many instructions every phase of the first step has."""
     phase, names = phases(trace)
@@ -140,6 +162,11 @@ def split_changes(base: Trace, changed: Trace) -> list[Change]:
         Change("bytes", phase, others_load[phase] / loads[phase])
         for phase in sorted(others & after.keys())
         if loads[phase] > 0
+    ]
+    shares, other_shares = _memory_shares(base), _memory_shares(changed)
+    changes += [
+        Change("loading", phase, shares[phase] / other_shares[phase])
+        for phase in sorted(others & other_shares.keys())
     ]
     changes += [Change("computing", phase, 0.0) for phase in before if phase not in after]
     return changes + [

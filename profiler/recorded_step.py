@@ -201,6 +201,7 @@ class RecordedStep:
             self._page_ns = max(self._page_ns, float(np.quantile(delays, 0.25)))
         self.interval = PAGE_BYTES * max(self._byte_ns, self._share_ns())
         self._find_late_loads(issued)
+        self._find_intervals()
         first = self._loading & (self._load_before < 0)
         self.first_load = np.zeros(int(self._worker.max(initial=0)) + 1)
         self.first_load[self._worker[first]] = self._load_start[first]
@@ -229,10 +230,32 @@ class RecordedStep:
             known & late[self._phase], np.minimum(ready - self._inputs, 0.0), NEVER
         )
 
+    def _find_intervals(self) -> None:
+        """The times from page to page: of those that fit into a ring, and of those behind them.
+
+        Where few workers load more than a ring, or later than all others could, the rings of the
+        others are full by then, and these few share the memory.
+        """
+        few = self._loaders() / len(np.unique(self._worker))
+        alone = np.maximum(PAGE_BYTES * self._byte_ns, self.interval * few)
+        late = np.isfinite(self._after_inputs)
+        self._intervals = np.column_stack([np.where(late, alone, self.interval), alone])
+        # The first page of late loads, since they might begin.
+        took = self._loaded - self._inputs - np.where(late, self._after_inputs, 0.0)
+        others = np.maximum(self._pages - 1, 0) * alone
+        self._first_page = np.maximum(took - others, PAGE_BYTES * self._byte_ns)
+
+    def intervals_of(self, phase: str) -> tuple[float, float, float]:
+        """Of a phase that loads: mean ns from page to page, of those that fit into a ring and of
+        those behind them, and mean pages of an instruction."""
+        own = self._loading & (self._phase == self.phases.index(phase))
+        fitting, behind = self._intervals[own].mean(axis=0).tolist()
+        return fitting, behind, float(self._pages[own].mean())
+
     def _find_computing(self) -> None:
         """Which records computed what held up their own loads, rather than waited for loads."""
         seen = self._loading & (self._loaded >= self._inputs)
-        seen &= self._load_took > _HELD_UP * self._bytes * self._byte_ns
+        seen &= self._load_took > _HELD_UP * self._pages * self.interval
         took = np.where(seen, self._loaded - self._inputs, 0.0)
         ring = float(self.ring_pages * PAGE_BYTES)
         if not self._knows_ring and self._byte_ns:
@@ -272,6 +295,13 @@ class RecordedStep:
         # A weight that is streamed again comes from a cache.
         again = float(self._bytes.sum()) / max(float(self._memory_bytes.sum()), 1.0)
         return float(len(np.unique(self._worker)) * 1e9 / ceiling / max(again, 1.0))
+
+    def _loaders(self) -> Longs:
+        """How many workers load in a record's layer and phase."""
+        loads = np.column_stack([self._label, self._worker])[self._loading]
+        labels = np.unique(loads, axis=0)[:, 0]
+        found: Longs = np.bincount(labels, minlength=int(self._label.max(initial=0)) + 1)
+        return found[self._label]
 
     def _ns_per_byte(self) -> float:
         """Time of a worker's loader for a byte when nothing holds it up: ns."""

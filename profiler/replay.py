@@ -88,10 +88,9 @@ class Replay(RecordedStep):
         most = np.bincount(self._worker, self._pages).max(initial=1.0) * factors.bytes.max()
         pages = np.clip(np.rint(factors.ring * self.ring_pages), 1, max(most, 1)).astype(np.int64)
         # A page that takes longer than since it was asked for was asked for late. One that takes
-        # less did not queue in the memory; loads that wait for barriers, all at once, do.
+        # less did not queue in the memory.
         asked = min(way, self._page_ns)
-        rings = Rings(pages, self.early_pages, self.first_load, self.interval, asked, way - asked)
-        queue = self._page_ns - asked
+        rings = Rings(pages, self.early_pages, self.first_load, asked, way - asked)
         complete = np.empty((len(self._producers), factors.scenarios))
         for batch in self._batches:
             own = batch.records
@@ -115,7 +114,7 @@ class Replay(RecordedStep):
             even = 1 + factors.even[phase] * (self._even[rows] - 1)
             work = factors.computing[phase] * worker * even
             full = self._full[rows] * work
-            loaded = self._load(own, begin, inputs, full, rings, queue, factors)
+            loaded = self._load(own, begin, inputs, full, rings, asked, factors)
             took[own] = (loaded - inputs)[:, 0]
             tail = self._tail[rows]
             # If loads come later than they did, less is left to compute when the last one is there.
@@ -142,19 +141,23 @@ class Replay(RecordedStep):
         inputs: Floats,
         full: Floats,
         rings: Rings,
-        queue: float,
+        way: float,
         factors: _Factors,
     ) -> Floats:
         """When the last load of each of the records ``own`` arrives; never for those without.
 
-        Loads that wait for barriers take ``queue`` ns longer than others.
+        Pages are ``way`` ns on their way, those that wait for barriers as long as recorded.
         """
         loaded = np.full(inputs.shape, NEVER)
         loads = np.flatnonzero(self._pages[own])
         of = own[loads]
         size = self._bytes[of, None] * factors.bytes[self._phase[of]]
         slower = factors.loading[self._phase[of]] * factors.worker[self._worker[of]]
-        ready = inputs[loads] + self._after_inputs[of, None] + queue * slower
+        ready = (
+            inputs[loads]
+            + self._after_inputs[of, None]
+            + (self._first_page[of, None] - way) * slower
+        )
         loaded[loads] = rings.load(
             self._worker[of],
             np.ceil(size / PAGE_BYTES).astype(np.int64),
@@ -163,6 +166,7 @@ class Replay(RecordedStep):
             np.where(factors.ahead[self._phase[of]], NEVER, ready),
             full[loads],
             slower,
+            self._intervals[of],
         )
         return loaded
 

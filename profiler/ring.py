@@ -17,8 +17,8 @@ class Rings:
     """The rings of all workers, in several scenarios at once.
 
     A loader asks for pages in the order of its worker's queue, each ``late`` ns after its place in
-    the ring is free. A page arrives ``way`` ns later, and not sooner than ``interval`` ns after the
-    one before, which is the worker's even share of the memory. Consumers take pages as they arrive,
+    the ring is free. A page arrives ``way`` ns later, and not sooner than an interval after the one
+    before, which is the worker's share of the memory. Consumers take pages as they arrive,
     once the inputs of their instruction are there, and compute each; its place is free when it is
     taken. When they turn to an instruction, they take at most ``early`` pages of those that are
     there.
@@ -31,13 +31,11 @@ class Rings:
         pages: Longs,
         early: int,
         first: Floats,
-        interval: float,
         way: float,
         late: float = 0.0,
     ) -> None:
         workers, scenarios = len(first), len(pages)
-        self._pages, self._early, self._interval, self._way = pages, early, interval, way
-        self._late = late
+        self._pages, self._early, self._way, self._late = pages, early, way, late
         # When places became free, when loaders can ask next, and when their last page arrived.
         self._free = np.full((int(pages.max()), workers, scenarios), -np.inf)
         self._asked = np.repeat(first[:, None], scenarios, axis=1)
@@ -53,12 +51,14 @@ class Rings:
         not_before: Floats,
         computing: Floats,
         factor: Floats,
+        interval: Floats,
     ) -> Floats:
         """When the last page of the next instruction of each ``worker`` arrives: [w, scenarios].
 
         The instruction has ``pages`` in each scenario; its loads begin ``not_before`` a time.
         Consumers turn to it at ``begin`` and have its inputs at ``inputs``. ``computing``: how long
-        it takes if all pages are there. ``factor``: of the times of its loads.
+        it takes if all pages are there. ``factor``: of the times of its loads. ``interval``: ns
+        from page to page, [w, 2]: of those that fit into a ring, and of those behind them.
         """
         # Those with the most pages come first, so that those with another page are a slice.
         order = np.argsort(-pages.max(axis=1), kind="stable")
@@ -67,7 +67,7 @@ class Rings:
         begin, done, factor = begin[order], inputs[order].copy(), factor[order]
         asked = np.maximum(self._asked[worker], not_before[order])
         arrived, each = self._arrived[worker], computing[order] / np.maximum(pages, 1)
-        interval, way = self._interval * factor, self._way * factor
+        way, (fitting, behind) = self._way * factor, interval[order].T[:, :, None] * factor
         early = np.ones(begin.shape, np.bool_)
         scenario = np.arange(len(self._pages))
         # After many rounds of the ring, pages come at a steady pace.
@@ -81,7 +81,8 @@ class Rings:
             at = (self._taken[worker[:n]] + page) % self._pages, worker[:n, None], scenario
             free = self._free[at]
             np.maximum(asked[:n], free + self._late, out=asked[:n], where=here)
-            came = np.maximum(arrived[:n] + interval[:n], asked[:n] + way[:n])
+            gap = np.where(page < self._pages, fitting[:n], behind[:n])
+            came = np.maximum(arrived[:n] + gap, asked[:n] + way[:n])
             np.copyto(arrived[:n], came, where=here)
             early[:n] &= (page < self._early) & (came <= begin[:n])
             taken = np.maximum(came, done[:n])

@@ -19,14 +19,13 @@ def last_arrival(
     computing: float = 0.0,
     begin: float = 0.0,
     late: float = 0.0,
+    behind: float | None = None,
 ) -> float:
     """When the last page of one worker's first instruction arrives; its loader begins at 0."""
-    rings = Rings(np.array([ring]), early, np.zeros(1), interval, way, late)
-    found = rings.load(
-        np.zeros(1, np.int64),
-        np.array([[pages]]),
-        *(np.array([[time]]) for time in (begin, inputs, 0.0, computing, 1.0)),
-    )
+    rings = Rings(np.array([ring]), early, np.zeros(1), way, late)
+    times = [np.array([[time]]) for time in (begin, inputs, 0.0, computing, 1.0)]
+    intervals = np.array([[interval, interval if behind is None else behind]])
+    found = rings.load(np.zeros(1, np.int64), np.array([[pages]]), *times, *[intervals])
     return float(found[0, 0])
 
 
@@ -37,6 +36,11 @@ def test_pages_that_fit_come_as_fast_as_the_memory_brings_them() -> None:
 def test_a_page_that_does_not_fit_is_asked_for_when_the_first_is_taken() -> None:
     assert last_arrival(9, ring=8) == 10_000 + 500
     assert last_arrival(12, ring=8) == 10_000 + 500 + 3 * 100
+
+
+def test_pages_behind_a_ring_come_faster_if_others_have_filled_theirs() -> None:
+    assert last_arrival(8, ring=8, behind=40.0) == 500 + 7 * 100
+    assert last_arrival(12, ring=8, behind=40.0) == 10_000 + 500 + 3 * 40
 
 
 def test_a_loader_that_sees_a_free_place_late_asks_late() -> None:
@@ -67,13 +71,14 @@ def test_many_pages_come_at_a_steady_pace(computing: float) -> None:
 
 
 def test_scenarios_may_load_other_pages() -> None:
-    rings = Rings(np.array([8, 8, 8, 8]), 0, np.zeros(1), 100.0, 500.0)
+    rings = Rings(np.array([8, 8, 8, 8]), 0, np.zeros(1), 500.0)
+    interval = [np.full((1, 2), 100.0)]
     times = (np.full((1, 4), time) for time in (0.0, 10_000.0, 0.0, 0.0, 1.0))
-    found = rings.load(np.zeros(1, np.int64), np.array([[8, 4, 12, 0]]), *times)
+    found = rings.load(np.zeros(1, np.int64), np.array([[8, 4, 12, 0]]), *times, *interval)
     assert found[0].tolist() == [500 + 7 * 100, 500 + 3 * 100, 10_000 + 500 + 3 * 100, -np.inf]
     # The next instruction's first page follows.
     times = (np.full((1, 4), time) for time in (10_000.0, 20_000.0, 0.0, 0.0, 1.0))
-    found = rings.load(np.zeros(1, np.int64), np.ones((1, 4), np.int64), *times)
+    found = rings.load(np.zeros(1, np.int64), np.ones((1, 4), np.int64), *times, *interval)
     assert found[0].tolist() == [10_500, 900, 10_900, 500]
 
 
@@ -82,11 +87,13 @@ def test_a_scenario_without_loads_leaves_the_others_as_they_are() -> None:
 
     def last_pages(pages: list[int]) -> list[list[float]]:
         count = len(pages)
-        rings = Rings(np.full(count, 13), 0, np.zeros(1), 400.0, 1600.0)
+        rings = Rings(np.full(count, 13), 0, np.zeros(1), 1600.0)
+        interval = np.full((1, 2), 400.0)
         none, never = np.zeros((1, count)), np.full((1, 1), -np.inf)
         of, worker = np.array([pages]), np.zeros(1, np.int64)
         return [
-            rings.load(worker, of, none, none, never, none, none + 1)[0].tolist() for _ in range(2)
+            rings.load(worker, of, none, none, never, none, none + 1, interval)[0].tolist()
+            for _ in range(2)
         ]
 
     both, alone = last_pages([100_000, 0]), last_pages([100_000])
