@@ -23,9 +23,9 @@ def last_arrival(
 ) -> float:
     """When the last page of one worker's first instruction arrives; its loader begins at 0."""
     rings = Rings(np.array([ring]), early, np.zeros(1), way, late)
-    times = [np.array([[time]]) for time in (begin, inputs, 0.0, computing, 1.0)]
     intervals = np.array([[interval, interval if behind is None else behind]])
-    found = rings.load(np.zeros(1, np.int64), np.array([[pages]]), *times, *[intervals])
+    times = [*(np.array([[t]]) for t in (begin, inputs, 0.0, computing, 1.0)), intervals]
+    found = rings.load(np.zeros(1, np.int64), np.array([[pages]]), *times)
     return float(found[0, 0])
 
 
@@ -72,13 +72,13 @@ def test_many_pages_come_at_a_steady_pace(computing: float) -> None:
 
 def test_scenarios_may_load_other_pages() -> None:
     rings = Rings(np.array([8, 8, 8, 8]), 0, np.zeros(1), 500.0)
-    interval = [np.full((1, 2), 100.0)]
-    times = (np.full((1, 4), time) for time in (0.0, 10_000.0, 0.0, 0.0, 1.0))
-    found = rings.load(np.zeros(1, np.int64), np.array([[8, 4, 12, 0]]), *times, *interval)
+    interval = np.full((1, 2), 100.0)
+    times = [*(np.full((1, 4), time) for time in (0.0, 10_000.0, 0.0, 0.0, 1.0)), interval]
+    found = rings.load(np.zeros(1, np.int64), np.array([[8, 4, 12, 0]]), *times)
     assert found[0].tolist() == [500 + 7 * 100, 500 + 3 * 100, 10_000 + 500 + 3 * 100, -np.inf]
     # The next instruction's first page follows.
-    times = (np.full((1, 4), time) for time in (10_000.0, 20_000.0, 0.0, 0.0, 1.0))
-    found = rings.load(np.zeros(1, np.int64), np.ones((1, 4), np.int64), *times, *interval)
+    times = [*(np.full((1, 4), time) for time in (10_000.0, 20_000.0, 0.0, 0.0, 1.0)), interval]
+    found = rings.load(np.zeros(1, np.int64), np.ones((1, 4), np.int64), *times)
     assert found[0].tolist() == [10_500, 900, 10_900, 500]
 
 
