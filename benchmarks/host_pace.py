@@ -11,7 +11,7 @@ of a launch, by the clock, so they include waiting for the GIL and for a core. P
 
 - ``engine``: ``Engine.step`` in a loop; nobody reads the text.
 - ``asyncio``: the server without uvloop and httptools, one streaming HTTP client per sequence.
-- ``uvloop``: the server with both of them (megavm[fast]).
+- ``uvloop``: the server with both of them, as it is installed.
 
 ``--writers loop``: the server without the thread that writes plain events, so that the event loop
 writes them all.

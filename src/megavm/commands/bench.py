@@ -207,7 +207,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _event_loop_factory() -> Callable[[], AbstractEventLoop] | None:
-    """Of uvloop, as the server's, if it is installed; None stands for asyncio's."""
+    """Of uvloop, as the server's; None stands for asyncio's, where uvloop is absent."""
     from importlib import import_module
 
     try:

@@ -207,7 +207,11 @@ def running(load_model: Callable[..., Any], **settings: Any) -> Iterator[Running
         loops.append(asyncio.get_running_loop())
         await server.serve()
 
-    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
+    def work() -> None:
+        with asyncio.Runner(loop_factory=server.config.get_loop_factory()) as runner:
+            runner.run(serve())
+
+    thread = threading.Thread(target=work, daemon=True)
     thread.start()
     wait_until(lambda: server.started)
     try:
