@@ -164,7 +164,8 @@ class Loader {
   }
 
   // The same for rows that earlier steps wrote, which may be copied sooner. Until the waits of the
-  // instruction are over, begin_page then copies one page at a time.
+  // instruction are over, and the consumers have what they waited for, begin_page then copies one
+  // page at a time.
   __device__ __forceinline__ void wait_earlier() {
     wait(stage.earlier(), stage.phase);
     ptx::fence_proxy_async();
@@ -190,12 +191,14 @@ class Loader {
     wait_for([&] { return semaphore.is_over(phase); }, [&] { semaphore.give_up(phase); });
   }
 
-  // Wait until the page that was begun last has arrived, or the waits of the instruction are over.
+  // Wait until the page that was begun last has arrived, or nothing is waited for any more.
   // NOTE: the worker may still be storing the results of the instruction before, and everything
   // that it reads and writes queues behind copies: with all pages in flight that takes longer by as
   // much as copying ahead brings.
   __device__ __forceinline__ void wait_ahead() {
-    const auto is_ready = [&] { return stage.ready().is_over(stage.phase); };
+    const auto is_ready = [&] {
+      return stage.ready().is_over(stage.phase) && !are_consumers_waiting();
+    };
     wait_for([&] { return page_arrived(page_.slot).is_over(page_.phase) || is_ready(); },
              [&] { page_arrived(page_.slot).give_up(page_.phase); });
     is_ahead_ = !__any_sync(~0u, is_ready());
