@@ -18,12 +18,20 @@ CHAT: Any = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2
 BEGUN = [*CHAT["messages"], {"role": "assistant", "content": "Once"}]
 SCHEMA = {"name": "x", "schema": {"type": "object", "properties": {"a": {"type": "boolean"}}}}
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+TOOLS = [{"type": "function", "function": FUNCTION}]
+NAMED = {"type": "function", "function": {"name": "f"}}
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
     "{% for m in messages %}{{ m.role }}: {{ m.content }};{% endfor %}"
 )
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+
+
+def both(fields: Any) -> list[tuple[str, Any]]:
+    """A completion and a chat with these fields."""
+    return [(COMPLETIONS, {**PROMPT, **fields}), (CHATS, {**CHAT, **fields})]
+
 
 # The requests of each row; a row says yes if all get a 200, and otherwise their status.
 ROWS: dict[str, list[tuple[str, Any]]] = {
@@ -53,12 +61,19 @@ ROWS: dict[str, list[tuple[str, Any]]] = {
         (CHATS, {**CHAT, "messages": BEGUN, "continue_final_message": True})
     ],
     "`chat_template_kwargs`": [(CHATS, {**CHAT, "chat_template_kwargs": {"a": 1}})],
-    "`tools` with `tool_choice` auto": [
-        (CHATS, {**CHAT, "tools": [{"type": "function", "function": FUNCTION}]})
-    ],
+    "`logit_bias`": both({"logit_bias": {"300": 5}}),
+    "`allowed_token_ids`": both({"allowed_token_ids": [300, 301]}),
+    "`bad_words`": both({"bad_words": ["time"]}),
+    "`tools` with `tool_choice` auto": [(CHATS, {**CHAT, "tools": TOOLS})],
+    "`tool_choice` required": [(CHATS, {**CHAT, "tools": TOOLS, "tool_choice": "required"})],
+    "`tool_choice` of a function's name": [(CHATS, {**CHAT, "tools": TOOLS, "tool_choice": NAMED})],
+    "`response_format` json_object": both({"response_format": {"type": "json_object"}}),
     "`response_format` json_schema": [
         (CHATS, {**CHAT, "response_format": {"type": "json_schema", "json_schema": SCHEMA}})
     ],
+    "a regular expression": both({"structured_outputs": {"regex": "[a-f]{4}"}}),
+    "one of several texts": both({"structured_outputs": {"choice": ["yes", "no"]}}),
+    "a grammar": both({"structured_outputs": {"grammar": 'root ::= "yes" | "no"'}}),
     "images": [(CHATS, {**CHAT, "messages": [{"role": "user", "content": [IMAGE]}]})],
 }
 
