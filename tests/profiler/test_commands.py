@@ -124,6 +124,8 @@ def test_what_if_prints_a_table_a_prediction_or_json(
     one = run(capsys, "trace", "what-if", saved, *changes, "--step", "2")
     assert "step 2 took" in one.out
     assert "gate_up computes in half the time, all exchanges take 2 times the time" in one.out
+    for order in ((*changes[:1], "--step", "2", *changes[1:]), ("--step", "2", *changes)):
+        assert run(capsys, "trace", "what-if", saved, *order).out == one.out
     facts = json.loads(run(capsys, "trace", "what-if", saved, *changes, "--json").out)
     assert facts["saved_ns"] == facts["replayed_ns"] - facts["ns"]
     assert len(json.loads(run(capsys, "trace", "what-if", saved, "--json").out)["changes"]) > 20

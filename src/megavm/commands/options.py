@@ -125,13 +125,17 @@ class Parser(argparse.ArgumentParser):
         """Assign operands that follow options; returns the words that remain unknown.
 
         argparse matches all operands at once: in `generate MODEL --seed 1 PROMPT` it treats the
-        optional PROMPT as absent, and then reports it as unknown.
+        optional PROMPT as absent, and then reports it as unknown. So it does with the changes in
+        `trace what-if FILE --step 2 CHANGE`.
         """
         if any(word.startswith("-") and word != "-" for word in unknown):
             return unknown  # an unknown option, perhaps with its value
         for action in self._get_positional_actions():
             if unknown and action.nargs == "?" and getattr(arguments, action.dest) is None:
                 setattr(arguments, action.dest, unknown.pop(0))
+            elif action.nargs == "*":
+                setattr(arguments, action.dest, [*getattr(arguments, action.dest), *unknown])
+                unknown = []
         return unknown
 
     def error(self, message: str) -> NoReturn:
