@@ -138,6 +138,24 @@ def test_requests_that_do_not_end_in_time_are_told_so(again: bool) -> None:
         assert "Traceback" not in server.said
 
 
+def test_a_killed_server_can_be_started_again_at_its_port() -> None:
+    with started() as server:
+        server.wait_for(" ready ")
+        connection = server.connect()
+        answer = post(connection, prompt="Once", max_tokens=900, ignore_eos=True, stream=True)
+        assert answer.readline().startswith(b"data: {")
+        assert server.end(signal.SIGKILL) == -signal.SIGKILL
+        with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
+            answer.read()
+    with started("--port", str(connection.port)) as server:
+        server.wait_for(" ready ")
+        again = server.connect()
+        assert again.port == connection.port
+        answer = post(again, prompt="Once", max_tokens=3)
+        assert json.load(answer)["usage"]["completion_tokens"] == 3
+        again.close()
+
+
 def test_ctrl_c_ends_a_server_as_it_ends_every_command() -> None:
     with started("--quiet") as server:
         server.wait_for(" ready ")
