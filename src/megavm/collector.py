@@ -42,6 +42,9 @@ class Collector:
             output.error = delta.error
             output.text = "".join(self._pieces[delta.index])
             self.missing -= 1
+            if not self.missing:
+                # Sequences refer to their request: else only a garbage collection frees them.
+                self.request.sequences = ()
 
     def result(self) -> RequestOutput:
         return RequestOutput(

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.collector import Collector
+from megavm.garbage import no_full_collections
 from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
 from megavm.profiler.environment import describe_machine
 from megavm.profiler.recorder import Recorder
@@ -399,6 +400,7 @@ class LLM:
     ) -> list[SamplingParams]:
         return read_params(self.default_params() if params is None else params, count)
 
+    @no_full_collections()
     def _generate(
         self,
         texts: Sequence[str | None],
@@ -491,6 +493,7 @@ class LLM:
                 self._sinks.pop(request.id, None)
                 if not self._closed:
                     self.engine.abort(request.id)
+                request.sequences = ()  # see Collector
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """Log-probabilities in vLLM's format: the chosen token first, then the most likely."""

@@ -24,7 +24,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 @pytest.mark.timeout(300)
 def test_connections_and_streams_are_alike_without_uvloop_and_httptools() -> None:
     files = [HERE / "test_connections.py", HERE / "test_event_streams.py"]
-    arguments = ["-q", "-p", "no:cacheprovider", *map(str, files)]
+    # Those in which waits, limits and streams meet the event loop.
+    chosen = "headers or silent_connection or reads_nothing or more_connections or streams"
+    arguments = ["-q", "-p", "no:cacheprovider", "-k", chosen, *map(str, files)]
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT, *arguments],
         capture_output=True,
@@ -35,4 +37,4 @@ def test_connections_and_streams_are_alike_without_uvloop_and_httptools() -> Non
     assert done.returncode == 0, done.stdout
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) > 20
+    assert int(passed[1]) > 12
