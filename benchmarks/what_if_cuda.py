@@ -166,7 +166,7 @@ def split_changes(base: Trace, changed: Trace) -> list[Change]:
     shares, other_shares = _memory_shares(base), _memory_shares(changed)
     changes += [
         Change("loading", phase, shares[phase] / other_shares[phase])
-        for phase in sorted(others & other_shares.keys())
+        for phase in sorted(others & shares.keys() & other_shares.keys())
     ]
     changes += [Change("computing", phase, 0.0) for phase in before if phase not in after]
     return changes + [

@@ -164,8 +164,7 @@ class Loader {
   }
 
   // The same for rows that earlier steps wrote, which may be copied sooner. Until the waits of the
-  // instruction are over, and the consumers have what they waited for, begin_page then copies one
-  // page at a time.
+  // instruction are over, and while the consumers wait, begin_page then copies one page at a time.
   __device__ __forceinline__ void wait_earlier() {
     wait(stage.earlier(), stage.phase);
     ptx::fence_proxy_async();
@@ -191,7 +190,8 @@ class Loader {
     wait_for([&] { return semaphore.is_over(phase); }, [&] { semaphore.give_up(phase); });
   }
 
-  // Wait until the page that was begun last has arrived, or nothing is waited for any more.
+  // Wait until the page that was begun last has arrived, or the waits of the instruction are over
+  // and the consumers do not wait.
   // NOTE: the worker may still be storing the results of the instruction before, and everything
   // that it reads and writes queues behind copies: with all pages in flight that takes longer by as
   // much as copying ahead brings.

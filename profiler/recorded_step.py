@@ -240,7 +240,7 @@ class RecordedStep:
         alone = np.maximum(PAGE_BYTES * self._byte_ns, self.interval * few)
         late = np.isfinite(self._after_inputs)
         self._intervals = np.column_stack([np.where(late, alone, self.interval), alone])
-        # The first page of late loads, since they might begin.
+        # From when late loads might begin to their first page, if the others came at this rate.
         took = self._loaded - self._inputs - np.where(late, self._after_inputs, 0.0)
         others = np.maximum(self._pages - 1, 0) * alone
         self._first_page = np.maximum(took - others, PAGE_BYTES * self._byte_ns)
@@ -255,7 +255,8 @@ class RecordedStep:
     def _find_computing(self) -> None:
         """Which records computed what held up their own loads, rather than waited for loads."""
         seen = self._loading & (self._loaded >= self._inputs)
-        seen &= self._load_took > _HELD_UP * self._pages * self.interval
+        behind = self._intervals[:, 1]
+        seen &= self._load_took > _HELD_UP * self._pages * behind
         took = np.where(seen, self._loaded - self._inputs, 0.0)
         ring = float(self.ring_pages * PAGE_BYTES)
         if not self._knows_ring and self._byte_ns:
@@ -266,7 +267,7 @@ class RecordedStep:
         # Loads that wait for barriers all come after them, those that fit into the ring as well.
         before = np.where(np.isfinite(self._after_inputs), 0.0, ring)
         rest = np.maximum(self._bytes - before, 0.0) / PAGE_BYTES
-        least = rest * self.interval + np.where(rest > 0, self._page_ns, 0.0)
+        least = rest * behind + np.where(rest > 0, self._page_ns, 0.0)
         # The memory serves some workers faster than others: the median worker of a phase decides.
         usual, fastest = (_typical(t, seen, self._phase, otherwise=t) for t in (took, least))
         self._computes = seen & (usual > _HELD_UP * fastest)

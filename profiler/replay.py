@@ -3,9 +3,9 @@
 Loads are replayed page by page (ring.py), all else with the recorded times between what depends on
 each other. A step is predicted to take its recorded time, times the replay with the changes over
 that without. What the replay cannot know: how several workers share a memory; each has its even
-share, and no step becomes shorter than its streamed bytes over the measured bandwidth. What happens
-before the step, and the order in which workers take and signal instructions, stay as they were
-recorded.
+share, or a larger one where few load (RecordedStep), and no step becomes shorter than its streamed
+bytes over the measured bandwidth. What happens before the step, and the order in which workers take
+and signal instructions, stay as they were recorded.
 """
 
 from __future__ import annotations

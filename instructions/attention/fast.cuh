@@ -196,7 +196,10 @@ struct FastAttention : AttentionWarp<kD> {
       const AttentionRun run(in, ahead, live);
       if (attention::kRuns && run.rows > 1) {
         const bool first = !ready;
-        if (first) consumer.wait_ready();
+        if (first) {
+          consumer.wait_ready();
+          if (program::kMatrixRows > 0) consumer.end_waiting();
+        }
 #pragma unroll 1
         for (uint32_t head = inst.head_begin; head < inst.head_end; ++head)
           Tile(in, run, row, head, consumer.warp())

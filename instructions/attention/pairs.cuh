@@ -98,7 +98,7 @@ struct AttentionPairs {
       const uint32_t my_row = __shfl_sync(~0u, pairs.row, mine);
       const uint32_t my_head = __shfl_sync(~0u, pairs.head, mine);
       const bool newest = __shfl_sync(~0u, pairs.newest, mine) && part == 0;
-      // The loader copies one page at a time until the queries are there.
+      // Until this warp has its queries, the loader copies one page at a time.
       if (program::kMatrixRows > 0 && !ready) consumer.begin_waiting();
       if (!ready) consumer.wait_ready();
       State state;

@@ -235,7 +235,8 @@ struct Kernel<Reduce> : KernelDefaults {
     const uint32_t all_items = (inst.row_end - inst.row_begin) * per_row;
     const bool once = all_items <= kNumConsumerThreads;
     consumer.wait_ready();
-    // The next product ends this. Until then, too, the loader would delay other accesses.
+    // The next product of few rows ends this; beside matrix products, attention. Until then, too,
+    // the loader would delay other accesses.
     consumer.begin_waiting();
 #pragma unroll 1
     for (uint32_t base = 0; once ? base == 0 : base < items; base += kNumConsumerThreads) {

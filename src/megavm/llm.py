@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.collector import Collector
-from megavm.garbage import no_full_collections
+from megavm.garbage import frozen_heap
 from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
 from megavm.profiler.environment import describe_machine
 from megavm.profiler.recorder import Recorder
@@ -400,7 +400,7 @@ class LLM:
     ) -> list[SamplingParams]:
         return read_params(self.default_params() if params is None else params, count)
 
-    @no_full_collections()
+    @frozen_heap()
     def _generate(
         self,
         texts: Sequence[str | None],

@@ -139,18 +139,23 @@ def test_attention_in_one_piece_is_predicted(tmp_path: Path) -> None:
     assert predicted == pytest.approx(measured, rel=0.03)
 
 
-@pytest.mark.parametrize(("pages", "burst"), [(24, 1.4), (32, 3.0), (48, 1.4), (60, 2.0)])
-def test_few_loaders_share_the_memory(pages: int, burst: float) -> None:
+@pytest.mark.parametrize(
+    ("pages", "burst", "unchanged", "error"),
+    [(24, 1.4, 1.14, 0.07), (32, 3.0, 1.3, 0.15), (48, 1.4, 1.15, 0.03), (60, 2.0, 1.2, 0.04)],
+)
+def test_few_loaders_share_the_memory(
+    pages: int, burst: float, unchanged: float, error: float
+) -> None:
     """Two workers that load much more than a ring get more than their even share.
 
-    With even shares all of the time, these steps are replayed as 1.16 to 1.51 times as long. What
-    the two still lack for the next product comes at an even share, so a part of that is left.
+    With even shares all of the time, these steps are replayed as 1.16 to 1.51 times as long, and
+    with half of the bytes 0.04 to 0.21 too short. What the two still lack for the next product
+    comes at an even share, so a part of that is left.
     """
     whole = with_attention(1, merge=False, pages=pages, share=200.0, down_pages=24, burst=burst)
     replay = Replay(simulate(whole), 0)
     recorded, half = replay.recorded, Change("bytes", "layers.*.attention", 0.5)
-    unchanged = replay._replay([()], replay._way).step[0]
-    assert unchanged == pytest.approx(recorded, rel=0.23)
+    assert 0.99 < replay._replay([()], replay._way).step[0] / recorded < unchanged
     queues = tuple(
         tuple(
             dataclasses.replace(task, pages=pages // 2) if "attention" in task.label else task
@@ -159,7 +164,7 @@ def test_few_loaders_share_the_memory(pages: int, burst: float) -> None:
         for queue in whole.queues
     )
     truth = step_time(dataclasses.replace(whole, queues=queues)) / recorded
-    assert replay.run([(half,)]).step[0] / recorded == pytest.approx(truth, abs=0.13)
+    assert replay.run([(half,)]).step[0] / recorded == pytest.approx(truth, abs=error)
 
 
 def test_attention_in_splits_is_predicted(tmp_path: Path) -> None:

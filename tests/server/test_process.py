@@ -147,6 +147,7 @@ def test_a_killed_server_can_be_started_again_at_its_port() -> None:
         assert server.end(signal.SIGKILL) == -signal.SIGKILL
         with pytest.raises((http.client.IncompleteRead, ConnectionResetError)):
             answer.read()
+        connection.close()
     with started("--port", str(connection.port)) as server:
         server.wait_for(" ready ")
         again = server.connect()
