@@ -33,7 +33,7 @@ class SamplingParams:
         repetition_penalty: > 1 makes tokens of the prompt and the output less likely.
         presence_penalty: subtracted from the logits of tokens that occur in the output.
         frequency_penalty: subtracted once per occurrence of a token in the output.
-        seed: the same seed gives the same tokens for the same logits, which in bfloat16 depend on
+        seed: the same seed gives the same tokens for the same logits, which on a GPU depend on
             the batch (docs/server.md, Seeds); None draws a new seed.
         stop: strings that end a completion; stored as a tuple.
         stop_token_ids: token ids that end a completion; stored as a tuple.

@@ -38,8 +38,10 @@ def test_a_random_load_gets_what_each_request_gets_alone(options: dict[str, Any]
         assert server.metric("kv_cache_usage_perc") == 0
 
 
-def test_in_float32_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch() -> None:
-    with serving(max_num_seqs=16, prefix_caching=True) as server, ThreadPoolExecutor(16) as pool:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(dtype: str) -> None:
+    options = {"max_num_seqs": 16, "prefix_caching": True, "dtype": dtype}
+    with serving(**options) as server, ThreadPoolExecutor(16) as pool:
 
         def ask(i: int) -> Any:
             prompt = "The little fox " * i + "Once upon a time"

@@ -471,18 +471,21 @@ def product_program(
 
 
 @pytest.mark.parametrize("level", levels())
-@pytest.mark.parametrize(("rows", "k", "columns"), [(11, 100, 40), (70, 1300, 35)])
-def test_float32_products_do_not_depend_on_the_tile(
-    level: str, rows: int, k: int, columns: int
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("rows", "k", "columns"), [(11, 100, 40), (70, 1300, 35), (23, 4200, 19)])
+def test_products_do_not_depend_on_the_tile(
+    level: str, dtype: DType, rows: int, k: int, columns: int
 ) -> None:
     """Bit for bit: with rows alone, in any company, in any columns, whole rows held or slices."""
     torch.manual_seed(0)
-    x = torch.randn(rows, k)
-    values = {"x": x, "weight": torch.randn(columns, k), "squares": sums_of_squares(x)}
+    x, weight = torch.randn(rows, k), torch.randn(columns, k)
+    if dtype is BF16:
+        x, weight = x.bfloat16(), weight.bfloat16()
+    values = {"x": x, "weight": weight, "squares": sums_of_squares(x)}
     machine = CpuMachine(level=level)
 
     def run(row_range: tuple[int, int], column_range: tuple[int, int]) -> torch.Tensor:
-        program = product_program(F32, F32, rows, k, columns, row_range, column_range)
+        program = product_program(dtype, dtype, rows, k, columns, row_range, column_range)
         executable, memory = load(program, machine, values)
         executable.run()
         return memory["out"][row_range[0] : row_range[1], column_range[0] : column_range[1]]
@@ -555,13 +558,14 @@ def test_rounding_to_bfloat16_is_that_of_torch(level: str) -> None:
 
 
 @pytest.mark.parametrize("level", levels())
+@pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize(
     ("block_size", "group", "head_dim"), [(16, 4, 64), (24, 3, 20), (80, 1, 7), (16, 40, 64)]
 )
 def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
-    level: str, block_size: int, group: int, head_dim: int
+    level: str, dtype: DType, block_size: int, group: int, head_dim: int
 ) -> None:
-    """Bit for bit in float32, and as torch computes it."""
+    """Bit for bit, and as torch computes it."""
     # Two sequences of a step: the first has 21 rows up to position 149, the other two rows.
     sequences = [0] * 21 + [1] * 2
     positions = [*range(129, 150), 0, 1]
@@ -569,7 +573,7 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
     generator = torch.Generator().manual_seed(block_size)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(TORCH_DTYPE[dtype])
 
     values = {
         "q": random(rows, kv_heads * group * head_dim),
@@ -580,10 +584,10 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
         "table": torch.arange(2 * blocks, dtype=torch.int32).flip(0).view(2, blocks),
     }
     tensors = [
-        TensorSpec(name, tuple(value.shape), I32 if value.dtype == torch.int32 else F32, STATE)
+        TensorSpec(name, tuple(value.shape), I32 if value.dtype == torch.int32 else dtype, STATE)
         for name, value in values.items()
     ]
-    tensors.append(TensorSpec("out", tuple(values["q"].shape), F32, STATE))
+    tensors.append(TensorSpec("out", tuple(values["q"].shape), dtype, STATE))
 
     def run(top: int, bottom: int) -> torch.Tensor:
         inst = Attention(
@@ -616,15 +620,16 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
         assert torch.equal(run(row, row + 1), together[row : row + 1]), row
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         keys, weighted = (
-            values[name][values["table"][sequence].long()]  # [blocks, kv_heads, block_size, d]
+            values[name].float()[values["table"][sequence].long()]  # [blocks, kv_heads, block_size, d]
             .transpose(0, 1)
             .reshape(kv_heads, -1, head_dim)[:, : position + 1]
             .repeat_interleave(group, 0)
             for name in "kv"
         )
-        q = values["q"][row].view(kv_heads * group, 1, head_dim)
+        q = values["q"][row].float().view(kv_heads * group, 1, head_dim)
         want = torch.nn.functional.scaled_dot_product_attention(q, keys, weighted, scale=0.25)
-        torch.testing.assert_close(together[row], want.flatten(), rtol=1e-5, atol=1e-5)
+        near = 1e-5 if dtype is F32 else 1e-2
+        torch.testing.assert_close(together[row].float(), want.flatten(), rtol=near, atol=near)
 
 
 # The machine gives up after 0.5 s, while the interpreter of Python is ending and has taken the GIL.

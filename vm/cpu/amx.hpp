@@ -1,5 +1,6 @@
-// Products of many bfloat16 rows with AMX tiles. Weights are the A operand, in the order they have
-// in memory; inputs are the B operand, packed for it.
+// Products of bfloat16 rows with AMX tiles: of one row too, which takes as long as with dot
+// products, so that a row's sums do not depend on the rows beside it. Weights are the A operand, in
+// the order they have in memory; inputs are the B operand, packed for it.
 #pragma once
 
 #include "vm/cpu/panel.hpp"
@@ -7,8 +8,6 @@
 namespace megavm::MEGAVM_LEVEL {
 
 #if defined(__AMX_BF16__)
-
-constexpr int kAmxRows = 2;  // fewest rows for AMX: one row is as fast with dot products
 
 // The operand of ldtilecfg.
 struct alignas(64) TileConfig {

@@ -108,10 +108,9 @@ MEGAVM_INLINE void dot(Vec (&out)[kTokens][kWeights], const Weight* x, int64_t x
   }
 }
 
-// Columns that are summed lane by lane before the lanes are added up. For float32 this is fixed, as
-// the order of additions determines the result bit for bit.
-template <typename Weight>
-constexpr int64_t kPiece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : int64_t{1} << 40;
+// Columns that are summed lane by lane before the lanes are added up: the same for every number of
+// rows, as the order of additions determines the result bit for bit.
+constexpr int64_t kPiece = kSplitColumns;
 
 // Columns of the panel and of the weights that many rows multiply before they go on to the next,
 // and weight rows that they share meanwhile: 16 KiB of weights and 8 KiB of inputs stay in the
@@ -119,8 +118,7 @@ constexpr int64_t kPiece = sizeof(Weight) == 4 ? int64_t{kSplitColumns} : int64_
 template <typename Weight>
 constexpr int64_t kCachedColumns = 2048 / sizeof(Weight);
 constexpr int kCachedRows = 8;
-static_assert(kCachedColumns<float> % kPiece<float> == 0,
-              "the same additions for every number of rows");
+static_assert(kCachedColumns<float> % kPiece == 0, "the same additions for every number of rows");
 // Fewest rows for which weights are copied before they are multiplied. The rows of a matrix of 2048
 // columns or so all lie in the same few sets of a cache and displace each other; a copy does not.
 // The gain was measured without AVX-512 only; with it, weights are multiplied in place.
@@ -143,10 +141,10 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
     MEGAVM_UNROLL
     for (int w = 0; w < kWeights; ++w)
       weights[w] = weight + (begin + w < count ? begin + w : count - 1) * stride;
-    for (int64_t c = 0; c < width; c += kPiece<Weight>) {
+    for (int64_t c = 0; c < width; c += kPiece) {
       Vec lanes[kTokens][kWeights];
       dot(lanes, panel.data + row * panel.stride + c, panel.stride, weights,
-          width - c < kPiece<Weight> ? width - c : kPiece<Weight>);
+          width - c < kPiece ? width - c : kPiece);
       Vec rows[kLanes];
       MEGAVM_UNROLL
       for (int i = 0; i < kLanes; ++i) rows[i] = zero();
@@ -164,7 +162,7 @@ MEGAVM_INLINE void dot_half(const Panel<Weight>& panel, int row, const Weight* w
           to[w] = fresh ? result[t * kWeights + w] : to[w] + result[t * kWeights + w];
       }
       MEGAVM_UNROLL
-      for (int w = 0; w < kWeights; ++w) weights[w] += kPiece<Weight>;
+      for (int w = 0; w < kWeights; ++w) weights[w] += kPiece;
     }
   }
 }

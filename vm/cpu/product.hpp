@@ -6,9 +6,9 @@
 // needs sums. Otherwise the arena holds the sums of the whole tile, and the input is processed in
 // slices (Product.working_bytes declares the sizes).
 //
-// A float32 sum is computed in *pieces* of kSplitColumns columns, each in 16 lanes that one tree of
-// additions joins. The order is the same for every number of rows, tile and path, so the result of
-// a row does not depend on the other rows.
+// A sum is computed in *pieces* of kSplitColumns columns, each in 16 lanes that one tree of additions
+// joins; with AMX, 32 columns after 32. The order is the same for every number of rows and tile, so
+// the result of a row does not depend on the other rows.
 #pragma once
 
 #include "vm/cpu/amx.hpp"
@@ -78,10 +78,8 @@ template <typename Weight, typename BlockAt, typename Store>
 inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt block_at,
                     Store store) {
 #if defined(__AMX_BF16__)
-  if constexpr (sizeof(Weight) == 2) {
-    if (in.num_rows >= kAmxRows)
-      return product_on<Weight, AmxPath>(worker, in, num_blocks, block_at, store);
-  }
+  if constexpr (sizeof(Weight) == 2)
+    return product_on<Weight, AmxPath>(worker, in, num_blocks, block_at, store);
 #endif
   product_on<Weight, DotPath<Weight>>(worker, in, num_blocks, block_at, store);
 }

@@ -224,7 +224,7 @@ def running(load_model: Callable[..., Any], **settings: Any) -> Iterator[Running
 
 @contextlib.contextmanager
 def serving(settings: dict[str, Any] | None = None, **options: Any) -> Iterator[RunningServer]:
-    """A ready server of the shipped model in float32, where no batch changes a result."""
+    """A ready server of the shipped model, in float32 if the options do not say otherwise."""
     options = {"dtype": "float32", "max_num_seqs": 8, "max_num_batched_tokens": 64, **options}
     with running(lambda progress: LLM("stories", **options), **(settings or {})) as server:
         wait_until(lambda: server.get("/ready").status == 200)
