@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import random
@@ -447,7 +448,7 @@ def describe_row(model: str, row: dict[str, Any]) -> str:
         f" {report['client']['load']:7.0%}"
     )
     other = VLLM.get(model, {}).get(row["concurrency"])
-    if other is None:
+    if other is None or row["layers"] < MODELS[model].num_layers:
         return text
     ahead = (
         report["median_ttft_ms"] < other[0],
@@ -479,7 +480,10 @@ def measure_model(
 ) -> Iterator[dict[str, Any]]:
     """Yields the results so far after every measurement."""
     directory = folder / model
-    write_model(directory, MODELS[model])
+    config = MODELS[model]
+    if args.layers:
+        config = dataclasses.replace(config, num_layers=args.layers)
+    write_model(directory, config)
     sizes = {
         "max_model_len": args.max_model_len,
         "max_num_seqs": max(args.concurrency),
@@ -513,7 +517,7 @@ def measure_model(
                 if progress.late:
                     progress(f"{model}: no time is left for concurrency {concurrency}")
                     break
-                row = {"event_loop": event_loop}
+                row = {"event_loop": event_loop, "layers": config.num_layers}
                 row |= measure_row(server, concurrency, counts[concurrency], folder)
                 try:
                     for name in ("steady_at_first", "steady"):
@@ -572,6 +576,9 @@ def main() -> None:
         help="of the server; asyncio: without uvloop and httptools",
     )
     parser.add_argument("--scale", type=float, default=1.0, help="of the numbers of requests")
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers: steps are as short as those of a faster GPU"
+    )
     parser.add_argument("--max-model-len", type=int, default=4096)
     size = TARGETS["cuda"].max_num_batched_tokens
     parser.add_argument("--max-num-batched-tokens", type=int, default=size)

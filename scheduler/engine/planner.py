@@ -77,6 +77,7 @@ class Planner:
         self._decoders: tuple[Sequence, ...] | None = ()
         self._restricted = False  # whether one of them is
         self._need_host = False  # whether one of them needs the host after every step
+        self._may_stop = False  # whether one of them may end before its last position
         self._with_logprobs = False  # whether one of them wants log-probabilities
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
@@ -210,6 +211,7 @@ class Planner:
             self._restricted = any(s.restricted for s in self._decoders)
             self._with_logprobs = any(s.with_logprobs for s in self._decoders)
             self._need_host = self._with_logprobs or any(s.dynamic for s in self._decoders)
+            self._may_stop = any(s.may_stop for s in self._decoders)
             self._slots = np.array([s.slot for s in self._decoders], dtype=np.int32)
         return self._decoders, self._slots
 
@@ -220,10 +222,10 @@ class Planner:
         host between two steps; fewer if they take long, because a request may come.
         """
         steps = self.steps_per_launch
-        if steps == 1 or self._prefilling or self.waiting:
+        if steps == 1 or self._prefilling:
             return 1
         _, slots = self._list_decoders()
-        if self._need_host:
+        if self._need_host or (self.waiting and not self._is_full()):
             return 1
         position, last = self._position[slots], self._last_row[slots]
         steps = min(steps, int((last - position).min()) + 1)
@@ -231,6 +233,11 @@ class Planner:
         size = self.blocks.block_size
         needed = -((self._capacity[slots] - position - steps) // size)
         return steps if int(needed.clip(0).sum()) <= self.blocks.num_free else 1
+
+    def _is_full(self) -> bool:
+        """Whether no sequence can join before one that decodes has reached its last position."""
+        all_decode = len(self._decoding) == len(self.running)
+        return all_decode and not (self._free_slots or self._may_stop)
 
     def _drain(self, sequence: Sequence) -> None:
         """Plan no further rows for a sequence; its last token is still to be collected."""

@@ -120,6 +120,7 @@ class Sequence:
         "follower",
         "index",
         "max_output",
+        "may_stop",
         "num_planned",
         "output",
         "prompt",
@@ -154,6 +155,8 @@ class Sequence:
         self.text = text
         # Gives the texts of tokens if nothing else must be looked at, such as stop strings.
         self.decoder = _NO_TEXT if text is None else text.plain_decoder
+        # Whether a token or a text may end it.
+        self.may_stop = bool(self.stop_ids) or self.decoder is None
         self.prompt = request.prompt
         self.output: list[int] = []
         self.state = State.WAITING

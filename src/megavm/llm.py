@@ -12,7 +12,7 @@ from typing import Any, Final, Literal, Self
 import numpy as np
 import numpy.typing as npt
 
-from megavm.collector import Collector
+from megavm.batch import Batch, Prompt
 from megavm.garbage import frozen_heap
 from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
 from megavm.profiler.environment import describe_machine
@@ -408,27 +408,28 @@ class LLM:
         params: Sequence[SamplingParams],
         many: bool,
     ) -> list[RequestOutput]:
-        arrays, restrictions = [], []
-        for i, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        checked: list[Prompt] = []
+        for i, (text, prompt, one) in enumerate(zip(texts, prompts, params, strict=True)):
             with PromptIndex(i if many else None, "prompt"):
-                arrays.append(self.engine.validate(prompt, one))
-                restrictions.append(self.restrictions.compile(one))
-        collectors: list[Collector] = []
+                tokens = self.engine.validate(prompt, one)
+                if i > 0 and one is checked[-1].params:
+                    restriction = checked[-1].restriction
+                else:
+                    restriction = self.restrictions.compile(one)
+            checked.append(Prompt(text, tokens, one, restriction))
+        ahead = 2 * self.runner.max_num_batched_tokens
+        batch = Batch(self.engine, checked, ahead, self._logprobs)
         with self._lock:
             self._check_open()
-            for text, array, one, restriction in zip(
-                texts, arrays, params, restrictions, strict=True
-            ):
-                request = self.engine.queue(array, one, restriction=restriction)
-                collectors.append(Collector(request, text, self._logprobs))
-                self._sinks[request.id] = collectors[-1].add
         try:
-            for collector in collectors:
-                while collector.missing:
-                    self._step()
+            while not batch.ended:
+                with self._lock:
+                    for collector in batch.queue():
+                        self._sinks[collector.request.id] = collector.add
+                self._step()
         finally:
-            self._forget([c.request for c in collectors])
-        return [collector.result() for collector in collectors]
+            self._forget([collector.request for collector in batch.collectors])
+        return [c.result for c in batch.collectors if c.result is not None]
 
     def _stream(
         self, prompt: TokenIds, params: SamplingParams | None
@@ -493,7 +494,7 @@ class LLM:
                 self._sinks.pop(request.id, None)
                 if not self._closed:
                     self.engine.abort(request.id)
-                request.sequences = ()  # see Collector
+                request.sequences = ()  # see batch.Collector
 
     def _logprobs(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """Log-probabilities in vLLM's format: the chosen token first, then the most likely."""

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from megavm import LLM, SamplingParams
+from megavm.batch import Batch, Prompt
 from megavm.outputs import Chunk, GenerationError, RequestOutput
 from megavm.scheduler.engine.logprobs import log_softmax
+from megavm.scheduler.engine.step import Plan
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.hub import resolve
@@ -52,6 +54,40 @@ def test_a_batch_gives_each_prompt_what_it_gets_alone(llm: LLM) -> None:
     for text, output in zip(TEXTS, together, strict=True):
         assert output.prompt_token_ids == llm.tokenizer.encode(text)
         assert output.outputs == llm.generate(text, greedy())[0].outputs
+
+
+def test_a_batch_is_queued_beside_its_first_steps(llm: LLM) -> None:
+    prompts = [[2 + i, 5, 7] for i in range(40)]
+    planner, queued = llm.engine.planner, []
+    plan = planner.plan
+
+    def noted() -> Plan | None:
+        queued.append(len(planner.waiting))
+        return plan()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planner, "plan", noted)
+        together = llm.generate(prompts, greedy(max_tokens=5))
+    assert 2 <= max(queued) <= 8  # prompts for two steps of 12 tokens
+    for prompt, output in zip(prompts, together, strict=True):
+        assert output.outputs == llm.generate(prompt, greedy(max_tokens=5))[0].outputs
+    waited = [output.timings["queue_seconds"] for output in together]
+    assert waited[-1] > waited[0]
+
+
+def test_prompts_that_end_without_a_seat_do_not_hold_back_the_next_ones(llm: LLM) -> None:
+    tokens = np.arange(5, dtype=np.int32)
+    batch = Batch(llm.engine, [Prompt(None, tokens, greedy(), None)] * 8, 8, llm._logprobs)
+    requests = [collector.request for collector in batch.queue()]
+    assert len(requests) == 2
+    assert batch.queue() == []
+    assert llm.engine.abort(requests[0].id)
+    (third,) = batch.queue()
+    assert not batch.ended
+    for request in (requests[1], third.request):
+        llm.engine.abort(request.id)
+    while llm.engine.has_work:
+        llm.engine.step()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import pytest
@@ -250,6 +251,32 @@ def test_several_steps_per_launch_bring_several_tokens_at_a_time() -> None:
     while engine.has_work:
         counts += [len(d.token_ids) for d in engine.step()]
     assert counts == [1, 4, 4, 1]
+
+
+@pytest.mark.parametrize(
+    ("params", "steps"),
+    [
+        ({}, 4),
+        ({"stop_token_ids": [39]}, 1),
+        ({"stop": ["never"]}, 1),
+    ],
+)
+def test_a_request_that_waits_for_a_seat_shortens_launches_only_if_one_may_come_early(
+    params: dict[str, Any], steps: int
+) -> None:
+    runner = toy.ToyRunner(max_num_seqs=2)
+    engine = make_engine(runner, overlap=False, steps_per_launch=4)
+    for i, max_tokens in enumerate((13, 17, 5)):
+        engine.add([1, 2, i], greedy(max_tokens=max_tokens, **params), i)
+    launches = []
+    while engine.has_work:
+        deltas = engine.step()
+        launches.append({d.request.id: len(d.token_ids) for d in deltas})
+    assert launches[:2] == [{0: 1, 1: 1}, {0: steps, 1: steps}]
+    # None goes on past the end of the first, behind which the third has a seat.
+    ends = next(i for i, launch in enumerate(launches) if 2 in launch)
+    assert sum(launch.get(0, 0) for launch in launches[:ends]) == 13
+    assert launches[ends][1] == 1
 
 
 def test_min_tokens_holds_back_stop_tokens_and_stop_strings(overlap: bool) -> None:

@@ -24,7 +24,7 @@ def test_a_fault_ends_what_runs_and_nothing_else(fault: int, steps: int, overlap
     engine = make_engine(runner, overlap=overlap, steps_per_launch=steps)
     prompts = [[1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 3, 4, 5, 6, 7]]
     for prompt in prompts:
-        engine.add(prompt, greedy(max_tokens=12))
+        engine.add(prompt, greedy(max_tokens=14))
     results = run_all(engine)
     failed = [i for i in range(4) if results[i, 0].finish_reason == "error"]
     assert failed == [0, 1]
@@ -32,10 +32,10 @@ def test_a_fault_ends_what_runs_and_nothing_else(fault: int, steps: int, overlap
         if i in failed:
             assert results[i, 0].error == "the machine stopped: worker 0 gave up"
         else:
-            assert results[i, 0].outcome() == alone(prompts[i], greedy(max_tokens=12), 0, runner)
+            assert results[i, 0].outcome() == alone(prompts[i], greedy(max_tokens=14), 0, runner)
     assert engine.counters.faults == 1
-    engine.add([1, 2, 3], greedy(max_tokens=12))
-    assert run_all(engine)[4, 0].outcome() == alone([1, 2, 3], greedy(max_tokens=12), 0, runner)
+    engine.add([1, 2, 3], greedy(max_tokens=14))
+    assert run_all(engine)[4, 0].outcome() == alone([1, 2, 3], greedy(max_tokens=14), 0, runner)
     assert_idle(engine)
 
 

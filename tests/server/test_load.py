@@ -40,7 +40,7 @@ def test_a_random_load_gets_what_each_request_gets_alone(options: dict[str, Any]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_seed_gives_the_same_tokens_whatever_else_is_in_the_batch(dtype: str) -> None:
-    options = {"max_num_seqs": 16, "prefix_caching": True, "dtype": dtype}
+    options: dict[str, Any] = {"max_num_seqs": 16, "prefix_caching": True, "dtype": dtype}
     with serving(**options) as server, ThreadPoolExecutor(16) as pool:
 
         def ask(i: int) -> Any:

@@ -620,7 +620,8 @@ def test_attention_of_a_row_does_not_depend_on_the_rows_beside_it(
         assert torch.equal(run(row, row + 1), together[row : row + 1]), row
     for row, (sequence, position) in enumerate(zip(sequences, positions, strict=True)):
         keys, weighted = (
-            values[name].float()[values["table"][sequence].long()]  # [blocks, kv_heads, block_size, d]
+            values[name]
+            .float()[values["table"][sequence].long()]  # [blocks, kv_heads, block_size, d]
             .transpose(0, 1)
             .reshape(kv_heads, -1, head_dim)[:, : position + 1]
             .repeat_interleave(group, 0)

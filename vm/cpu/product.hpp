@@ -6,9 +6,9 @@
 // needs sums. Otherwise the arena holds the sums of the whole tile, and the input is processed in
 // slices (Product.working_bytes declares the sizes).
 //
-// A sum is computed in *pieces* of kSplitColumns columns, each in 16 lanes that one tree of additions
-// joins; with AMX, 32 columns after 32. The order is the same for every number of rows and tile, so
-// the result of a row does not depend on the other rows.
+// A sum is computed in *pieces* of kSplitColumns columns, each in 16 lanes that one tree of
+// additions joins; with AMX, 32 columns after 32. The order is the same for every number of rows
+// and tile, so the result of a row does not depend on the other rows.
 #pragma once
 
 #include "vm/cpu/amx.hpp"

@@ -1,0 +1,1 @@
+../../src/megavm/batch.py

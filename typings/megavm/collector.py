@@ -1,1 +1,0 @@
-../../src/megavm/collector.py
