@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import gc
 import importlib
 import json
 import multiprocessing
@@ -34,6 +33,7 @@ from unittest.mock import patch
 import torch
 
 from megavm import LLM
+from megavm.garbage import is_frozen
 from megavm.scheduler.engine import step_memory
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.run import runner as runner_module
@@ -192,7 +192,7 @@ async def serving(llm: LLM) -> AsyncIterator[tuple[int, Server]]:
     listener = listen("127.0.0.1", 0)
     server = Server(lambda progress: llm, Settings(("model",)), listener)
     running = asyncio.create_task(server.serve())
-    while not server.started or gc.get_freeze_count() == 0:
+    while not server.started or not is_frozen():
         await asyncio.sleep(0.01)
     yield listener.getsockname()[1], server
     server.should_exit = True

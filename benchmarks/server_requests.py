@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Final
 
 from environment import save
+from megavm.garbage import is_frozen
 from paced import cpu_seconds, make_llm
 
 PROMPT: Final = 160
@@ -79,7 +80,7 @@ async def run_server(clients: int, waves: int, output: int, objects: int) -> dic
     listener = listen("127.0.0.1", 0)
     server = Server(lambda progress: llm, Settings(("model",), max_queue=clients), listener)
     serving = asyncio.create_task(server.serve())
-    while not server.started or gc.get_freeze_count() == 0:
+    while not server.started or not is_frozen():
         await asyncio.sleep(0.1)
     # What programs cost is not measured here.
     llm.runner.close()

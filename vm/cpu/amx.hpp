@@ -191,7 +191,7 @@ struct AmxPath {
         for (int half = 0; half < kHalves; ++half)
           _mm_prefetch(
               reinterpret_cast<const char*>(a.next[half]) + r * a.stride + s * 64 + a.next_bytes,
-              _MM_HINT_T0);
+              _MM_HINT_T1);
       }
       const bool whole = s < a.steps;
       const Bf16* low = whole ? a.half[0] + s * kDepth : edge;
