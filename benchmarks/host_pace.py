@@ -1,7 +1,8 @@
 """How long a GPU waits for its host while a batch decodes, at a GPU's pace. Needs no GPU.
 
-    python benchmarks/host_pace.py [--batches 1 8 64 256] [--paths engine asyncio uvloop]
-                                   [--steps-per-launch 1 8] [--writers thread loop] [--save [NAME]]
+    python benchmarks/host_pace.py [--batches 1 8 64 256] [--steps-per-launch 1 8]
+                                   [--paths engine masks masks-first asyncio uvloop]
+                                   [--writers thread loop] [--save [NAME]]
 
 The machine is that of paced.py, with the paces that megavm aims at for a Llama of 1B on an H200.
 
@@ -10,6 +11,9 @@ that are not a decode step of the full batch are left out. ``plan_us`` and ``col
 of a launch, by the clock, so they include waiting for the GIL and for a core. Paths:
 
 - ``engine``: ``Engine.step`` in a loop; nobody reads the text.
+- ``masks``: the same, and one sequence has a mask that depends on its last token (``bad_words``).
+- ``masks-first``: the same on a machine that must have such masks before it begins a step. The
+  limits are not for this one.
 - ``asyncio``: the server without uvloop and httptools, one streaming HTTP client per sequence.
 - ``uvloop``: the server with both of them, as it is installed.
 
@@ -30,6 +34,7 @@ import itertools
 import os
 import statistics
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 from environment import save
@@ -38,6 +43,7 @@ from paced import (
     EVENT_LOOPS,
     Clients,
     Load,
+    PacedCopies,
     PacedMachine,
     cpu_seconds,
     make_llm,
@@ -53,7 +59,8 @@ HOST_LIMIT: Final = 0.10  # plan and collect, as a share of the pace
 TOKENS: Final = 600  # of each sequence
 WARM_UP: Final = 50  # first steps of a full batch, not counted
 COUNTED: Final = 200  # following steps, whose CPU time is measured
-PATHS: Final = ("engine", *EVENT_LOOPS)
+ALONE: Final = ("engine", "masks", "masks-first")  # without a server
+PATHS: Final = (*ALONE, *EVENT_LOOPS)
 
 
 def summary(llm: LLM, machine: PacedMachine, steps: int) -> dict[str, Any]:
@@ -84,12 +91,16 @@ def summary(llm: LLM, machine: PacedMachine, steps: int) -> dict[str, Any]:
     }
 
 
-def run_engine(batch: int, pace: float, tokens: int, steps: int) -> dict[str, Any]:
+def run_engine(path: str, batch: int, pace: float, tokens: int, steps: int) -> dict[str, Any]:
     """Launches of the engine alone."""
+    PacedCopies.beside = path != "masks-first"
     llm, machine = make_llm(batch, pace, steps)
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i in range(batch):
-        llm.engine.add([2 + i % 100] * (1 + i % 16), params)
+        if i == batch - 1 and path != "engine":
+            params = replace(params, bad_words=["the fox"])
+        restriction = llm.restrictions.compile(params)
+        llm.engine.add([2 + i % 100] * (1 + i % 16), params, restriction=restriction)
     gc.collect()
     gc.freeze()  # as the server does
     while llm.engine.has_work:
@@ -122,8 +133,8 @@ async def run_server(batch: int, pace: float, tokens: int, steps: int) -> dict[s
 def measure(path: str, batch: int, steps: int, writer: str, tokens: int) -> dict[str, Any]:
     """One case, in a process of its own."""
     pace = 1e-3 * PACE_MS[batch]
-    if path == "engine":
-        return run_engine(batch, pace, tokens, steps)
+    if path in ALONE:
+        return run_engine(path, batch, pace, tokens, steps)
     return run_with(path, serve(batch, pace, tokens, steps, writer))
 
 
@@ -149,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     print(
-        f"{'path':>8} {'writer':>6} {'batch':>5} {'steps':>6} {'pace ms':>8} {'step ms':>8} ",
+        f"{'path':>11} {'writer':>6} {'batch':>5} {'steps':>6} {'pace ms':>8} {'step ms':>8} ",
         end="",
     )
     print(f"{'idle':>7} {'plan us':>8} {'collect us':>11} {'host':>7}  CPU ms per step")
@@ -158,17 +169,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for batch, steps, writer in itertools.product(
             options.batches,
             options.steps_per_launch,
-            options.writers[:1] if path == "engine" else options.writers,
+            options.writers[:1] if path in ALONE else options.writers,
         ):
             r = measure_apart(measure, path, batch, steps, writer, options.tokens)
             pace = PACE_MS[batch]
             sizes = {"batch": batch, "steps_per_launch": steps, "pace_ms": pace}
             results.append({"path": path, "writer": writer, **sizes, **r})
-            print(f"{path:>8} {writer:>6} {batch:5} {steps:6} {pace:8} {r['step_ms']:8} ", end="")
+            print(f"{path:>11} {writer:>6} {batch:5} {steps:6} {pace:8} {r['step_ms']:8} ", end="")
             print(f"{r['idle_share']:7.1%} {r['plan_us']:8} {r['collect_us']:11} ", end="")
             used = r.get("cpu_ms_per_step", {}).items()
             print(f"{r['host_share']:7.1%} ", *(f"{name} {ms}" for name, ms in used), flush=True)
-    late = any(r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT for r in results)
+    late = any(
+        r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT
+        for r in results
+        if r["path"] != "masks-first"
+    )
     if options.save:
         limits = {"idle_share": IDLE_LIMIT, "host_share": HOST_LIMIT}
         report = {"load_average": os.getloadavg()[0], "limits": limits, "within_limits": not late}

@@ -92,6 +92,8 @@ class PacedMachine:
 class PacedCopies(HostCopies):
     """Copies that keep the GIL."""
 
+    beside = True
+
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Copies.send``."""
         target.numpy().data[:] = source.numpy().data

@@ -80,6 +80,11 @@ class EchoRunner:
         self.tokens[slots, positions + 1] = self.text[(slots + positions) % len(self.text)]
         self.machine_seconds += time.thread_time() - begin
 
+    can_await_masks = False
+
+    def give_masks(self) -> None:
+        """As ``Runner.give_masks``; no step awaits masks."""
+
     def is_coming(self, *, restricted: bool) -> bool:
         """As ``Runner.is_coming``; this runner compiles nothing."""
         return False

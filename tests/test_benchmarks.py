@@ -25,7 +25,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "'collections'",
         ),
         ("host_waves.py --waves 2 --batches 8 --event-loops asyncio", "TTFT ms"),
-        ("host_pace.py --tokens 120 --batches 8 --paths engine", "collect us"),
+        ("host_pace.py --tokens 120 --batches 8 --paths engine masks masks-first", "collect us"),
         ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
         ("halves_estimate.py --model 1b --rows 512 --ranks 2", "512 rows, 2 ranks, all_gather"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),

@@ -67,8 +67,10 @@ class Sample(Instruction):
 
     So the choice depends only on the sequence, its seed and its logits, and not on the batch.
 
-    ``allowed`` and ``bias`` come together or not at all; without them MASKED and BIASED are not read.
-    Bit t % 32 of allowed[s, t / 32] belongs to token t.
+    ``allowed``, ``bias``, ``masks_written`` and ``masks_awaited`` come together or not at all; without them
+    MASKED and BIASED are not read. Bit t % 32 of allowed[s, t / 32] belongs to token t. On a GPU the host may
+    write ``allowed`` while the step runs, if masks depend on the token of the step before: a choice with MASKED
+    waits until ``masks_written`` has reached ``masks_awaited``. The host writes it last, and neither is reset.
 
     ``peaks`` holds the largest logit and its column for every tile of columns, as Matmul writes them. With
     ``peaks`` a row of temperature 0 without penalties, masked tokens or biases takes the largest pair (the
@@ -82,6 +84,7 @@ class Sample(Instruction):
         "LOGIT_ROW": "logit_row of row {row} is {value}, the step has {target} rows",
         "NAN_LOGITS": "logits of row {row} hold NaN",
         "NUM_STOP": "NUM_STOP of sequence {row} is {value}",
+        "MASKS": "the host has not written mask {target} of row {row}, the last one is {value}",
         "UNSUPPORTED": "the kernel was not compiled for operands like these ({value}, {target})",
     }
 
@@ -103,6 +106,8 @@ class Sample(Instruction):
     row_end = integer("end of the logit rows")
     allowed = tensor("a bit for each token [sequences, words]", I32, optional=True)
     bias = tensor("added to the logits [sequences, vocabulary]", F32, optional=True)
+    masks_written = tensor("number of the last masks that are written [1]", I32, optional=True)
+    masks_awaited = tensor("number of the masks for this step [1]", I32, optional=True)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
@@ -117,7 +122,7 @@ class Sample(Instruction):
             self.logit_count,
             self.row_sequence,
             self.row_position,
-            *present(self.allowed, self.bias),
+            *present(self.allowed, self.bias, self.masks_written, self.masks_awaited),
         ):
             yield whole(tensors, handle)
 
@@ -156,9 +161,12 @@ class Sample(Instruction):
             logit_count=(self.logit_count, 1, 1),
             allowed=(self.allowed, sequences, words),
             bias=(self.bias, sequences, logits.columns),
+            masks_written=(self.masks_written, 1, 1),
+            masks_awaited=(self.masks_awaited, 1, 1),
         )
-        if (self.allowed == NONE) != (self.bias == NONE):
-            yield "allowed and bias come together, and one of them is absent"
+        together = (self.allowed, self.bias, self.masks_written, self.masks_awaited)
+        if 0 < sum(handle == NONE for handle in together) < len(together):
+            yield "allowed, bias and the numbers of masks come together, and one of them is absent"
         for handle in present(self.peaks):
             if tensors[handle].columns % 2:
                 yield f"peaks {tensors[handle].name} has {tensors[handle].columns} columns, not pairs"

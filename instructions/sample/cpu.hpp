@@ -208,11 +208,21 @@ class Sampler {
     allowed_ = nullptr;
     bias_ = nullptr;
     if (inst_.allowed == kNone) return;
-    if (integers_[sample::kMasked])
+    if (integers_[sample::kMasked]) {
+      check_mask();
       allowed_ = worker_.data<const uint32_t>(inst_.allowed) +
                  sequence_ * worker_.tensor(inst_.allowed).columns;
+    }
     if (integers_[sample::kBiased])
       bias_ = worker_.data<const float>(inst_.bias) + sequence_ * vocabulary_;
+  }
+
+  // The host writes all masks before a step of this machine.
+  void check_mask() const {
+    const uint32_t written = *worker_.data<const uint32_t>(inst_.masks_written);
+    const uint32_t awaited = *worker_.data<const uint32_t>(inst_.masks_awaited);
+    if (static_cast<int32_t>(written - awaited) < 0)
+      worker_.fault("the host has not written mask %u, the last one is %u", awaited, written);
   }
 
   bool is_allowed(int64_t token) const {

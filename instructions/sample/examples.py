@@ -172,6 +172,9 @@ def example(
         bias=table.add("bias", (4, vocabulary), F32, TensorKind.INPUT, bias)
         if restricted
         else NONE,
+        # Masks are numbered without end, so that numbers wrap around.
+        masks_written=table.integers("masks_written", [-(1 << 31)]) if restricted else NONE,
+        masks_awaited=table.integers("masks_awaited", [(1 << 31) - 1]) if restricted else NONE,
     )
     return Example(name, inst, table.specs, table.values)
 

@@ -92,9 +92,24 @@ struct Choice {
     if (integer(sample::kBiased) != 0)
       logit += constant_element(in[&Sample::bias], sequence, token);
     if (integer(sample::kMasked) == 0) return logit;
-    const uint32_t word = static_cast<uint32_t>(
-        constant_integer(in[&Sample::allowed], sequence, token / sample::kMaskBits));
+    // The host may have written it while the kernel ran.
+    const uint32_t word =
+        ptx::load_relaxed1(element_at(in[&Sample::allowed], sequence, token / sample::kMaskBits));
     return word >> token % sample::kMaskBits & 1 ? logit : -kInfinity;
+  }
+  // Wait until the host has written the mask. Its numbers wrap around, so compare by difference.
+  __device__ __forceinline__ void await_mask() const {
+    if (!in.has(&Sample::allowed) || integer(sample::kMasked) == 0) return;
+    const uint32_t awaited =
+        static_cast<uint32_t>(constant_integer(in[&Sample::masks_awaited], 0, 0));
+    const uint64_t address = element_at(in[&Sample::masks_written], 0, 0);
+    const auto* number = reinterpret_cast<const uint32_t*>(address);
+    uint32_t written = ptx::load_acquire_system(number);
+    while (static_cast<int32_t>(written - awaited) < 0) {
+      if (__builtin_expect(is_stopping(), 0))
+        stop_instruction(Fault::kMasks, row, 0, written, awaited);
+      written = ptx::load_acquire_system(number);
+    }
   }
   __device__ __forceinline__ void append(uint32_t token) const {
     ptx::store(element_at(in[&Sample::tokens], sequence, position + 1), token);

@@ -11,7 +11,7 @@ from megavm.scheduler.compiler.tiling import Lowering, cut
 OPERANDS = (
     *("logits", "peaks", "adjusted", "tokens", "sampling_real", "sampling_integer"),
     *("logit_row", "logit_count", "row_sequence", "row_position"),
-    *("allowed", "bias"),
+    *("allowed", "bias", "masks_written", "masks_awaited"),
 )
 
 

@@ -42,6 +42,12 @@ def restrict(
     if integers[Integer.BIASED]:
         logits = logits + m.raw(inst.bias)[sequence]
     if integers[Integer.MASKED]:
+        written, awaited = (
+            int(m.raw(handle)[0]) & 0xFFFFFFFF
+            for handle in (inst.masks_written, inst.masks_awaited)
+        )
+        if (written - awaited) & 0x80000000:
+            raise IndexError(f"the host has not written mask {awaited}, the last one is {written}")
         words = m.raw(inst.allowed)[sequence]
         token = torch.arange(len(logits))
         bits = words[token // MASK_BITS] >> (token % MASK_BITS) & 1

@@ -32,6 +32,7 @@ struct Sampler {
   }
 
   __device__ __forceinline__ void run() const {
+    if constexpr (sample::kAnyRestricted) choice.await_mask();
     const bool changed =
         choice.penalised || choice.masked > 0 || is_tagged(choice.in[&Sample::logits]);
     if (changed) {

@@ -91,6 +91,8 @@ class Batch:
     sampling_integer: Value  # I32 [sequences, INTEGER_COLUMNS]
     allowed: Value  # I32 [sequences, words], see Sample
     bias: Value  # F32 [sequences, vocabulary]
+    masks_written: Value  # I32 [1]
+    masks_awaited: Value  # I32 [1]
 
 
 class Graph:
@@ -268,7 +270,8 @@ class Graph:
             "row_position": batch.row_position,
         }
         if restricted:
-            inputs |= {"allowed": batch.allowed, "bias": batch.bias}
+            names = ("allowed", "bias", "masks_written", "masks_awaited")
+            inputs |= {name: getattr(batch, name) for name in names}
         adjusted = self._value(
             f"{label}.adjusted", logits.rows, logits.columns, F32, logits.capacity
         )

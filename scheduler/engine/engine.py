@@ -480,8 +480,11 @@ class Engine:
                 if running.gone is None:
                     running.gone = np.zeros_like(self._slots.ended)
                 running.gone[[admission.slot for admission in plan.admissions]] = True
-            self._slots.write(plan)
+            # Masks that depend on the tokens of the plan in progress come when it has ended.
+            late = self._in_progress is not None and plan.step.restricted
+            self._slots.write(plan, masks=not late)
             plan.drop(self._slots.ended)
+            plan.step.awaits_masks = late and any(s.follower for s in plan.samplers)
             plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
             plan.started = time.perf_counter()
             if plan.step.num_rows:
@@ -515,6 +518,23 @@ class Engine:
             self._complete(plan, rows, max(plan.started, self._last_end))
         except BaseException as error:
             self._fail(plan, error)
+        finally:
+            self._give_masks()
+
+    def _give_masks(self) -> None:
+        """Write the masks of the plan in progress if it awaits them. Does not raise."""
+        plan = self._in_progress
+        if plan is None or not plan.step.awaits_masks:
+            return
+        plan.step.awaits_masks = False
+        try:
+            try:
+                if self._fault is None and plan.generation == self.planner.generation:
+                    self._slots.write_masks(plan)
+            finally:
+                self.runner.give_masks()
+        except BaseException as error:
+            self._fail(plan, error)
 
     def _complete(self, plan: Plan, rows: int, begin: float) -> None:
         """Read the results of a plan of ``rows`` rows that has run since ``begin``."""
@@ -544,7 +564,11 @@ class Engine:
             return False
         if any(p.with_logprobs or p.scored for p in (running, plan)):
             return False  # there is one tensor of logits
-        if plan.step.restricted and any(s.follower is not None for s in plan.samplers):
+        if (
+            plan.step.restricted
+            and not self.runner.can_await_masks
+            and any(s.follower is not None for s in plan.samplers)
+        ):
             return False  # its mask depends on the token
         if plan.steps > 1 and plan.step.num_rows == 1:
             # It may end, and a request that comes then would wait for several steps of nothing.

@@ -26,8 +26,11 @@ class Slots:
         # Stop conditions of the slots read last; steady decode steps have the same.
         self._stops: Stops | None = None
 
-    def write(self, plan: Plan) -> None:
-        """Write a plan to memory, and find the sequences that end before its step."""
+    def write(self, plan: Plan, *, masks: bool = True) -> None:
+        """Write a plan to memory, and find the sequences that end before its step.
+
+        ``masks``: those that depend on the output too; else ``write_masks`` does so later.
+        """
         runner = self._runner
         if plan.admissions:
             self._stops = None
@@ -44,8 +47,8 @@ class Slots:
             runner.block_table[slot, column] = block
         for slot in plan.enabled:
             runner.sampling_integer[slot, Integer.ENABLED] = 1
-        if plan.step.restricted:
-            self._write_masks(plan)
+        if masks and plan.step.restricted:
+            self.write_masks(plan)
 
     def _write_restriction(self, slot: int, restriction: Restriction) -> None:
         """Write what stays as it is while a sequence runs."""
@@ -57,8 +60,11 @@ class Slots:
             runner.allowed[slot] = restriction.allowed
             runner.publish("allowed", slot)
 
-    def _write_masks(self, plan: Plan) -> None:
-        """Write the masks that depend on the output, which the launch before has extended."""
+    def write_masks(self, plan: Plan) -> None:
+        """Write the masks that depend on the output, which the launch before has extended.
+
+        A sequence for which no token is left has failed; what it chooses is not read.
+        """
         step, runner = plan.step, self._runner
         for sequence, row in zip(plan.samplers, step.logit_row.tolist(), strict=False):
             slot = int(step.row_sequence[row])
@@ -71,6 +77,7 @@ class Slots:
             if cause:
                 self.ended[slot] = True
                 plan.failed[sequence] = cause
+                runner.allowed[slot] = -1
             runner.publish("allowed", slot)
 
     def expect(self, plan: Plan) -> None:
@@ -113,9 +120,8 @@ class Slots:
 
     def _follow(self, plan: Plan, slots: Ints, following: Ints) -> None:
         """Find the sequences whose grammar the chosen tokens complete. Launches have one step."""
-        assert plan.stopped is not None, "the tokens have been read"
         for i, sequence in enumerate(plan.samplers):
-            if sequence.follower is None or plan.stopped[i, 0]:
+            if sequence.follower is None or self.ended[slots[i]]:
                 continue
             begin, end = len(sequence.prompt), int(following[i]) + 1
             cause = sequence.follower.follow(self._runner.tokens[slots[i], begin:end])

@@ -34,7 +34,8 @@ class Step:
     computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``restricted``:
     a sequence that chooses a token has a mask of allowed tokens, or a bias. In a launch of several
     steps all positions advance by one from step to step. ``wants_logits``: the host may read the
-    logits afterwards; else it reads only the chosen tokens.
+    logits afterwards; else it reads only the chosen tokens. ``awaits_masks``: it begins before its
+    masks are known, and ``StepRunner.give_masks`` must be called.
     """
 
     row_sequence: Ints
@@ -44,6 +45,7 @@ class Step:
     restricted: bool = False
     distinct: bool | None = None  # whether its rows belong to different sequences; None: unknown
     wants_logits: bool = True
+    awaits_masks: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -136,6 +138,18 @@ class StepRunner(Protocol):
 
     def publish(self, name: str, slot: int) -> None:
         """Let the next step see a changed row of ``allowed`` or ``bias``."""
+        ...
+
+    @property
+    def can_await_masks(self) -> bool:
+        """Whether a step may be started behind another one before its masks are known."""
+        ...
+
+    def give_masks(self) -> None:
+        """Let the step that was started last, which awaits masks, see the rows published since.
+
+        Call it in any case, or the machine gives up. Raises MachineFault.
+        """
         ...
 
     def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:

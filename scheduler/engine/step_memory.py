@@ -25,7 +25,8 @@ from megavm.vm.tensors import TensorKind, TensorSpec
 
 ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 bytes
 MOST_LAUNCHES = 2  # in progress: one runs, and one waits behind it
-BY_ROW = ("allowed", "bias")  # inputs that move to the GPU row by row, when they have changed
+# Inputs that move to the GPU row by row, when they have changed.
+BY_ROW = ("allowed", "bias", "masks_written")
 
 
 class AsynchronousExecutable(Executable, Protocol):
@@ -84,6 +85,18 @@ class StepMemory:
 
     def publish(self, name: str, slot: int) -> None:
         """Let the next launch see a changed row of a tensor of BY_ROW."""
+
+    @property
+    def can_await_masks(self) -> bool:
+        """Whether masks may be given to a launch that runs (``give_masks``)."""
+        return False
+
+    def give_masks(self) -> None:
+        """Let the last launch, which awaits masks, see the rows that are published since it began.
+
+        Raises MachineFault.
+        """
+        raise NotImplementedError("this machine cannot await masks")
 
     def run(
         self,
@@ -182,6 +195,9 @@ class DeviceStepMemory(StepMemory):
         count = steps["logit_row"].rows
         self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
+        self._given = 0  # how often masks have been given to a launch that ran
+        # Their number on the way to the GPUs: nobody may write it before it is there.
+        self._numbers = [self._pinned((1,), torch.int32) for _ in range(MOST_LAUNCHES)]
         self._last_end: Any = None  # the event at the end of the last launch
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
@@ -210,6 +226,25 @@ class DeviceStepMemory(StepMemory):
     def publish(self, name: str, slot: int) -> None:
         self._changed[name, slot] = None
 
+    @property
+    def can_await_masks(self) -> bool:
+        return all(copies.beside for copies in self._copies)
+
+    def give_masks(self) -> None:
+        self._given += 1
+        number = self._numbers[self._given % MOST_LAUNCHES]
+        number.fill_(_signed(self._given))
+        changed, self._changed = self._changed, {}
+        _, numbers = self._rows["masks_written"]
+        with _errors_as_faults():
+            for copies, on_gpu, rank in zip(
+                self._copies, numbers, range(len(numbers)), strict=True
+            ):
+                for name, slot in changed:
+                    host, of_ranks = self._rows[name]
+                    copies.send_beside(of_ranks[rank][slot], host[slot])
+                copies.send_beside(on_gpu, number)
+
     def run(
         self,
         executable: Executable,
@@ -236,6 +271,7 @@ class DeviceStepMemory(StepMemory):
     ) -> Callable[[Bools | None], None]:
         stage = self._stages[self._next]
         self._next = (self._next + 1) % MOST_LAUNCHES
+        self.arrays["masks_awaited"][0] = _signed(self._given + step.awaits_masks)
         # Copies of numpy and torch would give up the interpreter.
         stage.words.data[:] = self._host_words.data
         for copies, slab in zip(self._copies, self._slabs, strict=True):
@@ -318,6 +354,11 @@ class DeviceStepMemory(StepMemory):
         stage.places[:count].numpy()[:] = places
         self._copies[0].gather(stage.chosen[:count], tokens, stage.places[:count])
         return slots.repeat(steps), places
+
+
+def _signed(number: int) -> int:
+    """The int32 with the low bits of a number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @contextlib.contextmanager

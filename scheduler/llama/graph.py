@@ -88,6 +88,8 @@ def step_tensors(limits: Limits, vocabulary: int) -> dict[str, TensorSpec]:
         "sampling_integer": ((sequences, INTEGER_COLUMNS), I32, INPUT),
         "allowed": ((sequences, -(-vocabulary // MASK_BITS)), I32, INPUT),
         "bias": ((sequences, vocabulary), F32, INPUT),
+        "masks_written": ((1,), I32, INPUT),
+        "masks_awaited": ((1,), I32, INPUT),
     }
     return {
         name: TensorSpec(f"step.{name}", shape, dtype, kind)

@@ -125,6 +125,15 @@ class Runner:
         """Let the next step see a changed row of ``allowed`` or ``bias``."""
         self._step.publish(name, slot)
 
+    @property
+    def can_await_masks(self) -> bool:
+        """Whether a step may be started behind another one before its masks are known."""
+        return self._step.can_await_masks
+
+    def give_masks(self) -> None:
+        """See ``StepRunner.give_masks``."""
+        self._step.give_masks()
+
     @classmethod
     def for_checkpoint(
         cls,
@@ -338,6 +347,8 @@ class Runner:
         """
         memory, started = self._step, started or _nothing
         bucket = self._choose(step, steps)
+        if step.awaits_masks and not (bucket and self.can_queue(step, steps)):
+            raise RuntimeError("a step that awaits masks cannot be waited for")
         if bucket is None:
             if parts := self._parts(step, steps):
                 self._run_parts(step, steps, started, parts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from engine_runs import Results, assert_idle, gather, run_all
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.engine import Engine
+from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.step import Bools, Launch, Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
@@ -152,6 +154,35 @@ def test_requests_that_join_and_end_get_the_tokens_they_get_in_turn(
     assert watched.in_progress == 0
     engine.close()
     assert_idle(engine)
+
+
+def test_masks_that_depend_on_the_last_token_come_while_their_step_runs(
+    runner: Runner, watched: Watched, gpu: CudaMachine
+) -> None:
+    if isinstance(gpu, EmulatedMachine):
+        pytest.skip("the host runs an emulated kernel itself")
+    plain = tokens_alone(runner)
+    words = Restriction(bad_words=tuple((a, b) for own in plain for a, b in pairwise(own)))
+
+    def tokens(**options: Any) -> list[list[int]]:
+        engine = Engine(runner, prefix_caching=False, steps_per_launch=3, **options)
+        for i, prompt in enumerate(PROMPTS):
+            engine.add(prompt, params(), i, words if i in (0, 3) else None)
+        results = run_all(engine)
+        engine.close()
+        assert_idle(engine)
+        return [results[i, 0].token_ids for i in range(len(PROMPTS))]
+
+    expected = tokens(overlap=False)
+    watched.most = 0
+    assert tokens() == expected
+    assert watched.most == 2
+    assert runner.can_await_masks
+    assert runner._step._given > 8  # type: ignore[attr-defined]
+    for i, own in enumerate(expected):
+        assert (own == plain[i]) is (i not in (0, 3))
+        avoided = i in (0, 3) and set(words.bad_words) & set(pairwise(own))
+        assert not avoided
 
 
 def test_steps_behind_a_broken_one_leave_nothing(

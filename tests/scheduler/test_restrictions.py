@@ -18,9 +18,12 @@ VOCABULARY = 40
 class Counting:
     """A grammar of toy tokens: ``length`` tokens, each with the remainder of its place by 4."""
 
-    def __init__(self, length: int, stuck_at: int | None = None) -> None:
+    def __init__(
+        self, length: int, stuck_at: int | None = None, raises_at: int | None = None
+    ) -> None:
         self.length = length
         self.stuck_at = stuck_at
+        self.raises_at = raises_at
         self.matchers: list[CountingMatcher] = []
 
     def matcher(self) -> CountingMatcher:
@@ -50,6 +53,8 @@ class CountingMatcher:
         place = len(self.tokens)
         if place == self.grammar.stuck_at:
             self.error = "it is stuck"
+        if place == self.grammar.raises_at:
+            raise OSError("a bug in the matcher")
         mask[:] = mask_of(np.arange(place % 4, VOCABULARY, 4, dtype=np.int32), VOCABULARY)
 
 
@@ -76,6 +81,63 @@ def test_a_grammar_is_followed_and_ends_its_sequence(overlap: bool, steps_per_la
     alone.add([4, 5], greedy(max_tokens=12), "plain")
     assert results["plain", 0].outcome() == run_all(alone)["plain", 0].outcome()
     assert_idle(engine)
+    engine.close()
+
+
+def restricted_results(runner: toy.ToyRunner, overlap: bool) -> Results:
+    """Three sequences with a grammar, one with words to avoid, two others; some come later."""
+    engine = make_engine(runner, overlap=overlap, steps_per_launch=4)
+    results: Results = {}
+    engine.add([4, 5], greedy(max_tokens=25), "plain")
+    engine.add([1, 2, 3], greedy(n=3, temperature=1.0, seed=3), "g", Restriction(Counting(9)))
+    for _ in range(3):
+        gather(results, engine.step())
+    words = Restriction(bad_words=((7, 8), (9, 9)))
+    engine.add([6], greedy(max_tokens=8), "words", words)
+    engine.add(
+        [6, 2], greedy(max_tokens=9, stop_token_ids=[3, 8]), "stops", Restriction(Counting(9))
+    )
+    engine.add([4, 5], greedy(max_tokens=7), "later")
+    run_all(engine, results)
+    assert_idle(engine)
+    engine.close()
+    return results
+
+
+def test_masks_come_while_their_step_runs() -> None:
+    """What is chosen is what is chosen if every step waits for its masks."""
+    waiting = toy.ToyRunner(queues=True, awaits_masks=False)
+    running = toy.ToyRunner(queues=True)
+    expected = restricted_results(toy.ToyRunner(), overlap=False)
+    assert restricted_results(waiting, overlap=True) == expected
+    assert restricted_results(running, overlap=True) == expected
+    assert waiting.given == 0
+    assert running.given > 12
+    assert running.most_launches == 2
+
+
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("what", ["faults", "bugs", "interrupts", "matcher"])
+def test_a_step_that_awaits_masks_gets_them_whatever_fails(what: str, at: int) -> None:
+    """Else the machine would wait for them until its limit."""
+    runner = toy.ToyRunner(queues=True)
+    if what != "matcher":
+        setattr(runner, what, (at,))
+    grammar = Counting(9, raises_at=at if what == "matcher" else None)
+    engine = make_engine(runner)
+    engine.add([1, 2, 3], greedy(max_tokens=20), "g", Restriction(grammar))
+    engine.add([4, 5], greedy(max_tokens=20), "plain")
+    results: Results = {}
+    for _ in range(2):
+        try:
+            run_all(engine, results)
+        except (KeyError, KeyboardInterrupt, OSError):
+            continue
+    assert results["g", 0].error is not None
+    assert not runner.launches
+    assert_idle(engine)
+    engine.add([1, 2, 3], greedy(max_tokens=20), "again", Restriction(Counting(9)))
+    assert counted(run_all(engine)["again", 0].token_ids)
     engine.close()
 
 

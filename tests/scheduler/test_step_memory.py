@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -332,3 +333,84 @@ def test_launches_that_find_a_gpu_with_nothing_to_run_are_late() -> None:
     for copies.is_running in (False, True, True, False):
         made.start(program, Step(ints(0), ints(0), ints(0), 1), 1)(None)
     assert made.late_launches == 2
+
+
+class Beside(HostCopies):
+    """Copies to a GPU that reach a kernel that runs; notes where they go."""
+
+    beside = True
+
+    def __init__(self, memory: Memory) -> None:
+        self.memory = memory
+        self.sent: list[tuple[str, int]] = []  # (tensor, first word)
+
+    def send_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        for name in ("step.allowed", "step.masks_written"):
+            offset = target.data_ptr() - self.memory.storage(name).data_ptr()
+            if 0 <= offset < self.memory.spec(name).bytes:
+                self.sent.append((name, offset // 4))
+        self.send(target, source)
+
+
+def test_masks_reach_a_launch_that_runs_and_their_number_comes_last() -> None:
+    memory, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+    assert not made.can_await_masks
+    copies = Beside(memory)
+    made._copies = [copies]
+    assert made.can_await_masks
+    _, program = executable(lambda steps: None)
+
+    def numbers() -> list[int]:
+        names = ("step.masks_written", "step.masks_awaited")
+        return [int(memory[name][0]) for name in names]
+
+    def start(awaits: bool) -> None:
+        step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=awaits)
+        made.start(program, step, 1)(None)
+
+    start(False)
+    assert numbers() == [0, 0]
+    start(True)
+    assert numbers() == [0, 1]
+    made.arrays["allowed"][1] = [5, 6, 7]
+    made.publish("allowed", 1)
+    made.give_masks()
+    assert copies.sent == [("step.allowed", 3), ("step.masks_written", 0)]
+    assert memory["step.allowed"][1].tolist() == [5, 6, 7]
+    assert numbers() == [1, 1]
+    start(False)
+    assert numbers() == [1, 1]
+    made._given = 2**31 - 1  # numbers go on without end
+    start(True)
+    assert numbers()[1] == -(2**31)
+    made.give_masks()
+    assert numbers() == [-(2**31)] * 2
+
+
+def test_masks_come_to_a_gpu_while_its_kernel_runs(cuda_machine: CudaMachine) -> None:
+    memory, made = make(DeviceStepMemory, cuda_machine.memory_device)
+    assert isinstance(made, DeviceStepMemory)
+    assert made.can_await_masks
+    beside = torch.cuda.Stream()
+
+    def written() -> list[int]:
+        with torch.cuda.stream(beside):
+            return (
+                memory.storage("step.masks_written").tolist()
+                + memory.storage("step.allowed")[1].tolist()
+            )
+
+    _, program = executable(lambda steps: torch.cuda._sleep(1_000_000_000))
+    step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=True)
+    with made.current():
+        finish = made.start(program, step, 1)
+    assert written() == [0, 0, 0, 0]
+    made.arrays["allowed"][1] = [5, 6, 7]
+    made.publish("allowed", 1)
+    made.give_masks()
+    limit = time.monotonic() + 0.2  # the kernel takes half a second
+    while written() != [1, 5, 6, 7]:
+        assert time.monotonic() < limit
+    assert not made._copies[0].is_over(made._last_end)
+    finish(None)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from against_reference import check_example, examples_of
 
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
@@ -91,6 +92,12 @@ def record(kind: int, *rest: int, warp: int = 0) -> Record:
             "row 5 is at position 9, tokens, but for its last column",
         ),
         (Sample, "NUM_STOP", (2, 0, 33, 32), "NUM_STOP of sequence 2 is 33"),
+        (
+            Sample,
+            "MASKS",
+            (2, 0, 6, 7),
+            "the host has not written mask 7 of row 2, the last one is 6",
+        ),
         (Matmul, "ROW_INDEX", (2, 0, 33, 32), "row_index of row 2 is 33, expected below 32"),
         (Copy, "TOKEN", (1, 2, 3, 4), "fault TOKEN (row 1, word 2, value 3, target 4)"),
         (Embed, 77, (1, 2, 3, 4), "fault 77 (row 1, word 2, value 3, target 4)"),
@@ -136,6 +143,17 @@ def test_the_record_that_says_most_comes_first() -> None:
 @pytest.fixture(scope="module")
 def impatient(make_cuda_machine: Callable[..., CudaMachine]) -> CudaMachine:
     return make_cuda_machine(timeout=0.2)
+
+
+def test_a_choice_whose_mask_does_not_come_says_so(impatient: CudaMachine) -> None:
+    (example,) = [e for e in examples_of(Sample) if e.name == "mask and bias, tagged"]
+    memory = example.memory(5, impatient.memory_device)
+    memory.write("masks_written", torch.tensor([6]))
+    memory.write("masks_awaited", torch.tensor([7]))
+    executable = impatient.load(example.program(), memory, verify=False)
+    with pytest.raises(MachineFault, match=r"has not written mask 7 .*last one is 6"):
+        executable.run()
+    check_example(impatient, example, alone=False)  # its mask is there, and the next launch runs
 
 
 def load(

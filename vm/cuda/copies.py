@@ -22,14 +22,20 @@ THREADS = 256
 class Copies:
     """Copies to and from one GPU, in the order of its default stream; they do not wait.
 
+    ``beside``: whether ``send_beside`` reaches a kernel that runs.
+
     Call all methods where that is torch's current stream. Memory of the host is pinned, and whoever calls
     keeps it until the copy has run.
     """
+
+    beside = True
 
     def __init__(self, device: torch.device) -> None:
         self._driver = driver = Driver(device.index or 0)
         self._torch_stream = torch.cuda.default_stream(device)
         self._stream = int(self._torch_stream.cuda_stream)
+        # Does not wait for the default stream, and has copies only, which a GPU makes beside a kernel.
+        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         cubin = compile_kernel("", entry=ENTRY).cubin
         self._gather = driver.function(cubin, "megavm_gather", 0)
         self._scatter = driver.function(cubin, "megavm_scatter", 0)
@@ -40,6 +46,14 @@ class Copies:
             self._driver.call(
                 *("cuMemcpyHtoDAsync", target.data_ptr(), source.data_ptr()),
                 *(source.nbytes, self._stream),
+            )
+
+    def send_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """``send`` without waiting for the kernel that runs, in the order of these copies alone."""
+        with self._driver.current():
+            self._driver.call(
+                *("cuMemcpyHtoDAsync", target.data_ptr(), source.data_ptr()),
+                *(source.nbytes, int(self._beside.cuda_stream)),
             )
 
     def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
@@ -100,9 +114,15 @@ class Copies:
 class HostCopies:
     """Copies to and from an emulated GPU, whose memory is the host's."""
 
+    beside = False  # the host runs the kernel itself
+
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """See ``Copies.send``."""
         target.copy_(source)
+
+    def send_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """See ``Copies.send_beside``."""
+        self.send(target, source)
 
     def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
         """See ``Copies.gather``."""

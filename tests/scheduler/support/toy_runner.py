@@ -77,6 +77,8 @@ class ToyRunner:
     ``restricted_coming``: programs of steps with restricted tokens are being compiled ahead.
 
     ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
+    ``awaits_masks``: such steps may begin before their masks are known. ``given``: how often masks
+    came afterwards. ``stuck``: steps that would have waited for theirs for ever.
 
     ``faults``, ``bugs`` and ``interrupts`` list the numbers of the runs that end in a MachineFault,
     a KeyError and a KeyboardInterrupt; from run ``lost`` on all end in a MachineLost.
@@ -94,6 +96,9 @@ class ToyRunner:
     interrupts: tuple[int, ...] = ()
     lost: int | None = None
     queues: bool = False
+    awaits_masks: bool = True
+    given: int = 0
+    stuck: int = 0
     part_rows: int = 0
     restricted_coming: bool = False
     machine_seconds: float = 0.0
@@ -134,6 +139,18 @@ class ToyRunner:
             self._published.append((name, slot, row))
         else:
             self._seen[name][slot] = row
+
+    @property
+    def can_await_masks(self) -> bool:
+        return self.queues and self.awaits_masks
+
+    def give_masks(self) -> None:
+        launch = self.launches[-1]
+        assert launch.awaits_masks, "masks for a step that does not await any"
+        launch.awaits_masks = False
+        launch.published += self._published
+        self._published = []
+        self.given += 1
 
     def is_coming(self, *, restricted: bool) -> bool:
         return restricted and self.restricted_coming
@@ -278,12 +295,14 @@ class ToyLaunch:
         self.inputs = inputs
         self.written = written
         self.published = published
+        self.awaits_masks = step.awaits_masks
         self.error: BaseException | None = None
         self.ran = False
 
     def run(self) -> None:
         """On the device: with the inputs of the time of the start."""
         runner = self.runner
+        runner.stuck += self.awaits_masks
         for slot, tokens in self.written:
             runner.device_tokens[slot, : len(tokens)] = tokens
         for name, slot, row in self.published:
