@@ -14,7 +14,8 @@ their number.
 On a GPU, launch n + 1 begins behind launch n before the host has read the tokens of n, so the
 machine does not wait for the host (``begin`` and ``end``, the two halves of ``execute``). A row of
 n + 1 whose sequence has ended in n is then computed for nothing, and its token is not read.
-Launches that need what n has chosen wait: see ``_can_queue``.
+Launches that need what n has chosen wait: see ``_can_queue``. With masks that depend on it, n + 1
+begins right before the host waits for n, and gets them while it runs (``Step.awaits_masks``).
 
 On such a machine one thread does all of this (``StepQueue``). On one that keeps a thread busy while
 it runs, plans are executed in another thread (``StepThread``), but for those that find it idle: the
@@ -50,7 +51,15 @@ from megavm.scheduler.engine.sequence import (
     stop_token_ids,
 )
 from megavm.scheduler.engine.slots import Slots
-from megavm.scheduler.engine.step import Floats, Ints, Plan, Step, StepRunner
+from megavm.scheduler.engine.step import (
+    Floats,
+    Ints,
+    Launch,
+    MasksNeeded,
+    Plan,
+    Step,
+    StepRunner,
+)
 from megavm.scheduler.engine.step_queue import StepQueue
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.engine.text import Decoder, TextStream
@@ -451,10 +460,13 @@ class Engine:
         if self.begin(plan):
             self.end(plan)
 
-    def can_begin(self, plan: Plan) -> bool:
-        """Whether ``begin`` waits neither for the plan in progress nor for a program."""
+    def can_begin(self, plan: Plan, *, ending: bool = False) -> bool:
+        """Whether ``begin`` waits neither for the plan in progress nor for a program.
+
+        ``ending``: the plan in progress is ended at once then.
+        """
         if self._in_progress is not None:
-            return self._can_queue(plan, self._in_progress)
+            return self._can_queue(plan, self._in_progress, ending)
         return self.runner.can_queue(plan.step, plan.steps)
 
     def begin(
@@ -467,11 +479,11 @@ class Engine:
 
         The plan before it may be in progress. If this one cannot run behind it, ``settle`` is
         called, which must ``end`` that one. ``started``: see ``StepRunner.run``. Does not raise.
+
+        A plan whose masks depend on the one in progress needs them soon: ``end`` that one.
         """
-        if self._in_progress is not None and not self._can_queue(plan, self._in_progress):
-            settle()
-            if self._in_progress is not None:  # an interrupt came before its end
-                self.end(self._in_progress)
+        if self._in_progress is not None and not self._can_queue(plan, self._in_progress, True):
+            self._settle(settle)
         if self._fault is not None or plan.generation != self.planner.generation:
             return False  # the launch before it failed, and this one needs its results
         try:
@@ -483,12 +495,11 @@ class Engine:
             # Masks that depend on the tokens of the plan in progress come when it has ended.
             late = self._in_progress is not None and plan.step.restricted
             self._slots.write(plan, masks=not late)
-            plan.drop(self._slots.ended)
+            self._drop(plan)
             plan.step.awaits_masks = late and any(s.follower for s in plan.samplers)
-            plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
             plan.started = time.perf_counter()
             if plan.step.num_rows:
-                plan.launch = self.runner.start(plan.step, plan.steps, started)
+                plan.launch = self._start(plan, settle, started)
             if plan.launch is None:
                 settle()
                 if self._fault is None:
@@ -501,9 +512,41 @@ class Engine:
             self._fail(plan, error)
         return plan.launch is not None
 
+    def _start(
+        self, plan: Plan, settle: Callable[[], None], started: Callable[[], None] | None
+    ) -> Launch | None:
+        try:
+            return self.runner.start(plan.step, plan.steps, started)
+        except MasksNeeded:
+            # Its rows have become fewer, and it is another program's now.
+            self._settle(settle)
+        plan.step.awaits_masks = False
+        if self._fault is not None:
+            return None
+        self._slots.write_masks(plan)
+        self._drop(plan)
+        if not plan.step.num_rows:
+            return None
+        return self.runner.start(plan.step, plan.steps, started)
+
+    def _settle(self, settle: Callable[[], None]) -> None:
+        """End the plan in progress."""
+        settle()
+        if self._in_progress is not None:  # an interrupt came before its end
+            self.end(self._in_progress)
+
+    def _drop(self, plan: Plan) -> None:
+        """Remove the rows of sequences that have ended."""
+        plan.drop(self._slots.ended)
+        plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
+
     def end(self, plan: Plan) -> None:
-        """Wait for a plan that has begun, and store the results in it. Does not raise."""
-        assert plan.launch is not None, "the plan has begun"
+        """Wait for a plan that has begun, and store the results in it. Does not raise.
+
+        Does nothing if ``begin`` of the next plan has ended it.
+        """
+        if plan.launch is None:
+            return
         launch, plan.launch = plan.launch, None
         if self._in_progress is plan:
             self._in_progress = None
@@ -522,28 +565,29 @@ class Engine:
             self._give_masks()
 
     def _give_masks(self) -> None:
-        """Write the masks of the plan in progress if it awaits them. Does not raise."""
+        """Write the masks of the plan in progress if it awaits them: the one before has ended."""
         plan = self._in_progress
         if plan is None or not plan.step.awaits_masks:
             return
-        plan.step.awaits_masks = False
         try:
-            try:
-                if self._fault is None and plan.generation == self.planner.generation:
-                    self._slots.write_masks(plan)
-            finally:
-                self.runner.give_masks()
+            if self._fault is None and plan.generation == self.planner.generation:
+                self._slots.write_masks(plan)
+        except BaseException as error:
+            self._fail(plan, error)
+        try:
+            self.runner.give_masks()
         except BaseException as error:
             self._fail(plan, error)
 
     def _complete(self, plan: Plan, rows: int, begin: float) -> None:
         """Read the results of a plan of ``rows`` rows that has run since ``begin``."""
-        self._last_end = time.perf_counter()
+        if rows:
+            self._last_end = time.perf_counter()
         before = self.counters.run_seconds
         self.counters.run_seconds = self.runner.machine_seconds - self._machine_seconds
         machine = self.counters.run_seconds - before
         self.counters.late_launches = self.runner.late_launches - self._late_launches
-        if rows:
+        if rows and not plan.step.awaits_masks:  # these may have made it wait
             # What the machine took: a launch ends for the host when it has begun the next one.
             self.planner.pace.note(rows, machine / plan.steps)
             self.planner.pace.note_launch(self._last_end - begin, machine)
@@ -555,10 +599,11 @@ class Engine:
         if self._fault is None:
             plan.error = self._fault = error
 
-    def _can_queue(self, plan: Plan, running: Plan) -> bool:
+    def _can_queue(self, plan: Plan, running: Plan, ending: bool) -> bool:
         """Whether a plan may start before the tokens of the one in progress are known.
 
-        Rows of sequences that end there are computed for nothing then.
+        Rows of sequences that end there are computed for nothing then. ``ending``: see
+        ``can_begin``.
         """
         if self._fault is not None or running.generation != self.planner.generation:
             return False
@@ -566,7 +611,7 @@ class Engine:
             return False  # there is one tensor of logits
         if (
             plan.step.restricted
-            and not self.runner.can_await_masks
+            and not (ending and self.runner.can_await_masks)
             and any(s.follower is not None for s in plan.samplers)
         ):
             return False  # its mask depends on the token

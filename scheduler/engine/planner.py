@@ -5,8 +5,8 @@ joins, leaves or needs a KV block therefore costs a few vector operations, whate
 
 A plan may be made while the launch before it still runs. It assumes that every sequence continues;
 ``Plan.drop`` removes the rows of sequences that have ended. Launches run in the order of their
-plans, and the host writes to memory only between launches. Slots and KV blocks of a finished
-sequence can therefore be reused at once, even if a running launch still writes to them.
+plans, and but for masks the host writes to memory only between launches. Slots and KV blocks of a
+finished sequence can therefore be reused at once, even if a running launch still writes to them.
 """
 
 from __future__ import annotations

@@ -70,6 +70,10 @@ class Step:
         return found
 
 
+class MasksNeeded(Exception):
+    """A step that awaits masks cannot be started without them now."""
+
+
 class Launch(Protocol):
     """A step that the machine runs, or will run after the one before it."""
 
@@ -137,7 +141,7 @@ class StepRunner(Protocol):
         ...
 
     def publish(self, name: str, slot: int) -> None:
-        """Let the next step see a changed row of ``allowed`` or ``bias``."""
+        """Let the next step, or ``give_masks``, see a changed row of ``allowed`` or ``bias``."""
         ...
 
     @property
@@ -148,7 +152,7 @@ class StepRunner(Protocol):
     def give_masks(self) -> None:
         """Let the step that was started last, which awaits masks, see the rows published since.
 
-        Call it in any case, or the machine gives up. Raises MachineFault.
+        The machine waits for that until its limit. Raises MachineFault.
         """
         ...
 
@@ -174,6 +178,7 @@ class StepRunner(Protocol):
         """Start ``step`` behind the one in progress, if there is one; there may not be two.
 
         None if it is complete already. ``Launch.finish`` raises faults that ``run`` would raise.
+        Raises MasksNeeded if ``step`` awaits masks and would have to be waited for.
         """
         ...
 

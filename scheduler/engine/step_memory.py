@@ -92,11 +92,13 @@ class StepMemory:
         return False
 
     def give_masks(self) -> None:
-        """Let the last launch, which awaits masks, see the rows that are published since it began.
+        """Let the last launch, if it awaits masks, see the rows that are published since it began.
 
         Raises MachineFault.
         """
-        raise NotImplementedError("this machine cannot await masks")
+
+    def release(self) -> None:
+        """Let the last launch go on without the masks that it awaits: something has failed."""
 
     def run(
         self,
@@ -149,6 +151,10 @@ class DeviceStepMemory(StepMemory):
 
     A launch may be started while another one is in progress, but not while two are. Copies to the
     GPU run in the order of launches, from a stage of each of them.
+
+    Masks may come later (``give_masks``): copies beside the kernel that awaits them, in order of
+    their own, then their number. A kernel that has ended has waited for them, so that the host may
+    write the same rows again then.
     """
 
     def __init__(self, memory: Memory, steps: Mapping[str, TensorSpec]) -> None:
@@ -195,8 +201,9 @@ class DeviceStepMemory(StepMemory):
         count = steps["logit_row"].rows
         self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
-        self._given = 0  # how often masks have been given to a launch that ran
-        # Their number on the way to the GPUs: nobody may write it before it is there.
+        self._awaited = 0  # launches that have begun before their masks were known
+        self._given = 0  # those of them that have theirs
+        # The number on its way to the GPUs: nobody writes it before it is there.
         self._numbers = [self._pinned((1,), torch.int32) for _ in range(MOST_LAUNCHES)]
         self._last_end: Any = None  # the event at the end of the last launch
 
@@ -231,19 +238,29 @@ class DeviceStepMemory(StepMemory):
         return all(copies.beside for copies in self._copies)
 
     def give_masks(self) -> None:
-        self._given += 1
-        number = self._numbers[self._given % MOST_LAUNCHES]
-        number.fill_(_signed(self._given))
-        changed, self._changed = self._changed, {}
-        _, numbers = self._rows["masks_written"]
+        if self._given == self._awaited:
+            return
         with _errors_as_faults():
-            for copies, on_gpu, rank in zip(
-                self._copies, numbers, range(len(numbers)), strict=True
-            ):
-                for name, slot in changed:
+            for rank, copies in enumerate(self._copies):
+                for name, slot in self._changed:
                     host, of_ranks = self._rows[name]
                     copies.send_beside(of_ranks[rank][slot], host[slot])
-                copies.send_beside(on_gpu, number)
+            self._changed.clear()
+            self._send_number()
+
+    def release(self) -> None:
+        if self._given != self._awaited:
+            with contextlib.suppress(CudaError):
+                self._send_number()
+
+    def _send_number(self) -> None:
+        """Behind the masks. Launches wait for it."""
+        number = self._numbers[self._awaited % MOST_LAUNCHES]
+        number.fill_(_signed(self._awaited))
+        _, of_ranks = self._rows["masks_written"]
+        for copies, rank in zip(self._copies, of_ranks, strict=True):
+            copies.send_beside(rank, number)
+        self._given = self._awaited
 
     def run(
         self,
@@ -271,7 +288,9 @@ class DeviceStepMemory(StepMemory):
     ) -> Callable[[Bools | None], None]:
         stage = self._stages[self._next]
         self._next = (self._next + 1) % MOST_LAUNCHES
-        self.arrays["masks_awaited"][0] = _signed(self._given + step.awaits_masks)
+        self.release()  # a launch that an interrupt has left behind
+        self._awaited += step.awaits_masks
+        self.arrays["masks_awaited"][0] = _signed(self._awaited)
         # Copies of numpy and torch would give up the interpreter.
         stage.words.data[:] = self._host_words.data
         for copies, slab in zip(self._copies, self._slabs, strict=True):
@@ -289,7 +308,11 @@ class DeviceStepMemory(StepMemory):
         table = self.arrays["tokens"].reshape(-1)
         found = stage.chosen.narrow(0, 0, len(places)).numpy()  # once the launch has ended
 
+        awaited = self._awaited
+
         def finish(gone: Bools | None = None) -> None:
+            if self._given < awaited:  # nobody will write its masks any more
+                self.release()
             wait()
             # A launch behind this one copies rows that the host may write for the one after it.
             sent, self._rows_sent = self._rows_sent, []

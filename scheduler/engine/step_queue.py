@@ -15,10 +15,11 @@ from megavm.scheduler.engine.step import Plan
 class Executor(Protocol):
     """Executes plans (Engine). ``begin`` and ``end`` must not raise."""
 
-    def can_begin(self, plan: Plan) -> bool:
+    def can_begin(self, plan: Plan, *, ending: bool = False) -> bool:
         """Whether ``begin`` takes no longer than the host needs to describe a launch.
 
-        It would if it waited for the plan in progress, or for a program.
+        It would if it waited for the plan in progress, or for a program. ``ending``: whether the
+        plan in progress is ended at once then; only so may a launch begin that needs its tokens.
         """
         ...
 
@@ -45,7 +46,8 @@ class StepQueue:
     Python's interpreter, which the threads of a server want too.
 
     A plan begins as soon as that takes no time (``Executor.can_begin``), at the latest when it is
-    waited for. When ``wait`` returns a plan, the next one has begun if it could.
+    waited for. When ``wait`` returns a plan, the next one has begun if it could. The caller may
+    take its time then: no launch waits for anything from the host.
     """
 
     def __init__(self) -> None:
@@ -72,7 +74,7 @@ class StepQueue:
             first = self._plans[0]
             if first.begun is None:
                 first.begun = executor.begin(first.plan)
-                self._begin(executor)
+            self._begin(executor, ending=True)
             if first.begun:
                 executor.end(first.plan)
             self._plans.popleft()
@@ -96,10 +98,10 @@ class StepQueue:
         """See ``clear``."""
         self.clear()
 
-    def _begin(self, executor: Executor) -> None:
+    def _begin(self, executor: Executor, *, ending: bool = False) -> None:
         """Begin all plans that can begin now."""
         for queued in self._plans:
             if queued.begun is None:
-                if not executor.can_begin(queued.plan):
+                if not executor.can_begin(queued.plan, ending=ending):
                     return
                 queued.begun = executor.begin(queued.plan)

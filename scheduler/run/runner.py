@@ -15,7 +15,15 @@ import numpy as np
 import torch
 
 from megavm.scheduler.compiler.options import CompileOptions, default_options
-from megavm.scheduler.engine.step import Bools, Floats, Ints, Launch, Step, power_of_two
+from megavm.scheduler.engine.step import (
+    Bools,
+    Floats,
+    Ints,
+    Launch,
+    MasksNeeded,
+    Step,
+    power_of_two,
+)
 from megavm.scheduler.engine.step_memory import (
     AsynchronousExecutable,
     DeviceStepMemory,
@@ -122,7 +130,7 @@ class Runner:
         self._step.write_tokens(slot, tokens)
 
     def publish(self, name: str, slot: int) -> None:
-        """Let the next step see a changed row of ``allowed`` or ``bias``."""
+        """See ``StepRunner.publish``."""
         self._step.publish(name, slot)
 
     @property
@@ -343,12 +351,15 @@ class Runner:
         recorder is set, the step runs as in ``run``; None is returned then. While its program is
         compiled ahead, it runs in parts, by programs of fewer rows.
 
-        Raises ValueError as ``run`` does. ``Launch.finish`` raises errors of the machine.
+        Raises ValueError as ``run`` does, and MasksNeeded (``StepRunner.start``). ``Launch.finish``
+        raises errors of the machine.
         """
         memory, started = self._step, started or _nothing
         bucket = self._choose(step, steps)
-        if step.awaits_masks and not (bucket and self.can_queue(step, steps)):
-            raise RuntimeError("a step that awaits masks cannot be waited for")
+        if step.awaits_masks and (
+            self._recorder is not None or (bucket, False) not in self._executables
+        ):
+            raise MasksNeeded("its program is not loaded, or steps are recorded")
         if bucket is None:
             if parts := self._parts(step, steps):
                 self._run_parts(step, steps, started, parts)
@@ -365,7 +376,7 @@ class Runner:
             except BaseException as error:
                 finish = partial(_fail, error)  # the step in progress must end before the reset
         started()
-        return _Launch(executable, finish)
+        return _Launch(executable, finish, memory.release)
 
     def _own(self, step: Step, steps: int) -> Bucket:
         """The bucket of a step."""
@@ -623,9 +634,15 @@ def _compile_and_load(compile: Compile, kept: weakref.ref[Runner], bucket: Bucke
 class _Launch:
     """A step in progress on a GPU."""
 
-    def __init__(self, executable: Executable, finish: Callable[[Bools | None], None]) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        finish: Callable[[Bools | None], None],
+        release: Callable[[], None],
+    ) -> None:
         self._executable = executable
         self._finish = finish
+        self._release = release  # the launch behind it, for which a reset waits
 
     def finish(self, gone: Bools | None = None) -> None:
         """See ``Launch.finish``."""
@@ -634,11 +651,13 @@ class _Launch:
         except MachineLost:
             raise
         except BaseException:
+            self._release()
             self._executable.reset()
             raise
 
     def cancel(self) -> None:
         """See ``Launch.cancel``."""
+        self._release()
         with contextlib.suppress(MachineLost):
             self._executable.reset()
 

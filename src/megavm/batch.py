@@ -61,9 +61,8 @@ class Batch:
     def queue(self) -> list[Collector]:
         """Queue as many requests as should wait, and return their collectors."""
         first = len(self.collectors)
-        for prompt in self._prompts[first:]:
-            if self._enough():
-                break
+        while len(self.collectors) < len(self._prompts) and not self._enough():
+            prompt = self._prompts[len(self.collectors)]
             request = self._engine.queue(
                 prompt.tokens, prompt.params, restriction=prompt.restriction
             )

@@ -24,7 +24,8 @@ def frozen_heap() -> Iterator[None]:
     """Leave the objects that there are out of garbage collections, in all threads (`gc.freeze`).
 
     With torch loaded there are so many that a full collection takes 0.1 s, in which the engine
-    stands still. Later objects are collected as ever. What the caller has frozen stays so.
+    stands still. Later objects are collected as ever. What the caller has frozen stays so, unless
+    it is hardly more than what Python itself freezes (`is_frozen`).
     """
     global _depth, _froze
     with _lock:

@@ -217,6 +217,7 @@ class LLM:
         )
         self._lock = threading.RLock()
         self._sinks: dict[Hashable, Callable[[Delta], None]] = {}
+        self._batches: list[Batch] = []  # of the calls of generate in progress
         self._closed = False
         if isinstance(self.runner.machine, cuda_machine.CudaMachine):
             self.runner.machine.report = None  # loading ends here: `progress` is called no more
@@ -421,13 +422,13 @@ class LLM:
         batch = Batch(self.engine, checked, ahead, self._logprobs)
         with self._lock:
             self._check_open()
+            self._batches.append(batch)
         try:
             while not batch.ended:
-                with self._lock:
-                    for collector in batch.queue():
-                        self._sinks[collector.request.id] = collector.add
                 self._step()
         finally:
+            with self._lock:
+                self._batches.remove(batch)
             self._forget([collector.request for collector in batch.collectors])
         return [c.result for c in batch.collectors if c.result is not None]
 
@@ -482,6 +483,9 @@ class LLM:
         with self._lock:
             if self._closed:
                 raise GenerationError("this LLM was closed while a request was running")
+            for batch in self._batches:
+                for collector in batch.queue():
+                    self._sinks[collector.request.id] = collector.add
             for delta in self.engine.step():
                 sink = self._sinks.get(delta.request.id)
                 if sink is not None:

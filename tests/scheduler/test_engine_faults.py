@@ -14,6 +14,7 @@ from engine_runs import Results, alone, assert_idle, gather, greedy, make_engine
 
 from megavm.scheduler.engine import engine as engine_module
 from megavm.scheduler.engine.engine import Engine
+from megavm.scheduler.engine.restriction import Restriction
 from megavm.vm.machine import MachineFault
 
 
@@ -150,14 +151,17 @@ def test_an_interrupt_of_a_launch_that_the_caller_runs_leaves_nothing_that_was_n
 @pytest.mark.parametrize(
     ("method", "after"),
     [
-        *[("collect", False)],  # what it has returned is in nobody's hands
+        *[("collect", False), ("_start", False)],  # what they have returned is in nobody's hands
         *itertools.product(["plan", "_submit", "can_begin", "begin", "end"], [False, True]),
+        *itertools.product(["_give_masks"], [False, True]),
     ],
 )
+@pytest.mark.parametrize("words", [(), ((39, 39),)], ids=["plain", "masks"])
 @pytest.mark.parametrize("queues", [False, True])
 def test_an_error_anywhere_in_a_step_loses_no_token_and_hangs_nothing(
     monkeypatch: pytest.MonkeyPatch,
     queues: bool,
+    words: tuple[tuple[int, ...], ...],
     method: str,
     after: bool,
     call: int,
@@ -169,15 +173,16 @@ def test_an_error_anywhere_in_a_step_loses_no_token_and_hangs_nothing(
     prompt, numbers = list(range(1, 14)), itertools.count(1)
     original = getattr(engine, method)
 
-    def fail(*arguments: Any) -> Any:
+    def fail(*arguments: Any, **options: Any) -> Any:
         caller = threading.current_thread() is threading.main_thread()
         fails = caller and next(numbers) == call
-        result = original(*arguments) if after or not fails else None
+        result = original(*arguments, **options) if after or not fails else None
         if fails:
             raise error
         return result
 
-    engine.add(prompt, greedy(max_tokens=12))
+    # With words to avoid, every step has a mask that depends on the one before.
+    engine.add(prompt, greedy(max_tokens=12), restriction=Restriction(bad_words=words))
     results: Results = {}
     with monkeypatch.context() as patch:
         patch.setattr(engine, method, fail)

@@ -116,10 +116,40 @@ def test_masks_come_while_their_step_runs() -> None:
     assert running.most_launches == 2
 
 
+def test_nothing_waits_for_the_caller_between_two_steps() -> None:
+    """It may take its time, or never come back: a launch may not need it then."""
+    runner = toy.ToyRunner(queues=True)
+    engine = make_engine(runner)
+    engine.add([1, 2, 3], greedy(max_tokens=20), "g", Restriction(Counting(9)))
+    while engine.has_work:
+        engine.step()
+        assert not any(launch.awaits_masks for launch in runner.launches)
+    assert runner.given > 5
+
+
+@pytest.mark.parametrize("stuck_at", [2, 3, 4, 5])
+def test_a_sequence_that_fails_beside_others_may_leave_a_step_without_a_program(
+    stuck_at: int,
+) -> None:
+    """Three rows may queue, two may not: then the step before ends first."""
+    runner = toy.ToyRunner(queues=True, least_rows=3)
+    engine = make_engine(runner)
+    engine.add([1, 2], greedy(max_tokens=20), "stuck", Restriction(Counting(9, stuck_at)))
+    for name in ("g", "h"):
+        engine.add([3, 4], greedy(max_tokens=20), name, Restriction(Counting(9)))
+    results = run_all(engine)
+    assert "it is stuck" in (results["stuck", 0].error or "")
+    alone = make_engine(overlap=False)
+    alone.add([3, 4], greedy(max_tokens=20), "g", Restriction(Counting(9)))
+    expected = run_all(alone)["g", 0].outcome()
+    assert results["g", 0].outcome() == results["h", 0].outcome() == expected
+    assert engine.counters.faults == 0
+    assert_idle(engine)
+
+
 @pytest.mark.parametrize("at", range(6))
 @pytest.mark.parametrize("what", ["faults", "bugs", "interrupts", "matcher"])
-def test_a_step_that_awaits_masks_gets_them_whatever_fails(what: str, at: int) -> None:
-    """Else the machine would wait for them until its limit."""
+def test_what_fails_while_steps_await_masks_ends_its_requests_alone(what: str, at: int) -> None:
     runner = toy.ToyRunner(queues=True)
     if what != "matcher":
         setattr(runner, what, (at,))

@@ -365,13 +365,13 @@ def test_masks_reach_a_launch_that_runs_and_their_number_comes_last() -> None:
         names = ("step.masks_written", "step.masks_awaited")
         return [int(memory[name][0]) for name in names]
 
-    def start(awaits: bool) -> None:
+    def start(awaits: bool) -> Callable[[Any], None]:
         step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=awaits)
-        made.start(program, step, 1)(None)
+        return made.start(program, step, 1)
 
-    start(False)
+    start(False)(None)
     assert numbers() == [0, 0]
-    start(True)
+    finish = start(True)
     assert numbers() == [0, 1]
     made.arrays["allowed"][1] = [5, 6, 7]
     made.publish("allowed", 1)
@@ -379,13 +379,61 @@ def test_masks_reach_a_launch_that_runs_and_their_number_comes_last() -> None:
     assert copies.sent == [("step.allowed", 3), ("step.masks_written", 0)]
     assert memory["step.allowed"][1].tolist() == [5, 6, 7]
     assert numbers() == [1, 1]
-    start(False)
+    finish(None)
+    made.give_masks()  # nothing awaits any
+    start(False)(None)
     assert numbers() == [1, 1]
-    made._given = 2**31 - 1  # numbers go on without end
-    start(True)
+    assert len(copies.sent) == 2
+    made._given = made._awaited = 2**31 - 1  # numbers go on without end
+    finish = start(True)
     assert numbers()[1] == -(2**31)
     made.give_masks()
     assert numbers() == [-(2**31)] * 2
+    finish(None)
+
+
+def test_a_launch_whose_masks_nobody_writes_is_released() -> None:
+    """When it is waited for, or when an interrupt has lost it and the next one starts."""
+    memory, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+    copies = Beside(memory)
+    made._copies = [copies]
+    _, program = executable(lambda steps: None)
+    step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=True)
+    made.arrays["allowed"][1] = 5
+    finish = made.start(program, step, 1)
+    made.publish("allowed", 1)
+    finish(None)
+    assert copies.sent == [("step.masks_written", 0)]  # without the masks
+    made.start(program, step, 1)
+    made.start(program, step, 1)
+    assert [int(memory[f"step.masks_{name}"][0]) for name in ("written", "awaited")] == [2, 3]
+
+
+def test_masks_that_could_not_be_sent_can_be_sent_again() -> None:
+    memory, made = make(DeviceStepMemory)
+    assert isinstance(made, DeviceStepMemory)
+    copies = Beside(memory)
+    made._copies = [copies]
+    made.start(
+        executable(lambda steps: None)[1],
+        Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=True),
+        1,
+    )
+    made.arrays["allowed"][1] = 5
+    made.publish("allowed", 1)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def broken(target: torch.Tensor, source: torch.Tensor) -> None:
+            raise CudaError("CUDA_ERROR_UNKNOWN", "cuMemcpyHtoDAsync")
+
+        patch.setattr(copies, "send_beside", broken)
+        with pytest.raises(MachineFault, match="CUDA_ERROR_UNKNOWN"):
+            made.give_masks()
+    assert int(memory["step.masks_written"][0]) == 0
+    made.give_masks()
+    assert int(memory["step.masks_written"][0]) == 1
+    assert memory["step.allowed"][1].tolist() == [5] * 3
 
 
 def test_masks_come_to_a_gpu_while_its_kernel_runs(cuda_machine: CudaMachine) -> None:

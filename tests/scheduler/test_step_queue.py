@@ -23,7 +23,8 @@ def plan() -> Plan:
 class Executor:
     """Notes its calls. Plans in ``complete`` have ended when they have begun.
 
-    A plan in ``alone`` waits for the one in progress, and one in ``slow`` for something else.
+    A plan in ``alone`` waits for the one in progress, one in ``slow`` for something else, and one
+    in ``late`` until the one in progress is ended.
     """
 
     def __init__(self) -> None:
@@ -32,8 +33,11 @@ class Executor:
         self.complete: list[Plan] = []
         self.alone: list[Plan] = []
         self.slow: list[Plan] = []
+        self.late: list[Plan] = []
 
-    def can_begin(self, plan: Plan) -> bool:
+    def can_begin(self, plan: Plan, *, ending: bool = False) -> bool:
+        if plan in self.late and self.in_progress and not ending:
+            return False
         return plan not in self.slow and not (plan in self.alone and self.in_progress)
 
     def begin(self, plan: Plan) -> bool:
@@ -48,6 +52,17 @@ class Executor:
     def end(self, plan: Plan) -> None:
         self.calls.append(("end", plan))
         assert self.in_progress.pop(0) is plan
+
+
+def test_a_plan_that_needs_what_the_one_before_has_chosen_begins_right_before_its_end() -> None:
+    queue, executor = StepQueue(), Executor()
+    first, second = plan(), plan()
+    executor.late.append(second)
+    queue.submit(executor, first)
+    queue.submit(executor, second)
+    assert executor.calls == [("begin", first)]
+    assert queue.wait() is first
+    assert executor.calls[1:] == [("begin", second), ("end", first)]
 
 
 def test_plans_begin_behind_each_other() -> None:
@@ -117,7 +132,7 @@ def test_after_an_interrupt_all_plans_are_forgotten(
 ) -> None:
     queue, executor = StepQueue(), Executor()
 
-    def interrupt(plan: Plan) -> bool:
+    def interrupt(plan: Plan, **options: bool) -> bool:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(executor, method, interrupt)

@@ -7,6 +7,7 @@ as often to get it back, if other threads want it too.
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,20 +23,22 @@ THREADS = 256
 class Copies:
     """Copies to and from one GPU, in the order of its default stream; they do not wait.
 
-    ``beside``: whether ``send_beside`` reaches a kernel that runs.
+    Only ``send_beside`` has an order of its own. ``beside``: whether it reaches a kernel that runs.
 
     Call all methods where that is torch's current stream. Memory of the host is pinned, and whoever calls
     keeps it until the copy has run.
     """
 
-    beside = True
+    # With that variable a launch returns when it has ended.
+    beside = os.environ.get("CUDA_LAUNCH_BLOCKING", "0") in ("", "0")
 
     def __init__(self, device: torch.device) -> None:
         self._driver = driver = Driver(device.index or 0)
         self._torch_stream = torch.cuda.default_stream(device)
         self._stream = int(self._torch_stream.cuda_stream)
-        # Does not wait for the default stream, and has copies only, which a GPU makes beside a kernel.
-        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # It does not wait for the default stream. Torch hands streams out in turn, those of high priority
+        # apart from the others, which may have kernels.
+        self._beside = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         cubin = compile_kernel("", entry=ENTRY).cubin
         self._gather = driver.function(cubin, "megavm_gather", 0)
         self._scatter = driver.function(cubin, "megavm_scatter", 0)

@@ -20,7 +20,7 @@ from megavm.instructions.sample import (
     Integer,
     Real,
 )
-from megavm.scheduler.engine.step import Ints, Step
+from megavm.scheduler.engine.step import Ints, MasksNeeded, Step
 from megavm.vm.machine import MachineFault, MachineLost
 
 _WORD = (1 << 64) - 1
@@ -77,8 +77,9 @@ class ToyRunner:
     ``restricted_coming``: programs of steps with restricted tokens are being compiled ahead.
 
     ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
-    ``awaits_masks``: such steps may begin before their masks are known. ``given``: how often masks
-    came afterwards. ``stuck``: steps that would have waited for theirs for ever.
+    ``awaits_masks``: such steps may begin before their masks are known; ``least_rows``: steps of
+    fewer rows cannot queue, as if they had no program. ``given``: how often masks
+    came afterwards. ``unmasked``: steps that ran without theirs.
 
     ``faults``, ``bugs`` and ``interrupts`` list the numbers of the runs that end in a MachineFault,
     a KeyError and a KeyboardInterrupt; from run ``lost`` on all end in a MachineLost.
@@ -97,8 +98,9 @@ class ToyRunner:
     lost: int | None = None
     queues: bool = False
     awaits_masks: bool = True
+    least_rows: int = 0
     given: int = 0
-    stuck: int = 0
+    unmasked: int = 0
     part_rows: int = 0
     restricted_coming: bool = False
     machine_seconds: float = 0.0
@@ -145,12 +147,12 @@ class ToyRunner:
         return self.queues and self.awaits_masks
 
     def give_masks(self) -> None:
-        launch = self.launches[-1]
-        assert launch.awaits_masks, "masks for a step that does not await any"
-        launch.awaits_masks = False
-        launch.published += self._published
-        self._published = []
-        self.given += 1
+        launch = self.launches[-1] if self.launches else None
+        if launch is not None and launch.awaits_masks:
+            launch.awaits_masks = False
+            launch.published += self._published
+            self._published = []
+            self.given += 1
 
     def is_coming(self, *, restricted: bool) -> bool:
         return restricted and self.restricted_coming
@@ -160,7 +162,7 @@ class ToyRunner:
         return self.queues
 
     def can_queue(self, step: Step, steps: int = 1) -> bool:
-        return self.queues
+        return self.queues and step.num_rows >= self.least_rows
 
     def start(
         self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
@@ -170,12 +172,19 @@ class ToyRunner:
             return None
         if started is not None:
             started()
+        queues = self.can_queue(step, steps)
+        if step.awaits_masks and not queues:
+            raise MasksNeeded
         inputs = {name: getattr(self, name).copy() for name in ToyLaunch.INPUTS}
         launch = ToyLaunch(self, step, steps, inputs, self._written, self._published)
         self._written, self._published = [], []
         self.launches.append(launch)
         self.most_launches = max(self.most_launches, len(self.launches))
         assert len(self.launches) <= 2
+        if not queues:
+            assert len(self.launches) == 1
+            launch.finish()
+            return None
         return launch
 
     def run(self, step: Step, steps: int = 1, started: Callable[[], None] | None = None) -> None:
@@ -302,7 +311,7 @@ class ToyLaunch:
     def run(self) -> None:
         """On the device: with the inputs of the time of the start."""
         runner = self.runner
-        runner.stuck += self.awaits_masks
+        runner.unmasked += self.awaits_masks  # step memory releases it
         for slot, tokens in self.written:
             runner.device_tokens[slot, : len(tokens)] = tokens
         for name, slot, row in self.published:
