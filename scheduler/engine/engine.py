@@ -587,7 +587,7 @@ class Engine:
         self.counters.run_seconds = self.runner.machine_seconds - self._machine_seconds
         machine = self.counters.run_seconds - before
         self.counters.late_launches = self.runner.late_launches - self._late_launches
-        if rows and not plan.step.awaits_masks:  # these may have made it wait
+        if rows:
             # What the machine took: a launch ends for the host when it has begun the next one.
             self.planner.pace.note(rows, machine / plan.steps)
             self.planner.pace.note_launch(self._last_end - begin, machine)

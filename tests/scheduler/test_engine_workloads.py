@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 import toy_runner as toy
-from engine_runs import Result, Results, alone, assert_idle, gather, make_engine
+from engine_runs import Result, Results, alone, assert_idle, gather, make_engine, run_all
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.logprobs import log_softmax
+from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import Request
 
 prompts = st.one_of(
@@ -40,6 +41,10 @@ params_strategy = st.builds(
 )
 
 
+# Every choice but the first has a mask that depends on the token before it.
+FROM_13 = Restriction(bad_words=tuple((a, b) for a in range(40) for b in range(13)))
+
+
 @st.composite
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
     block_size = draw(st.sampled_from([1, 2, 4, 8]))
@@ -51,6 +56,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
                 params_strategy,
                 st.integers(0, 12),  # arrives before this step
                 st.one_of(st.none(), st.none(), st.integers(0, 15)),  # aborted so many steps later
+                st.sampled_from([None, None, FROM_13]),
             ),
             min_size=1,
             max_size=8,
@@ -66,6 +72,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
             "max_logit_rows": seqs + draw(st.sampled_from([0, 1, 10])),
             "faults": draw(st.sampled_from([(), (), (), (3,), (0, 1), (5, 20)])),
             "queues": draw(st.booleans()),
+            "least_rows": draw(st.sampled_from([0, 0, 2, 3])),
             "part_rows": draw(st.sampled_from([0, 0, 1, 2, 5])),
         },
         "engine": {
@@ -97,9 +104,9 @@ def test_random_workloads_give_each_request_what_it_gets_alone(workload: dict[st
     while todo or engine.has_work:
         while todo and requests[todo[0]][2] <= now:
             number = todo.pop(0)
-            prompt, params, _, leave = requests[number]
+            prompt, params, _, leave, restriction = requests[number]
             try:
-                made[number] = engine.add(prompt, params, number)
+                made[number] = engine.add(prompt, params, number, restriction)
             except ValueError:
                 assert len(prompt) > runner.num_blocks * runner.block_size or len(prompt) >= 48
                 refused.add(number)
@@ -113,13 +120,16 @@ def test_random_workloads_give_each_request_what_it_gets_alone(workload: dict[st
         engine.blocks.check()
         now += 1
         assert now < 3000
-    for number, (prompt, params, _, _) in requests.items():
+    for number, (prompt, params, _, _, restriction) in requests.items():
         for index in range(params.n):
             if number in refused:
                 assert (number, index) not in results
                 continue
             result = results[number, index]
-            expected = alone(prompt, params, index, runner)
+            if restriction is None:
+                expected = alone(prompt, params, index, runner)
+            else:
+                expected = restricted_alone(prompt, params, restriction, workload)[index]
             ended = number in aborted and result.finish_reason == "abort"
             if ended or result.error == "the machine stopped: worker 0 gave up":
                 assert runner.faults or ended
@@ -131,6 +141,20 @@ def test_random_workloads_give_each_request_what_it_gets_alone(workload: dict[st
             check_prompt_logprobs(made[number], runner)
     engine.close()
     assert_idle(engine)
+
+
+def restricted_alone(
+    prompt: list[int], params: SamplingParams, restriction: Restriction, workload: dict[str, Any]
+) -> dict[int, tuple[Any, ...]]:
+    """By sequence, what an engine answers that has no other request and plans no step ahead."""
+    sizes = {**workload["runner"], "faults": (), "queues": False}
+    engine = make_engine(toy.ToyRunner(**sizes), overlap=False)
+    engine.add(prompt, params, 0, restriction)
+    results = run_all(engine)
+    for index in range(params.n):
+        tokens = results[0, index].token_ids
+        assert min(tokens[1:], default=13) >= 13
+    return {index: results[0, index].outcome() for index in range(params.n)}
 
 
 def check_logprobs(result: Result, prompt: list[int], params: SamplingParams, runner: Any) -> None:
