@@ -75,10 +75,9 @@ class Planner:
         self._last_row = np.zeros(max_num_seqs, dtype=np.int32)
         # Decoding sequences in row order, and their slots. None: the list is out of date.
         self._decoders: tuple[Sequence, ...] | None = ()
-        self._restricted = False  # whether one of them is
-        self._need_host = False  # whether one of them needs the host after every step
-        self._may_stop = False  # whether one of them may end before its last position
-        self._with_logprobs = False  # whether one of them wants log-probabilities
+        # How many of them are restricted, need the host after every step because of their masks,
+        # want log-probabilities, and may end before their last position.
+        self._restricted = self._dynamic = self._with_logprobs = self._may_stop = 0
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
         # Digests of blocks that prefilling sequences will publish.
@@ -108,14 +107,30 @@ class Planner:
             # The KV blocks of its output. The last token's keys and values are not computed.
             self._publish(sequence, len(sequence.prompt), sequence.num_tokens - 1)
         if sequence.state is State.DECODING:
-            del self._decoding[sequence]
-            self._decoders = None
+            self._leave(sequence)
         del self.running[sequence]
         self.blocks.release(sequence.blocks)
         sequence.blocks = []
         self._free_slots.append(sequence.slot)
         sequence.slot = -1
         sequence.num_planned = 0
+
+    def _join(self, sequence: Sequence) -> None:
+        """Add a sequence to those that decode."""
+        self._decoding[sequence] = None
+        self._count(sequence, 1)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Remove a sequence from those that decode."""
+        del self._decoding[sequence]
+        self._count(sequence, -1)
+
+    def _count(self, sequence: Sequence, change: int) -> None:
+        self._decoders = None
+        self._restricted += change * sequence.restricted
+        self._dynamic += change * sequence.dynamic
+        self._with_logprobs += change * sequence.with_logprobs
+        self._may_stop += change * sequence.may_stop
 
     def _preempt(self, sequence: Sequence) -> None:
         """Put a sequence back at the head of the queue; its keys and values are computed again.
@@ -193,6 +208,8 @@ class Planner:
                 positions = self._position[slots]
                 if not decoders:
                     return
+        # Before those that need no further row leave.
+        plan.with_logprobs, restricted = self._with_logprobs > 0, self._restricted > 0
         following = positions + steps
         self._position[slots] = following
         last = following > self._last_row[slots]
@@ -200,18 +217,13 @@ class Planner:
             for i in np.flatnonzero(last).tolist():
                 self._drain(decoders[i])
         plan.samplers = decoders
-        plan.with_logprobs = self._with_logprobs
         context = int(positions.max()) + 1
         rows = self._rows[: len(slots)]
-        plan.step = Step(slots, positions, rows, context, self._restricted, distinct=True)
+        plan.step = Step(slots, positions, rows, context, restricted, distinct=True)
 
     def _list_decoders(self) -> tuple[tuple[Sequence, ...], Ints]:
         if self._decoders is None:
             self._decoders = tuple(self._decoding)
-            self._restricted = any(s.restricted for s in self._decoders)
-            self._with_logprobs = any(s.with_logprobs for s in self._decoders)
-            self._need_host = self._with_logprobs or any(s.dynamic for s in self._decoders)
-            self._may_stop = any(s.may_stop for s in self._decoders)
             self._slots = np.array([s.slot for s in self._decoders], dtype=np.int32)
         return self._decoders, self._slots
 
@@ -225,7 +237,8 @@ class Planner:
         if steps == 1 or self._prefilling:
             return 1
         _, slots = self._list_decoders()
-        if self._need_host or (self.waiting and not self._is_full()):
+        need_host = self._dynamic or self._with_logprobs
+        if need_host or (self.waiting and not self._is_full()):
             return 1
         position, last = self._position[slots], self._last_row[slots]
         steps = min(steps, int((last - position).min()) + 1)
@@ -241,8 +254,7 @@ class Planner:
 
     def _drain(self, sequence: Sequence) -> None:
         """Plan no further rows for a sequence; its last token is still to be collected."""
-        del self._decoding[sequence]
-        self._decoders = None
+        self._leave(sequence)
         sequence.state = State.DRAINING
 
     def _grow(self, sequence: Sequence, tokens: int, plan: Plan) -> None:
@@ -364,8 +376,7 @@ class Planner:
             sequence.state = State.DRAINING
         else:
             sequence.state = State.DECODING
-            self._decoding[sequence] = None
-            self._decoders = None
+            self._join(sequence)
 
     def _admit(self, plan: Plan) -> Sequence | None:
         """Give the first waiting sequence that is not held a slot and KV blocks for all its tokens.
