@@ -187,16 +187,17 @@ def test_bfloat16_logits_are_closer_to_float32_than_native_bfloat16(
     config=llama_configs(),
     # One split of the context, whole products, norms done by the same: sums in one order.
     options=compile_options.map(lambda o: replace(o, min_chunk=256, part_of_k=0)),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
     seed=st.integers(0, 2**16),
 )
-def test_float32_logits_of_a_batch_are_bit_for_bit_those_of_each_sequence_alone(
-    make_llama: Make, config: dict[str, Any], options: CompileOptions, seed: int
+def test_logits_of_a_batch_are_bit_for_bit_those_of_each_sequence_alone(
+    make_llama: Make, config: dict[str, Any], options: CompileOptions, dtype: str, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
     directory, _ = make_llama(seed, **config)
     prompts = draw_prompts(rng, config["vocab_size"])
-    together = feed(make_runner(directory, options, "float32"), prompts, rng)
-    alone = make_runner(directory, CompileOptions(1, fuse_norm=options.fuse_norm), "float32")
+    together = feed(make_runner(directory, options, dtype), prompts, rng)
+    alone = make_runner(directory, CompileOptions(1, fuse_norm=options.fuse_norm), dtype)
     for logits, prompt in zip(together, prompts, strict=True):
         (single,) = feed(alone, [prompt], rng, together=False)
         np.testing.assert_array_equal(logits, single)
