@@ -179,11 +179,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"{r['idle_share']:7.1%} {r['plan_us']:8} {r['collect_us']:11} ", end="")
             used = r.get("cpu_ms_per_step", {}).items()
             print(f"{r['host_share']:7.1%} ", *(f"{name} {ms}" for name, ms in used), flush=True)
-    late = any(
-        r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT
+    late = [
+        f"{r['path']} at {r['batch']}"
         for r in results
         if r["path"] != "masks-first"
-    )
+        and (r["idle_share"] > IDLE_LIMIT or r["host_share"] > HOST_LIMIT)
+    ]
+    if late:
+        print(f"{', '.join(late)} take more than {IDLE_LIMIT:.0%} idle or {HOST_LIMIT:.0%} host")
     if options.save:
         limits = {"idle_share": IDLE_LIMIT, "host_share": HOST_LIMIT}
         report = {"load_average": os.getloadavg()[0], "limits": limits, "within_limits": not late}

@@ -76,9 +76,8 @@ def test_a_benchmark_of_the_cpu_runs(command: str, said: str) -> None:
         [sys.executable, str(BENCHMARKS / script), *options],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    # A machine that is busy with other tests may miss a script's limits: it returns 1 then.
-    assert run.returncode in (0, 1), run.stderr
-    assert "Traceback" not in run.stderr, run.stderr
+    # What takes long on a busy machine is no failure of the script.
+    assert run.returncode == 0 or "take more than" in run.stdout, run.stderr
     assert said in run.stdout
 
 

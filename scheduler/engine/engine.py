@@ -493,10 +493,10 @@ class Engine:
                     running.gone = np.zeros_like(self._slots.ended)
                 running.gone[[admission.slot for admission in plan.admissions]] = True
             # Masks that depend on the tokens of the plan in progress come when it has ended.
-            late = self._in_progress is not None and plan.step.restricted
+            late = self._in_progress is not None
             self._slots.write(plan, masks=not late)
             self._drop(plan)
-            plan.step.awaits_masks = late and any(s.follower for s in plan.samplers)
+            plan.step.awaits_masks = late and plan.needs_tokens
             plan.started = time.perf_counter()
             if plan.step.num_rows:
                 plan.launch = self._start(plan, settle, started)
@@ -530,9 +530,9 @@ class Engine:
         return self.runner.start(plan.step, plan.steps, started)
 
     def _settle(self, settle: Callable[[], None]) -> None:
-        """End the plan in progress."""
+        """End the plan in progress; ``settle`` may have done so (``begin``)."""
         settle()
-        if self._in_progress is not None:  # an interrupt came before its end
+        if self._in_progress is not None:
             self.end(self._in_progress)
 
     def _drop(self, plan: Plan) -> None:
@@ -609,12 +609,8 @@ class Engine:
             return False
         if any(p.with_logprobs or p.scored for p in (running, plan)):
             return False  # there is one tensor of logits
-        if (
-            plan.step.restricted
-            and not (ending and self.runner.can_await_masks)
-            and any(s.follower is not None for s in plan.samplers)
-        ):
-            return False  # its mask depends on the token
+        if plan.needs_tokens and not (ending and self.runner.can_await_masks):
+            return False
         if plan.steps > 1 and plan.step.num_rows == 1:
             # It may end, and a request that comes then would wait for several steps of nothing.
             slot = plan.step.row_sequence[0]

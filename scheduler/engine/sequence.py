@@ -16,7 +16,7 @@ from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Integer, R
 from megavm.scheduler.engine.blocks import NO_PREFIX, block_digest
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.restriction import Follower, Restriction
-from megavm.scheduler.engine.step import Floats, Ints
+from megavm.scheduler.engine.step import Floats, Ints, signed_word
 from megavm.scheduler.engine.text import NoText, TextStream
 
 if TYPE_CHECKING:
@@ -279,8 +279,8 @@ class Sequence:
         real[Real.PRESENCE_PENALTY] = params.presence_penalty
         real[Real.FREQUENCY_PENALTY] = params.frequency_penalty
         integer[Integer.ENABLED] = int(not self.scoring)
-        integer[Integer.SEED_LOW] = _signed(self.seed & 0xFFFFFFFF)
-        integer[Integer.SEED_HIGH] = _signed(self.seed >> 32)
+        integer[Integer.SEED_LOW] = signed_word(self.seed)
+        integer[Integer.SEED_HIGH] = signed_word(self.seed >> 32)
         integer[Integer.TOP_K] = max(params.top_k, 0)
         integer[Integer.PROMPT_LENGTH] = len(self.prompt)
         integer[Integer.MIN_LENGTH] = len(self.prompt) + min(params.min_tokens, self.max_output)
@@ -289,11 +289,6 @@ class Sequence:
         integer[Integer.MASKED] = int(restriction is not None and restriction.masked)
         integer[Integer.BIASED] = int(restriction is not None and bool(restriction.bias))
         return np.array(real, dtype=np.float32), np.array(integer, dtype=np.int32)
-
-
-def _signed(word: int) -> int:
-    """The int32 with the bits of a word."""
-    return (word ^ 1 << 31) - (1 << 31)
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

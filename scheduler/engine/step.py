@@ -25,6 +25,11 @@ def power_of_two(number: int) -> int:
     return 1 << max(number - 1, 0).bit_length()
 
 
+def signed_word(number: int) -> int:
+    """The int32 with the low 32 bits of a number."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
 @dataclass(slots=True)
 class Step:
     """One pass over a batch of tokens: decode tokens of many sequences and chunks of prefill.
@@ -232,6 +237,11 @@ class Plan:
     complete: set[Sequence] = field(default_factory=set)
     failed: dict[Sequence, str] = field(default_factory=dict)
     error: BaseException | None = None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether masks of its step depend on the tokens that the plan before it chooses."""
+        return self.step.restricted and any(s.follower is not None for s in self.samplers)
 
     def drop(self, ended: Bools) -> None:
         """Remove the rows of slots whose sequence has ended since the plan was made."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 import torch
 
-from megavm.scheduler.engine.step import Bools, Floats, Ints, Step
+from megavm.scheduler.engine.step import Bools, Floats, Ints, Step, signed_word
 from megavm.vm.cuda.copies import Copies, HostCopies
 from megavm.vm.cuda.driver import CudaError
 from megavm.vm.machine import Executable, MachineFault
@@ -96,9 +96,6 @@ class StepMemory:
 
         Raises MachineFault.
         """
-
-    def release(self) -> None:
-        """Let the last launch go on without the masks that it awaits: something has failed."""
 
     def run(
         self,
@@ -249,6 +246,7 @@ class DeviceStepMemory(StepMemory):
             self._send_number()
 
     def release(self) -> None:
+        """Let the last launch go on without the masks that it awaits: something has failed."""
         if self._given != self._awaited:
             with contextlib.suppress(CudaError):
                 self._send_number()
@@ -256,7 +254,7 @@ class DeviceStepMemory(StepMemory):
     def _send_number(self) -> None:
         """Behind the masks. Launches wait for it."""
         number = self._numbers[self._awaited % MOST_LAUNCHES]
-        number.fill_(_signed(self._awaited))
+        number.fill_(signed_word(self._awaited))
         _, of_ranks = self._rows["masks_written"]
         for copies, rank in zip(self._copies, of_ranks, strict=True):
             copies.send_beside(rank, number)
@@ -290,7 +288,7 @@ class DeviceStepMemory(StepMemory):
         self._next = (self._next + 1) % MOST_LAUNCHES
         self.release()  # a launch that an interrupt has left behind
         self._awaited += step.awaits_masks
-        self.arrays["masks_awaited"][0] = _signed(self._awaited)
+        self.arrays["masks_awaited"][0] = signed_word(self._awaited)
         # Copies of numpy and torch would give up the interpreter.
         stage.words.data[:] = self._host_words.data
         for copies, slab in zip(self._copies, self._slabs, strict=True):
@@ -377,11 +375,6 @@ class DeviceStepMemory(StepMemory):
         stage.places[:count].numpy()[:] = places
         self._copies[0].gather(stage.chosen[:count], tokens, stage.places[:count])
         return slots.repeat(steps), places
-
-
-def _signed(number: int) -> int:
-    """The int32 with the low bits of a number."""
-    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 @contextlib.contextmanager

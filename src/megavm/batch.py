@@ -39,14 +39,14 @@ class Batch:
         tokens_ahead: int,
         logprobs: Callable[[TokenLogprobs], dict[int, Logprob]],
     ) -> None:
-        self.collectors: list[Collector] = []  # of the requests that are queued
+        self.collectors: list[Collector] = []  # one for each request queued so far
         self._engine = engine
         self._prompts = prompts
         self._tokens_ahead = tokens_ahead
         self._logprobs = logprobs
         self._arrived = time.perf_counter()
-        self._waiting: deque[Request] = deque()  # those that have had no seat yet
-        self._tokens = 0  # of their prompts
+        self._waiting: deque[Request] = deque()  # requests that have had no seat yet
+        self._tokens = 0  # length of the waiting prompts together
         self._ended = 0  # collectors that have their result, all before the next one
 
     @property

@@ -217,7 +217,7 @@ class LLM:
         )
         self._lock = threading.RLock()
         self._sinks: dict[Hashable, Callable[[Delta], None]] = {}
-        self._batches: list[Batch] = []  # of the calls of generate in progress
+        self._batches: list[Batch] = []  # one for each running call of generate
         self._closed = False
         if isinstance(self.runner.machine, cuda_machine.CudaMachine):
             self.runner.machine.report = None  # loading ends here: `progress` is called no more

@@ -151,7 +151,7 @@ def test_an_interrupt_of_a_launch_that_the_caller_runs_leaves_nothing_that_was_n
 @pytest.mark.parametrize(
     ("method", "after"),
     [
-        *[("collect", False), ("_start", False)],  # what they have returned is in nobody's hands
+        *[("collect", False), ("_start", False)],  # their result would be lost
         *itertools.product(["plan", "_submit", "can_begin", "begin", "end"], [False, True]),
         *itertools.product(["_give_masks"], [False, True]),
     ],

@@ -54,17 +54,6 @@ class Executor:
         assert self.in_progress.pop(0) is plan
 
 
-def test_a_plan_that_needs_what_the_one_before_has_chosen_begins_right_before_its_end() -> None:
-    queue, executor = StepQueue(), Executor()
-    first, second = plan(), plan()
-    executor.late.append(second)
-    queue.submit(executor, first)
-    queue.submit(executor, second)
-    assert executor.calls == [("begin", first)]
-    assert queue.wait() is first
-    assert executor.calls[1:] == [("begin", second), ("end", first)]
-
-
 def test_plans_begin_behind_each_other() -> None:
     queue, executor = StepQueue(), Executor()
     first, second, third = plan(), plan(), plan()
@@ -89,15 +78,23 @@ def test_a_plan_that_the_caller_has_begun_is_only_completed(unfinished: bool) ->
     assert executor.calls == [("begin", first), ("end", first)][: 1 + unfinished]
 
 
-def test_a_plan_that_needs_the_end_of_another_begins_before_that_is_returned() -> None:
+@pytest.mark.parametrize(
+    ("kind", "order"),
+    [("alone", ["end first", "begin second"]), ("late", ["begin second", "end first"])],
+)
+def test_a_plan_that_needs_the_end_of_another_begins_before_that_is_returned(
+    kind: str, order: list[str]
+) -> None:
+    """Behind the end, or right before it if it needs only to be certain."""
     queue, executor = StepQueue(), Executor()
     first, second = plan(), plan()
-    executor.alone.append(second)
+    getattr(executor, kind).append(second)
     queue.submit(executor, first)
     queue.submit(executor, second)
     assert executor.calls == [("begin", first)]
     assert queue.wait() is first
-    assert executor.calls[1:] == [("end", first), ("begin", second)]
+    calls = {"end first": ("end", first), "begin second": ("begin", second)}
+    assert executor.calls[1:] == [calls[name] for name in order]
     assert queue.wait() is second
 
 

@@ -18,13 +18,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from against_reference import check_example, examples_of
+from against_reference import check_example, check_missing_mask, examples_of
 from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
-from megavm.instructions.sample import Real, Sample
+from megavm.instructions.sample import Real
 from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
@@ -156,13 +156,7 @@ def test_instructions_mean_what_the_reference_says(
 @pytest.mark.parametrize("kind", [EmulatedMachine, CpuMachine, ReferenceMachine])
 def test_a_choice_whose_mask_does_not_come_says_so(kind: type[Machine]) -> None:
     machine = EmulatedMachine(timeout=0.5) if kind is EmulatedMachine else kind()
-    (example,) = [e for e in examples_of(Sample) if e.name == "mask and bias, tagged"]
-    memory = example.memory(5)
-    memory.write("masks_written", torch.tensor([6]))
-    memory.write("masks_awaited", torch.tensor([7]))
-    executable = machine.load(example.program(), memory, verify=False)
-    with pytest.raises(MachineFault, match=r"has not written mask 7\b.*last one is 6"):
-        executable.run()
+    check_missing_mask(machine)
 
 
 def test_results_of_one_program_are_of_two_kinds(emulated: EmulatedMachine) -> None:

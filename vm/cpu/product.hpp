@@ -11,6 +11,8 @@
 // and tile, so the result of a row does not depend on the other rows.
 #pragma once
 
+#include <type_traits>
+
 #include "vm/cpu/amx.hpp"
 #include "vm/cpu/dot.hpp"
 
@@ -78,10 +80,11 @@ template <typename Weight, typename BlockAt, typename Store>
 inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt block_at,
                     Store store) {
 #if defined(__AMX_BF16__)
-  if constexpr (sizeof(Weight) == 2)
-    return product_on<Weight, AmxPath>(worker, in, num_blocks, block_at, store);
+  using Path = std::conditional_t<sizeof(Weight) == 2, AmxPath, DotPath<Weight>>;
+#else
+  using Path = DotPath<Weight>;
 #endif
-  product_on<Weight, DotPath<Weight>>(worker, in, num_blocks, block_at, store);
+  product_on<Weight, Path>(worker, in, num_blocks, block_at, store);
 }
 
 // The rows of x for the live rows of a tile: `row_index[r]`, which must be below `x_rows`; r itself

@@ -45,18 +45,17 @@ class Copies:
 
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy contiguous words of the host to the GPU. Raises CudaError."""
-        with self._driver.current():
-            self._driver.call(
-                *("cuMemcpyHtoDAsync", target.data_ptr(), source.data_ptr()),
-                *(source.nbytes, self._stream),
-            )
+        self._send(target, source, self._stream)
 
     def send_beside(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """``send`` without waiting for the kernel that runs, in the order of these copies alone."""
+        self._send(target, source, int(self._beside.cuda_stream))
+
+    def _send(self, target: torch.Tensor, source: torch.Tensor, stream: int) -> None:
         with self._driver.current():
             self._driver.call(
                 *("cuMemcpyHtoDAsync", target.data_ptr(), source.data_ptr()),
-                *(source.nbytes, int(self._beside.cuda_stream)),
+                *(source.nbytes, stream),
             )
 
     def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:

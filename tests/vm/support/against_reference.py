@@ -6,13 +6,16 @@ import importlib
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 import torch
 
 from megavm.instructions.attention import Attention
+from megavm.instructions.sample import Sample
 from megavm.vm.config import NONE
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.example import Example
 from megavm.vm.isa import Instruction
+from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.reference import ReferenceMachine
 from megavm.vm.tensors import BF16, DType
@@ -57,6 +60,17 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
         tags = (m.storage(spec.name)[..., 1].cpu() for m in (left, right) if spec.tagged)
         if spec.tagged and not torch.equal(*tags):
             yield f"{example.name}: tags of {spec.name} differ"
+
+
+def check_missing_mask(machine: Machine) -> None:
+    """A choice whose mask the host does not write ends with a sentence."""
+    (example,) = [e for e in examples_of(Sample) if e.name == "mask and bias, tagged"]
+    memory = example.memory(5, machine.memory_device)
+    memory.write("masks_written", torch.tensor([6]))
+    memory.write("masks_awaited", torch.tensor([7]))
+    executable = machine.load(example.program(), memory, verify=False)
+    with pytest.raises(MachineFault, match=r"has not written mask 7\b.*last one is 6"):
+        executable.run()
 
 
 def check_example(machine: CudaMachine, example: Example, alone: bool) -> None:
