@@ -159,13 +159,21 @@ def make_random(machine: str) -> None:
         setattr(Checkpoint, name, function)
 
 
-def compile_everything(models: Sequence[str]) -> int:
-    """Compile the kernels of the models into the cache, side by side; the number of new ones."""
+def compile_everything(models: Sequence[str], restricted: Sequence[bool] = (False,)) -> int:
+    """Compile the kernels of the models into the cache, side by side; the number of new ones.
+
+    ``restricted``: of steps in which sequences may have masks, or of those in which none has.
+    """
     from megavm.scheduler.run.kernels import kernel_headers
     from megavm.vm.cuda.compiler import compile_ahead
     from megavm.vm.tensors import BF16
 
-    headers = [header for model in models for header in kernel_headers(MODELS[model], BF16)]
+    headers = [
+        header
+        for model in models
+        for masks in restricted
+        for header in kernel_headers(MODELS[model], BF16, restricted=masks)
+    ]
     return len(compile_ahead(headers))
 
 
