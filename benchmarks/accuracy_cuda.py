@@ -68,10 +68,10 @@ class ForcedRunner(Runner):
         context: int,
         *,
         decode: bool = False,
-        restricted: bool = False,
+        sampled: bool = False,
     ) -> Bucket:
         return self.forced or super().bucket(
-            rows, logit_rows, context, decode=decode, restricted=restricted
+            rows, logit_rows, context, decode=decode, sampled=sampled
         )
 
 

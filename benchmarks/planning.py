@@ -85,7 +85,7 @@ class EchoRunner:
     def give_masks(self) -> None:
         """As ``Runner.give_masks``; no step awaits masks."""
 
-    def is_coming(self, *, restricted: bool) -> bool:
+    def is_coming(self, *, sampled: bool) -> bool:
         """As ``Runner.is_coming``; this runner compiles nothing."""
         return False
 

@@ -58,47 +58,48 @@ class Status(Enum):
     FAILED = "failed"
 
 
-def _stand_ins(runner: Runner) -> list[Bucket]:
-    """Programs that can run all steps of so many rows until those have their own.
+def _stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
+    """Programs that can run all steps of a kind and so many rows until those have their own.
 
     The first has the most rows: it runs all smaller steps, and larger ones in parts. It is slowest
     for the fewest, whose programs come next.
     """
     *fewer, most = _usual_rows(runner.max_num_batched_tokens)
-    return [runner.stand_in(rows) for rows in (most, *fewer)]
+    return [runner.stand_in(rows, sampled=sampled) for rows in (most, *fewer)]
 
 
-def _larger_stand_ins(runner: Runner) -> list[Bucket]:
+def _larger_stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
     """Programs that can run all steps of more rows than the others, most rows first."""
     from megavm.scheduler.run.stand_ins import STAND_IN_FACTOR, STAND_IN_ROWS
 
     found, rows = [], runner.max_num_batched_tokens
     while rows > STAND_IN_ROWS:
-        found.append(runner.stand_in(rows))
+        found.append(runner.stand_in(rows, sampled=sampled))
         rows //= STAND_IN_FACTOR
     return found
 
 
-def _restricted_programs(runner: Runner) -> list[Bucket]:
-    """Programs for steps with restricted tokens, on a GPU one for each of their kernels.
+def _other_programs(runner: Runner, sampled: bool) -> list[Bucket]:
+    """Programs of the kind that the default parameters do not need, on a GPU for most kernels.
 
-    The first can run all such steps: requests wait for it, and others go on meanwhile.
+    The first can run all steps of this kind.
     """
     most = runner.max_num_batched_tokens
     usual = _usual_rows(most)
     rows = dict.fromkeys((usual[-1], *usual, min(2 * usual[-1], most), most))
-    return [runner.stand_in(count, restricted=True) for count in rows]
+    return [runner.stand_in(count, sampled=sampled) for count in rows]
 
 
-def _first_programs(runner: Runner) -> list[Bucket]:
+def _first_programs(runner: Runner, sampled: bool) -> list[Bucket]:
     """Programs that are compiled before the server is ready.
 
-    With them, no step waits for its program, unless it restricts tokens.
+    With those that sample no step waits for its program, with the others no greedy one.
     """
-    found = [runner.bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
+    bucket = partial(runner.bucket, sampled=sampled)
+    found = [bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
     for rows in _usual_rows(runner.max_num_seqs):
-        found.append(runner.bucket(rows, rows, 1, decode=True))
-    return found + _stand_ins(runner)[:2]
+        found.append(bucket(rows, rows, 1, decode=True))
+    return found + _stand_ins(runner, sampled)[:2]
 
 
 def _usual_rows(most: int) -> list[int]:
@@ -224,23 +225,29 @@ class Service:
             self._ended.set()
 
     def _load_and_warm_up(self) -> LLM:
-        """Load the model and compile programs of usual sizes, so that requests need not wait."""
+        """Load the model and compile programs of usual sizes, so that requests need not wait.
+
+        They are of the kind that the default parameters need. Programs that sample run greedy
+        steps as well. Requests that sample wait for the first that can run them all.
+        """
         llm = self._load_model(self._report)
         self._report("reading the tokenizer for grammars", 0, 1)
         llm.restrictions.prepare()
         self._report("reading the texts of tokens", 0, 1)
         llm.tokenizer.remember_texts()
-        runner = llm.runner
-        buckets = _first_programs(runner)
+        runner, sampled = llm.runner, llm.samples_by_default
+        buckets = _first_programs(runner, sampled)
         for done, bucket in enumerate(buckets):
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
-        restricted = _restricted_programs(runner)
-        first = restricted[:1]
+        others = _other_programs(runner, not sampled)
+        first = []
+        if not sampled:
+            first.append(others.pop(0))
         if not runner.options(1).fixed_order:  # else nothing stands in
-            first += [*_larger_stand_ins(runner), *_stand_ins(runner)]
-        runner.compile_ahead(first)
-        runner.prepare(restricted[1:], last=True)
+            first += [*_larger_stand_ins(runner, sampled), *_stand_ins(runner, sampled)]
+        runner.compile_ahead(first, sampled=sampled)
+        runner.prepare(others, last=True)
         return llm
 
     async def broken(self) -> None:

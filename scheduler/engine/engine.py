@@ -140,7 +140,7 @@ class Engine:
             self.blocks,
             steps_per_launch,
             StepPace(tpot_limit, launch_limit),
-            lambda sequence: sequence.restricted and runner.is_coming(restricted=True),
+            lambda sequence: sequence.sampled and runner.is_coming(sampled=True),
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder

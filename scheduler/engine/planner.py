@@ -75,9 +75,9 @@ class Planner:
         self._last_row = np.zeros(max_num_seqs, dtype=np.int32)
         # Decoding sequences in row order, and their slots. None: the list is out of date.
         self._decoders: tuple[Sequence, ...] | None = ()
-        # How many of them are restricted, need the host after every step because of their masks,
-        # want log-probabilities, and may end before their last position.
-        self._restricted = self._dynamic = self._with_logprobs = self._may_stop = 0
+        # How many of them need more than their largest logit, need the host after every step
+        # because of their masks, want log-probabilities, and may end before their last position.
+        self._sampled = self._dynamic = self._with_logprobs = self._may_stop = 0
         self._slots = np.zeros(0, dtype=np.int32)
         self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
         # Digests of blocks that prefilling sequences will publish.
@@ -127,7 +127,7 @@ class Planner:
 
     def _count(self, sequence: Sequence, change: int) -> None:
         self._decoders = None
-        self._restricted += change * sequence.restricted
+        self._sampled += change * sequence.sampled
         self._dynamic += change * sequence.dynamic
         self._with_logprobs += change * sequence.with_logprobs
         self._may_stop += change * sequence.may_stop
@@ -209,7 +209,8 @@ class Planner:
                 if not decoders:
                     return
         # Before those that need no further row leave.
-        plan.with_logprobs, restricted = self._with_logprobs > 0, self._restricted > 0
+        plan.with_logprobs, sampled = self._with_logprobs > 0, self._sampled > 0
+        plan.needs_tokens = self._dynamic > 0
         following = positions + steps
         self._position[slots] = following
         last = following > self._last_row[slots]
@@ -219,7 +220,7 @@ class Planner:
         plan.samplers = decoders
         context = int(positions.max()) + 1
         rows = self._rows[: len(slots)]
-        plan.step = Step(slots, positions, rows, context, restricted, distinct=True)
+        plan.step = Step(slots, positions, rows, context, sampled, distinct=True)
 
     def _list_decoders(self) -> tuple[tuple[Sequence, ...], Ints]:
         if self._decoders is None:
@@ -347,12 +348,15 @@ class Planner:
         if len(sequences) > 1:
             plan.samplers = tuple(samplers)
             plan.with_logprobs = any(s.with_logprobs for s in samplers)
+            plan.needs_tokens = any(s.dynamic for s in samplers)
+            # A step that chooses nothing runs by a program of its sequences' later steps.
+            choosing = samplers or [sequence for sequence, _, _ in published]
             plan.step = Step(
                 np.concatenate(sequences),
                 np.concatenate(positions),
                 np.concatenate(logit_rows + score_rows),
                 context,
-                any(s.restricted for s in samplers),
+                any(s.sampled for s in choosing),
                 # Every sequence has its decode row or one chunk.
                 distinct=rows == step.num_rows + len(published),
             )

@@ -125,7 +125,7 @@ class Sequence:
         "output",
         "prompt",
         "request",
-        "restricted",
+        "sampled",
         "scoring",
         "seed",
         "slot",
@@ -169,7 +169,8 @@ class Sequence:
         self.scoring = bool(index == 0 and request.prompt_logprobs and len(self.prompt) > 1)
         restriction = request.restriction
         self.with_logprobs = params.logprobs is not None  # it returns those of its output
-        self.restricted = restriction is not None  # it has a mask of allowed tokens, or biases
+        # Whether it needs more than its largest logit.
+        self.sampled = needs_sampling(params, self.stop_ids, restriction)
         # Whether the mask of its next choice depends on its output.
         self.dynamic = restriction is not None and restriction.dynamic
         # Follows the output for masks that depend on it; the thread that executes plans owns it.
@@ -289,6 +290,23 @@ class Sequence:
         integer[Integer.MASKED] = int(restriction is not None and restriction.masked)
         integer[Integer.BIASED] = int(restriction is not None and bool(restriction.bias))
         return np.array(real, dtype=np.float32), np.array(integer, dtype=np.int32)
+
+
+def needs_sampling(
+    params: SamplingParams, stop_ids: Many[int], restriction: Restriction | None = None
+) -> bool:
+    """Whether a choice with these parameters can be another token than that of the largest logit.
+
+    If not, ``Sequence.parameters`` has temperature 0 and nothing that changes a logit.
+    """
+    return (
+        params.temperature > 0
+        or params.repetition_penalty != 1
+        or params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or (params.min_tokens > 0 and len(stop_ids) > 0)
+        or restriction is not None
+    )
 
 
 def stop_token_ids(params: SamplingParams, eos_ids: tuple[int, ...]) -> tuple[int, ...]:

@@ -47,7 +47,7 @@ class Slots:
             runner.block_table[slot, column] = block
         for slot in plan.enabled:
             runner.sampling_integer[slot, Integer.ENABLED] = 1
-        if masks and plan.step.restricted:
+        if masks and plan.needs_tokens:
             self.write_masks(plan)
 
     def _write_restriction(self, slot: int, restriction: Restriction) -> None:
@@ -110,7 +110,7 @@ class Slots:
         plan.ended = ended = np.logical_or.reduce(plan.stopped, axis=1)
         if ended.any():
             self.ended[slots] |= ended
-        if step.restricted:
+        if plan.needs_tokens:
             self._follow(plan, slots, columns[:, 0])
         for i, sequence in enumerate(plan.samplers if plan.with_logprobs else ()):
             if sequence.with_logprobs:

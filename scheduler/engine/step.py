@@ -36,18 +36,18 @@ class Step:
 
     Row r is the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``. The step
     writes its keys and values, and it attends to positions 0 .. row_position[r]. Logits are
-    computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``restricted``:
-    a sequence that chooses a token has a mask of allowed tokens, or a bias. In a launch of several
-    steps all positions advance by one from step to step. ``wants_logits``: the host may read the
-    logits afterwards; else it reads only the chosen tokens. ``awaits_masks``: it begins before its
-    masks are known, and ``StepRunner.give_masks`` must be called.
+    computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``sampled``: a
+    sequence that chooses a token needs more than its largest logit (``Sequence.sampled``). In a
+    launch of several steps all positions advance by one from step to step. ``wants_logits``: the
+    host may read the logits afterwards; else it reads only the chosen tokens. ``awaits_masks``: it
+    begins before its masks are known, and ``StepRunner.give_masks`` must be called.
     """
 
     row_sequence: Ints
     row_position: Ints
     logit_row: Ints
     context: int
-    restricted: bool = False
+    sampled: bool = False
     distinct: bool | None = None  # whether its rows belong to different sequences; None: unknown
     wants_logits: bool = True
     awaits_masks: bool = False
@@ -169,7 +169,7 @@ class StepRunner(Protocol):
         """
         ...
 
-    def is_coming(self, *, restricted: bool) -> bool:
+    def is_coming(self, *, sampled: bool) -> bool:
         """Whether steps of this kind would wait for a program that is being compiled ahead."""
         ...
 
@@ -216,6 +216,8 @@ class Plan:
     new_blocks: list[tuple[int, int, int]] = field(default_factory=list)  # slot, column, KV block
     enabled: list[int] = field(default_factory=list)  # slots whose prompt is scored: choose now
     with_logprobs: bool = False  # whether a sampler wants log-probabilities
+    # Whether a sampler's mask depends on its output, and so on what the plan before it chooses.
+    needs_tokens: bool = False
     # (sequence, begin, end): positions begin .. end - 1 of a prompt. The samplers' logit rows come
     # before theirs.
     scored: list[tuple[Sequence, int, int]] = field(default_factory=list)
@@ -238,11 +240,6 @@ class Plan:
     failed: dict[Sequence, str] = field(default_factory=dict)
     error: BaseException | None = None
 
-    @property
-    def needs_tokens(self) -> bool:
-        """Whether masks of its step depend on the tokens that the plan before it chooses."""
-        return self.step.restricted and any(s.follower is not None for s in self.samplers)
-
     def drop(self, ended: Bools) -> None:
         """Remove the rows of slots whose sequence has ended since the plan was made."""
         step = self.step
@@ -255,12 +252,13 @@ class Plan:
         # Scored prompts have not chosen a token yet, so all of their rows stay.
         choosing = logit_kept[: len(self.samplers)].tolist()
         self.samplers = tuple(s for s, k in zip(self.samplers, choosing, strict=True) if k)
+        self.needs_tokens = self.needs_tokens and any(s.dynamic for s in self.samplers)
         positions = step.row_position[kept]
         self.step = Step(
             step.row_sequence[kept],
             positions,
             index[step.logit_row[logit_kept]],
             int(positions.max(initial=-1)) + 1,
-            step.restricted,
+            step.sampled,
             step.distinct or None,
         )

@@ -59,15 +59,15 @@ class Bucket:
     """The largest step that a program can run: rows, logit rows, tokens of context.
 
     ``decode``: the program runs only steps whose rows belong to different sequences. Programs of
-    one row are decode programs in any case. ``restricted``: sequences may have masks of allowed
-    tokens, and biases.
+    one row are decode programs in any case. ``sampled``: sequences may have any sampling parameters,
+    such as a temperature, penalties or masks; else every choice is the largest logit.
     """
 
     rows: int
     logit_rows: int
     context: int
     decode: bool = False
-    restricted: bool = False
+    sampled: bool = False
 
 
 INPUT, STATE = TensorKind.INPUT, TensorKind.STATE
@@ -136,7 +136,7 @@ def llama_graph(
     if divided:
         logits = graph.all_gather("lm_head.all", logits)
     logits = graph.output(logits, "logits")
-    graph.sample("sample", logits, batch, restricted=bucket.restricted)
+    graph.sample("sample", logits, batch, restricted=bucket.sampled)
     return graph
 
 

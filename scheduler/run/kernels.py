@@ -45,13 +45,13 @@ def kernel_headers(
     dtype: DType,
     workers: int = TARGETS["cuda"].workers,
     trace: bool = False,
-    restricted: bool = False,
+    sampled: bool = False,
     parallel: Parallel = ONE_RANK,
     fixed_order: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     """The generated header of each kernel of a model -> rows of the buckets that it runs.
 
-    ``restricted``: of the steps in which sequences have masks of allowed tokens, or biases.
+    ``sampled``: of the programs that can sample, else of those for greedy steps (see Bucket).
     ``parallel``: how ranks divide the model. ``fixed_order``: see CompileOptions.
     """
     # All layers are alike and kernels do not depend on their number: one layer suffices.
@@ -77,7 +77,7 @@ def kernel_headers(
         for decode in ((False, True) if rows <= limits.max_num_seqs else (False,))
     )
     for bucket in buckets:
-        graph = llama_graph(config, limits, replace(bucket, restricted=restricted), dtype, parallel)
+        graph = llama_graph(config, limits, replace(bucket, sampled=sampled), dtype, parallel)
         program = unordered(graph, options_for(bucket.rows))
         headers.setdefault(program_header(program, trace=trace), {})[bucket.rows] = None
     return {header: tuple(rows) for header, rows in headers.items()}
@@ -89,7 +89,7 @@ def compile_kernels(
     *,
     architecture: str = TARGETS["cuda"].architecture,
     workers: int = TARGETS["cuda"].workers,
-    restricted: bool = False,
+    sampled: bool = False,
     parallel: Parallel = ONE_RANK,
     fixed_order: bool = False,
     report: Callable[[str], None] | None = None,
@@ -104,7 +104,7 @@ def compile_kernels(
         config,
         dtype,
         workers,
-        restricted=restricted,
+        sampled=sampled,
         parallel=parallel,
         fixed_order=fixed_order,
     )

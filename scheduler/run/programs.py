@@ -77,7 +77,11 @@ class Programs:
 
     def is_coming(self, bucket: Bucket) -> bool:
         """Whether the thread in the background compiles this program, or will."""
-        return self._work.has(bucket)
+        if not self._work.has(bucket):
+            return False
+        with self._lock:
+            future = self._known.get(bucket)
+        return future is None or not future.done()
 
     def close(self) -> None:
         """Drop what is queued. Does not wait for the program that is being compiled."""

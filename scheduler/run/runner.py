@@ -154,6 +154,7 @@ class Runner:
         options: CompileOptions | None = None,
         parallel: Parallel = ONE_RANK,
         fixed_order: bool = False,
+        sampled: bool = False,
         progress: Progress | None = None,
     ) -> Runner:
         """Make the machine and bind a checkpoint's weights. ``workers`` are those of one rank.
@@ -161,7 +162,8 @@ class Runner:
         ``dtype`` "auto" is float32 for a float32 checkpoint and bfloat16 for others. ``options``
         replaces the default compile options of every step, except for ``workers`` and ``machine``,
         which are those of the machine. ``fixed_order``: see CompileOptions; it is one of those
-        that ``options`` replaces.
+        that ``options`` replaces. ``sampled``: the kind of the program of one token, which a GPU
+        needs for the layouts of weights.
 
         Raises ValueError when a tensor is missing or has another shape, the machine is unavailable,
         or it cannot keep a fixed order for these ranks.
@@ -187,6 +189,7 @@ class Runner:
                 device.report = lambda line: progress(line, 0, 1)
                 progress("compiling the program of one token", 0, 1)
             bucket = choose_bucket(config, limits, options_for, 1, 1, 1, parallel=parallel)
+            bucket = replace(bucket, sampled=sampled)
             known[bucket] = compile_bucket(config, limits, element, bucket, options_for, parallel)
             layouts = program_layouts(known[bucket])
         weights = weight_specs(config, limits, element, parallel)
@@ -269,18 +272,17 @@ class Runner:
         context: int,
         *,
         decode: bool = False,
-        restricted: bool = False,
+        sampled: bool = False,
     ) -> Bucket:
         """The smallest bucket for a step of this size. Its sizes are powers of two or the limits.
 
-        ``decode``: the rows belong to different sequences. ``restricted``: some have a mask of
-        allowed tokens, or a bias. Contexts for which attention is split in
-        the same way share a bucket.
+        ``decode``: the rows belong to different sequences. ``sampled``: see Step. Contexts for
+        which attention is split in the same way share a bucket.
         """
         # Steps of these sizes have the same bucket (choose_bucket).
         rows = min(power_of_two(rows), self.limits.max_num_batched_tokens)
         logit_rows, context = power_of_two(logit_rows), power_of_two(context)
-        key = self.options, rows, logit_rows, context, decode, restricted
+        key = self.options, rows, logit_rows, context, decode, sampled
         if key not in self._buckets:
             bucket = choose_bucket(
                 self.config,
@@ -292,7 +294,7 @@ class Runner:
                 decode=decode,
                 parallel=self.parallel,
             )
-            self._buckets[key] = replace(bucket, restricted=restricted)
+            self._buckets[key] = replace(bucket, sampled=sampled)
         return self._buckets[key]
 
     def program(self, bucket: Bucket) -> Program:
@@ -385,9 +387,7 @@ class Runner:
         if decode is None:
             decode = len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
-        return self.bucket(
-            rows, len(step.logit_row), context, decode=decode, restricted=step.restricted
-        )
+        return self.bucket(rows, len(step.logit_row), context, decode=decode, sampled=step.sampled)
 
     def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
         """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is.
@@ -482,8 +482,10 @@ class Runner:
                 self._recorder = recorder
                 self.machine.trace = recorder is not None
 
-    def compile_ahead(self, first: Collection[Bucket] = ()) -> None:
+    def compile_ahead(self, first: Collection[Bucket] = (), *, sampled: bool = False) -> None:
         """From now on, compile ``first`` in the background, then what steps are likely to need.
+
+        ``sampled``: the kind of the first steps.
 
         The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
         meanwhile. A step whose program is not ready runs by another one that can do it, or in
@@ -491,7 +493,7 @@ class Runner:
         thread. For a GPU it also loads what it has compiled.
         """
         self._ahead = True
-        self._prepare_following(self.bucket(1, 1, 1))
+        self._prepare_following(self.bucket(1, 1, 1, sampled=sampled))
         self.prepare(first)
 
     def prepare(self, buckets: Collection[Bucket], *, last: bool = False) -> None:
@@ -501,13 +503,16 @@ class Runner:
         """
         self._programs.prepare(buckets, self._compiler(ahead=True), last=last)
 
-    def is_coming(self, *, restricted: bool) -> bool:
+    def is_coming(self, *, sampled: bool) -> bool:
         """Whether a program that can run all steps of this kind is being compiled ahead."""
-        return self._programs.is_coming(self.stand_in(restricted=restricted))
+        return self._programs.is_coming(self.stand_in(sampled=sampled))
 
-    def stand_in(self, rows: int = STAND_IN_ROWS, *, restricted: bool = False) -> Bucket:
-        """The bucket whose program runs all steps of up to so many rows, and others in parts."""
-        return self.bucket(rows, rows, self.max_model_len, restricted=restricted)
+    def stand_in(self, rows: int = STAND_IN_ROWS, *, sampled: bool = False) -> Bucket:
+        """The bucket whose program runs all steps of up to so many rows, and others in parts.
+
+        Without ``sampled``, only greedy ones.
+        """
+        return self.bucket(rows, rows, self.max_model_len, sampled=sampled)
 
     def close(self) -> None:
         """Compile nothing ahead any more."""
@@ -524,7 +529,7 @@ class Runner:
         sequences = min(bucket.logit_rows, self.max_num_seqs)
         more, many = (min(n * sequences, self.max_num_seqs) for n in (2, 4))
         context, longer = bucket.context, min(2 * bucket.context, self.max_model_len)
-        sized = partial(self.bucket, restricted=bucket.restricted)
+        sized = partial(self.bucket, sampled=bucket.sampled)
         found = [
             sized(sequences, sequences, context, decode=True),
             sized(sequences, sequences, self.max_model_len),

@@ -22,10 +22,13 @@ Part = tuple[Bucket, Step]
 
 
 def can_stand_in(bucket: Bucket, own: Bucket) -> bool:
-    """Whether the program of a bucket can run the steps of another one."""
+    """Whether the program of a bucket can run the steps of another one.
+
+    One that samples can also run greedy steps.
+    """
     return (
         own.rows <= bucket.rows <= max(STAND_IN_FACTOR * own.rows, STAND_IN_ROWS)
-        and bucket.restricted == own.restricted
+        and (bucket.sampled or not own.sampled)
         and bucket.logit_rows >= own.logit_rows
         and bucket.context >= own.context
         and (own.decode or own.rows == 1 or not bucket.decode)
@@ -37,11 +40,13 @@ def best_stand_in(
 ) -> Bucket | None:
     """The smallest bucket of ``ready`` that can run the steps of ``own``, or None.
 
-    One that is loaded comes first: others must be loaded while no launch runs.
+    One that is loaded comes first: others must be loaded while no launch runs. Of those of as many
+    rows, one of the same kind is preferred, greedy or sampled.
     """
 
-    def rank(bucket: Bucket) -> tuple[bool, int, int, int]:
-        return not loaded(bucket), bucket.rows, bucket.context, bucket.logit_rows
+    def rank(bucket: Bucket) -> tuple[bool, int, bool, int, int]:
+        other_kind = bucket.sampled != own.sampled
+        return not loaded(bucket), bucket.rows, other_kind, bucket.context, bucket.logit_rows
 
     return min((b for b in ready if can_stand_in(b, own)), key=rank, default=None)
 

@@ -31,7 +31,7 @@ from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.restriction import Restriction
-from megavm.scheduler.engine.sequence import Delta, Request, TokenIds
+from megavm.scheduler.engine.sequence import Delta, Request, TokenIds, needs_sampling
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import (
     Limits,
@@ -197,10 +197,11 @@ class LLM:
             workers=workers,
             parallel=parallel,
             fixed_order=fixed_order,
+            sampled=self.samples_by_default,
             progress=report,
         )
         report("compiling the program of one token", 0, 1)
-        self.runner.program(self.runner.bucket(1, 1, 1))
+        self.runner.program(self.runner.bucket(1, 1, 1, sampled=self.samples_by_default))
         self.engine = Engine(
             self.runner,
             eos_token_ids=self.checkpoint.eos_token_ids,
@@ -251,6 +252,15 @@ class LLM:
             ValueError: a value is out of range.
         """
         return SamplingParams.from_generation_config(self.checkpoint.generation, **given)
+
+    @property
+    def samples_by_default(self) -> bool:
+        """Whether `default_params` need more than the largest logit, such as a temperature."""
+        try:
+            params = self.default_params()
+        except ValueError:  # requests that give all values can run nevertheless
+            return True
+        return needs_sampling(params, self.checkpoint.eos_token_ids)
 
     def generate(
         self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None

@@ -178,7 +178,7 @@ def test_only_launches_with_a_grammar_run_one_step() -> None:
 
     def noted(step: Any, count: int = 1, started: Any = None) -> None:
         if len(step.logit_row) == step.num_rows:
-            steps.append((step.restricted, count))
+            steps.append((step.sampled, count))
         run(step, count, started)
 
     runner.run = noted  # type: ignore[assignment,method-assign]
@@ -186,8 +186,8 @@ def test_only_launches_with_a_grammar_run_one_step() -> None:
     engine.add([1, 2], greedy(max_tokens=30), "plain")
     engine.add([3, 4], greedy(max_tokens=20), "g", Restriction(Counting(6)))
     run_all(engine)
-    assert {count for restricted, count in steps if restricted} == {1}
-    assert 4 in {count for restricted, count in steps if not restricted}
+    assert {count for sampled, count in steps if sampled} == {1}
+    assert 4 in {count for sampled, count in steps if not sampled}
     steps.clear()
     allowed = mask_of(np.arange(8, dtype=np.int32), VOCABULARY)
     engine.add([3, 4], greedy(max_tokens=20), "fixed", Restriction(allowed=allowed))
@@ -200,7 +200,7 @@ def test_only_launches_with_a_grammar_run_one_step() -> None:
 def test_requests_wait_for_a_program_that_is_being_compiled_and_others_pass_them(
     overlap: bool, queues: bool
 ) -> None:
-    runner = toy.ToyRunner(queues=queues, restricted_coming=True)
+    runner = toy.ToyRunner(queues=queues, sampled_coming=True)
     engine = make_engine(runner, overlap=overlap, steps_per_launch=2)
     allowed = Restriction(allowed=mask_of(np.arange(8, dtype=np.int32), VOCABULARY))
     engine.add([1, 2], greedy(max_tokens=6), "before")
@@ -217,10 +217,10 @@ def test_requests_wait_for_a_program_that_is_being_compiled_and_others_pass_them
     engine.abort("dropped")
     gather(results, engine.step())
     assert results["dropped", 0].finish_reason == "abort"
-    assert not any(step.restricted for step in runner.steps_seen)
+    assert not any(step.sampled for step in runner.steps_seen)
     engine.add([7, 8], greedy(max_tokens=6), "later")
     gather(results, engine.step())
-    runner.restricted_coming = False
+    runner.sampled_coming = False
     run_all(engine, results)
     assert len(results["later", 0].token_ids) == len(results["held", 0].token_ids) == 6
     assert set(results["held", 0].token_ids) <= set(range(8))

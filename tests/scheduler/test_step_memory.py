@@ -366,7 +366,7 @@ def test_masks_reach_a_launch_that_runs_and_their_number_comes_last() -> None:
         return [int(memory[name][0]) for name in names]
 
     def start(awaits: bool) -> Callable[[Any], None]:
-        step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=awaits)
+        step = Step(ints(0), ints(0), ints(0), 1, sampled=True, awaits_masks=awaits)
         return made.start(program, step, 1)
 
     start(False)(None)
@@ -399,7 +399,7 @@ def test_a_launch_whose_masks_nobody_writes_is_released() -> None:
     copies = Beside(memory)
     made._copies = [copies]
     _, program = executable(lambda steps: None)
-    step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=True)
+    step = Step(ints(0), ints(0), ints(0), 1, sampled=True, awaits_masks=True)
     made.arrays["allowed"][1] = 5
     finish = made.start(program, step, 1)
     made.publish("allowed", 1)
@@ -417,7 +417,7 @@ def test_masks_that_could_not_be_sent_can_be_sent_again() -> None:
     made._copies = [copies]
     made.start(
         executable(lambda steps: None)[1],
-        Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=True),
+        Step(ints(0), ints(0), ints(0), 1, sampled=True, awaits_masks=True),
         1,
     )
     made.arrays["allowed"][1] = 5
@@ -450,7 +450,7 @@ def test_masks_come_to_a_gpu_while_its_kernel_runs(cuda_machine: CudaMachine) ->
             )
 
     _, program = executable(lambda steps: torch.cuda._sleep(1_000_000_000))
-    step = Step(ints(0), ints(0), ints(0), 1, restricted=True, awaits_masks=True)
+    step = Step(ints(0), ints(0), ints(0), 1, sampled=True, awaits_masks=True)
     with made.current():
         finish = made.start(program, step, 1)
     assert written() == [0, 0, 0, 0]

@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
         config = Checkpoint.open(resolve(arguments.model)).config
         parallel.check(config)
         facts = [
-            {"restricted": restricted, **_facts(kernel.rows, kernel.kernel)}
-            for restricted in (False, True)
+            {"sampled": sampled, **_facts(kernel.rows, kernel.kernel)}
+            for sampled in (False, True)
             for kernel in compile_kernels(
                 config,
                 choose_dtype(config, arguments.dtype),
                 architecture=architecture,
                 workers=workers,
-                restricted=restricted,
+                sampled=sampled,
                 parallel=parallel,
                 fixed_order=bool(arguments.fixed_order),
                 report=progress,
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         spills = fact["spill_stores"] + fact["spill_loads"]
         print(
             f"steps of {_span(fact['rows'])}"
-            + (" with restricted tokens: " if fact["restricted"] else ": ")
+            + (" with sampling: " if fact["sampled"] else ": ")
             + ("cached" if fact["cached"] else f"compiled in {fact['seconds']:.1f} s")
             + f", {fact['registers']} registers, "
             + (f"{spills} bytes of spills" if spills else "no spills")

@@ -73,7 +73,7 @@ def test_json_has_the_same_facts(model: str, capsys: pytest.CaptureFixture[str])
     report = json.loads(capsys.readouterr().out)
     assert (report["model"], report["architecture"]) == (model, "sm_90a")
     first = report["kernels"][0]
-    assert [k["restricted"] for k in report["kernels"]].count(True) * 2 == len(report["kernels"])
+    assert [k["sampled"] for k in report["kernels"]].count(True) * 2 == len(report["kernels"])
     assert (first["rows"], first["registers"], first["cached"]) == ([1], 168, True)
 
 

@@ -68,13 +68,27 @@ def toy_token(
     return int(adjusted.argmax())
 
 
+def takes_largest(real: np.ndarray, integer: np.ndarray, length: int) -> bool:
+    """Whether the choice after ``length`` tokens is the largest logit, whatever the logits are."""
+    neutral = {
+        Real.TEMPERATURE: 0.0,
+        Real.REPETITION_PENALTY: 1.0,
+        Real.PRESENCE_PENALTY: 0.0,
+        Real.FREQUENCY_PENALTY: 0.0,
+    }
+    masks_stop = length < integer[Integer.MIN_LENGTH] and integer[Integer.NUM_STOP] > 0
+    restricted = integer[Integer.MASKED] or integer[Integer.BIASED]
+    same = all(real[column] == value for column, value in neutral.items())
+    return bool(same and not masks_stop and not restricted)
+
+
 @dataclass
 class ToyRunner:
     """See the module.
 
     ``part_rows``: steps run in parts of so many rows, unless it is 0.
 
-    ``restricted_coming``: programs of steps with restricted tokens are being compiled ahead.
+    ``sampled_coming``: programs that sample are being compiled ahead.
 
     ``queues``: steps run late, behind each other, in a memory apart from the host's, as on a GPU.
     ``awaits_masks``: such steps may begin before their masks are known; ``least_rows``: steps of
@@ -102,7 +116,7 @@ class ToyRunner:
     given: int = 0
     unmasked: int = 0
     part_rows: int = 0
-    restricted_coming: bool = False
+    sampled_coming: bool = False
     machine_seconds: float = 0.0
     late_launches: int = 0
     steps_seen: list[Step] = field(default_factory=list)
@@ -154,8 +168,8 @@ class ToyRunner:
             self._published = []
             self.given += 1
 
-    def is_coming(self, *, restricted: bool) -> bool:
-        return restricted and self.restricted_coming
+    def is_coming(self, *, sampled: bool) -> bool:
+        return sampled and self.sampled_coming
 
     @property
     def runs_behind(self) -> bool:
@@ -238,8 +252,8 @@ class ToyRunner:
             self.logits[i] = toy_logits(tokens, self.vocab_size)
             if self.sampling_integer[slot, Integer.ENABLED]:
                 real, integer = self.sampling_real[slot], self.sampling_integer[slot]
-                restricted = integer[Integer.MASKED] or integer[Integer.BIASED]
-                assert step.restricted or not restricted, "the step ignores a mask or a bias"
+                largest = takes_largest(real, integer, len(tokens))
+                assert step.sampled or largest, "a greedy step ignores parameters"
                 allowed, bias = (self._seen[name][slot] for name in ("allowed", "bias"))
                 token = toy_token(tokens, self.logits[i], real, integer, allowed, bias)
                 chosen.append((slot, positions[row] + 1, token))
