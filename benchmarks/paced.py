@@ -174,6 +174,7 @@ def make_llm(
             overlap=True,
             steps_per_launch=steps,
         )
+    llm.checkpoint.generation["do_sample"] = False  # a server has greedy programs when it is ready
     text = llm.tokenizer.encode(__doc__ or "", add_special_tokens=False)
     machine = PacedMachine(batch, pace, torch.tensor(text, dtype=torch.int32), row_pace)
     llm.runner.machine = machine

@@ -9,8 +9,9 @@ shapes of Llama-3.2-1B and Llama-3.1-8B, and the vocabulary has as many tokens a
 text costs what it does there.
 
 The server is the command `megavm serve` in all but two things. Weights are made on the GPU and not
-read from a file. Kernels of steps with restricted tokens are not compiled behind its start, since
-no request has any. All other kernels are compiled before the first server starts, side by side.
+read from a file. Requests are greedy, and so are the model's default parameters: kernels of
+programs that sample are not compiled behind its start. All others are compiled before the first
+server starts, side by side.
 
 For each model:
 
@@ -105,7 +106,10 @@ START_LIMIT: Final = 240.0
 
 
 def write_model(directory: Path, config: LlamaConfig) -> None:
-    """config.json and a tokenizer: all bytes, then words, and a token that ends a text."""
+    """The configuration, greedy by default, and a tokenizer.
+
+    It has all bytes, then words, and a token that ends a text.
+    """
     from structured_outputs import write_tokenizer
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -126,6 +130,8 @@ def write_model(directory: Path, config: LlamaConfig) -> None:
         "eos_token_id": VOCABULARY - 1,
     }
     (directory / "config.json").write_text(json.dumps(content))
+    # A server has greedy programs when it is ready, and not those that sample.
+    (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     # Llama 3's tokens have 4 to 5 letters on average in English text.
     letters, words = random.Random(0), dict[bytes, None]()
     while len(words) < VOCABULARY - 257:
@@ -159,10 +165,10 @@ def make_random(machine: str) -> None:
         setattr(Checkpoint, name, function)
 
 
-def compile_everything(models: Sequence[str], restricted: Sequence[bool] = (False,)) -> int:
+def compile_everything(models: Sequence[str], sampled: Sequence[bool] = (False,)) -> int:
     """Compile the kernels of the models into the cache, side by side; the number of new ones.
 
-    ``restricted``: of steps in which sequences may have masks, or of those in which none has.
+    ``sampled``: of programs that can sample, or of those for greedy steps.
     """
     from megavm.scheduler.run.kernels import kernel_headers
     from megavm.vm.cuda.compiler import compile_ahead
@@ -171,8 +177,8 @@ def compile_everything(models: Sequence[str], restricted: Sequence[bool] = (Fals
     headers = [
         header
         for model in models
-        for masks in restricted
-        for header in kernel_headers(MODELS[model], BF16, restricted=masks)
+        for kind in sampled
+        for header in kernel_headers(MODELS[model], BF16, sampled=kind)
     ]
     return len(compile_ahead(headers))
 
@@ -189,8 +195,8 @@ def run_server(machine: str, event_loop: str, options: list[str]) -> int:
     from megavm.server import service
 
     make_random(machine)
-    # No request restricts tokens; compiling these kernels would compete with the measurement.
-    service._restricted_programs = lambda runner: []
+    # No request samples; compiling these kernels would compete with the measurement.
+    service._other_programs = lambda runner, sampled: []
     return megavm(["serve", *options])
 
 

@@ -241,13 +241,11 @@ class Service:
             self._report("compiling programs", done, len(buckets))
             runner.program(bucket)
         others = _other_programs(runner, not sampled)
-        first = []
-        if not sampled:
-            first.append(others.pop(0))
+        first, last = ([], others) if sampled else (others[:1], others[1:])
         if not runner.options(1).fixed_order:  # else nothing stands in
             first += [*_larger_stand_ins(runner, sampled), *_stand_ins(runner, sampled)]
         runner.compile_ahead(first, sampled=sampled)
-        runner.prepare(others, last=True)
+        runner.prepare(last, last=True)
         return llm
 
     async def broken(self) -> None:
