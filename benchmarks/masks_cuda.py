@@ -108,7 +108,11 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         write_model(Path(folder), MODELS[args.model])
-        sizes = {"max_model_len": 1024, "max_num_seqs": 64, "max_num_batched_tokens": 512}
+        sizes: dict[str, Any] = {
+            "max_model_len": 1024,
+            "max_num_seqs": 64,
+            "max_num_batched_tokens": 512,
+        }
         with LLM(folder, machine=args.machine, **sizes) as llm:
             for batch in args.batch:
                 for kind in args.kind:

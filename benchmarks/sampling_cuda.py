@@ -8,10 +8,11 @@ parameters, in turns on the same machine. A choice costs what its distribution m
 
 - flat: the logits of random weights, whose standard deviation is about 1. Of 128,256 tokens some
   90,000 share nine tenths of the probability.
-- peaked: the last norm's gain is ``--gain`` times as large, so that a few tokens have most of it, as
-  in a trained model.
+- peaked: the last norm's gain is ``--gain`` times as large, so that a few tokens have most of it,
+  as in a trained model.
 
-The figure is the median over sequences of the ms per token after the first; the least of the rounds.
+The figure is the median over sequences of the ms per token after the first; the least of the
+rounds.
 """
 
 from __future__ import annotations

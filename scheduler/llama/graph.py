@@ -59,8 +59,8 @@ class Bucket:
     """The largest step that a program can run: rows, logit rows, tokens of context.
 
     ``decode``: the program runs only steps whose rows belong to different sequences. Programs of
-    one row are decode programs in any case. ``sampled``: sequences may have any sampling parameters,
-    such as a temperature, penalties or masks; else every choice is the largest logit.
+    one row are decode programs in any case. ``sampled``: sequences may have any sampling
+    parameters, such as a temperature, penalties or masks; else every choice is the largest logit.
     """
 
     rows: int

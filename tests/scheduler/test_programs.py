@@ -28,7 +28,7 @@ from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.programs import SWITCH_SECONDS, Programs
-from megavm.scheduler.run.stand_ins import can_stand_in
+from megavm.scheduler.run.stand_ins import best_stand_in, can_stand_in
 from megavm.server.service import _first_programs
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
@@ -256,16 +256,16 @@ def test_no_launch_waits_for_programs_of_longer_contexts(
 def test_what_is_compiled_ahead_is_loaded_ahead(
     on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also programs of prompts and of restricted tokens: no launch waits for a program's tables."""
+    """Also programs of prompts and those that sample: no launch waits for a program's tables."""
     runner = on_gpu
     first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
-    restricted = runner.stand_in(restricted=True)
+    sampled = runner.stand_in(sampled=True)
     runner.program(first)
     monkeypatch.setattr(runner, "likely_next", lambda bucket: [prompt])
     runner.compile_ahead()
-    runner.prepare([restricted], last=True)
-    wait_until(lambda: ended() and restricted in set(runner._programs))
-    assert {(bucket, False) for bucket in (first, prompt, restricted)} == set(runner._executables)
+    runner.prepare([sampled], last=True)
+    wait_until(lambda: ended() and sampled in set(runner._programs))
+    assert {(bucket, False) for bucket in (first, prompt, sampled)} == set(runner._executables)
 
 
 @pytest.mark.parametrize(
@@ -420,7 +420,7 @@ def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compile
     monkeypatch.setattr(runner, "bucket", bucket)
     monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
     monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
-    others = [Bucket(2, 1, 64), Bucket(2, 2, 64, restricted=True), Bucket(4, 4, 64)]
+    others = [Bucket(2, 1, 64), Bucket(2, 2, 64, sampled=True), Bucket(4, 4, 64)]
     runner.program(short)
     for ready in (every, *others):  # compiled, but not loaded
         runner._programs.get(ready, runner._compiler())
@@ -499,10 +499,76 @@ def test_what_stands_in_has_room_for_the_step() -> None:
     assert not can_stand_in(Bucket(2048, 64, 512), Bucket(256, 1, 64)), "parts take as long"
     for other in (Bucket(64, 1, 512), Bucket(64, 64, 32), Bucket(64, 64, 512, True)):
         assert not can_stand_in(other, Bucket(2, 2, 64))
-    assert not can_stand_in(Bucket(64, 64, 512, restricted=True), Bucket(2, 2, 64))
     # The rows of a program for decoding belong to different sequences: so does one row.
     assert can_stand_in(Bucket(16, 16, 512, True), Bucket(1, 1, 64))
     assert can_stand_in(Bucket(16, 16, 512, True), Bucket(8, 8, 64, True))
+
+
+def test_what_samples_stands_in_for_greedy_programs_and_never_the_other_way_round() -> None:
+    greedy, sampled = Bucket(64, 64, 512), Bucket(64, 64, 512, sampled=True)
+    assert can_stand_in(sampled, Bucket(2, 2, 64))
+    assert can_stand_in(sampled, Bucket(2, 2, 64, sampled=True))
+    assert not can_stand_in(greedy, Bucket(2, 2, 64, sampled=True))
+    assert not can_stand_in(greedy, sampled)
+
+
+def test_of_as_many_rows_a_program_of_the_same_kind_stands_in() -> None:
+    own = Bucket(2, 2, 64, decode=True)
+    sampled, greedy = Bucket(4, 4, 64, sampled=True), Bucket(4, 4, 512)
+    fewer, more = Bucket(2, 2, 64, sampled=True), Bucket(8, 8, 64)
+    for ready, best in (
+        ([sampled, greedy], greedy),
+        ([sampled, greedy, fewer], fewer),
+        ([sampled, more], sampled),
+    ):
+        assert best_stand_in(own, ready, lambda bucket: True) == best
+    assert best_stand_in(own, [sampled, greedy], lambda bucket: bucket.sampled) == sampled
+    sampling = replace(own, sampled=True)
+    assert best_stand_in(sampling, [sampled, greedy], lambda bucket: True) == sampled
+    assert best_stand_in(sampling, [greedy, more], lambda bucket: True) is None
+
+
+def test_a_greedy_step_runs_by_a_program_that_samples_until_its_own_is_ready(
+    llm: LLM, slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step that samples waits for its own in the same place."""
+    runner = llm.runner
+    eight = step(8)
+    runner._programs, runner._executables = Programs(), {}
+    sampled = runner.bucket(8, 1, runner.max_model_len, sampled=True)
+    greedy = replace(sampled, sampled=False)
+    compiler = runner._compiler()
+    slow.go_on.set()
+    runner._programs.get(sampled, compiler)
+    slow.go_on.clear()
+    slow.began.clear()
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    runner.compile_ahead()
+    used = note_programs(runner, monkeypatch)
+    runner.write_tokens(0, np.arange(5, 13, dtype=np.int32))
+    runner.start(eight)
+    assert used == [sampled]
+    first = runner.logits[:1].copy()
+    assert slow.began.wait(SECONDS), "its own program is compiled meanwhile"
+    slow.go_on.set()
+    wait_until(lambda: greedy in set(runner._programs))
+    runner.start(eight)
+    runner.start(replace(eight, sampled=True))
+    assert used == [sampled, greedy, sampled]
+    np.testing.assert_allclose(runner.logits[:1], first, atol=1e-5)
+    runner._programs, runner._executables = Programs(), {}
+    runner._programs.get(greedy, compiler)
+    monkeypatch.setattr(runner._programs, "prepare", lambda *_, **__: None)
+    assert runner._choose(replace(eight, sampled=True), 1) is None
+    assert runner._parts(replace(eight, sampled=True), 1) == []
+    assert runner._choose(eight, 1) == greedy
+
+
+def test_what_follows_a_step_is_of_its_kind(llm: LLM) -> None:
+    runner = llm.runner
+    for sampled in (False, True):
+        following = runner.likely_next(runner.bucket(2, 2, 10, sampled=sampled))
+        assert {bucket.sampled for bucket in following} == {sampled}
 
 
 def test_in_a_fixed_order_nothing_stands_in() -> None:
@@ -521,17 +587,18 @@ def test_in_a_fixed_order_nothing_stands_in() -> None:
         assert (runner.bucket(2, 1, 2), False) in runner._executables
 
 
+@pytest.mark.parametrize("sampled", [False, True])
 def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
-    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch, sampled: bool
 ) -> None:
-    """Whatever its rows, context and logits; restricted tokens excepted."""
+    """Whatever its rows, context and logits, and greedy ones also by programs that sample."""
     small, draw = on_gpu, np.random.default_rng(4)
     most = 4 * max(target.max_num_batched_tokens for target in TARGETS.values())
     limits = Limits(64, most, most, 64, 64 * most // 64, 64)
     runner = runner_module.Runner(
         small.config, small.machine.memory(), limits, BF16, small.machine, small.options
     )
-    first = _first_programs(runner)
+    first = _first_programs(runner, sampled)
     assert len(set(first)) <= 17, "a server starts soon"
     for bucket in first:
         runner._programs.add(bucket, cast(Program, None))
@@ -544,31 +611,34 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
         places = np.arange(rows, dtype=np.int32)
         wanted = places if decode else np.sort(draw.permutation(places)[: draw.integers(1, 65)])
         sequences = places if decode else np.zeros(rows, np.int32)
-        whole = Step(sequences, places, wanted.astype(np.int32), context, distinct=decode)
+        samples = sampled and bool(draw.integers(2))
+        whole = Step(sequences, places, wanted.astype(np.int32), context, samples, distinct=decode)
         chosen = runner._choose(whole, 1)
         parts = [(chosen, whole)] if chosen is not None else runner._parts(whole, 1)
         assert sum(part.num_rows for _, part in parts) == rows, (rows, context, decode)
         for bucket, part in parts:
             assert bucket in first
+            assert bucket.sampled == sampled
             assert bucket.rows >= part.num_rows
             assert bucket.context >= part.context
             assert bucket.logit_rows >= len(part.logit_row)
             assert not bucket.decode or len(set(part.row_sequence.tolist())) == part.num_rows
 
 
+@pytest.mark.parametrize("given", [{"temperature": 1.0}, {"allowed_token_ids": [5, 6, 7]}])
 @pytest.mark.parametrize("fails", [False, True])
-def test_restricted_requests_wait_for_their_program_and_others_go_on(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: bool
+def test_requests_that_sample_wait_for_their_program_and_others_go_on(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: bool, given: dict[str, Any]
 ) -> None:
     """If it cannot be compiled ahead, a step compiles it."""
     runner, engine, original, held = llm.runner, llm.engine, compile_bucket, Slow()
-    every = runner.stand_in(restricted=True)
+    every = runner.stand_in(sampled=True)
     if fails:
         held.fails = {"megavm-programs"}
 
     def compile_slowly(*arguments: Any) -> Program:
         held.held = (every,) if arguments[3] == every else ()
-        if arguments[3].restricted:
+        if arguments[3].sampled:
             held(arguments[3])
         return original(*arguments)
 
@@ -576,23 +646,32 @@ def test_restricted_requests_wait_for_their_program_and_others_go_on(
     monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
     runner.compile_ahead(first=[every])
     assert held.began.wait(SECONDS)
-    assert runner.is_coming(restricted=True)
-    assert not runner.is_coming(restricted=False)
-    allowed = [5, 6, 7]
-    params = SamplingParams(temperature=0.0, max_tokens=4, allowed_token_ids=allowed)
-    restricted = engine.add([3, 4], params, restriction=llm.restrictions.compile(params))
+    assert runner.is_coming(sampled=True)
+    assert not runner.is_coming(sampled=False)
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True} | given)
+    sampled = engine.add([3, 4], params, restriction=llm.restrictions.compile(params))
     for _ in range(2):
         plain = engine.add([5, 6], SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True))
         while plain.sequences[0].state is not State.FINISHED:
             engine.step()
-    assert not restricted.sequences[0].output
+    assert not sampled.sequences[0].output
     held.go_on.set()
     while engine.has_work:
         engine.step()
-    output = restricted.sequences[0].output
+    output = sampled.sequences[0].output
     assert len(output) == 4
-    assert set(output) <= set(allowed)
-    assert not runner.is_coming(restricted=True)
+    assert set(output) <= set(params.allowed_token_ids or output)
+    assert not runner.is_coming(sampled=True)
+
+
+def test_a_program_that_is_ready_is_not_coming() -> None:
+    """Who waited for it would wait for what is compiled before its turn comes in the queue."""
+    programs, slow = Programs(), Slow(ONE)
+    programs.add(TWO, PROGRAM)
+    programs.prepare([ONE, TWO, FOUR], slow)
+    assert slow.began.wait(SECONDS)
+    assert [programs.is_coming(bucket) for bucket in (ONE, TWO, FOUR)] == [True, False, True]
+    slow.go_on.set()
 
 
 def test_nothing_is_coming_when_the_programs_are_closed() -> None:

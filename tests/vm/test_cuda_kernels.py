@@ -215,7 +215,7 @@ def test_matrix_instructions_of_every_width_are_assembled(tmp_path: Path) -> Non
 @pytest.mark.parametrize("model", ["llama-8b"])
 def test_kernels_of_steps_with_restricted_tokens_compile_too(model: str) -> None:
     plain = kernel_headers(*MODELS[model])
-    headers = kernel_headers(*MODELS[model], restricted=True)
+    headers = kernel_headers(*MODELS[model], sampled=True)
     assert list(headers.values()) == list(plain.values())
     assert not headers.keys() & plain.keys()
     for header, rows in list(headers.items())[:2]:
