@@ -275,6 +275,30 @@ def test_without_params_the_models_own_count(llm: LLM) -> None:
     assert len(ids(llm.generate(TEXTS[0])[0])) == 16
 
 
+@pytest.mark.parametrize(
+    ("generation", "samples"),
+    [
+        ({"do_sample": False}, False),
+        ({"temperature": 0}, False),
+        ({"temperature": 0.6}, True),
+        ({"temperature": None}, True),
+        ({"do_sample": False, "repetition_penalty": 1.1}, True),
+        ({"temperature": -1.0}, True),
+    ],
+)
+def test_the_models_own_parameters_sample_or_not(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, generation: dict[str, Any], samples: bool
+) -> None:
+    for key, value in generation.items():
+        monkeypatch.setitem(llm.checkpoint.generation, key, value)
+    assert llm.samples_by_default == samples
+
+
+def test_the_program_of_one_token_is_of_the_kind_of_the_models_own_parameters() -> None:
+    with LLM("stories", machine="cpu", workers=1, max_num_seqs=1) as llm:
+        assert {bucket.sampled for bucket in llm.runner._programs} == {True}
+
+
 def test_timings_are_positive_and_in_order(llm: LLM) -> None:
     output = llm.generate(TEXTS[2], greedy())[0]
     timings = output.timings

@@ -66,6 +66,9 @@ def test_seconds_registers_spills_and_path_are_printed(
         "steps of 2 to 8 rows: compiled in 2.5 s, 168 registers, 12 bytes of spills, not cached"
         in lines
     )
+    sampling = [line for line in lines if " with sampling: " in line]
+    assert len(sampling) * 2 == len(lines)
+    assert sampling[0].startswith("steps of 1 row with sampling: ")
 
 
 def test_json_has_the_same_facts(model: str, capsys: pytest.CaptureFixture[str]) -> None:
