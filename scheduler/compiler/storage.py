@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import Operation, Value, readers_of
@@ -115,6 +115,8 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
     if options.exchange == "barrier":
         return set()
     outputs = {value for operation in operations for value in operation.outputs.values()}
+    for operation in operations:
+        outputs.difference_update(_untaggable(operation))
     if options.exchange == "tagged":
         return outputs
     rows = max((value.rows for value in outputs if value.spec is None), default=0)
@@ -123,6 +125,15 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
         if reader is not None and not reader.prefers_words(operation.inputs.keys(), rows):
             outputs.difference_update(operation.inputs.values())
     return outputs
+
+
+def _untaggable(operation: Operation) -> Iterator[Value]:
+    """The values that an operation's instruction reads or writes without tags."""
+    cls = instruction_of(operation.kind)
+    fields = {} if cls is None else {field.name: field for field in cls.fields}
+    for name, value in (*operation.inputs.items(), *operation.outputs.items()):
+        if name in fields and not fields[name].tagged:
+            yield value
 
 
 def consists_of_words(operation: Operation, value: Value, options: CompileOptions) -> bool:
