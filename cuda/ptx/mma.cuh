@@ -35,6 +35,12 @@ __device__ __forceinline__ float exp2(float x) {
   return y;
 }
 
+__device__ __forceinline__ float log2(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // About 1 / x, or 0 if that is below the normal numbers.
 __device__ __forceinline__ float reciprocal(float x) {
   float y;

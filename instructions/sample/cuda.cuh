@@ -1,4 +1,4 @@
-// Sample on the GPU: greedy choices from the peaks, the others by Sampler.
+// Sample on the GPU: the largest logit, or a choice from adjusted logits.
 #pragma once
 
 #include "instructions/sample/sampler.cuh"
@@ -7,23 +7,27 @@ namespace megavm {
 
 template <>
 struct Kernel<Sample> : KernelDefaults {
-  static constexpr uint32_t kBatch = 8;  // pairs that a lane has in flight
+  using Row = Choice<Sample>;
 
-  // One warp chooses the token of a row: the largest of `peaks`.
-  static __device__ __forceinline__ void take_largest(const Choice& choice) {
-    const Operands<Sample>& in = choice.in;
-    const Tensor& peaks = in[&Sample::peaks];
-    const uint32_t pairs = peaks.columns / 2, lane = lane_index();
-    const bool tagged = is_tagged(peaks);
-    using Pair = Loaded<true, true, 2>;  // value, column
-    const SourceRow from =
-        Pair::row_of(peaks, choice.row, in.tag(), in.word(&Sample::peaks), tagged);
+  static constexpr uint32_t kBatch = 8;  // values, or pairs, that a lane has in flight
+
+  // One warp chooses the token of a row: the largest of `peaks`, or of `logits`.
+  template <bool kPeaks>
+  static __device__ __forceinline__ void take_largest(const Row& row) {
+    const Operands<Sample>& in = row.in;
+    constexpr uint32_t kColumns = kPeaks ? 2 : 1;  // value, column
+    const auto operand = kPeaks ? &Sample::peaks : &Sample::logits;
+    const Tensor& values = in[operand];
+    const uint32_t count = values.columns / kColumns, lane = lane_index();
+    const bool tagged = is_tagged(values);
+    using Source = Loaded<true, true, kColumns>;
+    const SourceRow from = Source::row_of(values, row.row, in.tag(), in.word(operand), tagged);
     uint64_t best = 0;
 #pragma unroll 1
-    for (uint32_t first = lane; first < pairs; first += kBatch * kLanes) {
-      Pair raw[kBatch] = {};
-      const auto exists = [&](uint32_t i) { return first + i * kLanes < pairs; };
-      const auto column = [&](uint32_t i) { return (first + i * kLanes) * 2; };
+    for (uint32_t first = lane; first < count; first += kBatch * kLanes) {
+      Source raw[kBatch] = {};
+      const auto exists = [&](uint32_t i) { return first + i * kLanes < count; };
+      const auto column = [&](uint32_t i) { return (first + i * kLanes) * kColumns; };
       await(from, raw, exists, column, tagged);
       bool unordered = false;
 #pragma unroll
@@ -31,13 +35,16 @@ struct Kernel<Sample> : KernelDefaults {
         if (!exists(i)) continue;
         const float value = raw[i].value(0, tagged);
         unordered |= value != value;
-        const uint64_t other = candidate(value, static_cast<uint32_t>(raw[i].value(1, tagged)));
+        const uint32_t token =
+            kPeaks ? static_cast<uint32_t>(raw[i].value(kColumns - 1, tagged)) : first + i * kLanes;
+        const uint64_t other = candidate(value, token);
         best = other > best ? other : best;
       }
-      if (unordered) stop_instruction(Fault::kNanLogits, choice.row, 0, 0, 0);
+      if (unordered) stop_instruction(Fault::kNanLogits, row.row, 0, 0, 0);
     }
     best = largest_of_warp(best);
-    if (lane == 0) choice.append(token_of(best));
+    if (lane == 0)
+      ptx::store(element_at(in[&Sample::tokens], row.sequence, row.position + 1), token_of(best));
   }
 
   static __device__ __forceinline__ void consume(const Operands<Sample>& in, Consumer& consumer) {
@@ -46,15 +53,22 @@ struct Kernel<Sample> : KernelDefaults {
     bool ready = false;
 #pragma unroll 1
     for (uint32_t row = inst.row_begin; row < live; ++row) {
-      const Choice choice(in, row);
+      const Row choice(in, row);
       if (!choice.enabled) continue;
-      if (!ready) consumer.wait_ready();
-      ready = true;
-      if (in.has(&Sample::peaks) && choice.greedy && !choice.penalised && choice.masked == 0) {
-        if ((row - inst.row_begin) % kNumConsumers == consumer.warp()) take_largest(choice);
+      if constexpr (sample::kAnySegments) {
+        Sampler sampler(choice, consumer);
+        if (!ready) consumer.wait_ready();
+        sampler.run();
       } else {
-        Sampler(choice, consumer).run();
+        if (!ready) consumer.wait_ready();
+        if ((row - inst.row_begin) % kNumConsumers == consumer.warp()) {
+          if (in.has(&Sample::peaks))
+            take_largest<true>(choice);
+          else
+            take_largest<false>(choice);
+        }
       }
+      ready = true;
     }
     if (!ready) consumer.wait_ready();
   }

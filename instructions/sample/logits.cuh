@@ -22,6 +22,9 @@ __device__ __forceinline__ uint64_t candidate(float score, uint32_t token) {
 __device__ __forceinline__ uint32_t token_of(uint64_t candidate) {
   return ~static_cast<uint32_t>(candidate);
 }
+__device__ __forceinline__ float score_of(uint64_t candidate) {
+  return from_sort_key(static_cast<uint32_t>(candidate >> 32));
+}
 
 __device__ __forceinline__ uint64_t largest_of_warp(uint64_t value) {
 #pragma unroll
@@ -31,92 +34,85 @@ __device__ __forceinline__ uint64_t largest_of_warp(uint64_t value) {
   }
   return value;
 }
+__device__ __forceinline__ float largest_of_warp(float value) {
+  return from_sort_key(__reduce_max_sync(~0u, sort_key(value)));
+}
 
-// The sequence of a logit row, and the parameters of its choice.
+// The sequence of a logit row and the parameters of its choice, for AdjustLogits and Sample.
+template <class Instruction>
 struct Choice {
   uint32_t row;
   uint32_t sequence;
   uint32_t position = 0;  // position of the sequence's last token
-  uint32_t masked = 0;    // stop tokens that may not be chosen
   bool enabled;
-  bool greedy = false;
-  bool penalised = false;  // penalties, a mask or a bias change the logits
-  const Operands<Sample>& in;
+  const Operands<Instruction>& in;
 
-  __device__ __forceinline__ Choice(const Operands<Sample>& in, uint32_t row) : row(row), in(in) {
-    const Tensor& tokens = in[&Sample::tokens];
-    const Tensor& row_sequence = in[&Sample::row_sequence];
+  __device__ __forceinline__ Choice(const Operands<Instruction>& in, uint32_t row)
+      : row(row), in(in) {
+    const Tensor& tokens = in[&Instruction::tokens];
+    const Tensor& row_sequence = in[&Instruction::row_sequence];
     const uint32_t step_row =
-        static_cast<uint32_t>(constant_integer(in[&Sample::logit_row], row, 0));
+        static_cast<uint32_t>(constant_integer(in[&Instruction::logit_row], row, 0));
     if (step_row >= row_sequence.rows)
       stop_instruction(Fault::kLogitRow, row, 0, step_row, row_sequence.rows);
     sequence = sequence_of(row_sequence, step_row, tokens);
     enabled = integer(sample::kEnabled) != 0;
     if (!enabled) return;
     // The next position, which receives the token, must exist as well.
-    position = position_of(in[&Sample::row_position], step_row, in.step(), tokens.columns - 1);
-    const int32_t stops = integer(sample::kNumStop);
-    if (static_cast<uint32_t>(stops) > kMaxStopTokens)
-      stop_instruction(Fault::kNumStop, sequence, 0, stops, kMaxStopTokens);
-    masked = static_cast<int32_t>(position + 1) < integer(sample::kMinLength) ? stops : 0;
-    greedy = real(sample::kTemperature) == 0.0f;
-    penalised = real(sample::kRepetitionPenalty) != 1.0f ||
-                real(sample::kPresencePenalty) != 0.0f || real(sample::kFrequencyPenalty) != 0.0f;
-    if constexpr (sample::kAnyRestricted) penalised |= is_restricted();
+    position = position_of(in[&Instruction::row_position], step_row, in.step(), tokens.columns - 1);
   }
 
   __device__ __forceinline__ int32_t integer(uint32_t column) const {
-    return constant_integer(in[&Sample::sampling_integer], sequence, column);
+    return constant_integer(in[&Instruction::sampling_integer], sequence, column);
   }
   __device__ __forceinline__ float real(uint32_t column) const {
-    return constant_element(in[&Sample::sampling_real], sequence, column);
+    return constant_element(in[&Instruction::sampling_real], sequence, column);
   }
-  __device__ __forceinline__ uint32_t history(uint32_t i) const {
-    return ptx::load_relaxed1(element_at(in[&Sample::tokens], sequence, i));
-  }
-  __device__ __forceinline__ bool is_masked(uint32_t token) const {
-    bool found = false;
-#pragma unroll 1
-    for (uint32_t i = 0; i < masked; ++i)
-      found |= static_cast<uint32_t>(integer(sample::kStop + i)) == token;
-    return found;
-  }
-  // Whether the sequence has a mask or a bias.
-  __device__ __forceinline__ bool is_restricted() const {
-    return in.has(&Sample::allowed) &&
-           (integer(sample::kMasked) != 0 || integer(sample::kBiased) != 0);
-  }
-  // A logit of this row with the bias, or -inf if its token may not be chosen.
-  __device__ __forceinline__ float restricted(float logit, uint32_t token) const {
-    if (!in.has(&Sample::allowed)) return logit;
-    if (integer(sample::kBiased) != 0)
-      logit += constant_element(in[&Sample::bias], sequence, token);
-    if (integer(sample::kMasked) == 0) return logit;
-    // The host may have written it while the kernel ran.
-    const uint32_t word =
-        ptx::load_relaxed1(element_at(in[&Sample::allowed], sequence, token / sample::kMaskBits));
-    return word >> token % sample::kMaskBits & 1 ? logit : -kInfinity;
-  }
-  // Wait until the host has written the mask. Its numbers wrap around, so compare by difference.
-  __device__ __forceinline__ void await_mask() const {
-    if (!in.has(&Sample::allowed) || integer(sample::kMasked) == 0) return;
-    const uint32_t awaited =
-        static_cast<uint32_t>(constant_integer(in[&Sample::masks_awaited], 0, 0));
-    const uint64_t address = element_at(in[&Sample::masks_written], 0, 0);
-    const auto* number = reinterpret_cast<const uint32_t*>(address);
-    uint32_t written = ptx::load_acquire_system(number);
-    while (static_cast<int32_t>(written - awaited) < 0) {
-      if (__builtin_expect(is_stopping(), 0))
-        stop_instruction(Fault::kMasks, row, 0, written, awaited);
-      written = ptx::load_acquire_system(number);
-    }
-  }
-  __device__ __forceinline__ void append(uint32_t token) const {
-    ptx::store(element_at(in[&Sample::tokens], sequence, position + 1), token);
+
+  // Whether only some tokens may be drawn.
+  __device__ __forceinline__ bool is_limited(float temperature) const {
+    const bool limits =
+        integer(sample::kTopK) > 0 || real(sample::kTopP) < 1.0f || real(sample::kMinP) > 0.0f;
+    return temperature != 0.0f && limits;
   }
 };
 
-// A row of float32 in global memory that all consumer threads traverse together.
+// Scores of a sequence's tokens: a_t - log(-log(u_t)).
+struct Scores {
+  uint64_t seed;
+  uint32_t position;
+
+  template <class Instruction>
+  __device__ __forceinline__ explicit Scores(const Choice<Instruction>& choice)
+      : seed(static_cast<uint64_t>(static_cast<uint32_t>(choice.integer(sample::kSeedHigh))) << 32 |
+             static_cast<uint32_t>(choice.integer(sample::kSeedLow))),
+        position(choice.position) {}
+
+  // 24 random bits n from (seed, position, token); u is (n + 0.5) / 2^24.
+  __device__ __forceinline__ uint32_t bits(uint32_t token) const {
+    uint64_t z =
+        seed + 0x9E3779B97F4A7C15ull * ((static_cast<uint64_t>(position) << 32 | token) + 1);
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+    z ^= z >> 31;
+    return static_cast<uint32_t>(z >> 40);
+  }
+
+  // A number that the score exceeds by `margin` at most: since -log(u) >= 1 - u, the noise is at
+  // most -log(1 - u). So most tokens need no logarithms of doubles.
+  static __device__ __forceinline__ float bound(float a, uint32_t n) {
+    const float rest = (static_cast<float>((1u << 24) - n) - 0.5f) * 0x1p-24f;
+    return a - ptx::log2(rest) / kLog2E;
+  }
+  static __device__ __forceinline__ float margin(float a) { return 1e-3f + 1e-6f * fabsf(a); }
+
+  static __device__ __forceinline__ float score(float a, uint32_t n) {
+    const double u = (static_cast<double>(n) + 0.5) / (1 << 24);
+    return a + static_cast<float>(-log(-log(u)));
+  }
+};
+
+// A row of float32 in global memory, read by aligned 16 bytes.
 struct LogitRow {
   uint64_t address;
   uint32_t size;
@@ -159,13 +155,17 @@ struct LogitRow {
 
   __device__ __forceinline__ ptx::Words4 load(uint32_t vector) const {
     if (is_whole(vector)) return ptx::load_relaxed4(at(token(vector, 0)));
-    constexpr uint32_t kNothing = 0xff800000u;  // -inf
-    ptx::Words4 raw = {kNothing, kNothing, kNothing, kNothing};
-    if (token(vector, 0) < size) raw.x = ptx::load_relaxed1(at(token(vector, 0)));
-    if (token(vector, 1) < size) raw.y = ptx::load_relaxed1(at(token(vector, 1)));
-    if (token(vector, 2) < size) raw.z = ptx::load_relaxed1(at(token(vector, 2)));
-    if (token(vector, 3) < size) raw.w = ptx::load_relaxed1(at(token(vector, 3)));
-    return raw;
+    return {word(token(vector, 0)), word(token(vector, 1)), word(token(vector, 2)),
+            word(token(vector, 3))};
+  }
+  // Four neighbouring tokens from `first` on.
+  __device__ __forceinline__ ptx::Words4 four(uint32_t first) const {
+    if (at(first) % 16 == 0 && first + 4 <= size) return ptx::load_relaxed4(at(first));
+    return {word(first), word(first + 1), word(first + 2), word(first + 3)};
+  }
+  // The bits of a value; those of -inf outside the row.
+  __device__ __forceinline__ uint32_t word(uint32_t token) const {
+    return token < size ? ptx::load_relaxed1(at(token)) : 0xff800000u;
   }
 };
 

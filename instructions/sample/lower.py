@@ -9,14 +9,14 @@ from megavm.scheduler.compiler.graph import Operation
 from megavm.scheduler.compiler.tiling import Lowering, cut
 
 OPERANDS = (
-    *("logits", "peaks", "adjusted", "tokens", "sampling_real", "sampling_integer"),
+    *("logits", "peaks", "adjusted", "segments", "tokens", "sampling_real", "sampling_integer"),
     *("logit_row", "logit_count", "row_sequence", "row_position"),
-    *("allowed", "bias", "masks_written", "masks_awaited"),
 )
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[Sample]:
     """Yield a range of logit rows for each worker."""
     handles = context.handles(operation, *OPERANDS)
-    for begin, end in cut(operation.inputs["logits"].rows, context.options.workers):
+    name = "logits" if "logits" in operation.inputs else "segments"
+    for begin, end in cut(operation.inputs[name].rows, context.options.workers):
         yield Sample(**handles, row_begin=begin, row_end=end)

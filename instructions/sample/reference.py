@@ -4,7 +4,8 @@ import math
 
 import torch
 
-from megavm.instructions.sample import MASK_BITS, Integer, Real, Sample, uniform
+from megavm.instructions.adjust_logits.reference import scores
+from megavm.instructions.sample import SEGMENT_WORDS, Integer, Real, Sample, is_limited
 from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
@@ -18,74 +19,37 @@ def execute(inst: Sample, m: View) -> None:
         reals = [float(v) for v in m.raw(inst.sampling_real)[sequence]]
         if not integers[Integer.ENABLED]:
             continue
-        restricted = inst.allowed != NONE and (integers[Integer.MASKED] or integers[Integer.BIASED])
-        if inst.peaks != NONE and not restricted and takes_largest(position, integers, reals):
-            peaks, columns = m.read(inst.peaks, (row, row + 1)).view(-1, 2).T
-            if bool(peaks.isnan().any()):
-                raise IndexError(f"logits of row {row} hold NaN")
-            m.raw(inst.tokens)[sequence, position + 1] = int(columns[peaks == peaks.max()].min())
-            continue
-        logits = m.read(inst.logits, (row, row + 1))[0]
-        if bool(logits.isnan().any()):
-            raise IndexError(f"logits of row {row} hold NaN")
-        if restricted:
-            logits = restrict(logits, inst, m, sequence, integers)
-        tokens = m.raw(inst.tokens)[sequence]
-        history = tokens[: position + 1].long()
-        tokens[position + 1] = choose(logits, history, integers, reals)
+        if inst.segments == NONE:
+            token = largest(inst, m, row)
+        elif is_limited(reals, integers):
+            a = m.read(inst.adjusted, (row, row + 1))[0]
+            token = choose(a, position, integers, reals)
+        else:
+            segments = m.read(inst.segments, (row, row + 1)).view(-1, SEGMENT_WORDS)
+            token = lowest_of_largest(segments[:, 2], segments[:, 3])
+        m.raw(inst.tokens)[sequence, position + 1] = token
 
 
-def restrict(
-    logits: torch.Tensor, inst: Sample, m: View, sequence: int, integers: list[int]
-) -> torch.Tensor:
-    """The logits with the sequence's bias, and -inf for tokens that are not allowed."""
-    if integers[Integer.BIASED]:
-        logits = logits + m.raw(inst.bias)[sequence]
-    if integers[Integer.MASKED]:
-        written, awaited = (
-            int(m.raw(handle)[0]) & 0xFFFFFFFF
-            for handle in (inst.masks_written, inst.masks_awaited)
-        )
-        if (written - awaited) & 0x80000000:
-            raise IndexError(f"the host has not written mask {awaited}, the last one is {written}")
-        words = m.raw(inst.allowed)[sequence]
-        token = torch.arange(len(logits))
-        bits = words[token // MASK_BITS] >> (token % MASK_BITS) & 1
-        logits = torch.where(bits == 1, logits, -math.inf)
-    return logits
+def largest(inst: Sample, m: View, row: int) -> int:
+    """The token of the largest logit of a row."""
+    if inst.peaks == NONE:
+        values = m.read(inst.logits, (row, row + 1))[0]
+        columns = torch.arange(len(values))
+    else:
+        values, columns = m.read(inst.peaks, (row, row + 1)).view(-1, 2).T
+    if bool(values.isnan().any()):
+        raise IndexError(f"logits of row {row} hold NaN")
+    return lowest_of_largest(values, columns)
 
 
-def takes_largest(position: int, integers: list[int], reals: list[float]) -> bool:
-    """Whether the choice is the largest unadjusted logit."""
-    masks = position + 1 < integers[Integer.MIN_LENGTH] and integers[Integer.NUM_STOP] > 0
-    neutral = {
-        Real.TEMPERATURE: 0.0,
-        Real.REPETITION_PENALTY: 1.0,
-        Real.PRESENCE_PENALTY: 0.0,
-        Real.FREQUENCY_PENALTY: 0.0,
-    }
-    return not masks and all(reals[column] == value for column, value in neutral.items())
+def lowest_of_largest(values: torch.Tensor, tokens: torch.Tensor) -> int:
+    """The lowest token among those of the largest value."""
+    return int(tokens[values == values.max()].min())
 
 
-def choose(
-    logits: torch.Tensor, history: torch.Tensor, integers: list[int], reals: list[float]
-) -> int:
-    """The next token for float32 logits [vocabulary] after the token ids ``history``."""
-    a = logits.clone()
-    position = len(history) - 1
-    if position + 1 < integers[Integer.MIN_LENGTH]:
-        stops = integers[Integer.STOP : Integer.STOP + integers[Integer.NUM_STOP]]
-        a[[t for t in stops if t < len(a)]] = -math.inf
-    seen = torch.unique(history)
-    penalty = reals[Real.REPETITION_PENALTY]
-    a[seen] = torch.where(a[seen] > 0, a[seen] / penalty, a[seen] * penalty)
-    produced, counts = torch.unique(history[integers[Integer.PROMPT_LENGTH] :], return_counts=True)
-    frequency, presence = reals[Real.FREQUENCY_PENALTY], reals[Real.PRESENCE_PENALTY]
-    a[produced] -= frequency * counts + presence
-    temperature = reals[Real.TEMPERATURE]
-    if temperature == 0:
-        return int(a.argmax())
-    a /= temperature
+def choose(a: torch.Tensor, position: int, integers: list[int], reals: list[float]) -> int:
+    """The choice among adjusted logits, float32 [vocabulary], if it is limited."""
+    a = a.clone()
     a[a < a.max() + math.log(max(reals[Real.MIN_P], 1e-30))] = -math.inf
     top_k = integers[Integer.TOP_K]
     if 0 < top_k < len(a):
@@ -95,9 +59,5 @@ def choose(
         mass = torch.softmax(values.double(), 0).cumsum(0)
         last = int((mass < reals[Real.TOP_P]).sum())
         a[a < values[min(last, len(a) - 1)]] = -math.inf
-    seed = (integers[Integer.SEED_LOW] & 0xFFFFFFFF) | (
-        (integers[Integer.SEED_HIGH] & 0xFFFFFFFF) << 32
-    )
-    kept = torch.nonzero(a > -math.inf).flatten().tolist()
-    noise = torch.tensor([-math.log(-math.log(uniform(seed, position, t))) for t in kept])
-    return int(kept[int((a[kept] + noise).argmax())])
+    kept = torch.nonzero(a > -math.inf).flatten()
+    return lowest_of_largest(scores(a[kept], kept, position, integers), kept) if len(kept) else 0

@@ -1,238 +1,295 @@
-// The choice from all logits of a row: penalties, temperature, top-k, top-p, min-p and the draw.
+// The choice from adjusted logits if min-p, top-k or top-p limit it.
 #pragma once
 
 #include "instructions/sample/logits.cuh"
 
 namespace megavm {
 
-// Chooses a token from all logits, where `peaks` are not enough. All consumers work on one row.
-struct Sampler {
-  // Scratch: a histogram of weights by the next digit of the values' keys, then values that warps
-  // exchange. The bins are 64-bit integers with low and high words in separate arrays, as 32-bit
-  // atomics are much faster.
-  static constexpr uint32_t kBins = 1024;
-  static constexpr uint32_t kHighAt = kBins * 4;
-  static constexpr uint32_t kTotalsAt = kBins * 8;
+// Finds the lowest adjusted logit that may be chosen, and draws among those that are not below it.
+// All consumers work on one row.
+//
+// Few tokens matter, as a rule: AdjustLogits has left the largest value and the probability of
+// every segment of tokens, which bounds the threshold from below. The tokens that are not below the
+// bound are candidates. If the scratch holds them, they decide; else all tokens of the row are gone
+// through.
+class Sampler {
+ public:
+  using Row = Choice<Sample>;
+
+  static constexpr uint32_t kScratchBytes = 8 * (sample::kBins + sample::kCandidates) + 128;
+
+  __device__ __forceinline__ Sampler(const Row& row, Consumer& consumer)
+      : row_(row), consumer_(consumer), scores_(row) {
+    const Tensor& adjusted = row.in[&Sample::adjusted];
+    adjusted_ = {element_at(adjusted, row.row, 0), adjusted.columns};
+    segments_ = ceil_div(adjusted.columns, sample::kSegmentTokens);
+    const int32_t top_k = row.integer(sample::kTopK);
+    top_k_ = top_k > 0 && static_cast<uint32_t>(top_k) < adjusted.columns ? top_k : 0;
+    top_p_ = row.real(sample::kTopP), min_p_ = row.real(sample::kMinP);
+    limited_ = row.is_limited(row.real(sample::kTemperature));
+  }
+
+  __device__ __forceinline__ void run() {
+    const uint64_t best = look_at_segments();
+    const uint32_t token = token_of(limited_ ? choose(token_of(best)) : best);
+    if (consumer_.thread() == 0)
+      ptx::store(element_at(row_.in[&Sample::tokens], row_.sequence, row_.position + 1), token);
+  }
+
+ private:
+  // Scratch: a histogram of weights by the next digit of the values' keys, candidates, then values
+  // that warps exchange. The bins are 64-bit integers with low and high words in separate arrays,
+  // as 32-bit atomics are much faster.
+  static constexpr uint32_t kHighAt = sample::kBins * 4;
+  static constexpr uint32_t kValuesAt = sample::kBins * 8;
+  static constexpr uint32_t kTokensAt = kValuesAt + sample::kCandidates * 4;
+  static constexpr uint32_t kTotalsAt = kTokensAt + sample::kCandidates * 4;
   static constexpr uint32_t kFoundAt = kTotalsAt + kNumConsumers * 8;
-  static constexpr uint32_t kScratchBytes = kFoundAt + 16;
-  static_assert(kBins == 4 * kNumConsumerThreads, "four bins for each thread");
-
-  const Choice& choice;
-  Consumer& consumer;
-  LogitRow logits;
-  LogitRow adjusted;
-
-  __device__ __forceinline__ Sampler(const Choice& choice, Consumer& consumer)
-      : choice(choice), consumer(consumer) {
-    const Tensor& t = choice.in[&Sample::logits];
-    const Tensor& workspace = choice.in[&Sample::adjusted];
-    if (is_tagged(workspace)) stop_instruction(Fault::kUnsupported, choice.row, 0, 0, 0);
-    logits = {element_at(t, choice.row, 0), t.columns};
-    adjusted = {element_at(workspace, choice.row, 0), t.columns};
-  }
-
-  __device__ __forceinline__ void run() const {
-    if constexpr (sample::kAnyRestricted) choice.await_mask();
-    const bool changed =
-        choice.penalised || choice.masked > 0 || is_tagged(choice.in[&Sample::logits]);
-    if (changed) {
-      copy_logits();
-      consumer.sync();
-      if (choice.masked > 0) {
-        mask();
-        consumer.sync();
-      }
-      if (choice.penalised) penalise();
-    }
-    LogitRow source = logits;
-    if (changed) source.address = adjusted.address;
-    uint64_t best;
-    if (choice.greedy) {
-      best = largest(source);
-    } else {
-      const float peak = scale(source);
-      const double min_p = fmax(static_cast<double>(choice.real(sample::kMinP)), 1e-30);
-      float lowest = peak + static_cast<float>(log(min_p));
-      const int32_t top_k = choice.integer(sample::kTopK);
-      if (top_k > 0 && static_cast<uint32_t>(top_k) < adjusted.size)
-        lowest = threshold<false>(lowest, peak, static_cast<float>(top_k));
-      const float top_p = choice.real(sample::kTopP);
-      if (top_p < 1.0f) lowest = threshold<true>(lowest, peak, top_p);
-      best = draw(lowest);
-    }
-    best = largest_of_all(best);
-    if (consumer.thread() == 0) choice.append(token_of(best));
-  }
+  static constexpr uint32_t kCountAt = kFoundAt + 16;
+  static_assert(kCountAt + 4 <= kScratchBytes);
+  static_assert(sample::kBins == 2 * kNumConsumerThreads, "two bins for each thread");
+  static constexpr uint32_t kDigitBits = 9;
+  static_assert(sample::kBins == 1u << kDigitBits);
 
   // ---- Exchange between warps through the scratch.
 
   __device__ __forceinline__ void tell(uint32_t offset, uint64_t value) const {
-    ptx::store_shared2(consumer.scratch(offset), static_cast<uint32_t>(value),
+    ptx::store_shared2(consumer_.scratch(offset), static_cast<uint32_t>(value),
                        static_cast<uint32_t>(value >> 32));
   }
   __device__ __forceinline__ uint64_t hear(uint32_t offset) const {
-    const ptx::Words2 words = ptx::load_shared2(consumer.scratch(offset));
+    const ptx::Words2 words = ptx::load_shared2(consumer_.scratch(offset));
     return static_cast<uint64_t>(words.y) << 32 | words.x;
   }
 
-  // The largest value of all consumers. Synchronises them before and after.
-  __device__ __forceinline__ uint64_t largest_of_all(uint64_t value) const {
-    value = largest_of_warp(value);
-    consumer.sync();
-    if (lane_index() == 0) tell(kTotalsAt + consumer.warp() * 8, value);
-    consumer.sync();
+  // The value of all consumers, of which each warp has its part. Synchronises them before and
+  // after.
+  template <class Join>
+  __device__ __forceinline__ uint64_t join_warps(uint64_t value, Join&& join) const {
+    consumer_.sync();
+    if (lane_index() == 0) tell(kTotalsAt + consumer_.warp() * 8, value);
+    consumer_.sync();
+    value = hear(kTotalsAt);
 #pragma unroll
-    for (uint32_t w = 0; w < kNumConsumers; ++w) {
-      const uint64_t other = hear(kTotalsAt + w * 8);
-      value = other > value ? other : value;
-    }
-    consumer.sync();
+    for (uint32_t w = 1; w < kNumConsumers; ++w) value = join(value, hear(kTotalsAt + w * 8));
+    consumer_.sync();
     return value;
   }
-
-  // ---- Adjusted logits.
-
-  __device__ __forceinline__ void stop_if(bool unordered) const {
-    if (unordered) stop_instruction(Fault::kNanLogits, choice.row, 0, 0, 0);
+  __device__ __forceinline__ uint64_t largest_of_all(uint64_t value) const {
+    return join_warps(largest_of_warp(value), [](uint64_t a, uint64_t b) { return a > b ? a : b; });
   }
-
-  __device__ __forceinline__ float logit(uint32_t token) const {
-    const Operands<Sample>& in = choice.in;
-    return read_element(in[&Sample::logits], choice.row, token, in.tag(), in.word(&Sample::logits));
-  }
-
-  __device__ __forceinline__ void copy_logits() const {
-    bool unordered = false;
-#pragma unroll 4
-    for (uint32_t t = consumer.thread(); t < adjusted.size; t += kNumConsumerThreads) {
-      float value = logit(t);
-      unordered |= value != value;
-      if constexpr (sample::kAnyRestricted) value = choice.restricted(value, t);
-      ptx::store(adjusted.at(t), __float_as_uint(value));
-    }
-    stop_if(unordered);
-  }
-
-  __device__ __forceinline__ void mask() const {
-    if (consumer.thread() >= choice.masked) return;
-    const uint32_t token = choice.integer(sample::kStop + consumer.thread());
-    if (token < adjusted.size) ptx::store(adjusted.at(token), 0xff800000u);
-  }
-
-  // The logit of a token of the history, restricted and with the repetition penalty applied.
-  __device__ __forceinline__ float repeated(uint32_t token) const {
-    float a = choice.is_masked(token) ? -kInfinity : logit(token);
-    if constexpr (sample::kAnyRestricted) a = choice.restricted(a, token);
-    const float penalty = choice.real(sample::kRepetitionPenalty);
-    return a > 0.0f ? a / penalty : a * penalty;
-  }
-
-  // Apply the penalties in `adjusted`. Threads that find the same token store the same value.
-  __device__ __forceinline__ void penalise() const {
-    if constexpr (sample::kAnyRestricted)
-      if (choice.real(sample::kRepetitionPenalty) == 1.0f &&
-          choice.real(sample::kPresencePenalty) == 0.0f &&
-          choice.real(sample::kFrequencyPenalty) == 0.0f) {
-        return;
-      }
-    const uint32_t end = choice.position + 1, vocabulary = adjusted.size;
-#pragma unroll 1
-    for (uint32_t i = consumer.thread(); i < end; i += kNumConsumerThreads) {
-      const uint32_t token = choice.history(i);
-      if (token >= vocabulary)
-        stop_instruction(Fault::kToken, choice.sequence, i, token, vocabulary);
-      ptx::store(adjusted.at(token), __float_as_uint(repeated(token)));
-    }
-    consumer.sync();
-    const float frequency = choice.real(sample::kFrequencyPenalty);
-    const float presence = choice.real(sample::kPresencePenalty);
-    if (frequency == 0.0f && presence == 0.0f) return;
-    // Count the produced tokens in place of their values, then replace the counts. A count is
-    // stored as a NaN that arithmetic does not produce.
-    constexpr uint32_t kCount = 0xffc00000u;
-    const int32_t prompt = choice.integer(sample::kPromptLength);
-    const uint32_t begin = consumer.thread() + (prompt < 0 ? 0 : prompt);
-#pragma unroll 1
-    for (uint32_t i = begin; i < end; i += kNumConsumerThreads)
-      ptx::store(adjusted.at(choice.history(i)), kCount);
-    consumer.sync();
-#pragma unroll 1
-    for (uint32_t i = begin; i < end; i += kNumConsumerThreads)
-      atomicAdd(reinterpret_cast<uint32_t*>(adjusted.at(choice.history(i))), 1u);
-    consumer.sync();
-#pragma unroll 1
-    for (uint32_t i = begin; i < end; i += kNumConsumerThreads) {
-      const uint32_t token = choice.history(i);
-      const uint32_t count = ptx::load_relaxed1(adjusted.at(token));
-      if (count < kCount) continue;  // another thread has replaced the count
-      const float times = static_cast<float>(count - kCount);
-      ptx::store(adjusted.at(token),
-                 __float_as_uint(repeated(token) - (frequency * times + presence)));
-    }
-    consumer.sync();
-  }
-
-  // This thread's largest value, and its token.
-  __device__ __forceinline__ uint64_t largest(const LogitRow& row) const {
-    float best = -kInfinity;
-    uint32_t best_token = kNone;
-    bool unordered = false;
-    row.each<4>(consumer.thread(), [&](uint32_t vector, const float (&values)[4]) {
+  __device__ __forceinline__ uint64_t sum_of_all(uint64_t value) const {
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        unordered |= values[j] != values[j];
-        if (values[j] > best) best = values[j], best_token = row.token(vector, j);
-      }
-    });
-    // Check the logits only: adjusted values were checked when they were copied, and penalties may
-    // have made them NaN since.
-    stop_if(unordered && row.address == logits.address);
-    // If all values are -inf, choose the first token.
-    return candidate(best, best_token == kNone ? 0 : best_token);
+    for (uint32_t offset = kLanes / 2; offset > 0; offset /= 2)
+      value += __shfl_xor_sync(~0u, value, offset);
+    return join_warps(value, [](uint64_t a, uint64_t b) { return a + b; });
   }
 
-  // Store the logits divided by the temperature to `adjusted`; returns the largest value.
-  __device__ __forceinline__ float scale(const LogitRow& from) const {
-    const float temperature = choice.real(sample::kTemperature);
-    const bool together = from.skew() == adjusted.skew();
+  // ---- Segments.
+
+  static constexpr uint32_t kSegmentsEach = sample::kCandidates / kNumConsumerThreads;
+
+  __device__ __forceinline__ ptx::Words4 segment(uint32_t number) const {
+    return ptx::load_relaxed4(
+        element_at(row_.in[&Sample::segments], row_.row, number * sample::kSegmentWords));
+  }
+
+  // The best candidate of the row. If the choice is limited, finds the peak and the total weight
+  // too, and lists the segments' peaks if the scratch holds them.
+  __device__ __forceinline__ uint64_t look_at_segments() {
+    uint64_t best = 0;
     float peak = -kInfinity;
-    bool unordered = false;
-    from.each<4>(consumer.thread(), [&](uint32_t vector, const float (&values)[4]) {
-      uint32_t to[4];
+    const bool listed = limited_ && segments_ <= sample::kCandidates;
+#pragma unroll 1
+    for (uint32_t first = consumer_.thread(); first < segments_;
+         first += kSegmentsEach * kNumConsumerThreads) {
+      ptx::Words4 found[kSegmentsEach];
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j) {
-        const float value = values[j] / temperature;
-        unordered |= values[j] != values[j];
-        peak = fmaxf(peak, value);
-        to[j] = __float_as_uint(value);
-      }
-      const uint32_t token = from.token(vector, 0);
-      if (together && from.is_whole(vector)) {
-        ptx::store2(adjusted.at(token), to[0], to[1]);
-        ptx::store2(adjusted.at(token + 2), to[2], to[3]);
-        return;
-      }
+      for (uint32_t i = 0; i < kSegmentsEach; ++i)
+        found[i] = segment(min_of(first + i * kNumConsumerThreads, segments_ - 1));
 #pragma unroll
-      for (uint32_t j = 0; j < 4; ++j)
-        if (token + j < from.size) ptx::store(adjusted.at(token + j), to[j]);
-    });
-    stop_if(unordered && from.address == logits.address);
-    return from_sort_key(static_cast<uint32_t>(largest_of_all(candidate(peak, 0)) >> 32));
+      for (uint32_t i = 0; i < kSegmentsEach; ++i) {
+        const uint32_t number = first + i * kNumConsumerThreads;
+        const uint64_t other = candidate(__uint_as_float(found[i].z),
+                                         static_cast<uint32_t>(__uint_as_float(found[i].w)));
+        best = other > best ? other : best;
+        peak = fmaxf(peak, __uint_as_float(found[i].x));
+        if (listed && number < segments_) put(number, __uint_as_float(found[i].x), number);
+      }
+    }
+    best = largest_of_all(best);
+    if (!limited_) return best;
+    peak_ = score_of(largest_of_all(candidate(peak, 0)));
+    uint64_t total = 0;
+#pragma unroll 1
+    for (uint32_t i = consumer_.thread(); i < segments_; i += kNumConsumerThreads) {
+      const ptx::Words4 found = segment(i);
+      const float share = __uint_as_float(found.y) * fraction(__uint_as_float(found.x));
+      total += __float2ull_rn(share * kUnit);
+    }
+    total_ = sum_of_all(total);
+    return best;
   }
 
-  // ---- Tokens that may be chosen: those whose adjusted logits are not below `lowest`.
+  // ---- Candidates: values with tokens, or with segments, in the scratch.
+
+  __device__ __forceinline__ void put(uint32_t i, float value, uint32_t token) const {
+    ptx::store_shared(consumer_.scratch(kValuesAt + i * 4), __float_as_uint(value));
+    ptx::store_shared(consumer_.scratch(kTokensAt + i * 4), token);
+  }
+  __device__ __forceinline__ float listed_value(uint32_t i) const {
+    return __uint_as_float(ptx::load_shared(consumer_.scratch(kValuesAt + i * 4)));
+  }
+  __device__ __forceinline__ uint32_t listed_token(uint32_t i) const {
+    return ptx::load_shared(consumer_.scratch(kTokensAt + i * 4));
+  }
+  static __device__ __forceinline__ uint32_t* count() {
+    return reinterpret_cast<uint32_t*>(shared_memory + kScratchAt + kCountAt);
+  }
+
+  // Values of which `threshold` finds one: the first ones in the scratch, or the whole row.
+  struct Values {
+    uint32_t listed;
+    bool whole;
+  };
+  template <class Use>
+  __device__ __forceinline__ void each(const Values& values, Use&& use) const {
+    if (values.whole) {
+      adjusted_.each<4>(consumer_.thread(), [&](uint32_t, const float (&four)[4]) {
+#pragma unroll
+        for (uint32_t j = 0; j < 4; ++j) use(four[j]);
+      });
+      return;
+    }
+#pragma unroll 1
+    for (uint32_t i = consumer_.thread(); i < values.listed; i += kNumConsumerThreads)
+      use(listed_value(i));
+  }
+
+  // List the tokens that are not below `lowest`, of segments whose peak is not; how many there are.
+  // More than kCandidates: the list is not complete, and the number too small.
+  __device__ __forceinline__ uint32_t list(float lowest) const {
+    consumer_.sync();
+    if (consumer_.thread() == 0) *count() = 0;
+    consumer_.sync();
+    // A warp looks at 32 segments at once, one a lane, then goes through those that have
+    // candidates.
+#pragma unroll 1
+    for (uint32_t first = consumer_.warp() * kLanes; first < segments_;
+         first += kNumConsumerThreads) {
+      const uint32_t mine = min_of(first + lane_index(), segments_ - 1);
+      const float peak = __uint_as_float(segment(mine).x);
+      uint32_t left = __ballot_sync(~0u, !(peak < lowest) && first + lane_index() < segments_);
+#pragma unroll 1
+      while (left != 0 && __shfl_sync(~0u, *count(), 0) <= sample::kCandidates) {
+        constexpr uint32_t kBatch = 2;  // segments in flight
+        constexpr uint32_t kFours = sample::kSegmentTokens / (4 * kLanes);
+        uint32_t tokens[kBatch][kFours];
+        ptx::Words4 found[kBatch][kFours];
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b) {
+          const bool exists = left != 0;
+          const uint32_t number = first + (exists ? __ffs(left) - 1 : 0);
+          left &= left - 1;
+#pragma unroll
+          for (uint32_t i = 0; i < kFours; ++i) {
+            tokens[b][i] = number * sample::kSegmentTokens + (i * kLanes + lane_index()) * 4;
+            // Past the row all values are -inf.
+            found[b][i] = adjusted_.four(exists ? tokens[b][i] : adjusted_.size);
+          }
+        }
+#pragma unroll
+        for (uint32_t b = 0; b < kBatch; ++b)
+#pragma unroll
+          for (uint32_t i = 0; i < kFours; ++i) {
+            const uint32_t words[4] = {found[b][i].x, found[b][i].y, found[b][i].z, found[b][i].w};
+#pragma unroll
+            for (uint32_t j = 0; j < 4; ++j) {
+              const float value = __uint_as_float(words[j]);
+              if (!is_left(value, lowest)) continue;
+              const uint32_t at = atomicAdd(count(), 1u);
+              if (at < sample::kCandidates) put(at, value, tokens[b][i] + j);
+            }
+          }
+        __syncwarp();
+      }
+    }
+    consumer_.sync();
+    const uint32_t found = *count();
+    consumer_.sync();
+    return found;
+  }
+
+  // ---- The choice.
+
+  // The best candidate among the tokens that are left. `first` has the largest score of all.
+  __device__ __forceinline__ uint64_t choose(uint32_t first) const {
+    float lowest = peak_ + static_cast<float>(log(fmax(static_cast<double>(min_p_), 1e-30)));
+    const float value = adjusted_.value(first);
+    const bool by_min_p = min_p_ > 0.0f, by_top_p = top_p_ < 1.0f;
+    if (top_k_ == 0 && !by_top_p && is_left(value, lowest)) return candidate(0.0f, first);
+    // Top-p's share is that of all tokens, or of those that the others leave.
+    const bool of_all = top_k_ == 0 && !by_min_p;
+    const bool listed = segments_ <= sample::kCandidates && peak_ > -kInfinity;
+    Values values{segments_, false};  // in the scratch, at first the segments' peaks
+    // NOTE: one loop, in which the code of `threshold` is there once.
+    enum Step : uint32_t { kBound, kTopK, kTopP, kEnd };
+#pragma unroll 1
+    for (uint32_t step = kBound; step < kEnd; ++step) {
+      bool asked = step == kTopK ? top_k_ > 0 : by_top_p;
+      // So many segments have a token that is not below the bound, or these have so much weight.
+      if (step == kBound) asked = listed && (top_k_ > 0 ? top_k_ <= segments_ : of_all && by_top_p);
+      const bool weighed = step == kTopP || (step == kBound && top_k_ == 0);
+      const float before = lowest;
+      if (asked) {
+        uint64_t wanted = top_k_;
+        if (weighed) wanted = top_p_of(of_all ? total_ : weight_of(values, lowest));
+        lowest = threshold(values, weighed, lowest, wanted);
+      }
+      if (step != kBound) continue;
+      const bool hopeful =
+          listed && (!by_top_p || !of_all || lowest > before) && (top_k_ == 0 || asked);
+      const uint32_t found = hopeful ? list(lowest) : sample::kCandidates + 1;
+      values = {found, found > sample::kCandidates};
+      // If the others cannot have pushed it out, the first one it is: as a rule, if many are left.
+      if (values.whole && of_all && by_top_p && weight_above(value) < top_p_of(total_))
+        return candidate(0.0f, first);
+    }
+    return values.whole ? draw(lowest) : draw_listed(values.listed, lowest);
+  }
 
   static __device__ __forceinline__ bool is_left(float a, float lowest) {
     return !(a < lowest) && a != -kInfinity;
   }
 
-  static __device__ __forceinline__ uint32_t* bins() {
-    return reinterpret_cast<uint32_t*>(shared_memory + kScratchAt);
+  // Probability relative to the peak's, in units of 2^-40. Sums of integers do not depend on order.
+  static constexpr float kUnit = 1099511627776.0f;
+  __device__ __forceinline__ float fraction(float a) const {
+    return a == peak_ ? 1.0f : expf(a - peak_);
+  }
+  __device__ __forceinline__ uint64_t weight(float a) const {
+    return __float2ull_rn(fraction(a) * kUnit);
+  }
+  // The weight that top-p asks for, of so much.
+  __device__ __forceinline__ uint64_t top_p_of(uint64_t total) const {
+    const double share = static_cast<double>(top_p_) * static_cast<double>(total);
+    const uint64_t weight = static_cast<uint64_t>(ceil(share));
+    return weight == 0 ? 1 : weight;
   }
 
-  // Probability relative to the peak's, in units of 2^-40. Sums of integers do not depend on order.
-  static __device__ __forceinline__ uint64_t weight(float a, float peak) {
-    return __float2ull_rn((a == peak ? 1.0f : expf(a - peak)) * 1099511627776.0f);
+  // The weight of the values that are not below `lowest`; of the row's values above `value`.
+  __device__ __forceinline__ uint64_t weight_of(const Values& values, float lowest) const {
+    uint64_t sum = 0;
+    each(values, [&](float a) { sum += is_left(a, lowest) ? weight(a) : 0; });
+    return sum_of_all(sum);
+  }
+  __device__ __forceinline__ uint64_t weight_above(float value) const {
+    const float above = from_sort_key(sort_key(value) + 1);
+    return weight_of(Values{0, true}, above);
+  }
+
+  static __device__ __forceinline__ uint32_t* bins() {
+    return reinterpret_cast<uint32_t*>(shared_memory + kScratchAt);
   }
 
   static __device__ __forceinline__ void add(uint32_t bin, uint64_t weight) {
@@ -240,84 +297,67 @@ struct Sampler {
     uint32_t high = static_cast<uint32_t>(weight >> 32);
     const uint32_t before = atomicAdd(bins() + bin, low);
     high += before + low < before;
-    if (high != 0) atomicAdd(bins() + kBins + bin, high);
+    if (high != 0) atomicAdd(bins() + sample::kBins + bin, high);
   }
 
-  // The largest threshold such that the remaining values that are not below it reach the wanted
-  // number of tokens or, with kMass, the wanted share of the probability. A radix select: by the
-  // digits of the values' keys, most significant first.
-  template <bool kMass>
-  __device__ __forceinline__ float threshold(float lowest, float peak, float wanted_part) const {
-    const uint32_t thread = consumer.thread(), lane = lane_index();
-    const uint32_t mine = (kNumConsumerThreads - 1 - thread) * 4;  // the highest bins come first
-    const ptx::Words4 zeros = {0, 0, 0, 0};
-    uint64_t wanted = kMass ? 0 : static_cast<uint64_t>(wanted_part);
+  // The largest threshold such that the values that are not below it reach the wanted number or,
+  // if `weighed`, the wanted weight; `lowest` if there is none. A radix select: by the digits of
+  // the values' keys, most significant first.
+  __device__ __forceinline__ float threshold(const Values& values, bool weighed, float lowest,
+                                             uint64_t wanted) const {
+    const uint32_t thread = consumer_.thread(), lane = lane_index();
+    const uint32_t mine = (kNumConsumerThreads - 1 - thread) * 2;  // the highest bins come first
     uint64_t above = 0;  // weight of the keys above those that start with the prefix
     uint32_t prefix = 0, known = 32;
-    consumer.sync();
-    ptx::store_shared4(consumer.scratch(mine * 4), zeros);
-    ptx::store_shared4(consumer.scratch(kHighAt + mine * 4), zeros);
-    consumer.sync();
+    consumer_.sync();
+    ptx::store_shared2(consumer_.scratch(mine * 4), 0, 0);
+    ptx::store_shared2(consumer_.scratch(kHighAt + mine * 4), 0, 0);
+    consumer_.sync();
 #pragma unroll 1
     while (known > 0) {
-      const uint32_t shift = known >= 10 ? known - 10 : 0, size = 1u << (known - shift);
-      adjusted.each<4>(thread, [&](uint32_t, const float (&values)[4]) {
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-          if (!is_left(values[j], lowest)) continue;
-          const uint32_t key = sort_key(values[j]);
-          if (known < 32 && key >> known != prefix) continue;
-          add(key >> shift & (size - 1), kMass ? weight(values[j], peak) : 1);
-        }
+      const uint32_t shift = known >= kDigitBits ? known - kDigitBits : 0;
+      const uint32_t size = 1u << (known - shift);
+      each(values, [&](float a) {
+        if (!is_left(a, lowest)) return;
+        const uint32_t key = sort_key(a);
+        if (known < 32 && key >> known != prefix) return;
+        add(key >> shift & (size - 1), weighed ? weight(a) : 1);
       });
-      consumer.sync();
+      consumer_.sync();
       // Prefix sums, from the highest bin down.
-      const ptx::Words4 low = ptx::load_shared4(consumer.scratch(mine * 4));
-      const ptx::Words4 high = ptx::load_shared4(consumer.scratch(kHighAt + mine * 4));
-      ptx::store_shared4(consumer.scratch(mine * 4), zeros);
-      ptx::store_shared4(consumer.scratch(kHighAt + mine * 4), zeros);
-      const uint64_t bin[4] = {
-          static_cast<uint64_t>(high.w) << 32 | low.w, static_cast<uint64_t>(high.z) << 32 | low.z,
-          static_cast<uint64_t>(high.y) << 32 | low.y, static_cast<uint64_t>(high.x) << 32 | low.x};
-      uint64_t until = bin[0] + bin[1] + bin[2] + bin[3];
+      const ptx::Words2 low = ptx::load_shared2(consumer_.scratch(mine * 4));
+      const ptx::Words2 high = ptx::load_shared2(consumer_.scratch(kHighAt + mine * 4));
+      ptx::store_shared2(consumer_.scratch(mine * 4), 0, 0);
+      ptx::store_shared2(consumer_.scratch(kHighAt + mine * 4), 0, 0);
+      const uint64_t bin[2] = {static_cast<uint64_t>(high.y) << 32 | low.y,
+                               static_cast<uint64_t>(high.x) << 32 | low.x};
+      uint64_t until = bin[0] + bin[1];
 #pragma unroll
       for (uint32_t offset = 1; offset < kLanes; offset *= 2) {
         const uint64_t other = __shfl_up_sync(~0u, until, offset);
         if (lane >= offset) until += other;
       }
-      if (lane == kLanes - 1) tell(kTotalsAt + consumer.warp() * 8, until);
-      consumer.sync();
+      if (lane == kLanes - 1) tell(kTotalsAt + consumer_.warp() * 8, until);
+      consumer_.sync();
       uint64_t total = above;
       until += above;
 #pragma unroll
       for (uint32_t w = 0; w < kNumConsumers; ++w) {
         const uint64_t other = hear(kTotalsAt + w * 8);
         total += other;
-        if (w < consumer.warp()) until += other;
+        if (w < consumer_.warp()) until += other;
       }
-      if (kMass && known == 32) {
-        wanted = static_cast<uint64_t>(
-            ceil(static_cast<double>(wanted_part) * static_cast<double>(total)));
-        wanted = wanted == 0 ? 1 : wanted;
-      }
-      if (total < wanted) return lowest;  // fewer tokens remain than wanted: keep all
+      if (total < wanted) return lowest;
       // One thread finds the bin in which the sum reaches `wanted`.
-      uint64_t before = until - (bin[0] + bin[1] + bin[2] + bin[3]);
+      uint64_t before = until - (bin[0] + bin[1]);
       if (before < wanted && wanted <= until) {
-        bool found = false;
-#pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-          if (!found && before + bin[j] >= wanted) {
-            found = true;
-            tell(kFoundAt, before);
-            ptx::store_shared(consumer.scratch(kFoundAt + 8), mine + 3 - j);
-          }
-          before += bin[j];
-        }
+        const bool second = before + bin[0] < wanted;
+        tell(kFoundAt, second ? before + bin[0] : before);
+        ptx::store_shared(consumer_.scratch(kFoundAt + 8), mine + (second ? 0 : 1));
       }
-      consumer.sync();
+      consumer_.sync();
       above = hear(kFoundAt);
-      prefix = prefix << (known - shift) | ptx::load_shared(consumer.scratch(kFoundAt + 8));
+      prefix = prefix << (known - shift) | ptx::load_shared(consumer_.scratch(kFoundAt + 8));
       known = shift;
     }
     return from_sort_key(prefix);
@@ -325,40 +365,40 @@ struct Sampler {
 
   // ---- The draw.
 
-  // 24 random bits n from (seed, position, token); the uniform number is (n + 0.5) / 2^24.
-  static __device__ __forceinline__ uint32_t uniform(uint64_t seed, uint32_t position,
-                                                     uint32_t token) {
-    uint64_t z =
-        seed + 0x9E3779B97F4A7C15ull * ((static_cast<uint64_t>(position) << 32 | token) + 1);
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ z >> 27) * 0x94D049BB133111EBull;
-    z ^= z >> 31;
-    return static_cast<uint32_t>(z >> 40);
+  // Raise `best` and the bound if this token's score is above them.
+  __device__ __forceinline__ void consider(float a, uint32_t token, uint64_t& best) const {
+    const uint64_t other = candidate(Scores::score(a, scores_.bits(token)), token);
+    best = other > best ? other : best;
+  }
+  __device__ __forceinline__ bool may_win(float a, uint32_t token, float reached) const {
+    return Scores::bound(a, scores_.bits(token)) + Scores::margin(a) >= reached;
   }
 
-  // This thread's argmax of a_t - log(-log(u_t)): the Gumbel-max trick.
+  // The best of the candidates in the scratch that are not below `lowest`.
+  __device__ __forceinline__ uint64_t draw_listed(uint32_t listed, float lowest) const {
+    uint64_t best = candidate(-kInfinity, 0);
+#pragma unroll 1
+    for (uint32_t i = consumer_.thread(); i < listed; i += kNumConsumerThreads) {
+      const float a = listed_value(i);
+      const uint32_t token = listed_token(i);
+      if (is_left(a, lowest) && may_win(a, token, score_of(best))) consider(a, token, best);
+    }
+    return largest_of_all(best);
+  }
+
+  // The best of the row's tokens that are not below `lowest`.
   __device__ __forceinline__ uint64_t draw(float lowest) const {
     constexpr uint32_t kBatch = 4;
-    const uint64_t seed =
-        static_cast<uint64_t>(static_cast<uint32_t>(choice.integer(sample::kSeedHigh))) << 32 |
-        static_cast<uint32_t>(choice.integer(sample::kSeedLow));
     uint64_t best = candidate(-kInfinity, 0);
-    float bound = -kInfinity;  // a score that was reached: tokens that stay below it cannot win
-    const auto consider = [&](uint32_t token, float a) {
-      const uint32_t n = uniform(seed, choice.position, token);
-      const double u = (static_cast<double>(n) + 0.5) / (1 << 24);
-      const float score = a + static_cast<float>(-log(-log(u)));
-      const uint64_t other = candidate(score, token);
-      best = other > best ? other : best;
-      bound = fmaxf(bound, score);
-    };
-    const uint32_t vectors = ceil_div(adjusted.skew() + adjusted.size, 4);
+    float reached = -kInfinity;  // by some lane of the warp
+    const uint32_t vectors = ceil_div(adjusted_.skew() + adjusted_.size, 4);
 #pragma unroll 1
     for (uint32_t start = 0; start < vectors; start += kBatch * kNumConsumerThreads) {
-      const uint32_t first = start + consumer.thread();
-      ptx::Words4 raw[kBatch] = {};
+      const uint32_t first = start + consumer_.thread();
+      ptx::Words4 raw[kBatch];
 #pragma unroll
-      for (uint32_t i = 0; i < kBatch; ++i) raw[i] = adjusted.load(first + i * kNumConsumerThreads);
+      for (uint32_t i = 0; i < kBatch; ++i)
+        raw[i] = adjusted_.load(first + i * kNumConsumerThreads);
       uint32_t open = 0;  // bit 4 i + j: element j of vector i may win
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
@@ -366,28 +406,33 @@ struct Sampler {
 #pragma unroll
         for (uint32_t j = 0; j < 4; ++j) {
           const float a = __uint_as_float(words[j]);
-          if (!is_left(a, lowest)) continue;
-          const uint32_t token = adjusted.token(first + i * kNumConsumerThreads, j);
-          // Since -log(u) >= 1 - u, the noise is at most -log(1 - u). So most tokens need no
-          // logarithm.
-          const uint32_t n = uniform(seed, choice.position, token);
-          const float rest = (static_cast<float>((1u << 24) - n) - 0.5f) * 0x1p-24f;
-          if (rest > 1.001f * ptx::exp2((a - bound) * kLog2E)) continue;
-          open |= 1u << (4 * i + j);
+          const uint32_t token = adjusted_.token(first + i * kNumConsumerThreads, j);
+          if (is_left(a, lowest) && may_win(a, token, reached)) open |= 1u << (4 * i + j);
         }
       }
 #pragma unroll 1
       while (open != 0) {
         const uint32_t k = __ffs(open) - 1;
         open &= open - 1;
-        const uint32_t token = adjusted.token(first + k / 4 * kNumConsumerThreads, k % 4);
-        consider(token, adjusted.value(token));
+        const uint32_t token = adjusted_.token(first + k / 4 * kNumConsumerThreads, k % 4);
+        const float a = adjusted_.value(token);
+        if (may_win(a, token, score_of(best))) consider(a, token, best);
       }
-      // Share the bound, which saves logarithms in the other lanes.
-      bound = from_sort_key(__reduce_max_sync(~0u, sort_key(bound)));
+      __syncwarp();
+      reached = largest_of_warp(score_of(best));
     }
-    return best;
+    return largest_of_all(best);
   }
+
+  const Row& row_;
+  Consumer& consumer_;
+  Scores scores_;
+  LogitRow adjusted_;
+  uint32_t segments_, top_k_;
+  float top_p_, min_p_;
+  bool limited_;
+  float peak_ = 0.0f;
+  uint64_t total_ = 0;  // weight of all tokens
 };
 
 }  // namespace megavm

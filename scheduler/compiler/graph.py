@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from megavm.instructions.qkv_rope import QkvRope
+from megavm.instructions.sample import segment_words
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 Range = tuple[int, int]  # half-open
@@ -89,7 +90,7 @@ class Batch:
     logit_count: Value  # I32 [1]
     sampling_real: Value  # F32 [sequences, REAL_COLUMNS]
     sampling_integer: Value  # I32 [sequences, INTEGER_COLUMNS]
-    allowed: Value  # I32 [sequences, words], see Sample
+    allowed: Value  # I32 [sequences, words], see AdjustLogits
     bias: Value  # F32 [sequences, vocabulary]
     masks_written: Value  # I32 [1]
     masks_awaited: Value  # I32 [1]
@@ -255,28 +256,28 @@ class Graph:
         attributes = {"scale": scale, "context": context}
         return self.append("attention", label, inputs, q.columns, q.dtype, attributes, like=q)
 
-    def sample(self, label: str, logits: Value, batch: Batch, *, restricted: bool = False) -> None:
+    def sample(self, label: str, logits: Value, batch: Batch, *, sampled: bool = True) -> None:
         """Choose the next token of every logit row, append it to ``batch.tokens``. See Sample.
 
-        ``restricted``: sequences may have masks of allowed tokens, and biases.
+        ``sampled``: as the sequences' parameters say (AdjustLogits); else the largest logit.
         """
-        inputs = {
-            "logits": logits,
-            "sampling_real": batch.sampling_real,
-            "sampling_integer": batch.sampling_integer,
-            "logit_row": batch.logit_row,
-            "logit_count": batch.logit_count,
-            "row_sequence": batch.row_sequence,
-            "row_position": batch.row_position,
-        }
-        if restricted:
-            names = ("allowed", "bias", "masks_written", "masks_awaited")
-            inputs |= {name: getattr(batch, name) for name in names}
-        adjusted = self._value(
-            f"{label}.adjusted", logits.rows, logits.columns, F32, logits.capacity
-        )
-        outputs = {"adjusted": adjusted, "tokens": batch.tokens}
-        self.operations.append(Operation("sample", label, inputs, outputs))
+        names = ("sampling_real", "sampling_integer", "logit_row", "logit_count")
+        rows = {n: getattr(batch, n) for n in (*names, "row_sequence", "row_position")}
+        outputs = {"tokens": batch.tokens}
+        inputs = {"logits": logits}
+        if sampled:
+            masks = ("allowed", "bias", "masks_written", "masks_awaited")
+            sources = {n: getattr(batch, n) for n in ("tokens", *masks)}
+            inputs = {
+                name: self._value(f"{label}.{name}", logits.rows, columns, F32, logits.capacity)
+                for name, columns in (
+                    ("adjusted", logits.columns),
+                    ("segments", segment_words(logits.columns)),
+                )
+            }
+            adjust = {"logits": logits, **rows, **sources}
+            self.operations.append(Operation("adjust_logits", f"{label}.adjust", adjust, inputs))
+        self.operations.append(Operation("sample", label, {**inputs, **rows}, outputs))
 
     # Ranks.
 

@@ -136,7 +136,7 @@ def llama_graph(
     if divided:
         logits = graph.all_gather("lm_head.all", logits)
     logits = graph.output(logits, "logits")
-    graph.sample("sample", logits, batch, restricted=bucket.sampled)
+    graph.sample("sample", logits, batch, sampled=bucket.sampled)
     return graph
 
 

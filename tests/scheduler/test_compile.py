@@ -167,9 +167,9 @@ def test_gate_and_up_of_which_one_has_a_bias_are_refused(biases: tuple[bool, boo
         compile_graph(gated_graph(*biases), CompileOptions(1))
 
 
-def tiny_llama(workers: int, rows: int = 4, **options: Any) -> Program:
+def tiny_llama(workers: int, rows: int = 4, *, sampled: bool = False, **options: Any) -> Program:
     config = LlamaConfig(
-        vocab_size=67,
+        vocab_size=1067 if sampled else 67,
         hidden_size=32,
         intermediate_size=48,
         num_layers=2,
@@ -178,17 +178,18 @@ def tiny_llama(workers: int, rows: int = 4, **options: Any) -> Program:
         head_dim=8,
     )
     limits = Limits(4, 64, rows, 4, 64, 4)
-    graph = llama_graph(config, limits, Bucket(rows, 4, 64), BF16)
+    graph = llama_graph(config, limits, Bucket(rows, 4, 64, sampled=sampled), BF16)
     return compile_graph(graph, CompileOptions(workers, **options))
 
 
+@pytest.mark.parametrize("sampled", [False, True], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("options", ALL_OPTIONS, ids=name_of)
 def test_a_llama_is_the_same_instruction_by_instruction_on_every_machine(
-    options: CompileOptions, machine: Machine
+    options: CompileOptions, sampled: bool, machine: Machine
 ) -> None:
     if machine.name == "reference":
         pytest.skip("it is what the others are compared with")
-    program = tiny_llama(**vars(options))
+    program = tiny_llama(**vars(options), sampled=sampled)
     memory = random_memory(program)
     memory["step.row_count"][0] = memory["step.logit_count"][0] = 4
     memory["step.row_sequence"][:4] = torch.tensor([0, 1, 1, 3])

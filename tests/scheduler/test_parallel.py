@@ -54,7 +54,8 @@ def random_parallel_case(seed: int, ranks: int, exchange: Exchange) -> tuple[Cas
     )
     rows = pick.choice([1, 2, 3, 8])
     limits = Limits(rows, 64, rows, rows, rows * 4, 16)
-    bucket = Bucket(rows, rows, 64, decode=pick.random() < 0.7)
+    decode = pick.random() < 0.7
+    bucket = Bucket(rows, rows, 64, decode, sampled=random.Random(f"sampled {seed}").random() < 0.5)
     options = CompileOptions(
         pick.randint(1, 6),
         assignment=pick.choice(["balanced", "round_robin", "dynamic"]),

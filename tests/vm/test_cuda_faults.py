@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from against_reference import check_example, check_missing_mask, examples_of
+from against_reference import check_example, check_missing_mask, masked_example
 
+from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
 from megavm.instructions.copy import Copy
 from megavm.instructions.embed import Embed
@@ -91,9 +92,9 @@ def record(kind: int, *rest: int, warp: int = 0) -> Record:
             (5, 0, 9, 8),
             "row 5 is at position 9, tokens, but for its last column",
         ),
-        (Sample, "NUM_STOP", (2, 0, 33, 32), "NUM_STOP of sequence 2 is 33"),
+        (AdjustLogits, "NUM_STOP", (2, 0, 33, 32), "NUM_STOP of sequence 2 is 33"),
         (
-            Sample,
+            AdjustLogits,
             "MASKS",
             (2, 0, 6, 7),
             "the host has not written mask 7 of row 2, the last one is 6",
@@ -148,8 +149,7 @@ def impatient(make_cuda_machine: Callable[..., CudaMachine]) -> CudaMachine:
 def test_a_choice_whose_mask_does_not_come_says_so(impatient: CudaMachine) -> None:
     check_missing_mask(impatient)
     # Its mask is there, and the next launch runs.
-    (example,) = [e for e in examples_of(Sample) if e.name == "mask and bias, tagged"]
-    check_example(impatient, example, alone=False)
+    check_example(impatient, masked_example(), alone=False)
 
 
 def load(

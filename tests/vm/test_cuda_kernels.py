@@ -134,6 +134,7 @@ def kernels(
 def check_spills(kernel: Kernel, rows: tuple[int, ...]) -> None:
     """Kernels of up to 8 rows do not spill, those of 16 hardly.
 
+    Nor do they have a stack: once, a pointer in one instruction put the cursors of all roles there.
     Those of matrix products do: their loader, cursors of the consumers, and, with 128 rows, some sums
     while the epilogue looks up its operands. Their attention of prompts fills all registers, so that
     its cursors spill, and `embed` and attention of single rows as well (docs/techniques.md). No sum
@@ -142,6 +143,7 @@ def check_spills(kernel: Kernel, rows: tuple[int, ...]) -> None:
     stores, loads = MATRIX_SPILLS
     if min(rows) <= MAX_GROUP_ROWS:
         stores = loads = 0 if min(rows) <= MIN_GROUP_ROWS else GROUP_SPILLS
+        assert kernel.stack <= 4 * stores, rows
     assert kernel.spill_stores <= stores, rows
     assert kernel.spill_loads <= loads, rows
 
@@ -213,11 +215,11 @@ def test_matrix_instructions_of_every_width_are_assembled(tmp_path: Path) -> Non
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", ["llama-8b"])
-def test_kernels_of_steps_with_restricted_tokens_compile_too(model: str) -> None:
-    plain = kernel_headers(*MODELS[model])
+def test_kernels_that_sample_compile_too(model: str) -> None:
+    greedy = kernel_headers(*MODELS[model])
     headers = kernel_headers(*MODELS[model], sampled=True)
-    assert list(headers.values()) == list(plain.values())
-    assert not headers.keys() & plain.keys()
+    assert list(headers.values()) == list(greedy.values())
+    assert not headers.keys() & greedy.keys()
     for header, rows in list(headers.items())[:2]:
         kernel = compiled(header)
         assert kernel.warnings == [], rows
@@ -227,7 +229,7 @@ def test_kernels_of_steps_with_restricted_tokens_compile_too(model: str) -> None
 
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("kernels")
-@pytest.mark.parametrize("name", ["embed", "rms_norm", "sample"])
+@pytest.mark.parametrize("name", ["embed", "rms_norm", "adjust_logits", "sample"])
 def test_a_program_without_products_has_a_kernel_too(name: str) -> None:
     cls = next(cls for cls in instruction_set().values() if cls.name() == name)
     module = importlib.import_module(f"{cls.__module__}.examples")

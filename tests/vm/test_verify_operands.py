@@ -12,6 +12,7 @@ from copy_programs import ACTIVATION, INPUT, STATE, WEIGHT, copy, edit, fault
 from gathered_product import GATHERED, gathered
 from llama_decode import llama
 
+from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
 from megavm.instructions.attention.examples import Case
 from megavm.instructions.attention.examples import example as attention
@@ -21,7 +22,6 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.rms_norm import RmsNorm
-from megavm.instructions.sample import Sample
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, I32, DType, Part, TensorSpec
 from megavm.vm.verify import verify
@@ -216,11 +216,11 @@ def test_the_input_of_a_product_is_not_its_result(
 
 
 def test_nothing_is_read_from_a_workspace() -> None:
-    example = examples_of(Sample)[0]
-    word = 8 + [field.name for field in Sample.fields].index("adjusted")
-    assert isinstance(example.instruction, Sample)
+    example = examples_of(AdjustLogits)[0]
+    word = 8 + [field.name for field in AdjustLogits.fields].index("adjusted")
+    assert isinstance(example.instruction, AdjustLogits)
     assert fault(edit(example.program(), 0, word, example.instruction.logits)) == (
-        "instruction 0 (sample): adjusted is logits, which another operand names too, but kernels store "
+        "instruction 0 (adjust_logits): adjusted is logits, which another operand names too, but kernels store "
         "anything there"
     )
 

@@ -12,12 +12,12 @@ from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 
 def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Operation]:
-    """Give products whose results are sampled, and the sample operations, ``peaks``.
+    """Give products whose largest result is chosen, and the sample operations, ``peaks``.
 
     ``peaks`` is float32 [rows, 2 * column tiles]: the largest result of each tile and its column.
     Ranks that gather the results gather the peaks as well.
     """
-    sampled = {o.inputs["logits"] for o in operations if o.kind == "sample"}
+    sampled = {o.inputs.get("logits") for o in operations if o.kind == "sample"}
     peaks: dict[Value, Value] = {}
     result = []
     for operation in operations:
@@ -29,12 +29,12 @@ def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Ope
             spec = TensorSpec(name, shape, F32, TensorKind.ACTIVATION, shares=out.shares)
             peaks[out] = Value.of(spec)
             operation = replace(operation, outputs={**operation.outputs, "peaks": peaks[out]})
-        elif operation.kind == "sample" and operation.inputs["logits"] in peaks:
+        elif operation.kind == "sample" and operation.inputs.get("logits") in peaks:
             value = peaks[operation.inputs["logits"]]
             operation = replace(operation, inputs={**operation.inputs, "peaks": value})
         result.append(operation)
     return result
 
 
-def _may_have_peaks(out: Value, sampled: set[Value]) -> bool:
+def _may_have_peaks(out: Value, sampled: set[Value | None]) -> bool:
     return out in sampled and Matmul.may_have_peaks(out.dtype, out.columns)

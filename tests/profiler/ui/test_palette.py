@@ -76,7 +76,7 @@ def test_red_and_green_states_are_too_close() -> None:
 @pytest.mark.parametrize("vision", VISIONS)
 def test_kinds_and_phases_differ(vision: str) -> None:
     colours = {tuple(c) for c in [*PALETTE["kinds"].values(), *PALETTE["phases"].values()]}
-    assert len(colours) == 13
+    assert len(colours) == 14
     assert least_distance(list(colours), vision) > 10
     assert least_distance(list(PALETTE["roles"].values()), vision) > 10
 

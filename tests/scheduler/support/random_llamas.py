@@ -99,7 +99,10 @@ def random_case(seed: int, *, most_workers: int = 132) -> Case:
     length = pick.choice([64, 512])
     blocks = -(-length // BLOCK_SIZE)
     limits = Limits(rows, length, rows, logit_rows, rows * blocks, BLOCK_SIZE)
-    bucket = Bucket(rows, logit_rows, length, decode=pick.random() < 0.8)
+    decode = pick.random() < 0.8
+    # Drawn by itself, so that what a seed makes besides does not change.
+    sampled = random.Random(f"sampled {seed}").random() < 0.5
+    bucket = Bucket(rows, logit_rows, length, decode, sampled)
     workers = pick.choice([pick.randint(1, 12), pick.randint(1, most_workers), most_workers])
     options = CompileOptions(
         workers,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
+from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
-from megavm.instructions.sample import Sample
 from megavm.vm.config import NONE
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.example import Example
@@ -62,9 +62,14 @@ def differences(example: Example, left: Memory, right: Memory) -> Iterator[str]:
             yield f"{example.name}: tags of {spec.name} differ"
 
 
+def masked_example() -> Example:
+    """Sequences that have masks and biases."""
+    return next(e for e in examples_of(AdjustLogits) if e.name == "mask and bias, drawn")
+
+
 def check_missing_mask(machine: Machine) -> None:
     """A choice whose mask the host does not write ends with a sentence."""
-    (example,) = [e for e in examples_of(Sample) if e.name == "mask and bias, tagged"]
+    example = masked_example()
     memory = example.memory(5, machine.memory_device)
     memory.write("masks_written", torch.tensor([6]))
     memory.write("masks_awaited", torch.tensor([7]))

@@ -250,7 +250,6 @@ def llama(layers: int, workers: int, tagged: bool = False, dynamic: bool = False
     )
     sample = Sample(
         logits=logits,
-        adjusted=b.tensor("adjusted", (1, vocabulary), F32, TensorKind.ACTIVATION),
         tokens=tokens,
         sampling_real=b.tensor("sampling_real", (1, REAL_COLUMNS), F32, TensorKind.INPUT),
         sampling_integer=b.tensor("sampling_integer", (1, INTEGER_COLUMNS), I32, TensorKind.INPUT),

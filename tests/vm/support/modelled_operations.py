@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
 from megavm.instructions.attention_merge import AttentionMerge
 from megavm.instructions.embed import Embed
@@ -13,7 +14,14 @@ from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.noop import Noop
 from megavm.instructions.qkv_rope import QkvRope
-from megavm.instructions.sample import INTEGER_COLUMNS, REAL_COLUMNS, Sample
+from megavm.instructions.sample import (
+    INTEGER_COLUMNS,
+    MASK_BITS,
+    REAL_COLUMNS,
+    SEGMENT_TOKENS,
+    Sample,
+    segment_words,
+)
 from megavm.vm.config import MAX_WAITS, NONE
 from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
@@ -356,23 +364,47 @@ class Model:
         )
 
     def sample(self, logits: int) -> None:
+        """The largest logit if logits are tagged words; else a choice as sequences ask for it."""
         rows, vocabulary = self.tensors[logits].shape
+        sources: dict[str, Any] = {"logits": logits}
+        given: dict[str, Any] = {
+            "tokens": self.state("tokens", self.rows, 4, dtype=I32),
+            "sampling_real": self.given("sampling_real", rows, REAL_COLUMNS, dtype=F32),
+            "sampling_integer": self.given("sampling_integer", rows, INTEGER_COLUMNS),
+            "logit_row": self.given("logit_row", rows),
+            "logit_count": self.given("logit_count", 1),
+            "row_sequence": self.given("row_sequence", rows),
+            "row_position": self.given("row_position", rows),
+        }
+        if not self.tensors[logits].tagged:
+            sources = {
+                "adjusted": self.tensor("adjusted", rows, vocabulary, tagged=False),
+                "segments": self.tensor("segments", rows, segment_words(vocabulary), tagged=False),
+            }
+            masks: dict[str, Any] = {
+                "allowed": self.given("allowed", rows, -(-vocabulary // MASK_BITS)),
+                "bias": self.given("bias", rows, vocabulary, dtype=F32),
+                "masks_written": self.given("masks_written", 1),
+                "masks_awaited": self.given("masks_awaited", 1),
+            }
+            self.add(
+                "adjust",
+                (
+                    AdjustLogits(
+                        logits=logits,
+                        **sources,
+                        **given,
+                        **masks,
+                        row_begin=row,
+                        row_end=row + 1,
+                        column_begin=begin,
+                        column_end=min(begin + SEGMENT_TOKENS, vocabulary),
+                    )
+                    for row in range(rows)
+                    for begin in range(0, vocabulary, SEGMENT_TOKENS)
+                ),
+            )
         self.add(
             "sample",
-            (
-                Sample(
-                    logits=logits,
-                    adjusted=self.tensor("adjusted", rows, vocabulary, tagged=False),
-                    tokens=self.state("tokens", self.rows, 4, dtype=I32),
-                    sampling_real=self.given("sampling_real", rows, REAL_COLUMNS, dtype=F32),
-                    sampling_integer=self.given("sampling_integer", rows, INTEGER_COLUMNS),
-                    logit_row=self.given("logit_row", rows),
-                    logit_count=self.given("logit_count", 1),
-                    row_sequence=self.given("row_sequence", rows),
-                    row_position=self.given("row_position", rows),
-                    row_begin=row,
-                    row_end=row + 1,
-                )
-                for row in range(rows)
-            ),
+            (Sample(**sources, **given, row_begin=row, row_end=row + 1) for row in range(rows)),
         )

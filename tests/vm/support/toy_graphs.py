@@ -31,7 +31,14 @@ def mlp(rows: int, dtype: DType, counted: bool) -> Graph:
     return graph
 
 
-def llama(rows: int, layers: int, decode: bool, parallel: Parallel = ONE_RANK) -> Graph:
+def llama(
+    rows: int,
+    layers: int,
+    decode: bool,
+    parallel: Parallel = ONE_RANK,
+    *,
+    sampled: bool = False,
+) -> Graph:
     """A Llama of heads of two elements: two, or one for each rank."""
     heads = max(parallel.ranks, 2)
     config = LlamaConfig(
@@ -43,7 +50,7 @@ def llama(rows: int, layers: int, decode: bool, parallel: Parallel = ONE_RANK) -
         num_kv_heads=heads,
         head_dim=2,
     )
-    bucket = Bucket(rows, rows, 8, decode)
+    bucket = Bucket(rows, rows, 8, decode, sampled)
     return llama_graph(config, Limits(2, 8, 2, 2, 4, 4), bucket, F32, parallel)
 
 
@@ -101,6 +108,9 @@ def toy_programs() -> tuple[Program, ...]:
             (llama(1, 1, True), 3, {**dynamic, "exchange": "tagged"}),
             (llama(2, 1, True), 2, dynamic),
             (llama(1, 2, True), 2, tagged),
+            (llama(1, 1, True, sampled=True), 2, preferred),
+            (llama(2, 1, False, sampled=True), 3, tagged),
+            (llama(2, 1, True, sampled=True), 2, dynamic),
         )
     )
 
@@ -128,6 +138,7 @@ def toy_programs_of_ranks(ranks: int) -> tuple[Program, ...]:
             (llama(1, 1, True, reduce), 1, tagged),
             (llama(2, 1, False, reduce), 2, dynamic),
             (llama(1, 1, True, gather), 2, preferred),
+            (llama(2, 1, True, gather, sampled=True), 2, preferred),
             (gathers(2, ranks), 2, halves),
             (gathers(2, ranks), 3, {**halves, "exchange": "tagged"}),
             (sums(2, ranks), 2, halves),

@@ -9,6 +9,7 @@ inline float low_bf16(uint32_t packed) { return __uint_as_float(packed << 16); }
 inline float high_bf16(uint32_t packed) { return __uint_as_float(packed & 0xffff0000u); }
 inline float from_bf16(unsigned short bits) { return __uint_as_float(uint32_t{bits} << 16); }
 inline float exp2(float x) { return std::exp2(x); }
+inline float log2(float x) { return std::log2(x); }
 inline float reciprocal(float x) { return 1.0f / x; }
 inline void exp2_in_place(float& x, float factor, float addend) {
   x = exp2(std::fma(x, factor, addend));
