@@ -35,6 +35,7 @@ def describe_program(
     rows: int | None = None,
     sequences: int | None = None,
     context: int | None = None,
+    sampled: bool = False,
     workers: int | None = None,
     tensor_parallel_size: int = 1,
     fixed_order: bool = False,
@@ -47,8 +48,9 @@ def describe_program(
     """Text about the program for steps of up to ``rows`` tokens of ``sequences`` sequences.
 
     ``rows`` defaults to ``sequences``, ``sequences`` to 1 (one decode step), ``exchange`` to the
-    default of the machine. Reads no weights and needs no GPU: without a GPU, programs for "cuda"
-    are compiled for the workers of an H100 or H200.
+    default of the machine. ``sampled``: of the kind that samples, else a greedy one. Reads no
+    weights and needs no GPU: without a GPU, programs for "cuda" are compiled for the workers of an
+    H100 or H200.
 
     Raises ValueError for a model or sizes that cannot be compiled.
     """
@@ -91,6 +93,7 @@ def describe_program(
         decode=rows == sequences,
         parallel=parallel,
     )
+    bucket = replace(bucket, sampled=sampled)
     graph = llama_graph(config, limits, bucket, choose_dtype(config, dtype), parallel)
     begin = time.perf_counter()
     program = compile_graph(graph, options, {"model": model}, verified=not verify)

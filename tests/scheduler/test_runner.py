@@ -169,8 +169,13 @@ def test_a_program_for_a_gpu_is_described_without_one(
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     text = describe_program(str(directory), machine="cuda", verify=True)
     assert "132 workers" in text
-    assert "a worker has 13 pages of 16 KiB and 8448 bytes of scratch" in text
+    assert "a worker has 13 pages of 16 KiB and 6144 bytes of scratch" in text
     assert "no deadlock, no race, fits machine cuda" in text
+    assert "adjust_logits" not in text
+    text = describe_program(str(directory), machine="cuda", verify=True, sampled=True)
+    assert "a worker has 13 pages of 16 KiB and 12416 bytes of scratch" in text
+    assert "no deadlock, no race, fits machine cuda" in text
+    assert "adjust_logits" in text
 
 
 def test_a_program_for_the_cpu_is_described_with_its_working_memory(directory: Path) -> None:

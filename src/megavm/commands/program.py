@@ -12,7 +12,7 @@ _EXAMPLES: Final = """\
 examples:
   megavm program stories --verify
   megavm program stories --rows 1 --context 2K --disassemble | head
-  megavm program path/to/model --machine cuda --sequences 8 --context 4K
+  megavm program path/to/model --machine cuda --sequences 8 --context 4K --sampled
   megavm program path/to/model --rows 128 --sequences 4 --save prefill.program
 """
 
@@ -29,6 +29,12 @@ def declare(megavm: Parser) -> None:
     program.option(shape, "--sequences", metavar="N", type=length, help="sequences in the step (1)")
     program.option(
         shape, "--context", metavar="N", type=length, help="longest context of a sequence (1024)"
+    )
+    program.option(
+        shape,
+        "--sampled",
+        action="store_true",
+        help="with sampling; else tokens are chosen greedily",
     )
     how = program.add_argument_group("how it is compiled")
     program.option(
@@ -72,6 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             rows=arguments.rows,
             sequences=arguments.sequences,
             context=arguments.context,
+            sampled=arguments.sampled,
             workers=arguments.workers,
             tensor_parallel_size=arguments.tensor_parallel_size or 1,
             fixed_order=bool(arguments.fixed_order),

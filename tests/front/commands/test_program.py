@@ -21,7 +21,9 @@ def test_program_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch
     module = types.ModuleType("megavm.scheduler.run.inspect")
     module.describe_program = describe_program  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megavm.scheduler.run.inspect", module)
-    options = "--rows 4 --sequences 2 --context 1K --workers 3 --verify --disassemble --save x"
+    options = (
+        "--rows 4 --sequences 2 --context 1K --sampled --workers 3 --verify --disassemble --save x"
+    )
     options += " --tensor-parallel-size 2 --fixed-order"
     assert run("program", "m", *options.split()).out == "a program\n"
     assert asked == {
@@ -31,6 +33,7 @@ def test_program_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch
         "rows": 4,
         "sequences": 2,
         "context": 1024,
+        "sampled": True,
         "workers": 3,
         "tensor_parallel_size": 2,
         "fixed_order": True,
