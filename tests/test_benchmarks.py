@@ -49,6 +49,14 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "tiny 4x8+4:",
         ),
         (
+            "masks_cuda.py --model tiny --machine cpu --batch 2 --tokens 8 --rounds 1",
+            "tiny, batch 2, grammar: free",
+        ),
+        (
+            "sampling_cuda.py --model tiny --machine cpu --batch 2 --tokens 4 --rounds 1 --gain 6",
+            "tiny, gain 6, batch 2, ms: greedy",
+        ),
+        (
             "stand_ins_cuda.py --model tiny --machine cpu --most-rows 128 --rounds 1",
             "tiny   128 rows  128:",
         ),
@@ -67,6 +75,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         "structured_outputs",
         "serve_cuda",
         "offline_cuda",
+        "masks_cuda",
+        "sampling_cuda",
         "stand_ins_cuda",
     ],
 )
