@@ -119,7 +119,7 @@ def measure(batch: int, steps: int, tokenizer: Tokenizer) -> dict[str, Any]:
         if plan is None:
             raise RuntimeError(f"nothing to run at step {number}")
         elsewhere = runner.machine_seconds
-        engine.execute(plan)
+        engine.executor.execute(plan)
         executed = time.thread_time()
         elsewhere = runner.machine_seconds - elsewhere
         engine.collect(plan)

@@ -124,7 +124,7 @@ class Simulation:
             self.runner.now = self._arrivals[0][0]
             self._plan()
         plan = self._planned.popleft()
-        self.engine.execute(plan)
+        self.engine.executor.execute(plan)
         return self.engine.collect(plan)
 
     def _plan(self) -> None:

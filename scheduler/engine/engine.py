@@ -3,7 +3,7 @@
 One step is three calls::
 
     plan = engine.plan()            choose rows, slots and KV blocks; touches no memory
-    engine.execute(plan)            write the plan to memory, run the machine (without the GIL)
+    engine.executor.execute(plan)   write the plan to memory, run the machine (without the GIL)
     deltas = engine.collect(plan)   tokens to text, check stop conditions, free blocks
 
 ``step`` makes all three. With ``overlap`` it keeps one launch running and one queued behind it:
@@ -12,10 +12,11 @@ because sampled tokens stay in memory, where the next launch reads them; a plan 
 their number.
 
 On a GPU, launch n + 1 begins behind launch n before the host has read the tokens of n, so the
-machine does not wait for the host (``begin`` and ``end``, the two halves of ``execute``). A row of
-n + 1 whose sequence has ended in n is then computed for nothing, and its token is not read.
-Launches that need what n has chosen wait: see ``_can_queue``. With masks that depend on it, n + 1
-begins right before the host waits for n, and gets them while it runs (``Step.awaits_masks``).
+machine does not wait for the host (``begin`` and ``end`` of PlanExecutor, the two halves of
+``execute``). A row of n + 1 whose sequence has ended in n is then computed for nothing, and its
+token is not read. Launches that need what n has chosen wait: see ``PlanExecutor._can_queue``. With
+masks that depend on it, n + 1 begins right before the host waits for n, and gets them while it runs
+(``Step.awaits_masks``).
 
 On such a machine one thread does all of this (``StepQueue``). On one that keeps a thread busy while
 it runs, plans are executed in another thread (``StepThread``), but for those that find it idle: the
@@ -30,14 +31,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from megavm.instructions.sample import Integer
 from megavm.scheduler.engine._append import Appender
 from megavm.scheduler.engine.blocks import BlockManager
+from megavm.scheduler.engine.counters import EngineCounters
+from megavm.scheduler.engine.executor import PlanExecutor
 from megavm.scheduler.engine.logprobs import token_logprobs
 from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.planner import Planner
@@ -50,16 +51,7 @@ from megavm.scheduler.engine.sequence import (
     TokenIds,
     stop_token_ids,
 )
-from megavm.scheduler.engine.slots import Slots
-from megavm.scheduler.engine.step import (
-    Floats,
-    Ints,
-    Launch,
-    MasksNeeded,
-    Plan,
-    Step,
-    StepRunner,
-)
+from megavm.scheduler.engine.step import Floats, Ints, Plan, Step, StepRunner
 from megavm.scheduler.engine.step_queue import StepQueue
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.engine.text import Decoder, TextStream
@@ -71,27 +63,6 @@ if TYPE_CHECKING:
 
 _REST_SECONDS: Final = 0.002  # a step sleeps so long if nothing can run
 _APPENDER = Appender(Sequence, Delta, State.FINISHED)
-
-
-@dataclass
-class EngineCounters:
-    """Totals since the engine was made.
-
-    ``plan_seconds`` and ``collect_seconds`` are of the host's clock, so they include its
-    waits for a core and the interpreter. ``run_seconds`` are those in which the machine ran steps
-    (``StepRunner.machine_seconds``). ``late_launches``: see ``StepRunner.late_launches``.
-    """
-
-    launches: int = 0
-    steps: int = 0
-    rows: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    faults: int = 0
-    late_launches: int = 0
-    plan_seconds: float = 0.0
-    run_seconds: float = 0.0
-    collect_seconds: float = 0.0
 
 
 class Engine:
@@ -153,14 +124,7 @@ class Engine:
         self.last_fault = ""
         self.lost = False
         self._outstanding: deque[Plan] = deque()  # plans that are not collected yet
-        # Set from a failed launch until it is collected.
-        self._fault: BaseException | None = None
-        # Only ``begin`` and ``end`` use the following.
-        self._slots = Slots(runner)
-        self._in_progress: Plan | None = None  # the last plan, until it has ended
-        self._last_end = 0.0  # when the last step ended, by time.perf_counter
-        # Before the first step.
-        self._machine_seconds, self._late_launches = runner.machine_seconds, runner.late_launches
+        self.executor = PlanExecutor(runner, self.planner, self.counters)
 
     # Requests.
 
@@ -361,11 +325,11 @@ class Engine:
             plan = self.plan()
             if plan is None:
                 return self._rest()
-            begun = self.begin(plan)
+            begun = self.executor.begin(plan)
             following = self.plan()
             if following is None:
                 if begun:
-                    self.end(plan)
+                    self.executor.end(plan)
                 self._ready = self.collect(plan)
             else:
                 self._submit(plan, begun)
@@ -382,7 +346,7 @@ class Engine:
             plan = self.plan()
             if plan is None:
                 return self._rest()
-            self.execute(plan)
+            self.executor.execute(plan)
             return self.collect(plan)
         except BaseException as error:
             self._recover(error)
@@ -419,13 +383,13 @@ class Engine:
     def _submit(self, plan: Plan, begun: bool | None = None) -> None:
         if self._steps is None:
             self._steps = StepQueue() if self.runner.runs_behind else StepThread()
-        self._steps.submit(self, plan, begun)
+        self._steps.submit(self.executor, plan, begun)
 
     def _end_launches(self) -> None:
         for plan in self._outstanding:
             if plan.launch is not None:
-                self.end(plan)
-        self._in_progress = None
+                self.executor.end(plan)
+        self.executor.in_progress = None
 
     def _take_ready(self) -> list[Delta]:
         ready, self._ready = self._ready, []
@@ -450,173 +414,6 @@ class Engine:
             self._outstanding.append(plan)
         self.counters.plan_seconds += time.perf_counter() - begin
         return plan
-
-    def execute(self, plan: Plan) -> None:
-        """Write ``plan`` to memory, run it, and store the results in the plan.
-
-        Does not raise. One thread must make all calls of this method, ``begin`` and ``end``; it
-        need not be the thread of the other methods, and may change while no plan is pending there.
-        """
-        if self.begin(plan):
-            self.end(plan)
-
-    def can_begin(self, plan: Plan, *, ending: bool = False) -> bool:
-        """Whether ``begin`` waits neither for the plan in progress nor for a program.
-
-        ``ending``: the plan in progress is ended at once then.
-        """
-        if self._in_progress is not None:
-            return self._can_queue(plan, self._in_progress, ending)
-        return self.runner.can_queue(plan.step, plan.steps)
-
-    def begin(
-        self,
-        plan: Plan,
-        settle: Callable[[], None] = lambda: None,
-        started: Callable[[], None] | None = None,
-    ) -> bool:
-        """Write ``plan`` to memory and start it; whether ``end`` must be called to complete it.
-
-        The plan before it may be in progress. If this one cannot run behind it, ``settle`` is
-        called, which must ``end`` that one. ``started``: see ``StepRunner.run``. Does not raise.
-
-        A plan whose masks depend on the one in progress needs them soon: ``end`` that one.
-        """
-        if self._in_progress is not None and not self._can_queue(plan, self._in_progress, True):
-            self._settle(settle)
-        if self._fault is not None or plan.generation != self.planner.generation:
-            return False  # the launch before it failed, and this one needs its results
-        try:
-            if plan.admissions and (running := self._in_progress) is not None:
-                # Its further choices in these slots belong to sequences that have ended.
-                if running.gone is None:
-                    running.gone = np.zeros_like(self._slots.ended)
-                running.gone[[admission.slot for admission in plan.admissions]] = True
-            # Masks that depend on the tokens of the plan in progress come when it has ended.
-            late = self._in_progress is not None
-            self._slots.write(plan, masks=not late)
-            self._drop(plan)
-            plan.step.awaits_masks = late and plan.needs_tokens
-            plan.started = time.perf_counter()
-            if plan.step.num_rows:
-                plan.launch = self._start(plan, settle, started)
-            if plan.launch is None:
-                settle()
-                if self._fault is None:
-                    self._complete(plan, plan.step.num_rows, plan.started)
-            else:
-                self._in_progress = plan
-                self._slots.expect(plan)
-        except BaseException as error:
-            settle()
-            self._fail(plan, error)
-        return plan.launch is not None
-
-    def _start(
-        self, plan: Plan, settle: Callable[[], None], started: Callable[[], None] | None
-    ) -> Launch | None:
-        try:
-            return self.runner.start(plan.step, plan.steps, started)
-        except MasksNeeded:
-            # Its rows have become fewer, and it is another program's now.
-            self._settle(settle)
-        plan.step.awaits_masks = False
-        if self._fault is not None:
-            return None
-        self._slots.write_masks(plan)
-        self._drop(plan)
-        if not plan.step.num_rows:
-            return None
-        return self.runner.start(plan.step, plan.steps, started)
-
-    def _settle(self, settle: Callable[[], None]) -> None:
-        """End the plan in progress; ``settle`` may have done so (``begin``)."""
-        settle()
-        if self._in_progress is not None:
-            self.end(self._in_progress)
-
-    def _drop(self, plan: Plan) -> None:
-        """Remove the rows of sequences that have ended."""
-        plan.drop(self._slots.ended)
-        plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
-
-    def end(self, plan: Plan) -> None:
-        """Wait for a plan that has begun, and store the results in it. Does not raise.
-
-        Does nothing if ``begin`` of the next plan has ended it.
-        """
-        if plan.launch is None:
-            return
-        launch, plan.launch = plan.launch, None
-        if self._in_progress is plan:
-            self._in_progress = None
-        try:
-            if self._fault is not None or plan.generation != self.planner.generation:
-                launch.cancel()
-                return
-            launch.finish(plan.gone)
-            rows = plan.step.num_rows
-            if plan.gone is not None:
-                plan.drop(plan.gone)
-            self._complete(plan, rows, max(plan.started, self._last_end))
-        except BaseException as error:
-            self._fail(plan, error)
-        finally:
-            self._give_masks()
-
-    def _give_masks(self) -> None:
-        """Write the masks of the plan in progress if it awaits them: the one before has ended."""
-        plan = self._in_progress
-        if plan is None or not plan.step.awaits_masks:
-            return
-        try:
-            if self._fault is None and plan.generation == self.planner.generation:
-                self._slots.write_masks(plan)
-        except BaseException as error:
-            self._fail(plan, error)
-        try:
-            self.runner.give_masks()
-        except BaseException as error:
-            self._fail(plan, error)
-
-    def _complete(self, plan: Plan, rows: int, begin: float) -> None:
-        """Read the results of a plan of ``rows`` rows that has run since ``begin``."""
-        if rows:
-            self._last_end = time.perf_counter()
-        before = self.counters.run_seconds
-        self.counters.run_seconds = self.runner.machine_seconds - self._machine_seconds
-        machine = self.counters.run_seconds - before
-        self.counters.late_launches = self.runner.late_launches - self._late_launches
-        if rows:
-            # What the machine took: a launch ends for the host when it has begun the next one.
-            self.planner.pace.note(rows, machine / plan.steps)
-            self.planner.pace.note_launch(self._last_end - begin, machine)
-        self._slots.read(plan)
-
-    def _fail(self, plan: Plan, error: BaseException) -> None:
-        # ``collect`` fails the requests, and raises errors that are no fault of the machine, such
-        # as Ctrl-C.
-        if self._fault is None:
-            plan.error = self._fault = error
-
-    def _can_queue(self, plan: Plan, running: Plan, ending: bool) -> bool:
-        """Whether a plan may start before the tokens of the one in progress are known.
-
-        Rows of sequences that end there are computed for nothing then. ``ending``: see
-        ``can_begin``.
-        """
-        if self._fault is not None or running.generation != self.planner.generation:
-            return False
-        if any(p.with_logprobs or p.scored for p in (running, plan)):
-            return False  # there is one tensor of logits
-        if plan.needs_tokens and not (ending and self.runner.can_await_masks):
-            return False
-        if plan.steps > 1 and plan.step.num_rows == 1:
-            # It may end, and a request that comes then would wait for several steps of nothing.
-            slot = plan.step.row_sequence[0]
-            if self.runner.sampling_integer[slot, Integer.NUM_STOP]:
-                return False
-        return self.runner.can_queue(plan.step, plan.steps)
 
     def collect(self, plan: Plan) -> list[Delta]:
         """Append the tokens of an executed plan to their sequences; free those that have ended.
@@ -730,7 +527,7 @@ class Engine:
         for sequence in reversed(list(planner.running)):
             planner.postpone(sequence)
         planner.forget_contents()
-        self._fault = None
+        self.executor.fault = None
 
     # Logits of every position.
 

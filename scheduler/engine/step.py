@@ -204,7 +204,8 @@ class Admission:
 class Plan:
     """One launch: what the host writes first, the step, and the results once it has run.
 
-    Memory changes only in ``Engine.execute``, so a plan can be made while the one before it runs.
+    Memory changes only in ``PlanExecutor.execute``, so a plan can be made while the one before it
+    runs.
     """
 
     step: Step

@@ -13,7 +13,7 @@ from megavm.scheduler.engine.step import Plan
 
 
 class Executor(Protocol):
-    """Executes plans (Engine). ``begin`` and ``end`` must not raise."""
+    """Executes plans (PlanExecutor). ``begin`` and ``end`` must not raise."""
 
     def can_begin(self, plan: Plan, *, ending: bool = False) -> bool:
         """Whether ``begin`` takes no longer than the host needs to describe a launch.

@@ -216,7 +216,7 @@ def test_planning_ahead_of_a_running_step_is_the_same_as_waiting_for_it() -> Non
     plan = engine.plan()
     while plan is not None:
         following = engine.plan()  # before the first has run
-        engine.execute(plan)
+        engine.executor.execute(plan)
         gather(results, engine.collect(plan))
         plan = following
     assert results[0, 0].outcome() == alone([1, 2, 3], greedy(max_tokens=6))

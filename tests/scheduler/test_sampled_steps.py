@@ -59,7 +59,7 @@ def steps_of(engine: Engine) -> list[tuple[int, bool, bool]]:
     """Rows of every step to the end, whether it samples, and whether it needs tokens."""
     found: list[tuple[int, bool, bool]] = []
     while (plan := engine.plan()) is not None:
-        engine.execute(plan)
+        engine.executor.execute(plan)
         engine.collect(plan)
         found.append((plan.step.num_rows, plan.step.sampled, plan.needs_tokens))
     return found
