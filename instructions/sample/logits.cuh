@@ -102,7 +102,7 @@ struct Scores {
   // most -log(1 - u). So most tokens need no logarithms of doubles.
   static __device__ __forceinline__ float bound(float a, uint32_t n) {
     const float rest = (static_cast<float>((1u << 24) - n) - 0.5f) * 0x1p-24f;
-    return a - ptx::log2(rest) / kLog2E;
+    return a - ptx::log2(rest) * (1.0f / kLog2E);
   }
   static __device__ __forceinline__ float margin(float a) { return 1e-3f + 1e-6f * fabsf(a); }
 
