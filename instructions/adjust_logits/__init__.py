@@ -50,7 +50,7 @@ class AdjustLogits(Instruction):
     runs, if masks depend on the token of the step before: a row with MASKED waits until ``masks_written`` has
     reached ``masks_awaited``. The host writes it last, and neither is reset.
 
-    ``adjusted`` is written only where Sample reads it: if the choice is limited.
+    ``adjusted`` has a meaning only where Sample reads it: if the choice is limited.
     """
 
     opcode = 12
