@@ -37,10 +37,11 @@ class Step:
     Row r is the token at ``row_position[r]`` of the sequence in slot ``row_sequence[r]``. The step
     writes its keys and values, and it attends to positions 0 .. row_position[r]. Logits are
     computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``sampled``: a
-    sequence that chooses a token needs more than its largest logit (``Sequence.sampled``). In a
-    launch of several steps all positions advance by one from step to step. ``wants_logits``: the
-    host may read the logits afterwards; else it reads only the chosen tokens. ``awaits_masks``: it
-    begins before its masks are known, and ``StepRunner.give_masks`` must be called.
+    sequence that chooses a token needs more than its largest logit (``Sequence.sampled``); if none
+    chooses yet, one of its sequences will. In a launch of several steps all positions advance by
+    one from step to step. ``wants_logits``: the host may read the logits afterwards; else it reads
+    only the chosen tokens. ``awaits_masks``: it begins before its masks are known, and
+    ``StepRunner.give_masks`` must be called.
     """
 
     row_sequence: Ints
