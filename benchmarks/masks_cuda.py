@@ -8,8 +8,8 @@ words to avoid, through `LLM.generate`. Three ways, in turns on the same machine
 
 - free: no sequence is restricted; launches have several steps.
 - in turn: the host makes the masks of a step after the one before, then begins the step.
-- behind: a step begins behind the one before, and its last instruction waits for the masks. Only a
-  GPU does that.
+- behind: a step begins behind the one before, and what follows its LM head waits for the masks.
+  Only a GPU does that.
 
 Tokens of the last two must be equal. ``others`` and ``restricted``: median ms per token after the
 first, of the unrestricted sequences and of the other one. ``machine``: share of the time in which

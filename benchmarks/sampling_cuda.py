@@ -21,6 +21,7 @@ import argparse
 import random
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,17 @@ def milliseconds(llm: LLM, batch: int, tokens: int, setting: dict[str, Any]) -> 
     return statistics.median(1e3 / o.timings["output_tokens_per_second"] for o in outputs)
 
 
+def least(
+    llm: LLM, batch: int, tokens: int, rounds: int, settings: Sequence[str]
+) -> dict[str, float]:
+    """The least ms per token of each setting, in turns, after a round that does not count."""
+    runs = [
+        {name: milliseconds(llm, batch, tokens, SETTINGS[name]) for name in settings}
+        for _ in range(1 + rounds)
+    ][1:]
+    return {name: min(run[name] for run in runs) for name in settings}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -100,14 +112,7 @@ def main() -> None:
                 write_model(Path(folder), MODELS[model])
                 with LLM(folder, machine=args.machine, **sizes) as llm:
                     for batch in args.batch:
-                        runs = [
-                            {
-                                name: milliseconds(llm, batch, args.tokens, SETTINGS[name])
-                                for name in args.setting
-                            }
-                            for _ in range(1 + args.rounds)
-                        ][1:]
-                        best = {name: min(run[name] for run in runs) for name in args.setting}
+                        best = least(llm, batch, args.tokens, args.rounds, args.setting)
                         results.append({"model": model, "gain": gain, "batch": batch, "ms": best})
                         text = ", ".join(f"{name} {ms:.3f}" for name, ms in best.items())
                         print(f"{model}, gain {gain:g}, batch {batch}, ms: {text}", flush=True)

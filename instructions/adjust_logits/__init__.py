@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from megavm.instructions.sample import (
-    INTEGER_COLUMNS,
+    CHOICE_FAULTS,
     MASK_BITS,
-    REAL_COLUMNS,
     SEGMENT_TOKENS,
     SEGMENT_WORDS,
+    choice_reads,
+    choice_shapes,
     segment_words,
 )
-from megavm.instructions.step_rows import TOKEN_FAULT, row_faults
+from megavm.instructions.step_rows import TOKEN_FAULT
 from megavm.instructions.tiles import aligned, ranges, shapes
 from megavm.vm.config import NUM_CONSUMER_WARPS
 from megavm.vm.isa import Instruction
@@ -55,10 +56,8 @@ class AdjustLogits(Instruction):
 
     opcode = 12
     faults: ClassVar[Mapping[str, str]] = {
-        **row_faults("tokens", positions="tokens, but for its last column,"),
+        **CHOICE_FAULTS,
         **TOKEN_FAULT,
-        "LOGIT_ROW": "logit_row of row {row} is {value}, the step has {target} rows",
-        "NAN_LOGITS": "logits of row {row} hold NaN",
         "NUM_STOP": "NUM_STOP of sequence {row} is {value}",
         "MASKS": "the host has not written mask {target} of row {row}, the last one is {value}",
     }
@@ -88,18 +87,8 @@ class AdjustLogits(Instruction):
         rows = (self.row_begin, self.row_end)
         yield Region(self.logits, rows, (self.column_begin, self.column_end))
         yield Region(self.tokens, rows, (0, tensors[self.tokens].columns), indexed=True)
-        yield Region(self.logit_row, rows, (0, 1))
-        for handle in (
-            self.sampling_real,
-            self.sampling_integer,
-            self.logit_count,
-            self.row_sequence,
-            self.row_position,
-            self.allowed,
-            self.bias,
-            self.masks_written,
-            self.masks_awaited,
-        ):
+        yield from choice_reads(tensors, self)
+        for handle in (self.allowed, self.bias, self.masks_written, self.masks_awaited):
             yield whole(tensors, handle)
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
@@ -132,13 +121,11 @@ class AdjustLogits(Instruction):
                 f"columns [{self.column_begin}, {self.column_end}) of {size} do not begin and end at "
                 f"multiples of {SEGMENT_TOKENS}"
             )
+        yield from choice_shapes(tensors, self)
         yield from shapes(
             tensors,
             adjusted=(self.adjusted, None, size),
             segments=(self.segments, None, segment_words(size)),
-            sampling_real=(self.sampling_real, sequences, REAL_COLUMNS),
-            sampling_integer=(self.sampling_integer, sequences, INTEGER_COLUMNS),
-            logit_count=(self.logit_count, 1, 1),
             allowed=(self.allowed, sequences, -(-size // MASK_BITS)),
             bias=(self.bias, sequences, size),
             masks_written=(self.masks_written, 1, 1),

@@ -15,6 +15,7 @@ from megavm.instructions.sample.examples import (
     Parameters,
     add_sequences,
     case,
+    rounded,
 )
 from megavm.vm.example import Example, Table
 from megavm.vm.tensors import F32, TensorKind
@@ -75,9 +76,7 @@ def example(
     Masks allow every eighth token or so, with ``rare`` one token.
     """
     table = Table(rng)
-    logits = table.normal(4, vocabulary, scale=3.0)
-    if steps_of_logit:
-        logits = (logits / steps_of_logit).round() * steps_of_logit
+    logits = rounded(table.normal(4, vocabulary, scale=3.0), steps_of_logit)
     begin, end = columns or (0, vocabulary)
     words = torch.zeros(4, -(-vocabulary // MASK_BITS), dtype=torch.int32)
     words[:, -1] = 1 << 3

@@ -15,7 +15,8 @@ OPERANDS = (
     *("logit_row", "logit_count", "row_sequence", "row_position"),
     *("allowed", "bias", "masks_written", "masks_awaited"),
 )
-MOST_CUTS = 8  # of the tokens of a row, where rows are so many that workers get several
+# If there are many rows, the tokens of each are cut into at most so many ranges.
+MOST_CUTS = 8
 
 
 def lower(operation: Operation, context: Lowering) -> Iterator[AdjustLogits]:
@@ -37,7 +38,6 @@ def lower(operation: Operation, context: Lowering) -> Iterator[AdjustLogits]:
 
 def _cuts(rows: int, workers: int) -> int:
     """The number of ranges of a row's tokens with which the busiest worker has least to do."""
-
     found, least = 1, math.inf
     for cuts in (*range(1, MOST_CUTS + 1), max(1, workers // rows)):
         busiest = -(-rows * cuts // workers) / cuts

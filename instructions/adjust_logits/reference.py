@@ -1,6 +1,7 @@
 """AdjustLogits in torch."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 
@@ -11,6 +12,7 @@ from megavm.instructions.sample import (
     SEGMENT_WORDS,
     Integer,
     Real,
+    Sample,
     is_limited,
 )
 from megavm.vm.reference import View
@@ -18,14 +20,7 @@ from megavm.vm.reference import View
 
 def execute(inst: AdjustLogits, m: View) -> None:
     begin, end = inst.column_begin, inst.column_end
-    for row in range(*m.live(inst.logit_count, inst.row_begin, inst.row_end)):
-        step_row = int(m.raw(inst.logit_row)[row])
-        sequence = int(m.raw(inst.row_sequence)[step_row])
-        position = m.position(inst.row_position, step_row)
-        integers = [int(v) for v in m.raw(inst.sampling_integer)[sequence]]
-        reals = [float(v) for v in m.raw(inst.sampling_real)[sequence]]
-        if not integers[Integer.ENABLED]:
-            continue
+    for row, sequence, position, integers, reals in choices(inst, m):
         logits = m.read(inst.logits, (row, row + 1), (begin, end))[0]
         if bool(logits.isnan().any()):
             raise IndexError(f"logits of row {row} hold NaN")
@@ -43,6 +38,23 @@ def execute(inst: AdjustLogits, m: View) -> None:
             (first, first + segments.numel()),
             segments.reshape(1, -1),
         )
+
+
+def choices(
+    inst: AdjustLogits | Sample, m: View
+) -> Iterator[tuple[int, int, int, list[int], list[float]]]:
+    """(row, sequence, position of its last token, integer and real parameters) of live logit rows.
+
+    Without those of sequences that choose nothing.
+    """
+    for row in range(*m.live(inst.logit_count, inst.row_begin, inst.row_end)):
+        step_row = int(m.raw(inst.logit_row)[row])
+        sequence = int(m.raw(inst.row_sequence)[step_row])
+        position = m.position(inst.row_position, step_row)
+        integers = [int(v) for v in m.raw(inst.sampling_integer)[sequence]]
+        reals = [float(v) for v in m.raw(inst.sampling_real)[sequence]]
+        if integers[Integer.ENABLED]:
+            yield row, sequence, position, integers, reals
 
 
 def restrict(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
-from typing import ClassVar
+from typing import Any, ClassVar, Final
 
 from megavm.instructions.step_rows import row_faults
 from megavm.instructions.tiles import aligned, ranges, shapes
@@ -51,6 +51,14 @@ BINS = 512  # the same of the GPU
 CANDIDATES = 1024  # tokens among which the GPU looks in its scratch
 
 
+# Faults of AdjustLogits and Sample, which look up the sequences of logit rows.
+CHOICE_FAULTS: Final = {
+    **row_faults("tokens", positions="tokens, but for its last column,"),
+    "LOGIT_ROW": "logit_row of row {row} is {value}, the step has {target} rows",
+    "NAN_LOGITS": "logits of row {row} hold NaN",
+}
+
+
 class Sample(Instruction):
     """tokens[s, p + 1] := choice[i] with r = logit_row[i], s = row_sequence[r], p = position of r
 
@@ -71,11 +79,7 @@ class Sample(Instruction):
     """
 
     opcode = 10
-    faults: ClassVar[Mapping[str, str]] = {
-        **row_faults("tokens", positions="tokens, but for its last column,"),
-        "LOGIT_ROW": "logit_row of row {row} is {value}, the step has {target} rows",
-        "NAN_LOGITS": "logits of row {row} hold NaN",
-    }
+    faults: ClassVar[Mapping[str, str]] = CHOICE_FAULTS
 
     logits = tensor("logits [logit rows, vocabulary]", F32, optional=True, tagged=True)
     peaks = tensor(
@@ -99,15 +103,7 @@ class Sample(Instruction):
         rows = (self.row_begin, self.row_end)
         for handle in present(self.logits, self.peaks, self.adjusted, self.segments):
             yield Region(handle, rows, (0, tensors[handle].columns))
-        yield Region(self.logit_row, rows, (0, 1))
-        for handle in (
-            self.sampling_real,
-            self.sampling_integer,
-            self.logit_count,
-            self.row_sequence,
-            self.row_position,
-        ):
-            yield whole(tensors, handle)
+        yield from choice_reads(tensors, self)
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows = (self.row_begin, self.row_end)
@@ -133,7 +129,6 @@ class Sample(Instruction):
         return {"any_segments": union(self.segments != NONE)}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
-        sequences = tensors[self.tokens].rows
         sources = list(present(self.logits, self.peaks, self.adjusted, self.segments))
         if not sources or {self.adjusted, self.segments} & set(sources) not in (
             set(),
@@ -144,12 +139,7 @@ class Sample(Instruction):
         yield from ranges(
             rows=(self.row_begin, self.row_end, min(tensors[h].rows for h in sources))
         )
-        yield from shapes(
-            tensors,
-            sampling_real=(self.sampling_real, sequences, REAL_COLUMNS),
-            sampling_integer=(self.sampling_integer, sequences, INTEGER_COLUMNS),
-            logit_count=(self.logit_count, 1, 1),
-        )
+        yield from choice_shapes(tensors, self)
         if (self.adjusted == NONE) != (self.segments == NONE):
             yield "adjusted and segments come together, and one of them is absent"
         for handle in present(self.segments):
@@ -158,6 +148,30 @@ class Sample(Instruction):
         for handle in present(self.peaks):
             if tensors[handle].columns % 2:
                 yield f"peaks {tensors[handle].name} has {tensors[handle].columns} columns, not pairs"
+
+
+def choice_reads(tensors: Sequence[TensorSpec], inst: Any) -> Iterator[Region]:
+    """What AdjustLogits and Sample read to look up the sequences of logit rows and their parameters."""
+    yield Region(inst.logit_row, (inst.row_begin, inst.row_end), (0, 1))
+    for handle in (
+        inst.sampling_real,
+        inst.sampling_integer,
+        inst.logit_count,
+        inst.row_sequence,
+        inst.row_position,
+    ):
+        yield whole(tensors, handle)
+
+
+def choice_shapes(tensors: Sequence[TensorSpec], inst: Any) -> Iterator[str]:
+    """Sentences about the shapes of what ``choice_reads`` reads whole."""
+    sequences = tensors[inst.tokens].rows
+    yield from shapes(
+        tensors,
+        sampling_real=(inst.sampling_real, sequences, REAL_COLUMNS),
+        sampling_integer=(inst.sampling_integer, sequences, INTEGER_COLUMNS),
+        logit_count=(inst.logit_count, 1, 1),
+    )
 
 
 def segment_words(vocabulary: int) -> int:

@@ -11,8 +11,8 @@ struct Choice {
   bool enabled = false;
   int64_t row = 0;
   int64_t sequence = 0;
-  int64_t position = 0;               // of the sequence's last token
-  int32_t* tokens = nullptr;          // of the sequence
+  int64_t position = 0;               // position of the sequence's last token
+  int32_t* tokens = nullptr;          // all tokens of the sequence
   const int32_t* integers = nullptr;  // parameters of the sequence
   const float* reals = nullptr;
 

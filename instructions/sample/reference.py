@@ -4,21 +4,14 @@ import math
 
 import torch
 
-from megavm.instructions.adjust_logits.reference import scores
+from megavm.instructions.adjust_logits.reference import choices, scores
 from megavm.instructions.sample import SEGMENT_WORDS, Integer, Real, Sample, is_limited
 from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
 
 def execute(inst: Sample, m: View) -> None:
-    for row in range(*m.live(inst.logit_count, inst.row_begin, inst.row_end)):
-        step_row = int(m.raw(inst.logit_row)[row])
-        sequence = int(m.raw(inst.row_sequence)[step_row])
-        position = m.position(inst.row_position, step_row)
-        integers = [int(v) for v in m.raw(inst.sampling_integer)[sequence]]
-        reals = [float(v) for v in m.raw(inst.sampling_real)[sequence]]
-        if not integers[Integer.ENABLED]:
-            continue
+    for row, sequence, position, integers, reals in choices(inst, m):
         if inst.segments == NONE:
             token = largest(inst, m, row)
         elif is_limited(reals, integers):

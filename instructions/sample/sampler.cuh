@@ -365,7 +365,7 @@ class Sampler {
 
   // ---- The draw.
 
-  // Raise `best` and the bound if this token's score is above them.
+  // Raise `best` if this token's score is above it.
   __device__ __forceinline__ void consider(float a, uint32_t token, uint64_t& best) const {
     const uint64_t other = candidate(Scores::score(a, scores_.bits(token)), token);
     best = other > best ? other : best;
