@@ -29,22 +29,24 @@ run and had no core, for 200 steps of the full batch. "engine" and "loop" share 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gc
 import itertools
 import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Final
 
 from environment import save
-from megavm import LLM, SamplingParams
+from megavm import SamplingParams
 from paced import (
     EVENT_LOOPS,
     Clients,
     Load,
     PacedCopies,
-    PacedMachine,
+    Work,
     cpu_seconds,
     make_llm,
     measure_apart,
@@ -63,18 +65,16 @@ ALONE: Final = ("engine", "masks", "masks-first")  # without a server
 PATHS: Final = (*ALONE, *EVENT_LOOPS)
 
 
-def summary(llm: LLM, machine: PacedMachine, steps: int) -> dict[str, Any]:
+def summary(work: Work, pace: float, steps: int) -> dict[str, Any]:
     """The waits of the GPU in launches of the full batch, and the host's work of all launches."""
-    pairs = zip(machine.launches, machine.launches[1:], strict=False)
+    pairs = zip(work.launches, work.launches[1:], strict=False)
     full = [(a, b) for a, b in pairs if a.full and b.full][WARM_UP // steps :]
     waits = sorted(max(0.0, b.begin - a.end) for a, b in full)
     if not waits:
         raise RuntimeError("the batch was never full: the clients were too slow")
     periods = [b.begin - a.begin for a, b in full]
-    counters = llm.engine.counters
     plan, collect = (
-        1e6 * seconds / counters.launches
-        for seconds in (counters.plan_seconds, counters.collect_seconds)
+        1e6 * seconds / work.num_launches for seconds in (work.plan_seconds, work.collect_seconds)
     )
     return {
         "launches": len(full),
@@ -87,7 +87,7 @@ def summary(llm: LLM, machine: PacedMachine, steps: int) -> dict[str, Any]:
         },
         "plan_us": round(plan, 1),
         "collect_us": round(collect, 1),
-        "host_share": round(1e-6 * (plan + collect) / (machine.pace * steps), 4),
+        "host_share": round(1e-6 * (plan + collect) / (pace * steps), 4),
     }
 
 
@@ -105,29 +105,29 @@ def run_engine(path: str, batch: int, pace: float, tokens: int, steps: int) -> d
     gc.freeze()  # as the server does
     while llm.engine.has_work:
         llm.engine.step()
-    result = summary(llm, machine, steps)
+    counters = llm.engine.counters
+    seconds = counters.plan_seconds, counters.collect_seconds
     llm.close()
-    return result
+    return summary(Work(machine.launches, *seconds, counters.launches), pace, steps)
 
 
 async def run_server(batch: int, pace: float, tokens: int, steps: int) -> dict[str, Any]:
     """Launches of a server while ``batch`` clients read streams."""
-    llm, machine = make_llm(batch, pace, steps)
-    async with serving(llm) as (port, _):
-        used: dict[int, dict[str, tuple[float, float]]] = {}
-        clients = Clients(port, Load(batch, tokens))
-
-        def watch(count: int) -> None:
-            if count in (WARM_UP // steps, (WARM_UP + COUNTED) // steps):
-                used[count] = cpu_seconds(clients.pid)
-
-        machine.watch = watch
-        await clients.answered()
-        result = summary(llm, machine, steps)
-        if len(used) == 2:
-            (first, before), (last, after) = used.items()
-            result |= per_unit("step", before, after, steps * (last - first))
-        return result
+    used: list[tuple[int, dict[str, tuple[float, float]]]] = []
+    async with serving(partial(make_llm, batch, pace, steps)) as made:
+        clients = Clients(made.port, Load(batch, tokens))
+        answered = asyncio.ensure_future(clients.answered())
+        for count in (WARM_UP // steps, (WARM_UP + COUNTED) // steps):
+            while made.full_launches < count and not answered.done():
+                await asyncio.sleep(0.002)
+            if not answered.done():
+                used.append((made.full_launches, cpu_seconds(made.engine, clients.pid)))
+        await answered
+    result = summary(made.work(), pace, steps)
+    if len(used) == 2:
+        (first, before), (last, after) = used
+        result |= per_unit("step", before, after, steps * (last - first))
+    return result
 
 
 def measure(path: str, batch: int, steps: int, writer: str, tokens: int) -> dict[str, Any]:

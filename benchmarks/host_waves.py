@@ -22,6 +22,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from environment import save
@@ -38,8 +39,10 @@ from paced import (
 )
 
 if TYPE_CHECKING:
-    from megavm.server.engine_loop import Generation
+    from megavm import LLM
+    from megavm.server.engine.generation import Generation
     from megavm.server.run import Server
+    from paced import PacedMachine
 
 PROMPT: Final = 160
 OUTPUT: Final = 128
@@ -49,22 +52,24 @@ STEPS_PER_LAUNCH: Final = 8
 MAX_ROWS: Final = 2048
 
 
-async def run_waves(batch: int, waves: int) -> dict[str, Any]:
-    """A server to which ``batch`` clients send prompts all the time, ``waves`` each."""
+def make(batch: int) -> tuple[LLM, PacedMachine]:
+    """A model for which one program runs all steps: others would cost when they come first."""
     llm, machine = make_llm(batch, STEP_SECONDS, STEPS_PER_LAUNCH, ROW_SECONDS, MAX_ROWS)
-    # One program runs all steps: what programs cost when they come first is not measured here.
     limits, largest = llm.runner.limits, llm.runner.bucket
     bucket = largest(limits.max_num_batched_tokens, batch, llm.max_model_len)
     llm.runner.bucket = lambda *sizes, **kinds: bucket  # type: ignore[method-assign]
-    async with serving(llm) as (port, server):
-        llm.runner.close()  # compile nothing in the background
-        await Clients(port, Load(batch, OUTPUT, PROMPT)).answered()
-        metrics, begun = server.service.metrics.of_engine, work_begins(server)
-        machine.launches.clear()
-        busy, before = metrics.busy_seconds, cpu_seconds()
-        answers = await Clients(port, Load(batch, OUTPUT, PROMPT, waves)).answered()
-        busy, after = metrics.busy_seconds - busy, cpu_seconds()
-    launches = machine.launches
+    return llm, machine
+
+
+async def run_waves(batch: int, waves: int) -> dict[str, Any]:
+    """A server to which ``batch`` clients send prompts all the time, ``waves`` each."""
+    async with serving(partial(make, batch)) as made:
+        await Clients(made.port, Load(batch, OUTPUT, PROMPT)).answered()
+        begun, began = work_begins(made.server), time.perf_counter()
+        busy, before = await busy_seconds(made.server), cpu_seconds(made.engine)
+        answers = await Clients(made.port, Load(batch, OUTPUT, PROMPT, waves)).answered()
+        busy, after = await busy_seconds(made.server) - busy, cpu_seconds(made.engine)
+    launches = [launch for launch in made.work().launches if launch.begin > began]
     ran = sum(launch.end - launch.begin for launch in launches)
     idle, end = 0.0, 0.0
     for launch in launches:
@@ -86,17 +91,24 @@ async def run_waves(batch: int, waves: int) -> dict[str, Any]:
     }
 
 
+async def busy_seconds(server: Server) -> float:
+    """The time in which the engine has had requests."""
+    snapshot = await server.service.engine.metrics()
+    assert snapshot is not None
+    return snapshot.counters["engine_busy_seconds"]
+
+
 def work_begins(server: Server) -> list[float]:
     """The times, from now on, of requests that come while the engine has none."""
-    loop, begun = server.service.engine_loop, [time.perf_counter()]
-    submit = loop.submit
+    engine, begun = server.service.engine, [time.perf_counter()]
+    submit = engine.submit
 
     def noted(generation: Generation) -> None:
-        if not loop.num_sequences:
+        if not engine.num_sequences:
             begun.append(time.perf_counter())
         submit(generation)
 
-    loop.submit = noted  # type: ignore[method-assign]
+    engine.submit = noted  # type: ignore[method-assign]
     return begun
 
 

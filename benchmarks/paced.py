@@ -5,7 +5,7 @@ tokenizer. Only the machine is replaced. A *paced machine* executes nothing: a l
 next tokens of a text, and is complete when a GPU would be, for which its thread waits without the
 GIL. Its copies keep the GIL, as those of a GPU do (vm/cuda/copies.py).
 
-host_pace.py, host_waves.py and server_requests.py use it.
+host_pace.py and host_waves.py use it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import asyncio
 import ctypes
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import random
@@ -43,10 +44,13 @@ from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 
 if TYPE_CHECKING:
+    from multiprocessing.sharedctypes import Synchronized
+
     from megavm.server.run import Server
 
 EVENT_LOOPS: Final = ("asyncio", "uvloop")  # without uvloop and httptools, and with both
 PR_SET_TIMERSLACK: Final = 29
+THREADS: Final = ("loop", "receiver", "sender", "events", "engine", "transfer", "client")
 _IDS: Final = range(2, 102)  # token ids of the prompts
 _KEPT: Final = 500  # numpy gives up the GIL to copy more elements than that
 
@@ -185,21 +189,87 @@ def make_llm(
     return llm, machine
 
 
+@dataclass(frozen=True)
+class Work:
+    """What an engine and its machine have done, at its end."""
+
+    launches: list[Launch]
+    plan_seconds: float
+    collect_seconds: float
+    num_launches: int
+
+
+@dataclass
+class PacedServer:
+    """A server that is ready; its engine has a paced machine, in a process of its own."""
+
+    port: int
+    server: Server
+    engine: int  # id of the engine's process
+    _full: Synchronized[int]
+    _results: Connection
+    _work: Work | None = None
+
+    @property
+    def full_launches(self) -> int:
+        """Launches of the full batch so far."""
+        return self._full.value
+
+    def work(self) -> Work:
+        """What the engine has done, when it has ended."""
+        if self._work is None:
+            self._work = self._results.recv()
+        return self._work
+
+
 @asynccontextmanager
-async def serving(llm: LLM) -> AsyncIterator[tuple[int, Server]]:
-    """A server of ``llm`` that is ready, and its port."""
+async def serving(
+    make: Callable[[], tuple[LLM, PacedMachine]], **settings: Any
+) -> AsyncIterator[PacedServer]:
+    """A server of the model that `make` makes, in the engine's process.
+
+    The caller's process must not have threads yet.
+    """
     # uvicorn chooses its parser when it is imported: uvloop and httptools are hidden by now.
+    from megavm.server.engine.transport import EngineProcess
     from megavm.server.run import Server, listen
     from megavm.server.settings import Settings
 
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    full = context.Value("i", 0)
+
+    def load(progress: object) -> LLM:
+        llm, machine = make()
+        close, counters = llm.close, llm.engine.counters
+
+        def count(launches: int) -> None:
+            full.value = launches
+
+        def close_and_tell() -> None:
+            seconds = counters.plan_seconds, counters.collect_seconds
+            theirs.send(Work(machine.launches, *seconds, counters.launches))
+            close()
+
+        machine.watch = count
+        llm.close = close_and_tell  # type: ignore[method-assign]
+        return llm
+
+    transport = EngineProcess(load, logging.WARNING)
     listener = listen("127.0.0.1", 0)
-    server = Server(lambda progress: llm, Settings(("model",)), listener)
+    server = Server(transport, Settings(("model",), **settings), listener)
     running = asyncio.create_task(server.serve())
     while not server.started or not is_frozen():
         await asyncio.sleep(0.01)
-    yield listener.getsockname()[1], server
-    server.should_exit = True
-    await running
+    process = server.service.model.facts.process
+    assert process is not None
+    made = PacedServer(listener.getsockname()[1], server, process, full, ours)
+    try:
+        yield made
+    finally:
+        server.should_exit = True
+        await running
+        transport.give_up()
 
 
 # Processes.
@@ -252,21 +322,26 @@ def _send(
     results.send(measure(*arguments))
 
 
-def cpu_seconds(clients: int | None = None) -> dict[str, tuple[float, float]]:
-    """Seconds on a core, and waiting for one, of this process by thread, and of the clients' one.
+def cpu_seconds(engine: int, clients: int | None = None) -> dict[str, tuple[float, float]]:
+    """Seconds on a core, and waiting for one, of the threads of all processes.
 
-    "loop" is the main thread, "engine" that of the engine, "events" the one that writes events
-    without the GIL.
+    In this process "loop" is the main thread, "events" the one that writes events without the GIL,
+    "receiver" and "sender" carry messages; in the engine's process "engine" is the main thread, and
+    "transfer" are the others. "client": all threads of the clients' process.
     """
     names = {t.native_id: t.name.removeprefix("megavm-") for t in threading.enumerate()}
     names[threading.main_thread().native_id] = "loop"
     found: dict[str, tuple[float, float]] = {}
-    processes = [("self", None), (str(clients), "client")]
-    for process, tasks in processes if clients else processes[:1]:
+    for process in ("self", engine, *([clients] if clients else [])):
         for task in Path(f"/proc/{process}/task").iterdir():
-            own = names.get(int(task.name)) or (task / "comm").read_text().strip()
-            name = tasks or own.removeprefix("megavm-")
-            if name in ("client", "loop", "engine", "events"):
+            if process == "self":
+                own = names.get(int(task.name)) or (task / "comm").read_text().strip()
+                name = own.removeprefix("megavm-")
+            elif process == engine:
+                name = "engine" if task.name == str(engine) else "transfer"
+            else:
+                name = "client"
+            if name in THREADS:
                 ran, waited, _ = (task / "schedstat").read_text().split()  # nanoseconds
                 before = found.get(name, (0.0, 0.0))
                 found[name] = before[0] + 1e-9 * int(ran), before[1] + 1e-9 * int(waited)

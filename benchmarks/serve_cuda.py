@@ -192,11 +192,11 @@ def run_server(machine: str, event_loop: str, options: list[str]) -> int:
         for name in ("uvloop", "httptools"):
             sys.modules[name] = None  # type: ignore[assignment]
     from megavm.cli import main as megavm
-    from megavm.server import service
+    from megavm.server.engine import warm_up
 
     make_random(machine)
     # No request samples; compiling these kernels would compete with the measurement.
-    service._other_programs = lambda runner, sampled: []
+    warm_up._other_programs = lambda runner, sampled: []
     return megavm(["serve", *options])
 
 
@@ -241,10 +241,14 @@ def generate(
     return result
 
 
-def cpu_seconds(process: int) -> float:
-    """CPU time of all threads of a process since its start."""
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(server: int) -> float:
+    """CPU time of all threads of a server since its start, those of its engine's process too."""
+    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
+    total = 0
+    for process in (server, *children):
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
+        total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def settle(process: int) -> dict[str, Any]:

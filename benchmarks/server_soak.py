@@ -29,6 +29,7 @@ from typing import Any, Final
 
 from environment import save
 from megavm import LLM, SamplingParams
+from megavm.server.engine.transport import EngineThread
 from megavm.server.run import Server, listen
 from megavm.server.settings import Settings
 
@@ -215,7 +216,8 @@ class WatchedServer:
     def __init__(self, settings: Settings, engine: dict[str, Any]) -> None:
         listener = listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
-        self._server = Server(lambda progress: LLM("stories", **engine), settings, listener)
+        self.engine = EngineThread(lambda progress: LLM("stories", **engine))
+        self._server = Server(self.engine, settings, listener)
         self.service = self._server.service
         self.late: list[tuple[float, float]] = []
         self.longest: list[tuple[float, float, str]] = []
@@ -278,7 +280,7 @@ class WatchedServer:
     def wait_idle(self, seconds: float) -> None:
         """Wait until no sequence is left, for at most ``seconds``."""
         end = time.monotonic() + seconds
-        while self.service.engine_loop.num_sequences and time.monotonic() < end:
+        while self.service.engine.num_sequences and time.monotonic() < end:
             time.sleep(0.05)
 
     def close(self) -> None:
@@ -336,7 +338,7 @@ def soak(requests: int, seed: int) -> dict[str, Any]:
         seconds = time.perf_counter() - begin
         server.wait_idle(60)
         time.sleep(0.5)
-        engine = server.service.llm.engine
+        engine = server.engine.core.llm.engine
         engine.blocks.check()
         wrong = counts.wrong[:5]
         if engine.blocks.num_held:

@@ -24,9 +24,8 @@ from starlette.types import Receive, Scope, Send
 
 from environment import save
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.engine.sequence import Delta, Request
 from megavm.server.chat import ChatAnswer
-from megavm.server.engine_loop import Generation
+from megavm.server.engine.generation import Generation, Part
 from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
 from megavm.server.sse import EventStream
@@ -60,14 +59,13 @@ class Streams:
         """Give every stream its tokens; returns the CPU seconds of this thread."""
         while len(self.generations) < streams:
             await asyncio.sleep(0.01)
-        request = cast(Request, None)
         begin = time.thread_time()
         for number in range(tokens):
             for generation in self.generations:
-                delta = Delta(request, 0, [number], [f" word{number}"], [])
+                part = Part([number], [f" word{number}"])
                 if number == tokens - 1:
-                    delta.finish_reason = "length"
-                generation.add(0, delta)
+                    part.finish_reason = "length"
+                generation.add(0, part)
                 generation.wake()
             await asyncio.sleep(0)  # let the streams take the tokens before the next step
         while any(not g.finished for g in self.generations):

@@ -35,6 +35,7 @@ from starlette.types import Message
 
 from megavm import LLM
 from megavm.server.app import create_app
+from megavm.server.engine.transport import EngineThread
 from megavm.server.errors import RETRY_AFTER_SECONDS, ApiError
 from megavm.server.logs import logging_to_stderr
 from megavm.server.metrics import CONTENT_TYPE
@@ -110,9 +111,10 @@ class Replica:
             allowed_hosts=arguments.allowed_hosts,
             shutdown_timeout=arguments.shutdown_timeout,
         )
-        self._app = create_app(
-            lambda progress: LLM(arguments.model, progress=progress, **given), settings
+        self._engine = EngineThread(
+            lambda progress: LLM(arguments.model, progress=progress, **given)
         )
+        self._app = create_app(self._engine, settings)
         self._service: Service = self._app.state.service
         self._id = serve.get_replica_context().replica_id.unique_id
         self._exit = AsyncExitStack()
@@ -138,9 +140,9 @@ class Replica:
         await self._service.drain()
         await self._exit.aclose()
 
-    def metrics(self) -> tuple[str, str]:
+    async def metrics(self) -> tuple[str, str]:
         """The replica's id, and its metrics in Prometheus's text format."""
-        return self._id, self._service.metrics.text().decode()
+        return self._id, (await self._service.metrics_text()).decode()
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
         """Answer an HTTP request: first yields (status, headers), then pieces of the body.

@@ -14,8 +14,7 @@ from starlette.responses import Response
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.logprobs import TokenLogprobs
-from megavm.scheduler.engine.sequence import Delta
-from megavm.server.engine_loop import Batch, Generation
+from megavm.server.engine.generation import Batch, Generation, Part
 from megavm.server.errors import ApiError, timed_out, to_json
 from megavm.server.ids import new_id
 from megavm.server.logprobs import prompt_logprobs
@@ -102,7 +101,7 @@ class Answer(ABC):
 
     def prompt_logprobs(self, prompt: int) -> dict[str, Any]:
         """The key with the log-probabilities of a prompt, if the client asked for them."""
-        entries = self.generation.requests[prompt].prompt_logprobs
+        entries = self.generation.read[prompt].logprobs
         if not self._with_prompt_logprobs or entries is None:
             return {}
         return {"prompt_logprobs": prompt_logprobs(entries, self.tokenizer)}
@@ -114,8 +113,7 @@ class Answer(ABC):
     @property
     def usage(self) -> dict[str, Any]:
         """OpenAI's usage object: tokens of the prompts and of the answer so far."""
-        requests = self.generation.requests
-        cached = sum(request.cached_tokens for request in requests)
+        cached = sum(read.cached_tokens for read in self.generation.read)
         tokens = sum(self._num_tokens) + self.generation.written
         return {
             **_usage(sum(map(len, self.generation.prompts)), tokens),
@@ -142,13 +140,13 @@ class Answer(ABC):
         per_prompt = self.generation.params.n
         choices = [Choice(i, i // per_prompt) for i in range(self.generation.num_sequences)]
         while batch := await self.generation.next_batch():
-            for index, delta in batch:
+            for index, part in batch:
                 choice = choices[index]
-                choice.finish_reason, choice.stop_reason = self._end(delta)
+                choice.finish_reason, choice.stop_reason = self._end(part)
                 if not self._silent:
-                    choice.token_ids += delta.token_ids
-                    choice.pieces += delta.pieces
-                    choice.logprobs += delta.logprobs
+                    choice.token_ids += part.token_ids
+                    choice.pieces += part.pieces
+                    choice.logprobs += part.logprobs
         self._num_tokens = [len(choice.token_ids) for choice in choices]
         # Serialising log-probabilities takes long, so count those of echoed prompts too.
         params, tokens = self.generation.params, sum(self._num_tokens)
@@ -183,20 +181,20 @@ class Answer(ABC):
     def render(self, batch: Batch) -> bytes:
         """One event per token. Events that differ only in their text come from a template."""
         lines: list[str] = []
-        for index, delta in batch:
+        for index, part in batch:
             template = self._templates.get(index)
-            plain = delta.finish_reason is None and not delta.logprobs and not self._with_ids
+            plain = part.finish_reason is None and not part.logprobs and not self._with_ids
             if template is None or not plain:
-                lines += [line(self._part(token)) for token in self.tokens(index, delta)]
+                lines += [line(self._part(token)) for token in self.tokens(index, part)]
                 if index not in self._templates:
                     self._templates[index] = self._template(index)
                 continue
-            before, new = self._count(index, delta)
+            before, new = self._count(index, part)
             if self._continuous_usage:
                 usages = (self._usage_of(index, before + i + 1) for i in range(new))
-                lines += map(template.line_with_usage, delta.pieces, usages)
+                lines += map(template.line_with_usage, part.pieces, usages)
             else:
-                lines += map(template.line, delta.pieces)
+                lines += map(template.line, part.pieces)
         return "".join(lines).encode()
 
     @property
@@ -209,17 +207,17 @@ class Answer(ABC):
             return None
         return self._templates.get(0)
 
-    def tokens(self, index: int, delta: Delta) -> Iterator[Token]:
-        """The tokens of a delta; one without token id if the delta has none. Counts them."""
-        before, new = self._count(index, delta)
-        final = len(delta.pieces) - 1
-        for i, piece in enumerate(delta.pieces):
-            reason, stop_reason = self._end(delta) if i == final else (None, None)
+    def tokens(self, index: int, part: Part) -> Iterator[Token]:
+        """The tokens of a part; one without token id if the part has none. Counts them."""
+        before, new = self._count(index, part)
+        final = len(part.pieces) - 1
+        for i, piece in enumerate(part.pieces):
+            reason, stop_reason = self._end(part) if i == final else (None, None)
             yield Token(
                 index,
                 "" if self._silent else piece,
-                [] if self._silent else delta.token_ids[i : i + 1],
-                delta.logprobs[i] if delta.logprobs and not self._silent else None,
+                [] if self._silent else part.token_ids[i : i + 1],
+                part.logprobs[i] if part.logprobs and not self._silent else None,
                 index not in self._begun,
                 reason,
                 stop_reason,
@@ -227,9 +225,9 @@ class Answer(ABC):
             )
             self._begun.add(index)
 
-    def _count(self, index: int, delta: Delta) -> tuple[int, int]:
-        """(tokens of a choice before the delta, tokens of the delta); adds the second."""
-        before, new = self._num_tokens[index], 0 if self._silent else len(delta.token_ids)
+    def _count(self, index: int, part: Part) -> tuple[int, int]:
+        """(tokens of a choice before the part, tokens of the part); adds the second."""
+        before, new = self._num_tokens[index], 0 if self._silent else len(part.token_ids)
         self._num_tokens[index] += new
         return before, new
 
@@ -247,11 +245,11 @@ class Answer(ABC):
     def _ids(self, token_ids: list[int]) -> dict[str, Any]:
         return {"token_ids": token_ids} if self._with_ids else {}
 
-    def _end(self, delta: Delta) -> tuple[str | None, int | str | None]:
+    def _end(self, part: Part) -> tuple[str | None, int | str | None]:
         """(finish_reason, stop_reason) for the client; None while the continuation goes on."""
-        if self._silent and delta.finish_reason is not None:
+        if self._silent and part.finish_reason is not None:
             return "length", None
-        return delta.finish_reason, delta.stop_reason
+        return part.finish_reason, part.stop_reason
 
     def _part(self, token: Token) -> dict[str, Any]:
         choice = {**self.part_choice(token), **self._ids(token.token_ids)}

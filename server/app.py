@@ -21,6 +21,7 @@ from megavm.profiler.trace import TraceError
 from megavm.server import metrics
 from megavm.server.chat import chat
 from megavm.server.completions import complete
+from megavm.server.engine.client import Transport
 from megavm.server.errors import (
     ApiError,
     add_error_handlers,
@@ -44,7 +45,7 @@ from megavm.server.protocol import (
 )
 from megavm.server.responses import respond_to
 from megavm.server.responses_request import ResponsesRequest
-from megavm.server.service import LoadModel, Service, Status
+from megavm.server.service import Service, Status
 from megavm.server.settings import Settings
 
 Endpoint = TypeVar("Endpoint", bound=Callable[[], Awaitable[Response]])
@@ -64,12 +65,12 @@ _BODIES: Final[tuple[type[Body], ...]] = (
 _STATUS_OF_HEALTH: Final = {Status.DRAINING: 503, Status.FAILED: 503}
 
 
-def create_app(load_model: LoadModel, settings: Settings) -> FastAPI:
+def create_app(transport: Transport, settings: Settings) -> FastAPI:
     """The application. It loads the model when it starts; `app.state.service` is its Service.
 
-    `load_model(progress)` is called in a thread; the application closes the LLM that it returns.
+    `transport` carries messages to the engine: EngineThread or EngineProcess.
     """
-    service = Service(load_model, settings)
+    service = Service(transport, settings)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -158,7 +159,6 @@ def _add_anthropic(app: FastAPI, service: Service) -> None:
 
 
 def _card(service: Service, name: str) -> dict[str, Any]:
-    llm = service.llm
     return {
         "id": name,
         "object": "model",
@@ -166,7 +166,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "owned_by": "megavm",
         "root": service.settings.model_names[0],
         "parent": None,
-        "max_model_len": llm.max_model_len,
+        "max_model_len": service.model.facts.limits.max_model_len,
     }
 
 
@@ -174,7 +174,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", **_takes("TokenizeRequest"))
     async def tokenize(request: Request) -> Response:
         """Token ids of a text, or of a conversation after the chat template."""
-        llm = service.llm
+        model = service.model
         body = await read_body(request, TokenizeRequest)
         body.check_supported()
         check_model(body.model, service.settings.model_names)
@@ -186,11 +186,11 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         else:
             special = body.add_special_tokens is not False
             ids = await service.encode(body.prompt or "", "prompt", special)
-        strings = [llm.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
+        strings = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
         return json_response(
             {
                 "count": len(ids),
-                "max_model_len": llm.max_model_len,
+                "max_model_len": model.facts.limits.max_model_len,
                 "tokens": ids,
                 "token_strs": strings,
             }
@@ -199,7 +199,7 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize", **_takes("DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        service.llm  # noqa: B018 - raises ApiError while the model is not ready
+        service.model  # noqa: B018 - raises ApiError while the model is not ready
         body = await read_body(request, DetokenizeRequest)
         check_model(body.model, service.settings.model_names)
         if not isinstance(body.tokens, list):
@@ -236,7 +236,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
     @_get(app, "/metrics", include_in_schema=False)
     async def show_metrics() -> Response:
         """All metrics, for Prometheus."""
-        return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
+        return Response(await service.metrics_text(), media_type=metrics.CONTENT_TYPE)
 
 
 def _add_pages(app: FastAPI) -> None:

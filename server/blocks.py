@@ -14,7 +14,7 @@ from typing import Any
 
 from megavm.server.answers import Choice
 from megavm.server.chat import ChatAnswer
-from megavm.server.engine_loop import Batch, Generation
+from megavm.server.engine.generation import Batch, Generation
 from megavm.server.errors import ApiError, to_json
 from megavm.server.ids import new_id
 from megavm.server.protocol import ChatRequest

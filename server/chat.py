@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from megavm.sampling_params import SamplingParams
 from megavm.server.answers import Answer, Choice, Token, read_generation, respond
-from megavm.server.engine_loop import Generation
+from megavm.server.engine.generation import Generation
 from megavm.server.errors import bad_request
 from megavm.server.logprobs import chat_logprobs
 from megavm.server.protocol import ChatRequest
@@ -136,8 +136,7 @@ async def answer_chat(
         params = _for_tools(params, choice, parser, service.tokenizer)
     ids = await encode_chat(request, service, body)
     prompts = service.check_prompts([ids], params, body.source)
-    restriction = await service.restriction(body, params)
-    generation = service.generation(prompts, params, whole=not body.stream, restriction=restriction)
+    generation = await service.generate(body, prompts, params)
     answer = new_answer(service, body, generation, new_message)
     return await respond(request, service, body, answer)
 

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megavm.server.answers import Answer, Choice, Token, read_generation, respond
-from megavm.server.engine_loop import Generation
+from megavm.server.engine.generation import Generation
 from megavm.server.logprobs import CompletionLogprobs
 from megavm.server.protocol import CompletionRequest, read_prompts
 from megavm.server.service import Service
@@ -73,10 +73,12 @@ class CompletionAnswer(Answer):
         """One entry per token of an echoed prompt; the first is only a token id."""
         if self._texts is None or not self._with_logprobs:
             return []
-        request, count = self.generation.requests[prompt], self._num_alternatives
-        assert request.prompt_logprobs is not None, "they are asked for where a prompt is echoed"
-        entries = (entry for entry in request.prompt_logprobs[1:] if entry is not None)
-        return [int(request.prompt[0]), *(replace(e, top=e.top[:count]) for e in entries)]
+        generation, count = self.generation, self._num_alternatives
+        logprobs = generation.read[prompt].logprobs
+        assert logprobs is not None, "they are asked for where a prompt is echoed"
+        entries = (entry for entry in logprobs[1:] if entry is not None)
+        first = int(generation.prompts[prompt][0])
+        return [first, *(replace(entry, top=entry.top[:count]) for entry in entries)]
 
 
 async def complete(request: Request, service: Service) -> Response:
@@ -102,6 +104,5 @@ async def complete(request: Request, service: Service) -> Response:
             for prompt, whole, kept in zip(prompts, ids, checked, strict=True)
         ]
         texts = await service.decode_prompts(rest, "prompt")
-    restriction = await service.restriction(body, params)
-    generation = service.generation(checked, params, whole=not body.stream, restriction=restriction)
+    generation = await service.generate(body, checked, params)
     return await respond(request, service, body, CompletionAnswer(service, body, generation, texts))

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from megavm.server.answers import check_generation
 from megavm.server.blocks import Block, BlockAnswer, Event
 from megavm.server.chat import answer_chat, encode_chat
-from megavm.server.engine_loop import Batch
+from megavm.server.engine.generation import Batch
 from megavm.server.errors import ApiError, json_response, renamed
 from megavm.server.messages_request import FIELDS, CountTokensRequest, MessagesRequest
 from megavm.server.protocol import check_model, read_body
@@ -127,7 +127,7 @@ async def count_tokens(request: Request, service: Service) -> Response:
     Raises:
         ApiError: the request is invalid.
     """
-    service.llm  # noqa: B018 - raises ApiError while the model is not ready
+    service.model  # noqa: B018 - raises ApiError while the model is not ready
     given = await read_body(request, CountTokensRequest)
     given.check_supported()
     check_model(given.model, service.settings.model_names)

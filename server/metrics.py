@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Final
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
@@ -18,139 +15,26 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from megavm.scheduler.engine.engine import Engine
-    from megavm.scheduler.engine.sequence import Delta, Request
+    from megavm.server.engine.metrics import EngineSnapshot
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX: Final = "megavm:"
-_INFINITY: Final = float("inf")
-
-
-def _decades(low: int, high: int) -> tuple[float, ...]:
-    """1, 2 and 5 times the powers of ten from 10**low, up to 10**high."""
-    steps = (float(f"{digit}e{power}") for power in range(low, high) for digit in (1, 2, 5))
-    return (*steps, float(f"1e{high}"))
-
-
-SECONDS: Final = _decades(-4, 3)  # from 0.1 ms
-TOKENS: Final = _decades(0, 5)
-
-
-class Histogram:
-    """Counts of values by size. One thread may observe while others read.
-
-    `observe` is called for every token and takes a fraction of a microsecond, a tenth of the time
-    of prometheus_client's histogram.
-    """
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.sum = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        """Count a value `times` times."""
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.sum += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it) of each bucket, as Prometheus expects."""
-        bounds = [*map(str, self.bounds), "+Inf"]
-        return list(zip(bounds, map(float, accumulate(self.counts)), strict=True))
-
-
-class EngineMetrics:
-    """Metrics of an engine's steps; see engine_loop.Observer."""
-
-    def __init__(self) -> None:
-        self.busy_seconds = 0.0
-        self.finished: dict[str, int] = dict.fromkeys(("stop", "length", "abort", "error"), 0)
-        self.histograms = {
-            "time_to_first_token_seconds": Histogram(SECONDS),
-            "inter_token_latency_seconds": Histogram(SECONDS),
-            "e2e_request_latency_seconds": Histogram(SECONDS),
-            "request_queue_time_seconds": Histogram(SECONDS),
-            "request_prefill_time_seconds": Histogram(SECONDS),
-            "request_decode_time_seconds": Histogram(SECONDS),
-            "request_inference_time_seconds": Histogram(SECONDS),
-            "request_prompt_tokens": Histogram(TOKENS),
-            "request_generation_tokens": Histogram(TOKENS),
-            "request_max_num_generation_tokens": Histogram(TOKENS),
-            "request_params_n": Histogram(TOKENS),
-            "request_params_max_tokens": Histogram(TOKENS),
-            "iteration_tokens_total": Histogram(TOKENS),
-            "step_seconds": Histogram(SECONDS),
-        }
-        self._latency = self.histograms["inter_token_latency_seconds"]
-        self._last: dict[tuple[Request, int], float] = {}  # time of each sequence's last token
-        self._ended: dict[Request, int] = {}  # sequences that have ended, of requests that have not
-
-    def step(self, deltas: Sequence[Delta], seconds: float) -> None:
-        """Count the deltas of one step."""
-        self.busy_seconds += seconds
-        now, last, tokens = time.perf_counter(), self._last, 0
-        # (time of the last token, tokens since) -> sequences: in a large batch most are alike.
-        alike: dict[tuple[float, int], int] = {}
-        for delta in deltas:
-            key, count = (delta.request, delta.index), len(delta.token_ids)
-            tokens += count
-            before = last.get(key)
-            if before is not None and count:
-                alike[before, count] = alike.get((before, count), 0) + 1
-            elif count:
-                tokens += len(delta.request.prompt)
-            if delta.finish_reason is None:
-                last[key] = now
-            else:
-                last.pop(key, None)
-                self._end(delta)
-        for (before, count), sequences in alike.items():
-            self._latency.observe((now - before) / count, count * sequences)
-        if tokens:
-            self.histograms["step_seconds"].observe(seconds)
-            self.histograms["iteration_tokens_total"].observe(tokens)
-
-    def _end(self, delta: Delta) -> None:
-        assert delta.finish_reason is not None
-        self.finished[delta.finish_reason] += 1
-        request, times = delta.request, delta.request.times
-        observe = self._observe
-        observe("request_generation_tokens", len(request.sequences[delta.index].output))
-        observe("e2e_request_latency_seconds", times.finished - times.arrived)
-        ended = self._ended.pop(request, 0) + 1
-        if ended < request.params.n:
-            self._ended[request] = ended
-            return
-        first = request.sequences[0]
-        observe("request_prompt_tokens", len(request.prompt))
-        most = max(len(sequence.output) for sequence in request.sequences)
-        observe("request_max_num_generation_tokens", most)
-        observe("request_params_n", request.params.n)
-        observe("request_params_max_tokens", request.params.max_tokens or first.max_output)
-        if times.admitted:
-            observe("request_queue_time_seconds", times.admitted - times.arrived)
-        if times.first_token:
-            observe("time_to_first_token_seconds", times.first_token - times.arrived)
-            observe("request_prefill_time_seconds", times.first_token - times.admitted)
-            observe("request_decode_time_seconds", times.finished - times.first_token)
-            observe("request_inference_time_seconds", times.finished - times.admitted)
-
-    def _observe(self, name: str, value: float) -> None:
-        self.histograms[name].observe(value)
 
 
 class Metrics(Collector):
     """All metrics of a server, collected on request.
 
-    `engine` returns the engine, or None before it is loaded.
+    Attributes:
+        engine_process: the id of the engine's process, if it has one of its own and is there.
     """
 
-    def __init__(self, model_name: str, engine: Callable[[], Engine | None]) -> None:
-        self.of_engine = EngineMetrics()
+    def __init__(self, model_name: str) -> None:
+        self.engine_process: int | None = None
         self._labels = {"model_name": model_name, "engine": "0"}
-        self._engine = engine
+        self._engine: EngineSnapshot | None = None
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
+        ProcessCollector("engine", lambda: self.engine_process or "none", registry=self._registry)
         self._answers = Counter(
             f"{PREFIX}http_requests",
             "Answers, by route and status.",
@@ -163,69 +47,38 @@ class Metrics(Collector):
         """Count an answer."""
         self._answers.labels(route, str(status)).inc()
 
-    def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
+    def text(self, engine: EngineSnapshot | None) -> bytes:
+        """All metrics in Prometheus's text format; `engine`: the engine's, if it is there."""
+        self._engine = engine
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:
         """The metrics of the engine."""
-        engine = self._engine()
+        engine = self._engine
         if engine is None:
             return
-        yield from self._gauges(engine)
-        yield from self._counters(engine)
-        names, values = tuple(self._labels), tuple(self._labels.values())
-        for name, histogram in self.of_engine.histograms.items():
-            family = HistogramMetricFamily(PREFIX + name, _HELP[name], labels=names)
-            family.add_metric(values, histogram.buckets(), histogram.sum)
-            yield family
-
-    def _gauges(self, engine: Engine) -> Iterable[Metric]:
-        counters, busy = engine.counters, self.of_engine.busy_seconds
-        host = counters.plan_seconds + counters.collect_seconds
-        blocks = engine.blocks
-        values = {
-            "num_requests_running": engine.num_running,
-            "num_requests_waiting": engine.num_waiting,
-            "kv_cache_usage_perc": blocks.num_held / blocks.num_blocks,
-            "host_share": host / busy if busy else 0.0,
-        }
-        for name, value in values.items():
+        for name, value in engine.gauges.items():
             yield self._family(GaugeMetricFamily, name, value)
-        sizes = {"block_size": str(blocks.block_size), "num_gpu_blocks": str(blocks.num_blocks)}
         info = GaugeMetricFamily(
-            f"{PREFIX}cache_config_info", "Sizes of the KV cache.", labels=tuple(sizes)
+            f"{PREFIX}cache_config_info", "Sizes of the KV cache.", labels=tuple(engine.sizes)
         )
-        info.add_metric(tuple(sizes.values()), 1)
+        info.add_metric(tuple(engine.sizes.values()), 1)
         yield info
-
-    def _counters(self, engine: Engine) -> Iterable[Metric]:
-        counters, prefix = engine.counters, engine.blocks.counters
-        values: dict[str, float] = {
-            "prompt_tokens": counters.prompt_tokens,
-            "generation_tokens": counters.output_tokens,
-            "num_preemptions": engine.planner.preemptions,
-            "prefix_cache_queries": prefix.queries * engine.blocks.block_size,
-            "prefix_cache_hits": prefix.hits * engine.blocks.block_size,
-            "engine_launches": counters.launches,
-            "engine_late_launches": counters.late_launches,
-            "engine_steps": counters.steps,
-            "engine_faults": counters.faults,
-            "engine_busy_seconds": self.of_engine.busy_seconds,
-            "engine_plan_seconds": counters.plan_seconds,
-            "engine_run_seconds": counters.run_seconds,
-            "engine_collect_seconds": counters.collect_seconds,
-        }
-        for name, value in values.items():
+        for name, value in engine.counters.items():
             yield self._family(CounterMetricFamily, name, value)
         family = CounterMetricFamily(
             f"{PREFIX}request_success",
             "Completions that ended, by what ended them.",
             labels=(*self._labels, "finished_reason"),
         )
-        for reason, count in self.of_engine.finished.items():
+        for reason, count in engine.finished.items():
             family.add_metric((*self._labels.values(), reason), count)
         yield family
+        names, values = tuple(self._labels), tuple(self._labels.values())
+        for name, (buckets, total) in engine.histograms.items():
+            histogram = HistogramMetricFamily(PREFIX + name, _HELP[name], labels=names)
+            histogram.add_metric(values, buckets, total)
+            yield histogram
 
     def _family(
         self,

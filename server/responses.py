@@ -13,7 +13,7 @@ from starlette.responses import Response
 from megavm.server.answers import check_generation
 from megavm.server.blocks import Block, BlockAnswer, Event
 from megavm.server.chat import answer_chat
-from megavm.server.engine_loop import Generation
+from megavm.server.engine.generation import Generation
 from megavm.server.errors import ApiError, renamed
 from megavm.server.protocol import ChatRequest, read_body
 from megavm.server.responses_request import FIELDS, ResponsesRequest

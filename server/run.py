@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import ipaddress
 import logging
 import signal
@@ -16,19 +15,19 @@ from typing import Final
 
 import uvicorn
 
+from megavm.garbage import freeze_heap
 from megavm.server.app import create_app
 from megavm.server.connections import Connections
+from megavm.server.engine.client import Transport
+from megavm.server.engine.core import LoadModel
+from megavm.server.engine.transport import SWITCH_SECONDS, EngineProcess
 from megavm.server.hosts import is_address
 from megavm.server.logs import NOTICE, log, logging_to_stderr
-from megavm.server.service import LoadModel, Service, Status
+from megavm.server.service import Service, Status
 from megavm.server.settings import KEEP_ALIVE, Settings
 
 EXIT_INTERRUPTED: Final = 130
 _CLOSING_SECONDS: Final = 3  # for connections still open after all requests are answered
-_OBJECTS_BETWEEN_COLLECTIONS: Final = 10_000
-# The interpreter's thread switch interval. 0.05 ms costs the threads a fifth more time of a core
-# where there are few cores, and the GPU waits as long (benchmarks/host_waves.py).
-_SWITCH_SECONDS: Final = 0.0005
 
 
 class Server(uvicorn.Server):
@@ -36,15 +35,15 @@ class Server(uvicorn.Server):
 
     The server also ends when the model cannot be loaded or the engine stops for good.
 
-    `load_model(progress)` makes the LLM; `listener` is an open socket.
+    `transport` carries messages to the engine; `listener` is an open socket.
 
     Attributes:
         service: the state behind the endpoints.
         received: the last signal received, or None.
     """
 
-    def __init__(self, load_model: LoadModel, settings: Settings, listener: socket.socket) -> None:
-        app = create_app(load_model, settings)
+    def __init__(self, transport: Transport, settings: Settings, listener: socket.socket) -> None:
+        app = create_app(transport, settings)
         config = uvicorn.Config(
             app,
             access_log=False,
@@ -71,8 +70,8 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start to accept connections; until the model is loaded, requests get its progress."""
-        # When the machine ends a step, the engine's thread must get the GIL soon.
-        sys.setswitchinterval(_SWITCH_SECONDS)
+        # The thread that brings tokens must get the GIL soon.
+        sys.setswitchinterval(SWITCH_SECONDS)
         await super().startup([])  # uvicorn accepts no connections, `_connections` does
         self._connections = Connections(
             self._listener,
@@ -99,10 +98,6 @@ class Server(uvicorn.Server):
         """Handle SIGINT or SIGTERM."""
         self._again = self.received is not None
         self.received = sig
-        if self._again and self.service.is_loading:
-            # No request can be lost yet, and a shutdown would wait for the end of a download.
-            signal.signal(sig, signal.SIG_DFL)
-            signal.raise_signal(sig)
         self._event_loop.call_soon_threadsafe(self._on_signal)
 
     def _on_signal(self) -> None:
@@ -116,25 +111,20 @@ class Server(uvicorn.Server):
         if self.service.status is not Status.READY:
             self.should_exit = True
             return
-        # Garbage collections stop all threads. Exclude the objects of the loaded model, which live
-        # for ever, and collect rarely: an ended request leaves few objects in cycles. But 50,000
-        # objects take 25 ms, and the launch behind the running one covers 5.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
-        llm, settings = self.service.llm, self.service.settings
-        blocks = llm.engine.blocks
+        freeze_heap()
+        facts = self.service.model.facts
+        limits = facts.limits
         log(
             NOTICE,
             "ready",
             url=self._url,
-            model=settings.model_names,
-            machine=llm.runner.machine.name,
-            dtype=llm.runner.dtype.name,
-            context=llm.max_model_len,
-            kv_tokens=blocks.num_blocks * blocks.block_size,
-            kv_blocks=blocks.num_blocks,
-            sequences=llm.runner.max_num_seqs,
+            model=self.service.settings.model_names,
+            machine=facts.machine,
+            dtype=facts.dtype,
+            context=limits.max_model_len,
+            kv_tokens=limits.num_blocks * limits.block_size,
+            kv_blocks=limits.num_blocks,
+            sequences=facts.max_num_seqs,
             seconds=time.perf_counter() - began,
         )
 
@@ -153,22 +143,27 @@ class Server(uvicorn.Server):
 def serve(load_model: LoadModel, settings: Settings, host: str, port: int, log_level: int) -> int:
     """Serve until a signal arrives, and return the exit code of the process.
 
-    `load_model(progress)` makes the LLM. Port 0 takes a free port. Records below `log_level` are
-    not written to stderr. At a loopback address, only its names and `settings.allowed_hosts` are
-    answered, though `settings.allowed_hosts` is None.
+    `load_model(progress)` makes the LLM, in a process of its own (EngineProcess). Port 0 takes a
+    free port. Records below `log_level` are not written to stderr. At a loopback address, only its
+    names and `settings.allowed_hosts` are answered, though `settings.allowed_hosts` is None.
 
     Raises:
         OSError: the address is not available, or a certificate cannot be used.
         EngineEnded: the engine stopped for good.
         Exception: any error of `load_model`.
     """
-    with logging_to_stderr(log_level):
-        listener = listen(host, port)
-        if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
-            names = () if is_address(host) else (host,)
-            settings = replace(settings, allowed_hosts=(*names, *(settings.allowed_hosts or ())))
-        server = Server(load_model, settings, listener)
-        server.run()
+    transport = EngineProcess(load_model, log_level)
+    try:
+        with logging_to_stderr(log_level):
+            listener = listen(host, port)
+            if ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+                names = () if is_address(host) else (host,)
+                allowed = (*names, *(settings.allowed_hosts or ()))
+                settings = replace(settings, allowed_hosts=allowed)
+            server = Server(transport, settings, listener)
+            server.run()
+    finally:
+        transport.give_up()
     if server.service.failure is not None:
         raise server.service.failure
     return EXIT_INTERRUPTED if server.received == signal.SIGINT else 0

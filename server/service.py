@@ -12,7 +12,10 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from megavm.server.engine_loop import EngineEnded, EngineLoop, Generation
+from megavm.sampling_params import SamplingParams
+from megavm.server.engine.client import EngineClient, EngineEnded, Transport
+from megavm.server.engine.generation import Generation
+from megavm.server.engine.messages import Loading, ModelFacts
 from megavm.server.errors import (
     bad_request,
     context_exceeded,
@@ -30,20 +33,13 @@ from megavm.server.protocol import (
 )
 from megavm.server.settings import Settings
 from megavm.server.tools.parsers import PARSERS, detect_parser
-from megavm.tokenizer import LONG_TEXT, check_template_kwargs
+from megavm.tokenizer import LONG_TEXT, Tokenizer, check_template_kwargs
 
 if TYPE_CHECKING:
-    from megavm.llm import LLM
-    from megavm.sampling_params import SamplingParams
-    from megavm.scheduler.engine.restriction import Restriction
     from megavm.scheduler.engine.step import Ints
-    from megavm.scheduler.llama.graph import Bucket
-    from megavm.scheduler.run.runner import Progress, Runner
     from megavm.server.tools.parser import ToolParser
-    from megavm.tokenizer import Tokenizer
 
 Result = TypeVar("Result")
-LoadModel = Callable[["Progress"], "LLM"]
 
 _LAST_WORDS_SECONDS: Final = 5.0  # time to send the last answers after the engine has stopped
 _REMEMBERED_PARAMS: Final = 64  # sampling parameters of requests
@@ -58,60 +54,26 @@ class Status(Enum):
     FAILED = "failed"
 
 
-def _stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
-    """Programs that can run all steps of a kind and so many rows until those have their own.
+class ServedModel:
+    """What the event loop has of the model: its tokenizer, and facts about it.
 
-    The first has the most rows: it runs all smaller steps, and larger ones in parts. It is slowest
-    for the fewest, whose programs come next.
+    Attributes:
+        facts: what the engine has said of it.
+        tokenizer: the model's tokenizer, of this process.
     """
-    *fewer, most = _usual_rows(runner.max_num_batched_tokens)
-    return [runner.stand_in(rows, sampled=sampled) for rows in (most, *fewer)]
 
+    def __init__(self, facts: ModelFacts) -> None:
+        self.facts = facts
+        self.tokenizer = Tokenizer(facts.directory, facts.chat_template)
+        self.tokenizer.remember_texts()
 
-def _larger_stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
-    """Programs that can run all steps of more rows than the others, most rows first."""
-    from megavm.scheduler.run.stand_ins import STAND_IN_FACTOR, STAND_IN_ROWS
+    def default_params(self, **given: Any) -> SamplingParams:
+        """See `LLM.default_params`.
 
-    found, rows = [], runner.max_num_batched_tokens
-    while rows > STAND_IN_ROWS:
-        found.append(runner.stand_in(rows, sampled=sampled))
-        rows //= STAND_IN_FACTOR
-    return found
-
-
-def _other_programs(runner: Runner, sampled: bool) -> list[Bucket]:
-    """Programs of the kind that the default parameters do not need, on a GPU for most kernels.
-
-    The first can run all steps of this kind.
-    """
-    most = runner.max_num_batched_tokens
-    usual = _usual_rows(most)
-    rows = dict.fromkeys((usual[-1], *usual, min(2 * usual[-1], most), most))
-    return [runner.stand_in(count, sampled=sampled) for count in rows]
-
-
-def _first_programs(runner: Runner, sampled: bool) -> list[Bucket]:
-    """Programs that are compiled before the server is ready.
-
-    With those that sample no step waits for its program, with the others no greedy one.
-    """
-    bucket = partial(runner.bucket, sampled=sampled)
-    found = [bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
-    for rows in _usual_rows(runner.max_num_seqs):
-        found.append(bucket(rows, rows, 1, decode=True))
-    return found + _stand_ins(runner, sampled)[:2]
-
-
-def _usual_rows(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most` and STAND_IN_ROWS. Larger steps are compiled on first use."""
-    from megavm.scheduler.run.stand_ins import STAND_IN_ROWS
-
-    most = min(most, STAND_IN_ROWS)
-    return [*(1 << i for i in range((most - 1).bit_length())), most]
-
-
-class _Unwanted(Exception):
-    """Raised while loading when the server must end before the model is loaded."""
+        Raises:
+            ValueError: a value is out of range.
+        """
+        return SamplingParams.from_generation_config(self.facts.generation, **given)
 
 
 class Service:
@@ -125,16 +87,16 @@ class Service:
         created: when the server was made, in seconds since 1970.
     """
 
-    def __init__(self, load_model: LoadModel, settings: Settings) -> None:
+    def __init__(self, transport: Transport, settings: Settings) -> None:
         self.settings = settings
-        self.metrics = Metrics(settings.model_names[0], self._engine)
+        self.metrics = Metrics(settings.model_names[0])
         self.progress = "starting"
         self.failure: BaseException | None = None
         self.created = int(time.time())
-        self._load_model = load_model
+        self._transport = transport
         self._status = Status.LOADING
-        self._llm: LLM | None = None
-        self._loop: EngineLoop | None = None
+        self._model: ServedModel | None = None
+        self._client: EngineClient | None = None
         self._loading: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()  # loading has ended, with or without success
         self._in_flight = 0
@@ -144,42 +106,37 @@ class Service:
         # the cores to the machine.
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="megavm-reader")
         self._params = lru_cache(_REMEMBERED_PARAMS)(self._make_params)
-        # Another one for grammars: a long one delays only other grammars.
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="megavm-grammars")
 
     # Loading, status and shutdown.
 
     @property
     def status(self) -> Status:
         """The state of the server."""
-        if self._loop is not None and self._loop.broken is not None:
+        if self._client is not None and self._client.broken is not None:
             return Status.FAILED
         return self._status
 
     @property
-    def llm(self) -> LLM:
+    def model(self) -> ServedModel:
         """The model.
 
         Raises:
             ApiError: the server takes no requests now.
         """
         self._require_ready()
-        assert self._llm is not None
-        return self._llm
+        assert self._model is not None
+        return self._model
 
     @property
-    def engine_loop(self) -> EngineLoop:
-        """The engine's thread.
+    def engine(self) -> EngineClient:
+        """The engine.
 
         Raises:
             ApiError: the server takes no requests now.
         """
         self._require_ready()
-        assert self._loop is not None
-        return self._loop
-
-    def _engine(self) -> Any:
-        return None if self._loop is None else self._loop.engine
+        assert self._client is not None
+        return self._client
 
     def _require_ready(self) -> None:
         status = self.status
@@ -190,12 +147,13 @@ class Service:
         if status is Status.DRAINING:
             raise unavailable("The server is shutting down.", "draining")
         if status is Status.FAILED:
-            cause = self.failure if self._loop is None else self._loop.broken
-            raise unavailable(f"The server cannot go on: {cause}", "failed")
+            broken = None if self._client is None else self._client.broken
+            raise unavailable(f"The server cannot go on: {broken or self.failure}", "failed")
 
     def start(self) -> None:
         """Start to load the model."""
-        self._loading = asyncio.create_task(self._load())
+        self._client = EngineClient(self._transport, self._report)
+        self._loading = asyncio.create_task(self._load(self._client))
 
     @property
     def is_loading(self) -> bool:
@@ -206,65 +164,49 @@ class Service:
         """Wait until loading has ended; `failure` is set if it failed."""
         await self._ended.wait()
 
-    async def _load(self) -> None:
+    async def _load(self, client: EngineClient) -> None:
         began = time.perf_counter()
         try:
-            llm = await asyncio.to_thread(self._load_and_warm_up)
-        except _Unwanted:
-            log(logging.INFO, "loading was given up")
+            facts = await client.loaded()
+            if facts is None:
+                log(logging.INFO, "loading was given up")
+                return
+            self._model = await asyncio.to_thread(ServedModel, facts)
         except Exception as error:
             self.failure = error
             self._status = Status.FAILED
         else:
-            self._llm = llm
-            self._loop = EngineLoop(llm.engine, self.metrics.of_engine)
+            self.metrics.engine_process = facts.process
             if self._status is Status.LOADING:
                 self._status = Status.READY
             log(logging.INFO, "loaded", seconds=time.perf_counter() - began)
         finally:
             self._ended.set()
 
-    def _load_and_warm_up(self) -> LLM:
-        """Load the model and compile programs of usual sizes, so that requests need not wait.
-
-        They are of the kind that the default parameters need. Programs that sample run greedy
-        steps as well. Requests that sample wait for the first that can run them all.
-        """
-        llm = self._load_model(self._report)
-        self._report("reading the tokenizer for grammars", 0, 1)
-        llm.restrictions.prepare()
-        self._report("reading the texts of tokens", 0, 1)
-        llm.tokenizer.remember_texts()
-        runner, sampled = llm.runner, llm.samples_by_default
-        buckets = _first_programs(runner, sampled)
-        for done, bucket in enumerate(buckets):
-            self._report("compiling programs", done, len(buckets))
-            runner.program(bucket)
-        others = _other_programs(runner, not sampled)
-        first, last = ([], others) if sampled else (others[:1], others[1:])
-        if not runner.options(1).fixed_order:  # else nothing stands in
-            first += [*_larger_stand_ins(runner, sampled), *_stand_ins(runner, sampled)]
-        runner.compile_ahead(first, sampled=sampled)
-        runner.prepare(last, last=True)
-        return llm
-
     async def broken(self) -> None:
         """Wait until the engine has stopped for good and clients have their answers.
 
         Sets `failure`.
         """
-        loop = self.engine_loop
-        await loop.ended.wait()
-        self.failure = EngineEnded(loop.broken or "", loop.engine.lost)
-        log(logging.CRITICAL, "ending", cause=loop.broken, requests=self._in_flight)
+        client = self.engine
+        await client.ended.wait()
+        self.failure = EngineEnded(client.broken)
+        log(logging.CRITICAL, "ending", cause=client.broken, requests=self._in_flight)
         await self._wait_idle(_LAST_WORDS_SECONDS)
 
-    def _report(self, phase: str, done: int, total: int) -> None:
-        if self._status is not Status.LOADING:
-            raise _Unwanted
+    def _report(self, loading: Loading) -> None:
+        phase, done, total = loading.phase, loading.done, loading.total
         if self.progress.partition(" (")[0] != phase:
             log(logging.INFO, "loading", phase=phase)
         self.progress = f"{phase} ({done} of {total})" if total > 1 else phase
+
+    async def metrics_text(self) -> bytes:
+        """All metrics in Prometheus's text format; those of the engine when it can tell them."""
+        engine = None
+        if self._client is not None:
+            with suppress(EngineEnded):
+                engine = await self._client.metrics()
+        return self.metrics.text(engine)
 
     async def drain(self) -> None:
         """Refuse new requests and wait for running ones, at most for the shutdown timeout.
@@ -274,6 +216,8 @@ class Service:
         if self._status is not Status.FAILED:
             self._status = Status.DRAINING
         log(logging.INFO, "draining", requests=self._in_flight)
+        if self.is_loading and self._client is not None:
+            self._client.give_up()
         timeout = self.settings.shutdown_timeout
         if await self._wait_idle(timeout):
             return
@@ -283,8 +227,8 @@ class Service:
 
     def abort(self) -> None:
         """End all running requests with an error."""
-        if self._loop is not None:
-            self._loop.fail_all(unavailable("The server is shutting down.", "draining"))
+        if self._client is not None:
+            self._client.fail_all(unavailable("The server is shutting down.", "draining"))
 
     async def _wait_idle(self, seconds: float) -> bool:
         with suppress(TimeoutError):
@@ -293,15 +237,13 @@ class Service:
         return self._idle.is_set()
 
     async def close(self) -> None:
-        """End the engine's thread and release the model."""
-        if self._loading is not None:
+        """End the engine."""
+        if self._client is not None and self._loading is not None:
+            if self.is_loading:
+                self._client.give_up()
             await self._loading
-        if self._loop is not None:
-            await self._loop.stop()
-        if self._llm is not None and not self._llm.engine.lost:
-            self._llm.close()
+            await self._client.close_all()
         self._reader.shutdown(wait=False, cancel_futures=True)
-        self._compiler.shutdown(wait=False, cancel_futures=True)
 
     def enter(self) -> None:
         """Count a request that `drain` must wait for."""
@@ -319,7 +261,7 @@ class Service:
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
-        return self.llm.tokenizer
+        return self.model.tokenizer
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """`LLM.default_params`; those of recent requests with the same values are used again.
@@ -330,17 +272,15 @@ class Service:
         try:
             return self._params(frozenset(given.items()))
         except TypeError:  # a list or a dict is among them
-            return self.llm.default_params(**given)
+            return self.model.default_params(**given)
 
     def _make_params(self, given: frozenset[tuple[str, Any]]) -> SamplingParams:
-        return self.llm.default_params(**dict(given))
+        return self.model.default_params(**dict(given))
 
     @property
     def context(self) -> int:
         """Length in tokens of the longest possible sequence, prompt included."""
-        llm = self.llm
-        blocks = llm.engine.blocks
-        return min(llm.max_model_len, blocks.num_blocks * blocks.block_size + 1)
+        return self.model.facts.limits.max_prompt_len + 1
 
     async def encode(
         self, text: str, field: str | None, add_special_tokens: bool = True
@@ -474,7 +414,7 @@ class Service:
     @property
     def max_sequences(self) -> int:
         """Largest number of sequences that may run or wait at the same time."""
-        return self.llm.runner.max_num_seqs + self.settings.max_queue
+        return self.model.facts.max_num_seqs + self.settings.max_queue
 
     def admit(self, sequences: int) -> None:
         """Check that the queue has room for this many more sequences.
@@ -482,7 +422,7 @@ class Service:
         Raises:
             ApiError: the queue is full, or is too small even when empty.
         """
-        present, limit = self.engine_loop.num_sequences, self.max_sequences
+        present, limit = self.engine.num_sequences, self.max_sequences
         if sequences > limit:
             raise bad_request(
                 f"the request asks for {sequences} completions at once, {limit} are possible"
@@ -498,67 +438,56 @@ class Service:
         Raises:
             ApiError: a prompt cannot be continued.
         """
-        checked, context = [], self.context
+        checked, context, limits = [], self.context, self.model.facts.limits
         for i, prompt in enumerate(prompts):
             try:
-                given = self.llm.engine.truncate(prompt, params)
+                given = limits.truncate(prompt, params)
             except ValueError as error:
                 raise bad_request(str(error), "truncate_prompt_tokens") from error
             if len(given) >= context:
                 raise context_exceeded(context, len(given), params.max_tokens or 1, field)
             try:
-                checked.append(self.llm.engine.validate(given, params))
+                checked.append(limits.validate(given, params))
             except ValueError as error:
                 where = f"{field} {i}: " if len(prompts) > 1 else ""
                 raise bad_request(f"{where}{error}", field) from error
         return checked
 
-    async def restriction(
-        self, body: GenerationRequest, params: SamplingParams
-    ) -> Restriction | None:
-        """The compiled restriction of the tokens that may be chosen, from the parameters of a body.
-
-        Raises:
-            ApiError: a grammar is refused or takes too long, or a token id is unknown.
-        """
-        if not params.restricts:
-            return None
-        loop, timeout = asyncio.get_running_loop(), self.settings.request_timeout
-        compiler = self.llm.restrictions
-        try:
-            async with asyncio.timeout(timeout):
-                return await loop.run_in_executor(self._compiler, compiler.compile, params)
-        except TimeoutError as error:
-            raise timed_out(timeout) from error
-        except ValueError as error:
-            raise bad_request(str(error), body.blamed(str(error))) from error
-
-    def generation(
-        self,
-        prompts: Sequence[Ints],
-        params: SamplingParams,
-        *,
-        whole: bool,
-        restriction: Restriction | None = None,
+    async def generate(
+        self, body: GenerationRequest, prompts: Sequence[Ints], params: SamplingParams
     ) -> Generation:
         """Queue the generation of a request, for prompts from `check_prompts`.
 
-        `restriction`: from `restriction`, for the same parameters.
+        The caller must close it (`close_generation`).
 
         Raises:
-            ApiError: the queue is full.
+            ApiError: the queue is full, a grammar is refused or takes too long, or a token id is
+                unknown.
         """
         self.admit(len(prompts) * params.n)
-        generation = Generation(prompts, params, whole, restriction)
-        self.engine_loop.submit(generation)
+        generation = Generation(prompts, params, whole=not body.stream)
+        self.engine.submit(generation)
+        if not params.restricts:
+            return generation
+        timeout = self.settings.request_timeout
+        try:
+            async with asyncio.timeout(timeout):
+                await generation.accepted()
+        except BaseException as error:
+            self.close_generation(generation)
+            if isinstance(error, TimeoutError):
+                raise timed_out(timeout) from error
+            if isinstance(error, ValueError):
+                raise bad_request(str(error), body.blamed(str(error))) from error
+            raise
         return generation
 
     @property
-    def plain_writer(self) -> EngineLoop | None:
+    def plain_writer(self) -> EngineClient | None:
         """The writer of the plain events of a queued generation, also while the server drains."""
-        return self._loop
+        return self._client
 
     def close_generation(self, generation: Generation) -> None:
         """Forget a generation and abort its unfinished sequences."""
-        if self._loop is not None:
-            self._loop.close(generation)
+        if self._client is not None:
+            self._client.close(generation)

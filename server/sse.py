@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from megavm.server.connections import CONNECTION
-from megavm.server.engine_loop import Batch, EngineLoop, Generation
+from megavm.server.engine.client import EngineClient
+from megavm.server.engine.generation import Batch, Generation
 from megavm.server.errors import ApiError, fault, note_error, timed_out, to_json
 from megavm.server.event_streams import writable_socket
 from megavm.server.logs import logger
@@ -95,7 +96,7 @@ class EventStream(Response):
     """Streams a generation: events as they arrive, and the renderer's last ones after an error.
 
     Calls `close` when the stream ends or the client goes away. `timeout` is the limit of the whole
-    stream in seconds. `engine_loop`: what can write plain events without the event loop.
+    stream in seconds. `plain_writer`: what can write plain events without the event loop.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class EventStream(Response):
         renderer: Renderer,
         close: Callable[[], None],
         timeout: float,
-        engine_loop: EngineLoop | None = None,
+        plain_writer: EngineClient | None = None,
     ) -> None:
         # Without Response.__init__, which makes headers of a body.
         self.status_code = 200
@@ -114,7 +115,7 @@ class EventStream(Response):
         self._renderer = renderer
         self._close = close
         self._timeout = timeout
-        self._engine_loop = engine_loop
+        self._plain_writer = plain_writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -150,11 +151,11 @@ class EventStream(Response):
         while batch := await generation.next_batch():
             body = renderer.render(batch)
             await send({"type": "http.response.body", "body": body, "more_body": True})
-            if self._engine_loop is None or generation.finished:
+            if self._plain_writer is None or generation.finished:
                 continue
             template, connection = renderer.template, _plain_connection(scope)
             if template is not None and connection is not None:
-                await self._engine_loop.write_plain(
+                await self._plain_writer.write_plain(
                     generation, connection, template.head, template.tail
                 )
 

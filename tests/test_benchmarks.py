@@ -20,10 +20,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
             "down 2048 x 8192",
         ),
         ("program_compile.py --model 1b --step 512x1 --rounds 1", "512x1"),
-        (
-            "server_requests.py --clients 4 --waves 1 --output 8 --objects 700 --rounds 1",
-            "'collections'",
-        ),
         ("host_waves.py --waves 2 --batches 8 --event-loops asyncio", "TTFT ms"),
         ("host_pace.py --tokens 120 --batches 8 --paths engine masks masks-first", "collect us"),
         ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
@@ -64,7 +60,6 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
     ids=[
         "cpu_kernels",
         "program_compile",
-        "server_requests",
         "host_waves",
         "host_pace",
         "step_sizes",

@@ -42,6 +42,7 @@ from megavm.scheduler.engine.executor import PlanExecutor
 from megavm.scheduler.engine.logprobs import token_logprobs
 from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.planner import Planner
+from megavm.scheduler.engine.prompt_limits import PromptLimits
 from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.sequence import (
     Delta,
@@ -49,13 +50,11 @@ from megavm.scheduler.engine.sequence import (
     Sequence,
     State,
     TokenIds,
-    stop_token_ids,
 )
 from megavm.scheduler.engine.step import Floats, Ints, Plan, Step, StepRunner
 from megavm.scheduler.engine.step_queue import StepQueue
 from megavm.scheduler.engine.step_thread import StepThread
 from megavm.scheduler.engine.text import Decoder, TextStream
-from megavm.vm.config import MAX_STOP_TOKENS
 from megavm.vm.machine import MachineFault, MachineLost
 
 if TYPE_CHECKING:
@@ -103,6 +102,14 @@ class Engine:
             raise ValueError(f"steps_per_launch is {steps_per_launch}, expected at least 1")
         self.runner = runner
         self.eos_token_ids = tuple(eos_token_ids)
+        self.limits = PromptLimits(
+            runner.max_model_len,
+            runner.num_blocks,
+            runner.block_size,
+            runner.vocab_size,
+            self.eos_token_ids,
+            new_decoder is not None,
+        )
         self.blocks = BlockManager(runner.num_blocks, runner.block_size, prefix_caching)
         self.planner = Planner(
             runner.max_num_seqs,
@@ -129,11 +136,6 @@ class Engine:
     # Requests.
 
     @property
-    def max_prompt_len(self) -> int:
-        """Length in tokens of the longest prompt that leaves room for one more token."""
-        return min(self.runner.max_model_len - 1, self.blocks.num_blocks * self.blocks.block_size)
-
-    @property
     def has_work(self) -> bool:
         """Whether ``step`` has work to do or deltas to return."""
         return bool(
@@ -150,72 +152,6 @@ class Engine:
         """Sequences that wait for a slot or for KV blocks."""
         return len(self.planner.waiting)
 
-    def truncate(self, prompt: TokenIds, params: SamplingParams) -> TokenIds:
-        """The last ``params.truncate_prompt_tokens`` tokens of the prompt, or the whole prompt.
-
-        Raises ValueError when ``params.max_tokens`` leaves no room for a prompt.
-        """
-        most = params.truncate_prompt_tokens
-        if most is None:
-            return prompt
-        if most == -1:
-            longest = self.max_prompt_len + 1
-            most = longest - (params.max_tokens or 1)
-            if most < 1:
-                raise ValueError(
-                    f"truncate_prompt_tokens is -1, and max_tokens={params.max_tokens} leaves no"
-                    f" room for a prompt in the context of {longest} tokens"
-                )
-        return prompt[-most:]
-
-    def validate(self, prompt: TokenIds, params: SamplingParams) -> Ints:
-        """The prompt as int32 array, truncated as ``params`` ask.
-
-        Raises ValueError when a request with this prompt and these parameters can never run.
-        """
-        prompt = self.truncate(prompt, params)
-        length, runner = len(prompt), self.runner
-        if length >= runner.max_model_len:
-            raise ValueError(
-                f"the prompt has {length} tokens; the context of {runner.max_model_len} must hold"
-                " it and at least one token more"
-            )
-        if length > self.max_prompt_len:
-            raise ValueError(
-                f"the prompt has {length} tokens; the KV cache has room for {self.max_prompt_len} "
-                f"({runner.num_blocks} blocks of {runner.block_size})"
-            )
-        stops = stop_token_ids(params, self.eos_token_ids)
-        if len(stops) > MAX_STOP_TOKENS:
-            raise ValueError(
-                f"stop_token_ids and the model's end-of-sequence ids are {len(stops)} tokens, "
-                f"at most {MAX_STOP_TOKENS} are possible"
-            )
-        if params.stop_strings and self._new_decoder is None:
-            raise ValueError("stop strings need a tokenizer, and there is none: use stop_token_ids")
-        return self._check_tokens(prompt)
-
-    def _check_tokens(self, prompt: TokenIds) -> Ints:
-        if len(prompt) == 0:
-            raise ValueError("the prompt is empty: it must hold at least one token")
-        try:
-            wide = np.asarray(prompt)
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"the prompt is not a list of token ids: {error}") from error
-        if wide.ndim != 1 or wide.dtype.kind not in "iu":
-            raise ValueError(
-                "the prompt is not a list of token ids: it holds"
-                f" {wide.dtype} of shape {wide.shape}"
-            )
-        bad = (wide < 0) | (wide >= self.runner.vocab_size)
-        if np.count_nonzero(bad):
-            first = int(bad.argmax())
-            raise ValueError(
-                f"token id {int(wide[first])} at position {first} is outside the vocabulary "
-                f"[0, {self.runner.vocab_size})"
-            )
-        return wide.astype(np.int32)
-
     def add(
         self,
         prompt: TokenIds,
@@ -230,7 +166,7 @@ class Engine:
 
         Raises ValueError when it can never run, or when another request has the same id.
         """
-        return self.queue(self.validate(prompt, params), params, id, restriction)
+        return self.queue(self.limits.validate(prompt, params), params, id, restriction)
 
     def queue(
         self,
@@ -239,7 +175,7 @@ class Engine:
         id: Hashable = None,
         restriction: Restriction | None = None,
     ) -> Request:
-        """``add`` for a prompt that ``validate`` has returned for these parameters.
+        """``add`` for a prompt that ``limits.validate`` has returned for these parameters.
 
         Raises ValueError when another request has the same id.
         """
@@ -537,7 +473,7 @@ class Engine:
         Waits for running launches; the next step returns their deltas. Raises ValueError when the
         text is empty, too long or holds an unknown token, and MachineFault when a step fails.
         """
-        tokens = self._check_tokens(token_ids)
+        tokens = self.limits.check_tokens(token_ids)
         length, runner = len(tokens), self.runner
         room = min(runner.max_model_len, self.blocks.num_blocks * self.blocks.block_size)
         if length > room:

@@ -422,7 +422,7 @@ class LLM:
         checked: list[Prompt] = []
         for i, (text, prompt, one) in enumerate(zip(texts, prompts, params, strict=True)):
             with PromptIndex(i if many else None, "prompt"):
-                tokens = self.engine.validate(prompt, one)
+                tokens = self.engine.limits.validate(prompt, one)
                 if i > 0 and one is checked[-1].params:
                     restriction = checked[-1].restriction
                 else:
@@ -446,7 +446,7 @@ class LLM:
         self, prompt: TokenIds, params: SamplingParams | None
     ) -> Generator[Chunk, None, None]:
         one = self._read_params(params, 1)[0]
-        prompt = self.engine.validate(prompt, one)
+        prompt = self.engine.limits.validate(prompt, one)
         return self._chunks(prompt, one, self.restrictions.compile(one))
 
     def _chunks(

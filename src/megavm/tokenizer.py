@@ -53,6 +53,7 @@ class Tokenizer:
         special_tokens: name to text, such as {"bos_token": "<s>"}; passed to chat templates.
         bos_token_id, eos_token_id: ids of these two tokens, or None.
         chat_template: the Jinja source, or None.
+        template_file: the file that it is from, if that takes the place of the model's; else None.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Tokenizer:
         ) | _named_tokens(config)
         self._template: jinja2.Template | None = None
         self._renders_tools: bool | None = None
+        self.template_file = None if chat_template is None else os.fspath(chat_template)
         if chat_template is None:
             self.chat_template = _read_template(self.directory, config)
             self._template_name = f"the chat template of {self.directory}"

@@ -29,7 +29,7 @@ from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.programs import SWITCH_SECONDS, Programs
 from megavm.scheduler.run.stand_ins import best_stand_in, can_stand_in
-from megavm.server.service import _first_programs
+from megavm.server.engine.warm_up import _first_programs
 from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module

@@ -465,7 +465,7 @@ def test_a_long_text_is_read_while_others_go_on() -> None:
 def test_what_takes_long_is_done_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as server:
         threads: dict[str, set[str]] = {"encode": set(), "decode": set(), "token_text": set()}
-        tokenizer = server.service.llm.tokenizer
+        tokenizer = server.service.tokenizer
         for name, seen in threads.items():
             monkeypatch.setattr(tokenizer, name, _watched(getattr(tokenizer, name), seen))
         echo = {"echo": True, "logprobs": 5, "max_tokens": 1}

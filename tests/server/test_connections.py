@@ -27,6 +27,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megavm.server.connections import possible_connections
+from megavm.server.engine.transport import EngineThread
 from megavm.server.logs import LineFormatter
 from megavm.server.run import Server, listen
 from megavm.server.settings import Settings
@@ -50,7 +51,7 @@ class Running:
         self._go_on = threading.Event()
         listener = listener or listen("127.0.0.1", 0)
         self.port = listener.getsockname()[1]
-        self.server = Server(self._load, Settings(("stuck",), **settings), listener)
+        self.server = Server(EngineThread(self._load), Settings(("stuck",), **settings), listener)
         app = self.server.config.app
         assert isinstance(app, FastAPI)
         app.add_route("/read", _read_body, methods=["POST"])
@@ -368,7 +369,7 @@ def test_a_certificate_that_cannot_be_used_is_named(
             listen("127.0.0.1", 0) as listener,
             pytest.raises(OSError, match="cannot use") as failure,
         ):
-            Server(lambda progress: pytest.fail("it began"), settings, listener)
+            Server(EngineThread(lambda progress: pytest.fail("it began")), settings, listener)
         return str(failure.value)
 
     missing = str(tmp_path / "missing.pem")

@@ -190,7 +190,7 @@ def server() -> Iterator[RunningServer]:
 @contextlib.contextmanager
 def counted(server: RunningServer) -> Iterator[SimpleNamespace]:
     """Counts what the writer writes meanwhile."""
-    streams, counts = server.service.engine_loop._streams, SimpleNamespace(events=0)
+    streams, counts = server.service.engine._streams, SimpleNamespace(events=0)
     write = streams.write
 
     def counting(made: Any, texts: Any) -> None:

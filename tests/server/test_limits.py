@@ -20,6 +20,7 @@ import pytest
 from serving import RunningServer, assert_idle, running, serving, wait_until
 
 from megavm import LLM
+from megavm.scheduler.engine.prompt_limits import PromptLimits
 from megavm.scheduler.llama.hub import resolve
 from megavm.server.auth import ApiKeys
 from megavm.server.hosts import AllowedHosts
@@ -125,7 +126,7 @@ def occupied(server: RunningServer, sequences: int) -> Iterator[None]:
     """As many requests that do not end by themselves."""
     connections = [server.open("/v1/completions", **ENDLESS) for _ in range(sequences)]
     try:
-        wait_until(lambda: server.service.engine_loop.num_sequences == sequences)
+        wait_until(lambda: server.service.engine.num_sequences == sequences)
         yield
     finally:
         for connection in connections:
@@ -200,20 +201,20 @@ def test_a_client_that_goes_away_frees_its_blocks_within_one_step(
     connection = server.open("/v1/completions", **ENDLESS, stream=stream, n=3)
     wait_until(lambda: engine.num_running == 3)
     steps: list[int] = []
-    abort = server.service.engine_loop._abort
+    abort = server.core.loop._abort
 
-    def note_step(generation: Any) -> None:
+    def note_step(key: int) -> None:
         steps.append(engine.counters.launches)
-        abort(generation)
+        abort(key)
         assert engine.blocks.num_held == 0
         steps.append(engine.counters.launches)
 
-    server.service.engine_loop._abort = note_step  # type: ignore[method-assign]
+    server.core.loop._abort = note_step  # type: ignore[method-assign]
     try:
         connection.close()
         wait_until(lambda: len(steps) == 2)
     finally:
-        server.service.engine_loop._abort = abort  # type: ignore[method-assign]
+        server.core.loop._abort = abort  # type: ignore[method-assign]
     assert steps[0] == steps[1]
     assert_idle(server)
 
@@ -448,7 +449,7 @@ def test_a_fault_of_the_server_is_a_500_and_a_traceback_in_the_log(
     def broken(*_: object) -> None:
         raise KeyError("broken")
 
-    monkeypatch.setattr(server.service.llm.engine, "validate", broken)
+    monkeypatch.setattr(PromptLimits, "validate", broken)
     with pytest.raises(openai.InternalServerError):
         server.client().completions.create(model="stories", prompt=PROMPT)
     assert "KeyError: 'broken'" in caplog.text

@@ -68,7 +68,7 @@ def test_more_load_than_there_is_room_for_is_refused_and_not_queued() -> None:
         async def watch() -> None:
             nonlocal most
             while True:
-                most = max(most, server.service.engine_loop.num_sequences)
+                most = max(most, server.service.engine.num_sequences)
                 await asyncio.sleep(0.002)
 
         async def ask(client: openai.AsyncOpenAI) -> int:

@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serving import RunningServer, assert_idle, serving, wait_until
 
 from megavm.profiler.trace import Trace
-from megavm.server.metrics import SECONDS, Histogram
+from megavm.server.engine.metrics import SECONDS, Histogram
 
 PROMPT = "Once upon a time"
 # What dashboards of vLLM show, behind our prefix.

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import http.client
 import json
+import os
 import signal
 import socket
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from server_process import Process, started
 
 STUCK = """
-import logging, time
+import logging, sys, time
 from megavm.server.run import serve
 from megavm.server.settings import Settings
-serve(lambda progress: time.sleep(600), Settings(("stuck",)), "127.0.0.1", 0, logging.INFO)
+load = lambda progress: time.sleep(600)
+sys.exit(serve(load, Settings(("stuck",)), "127.0.0.1", 0, logging.INFO))
 """
 # `megavm serve` whose machine fails for good in its 20th run.
 FAILING = """
@@ -164,13 +167,12 @@ def test_ctrl_c_ends_a_server_as_it_ends_every_command() -> None:
         assert len(server.said.splitlines()) == 1
 
 
-def test_a_second_signal_ends_a_server_whose_model_does_not_come() -> None:
+def test_a_signal_ends_a_server_whose_model_does_not_come() -> None:
     server = Process(program=("-c", STUCK))
     try:
         server.wait_for(" listening ")
-        server.process.send_signal(signal.SIGINT)
-        server.wait_for(" draining ")
-        assert server.end(signal.SIGINT) == -signal.SIGINT
+        assert server.end(signal.SIGINT) == 130
+        assert "loading was given up" in server.said
         assert "Traceback" not in server.said
     finally:
         server.process.kill()
@@ -236,6 +238,95 @@ def test_a_machine_that_fails_again_and_again_ends_the_process() -> None:
         assert "Traceback" not in server.said
     finally:
         server.process.kill()
+
+
+def engine_process(server: Process) -> int:
+    """The id of the server's only child."""
+    pid = server.process.pid
+    (child,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return int(child)
+
+
+def test_an_engine_whose_process_is_killed_ends_the_server_after_everybody_was_told() -> None:
+    with started() as server:
+        server.wait_for(" ready ")
+        connections = [server.connect() for _ in range(2)]
+        fields = {"prompt": "Once upon", "max_tokens": 900, "ignore_eos": True}
+        stream = post(connections[0], **fields, stream=True)
+        assert stream.readline().startswith(b"data: {")
+        connections[1].request(
+            "POST", "/v1/completions", json.dumps(fields), {"content-type": "application/json"}
+        )
+        time.sleep(0.1)
+        os.kill(engine_process(server), signal.SIGKILL)
+        said = "the engine's process has ended: SIGKILL"
+        *_, error, done, nothing = stream.read().split(b"\n\n")
+        assert json.loads(error[len(b"data: ") :])["error"]["message"] == said
+        assert (done, nothing) == (b"data: [DONE]", b"")
+        whole = connections[1].getresponse()
+        assert (whole.status, json.loads(whole.read())["error"]["message"]) == (500, said)
+        for connection in connections:
+            connection.close()
+        assert server.end() == 2
+        assert server.said.splitlines()[-1] == f"megavm: error: {said}"
+        assert "Traceback" not in server.said
+
+
+def test_an_engine_whose_process_is_killed_while_it_loads_is_no_model() -> None:
+    server = Process(program=("-c", STUCK))
+    try:
+        server.wait_for(" listening ")
+        os.kill(engine_process(server), signal.SIGKILL)
+        assert server.end() != 0
+        assert "the engine's process has ended: SIGKILL" in server.said
+    finally:
+        server.process.kill()
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_the_engines_process_ends_with_its_server(signal_number: int) -> None:
+    with started() as server:
+        server.wait_for(" ready ")
+        child = engine_process(server)
+        connection = server.connect()
+        answer = post(connection, prompt="Once", max_tokens=900, ignore_eos=True, stream=True)
+        assert answer.readline().startswith(b"data: {")
+        # A supervisor may tell both; the server decides when its engine ends.
+        os.kill(child, signal.SIGTERM)
+        os.kill(child, signal.SIGINT)
+        assert answer.readline() == b"\n"
+        server.process.send_signal(signal_number)
+        if signal_number == signal.SIGTERM:
+            assert answer.read().endswith(b"data: [DONE]\n\n")
+        connection.close()
+        server.process.wait(60)
+        end = time.monotonic() + 10
+        while is_alive(child):
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process is there and no zombie."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_metrics_tell_of_both_processes() -> None:
+    with started() as server:
+        server.wait_for(" ready ")
+        connection = server.connect()
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode().splitlines()
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        own, engine = (
+            float(values[f"{of}process_resident_memory_bytes"]) for of in ("", "engine_")
+        )
+        # The process that answers clients has neither torch nor a model.
+        assert 20e6 < own < 150e6 < engine
+        connection.close()
 
 
 def refused(*arguments: str) -> str:

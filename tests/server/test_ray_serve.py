@@ -72,7 +72,7 @@ def server(example: Any) -> Iterator[RunningServer]:
         )
         serve.start(http_options={"host": "127.0.0.1", "port": port})
         deploy(example)
-        yield RunningServer(port, cast(Any, None), cast(Any, None))
+        yield RunningServer(port, *[cast(Any, None)] * 3)
     finally:
         with contextlib.suppress(Exception):
             serve.shutdown()
@@ -103,7 +103,7 @@ def failing_replica(replica: type) -> type:
             def lose(*arguments: object) -> None:
                 raise MachineLost("the machine is lost")
 
-            self._service.llm.runner.run = lose
+            self._engine.core.llm.runner.run = lose
             return cast(str, self._id)
 
     return Failing

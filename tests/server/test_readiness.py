@@ -63,7 +63,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], threading
 @contextlib.contextmanager
 def noting(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Bucket]]:
     """The buckets of the programs that run meanwhile."""
-    runner = server.service.llm.runner
+    runner = server.llm.runner
     used: list[Bucket] = []
     loaded = runner._loaded
 
@@ -89,7 +89,7 @@ def test_there_will_be_a_program_for_all_steps_of_each_usual_number_of_rows(
     """Whatever their context, and whether they sample."""
     by_default(default)
     with serving() as server:
-        runner = server.service.llm.runner
+        runner = server.llm.runner
 
         def ready(bucket: Bucket) -> bool:
             return bucket in set(runner._programs)
@@ -106,7 +106,7 @@ def test_there_will_be_a_program_for_all_steps_of_each_usual_number_of_rows(
 def test_there_will_be_a_program_for_all_steps_of_more_rows() -> None:
     """So that the first prompts of a server do not run in parts of a few rows."""
     with serving(max_num_batched_tokens=1000) as server:
-        runner = server.service.llm.runner
+        runner = server.llm.runner
         for sampled in (True, False):
             for rows in range(65, 1001, 11):
                 own = runner.bucket(
@@ -126,8 +126,8 @@ def test_a_server_is_ready_with_programs_of_the_kind_that_its_defaults_need(
     by_default(default)
     go_on = held(not default)
     with serving() as server:
-        runner = server.service.llm.runner
-        assert server.service.llm.samples_by_default == default
+        runner = server.llm.runner
+        assert server.llm.samples_by_default == default
         assert {bucket.sampled for bucket in set(runner._programs)} == {default}
         assert runner.stand_in(sampled=default) in set(runner._programs)
         assert not runner.is_coming(sampled=default)
@@ -139,7 +139,7 @@ def test_greedy_requests_run_by_programs_that_sample_until_theirs_are_ready(
 ) -> None:
     go_on = held(False)
     with serving() as server:
-        runner = server.service.llm.runner
+        runner = server.llm.runner
         with noting(server, monkeypatch) as used:
             first = complete(server, temperature=0)
         assert used
@@ -164,7 +164,7 @@ def test_requests_that_sample_wait_for_their_programs_where_greedy_is_the_defaul
     by_default(False)
     go_on = held(True)
     with serving() as server:
-        runner = server.service.llm.runner
+        runner = server.llm.runner
         assert runner.is_coming(sampled=True)
         texts: list[str] = []
         with noting(server, monkeypatch) as used:

@@ -44,7 +44,7 @@ def server(options: dict[str, Any], right: list[str]) -> Iterator[RunningServer]
 
 @pytest.fixture(scope="module")
 def sabotage(server: RunningServer) -> Sabotage:
-    return Sabotage(server.service.llm.runner)
+    return Sabotage(server.llm.runner)
 
 
 @pytest.fixture(scope="module")
@@ -137,13 +137,13 @@ def test_a_machine_that_fails_at_every_step_ends_the_engine(
 
     monkeypatch.setattr(Service, "broken", broken_and_looked_at)
     with impatient_machines(), serving(**options) as server:
-        Sabotage(server.service.llm.runner).fail(*range(100))
-        engine_loop = server.service.engine_loop
+        Sabotage(server.llm.runner).fail(*range(100))
+        engine = server.service.engine
         for _ in range(5):
             assert server.get("/health").status == 200
             answer = server.post("/v1/completions", {"prompt": PROMPTS[0], **FIELDS})
             assert answer.status == 500
-        wait_until(lambda: engine_loop.broken is not None)
+        wait_until(lambda: engine.broken is not None)
         assert server.get("/health").json == {"status": "failed"}
         answer = server.post("/v1/completions", {"prompt": PROMPTS[0], **FIELDS})
         assert answer.status == 503

@@ -10,9 +10,8 @@ from typing import Any, cast
 import pytest
 
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.engine.sequence import Delta
 from megavm.server.chat import ChatAnswer
-from megavm.server.engine_loop import Generation
+from megavm.server.engine.generation import Generation, Part
 from megavm.server.errors import failed
 from megavm.server.logs import NOTES
 from megavm.server.protocol import ChatRequest
@@ -42,9 +41,8 @@ def make_stream(timeout: float = 10.0) -> tuple[Generation, EventStream, list[st
 
 
 def give(generation: Generation, token: int, end: bool = False) -> None:
-    delta = Delta(cast(Any, None), 0, [token], [f" word{token}"], [])
-    delta.finish_reason = "length" if end else None
-    generation.add(0, delta)
+    part = Part([token], [f" word{token}"], finish_reason="length" if end else None)
+    generation.add(0, part)
     generation.wake()
 
 

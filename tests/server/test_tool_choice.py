@@ -185,7 +185,7 @@ def test_strict_arguments_follow_the_schema_where_the_model_may_choose(
     with_tools: RunningServer,
 ) -> None:
     """The grammar takes text, a good call, and no bad one."""
-    llm, name = with_tools.service.llm, with_tools.service.settings.tool_call_parser or ""
+    llm, name = with_tools.llm, with_tools.service.settings.tool_call_parser or ""
     call = CALLS[name]
     functions = tuple(Function(f, schema, strict=f == "set_light") for f, schema in SCHEMAS.items())
     parser = PARSERS[name]

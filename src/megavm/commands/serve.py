@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import sys
 from typing import TYPE_CHECKING, Final
 
 from megavm.commands.options import (
@@ -19,7 +18,6 @@ from megavm.commands.options import (
     length,
     number,
 )
-from megavm.commands.terminal import EXIT_ERROR, print_error
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
@@ -154,12 +152,10 @@ def declare(megavm: Parser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until a signal arrives, and return the exit code.
 
-    Ends the process at once when the machine is lost.
-
     Raises:
-        EngineEnded: the machine has failed too often in a row.
+        EngineEnded: the machine is lost or has failed too often in a row, or the engine's process
+            has ended.
     """
-    from megavm.server.engine_loop import EngineEnded
     from megavm.server.logs import NOTICE
     from megavm.server.run import serve
     from megavm.server.settings import Settings
@@ -214,15 +210,7 @@ def run(arguments: argparse.Namespace) -> int:
             **{name: given[name] for name in engine if given[name] is not None},
         )
 
-    try:
-        return serve(load_model, settings, arguments.host, arguments.port, level)
-    except EngineEnded as error:
-        if not error.lost:
-            raise
-        # Releasing the resources of a lost context may fail or block forever.
-        print_error(error)
-        sys.stderr.flush()
-        os._exit(EXIT_ERROR)
+    return serve(load_model, settings, arguments.host, arguments.port, level)
 
 
 def _name(model: str) -> str:

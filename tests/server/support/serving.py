@@ -19,6 +19,8 @@ import pytest
 
 from megavm import LLM
 from megavm.scheduler.engine.engine import Engine
+from megavm.server.engine.core import EngineCore
+from megavm.server.engine.transport import EngineThread
 from megavm.server.run import Server, listen
 from megavm.server.service import Service
 from megavm.server.settings import Settings
@@ -88,14 +90,24 @@ class RunningServer:
     port: int
     service: Service
     loop: asyncio.AbstractEventLoop
+    transport: EngineThread
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def core(self) -> EngineCore:
+        """The engine's end, in a thread of this process."""
+        return self.transport.core
+
+    @property
+    def llm(self) -> LLM:
+        return self.core.llm
+
+    @property
     def engine(self) -> Engine:
-        return self.service.llm.engine
+        return self.llm.engine
 
     def client(self, **options: Any) -> openai.OpenAI:
         options = {"api_key": "none", "max_retries": 0, "timeout": WAIT_SECONDS, **options}
@@ -173,12 +185,17 @@ def wait_until(condition: Callable[[], bool], seconds: float = WAIT_SECONDS) -> 
 def assert_idle(server: RunningServer) -> None:
     """Nothing is held any more, and no task is left."""
     engine = server.engine
-    wait_until(lambda: not engine.has_work and not server.service.engine_loop.num_sequences)
-    wait_until(lambda: not server.service.engine_loop._generations)
+    wait_until(lambda: not engine.has_work and not server.service.engine.num_sequences)
+    wait_until(lambda: not server.service.engine._open)
+    assert not server.service.engine._generations
+    assert not server.service.engine._compiling
+    assert not server.core.loop._owners
+    assert not server.core.loop._requests
+    assert not server.core._compiling
     assert engine.blocks.num_held == 0
     assert engine.num_running == engine.num_waiting == 0
     engine.blocks.check()
-    metrics = server.service.metrics.of_engine
+    metrics = server.core.metrics
     assert not metrics._last
     assert not metrics._ended
     # What is left in the event loop: the server itself with two that watch, and this look at it.
@@ -200,7 +217,8 @@ def running(load_model: Callable[..., Any], **settings: Any) -> Iterator[Running
     settings = {"model_names": ("stories",), "max_queue": 256, **settings}
     listener = listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = Server(load_model, Settings(**settings), listener)
+    transport = EngineThread(load_model)
+    server = Server(transport, Settings(**settings), listener)
     loops: list[asyncio.AbstractEventLoop] = []
 
     async def serve() -> None:
@@ -215,7 +233,7 @@ def running(load_model: Callable[..., Any], **settings: Any) -> Iterator[Running
     thread.start()
     wait_until(lambda: server.started)
     try:
-        yield RunningServer(port, server.service, loops[0])
+        yield RunningServer(port, server.service, loops[0], transport)
     finally:
         server.should_exit = True
         thread.join(WAIT_SECONDS)
