@@ -77,11 +77,12 @@ class PlanExecutor:
                 if running.gone is None:
                     running.gone = np.zeros_like(self._slots.ended)
                 running.gone[[admission.slot for admission in plan.admissions]] = True
-            # Masks that depend on the tokens of the plan in progress come when it has ended.
-            late = self.in_progress is not None
-            self._slots.write(plan, masks=not late)
+            self._slots.write(plan)
             self._drop(plan)
-            plan.step.awaits_masks = late and plan.needs_tokens
+            # Masks that depend on the tokens of the plan in progress come when it has ended.
+            plan.step.awaits_masks = self.in_progress is not None and plan.needs_tokens
+            if plan.needs_tokens and not plan.step.awaits_masks:
+                self._slots.write_masks(plan)
             plan.started = time.perf_counter()
             if plan.step.num_rows:
                 plan.launch = self._start(plan, settle, started)
@@ -108,10 +109,10 @@ class PlanExecutor:
         plan.step.awaits_masks = False
         if self.fault is not None:
             return None
-        self._slots.write_masks(plan)
         self._drop(plan)
         if not plan.step.num_rows:
             return None
+        self._slots.write_masks(plan)
         return self._runner.start(plan.step, plan.steps, started)
 
     def _settle(self, settle: Callable[[], None]) -> None:

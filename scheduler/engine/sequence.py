@@ -273,10 +273,11 @@ class Sequence:
         """The sequence's rows of sampling_real and sampling_integer."""
         params, restriction = self.request.params, self.request.restriction
         real, integer = [0.0] * REAL_COLUMNS, [-1] * INTEGER_COLUMNS
-        real[Real.TEMPERATURE] = params.temperature
+        # Within what float32 can divide logits by: a smaller temperature makes infinities of them.
+        real[Real.TEMPERATURE] = params.temperature and _clip(params.temperature, 1e-6)
         real[Real.TOP_P] = params.top_p
         real[Real.MIN_P] = params.min_p
-        real[Real.REPETITION_PENALTY] = params.repetition_penalty
+        real[Real.REPETITION_PENALTY] = _clip(params.repetition_penalty, 1e-30)
         real[Real.PRESENCE_PENALTY] = params.presence_penalty
         real[Real.FREQUENCY_PENALTY] = params.frequency_penalty
         integer[Integer.ENABLED] = int(not self.scoring)
@@ -290,6 +291,10 @@ class Sequence:
         integer[Integer.MASKED] = int(restriction is not None and restriction.masked)
         integer[Integer.BIASED] = int(restriction is not None and bool(restriction.bias))
         return np.array(real, dtype=np.float32), np.array(integer, dtype=np.int32)
+
+
+def _clip(value: float, least: float) -> float:
+    return min(max(value, least), 1e30)
 
 
 def needs_sampling(

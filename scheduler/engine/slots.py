@@ -26,11 +26,8 @@ class Slots:
         # Stop conditions of the slots read last; steady decode steps have the same.
         self._stops: Stops | None = None
 
-    def write(self, plan: Plan, *, masks: bool = True) -> None:
-        """Write a plan to memory, and find the sequences that end before its step.
-
-        ``masks``: those that depend on the output too; else ``write_masks`` does so later.
-        """
+    def write(self, plan: Plan) -> None:
+        """Write a plan to memory, but for masks that depend on the output (``write_masks``)."""
         runner = self._runner
         if plan.admissions:
             self._stops = None
@@ -47,8 +44,6 @@ class Slots:
             runner.block_table[slot, column] = block
         for slot in plan.enabled:
             runner.sampling_integer[slot, Integer.ENABLED] = 1
-        if masks and plan.needs_tokens:
-            self.write_masks(plan)
 
     def _write_restriction(self, slot: int, restriction: Restriction) -> None:
         """Write what stays as it is while a sequence runs."""
@@ -63,7 +58,9 @@ class Slots:
     def write_masks(self, plan: Plan) -> None:
         """Write the masks that depend on the output, which the launch before has extended.
 
-        A sequence for which no token is left has failed; what it chooses is not read.
+        A sequence for which no token is left has failed; what it chooses is not read. Its rows run
+        nevertheless: other sequences may count on the keys and values of its prompt, which the
+        planner has put into the prefix cache.
         """
         step, runner = plan.step, self._runner
         for sequence, row in zip(plan.samplers, step.logit_row.tolist(), strict=False):

@@ -69,6 +69,7 @@ def describe_program(
         raise ValueError(f"sequences is {sequences}, more than the {rows} rows of the step")
     name = choose_machine(machine)
     parallel = Parallel(tensor_parallel_size)
+    parallel.check(config)
     if workers is None:
         absent = name == "cuda" and reason_unavailable() is not None
         workers = TARGETS["cuda"].workers

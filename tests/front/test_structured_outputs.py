@@ -337,3 +337,21 @@ def test_tokens_outside_the_vocabulary_are_refused(llm: LLM, params: dict[str, A
 def outputs_of_length(llm: LLM, **params: Any) -> list[Any]:
     values = {"max_tokens": 12, "temperature": 1.0, "n": 3, **params}
     return list(llm.generate("Once upon a time", SamplingParams(**values))[0].outputs)
+
+
+def test_what_a_request_leaves_no_token_for_is_no_part_of_the_next_answer() -> None:
+    """Keys and values of its prompt are for all that begin as it does."""
+    prompt = "Once upon a time there was a little girl who liked to play with a big red ball in"
+    other = "Tom had a big dog . The dog was very happy and ran to the tree . Tom said , no , you"
+    greedy = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
+    contradiction = SamplingParams(
+        max_tokens=4, structured_outputs={"regex": "y+"}, bad_words=["y", "yy", "yyy", "yyyy"]
+    )
+    with LLM("stories", dtype="float32", machine="cpu", block_size=16, num_blocks=4) as llm:
+        right = llm.generate(prompt, greedy)[0].outputs[0]
+    with LLM("stories", dtype="float32", machine="cpu", block_size=16, num_blocks=4) as llm:
+        llm.generate(other, greedy)  # what is left in the blocks
+        assert "leave no token" in (llm.generate(prompt, contradiction)[0].error or "")
+        answer = llm.generate(prompt, greedy)[0].outputs[0]
+    assert answer.token_ids == right.token_ids
+    assert answer.logprobs == right.logprobs

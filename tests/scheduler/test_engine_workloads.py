@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.logprobs import log_softmax
-from megavm.scheduler.engine.restriction import Restriction
+from megavm.scheduler.engine.restriction import Restriction, mask_of
 from megavm.scheduler.engine.sequence import Request
 
 prompts = st.one_of(
@@ -44,6 +45,9 @@ params_strategy = st.builds(
 # Every choice but the first has a mask that depends on the token before it.
 FROM_13 = Restriction(bad_words=tuple((a, b) for a in range(40) for b in range(13)))
 
+# And the first choice has none that is left.
+NOTHING = replace(FROM_13, allowed=mask_of(np.array([], dtype=np.int32), 40))
+
 
 @st.composite
 def workloads(draw: st.DrawFn) -> dict[str, Any]:
@@ -56,7 +60,7 @@ def workloads(draw: st.DrawFn) -> dict[str, Any]:
                 params_strategy,
                 st.integers(0, 12),  # arrives before this step
                 st.one_of(st.none(), st.none(), st.integers(0, 15)),  # aborted so many steps later
-                st.sampled_from([None, None, FROM_13]),
+                st.sampled_from([None, None, None, FROM_13, FROM_13, NOTHING]),
             ),
             min_size=1,
             max_size=8,

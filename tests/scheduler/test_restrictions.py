@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -284,6 +285,33 @@ def test_a_mask_that_is_empty_in_the_end_fails_its_sequence() -> None:
     assert result.error is not None
     assert "leave no token" in result.error
     assert_idle(engine)
+
+
+@pytest.mark.parametrize("queues", [False, True])
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_prompt_of_a_sequence_that_fails_at_once_is_in_the_prefix_cache(
+    overlap: bool, queues: bool, beside: bool
+) -> None:
+    """Its blocks were promised to others when it was planned (the toy runner looks at them)."""
+    nothing = Restriction(allowed=np.zeros_like(mask_of(np.array([0], dtype=np.int32), 40)))
+    prompt = list(range(13))
+    engine = make_engine(toy.ToyRunner(queues=queues), overlap=overlap)
+    results: Results = {}
+    if beside:
+        engine.add([2, 1], greedy(max_tokens=20), "beside", Restriction(Counting(12)))
+        for _ in range(3):
+            gather(results, engine.step())
+    words = replace(nothing, bad_words=((1, 2),))
+    engine.add(prompt, greedy(max_tokens=4), "fails", words)
+    while ("fails", 0) not in results:
+        gather(results, engine.step())
+    engine.add(prompt, greedy(max_tokens=4, ignore_eos=True), "plain")
+    run_all(engine, results)
+    assert "leave no token" in (results["fails", 0].error or "")
+    assert results["plain", 0].finish_reason == "length"
+    assert engine.blocks.counters.hits > 0
+    assert_idle(engine)
+    engine.close()
 
 
 def test_an_abort_in_the_middle_frees_the_sequence() -> None:

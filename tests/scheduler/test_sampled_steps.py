@@ -11,7 +11,7 @@ from engine_runs import EOS, assert_idle, gather, greedy, make_engine, run_all
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megavm.instructions.sample import Integer
+from megavm.instructions.sample import Integer, Real
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.restriction import Restriction, mask_of
@@ -53,6 +53,20 @@ def test_a_sequence_samples_if_and_only_if_its_parameters_in_memory_say_so(
     assert sequence.sampled == (not all(largest))
     if not sequence.sampled:
         assert integer[Integer.MASKED] == integer[Integer.BIASED] == 0
+
+
+@pytest.mark.parametrize("extreme", [1e-300, 1e-45, 1e-38, 1e39, 1e300])
+def test_extreme_divisors_of_logits_are_numbers_of_float32(extreme: float) -> None:
+    params = SamplingParams(temperature=extreme, repetition_penalty=extreme)
+    request = Request(0, np.array([4], dtype=np.int32), params)
+    real, _ = Sequence(request, 0, 7, 1, EOS, None, []).parameters()
+    logits = np.array([-80, -1, 0, 1, 80], dtype=np.float32)
+    for column in (Real.TEMPERATURE, Real.REPETITION_PENALTY):
+        quotients = logits / real[column]
+        assert np.isfinite(quotients).all()
+        assert (np.diff(quotients) >= 0).all()
+    if extreme < 1:
+        assert (np.diff(logits / real[Real.TEMPERATURE]) > 1e6 / 2).all()
 
 
 def steps_of(engine: Engine) -> list[tuple[int, bool, bool]]:
