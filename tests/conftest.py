@@ -17,6 +17,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Before torch is imported, here and in processes that tests start. The threads of its operations
 # spin while they wait for each other: where others use the cores too, a test takes much longer.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests compile what they test, and some change what compiles.
+os.environ.setdefault("MEGAVM_PROGRAM_CACHE", "0")
 # Started in the background, by a shell without job control, this process ignores SIGINT and so do
 # all that it starts: those that are told to end by one would go on.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -196,18 +196,24 @@ class Program:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a compressed npz: a JSON header, the words and the queues (Program.load reads it)."""
+        with open(path, "wb") as file:
+            file.write(self.to_bytes())
+
+    def to_bytes(self) -> bytes:
+        """What ``save`` writes."""
         header = self._header() | {"metadata": dict(self.metadata), "labels": list(self.labels)}
         lengths = np.array([len(q) for q in self.queues], dtype=np.int64)
         entries = np.concatenate([*self.queues, np.empty(0, np.int32)]).astype("<i4")
         text = np.frombuffer(json.dumps(header).encode(), dtype=np.uint8)
-        with open(path, "wb") as file:
-            np.savez_compressed(
-                file,
-                header=text,
-                words=self.words.astype("<u4"),
-                queue_lengths=lengths,
-                queue_entries=entries,
-            )
+        file = io.BytesIO()
+        np.savez_compressed(
+            file,
+            header=text,
+            words=self.words.astype("<u4"),
+            queue_lengths=lengths,
+            queue_entries=entries,
+        )
+        return file.getvalue()
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Program:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+from typing import Final
 
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.vm.cuda import machine as cuda_machine
 from megavm.vm.target import Target
 
+_STEP_BYTES: Final = 256 << 20
+_WHOLE_STEPS: Final = 16
+
 
 def default_bytes(target: Target, available: int) -> int:
     """Largest size in bytes of the default KV cache."""
     share = int(available * target.kv_fraction)
+    if share >= _WHOLE_STEPS * _STEP_BYTES:
+        # How much is free differs by some megabytes from run to run. Programs of the same size are
+        # read from the disk (program_cache.py).
+        share -= share % _STEP_BYTES
     return share if target.max_kv_bytes is None else min(target.max_kv_bytes, share)
 
 

@@ -48,6 +48,7 @@ from megavm.scheduler.run.buckets import (
     weight_specs,
 )
 from megavm.scheduler.run.machines import make_machine
+from megavm.scheduler.run.program_cache import cached
 from megavm.scheduler.run.programs import Compile, Programs
 from megavm.scheduler.run.stand_ins import STAND_IN_ROWS, Part, best_stand_in, in_parts
 from megavm.vm.cpu.machine import CpuMachine
@@ -622,7 +623,10 @@ def _compile(
     bucket: Bucket,
 ) -> Program:
     """The program of a bucket; with a machine, all that loading it takes time for is done."""
-    program = compile_bucket(config, limits, dtype, bucket, options, parallel)
+    facts = config, limits, dtype, bucket, options(bucket.rows), parallel
+    program = cached(
+        facts, lambda: compile_bucket(config, limits, dtype, bucket, options, parallel)
+    )
     if machine is not None:
         machine.prepare(program)
     return program

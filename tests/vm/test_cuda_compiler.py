@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from megavm.vm.cache import cache_directory
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.compiler import (
     CompileError,
     CompilerOptions,
     Kernel,
-    cache_directory,
     cache_key,
     compile_ahead,
     compile_kernel,

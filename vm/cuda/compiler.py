@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megavm.vm import codegen
+from megavm.vm.cache import cache_directory, write_whole
 from megavm.vm.target import TARGETS
 
 # The folder that holds the sources "cuda/..." and "instructions/...".
@@ -269,16 +270,6 @@ def resource_usage(log: str) -> dict[str, int]:
 # The cache.
 
 
-def cache_directory() -> Path:
-    """$MEGAVM_CACHE_DIR, else megavm in $XDG_CACHE_HOME, else in ~/.cache. No other code reads these."""
-    own, shared = os.environ.get("MEGAVM_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
-    if own:
-        return Path(own)
-    if shared and os.path.isabs(shared):
-        return Path(shared) / "megavm"
-    return Path(os.path.expanduser("~")) / ".cache" / "megavm"
-
-
 def _cache_path(key: str) -> Path:
     """Where the cache has the kernel with a key (``cache_key``)."""
     return cache_directory() / f"{key}.kernel"
@@ -351,15 +342,7 @@ def write_cached(path: Path, kernel: Kernel) -> None:
         if name not in ("cubin", "cached", "path")
     }
     facts["sha256"] = hashlib.sha256(kernel.cubin).hexdigest()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(json.dumps(facts).encode() + b"\n" + kernel.cubin)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, json.dumps(facts).encode() + b"\n" + kernel.cubin)
 
 
 if __name__ == "__main__":  # a process of compile_ahead

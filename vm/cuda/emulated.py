@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from megavm.vm.cache import cache_directory
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.arena import ALIGNMENT, Arena
 from megavm.vm.cuda.clocks import Offset
@@ -218,7 +219,7 @@ def compile_library(program_header: str, root: Path = cuda_compiler.ROOT) -> Pat
         digest.update(part.encode() + b"\0")
     for path in sorted((root / "cuda/emulated").rglob("*.*h*")):
         digest.update(path.read_bytes())
-    folder = cuda_compiler.cache_directory()
+    folder = cache_directory()
     library = folder / f"{digest.hexdigest()}.so"
     if library.is_file():
         return library
