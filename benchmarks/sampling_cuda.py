@@ -25,13 +25,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from environment import save
 from megavm import LLM, SamplingParams
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from offline_cuda import prompt_of
-from serve_cuda import MODELS, compile_everything, make_random, write_model
+from serve_cuda import (
+    MODELS,
+    compile_everything,
+    make_random,
+    multiply_last_norm,
+    write_model,
+)
 
 PROMPT = 16
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -44,17 +48,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all": {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05},
     "bias": {"temperature": 0.0, "logit_bias": {500: 1.0}},
 }
-
-
-def multiply_last_norm(gain: float) -> None:
-    """Let the last norm's gains of checkpoints of this process be so many times as large."""
-    tensor = Checkpoint.tensor
-
-    def scaled(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        value = tensor(self, name, dtype)
-        return value * gain if name == "model.norm.weight" else value
-
-    Checkpoint.tensor = scaled  # type: ignore[method-assign]
 
 
 def milliseconds(llm: LLM, batch: int, tokens: int, setting: dict[str, Any]) -> float:

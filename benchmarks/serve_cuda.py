@@ -9,9 +9,9 @@ shapes of Llama-3.2-1B and Llama-3.1-8B, and the vocabulary has as many tokens a
 text costs what it does there.
 
 The server is the command `megavm serve` in all but two things. Weights are made on the GPU and not
-read from a file. Requests are greedy, and so are the model's default parameters: kernels of
-programs that sample are not compiled behind its start. All others are compiled before the first
-server starts, side by side.
+read from a file. Requests have the model's default parameters, which are greedy or `--sampling`:
+kernels of programs of the other kind are not compiled behind its start. All others are compiled
+before the first server starts, side by side.
 
 For each model:
 
@@ -48,15 +48,18 @@ import tempfile
 import time
 import urllib.request
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from environment import save, version
 from llama_cuda import MODELS as LLAMAS
 from llama_cuda import fill_random
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.vm.target import TARGETS
+
+if TYPE_CHECKING:
+    import torch
 
 VOCABULARY: Final = LLAMAS["1b"].vocab_size
 MODELS: Final = {
@@ -68,6 +71,8 @@ INPUT: Final = 160
 OUTPUT: Final = 128
 STEADY_OUTPUT: Final = 3000
 STEADY_SECONDS: Final = 1.0
+GENERATION: Final = "generation_config.json"
+GAIN: Final = 6.0  # of the last norm, if requests sample
 FIRST_TOKEN: Final = 256  # ids below are single bytes, which are rare in a prompt
 # Measured requests by concurrency; those that do not count are as many as fly at once, twice.
 REQUESTS: Final = {
@@ -105,8 +110,10 @@ START_LIMIT: Final = 240.0
 # The model: a directory without weights, and weights made where they are needed.
 
 
-def write_model(directory: Path, config: LlamaConfig) -> None:
-    """The configuration, greedy by default, and a tokenizer.
+def write_model(
+    directory: Path, config: LlamaConfig, sampling: Mapping[str, float] | None = None
+) -> None:
+    """The configuration, with these default parameters or greedy, and a tokenizer.
 
     It has all bytes, then words, and a token that ends a text.
     """
@@ -130,8 +137,10 @@ def write_model(directory: Path, config: LlamaConfig) -> None:
         "eos_token_id": VOCABULARY - 1,
     }
     (directory / "config.json").write_text(json.dumps(content))
-    # A server has greedy programs when it is ready, and not those that sample.
-    (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    # A server has programs of the kind of the default parameters when it is ready, greedy ones or
+    # those that sample.
+    generation = {"do_sample": sampling is not None, **(sampling or {})}
+    (directory / GENERATION).write_text(json.dumps(generation))
     # Llama 3's tokens have 4 to 5 letters on average in English text.
     letters, words = random.Random(0), dict[bytes, None]()
     while len(words) < VOCABULARY - 257:
@@ -139,6 +148,22 @@ def write_model(directory: Path, config: LlamaConfig) -> None:
         words[b" " * (letters.random() < 0.6) + word.encode()] = None
     tokens = [bytes([i]) for i in range(256)]
     write_tokenizer(directory, [*tokens, *words, b"<|end|>"])
+
+
+def multiply_last_norm(gain: float) -> None:
+    """Let the last norm's gains of checkpoints of this process be so many times as large.
+
+    Logits are then, and a few tokens have most of the probability, as with a trained model.
+    """
+    from megavm.scheduler.llama.checkpoint import Checkpoint
+
+    tensor = Checkpoint.tensor
+
+    def scaled(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        value = tensor(self, name, dtype)
+        return value * gain if name == "model.norm.weight" else value
+
+    Checkpoint.tensor = scaled  # type: ignore[method-assign]
 
 
 def make_random(machine: str) -> None:
@@ -186,7 +211,12 @@ def compile_everything(models: Sequence[str], sampled: Sequence[bool] = (False,)
 # Processes: this file again, with a role.
 
 
-def run_server(machine: str, event_loop: str, options: list[str]) -> int:
+def samples(directory: str) -> bool:
+    """Whether the default parameters of a model of `write_model` sample."""
+    return bool(json.loads((Path(directory) / GENERATION).read_text())["do_sample"])
+
+
+def run_server(machine: str, event_loop: str, directory: str, options: list[str]) -> int:
     """`megavm serve` with random weights, with uvloop and httptools or as if they were absent."""
     if event_loop == "asyncio":
         for name in ("uvloop", "httptools"):
@@ -195,20 +225,24 @@ def run_server(machine: str, event_loop: str, options: list[str]) -> int:
     from megavm.server.engine import warm_up
 
     make_random(machine)
-    # No request samples; compiling these kernels would compete with the measurement.
+    if samples(directory):
+        multiply_last_norm(GAIN)
+    # No request is of the other kind; compiling its kernels would compete with the measurement.
     warm_up._other_programs = lambda runner, sampled: []
-    return megavm(["serve", *options])
+    return megavm(["serve", directory, *options])
 
 
 def run_generate(machine: str, directory: str, requests: int, sizes: dict[str, int]) -> None:
     """`LLM.generate` of one prompt after the other; prints medians as JSON."""
-    from megavm import LLM, SamplingParams
+    from megavm import LLM
 
     make_random(machine)
+    if samples(directory):
+        multiply_last_norm(GAIN)
     draw = random.Random(1)
-    params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
     tpot, ttft, seconds = [], [], []
     with LLM(directory, machine=machine, **sizes) as llm:  # type: ignore[arg-type]
+        params = llm.default_params(max_tokens=OUTPUT, ignore_eos=True)
         for number in range(requests + 3):
             prompt = [draw.randrange(FIRST_TOKEN, VOCABULARY - 1) for _ in range(INPUT)]
             begin = time.perf_counter()
@@ -331,7 +365,6 @@ def bench_command(
         "--input-len": INPUT,
         "--output-len": output,
         "--vocab-size": VOCABULARY - 1,
-        "--extra-body": '{"temperature": 0}',
         "--seed": seed,
         "--json": file,
     }
@@ -501,7 +534,7 @@ def measure_model(
     config = MODELS[model]
     if args.layers:
         config = dataclasses.replace(config, num_layers=args.layers)
-    write_model(directory, config)
+    write_model(directory, config, args.sampling)
     sizes = {
         "max_model_len": args.max_model_len,
         "max_num_seqs": max(args.concurrency),
@@ -597,6 +630,13 @@ def main() -> None:
     parser.add_argument(
         "--layers", type=int, help="fewer layers: steps are as short as those of a faster GPU"
     )
+    parser.add_argument(
+        "--sampling",
+        type=json.loads,
+        metavar="JSON",
+        help='default parameters, for all requests, such as \'{"temperature": 0.6, "top_p": 0.9}\';'
+        " the distributions are like a trained model's (greedy)",
+    )
     parser.add_argument("--max-model-len", type=int, default=4096)
     size = TARGETS["cuda"].max_num_batched_tokens
     parser.add_argument("--max-num-batched-tokens", type=int, default=size)
@@ -608,15 +648,17 @@ def main() -> None:
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.role == "serve":
-        raise SystemExit(run_server(args.machine, args.rest[0], args.rest[1:]))
+        event_loop, directory, *options = args.rest
+        raise SystemExit(run_server(args.machine, event_loop, directory, options))
     if args.role == "generate":
-        directory, requests, sizes = args.rest
-        run_generate(args.machine, directory, int(requests), json.loads(sizes))
+        folder, requests, sizes = args.rest
+        run_generate(args.machine, folder, int(requests), json.loads(sizes))
         return
 
     progress = Progress(args.seconds)
     results: dict[str, dict[str, Any]] = {}
     facts = {
+        "sampling": args.sampling or "greedy",
         "input_tokens": INPUT,
         "output_tokens": OUTPUT,
         "packages": {name: version(name) for name in PACKAGES},
@@ -629,7 +671,7 @@ def main() -> None:
     }
     if args.machine == "cuda":
         progress("compiling kernels")
-        count = compile_everything(args.model)
+        count = compile_everything(args.model, (args.sampling is not None,))
         facts["kernels"] = {"compiled": count, "seconds": round(progress.seconds, 1)}
         progress(f"compiled {count} kernels")
     out = os.environ.get("OUT")
@@ -650,7 +692,7 @@ def main() -> None:
 
 
 def _write(args: argparse.Namespace, report: dict[str, Any], out: str | None) -> None:
-    name = f"serve_{args.machine}"
+    name = f"serve_{args.machine}{'_sampled' if args.sampling else ''}"
     if args.save:
         path = save(name, report)
     if out is not None:
