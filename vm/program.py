@@ -222,9 +222,13 @@ class Program:
         Raises ValueError when the file is not a program of this format version.
         """
         with open(path, "rb") as stream:
-            content = io.BytesIO(stream.read())
+            return cls.from_bytes(stream.read(), os.fspath(path))
+
+    @classmethod
+    def from_bytes(cls, data: bytes, name: str) -> Program:
+        """A program from what ``to_bytes`` returns; ``name`` is for errors, as ``load`` raises them."""
         try:
-            with np.load(content, allow_pickle=False) as file:
+            with np.load(io.BytesIO(data), allow_pickle=False) as file:
                 header = json.loads(file["header"].tobytes())
                 words = file["words"]
                 lengths, entries = file["queue_lengths"], file["queue_entries"]
@@ -267,7 +271,7 @@ class Program:
                 fixed_order=header["fixed_order"],
             )
         except _DAMAGED as error:
-            raise ValueError(f"{os.fspath(path)} is not a megavm program: {error}") from error
+            raise ValueError(f"{name} is not a megavm program: {error}") from error
 
 
 # Exceptions of numpy, zipfile, zlib and json for damaged or malicious files.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable
@@ -26,6 +27,7 @@ SWITCH: Final = "MEGAVM_PROGRAM_CACHE"  # an environment variable; "0" turns the
 MAX_FILES: Final = 4000  # a program has 20 to 300 KB
 _REMOVED_AT_ONCE: Final = 1000
 _SUFFIX: Final = ".program"
+_ORDER: Final = "needs_queue_order"  # a cached property of a program, which verifies it for a GPU
 
 logger = logging.getLogger("megavm")
 
@@ -42,7 +44,7 @@ def cached(facts: object, compile: Callable[[], Program]) -> Program:
     if program is None:
         program = compile()
         try:
-            write_whole(path, program.to_bytes())
+            write_whole(path, _file_of(program))
             _prune(path.parent)
         except OSError as error:
             logger.warning("the program cannot be cached in %s: %s", path.parent, error)
@@ -68,12 +70,28 @@ def _code() -> str:
     return digest.hexdigest()
 
 
+def _file_of(program: Program) -> bytes:
+    """A line of JSON and the program. What its verification has found out is in the line."""
+    data = program.to_bytes()
+    line = {
+        "sha256": hashlib.sha256(data).hexdigest(),
+        _ORDER: program.__dict__.get(_ORDER),
+    }
+    return json.dumps(line).encode() + b"\n" + data
+
+
 def _read(path: Path) -> Program | None:
     try:
-        program = Program.load(path)
+        line, _, data = path.read_bytes().partition(b"\n")
+        facts = json.loads(line)
+        if facts["sha256"] != hashlib.sha256(data).hexdigest():
+            raise ValueError("the hash does not match")
+        program = Program.from_bytes(data, str(path))
+        if facts[_ORDER] is not None:
+            program.__dict__[_ORDER] = bool(facts[_ORDER])
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         logger.warning("%s is damaged, and its program will be compiled again: %s", path, error)
         return None
     with suppress(OSError):

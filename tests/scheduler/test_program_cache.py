@@ -16,11 +16,16 @@ import megavm.instructions
 import megavm.scheduler
 import megavm.vm
 from megavm import LLM, SamplingParams
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.graph import Bucket, Limits
+from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run import buckets, program_cache, runner
 from megavm.scheduler.run.kv_cache_size import default_bytes
 from megavm.scheduler.run.program_cache import cache_path, cached
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
+from megavm.vm.tensors import F32
 
 Compiled = list[object]
 
@@ -84,6 +89,24 @@ def test_what_is_read_is_what_was_compiled(compiled: Compiled, ranks: int) -> No
     assert len(compiled) == len(first[1]) >= 2
     assert run() == first
     assert len(compiled) == len(first[1])
+
+
+def test_what_the_verification_has_found_out_is_kept() -> None:
+    """A program for a GPU is not verified once more when it is read."""
+    cuda = CompileOptions(4, machine="cuda")
+    sizes = Limits(2, 64, 16, 2, 8, 16)
+    config = Checkpoint.open(resolve("stories")).config
+
+    def compile() -> Program:
+        return buckets.compile_bucket(config, sizes, F32, Bucket(2, 2, 64), lambda rows: cuda)
+
+    first, again = (cached("facts", compile) for _ in range(2))
+    assert first.__dict__["needs_queue_order"] is False
+    assert again.__dict__["needs_queue_order"] is False
+    assert again.fingerprint() == first.fingerprint()
+    # On the CPU nobody has asked.
+    assert "needs_queue_order" not in cached("other", program).__dict__
+    assert "needs_queue_order" not in cached("other", program).__dict__
 
 
 def test_other_sizes_are_other_programs(compiled: Compiled, folder: Path) -> None:
