@@ -1,4 +1,4 @@
-"""Time to compile and to verify the programs of a model's steps for a GPU. No GPU is needed.
+"""Time to compile, to verify and to read the programs of a model's steps for a GPU. Needs no GPU.
 
     python benchmarks/program_compile.py [--model 1b 8b 70b] [--ranks 1 2 4] [--rounds 3] [--save]
 
@@ -12,7 +12,9 @@ import argparse
 import functools
 import itertools
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from environment import save
@@ -23,6 +25,8 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import Parallel
 from megavm.scheduler.run.buckets import choose_bucket
+from megavm.scheduler.run.program_cache import file_of, read
+from megavm.vm.cache import write_whole
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 from megavm.vm.verify import verify
@@ -33,7 +37,10 @@ CONTEXT = 256  # of decode steps
 
 
 def measure(model: str, step: str, rounds: int, parallel: Parallel) -> dict[str, Any]:
-    """Medians of ``rounds``, in seconds; ``compile_s`` is without ``verify_s``."""
+    """Medians of ``rounds``, in seconds; ``compile_s`` is without ``verify_s``.
+
+    ``read_s``: the same program from its file.
+    """
     rows, sequences = map(int, step.split("x"))
     config, target = SHAPES[model], TARGETS["cuda"]
     options_for = functools.partial(default_options, "cuda", target.workers)
@@ -51,15 +58,24 @@ def measure(model: str, step: str, rounds: int, parallel: Parallel) -> dict[str,
         decode=rows == sequences,
         parallel=parallel,
     )
-    times: list[tuple[float, float]] = []
+    times: list[tuple[float, float, float]] = []
     for _ in range(rounds):
         begin = time.perf_counter()
         graph = llama_graph(config, limits, bucket, BF16, parallel)
         program = compile_graph(graph, options_for(bucket.rows), verified=False)
         compiled = time.perf_counter()
         verify(program, "cuda")
-        times.append((compiled - begin, time.perf_counter() - compiled))
-    compile_s, verify_s = (statistics.median(t) for t in zip(*times, strict=True))
+        verified = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "program"
+            write_whole(path, file_of(program))
+            begin_reading = time.perf_counter()
+            again = read(path)
+            read_s = time.perf_counter() - begin_reading
+        assert again is not None
+        assert again.fingerprint() == program.fingerprint()
+        times.append((compiled - begin, verified - compiled, read_s))
+    compile_s, verify_s, read_s = (statistics.median(t) for t in zip(*times, strict=True))
     return {
         "model": model,
         "step": step,
@@ -68,6 +84,7 @@ def measure(model: str, step: str, rounds: int, parallel: Parallel) -> dict[str,
         "barriers": len(program.barriers),
         "compile_s": round(compile_s, 3),
         "verify_s": round(verify_s, 3),
+        "read_s": round(read_s, 4),
     }
 
 
@@ -81,6 +98,7 @@ def main() -> None:
     arguments = parser.parse_args()
     print(
         f"{'model':6}{'ranks':>6}{'step':>10}{'instructions':>14}{'compile s':>11}{'verify s':>10}"
+        f"{'read s':>9}"
     )
     results = []
     for model, ranks, step in itertools.product(arguments.model, arguments.ranks, arguments.step):
@@ -88,7 +106,7 @@ def main() -> None:
         results.append(r)
         print(
             f"{model:6}{ranks:6}{step:>10}{r['instructions']:14}{r['compile_s']:11.2f}"
-            f"{r['verify_s']:10.2f}",
+            f"{r['verify_s']:10.2f}{r['read_s']:9.3f}",
             flush=True,
         )
     if arguments.save:

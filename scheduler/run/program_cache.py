@@ -40,11 +40,11 @@ def cached(facts: object, compile: Callable[[], Program]) -> Program:
     if os.environ.get(SWITCH) == "0":
         return compile()
     path = cache_path(facts)
-    program = _read(path)
+    program = read(path)
     if program is None:
         program = compile()
         try:
-            write_whole(path, _file_of(program))
+            write_whole(path, file_of(program))
             _prune(path.parent)
         except OSError as error:
             logger.warning("the program cannot be cached in %s: %s", path.parent, error)
@@ -70,7 +70,7 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def _file_of(program: Program) -> bytes:
+def file_of(program: Program) -> bytes:
     """A line of JSON and the program. What its verification has found out is in the line."""
     data = program.to_bytes()
     line = {
@@ -80,7 +80,8 @@ def _file_of(program: Program) -> bytes:
     return json.dumps(line).encode() + b"\n" + data
 
 
-def _read(path: Path) -> Program | None:
+def read(path: Path) -> Program | None:
+    """The program of such a file; None if it is absent or damaged."""
     try:
         line, _, data = path.read_bytes().partition(b"\n")
         facts = json.loads(line)
