@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 _LAST_WORDS_SECONDS: Final = 5.0  # time to send the last answers after the engine has stopped
+_METRICS_SECONDS: Final = 5.0  # an engine's process that does not answer may be stopped
 _REMEMBERED_PARAMS: Final = 64  # sampling parameters of requests
 
 
@@ -204,8 +205,9 @@ class Service:
         """All metrics in Prometheus's text format; those of the engine when it can tell them."""
         engine = None
         if self._client is not None:
-            with suppress(EngineEnded):
-                engine = await self._client.metrics()
+            with suppress(EngineEnded, TimeoutError):
+                async with asyncio.timeout(_METRICS_SECONDS):
+                    engine = await self._client.metrics()
         return self.metrics.text(engine)
 
     async def drain(self) -> None:

@@ -29,6 +29,7 @@ SWITCH_SECONDS: Final = 0.0005
 _LAST_WORDS_SECONDS: Final = 5.0
 _LOG_SECONDS: Final = 0.2
 _POLL_SECONDS: Final = 0.005
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)  # the server decides when its engine ends
 
 
 class EngineThread:
@@ -130,7 +131,7 @@ class EngineProcess:
 
 
 class _Child:
-    """A child process that calls a function.
+    """A child process that calls a function, and ignores SIGINT and SIGTERM.
 
     Unlike one of multiprocessing, it keeps nobody from ending who has not waited for it.
     """
@@ -141,14 +142,20 @@ class _Child:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()  # else both would write what waits there
+        # Until the child ignores them: it would say KeyboardInterrupt, or end.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         self._pid = os.fork()
         if self._pid == 0:
             try:
+                for number in _SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
                 function()
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
             os._exit(0)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def wait(self, seconds: float) -> int | None:
         """The exit code as subprocess has it; None if it has not ended in time."""
@@ -172,8 +179,6 @@ class _Child:
 def _run(load_model: LoadModel, log_level: int, connection: Connection, theirs: Connection) -> None:
     """Main function of the engine's process."""
     theirs.close()  # a copy: while it is open, the end of the server would not be seen
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     sys.setswitchinterval(SWITCH_SECONDS)
 
     def fail() -> None:

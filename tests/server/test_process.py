@@ -306,6 +306,28 @@ def test_the_engines_process_ends_with_its_server(signal_number: int) -> None:
             time.sleep(0.01)
 
 
+def test_an_engine_that_does_not_answer_keeps_nothing_but_its_requests_waiting() -> None:
+    with started("--request-timeout", "3") as server:
+        server.wait_for(" ready ")
+        child, connection = engine_process(server), server.connect()
+        os.kill(child, signal.SIGSTOP)
+        begin = time.monotonic()
+        assert post(connection, prompt="Once", max_tokens=3).status == 408
+        connection.close()
+        connection = server.connect()
+        connection.request("GET", "/metrics")
+        lines = connection.getresponse().read().decode()
+        assert "megavm:http_requests_total" in lines
+        assert "engine_launches" not in lines
+        connection.close()
+        assert time.monotonic() - begin < 20
+        os.kill(child, signal.SIGCONT)
+        connection = server.connect()
+        assert post(connection, prompt="Once", max_tokens=3).status == 200
+        connection.close()
+        assert server.end(signal.SIGTERM) == 0
+
+
 def is_alive(process: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
