@@ -197,10 +197,12 @@ def example(rng: np.random.Generator, case: Case) -> Example:
     }
     blocks = table.values["block_table"]
     unseen = torch.ones(num_blocks, case.block_size, dtype=torch.bool)
+    seen: dict[int, int] = {}  # tokens of each sequence
     for sequence, position in case.rows:
-        for token in range(position + (not case.newest)):
-            block = int(blocks[sequence, token // case.block_size])
-            unseen[block, token % case.block_size] = False
+        seen[sequence] = max(seen.get(sequence, 0), position + (not case.newest))
+    for sequence, count in seen.items():
+        token = torch.arange(count)
+        unseen[blocks[sequence, token // case.block_size].long(), token % case.block_size] = False
 
     def cache(name: str) -> int:
         value = table.normal(*cache_shape)
