@@ -257,10 +257,13 @@ async def serving(
         return llm
 
     transport = EngineProcess(load, logging.WARNING)
+    theirs.close()
     listener = listen("127.0.0.1", 0)
     server = Server(transport, Settings(("model",), **settings), listener)
     running = asyncio.create_task(server.serve())
     while not server.started or not is_frozen():
+        if running.done():
+            raise RuntimeError("the server has ended")
         await asyncio.sleep(0.01)
     process = server.service.model.facts.process
     assert process is not None

@@ -1,8 +1,8 @@
 """Streams whose events a thread without the GIL writes to the sockets (event_writer.cpp).
 
-Most deltas of a stream are *plain*: their events differ in their text only. The engine's thread
-hands these texts to that thread, once per step for all streams, so that neither the event loop nor
-the streams' tasks wake up for them. All other events are written by the event loop, as ever.
+Most parts of a stream are *plain*: their events differ in their text only. The thread in which
+tokens arrive hands these texts to that thread, once per step for all streams, so that neither the
+event loop nor the streams' tasks wake up for them. All other events are written by the event loop.
 """
 
 from __future__ import annotations

@@ -44,6 +44,8 @@ class Profiler:
                 f"No step ran within {body.timeout:g} s: send requests while a trace is recorded."
             )
             raise too_late(message, "profile_empty") from error
+        except TimeoutError as error:
+            raise too_late("The engine does not answer.", "profile_late") from error
         except EngineEnded as error:
             raise failed(str(error)) from error
         finally:

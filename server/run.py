@@ -109,7 +109,7 @@ class Server(uvicorn.Server):
         began = time.perf_counter()
         await self.service.loaded()
         if self.service.status is not Status.READY:
-            self.should_exit = True
+            self.should_exit |= not self.service.has_model  # else `_watch` or `_drain` say when
             return
         freeze_heap()
         facts = self.service.model.facts
@@ -135,7 +135,7 @@ class Server(uvicorn.Server):
 
     async def _watch(self) -> None:
         await self.service.loaded()
-        if self.service.status is Status.READY:
+        if self.service.has_model:
             await self.service.broken()
             self.should_exit = True
 

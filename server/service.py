@@ -161,6 +161,11 @@ class Service:
         """Whether loading has not ended yet, even if the server is already shutting down."""
         return not self._ended.is_set()
 
+    @property
+    def has_model(self) -> bool:
+        """Whether the model was loaded, whatever has happened since."""
+        return self._model is not None
+
     async def loaded(self) -> None:
         """Wait until loading has ended; `failure` is set if it failed."""
         await self._ended.wait()
@@ -189,7 +194,8 @@ class Service:
 
         Sets `failure`.
         """
-        client = self.engine
+        client = self._client
+        assert client is not None, "there was a model"
         await client.ended.wait()
         self.failure = EngineEnded(client.broken)
         log(logging.CRITICAL, "ending", cause=client.broken, requests=self._in_flight)
@@ -262,8 +268,12 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self.model.tokenizer
+        """The model's tokenizer, also while the server drains.
+
+        Raises:
+            ApiError: there is no model.
+        """
+        return self.model.tokenizer if self._model is None else self._model.tokenizer
 
     def sampling_params(self, **given: Any) -> SamplingParams:
         """`LLM.default_params`; those of recent requests with the same values are used again.

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from megavm.server.engine.metrics import EngineSnapshot
 
 _JOIN_SECONDS: Final = 30.0
+_RECORD_SECONDS: Final = 60.0  # to measure what the machine can give, and to write the trace
 
 
 class Transport(Protocol):
@@ -84,6 +85,8 @@ class EngineClient:
         self.broken: str | None = None
         self.ended = asyncio.Event()
         self._gone = False  # whether there is nobody any more who answers
+        self._unwanted = False  # whether its end is no accident
+        self._has_model = False
         self._transport = transport
         self._report = report
         self._loop = asyncio.get_running_loop()
@@ -111,6 +114,7 @@ class EngineClient:
 
     def give_up(self) -> None:
         """End loading as soon as possible."""
+        self._unwanted = True
         self._transport.give_up()
 
     @property
@@ -170,13 +174,13 @@ class EngineClient:
         for generation in self._open:
             generation.fail(error)
 
-    async def metrics(self) -> EngineSnapshot | None:
-        """The engine's metrics; None if it cannot tell them.
+    async def metrics(self) -> EngineSnapshot:
+        """The engine's metrics.
 
         Raises:
-            EngineEnded: the engine's process has ended.
+            EngineEnded: the model is not loaded, or the engine's process has ended.
         """
-        snapshot: EngineSnapshot | None = await self._ask(AskMetrics)
+        snapshot: EngineSnapshot = await self._ask(AskMetrics)
         return snapshot
 
     async def record(self, steps: int, timeout: float) -> bytes:
@@ -185,18 +189,20 @@ class EngineClient:
         Raises:
             ValueError: the machine cannot trace.
             ShortRunning: no step ran.
+            TimeoutError: the engine does not answer.
             EngineEnded: the engine's process has ended.
         """
         try:
-            trace: bytes = await self._ask(Record, steps, timeout)
-            return trace
-        except asyncio.CancelledError:
+            async with asyncio.timeout(timeout + _RECORD_SECONDS):
+                trace: bytes = await self._ask(Record, steps, timeout)
+                return trace
+        except (asyncio.CancelledError, TimeoutError):
             self._transport.send(StopRecording())
             raise
 
     async def _ask(self, question: type[AskMetrics | Record], *arguments: Any) -> Any:
-        if self._gone:
-            raise EngineEnded(self.broken)
+        if self._gone or not self._has_model:
+            raise EngineEnded(self.broken or "the engine is not there")
         key = next(self._keys)
         answer = self._answers[key] = self._loop.create_future()
         try:
@@ -207,6 +213,7 @@ class EngineClient:
 
     async def close_all(self) -> None:
         """End the engine after the running step. Nothing may be submitted afterwards."""
+        self._unwanted = True
         self._transport.send(Stop())
         await asyncio.to_thread(self._transport.join, _JOIN_SECONDS)
         self._streams.close()
@@ -260,6 +267,7 @@ class EngineClient:
             case Loading():
                 self._report(event)
             case Loaded():
+                self._has_model = True
                 self._loaded.set_result(event.facts)
             case NotLoaded(None):
                 self._loaded.set_result(None)
@@ -294,8 +302,6 @@ class EngineClient:
             future.set_result(answer.value)
 
     def _break(self, broken: Broken) -> None:
-        if self.broken is None:
-            self.broken = broken.cause
         if broken.gone:
             self._gone = True
             with self._lock:
@@ -305,6 +311,15 @@ class EngineClient:
             for future in self._answers.values():
                 if not future.done():
                     future.set_exception(EngineEnded(broken.cause))
+            if not self._loaded.done():
+                if self._unwanted:
+                    self._loaded.set_result(None)
+                else:
+                    self._loaded.set_exception(EngineEnded(broken.cause))
+            if self._unwanted or not self._has_model:
+                return
+        if self.broken is None:
+            self.broken = broken.cause
         self.fail_all(failed(self.broken))
         self.ended.set()
 

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from megavm.server.engine.loop import EngineLoop
 from megavm.server.engine.messages import (
     Abort,
-    Accepted,
     Answer,
     AskMetrics,
     Command,
@@ -26,7 +25,7 @@ from megavm.server.engine.messages import (
     StopRecording,
     Submit,
 )
-from megavm.server.engine.metrics import EngineMetrics, EngineSnapshot
+from megavm.server.engine.metrics import EngineMetrics
 from megavm.server.logs import logger
 
 if TYPE_CHECKING:
@@ -68,7 +67,8 @@ class EngineCore:
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="megavm-grammars")
         self._lock = threading.Lock()
         self._compiling: set[int] = set()  # keys whose grammar is being compiled and is wanted
-        self._recording = threading.Event()  # set: the recording, if there is one, is to end
+        self._one_recording = threading.Lock()
+        self._recording = threading.Event()  # set: the last recording is to end
         self._ceilings: dict[str, Any] | None = None  # what the machine can give, measured once
 
     def run(self) -> None:
@@ -122,11 +122,12 @@ class EngineCore:
                     self._compiling.discard(command.key)
                 self.loop.abort(command.key)
             case AskMetrics():
-                self._emit(Answer(command.key, self.snapshot()))
+                self._emit(Answer(command.key, self.metrics.snapshot(self.llm.engine)))
             case Record():
                 # Here, not in the thread: the next command may be StopRecording.
-                self._recording = threading.Event()
-                threading.Thread(target=self._record, args=(command,), daemon=True).start()
+                ended = self._recording = threading.Event()
+                arguments = command, ended
+                threading.Thread(target=self._record, args=arguments, daemon=True).start()
             case StopRecording():
                 self._recording.set()
             case Stop():
@@ -134,11 +135,13 @@ class EngineCore:
                 if self._ready:
                     self.loop.stop()
 
-    def _record(self, record: Record) -> None:
+    def _record(self, record: Record, ended: threading.Event) -> None:
         try:
-            self._emit(Answer(record.key, self.record(record.steps, record.timeout)))
-        except Exception as error:
-            self._emit(Answer(record.key, None, error))
+            with self._one_recording:  # the one before may have to end yet
+                trace = self._trace(record.steps, record.timeout, ended)
+            self._emit(Answer(record.key, trace))
+        except BaseException as error:
+            self._emit(Answer(record.key, None, _exception(error)))
 
     def _compile(self, submit: Submit) -> None:
         """Compile the restriction of requests, and queue them."""
@@ -147,12 +150,12 @@ class EngineCore:
             with self._lock:
                 wanted = submit.key in self._compiling
             restriction = self.llm.restrictions.compile(submit.params) if wanted else None
-        except Exception as error:
+        except BaseException as error:  # a library's panic is no Exception
             if not isinstance(error, ValueError):
                 logger.exception("a grammar could not be compiled")
             with self._lock:
                 self._compiling.discard(submit.key)
-            self._emit(Refused(submit.key, sequences, error))
+            self._emit(Refused(submit.key, sequences, _exception(error)))
             return
         # `Abort` may come until here; behind `submit` the loop obeys it.
         with self._lock:
@@ -160,21 +163,11 @@ class EngineCore:
             self._compiling.discard(submit.key)
             if wanted:
                 self.loop.submit(submit, restriction)
-        self._emit(Accepted(submit.key) if wanted else Refused(submit.key, sequences, None))
+        if not wanted:
+            self._emit(Refused(submit.key, sequences, None))
 
-    # Questions.
-
-    def snapshot(self) -> EngineSnapshot | None:
-        """The metrics now; None before the model is loaded."""
-        return self.metrics.snapshot(self.llm.engine) if self._ready else None
-
-    def record(self, steps: int, timeout: float) -> bytes:
-        """A trace file of the next steps; of fewer if `timeout` seconds pass before.
-
-        Raises:
-            ValueError: the machine cannot trace.
-            ShortRunning: no step ran, or `StopRecording` came.
-        """
+    def _trace(self, steps: int, timeout: float, ended: threading.Event) -> bytes:
+        """See messages.Record. Also ends when `ended` is set, with ShortRunning."""
         from megavm.profiler.environment import measure_ceilings
         from megavm.profiler.recorder import Recorder
         from megavm.profiler.trace import TraceError
@@ -182,7 +175,6 @@ class EngineCore:
 
         llm, loop, recorder = self.llm, self.loop, Recorder(steps)
         counters, first, complete = llm.engine.counters, 0, False
-        ended = self._recording
 
         def begin() -> None:
             nonlocal first
@@ -214,6 +206,13 @@ class EngineCore:
             return encode(recorder.trace())
         except TraceError as error:
             raise ShortRunning from error
+
+
+def _exception(error: BaseException) -> Exception:
+    """The error itself, or words for one that would end a thread that meets it."""
+    if isinstance(error, Exception):
+        return error
+    return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def _facts(llm: LLM, process: int | None) -> ModelFacts:

@@ -9,9 +9,10 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from megavm.server.engine.messages import (
+    Accepted,
     Broken,
     Event,
     PlainPart,
@@ -71,6 +72,8 @@ class EngineLoop:
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._owners: dict[Hashable, _Owner] = {}  # by the id of a request
         self._requests: dict[int, list[Request]] = {}  # those that have not ended, by key
+        self._calls: set[Future[Any]] = set()  # that have not been answered
+        self._over = False  # whether nobody carries out commands any more
         self._after_step: Callable[[], None] | None = None
         self._since = time.perf_counter()  # end of the last step, or when its first request came
 
@@ -86,7 +89,10 @@ class EngineLoop:
         self._commands.put(lambda: self._abort(key))
 
     def call(self, function: Callable[[], Result]) -> Future[Result]:
-        """Call a function in the engine's thread between two steps; a future of its result."""
+        """Call a function in the engine's thread between two steps; a future of its result.
+
+        The future is cancelled when `run` has ended.
+        """
         future: Future[Result] = Future()
 
         def command() -> None:
@@ -94,8 +100,12 @@ class EngineLoop:
                 future.set_result(function())
             except Exception as error:
                 future.set_exception(error)
+            self._calls.discard(future)
 
+        self._calls.add(future)
         self._commands.put(command)
+        if self._over:
+            future.cancel()
         return future
 
     def until(
@@ -136,7 +146,15 @@ class EngineLoop:
     # The engine's thread.
 
     def run(self) -> None:
-        """Make steps until `stop`. When the engine has stopped for good, obey nothing but that."""
+        """Make steps until `stop`. When the engine has stopped for good, only obey commands."""
+        try:
+            self._run()
+        finally:
+            self._over = True
+            for future in list(self._calls):
+                future.cancel()
+
+    def _run(self) -> None:
         counters, failures = self.engine.counters, 0
         while self.broken is None:
             launches, faults = counters.launches, counters.faults
@@ -234,6 +252,8 @@ class EngineLoop:
                 request.times.arrived = submit.arrived
                 requests.append(request)
                 self._requests[submit.key] = requests
+            if params.restricts:
+                self._emit(Accepted(submit.key))
         except Exception as error:
             logger.exception("the engine refused a request")
             missing = (len(submit.prompts) - len(requests)) * params.n

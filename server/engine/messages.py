@@ -74,7 +74,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class AskMetrics:
-    """Answer with an EngineSnapshot, or None before the model is loaded."""
+    """Answer with an EngineSnapshot. The model must be loaded."""
 
     key: int
 
@@ -133,7 +133,7 @@ class NotLoaded:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """A request with restricted tokens is queued."""
+    """A request with restricted tokens is queued; none of its tokens came before."""
 
     key: int
 
@@ -193,7 +193,10 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """The engine has stopped for good. `gone`: its process has ended, and answers nothing."""
+    """The engine has stopped for good.
+
+    `gone`: its thread or process has ended, and answers nothing. This is always the last event.
+    """
 
     cause: str
     gone: bool = False

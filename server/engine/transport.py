@@ -12,15 +12,15 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
-from typing import Final
+from typing import Any, Final
 
 from megavm.garbage import freeze_heap
-from megavm.server.engine.client import EngineEnded
 from megavm.server.engine.core import EngineCore, LoadModel
-from megavm.server.engine.messages import Broken, Command, Event, Loaded, NotLoaded, Stop
+from megavm.server.engine.messages import Broken, Command, Event, Loaded, Stop
 from megavm.server.logs import logger, logging_to_stderr
 
 # The interpreter's thread switch interval. 0.05 ms costs the threads a fifth more time of a core
@@ -29,6 +29,7 @@ SWITCH_SECONDS: Final = 0.0005
 _LAST_WORDS_SECONDS: Final = 5.0
 _LOG_SECONDS: Final = 0.2
 _POLL_SECONDS: Final = 0.005
+_UNKNOWN: Final = 256  # no exit code is as large
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)  # the server decides when its engine ends
 
 
@@ -47,7 +48,14 @@ class EngineThread:
     def start(self, emit: Callable[[Event], None]) -> None:
         """See client.Transport."""
         self.core = EngineCore(self._load_model, emit)
-        self._thread = threading.Thread(target=self.core.run, name="megavm-engine", daemon=True)
+
+        def run() -> None:
+            try:
+                self.core.run()
+            finally:
+                emit(Broken("the engine's thread has ended", gone=True))
+
+        self._thread = threading.Thread(target=run, name="megavm-engine", daemon=True)
         self._thread.start()
 
     def send(self, command: Command) -> None:
@@ -77,7 +85,6 @@ class EngineProcess:
         self._process = _Child(partial(_run, load_model, log_level, theirs, self._connection))
         theirs.close()
         self._outgoing = _Sender(self._connection, self._process.kill)
-        self._is_unwanted = False  # whether its end is no accident
 
     def start(self, emit: Callable[[Event], None]) -> None:
         """See client.Transport."""
@@ -87,13 +94,10 @@ class EngineProcess:
 
     def send(self, command: Command) -> None:
         """See client.Transport."""
-        if isinstance(command, Stop):
-            self._is_unwanted = True
         self._outgoing.put(command)
 
     def give_up(self) -> None:
         """See client.Transport. Nothing of a process that loads is worth waiting for."""
-        self._is_unwanted = True
         self._process.kill()
 
     def join(self, seconds: float) -> None:
@@ -104,29 +108,23 @@ class EngineProcess:
         self._outgoing.stop()
 
     def _receive(self, emit: Callable[[Event], None]) -> None:
-        is_loaded = False
         try:
-            while True:
-                for event in pickle.loads(self._connection.recv_bytes()):
+            while (data := _read(self._connection)) is not None:
+                for event in pickle.loads(data):
                     emit(event)
-                    if isinstance(event, NotLoaded):
-                        return
-                    is_loaded |= isinstance(event, Loaded)
-        except (EOFError, ConnectionError):
             cause = f"the engine's process has ended: {self._ending()}"
         except Exception as error:
             logger.exception("an event of the engine's process could not be taken")
             self._process.kill()
             cause = f"the server failed: {type(error).__name__}: {error}"
-        if not is_loaded:
-            emit(NotLoaded(None if self._is_unwanted else EngineEnded(cause)))
-        elif not self._is_unwanted:
-            emit(Broken(cause, gone=True))
+        emit(Broken(cause, gone=True))
 
     def _ending(self) -> str:
         code = self._process.wait(_LAST_WORDS_SECONDS)
         if code is None:
             return "it has closed its connection"
+        if code == _UNKNOWN:
+            return "its exit code is not known"
         return signal.Signals(-code).name if code < 0 else f"exit code {code}"
 
 
@@ -163,15 +161,24 @@ class _Child:
         while True:
             with self._lock:
                 if self._code is None:
-                    ended, status = os.waitpid(self._pid, os.WNOHANG)
-                    self._code = os.waitstatus_to_exitcode(status) if ended else None
+                    self._code = self._poll()
             if self._code is not None or time.monotonic() > end:
                 return self._code
             time.sleep(_POLL_SECONDS)
 
+    def _poll(self) -> int | None:
+        try:
+            ended, status = os.waitpid(self._pid, os.WNOHANG)
+        except ChildProcessError:  # whoever started this process ignores SIGCHLD
+            with suppress(ProcessLookupError):
+                os.kill(self._pid, 0)
+                return None
+            return _UNKNOWN
+        return os.waitstatus_to_exitcode(status) if ended else None
+
     def kill(self) -> None:
         """End it now, unless it has ended."""
-        with self._lock:
+        with self._lock, suppress(ProcessLookupError):
             if self._code is None:
                 os.kill(self._pid, signal.SIGKILL)
 
@@ -196,10 +203,9 @@ def _run(load_model: LoadModel, log_level: int, connection: Connection, theirs: 
 
     def obey() -> None:
         try:
-            while True:
-                for command in pickle.loads(connection.recv_bytes()):
+            while (data := _read(connection)) is not None:
+                for command in pickle.loads(data):
                     core.handle(command)
-        except (EOFError, ConnectionError):
             os._exit(1)  # the server is gone, and nobody waits for anything
         except Exception:
             logger.exception("a command of the server could not be obeyed")
@@ -254,15 +260,41 @@ class _Sender:
             self._fail()
 
 
+def _read(connection: Connection) -> bytes | None:
+    """The next messages; None if the other process is gone, also in the middle of one."""
+    try:
+        return connection.recv_bytes()
+    except (EOFError, OSError):
+        return None
+
+
+class _Traveller:
+    """An error on its way, remade without its __init__, which may want other arguments."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Callable[..., Exception], tuple[Any, ...]]:
+        return _remake, (type(self._error), self._error.args, vars(self._error))
+
+
+def _remake(kind: type[Exception], arguments: tuple[Any, ...], state: dict[str, Any]) -> Exception:
+    error = kind.__new__(kind)
+    error.args = arguments
+    vars(error).update(state)
+    return error
+
+
 def _portable(event: Event) -> Event:
     """An event whose error, if it has one, can be sent, and says where it was raised."""
     error = getattr(event, "error", None)
     if not isinstance(error, Exception):
         return event
-    words = "".join(traceback.format_exception(error)).rstrip()
+    note = "In the engine's process:\n" + "".join(traceback.format_exception(error)).rstrip()
     try:
-        pickle.loads(pickle.dumps(error))  # some cannot be made again
+        pickle.loads(pickle.dumps(_Traveller(error)))
     except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.add_note(f"In the engine's process:\n{words}")
-    return replace(event, error=error)  # type: ignore[arg-type]
+        kinds = (kind for kind in (ValueError, OSError) if isinstance(error, kind))
+        error = next(kinds, RuntimeError)(f"{type(error).__name__}: {error}")
+    error.add_note(note)
+    return replace(event, error=_Traveller(error))  # type: ignore[arg-type]

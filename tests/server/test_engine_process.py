@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import json
+import pickle
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from server_process import Process, started
 from serving import RunningServer
 
 from megavm.profiler.trace_file import read
+from megavm.server.engine.messages import NotLoaded
+from megavm.server.engine.transport import _portable
+from megavm.vm.cuda.driver import CudaError
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 GREEDY = {"temperature": 0, "max_tokens": 12}
@@ -117,6 +122,65 @@ def test_a_recording_whose_client_leaves_makes_room_for_the_next(process: Proces
         if status != 409:
             break
     assert status == 408
+
+
+def test_a_recording_is_not_ended_by_the_one_before(process: Process) -> None:
+    stop = threading.Event()
+
+    def work() -> None:
+        while not stop.is_set():
+            body = {"prompt": ["Once"] * 4, "n": 2, "max_tokens": 300, "ignore_eos": True}
+            ask(process, COMPLETIONS, body)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        for _ in range(10):
+            connection = process.connect()
+            body = json.dumps({"steps": 10_000, "timeout": 600})
+            connection.request("POST", "/v1/profile", body, {"content-type": "application/json"})
+            time.sleep(0.05)
+            connection.close()
+            while (found := ask(process, "/v1/profile", {"steps": 3, "timeout": 20}))[0] == 409:
+                pass
+            assert found[0] == 200, found
+    finally:
+        stop.set()
+        thread.join()
+
+
+class Local(Exception):
+    def __init__(self, first: int, *, second: int) -> None:
+        super().__init__(f"{first} and {second}")
+        self.second = second
+
+
+def test_errors_arrive_as_they_are() -> None:
+    class Here(ValueError):
+        """It cannot be found by its name."""
+
+    def sent(error: Exception) -> Exception:
+        try:
+            raise error
+        except Exception as caught:
+            event = pickle.loads(pickle.dumps(_portable(NotLoaded(caught))))
+        assert isinstance(event, NotLoaded)
+        assert event.error is not None
+        assert "test_engine_process.py" in event.error.__notes__[0]
+        return event.error
+
+    error = sent(CudaError("CUDA_ERROR_OUT_OF_MEMORY", "cuMemAlloc"))
+    assert (type(error), str(error)) == (
+        CudaError,
+        "cuMemAlloc failed with CUDA_ERROR_OUT_OF_MEMORY",
+    )
+    local = sent(Local(1, second=2))
+    assert isinstance(local, Local)
+    assert (str(local), local.second) == ("1 and 2", 2)
+    here = sent(Here("no such thing"))
+    assert (type(here), str(here)) == (ValueError, "Here: no such thing")
+    held = sent(RuntimeError("it holds", threading.Lock()))
+    assert type(held) is RuntimeError
 
 
 def test_clients_that_leave_while_a_grammar_is_compiled_leave_nothing(process: Process) -> None:

@@ -272,6 +272,58 @@ def test_an_engine_whose_process_is_killed_ends_the_server_after_everybody_was_t
         assert "Traceback" not in server.said
 
 
+UNWAITED = """
+import os, signal, sys
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+os.execv(sys.executable, [sys.executable, "-m", "megavm", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGTERM])
+def test_children_may_be_ignored_by_whoever_starts_a_server(signal_number: int) -> None:
+    """SIGCHLD stays ignored in what is started; then nobody can wait for a child."""
+    arguments = ("serve", "stories", "--port", "0", "--machine", "cpu")
+    server = Process(*arguments, program=("-c", UNWAITED))
+    try:
+        server.wait_for(" ready ")
+        if signal_number == signal.SIGTERM:
+            assert server.end(signal.SIGTERM) == 0
+            return
+        connection = server.connect()
+        stream = post(connection, prompt="Once", max_tokens=900, ignore_eos=True, stream=True)
+        assert stream.readline().startswith(b"data: {")
+        os.kill(engine_process(server), signal.SIGKILL)
+        assert b"the engine's process has ended" in stream.read()
+        connection.close()
+        assert server.end() == 2
+    finally:
+        server.process.kill()
+
+
+DYING = """
+import os, signal, sys
+from megavm.cli import main
+from megavm.server import service
+class Dying(service.ServedModel):
+    def __init__(self, facts):
+        os.kill(facts.process, signal.SIGKILL)
+        super().__init__(facts)
+service.ServedModel = Dying
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_an_engine_whose_process_is_killed_when_it_has_loaded_ends_the_server() -> None:
+    arguments = ("serve", "stories", "--port", "0", "--machine", "cpu")
+    server = Process(*arguments, program=("-c", DYING))
+    try:
+        assert server.end() == 2
+        said = "megavm: error: the engine's process has ended: SIGKILL"
+        assert server.said.splitlines()[-1] == said
+    finally:
+        server.process.kill()
+
+
 def test_an_engine_whose_process_is_killed_while_it_loads_is_no_model() -> None:
     server = Process(program=("-c", STUCK))
     try:

@@ -313,3 +313,59 @@ def test_many_forms_at_once_with_a_short_cache() -> None:
                     assert re.fullmatch("[a-z]{60,}", text)
         assert len(results) == 12
         assert_idle(server)
+
+
+def slowly(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, go_on: threading.Event
+) -> threading.Event:
+    """Let grammars be compiled only when they may; set when the first begins."""
+    compile, begun = server.llm.restrictions.compile, threading.Event()
+
+    def slow(params: Any) -> Any:
+        begun.set()
+        assert go_on.wait(30)
+        return compile(params)
+
+    monkeypatch.setattr(server.llm.restrictions, "compile", slow)
+    return begun
+
+
+def test_a_request_whose_grammar_is_compiled_when_the_server_drains_ends_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on, answers = threading.Event(), list[Any]()
+    with serving() as server:
+        begun = slowly(server, monkeypatch, go_on)
+        body = {"prompt": "A number:", "guided_regex": "[0-9]{3}", "temperature": 0}
+        thread = threading.Thread(
+            target=lambda: answers.append(server.post("/v1/completions", body))
+        )
+        thread.start()
+        assert begun.wait(30)
+        draining = asyncio.run_coroutine_threadsafe(server.service.drain(), server.loop)
+        wait_until(lambda: server.get("/health").status == 503)
+        go_on.set()
+        draining.result(30)
+        thread.join()
+        assert answers[0].status == 200, answers
+        assert answers[0].json["choices"][0]["text"].strip().isdigit()
+
+
+def test_a_panic_of_the_grammars_library_is_an_error_of_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Panic(BaseException):
+        pass
+
+    def panic(params: Any) -> Any:
+        raise Panic("called unwrap on None")
+
+    with serving() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.llm.restrictions, "compile", panic)
+            response = server.post("/v1/completions", {"prompt": "x", "guided_regex": "[0-9]"})
+        assert response.status == 500
+        assert "called unwrap on None" in response.error["message"]
+        answer = server.complete(guided_regex="[0-9]", max_tokens=5)
+        assert answer["choices"][0]["text"].strip().isdigit()
+        assert_idle(server)
