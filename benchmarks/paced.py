@@ -241,7 +241,7 @@ async def serving(
 
     def load(progress: object) -> LLM:
         llm, machine = make()
-        llm.runner.close()  # what is compiled in the background is not measured here
+        llm.runner.close()  # it compiles nothing in the background any more
         close, counters = llm.close, llm.engine.counters
 
         def count(launches: int) -> None:

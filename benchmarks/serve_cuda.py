@@ -72,7 +72,7 @@ OUTPUT: Final = 128
 STEADY_OUTPUT: Final = 3000
 STEADY_SECONDS: Final = 1.0
 GENERATION: Final = "generation_config.json"
-GAIN: Final = 6.0  # of the last norm, if requests sample
+GAIN: Final = 6.0  # the last norm is multiplied by it if requests sample
 FIRST_TOKEN: Final = 256  # ids below are single bytes, which are rare in a prompt
 # Measured requests by concurrency; those that do not count are as many as fly at once, twice.
 REQUESTS: Final = {

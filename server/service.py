@@ -66,7 +66,6 @@ class ServedModel:
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
         self.tokenizer = Tokenizer(facts.directory, facts.chat_template)
-        self.tokenizer.remember_texts()
 
     def default_params(self, **given: Any) -> SamplingParams:
         """See `LLM.default_params`.

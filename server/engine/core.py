@@ -69,7 +69,7 @@ class EngineCore:
         self._compiling: set[int] = set()  # keys whose grammar is being compiled and is wanted
         self._one_recording = threading.Lock()
         self._recording = threading.Event()  # set: the last recording is to end
-        self._ceilings: dict[str, Any] | None = None  # what the machine can give, measured once
+        self._ceilings: dict[str, Any] | None = None  # bandwidth and more, measured once
 
     def run(self) -> None:
         """Load the model, drive its engine until `Stop`, and release the model.

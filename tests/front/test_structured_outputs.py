@@ -350,7 +350,7 @@ def test_what_a_request_leaves_no_token_for_is_no_part_of_the_next_answer() -> N
     with LLM("stories", dtype="float32", machine="cpu", block_size=16, num_blocks=4) as llm:
         right = llm.generate(prompt, greedy)[0].outputs[0]
     with LLM("stories", dtype="float32", machine="cpu", block_size=16, num_blocks=4) as llm:
-        llm.generate(other, greedy)  # what is left in the blocks
+        llm.generate(other, greedy)  # its keys and values stay in the blocks
         assert "leave no token" in (llm.generate(prompt, contradiction)[0].error or "")
         answer = llm.generate(prompt, greedy)[0].outputs[0]
     assert answer.token_ids == right.token_ids

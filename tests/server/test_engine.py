@@ -110,6 +110,15 @@ async def tokens(made: Generation) -> dict[int, list[int]]:
     return found
 
 
+async def assert_next_runs(client: EngineClient) -> None:
+    """The next request gets all its tokens, and nothing is left."""
+    made = generation()
+    client.submit(made)
+    assert len((await tokens(made))[0]) == 8
+    client.close(made)
+    await idle(client)
+
+
 async def idle(client: EngineClient) -> None:
     while client.num_sequences:
         await asyncio.sleep(0.001)
@@ -252,11 +261,7 @@ def test_a_fault_of_the_machine_reaches_its_requests_and_others_go_on() -> None:
             await tokens(first)
         assert error.value.status == 500
         client.close(first)
-        second = generation()
-        client.submit(second)
-        assert len((await tokens(second))[0]) == 8
-        client.close(second)
-        await idle(client)
+        await assert_next_runs(client)
 
     run(test, faults=(2,))
 
@@ -268,11 +273,7 @@ def test_an_error_of_a_step_reaches_its_requests_and_others_go_on() -> None:
         with pytest.raises(ApiError, match="a bug in the runner"):
             await tokens(first)
         client.close(first)
-        second = generation()
-        client.submit(second)
-        assert len((await tokens(second))[0]) == 8
-        client.close(second)
-        await idle(client)
+        await assert_next_runs(client)
         assert client.broken is None
 
     run(test, bugs=(2,))
