@@ -217,16 +217,19 @@ struct ColumnPlace {
   uint32_t kind = 0;  // bits: 1 float32, else bf16; 2 tagged; 4 gathered
 
   ColumnPlace() = default;
+  // The column is even.
   __device__ __forceinline__ ColumnPlace(const Tensor& t, uint32_t column)
-      : address(is_tagged(t) ? word_at(t, 0, column) : element_at(t, 0, column)),
-        row_bytes(t.columns * element_bytes(t) * (is_tagged(t) ? 2 : 1)),
-        kind(is_f32(t) + 2 * is_tagged(t) + 4 * is_gathered(t)) {}
+      : kind(is_f32(t) + 2 * is_tagged(t) + 4 * is_gathered(t)) {
+    address = base_of(t) + uint64_t{column} * column_bytes();
+    row_bytes = t.columns * column_bytes();
+  }
 
-  // Store an element of float32 in the first column.
-  __device__ __forceinline__ void store_one(uint32_t row, float value, uint32_t tag,
-                                            bool active = true) const {
+  // Store an element of float32, so many columns after the first.
+  __device__ __forceinline__ void store_one(uint32_t row, uint32_t further, float value,
+                                            uint32_t tag, bool active = true) const {
     const uint32_t word = __float_as_uint(value);
-    store_shares(kind & 4, address + uint64_t{row} * row_bytes, [&](uint64_t to) {
+    const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes();
+    store_shares(kind & 4, at, [&](uint64_t to) {
       if_form<3>(active, [&](bool stores) { ptx::store_relaxed_tagged(to, word, tag, stores); });
       if_form<1>(active, [&](bool stores) { ptx::store(to, word, stores); });
     });
@@ -235,8 +238,7 @@ struct ColumnPlace {
   // Store two neighbouring columns, an even number of columns `further`. The first column is even.
   __device__ __forceinline__ void store_pair(uint32_t row, uint32_t further, float first,
                                              float second, uint32_t tag, bool active = true) const {
-    const uint32_t column_bytes = 2u << (form() & 1) << form() / 2;
-    const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes;
+    const uint64_t at = address + uint64_t{row} * row_bytes + further * column_bytes();
     const uint32_t x = __float_as_uint(first), y = __float_as_uint(second);
     const uint32_t both = ptx::pack_bf16(first, second);
     store_shares(kind & 4, at, [&](uint64_t to) {
@@ -251,7 +253,7 @@ struct ColumnPlace {
   __device__ __forceinline__ void store(uint32_t row, uint32_t number, const Four& four,
                                         uint32_t tag, bool active = true) const {
     const float (&v)[4] = four.value;
-    const uint32_t bytes = 8u << (form() & 1) << form() / 2;
+    const uint32_t bytes = 4 * column_bytes();
     const ptx::Words4 words = {__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                                __float_as_uint(v[3])};
     const uint32_t low = ptx::pack_bf16(v[0], v[1]), high = ptx::pack_bf16(v[2], v[3]);
@@ -285,9 +287,10 @@ struct ColumnPlace {
   __device__ __forceinline__ ptx::Words4 load(uint32_t row, uint32_t number) const {
     return ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number);
   }
-  // The same of the first four, if the lane is active.
-  __device__ __forceinline__ void load(uint32_t row, ptx::Words4& to, bool active) const {
-    ptx::load_relaxed4(address + uint64_t{row} * row_bytes, to, active);
+  // The same, if the lane is active.
+  __device__ __forceinline__ void load(uint32_t row, uint32_t number, ptx::Words4& to,
+                                       bool active) const {
+    ptx::load_relaxed4(address + uint64_t{row} * row_bytes + 16 * number, to, active);
   }
 
  private:
@@ -295,6 +298,10 @@ struct ColumnPlace {
   template <uint32_t kForm, class Store>
   __device__ __forceinline__ void if_form(bool active, Store&& store) const {
     if constexpr (kKinds >> kForm & 1) store(active && form() == kForm);
+  }
+
+  __device__ __forceinline__ uint32_t column_bytes() const {
+    return 2u << (form() & 1) << form() / 2;
   }
 
   // Bits: 1 float32, else bf16; 2 tagged. Known to the compiler as far as kKinds says it.
@@ -319,18 +326,40 @@ __device__ __forceinline__ void add_four(Four& to, const ptx::Words4& words) {
   to.value[3] += __uint_as_float(words.w);
 }
 
-// Four neighbouring elements of a vector that no instruction writes, from a multiple of four on,
-// loaded at once, if EightConstants::can_load.
-__device__ __forceinline__ Four four_constants(const Tensor& t, uint32_t first) {
-  const uint64_t from = element_at(t, first, 0);
-  Four four = {};
-  if (is_f32(t)) {
-    add_four(four, ptx::load_constant4(from));
-    return four;
+// Four neighbouring elements of a vector that no instruction writes, loaded at once. kKinds: see
+// ColumnPlace.
+template <uint32_t kKinds = 3>
+struct FourConstants {
+  ptx::Words2 raw[2];  // the second is for float32
+
+  // Whether there is such a load for every multiple of four.
+  static __device__ __forceinline__ bool can_load(const Tensor& t) {
+    return dtype_of(t) != DType::kI32 && base_of(t) % 16 == 0;
   }
-  const ptx::Words2 words = ptx::load_constant2(from);
-  return {{ptx::low_bf16(words.x), ptx::high_bf16(words.x), ptx::low_bf16(words.y),
-           ptx::high_bf16(words.y)}};
+  // If the lane is active. Without a branch, as loads behind one are waited for one by one.
+  __device__ __forceinline__ void load(const Tensor& t, uint32_t first, bool active) {
+    const uint64_t from = ColumnPlace<kKinds>(t, first).address;
+    ptx::load_constant2(from, raw[0], active);
+    if constexpr (kKinds & 2) ptx::load_constant2(from + 8, raw[1], active && is_f32(t));
+  }
+  __device__ __forceinline__ Four times(const Four& four, const Tensor& t) const {
+    const auto choose = [&](uint32_t wide, float narrow) {
+      if constexpr (kKinds == 1) return narrow;
+      return kKinds == 2 || is_f32(t) ? __uint_as_float(wide) : narrow;
+    };
+    const float (&v)[4] = four.value;
+    return {{v[0] * choose(raw[0].x, ptx::low_bf16(raw[0].x)),
+             v[1] * choose(raw[0].y, ptx::high_bf16(raw[0].x)),
+             v[2] * choose(raw[1].x, ptx::low_bf16(raw[0].y)),
+             v[3] * choose(raw[1].y, ptx::high_bf16(raw[0].y))}};
+  }
+};
+
+// The same, at once.
+__device__ __forceinline__ Four four_constants(const Tensor& t, uint32_t first) {
+  FourConstants<> constants = {};
+  constants.load(t, first, true);
+  return constants.times({{1.0f, 1.0f, 1.0f, 1.0f}}, t);
 }
 
 // Eight neighbouring elements of a vector that no instruction writes, loaded at once.

@@ -8,7 +8,7 @@ from typing import Any
 from megavm.vm.config import NONE, UNIT_ROWS, WIDE_SQUARES
 from megavm.vm.constants import Constant, union
 from megavm.vm.operands import present
-from megavm.vm.tensors import Region, TensorSpec
+from megavm.vm.tensors import F32, Region, TensorSpec
 
 SCALED = ("out_gain", "out_scaled", "out_squares")  # operands of a producer of rows to normalise
 
@@ -89,6 +89,15 @@ def unit_of(tensors: Sequence[TensorSpec], inst: Any) -> int:
         return UNIT_ROWS
     scaled, squares = tensors[inst.out_scaled], tensors[inst.out_squares]
     return squares_unit(scaled.own_columns, squares.own_columns)
+
+
+def kinds(tensors: Sequence[TensorSpec], *handles: int) -> Constant:
+    """A bit 1 << (is float32) + 2 * (is tagged) for each of these tensors; NONE is skipped.
+
+    GPU kernels have no code for other kinds (ColumnPlace in cuda/tensor.cuh).
+    """
+    specs = [tensors[handle] for handle in present(*handles)]
+    return union(sum({1 << (t.dtype is F32) + 2 * t.tagged for t in specs}))
 
 
 def squares_units(tensors: Sequence[TensorSpec], inst: Any) -> Constant:

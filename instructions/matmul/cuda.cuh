@@ -163,7 +163,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
     return takes_fours(in[&Matmul::out]) &&
            (!in.has(&Matmul::residual) || has_fours(in[&Matmul::residual])) &&
            (!is_scaled() || (takes_fours(in[&Matmul::out_scaled]) &&
-                             EightConstants::can_load(in[&Matmul::out_gain]))) &&
+                             FourConstants<>::can_load(in[&Matmul::out_gain]))) &&
            in.inst.column_end % kUnitRows == 0 && out_begin() % 4 == 0;
   }
 
@@ -180,7 +180,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
 
   __device__ __forceinline__ void ask(const QuadAt& at, const OfRow&, const OfQuad& quad,
                                       Asked& asked) const {
-    quad.residual.load(at.row, asked.residual, at.active && in.has(&Matmul::residual));
+    quad.residual.load(at.row, 0, asked.residual, at.active && in.has(&Matmul::residual));
   }
 
   __device__ __forceinline__ Result combine(const QuadSums& sums, const OfQuad& quad,
@@ -209,7 +209,7 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
       float squares = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
       squares = add_neighbours(squares, unit_of_squares() / 4);
       quad.scaled.store(at.row, 0, scaled, tag, active);
-      quad.squares.store_one(at.row, squares, tag, active && column % unit_of_squares() == 0);
+      quad.squares.store_one(at.row, 0, squares, tag, active && column % unit_of_squares() == 0);
     }
     quad.out.store(at.row, 0, result, tag, at.active);
   }

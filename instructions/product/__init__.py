@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from megavm.instructions.tiles import round_up, shapes, squares_of, squares_unit
+from megavm.instructions.tiles import kinds, round_up, shapes, squares_of, squares_unit
 from megavm.vm.config import (
     BLOCK_UNITS,
     CPU_LANES,
@@ -122,13 +122,8 @@ class Product(Instruction, is_base=True):
         }
 
     def kinds(self, tensors: Sequence[TensorSpec], *results: int) -> Constant:
-        """A bit 1 << (is float32) + 2 * (is tagged) for each of these results of a matrix product.
-
-        ``results`` are handles or NONE. Epilogues have no code for other kinds (ColumnPlace in
-        cuda/tensor.cuh). Other products have none.
-        """
-        specs = [tensors[handle] for handle in present(*results)] if self.matrix else []
-        return union(sum({1 << (t.dtype is F32) + 2 * t.tagged for t in specs}))
+        """``tiles.kinds`` of the results of a matrix product. Epilogues of others do not ask."""
+        return kinds(tensors, *(results if self.matrix else ()))
 
     def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         """See Instruction.

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from megavm.instructions.tiles import (
     check_scaled,
+    kinds,
     ranges,
     round_up,
     scaled_writes,
@@ -13,7 +14,7 @@ from megavm.instructions.tiles import (
     squares_units,
     unit_of,
 )
-from megavm.vm.config import MIN_GROUP_ROWS, NUM_CONSUMER_WARPS
+from megavm.vm.config import MIN_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
 from megavm.vm.constants import Constant
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.operands import integer, present, tensor
@@ -85,7 +86,15 @@ class Reduce(Instruction):
         return rows <= MIN_GROUP_ROWS
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
-        return {"squares_units": squares_units(tensors, self)}
+        results = self.out, self.out_scaled, self.out_squares
+        quads = self.bias == NONE and NONE not in (self.residual, *results)
+        quads = quads and not any(tensors[handle].tagged for handle in results)
+        return {
+            "squares_units": squares_units(tensors, self),
+            "out_kinds": kinds(tensors, *(results[:1] if quads else ())),
+            "scaled_kinds": kinds(tensors, *(results[1:2] if quads else ())),
+            "gain_kinds": kinds(tensors, *((self.out_gain,) if quads else ())),
+        }
 
     def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
         # A thread adds a pair of columns. If none has more than one, the kernel synchronises between

@@ -117,117 +117,139 @@ struct Kernel<Reduce> : KernelDefaults {
     return sum;
   }
 
-  // ---- Eight columns by one thread, where no word is tagged: steps of many rows.
+  // ---- Four columns by one thread, where no word is tagged: steps of many rows.
 
   // Whether the instruction adds to a residual and scales the result: the end of a layer's half.
   // NOTE: results that are not tagged, as all words are read before one of them is stored.
-  static __device__ __forceinline__ bool takes_units(const Operands<Reduce>& in) {
+  static __device__ __forceinline__ bool takes_quads(const Operands<Reduce>& in) {
+    if constexpr (kSingleRow || reduce::kOutKinds == 0) return false;
     const Reduce& inst = in.inst;
-    if (kSingleRow || !in.has(&Reduce::residual) || !in.has(&Reduce::out_scaled) ||
-        in.has(&Reduce::bias))
+    if (!in.has(&Reduce::residual) || !in.has(&Reduce::out_scaled) || in.has(&Reduce::bias))
       return false;
     const Tensor &out = in[&Reduce::out], &scaled = in[&Reduce::out_scaled];
     return inst.column_begin % kUnitRows == 0 && inst.column_end % kUnitRows == 0 &&
            own_columns(out) % kUnitRows == 0 && takes_fours(out) && !is_tagged(out) &&
            has_fours(in[&Reduce::parts]) && has_fours(in[&Reduce::residual]) &&
-           EightConstants::can_load(in[&Reduce::out_gain]) && takes_fours(scaled) &&
-           !is_tagged(scaled) && !is_tagged(in[&Reduce::out_squares]);
+           Gain::can_load(in[&Reduce::out_gain]) && takes_fours(scaled) && !is_tagged(scaled) &&
+           !is_tagged(in[&Reduce::out_squares]);
   }
 
-  static constexpr uint32_t kUnitBatch = 4;  // parts of a unit in flight
+  using Gain = FourConstants<max_of(1, reduce::kGainKinds)>;
+  static constexpr uint32_t kQuads = 4, kQuadParts = 4;  // of a thread, in flight together
 
-  // A thread's units from number `first` on, kNumConsumerThreads apart; those below `count` exist.
+  // How far apart the quads of a thread are that are in flight together: quad q is (q / 2) * far[0] +
+  // (q % 2) * near[0] rows and (q / 2) * far[1] + (q % 2) * near[1] quads of a row from the first.
+  // Neighbouring lanes have neighbouring quads, so that each access of a warp is of whole sectors.
+  struct Apart {
+    uint32_t near_rows, near_quads, far_rows, far_quads;
+    __device__ __forceinline__ uint32_t rows(uint32_t q) const {
+      return q / 2 * far_rows + q % 2 * near_rows;
+    }
+    __device__ __forceinline__ uint32_t quads(uint32_t q) const {
+      return q / 2 * far_quads + q % 2 * near_quads;
+    }
+  };
+
+  // Reduce the quads of a thread from this row and column on, as far as their rows are below `live`.
   // All lanes of a warp call it.
-  template <uint32_t kUnits>
-  static __device__ __forceinline__ void reduce_units(const Operands<Reduce>& in, uint32_t first,
-                                                      uint32_t count) {
-    const Reduce& inst = in.inst;
-    const Tensor& parts = in[&Reduce::parts];
+  // NOTE: short, because fetching the code took longer than running it: it has loads and stores with
+  // predicates in place of branches.
+  static __device__ __forceinline__ void reduce_quads(const Operands<Reduce>& in, uint32_t row,
+                                                      uint32_t column, const Apart& apart,
+                                                      uint32_t live) {
+    constexpr uint32_t kF32 = 2;  // as a kind of ColumnPlace
     const uint32_t size = own_columns(in[&Reduce::out]), tag = in.out_tag();
-    const uint32_t num_parts = parts.columns / size;
-    const uint32_t of_row = (inst.column_end - inst.column_begin) / kUnitRows;
-    constexpr uint32_t kFours = kUnitRows / 4;
-    uint32_t row[kUnits], column[kUnits];
-    EightConstants gain[kUnits];
-    ptx::Words4 residual[kUnits][kFours];
-    Four sum[kUnits][kFours] = {};
-    // NOTE: no load is conditional: those of all units are in flight together.
+    const uint32_t all_parts = in[&Reduce::parts].columns;
+    const Tensor& gains = in[&Reduce::out_gain];
+    const ColumnPlace<kF32> before(in[&Reduce::residual], column);
+    const ColumnPlace<kF32> parts(in[&Reduce::parts], column);
+    bool exists[kQuads];
+    uint64_t from[kQuads];
+    Gain gain[kQuads] = {};
+    ptx::Words4 residual[kQuads] = {};
 #pragma unroll
-    for (uint32_t u = 0; u < kUnits; ++u) {
-      const uint32_t number = min_of(first + u * kNumConsumerThreads, count - 1);
-      row[u] = inst.row_begin + number / of_row;
-      column[u] = inst.column_begin + number % of_row * kUnitRows;
-      gain[u].load(in[&Reduce::out_gain], column[u]);
-      const ColumnPlace before(in[&Reduce::residual], column[u]);
-#pragma unroll
-      for (uint32_t i = 0; i < kFours; ++i) residual[u][i] = before.load(row[u], i);
+    for (uint32_t q = 0; q < kQuads; ++q) {
+      const uint32_t own = row + apart.rows(q), further = apart.quads(q);
+      exists[q] = own < live && column + 4 * further < in.inst.column_end;
+      from[q] = parts.address + uint64_t{own} * parts.row_bytes + 16 * further;
+      gain[q].load(gains, column + 4 * further, exists[q]);
+      before.load(own, further, residual[q], exists[q]);
     }
+    Four sum[kQuads] = {};
 #pragma unroll 1
-    for (uint32_t begin = 0; begin < num_parts; begin += kUnitBatch) {
-      ptx::Words4 words[kUnits][kUnitBatch][kFours];
+    for (uint32_t skipped = 0; skipped < all_parts;) {
+      ptx::Words4 words[kQuadParts][kQuads] = {};
 #pragma unroll
-      for (uint32_t u = 0; u < kUnits; ++u)
+      for (uint32_t p = 0; p < kQuadParts; ++p, skipped += size)
 #pragma unroll
-        for (uint32_t p = 0; p < kUnitBatch; ++p) {
-          const ColumnPlace part(parts, min_of(begin + p, num_parts - 1) * size + column[u]);
-#pragma unroll
-          for (uint32_t i = 0; i < kFours; ++i) words[u][p][i] = part.load(row[u], i);
+        for (uint32_t q = 0; q < kQuads; ++q) {
+          ptx::load_relaxed4(from[q], words[p][q], exists[q] && skipped < all_parts);
+          from[q] += 4 * size;
         }
 #pragma unroll
-      for (uint32_t u = 0; u < kUnits; ++u)
+      for (uint32_t p = 0; p < kQuadParts; ++p)
 #pragma unroll
-        for (uint32_t p = 0; p < kUnitBatch; ++p)
-          if (begin + p < num_parts)
-#pragma unroll
-            for (uint32_t i = 0; i < kFours; ++i) add_four(sum[u][i], words[u][p][i]);
+        for (uint32_t q = 0; q < kQuads; ++q) add_four(sum[q], words[p][q]);
     }
-    const uint32_t unit = 2 * group_of(in);
+    float squares[kQuads];
 #pragma unroll
-    for (uint32_t u = 0; u < kUnits; ++u) {
-      Four scaled[kFours];
-      float squares = 0.0f;
+    for (uint32_t q = 0; q < kQuads; ++q) {
+      add_four(sum[q], residual[q]);
+      const float (&v)[4] = sum[q].value;
+      // In the order of pairs.
+      squares[q] = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
+    }
+    const bool wide = squares_unit(in[&Reduce::out_scaled], in[&Reduce::out_squares]) == kWideSquares;
+    const uint32_t unit = wide ? kWideSquares : kUnitRows;
+#pragma unroll 1
+    for (uint32_t lanes = 1; lanes < unit / 4; lanes *= 2)
 #pragma unroll
-      for (uint32_t i = 0; i < kFours; ++i) {
-        add_four(sum[u][i], residual[u][i]);
+      for (float& value : squares) value += __shfl_xor_sync(~0u, value, lanes);
+    const auto unit_of = [&](uint32_t c) { return wide ? c / kWideSquares : c / kUnitRows; };
+    const ColumnPlace<reduce::kOutKinds> out(in[&Reduce::out], column);
+    const ColumnPlace<reduce::kScaledKinds> scaled(in[&Reduce::out_scaled], column);
+    const ColumnPlace<kF32> sums(in[&Reduce::out_squares], unit_of(column));
+    const bool begins_unit = unit_of(column) * unit == column;
 #pragma unroll
-        for (uint32_t j = 0; j < 4; ++j) {
-          const float value = sum[u][i].value[j];
-          scaled[i].value[j] = value * gain[u].value(in[&Reduce::out_gain], 4 * i + j);
-          squares = fmaf(value, value, squares);
-        }
-      }
-      squares = add_neighbours(squares, unit / kUnitRows);
-      if (first + u * kNumConsumerThreads >= count) continue;
+    for (uint32_t q = 0; q < kQuads; ++q) {
+      const uint32_t own = row + apart.rows(q), further = apart.quads(q);
       // Store these first: readers of this row wait for them.
-      ColumnPlace(in[&Reduce::out_scaled], column[u]).store_two(row[u], scaled, tag);
-      if (column[u] % unit == 0)
-        write_element(in[&Reduce::out_squares], row[u], column[u] / unit, squares, tag);
-      ColumnPlace(in[&Reduce::out], column[u]).store_two(row[u], sum[u], tag);
+      scaled.store(own, further, gain[q].times(sum[q], gains), tag, exists[q]);
+      sums.store_one(own, unit_of(4 * further), squares[q], tag, exists[q] && begins_unit);
+      out.store(own, further, sum[q], tag, exists[q]);
     }
+  }
+
+  // The same for all quads of an instruction.
+  static __device__ __forceinline__ void reduce_all_quads(const Operands<Reduce>& in,
+                                                          uint32_t thread, uint32_t live) {
+    const Reduce& inst = in.inst;
+    const uint32_t quads = (inst.column_end - inst.column_begin) / 4;
+    const uint32_t across = min_of(quads, kNumConsumerThreads);
+    const uint32_t down = kNumConsumerThreads / across;  // rows that the threads have side by side
+    const uint32_t sweeps = ceil_div(quads, kNumConsumerThreads);  // of the threads through a row
+    Apart apart = {0, across, 0, 2 * across};
+    uint32_t rows = 1, turn = kQuads * across;
+    if (sweeps == 2) apart.far_rows = 1, apart.far_quads = 0, rows = 2;
+    if (sweeps == 1) apart = {down, 0, 2 * down, 0}, rows = kQuads * down;
+    const uint32_t row = thread / across, column = inst.column_begin + thread % across * 4;
+#pragma unroll 1
+    for (uint32_t top = inst.row_begin; top < live; top += rows)
+#pragma unroll 1
+      for (uint32_t left = 0; left < quads; left += turn)
+        reduce_quads(in, top + row, column + 4 * left, apart, row < down ? live : 0);
   }
 
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
     const Reduce& inst = in.inst;
     const uint32_t live = live_end(in, &Reduce::row_count, inst.row_begin, inst.row_end);
-    if (takes_units(in)) {
-      consumer.wait_ready();
-      consumer.begin_waiting();
-      consumer.note(in.stage, Event::kInputs);
-      const uint32_t units = (inst.column_end - inst.column_begin) / kUnitRows;
-      const uint32_t count = (live - inst.row_begin) * units;
-      uint32_t first = consumer.thread();
-      // Two at a time, if a thread has more than two: else fetching their code takes too long.
-      if constexpr (program::kMatrixRows > 0)
-        if (count > 2 * kNumConsumerThreads)
-#pragma unroll 1
-          for (; first - consumer.thread() + kNumConsumerThreads < count;
-               first += 2 * kNumConsumerThreads)
-            reduce_units<2>(in, first, count);
-#pragma unroll 1
-      for (; first - lane_index() < count; first += kNumConsumerThreads)
-        reduce_units<1>(in, first, count);
-      return;
-    }
+    if constexpr (reduce::kOutKinds != 0)
+      if (takes_quads(in)) {
+        consumer.wait_ready();
+        consumer.begin_waiting();
+        consumer.note(in.stage, Event::kInputs);
+        return reduce_all_quads(in, consumer.thread(), live);
+      }
     // Each row begins with a lane of its own group.
     const uint32_t pairs = ceil_div(inst.column_end - inst.column_begin, 2), group = group_of(in);
     const uint32_t per_row = ceil_div(pairs, group) * group;
