@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megavm.vm.abi import Code, Struct
+    from megavm.vm.alike import Alike
     from megavm.vm.constants import Constant
     from megavm.vm.isa import Instruction
     from megavm.vm.program import Program
@@ -337,15 +338,20 @@ def specialisation(
     return Specialisation(used, common, of_class)
 
 
-def program_specialisation(program: Program) -> Specialisation:
+def program_specialisation(
+    program: Program, alike: Iterable[Alike] | None = None
+) -> Specialisation:
     """The specialisation of the kernel of a program, with the sizes of its memory.
+
+    ``alike``: the result of ``find_alike``, if known.
 
     Raises ValueError when no kernel can be specialised for all of the program.
     """
     from megavm.vm.alike import find_alike
     from megavm.vm.cuda.memory import kernel_memory
 
-    alike = find_alike(program.words, program.tensors)
+    if alike is None:
+        alike = find_alike(program.words, program.tensors)
     joined = specialisation((i for same in alike for i in same.representatives), program.tensors)
     return replace(joined, common={**joined.common, **vars(kernel_memory(joined.common))})
 

@@ -122,7 +122,6 @@ struct Kernel<Reduce> : KernelDefaults {
   // Whether the instruction adds to a residual and scales the result: the end of a layer's half.
   // NOTE: results that are not tagged, as all words are read before one of them is stored.
   static __device__ __forceinline__ bool takes_quads(const Operands<Reduce>& in) {
-    if constexpr (kSingleRow || reduce::kOutKinds == 0) return false;
     const Reduce& inst = in.inst;
     if (!in.has(&Reduce::residual) || !in.has(&Reduce::out_scaled) || in.has(&Reduce::bias))
       return false;
@@ -137,9 +136,9 @@ struct Kernel<Reduce> : KernelDefaults {
   using Gain = FourConstants<max_of(1, reduce::kGainKinds)>;
   static constexpr uint32_t kQuads = 4, kQuadParts = 4;  // of a thread, in flight together
 
-  // How far apart the quads of a thread are that are in flight together: quad q is (q / 2) * far[0] +
-  // (q % 2) * near[0] rows and (q / 2) * far[1] + (q % 2) * near[1] quads of a row from the first.
-  // Neighbouring lanes have neighbouring quads, so that each access of a warp is of whole sectors.
+  // How far apart the quads of a thread are that are in flight together: pairs of quads that are
+  // near, and two such pairs that are far from each other; in rows, and in quads of a row.
+  // Neighbouring lanes have neighbouring quads, so each access of a warp is of whole sectors.
   struct Apart {
     uint32_t near_rows, near_quads, far_rows, far_quads;
     __device__ __forceinline__ uint32_t rows(uint32_t q) const {
@@ -150,10 +149,11 @@ struct Kernel<Reduce> : KernelDefaults {
     }
   };
 
-  // Reduce the quads of a thread from this row and column on, as far as their rows are below `live`.
-  // All lanes of a warp call it.
-  // NOTE: short, because fetching the code took longer than running it: it has loads and stores with
-  // predicates in place of branches.
+  // Reduce the quads of a thread from this row and column on, as far as their rows are below
+  // `live`. All lanes of a warp call it.
+  //
+  // NOTE: loads and stores have predicates in place of branches, so that the code is short: a
+  // layer's code just fits into the instruction cache, and fetching it took longer than running it.
   static __device__ __forceinline__ void reduce_quads(const Operands<Reduce>& in, uint32_t row,
                                                       uint32_t column, const Apart& apart,
                                                       uint32_t live) {
@@ -199,7 +199,8 @@ struct Kernel<Reduce> : KernelDefaults {
       // In the order of pairs.
       squares[q] = fmaf(v[1], v[1], v[0] * v[0]) + fmaf(v[3], v[3], v[2] * v[2]);
     }
-    const bool wide = squares_unit(in[&Reduce::out_scaled], in[&Reduce::out_squares]) == kWideSquares;
+    const bool wide =
+        squares_unit(in[&Reduce::out_scaled], in[&Reduce::out_squares]) == kWideSquares;
     const uint32_t unit = wide ? kWideSquares : kUnitRows;
 #pragma unroll 1
     for (uint32_t lanes = 1; lanes < unit / 4; lanes *= 2)
@@ -243,7 +244,7 @@ struct Kernel<Reduce> : KernelDefaults {
   static __device__ __forceinline__ void consume(const Operands<Reduce>& in, Consumer& consumer) {
     const Reduce& inst = in.inst;
     const uint32_t live = live_end(in, &Reduce::row_count, inst.row_begin, inst.row_end);
-    if constexpr (reduce::kOutKinds != 0)
+    if constexpr (!kSingleRow && reduce::kOutKinds != 0)
       if (takes_quads(in)) {
         consumer.wait_ready();
         consumer.begin_waiting();

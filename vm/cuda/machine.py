@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from megavm.vm import codegen
+from megavm.vm.alike import find_alike
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.arena import Arena
 from megavm.vm.cuda.clocks import Clocks, Offset
@@ -209,7 +210,11 @@ class CudaMachine:
         """Layouts that a program accepts, and what specialises its kernel: found once."""
         known = self._known_needs.get(program)
         if known is None:
-            known = program_layouts(program), codegen.program_specialisation(program)
+            alike = tuple(find_alike(program.words, program.tensors))
+            known = (
+                program_layouts(program, alike),
+                codegen.program_specialisation(program, alike),
+            )
             self._known_needs[program] = known
         return known
 
