@@ -31,7 +31,8 @@ from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.sequence import Request
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.hub import resolve
-from megavm.tokenizer import StreamDecoder, Tokenizer
+from megavm.stream_decoder import StreamDecoder
+from megavm.tokenizer import Tokenizer
 
 BATCHES = (1, 8, 64, 256)
 PLAN_LIMIT_US = {1: 100.0, 64: 1000.0}

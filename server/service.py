@@ -12,6 +12,7 @@ from enum import Enum
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from megavm.chat_template import check_template_kwargs
 from megavm.sampling_params import SamplingParams
 from megavm.server.engine.client import EngineClient, EngineEnded, Transport
 from megavm.server.engine.generation import Generation
@@ -33,7 +34,7 @@ from megavm.server.protocol import (
 )
 from megavm.server.settings import Settings
 from megavm.server.tools.parsers import PARSERS, detect_parser
-from megavm.tokenizer import LONG_TEXT, Tokenizer, check_template_kwargs
+from megavm.tokenizer import LONG_TEXT, Tokenizer
 
 if TYPE_CHECKING:
     from megavm.scheduler.engine.step import Ints

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class Decoder(Protocol):
-    """Token ids to text; holds back incomplete characters (megavm.tokenizer.StreamDecoder).
+    """Token ids to text; holds back incomplete characters (megavm.stream_decoder.StreamDecoder).
 
     Attributes:
         plain: texts that ``step`` would return for these tokens now and change nothing; it may be

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megavm.batch import Batch, Prompt
+from megavm.chat_template import Message
 from megavm.garbage import frozen_heap
 from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
 from megavm.profiler.environment import describe_machine
@@ -48,7 +49,8 @@ from megavm.scheduler.run.kv_cache_size import (
 )
 from megavm.scheduler.run.machines import choose_machine
 from megavm.scheduler.run.runner import Progress, Runner
-from megavm.tokenizer import Message, StreamDecoder, Tokenizer
+from megavm.stream_decoder import StreamDecoder
+from megavm.tokenizer import Tokenizer
 from megavm.vm.cuda import machine as cuda_machine
 from megavm.vm.target import TARGETS
 

@@ -1,0 +1,1 @@
+../../src/megavm/chat_template.py

@@ -1,0 +1,1 @@
+../../src/megavm/stream_decoder.py
