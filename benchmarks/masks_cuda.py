@@ -32,7 +32,7 @@ from megavm import LLM, SamplingParams
 from megavm.structured_outputs import StructuredOutputsParams
 from megavm.vm.cuda.copies import Copies
 from offline_cuda import prompt_of
-from serve_cuda import MODELS, compile_everything, make_random, write_model
+from random_llama import MODELS, compile_everything, make_random, write_model
 
 PROMPT = 16
 KINDS = ["words", "grammar"]

@@ -28,15 +28,15 @@ import time
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from bench_server import settle
 from environment import save
 from megavm import LLM, SamplingParams
-from serve_cuda import (
+from random_llama import (
     FIRST_TOKEN,
     MODELS,
     VOCABULARY,
     compile_everything,
     make_random,
-    settle,
     write_model,
 )
 

@@ -29,7 +29,7 @@ from environment import save
 from megavm import LLM, SamplingParams
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from offline_cuda import prompt_of
-from serve_cuda import (
+from random_llama import (
     MODELS,
     compile_everything,
     make_random,

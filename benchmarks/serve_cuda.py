@@ -38,42 +38,33 @@ import dataclasses
 import json
 import os
 import random
-import re
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+from bench_server import INPUT, OUTPUT, Server, bench, bench_command
 from environment import save, version
-from llama_cuda import MODELS as LLAMAS
-from llama_cuda import fill_random
-from megavm.scheduler.llama.config import LlamaConfig
 from megavm.vm.target import TARGETS
+from random_llama import (
+    FIRST_TOKEN,
+    MODELS,
+    VOCABULARY,
+    compile_everything,
+    make_random,
+    multiply_last_norm,
+    samples,
+    write_model,
+)
 
-if TYPE_CHECKING:
-    import torch
-
-VOCABULARY: Final = LLAMAS["1b"].vocab_size
-MODELS: Final = {
-    "1b": LLAMAS["1b"],
-    "8b": LLAMAS["8b"],
-    "tiny": LlamaConfig(VOCABULARY, 64, 128, 2, 4, 2, 16, tie_word_embeddings=True),
-}
-INPUT: Final = 160
-OUTPUT: Final = 128
+GAIN: Final = 6.0  # the last norm is multiplied by it if requests sample
 STEADY_OUTPUT: Final = 3000
 STEADY_SECONDS: Final = 1.0
-GENERATION: Final = "generation_config.json"
-GAIN: Final = 6.0  # the last norm is multiplied by it if requests sample
-FIRST_TOKEN: Final = 256  # ids below are single bytes, which are rare in a prompt
 # Measured requests by concurrency; those that do not count are as many as fly at once, twice.
 REQUESTS: Final = {
     "1b": {1: 60, 8: 160, 64: 640, 256: 1280},
@@ -101,119 +92,9 @@ PACKAGES: Final = (
     "aiohttp",
     "tokenizers",
 )
-# By /proc: quiet is less CPU than this in a second, for the server that has nothing to do.
-QUIET_SHARE: Final = 0.1
-QUIET_LIMIT: Final = 60.0
-START_LIMIT: Final = 240.0
-
-
-# The model: a directory without weights, and weights made where they are needed.
-
-
-def write_model(
-    directory: Path, config: LlamaConfig, sampling: Mapping[str, float] | None = None
-) -> None:
-    """The configuration, with these default parameters or greedy, and a tokenizer.
-
-    It has all bytes, then words, and a token that ends a text.
-    """
-    from structured_outputs import write_tokenizer
-
-    directory.mkdir(parents=True, exist_ok=True)
-    content = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": "bfloat16",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "max_position_embeddings": 131_072,
-        "rope_theta": 500_000.0,
-        "eos_token_id": VOCABULARY - 1,
-    }
-    (directory / "config.json").write_text(json.dumps(content))
-    # A server has programs of the kind of the default parameters when it is ready, greedy ones or
-    # those that sample.
-    generation = {"do_sample": sampling is not None, **(sampling or {})}
-    (directory / GENERATION).write_text(json.dumps(generation))
-    # Llama 3's tokens have 4 to 5 letters on average in English text.
-    letters, words = random.Random(0), dict[bytes, None]()
-    while len(words) < VOCABULARY - 257:
-        word = "".join(letters.choices("abcdefghijklmnopqrstuvwxyz", k=letters.randint(3, 7)))
-        words[b" " * (letters.random() < 0.6) + word.encode()] = None
-    tokens = [bytes([i]) for i in range(256)]
-    write_tokenizer(directory, [*tokens, *words, b"<|end|>"])
-
-
-def multiply_last_norm(gain: float) -> None:
-    """Let the last norm's gains of checkpoints of this process be so many times as large.
-
-    Logits are then, and a few tokens have most of the probability, as with a trained model.
-    """
-    from megavm.scheduler.llama.checkpoint import Checkpoint
-
-    tensor = Checkpoint.tensor
-
-    def scaled(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        value = tensor(self, name, dtype)
-        return value * gain if name == "model.norm.weight" else value
-
-    Checkpoint.tensor = scaled  # type: ignore[method-assign]
-
-
-def make_random(machine: str) -> None:
-    """Let checkpoints of this process have random weights, on the machine's own device."""
-    import torch
-
-    from megavm.scheduler.llama.checkpoint import Checkpoint
-    from megavm.scheduler.llama.config import expected_tensors
-
-    device = "cuda" if machine == "cuda" else "cpu"
-
-    def tensor(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        shape = expected_tensors(self.config)[name]
-        generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
-        value = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)
-        return fill_random(value, generator)
-
-    patches: dict[str, Any] = {
-        "tensor": tensor,
-        "check": lambda self: None,
-        "release": lambda self, name: None,
-    }
-    for name, function in patches.items():
-        setattr(Checkpoint, name, function)
-
-
-def compile_everything(models: Sequence[str], sampled: Sequence[bool] = (False,)) -> int:
-    """Compile the kernels of the models into the cache, side by side; the number of new ones.
-
-    ``sampled``: of programs that can sample, or of those for greedy steps.
-    """
-    from megavm.scheduler.run.kernels import kernel_headers
-    from megavm.vm.cuda.compiler import compile_ahead
-    from megavm.vm.tensors import BF16
-
-    headers = [
-        header
-        for model in models
-        for kind in sampled
-        for header in kernel_headers(MODELS[model], BF16, sampled=kind)
-    ]
-    return len(compile_ahead(headers))
 
 
 # Processes: this file again, with a role.
-
-
-def samples(directory: str) -> bool:
-    """Whether the default parameters of a model of `write_model` sample."""
-    return bool(json.loads((Path(directory) / GENERATION).read_text())["do_sample"])
 
 
 def run_server(machine: str, event_loop: str, directory: str, options: list[str]) -> int:
@@ -273,117 +154,6 @@ def generate(
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=300, check=True)
     result: dict[str, float] = json.loads(done.stdout.split("generate ", 1)[1])
     return result
-
-
-def cpu_seconds(server: int) -> float:
-    """CPU time of all threads of a server since its start, those of its engine's process too."""
-    children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    total = 0
-    for process in (server, *children):
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2].split()
-        total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
-
-
-def settle(process: int) -> dict[str, Any]:
-    """Wait until a process does nothing: no program is compiled behind its requests."""
-    begin = time.perf_counter()
-    while True:
-        before, at = cpu_seconds(process), time.perf_counter()
-        time.sleep(1.0)
-        share = (cpu_seconds(process) - before) / (time.perf_counter() - at)
-        waited = time.perf_counter() - begin
-        if share < QUIET_SHARE or waited > QUIET_LIMIT:
-            return {"seconds": round(waited, 1), "quiet": share < QUIET_SHARE}
-
-
-class Server:
-    """A server process; `url` is where it is, `seconds` how long its start took."""
-
-    def __init__(self, command: list[str], log: Path) -> None:
-        begin = time.perf_counter()
-        with log.open("w") as stderr:
-            self.process = subprocess.Popen(command, stderr=stderr)
-        self.log = log
-        while (found := re.search(r" ready url=(\S+)", log.read_text())) is None:
-            if self.process.poll() is not None or time.perf_counter() - begin > START_LIMIT:
-                self.close()
-                raise RuntimeError(f"the server did not start:\n{log.read_text()[-3000:]}")
-            time.sleep(0.1)
-        self.url, self.seconds = found[1], time.perf_counter() - begin
-
-    def cpu_seconds(self) -> float:
-        """CPU time of all threads since the start."""
-        return cpu_seconds(self.process.pid)
-
-    def settle(self) -> dict[str, Any]:
-        """Wait until the server, which has no requests, does nothing."""
-        return settle(self.process.pid)
-
-    def metrics(self) -> dict[str, float]:
-        """The engine's counters, and how many requests run and wait."""
-        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as response:
-            text = response.read().decode()
-        found = re.findall(
-            r"^megavm:(engine_\w+_total|num_requests_\w+)\S* (\S+)$", text, re.MULTILINE
-        )
-        return {name: float(value) for name, value in found}
-
-    def end_of_launch(self) -> tuple[dict[str, float], float]:
-        """The metrics just after a launch has ended, and when that was.
-
-        Raises RuntimeError when none ends within ten seconds.
-        """
-        first = self.metrics()
-        limit = time.perf_counter() + 10
-        while (found := self.metrics())["engine_run_seconds_total"] == first[
-            "engine_run_seconds_total"
-        ]:
-            if time.perf_counter() > limit:
-                raise RuntimeError("no launch ends")
-        return found, time.perf_counter()
-
-    def close(self) -> None:
-        """End the process."""
-        if self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
-
-
-def bench_command(
-    url: str, concurrency: int, requests: int, seed: int, file: Path, output: int = OUTPUT
-) -> list[str]:
-    """`megavm bench serve`; its report goes to ``file``."""
-    options = {
-        "--base-url": url,
-        "--max-concurrency": concurrency,
-        "--num-prompts": requests,
-        "--input-len": INPUT,
-        "--output-len": output,
-        "--vocab-size": VOCABULARY - 1,
-        "--seed": seed,
-        "--json": file,
-    }
-    words = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-m", "megavm", "bench", "serve", *words, "--ignore-eos", "--quiet"]
-
-
-def bench(url: str, concurrency: int, requests: int, seed: int, file: Path) -> dict[str, Any]:
-    """The report of `megavm bench serve`. Raises RuntimeError if a request has failed."""
-    command = bench_command(url, concurrency, requests, seed, file)
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=300
-    )
-    if done.returncode:
-        raise RuntimeError(f"the client failed:\n{done.stdout[-3000:]}")
-    report: dict[str, Any] = json.loads(file.read_text())
-    if report["failed"] or report["total_output_tokens"] != OUTPUT * report["completed"]:
-        raise RuntimeError(f"requests failed or are too short: {report['failures']}")
-    return report
 
 
 # The measurement.

@@ -24,7 +24,7 @@ from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.graph import Bucket
 from megavm.scheduler.run.runner import Runner
 from megavm.scheduler.run.stand_ins import STAND_IN_ROWS
-from serve_cuda import MODELS, make_random, write_model
+from random_llama import MODELS, make_random, write_model
 
 CHUNK: Final = 128
 
