@@ -103,3 +103,37 @@ def test_the_bandwidth_of_a_trace_is_that_of_the_fastest_and_of_the_median_round
     # Half a second of rounds of eight passes.
     assert floor.ceiling() == {"bandwidth": 4e9, "bandwidth_median": 3.2e9}
     assert asked == [(8_000_000, 1), (8_000_000, 125)]
+
+
+def test_samples_of_a_kernel_are_dealt_out_to_the_parts_of_its_source(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler = importlib.import_module("megavm.vm.cuda.compiler")
+    if (reason := compiler.reason_unavailable()) is not None:
+        pytest.skip(reason)
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setenv("MEGAVM_CACHE_DIR", str(tmp_path))
+    machine_code, code_cuda = map(importlib.import_module, ("machine_code", "code_cuda"))
+    if machine_code.disassembler() is None:
+        pytest.skip("nvdisasm is not installed")
+    entry = importlib.import_module("megavm.vm.cuda.clocks").ENTRY
+    options = compiler.CompilerOptions(lineinfo=True)
+    code = machine_code.disassemble(compiler.compile_kernel("", options=options, entry=entry).cubin)
+    # Ten layers; every instruction has two samples, one of them without an instruction.
+    head = ["Address", "Source", "# Samples", "Instructions Executed"]
+    rows = [["Kernel Name", "k"], [*head, "stall_no_inst", "stall_wait", "stall_wait (Not Issued)"]]
+    base = 0x7F0000000000
+    for offset, text, places in code.instructions:
+        runs = 10 if places[-1][0].endswith(entry) else 0
+        rows.append([hex(base + offset), f"   {text}", "2", str(runs), "1", "1", "1"])
+    samples = code_cuda.read_samples(rows)
+    found = code_cuda.parts(code, samples, 10)
+    assert sum(part.samples for part in found.values()) == 2 * len(code.instructions)
+    assert all(name.startswith("cuda/") for name in found)
+    text = code_cuda.report(found)
+    assert f"{-(-len(code.instructions) * 16 // 128) * 128 / 1024:.0f} KB of code" in text
+    assert "50%; wait 50%" in text
+
+    other = {**samples, 0: samples[0]._replace(text="FADD R0, R0, R1")}
+    with pytest.raises(ValueError, match="of another kernel: at 0x0 it has FADD"):
+        code_cuda.parts(code, other, 10)

@@ -1,8 +1,9 @@
-"""Makes what supports these tests importable (tests are no package)."""
+"""Makes what supports these tests importable (tests are no package), and what reads machine code."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent / "support"))
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(Path(__file__).parent / "support"), str(ROOT / "benchmarks")]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from machine_code import disassembler, matrix_loops
 
+from machine_code import disassemble, disassembler, matrix_loops
 from megavm.instructions import instruction_set
 from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.checkpoint import Checkpoint
@@ -149,16 +149,13 @@ def check_spills(kernel: Kernel, rows: tuple[int, ...]) -> None:
     assert kernel.spill_loads <= loads, rows
 
 
-def check_loops(kernel: Kernel, folder: Path) -> None:
+def check_loops(kernel: Kernel) -> None:
     """Nothing is reloaded between the products of two steps: each reload takes 200 cycles of 1400.
 
     A page's number that was spilled there once made all steps of 128 rows and more 3 to 5 % slower. Loops
     of products wait for their products once; those of attention, which spill, wait several times.
     """
-    nvdisasm = disassembler()
-    if nvdisasm is None:
-        pytest.skip("nvdisasm is not installed: it is in the package nvidia-cuda-nvdisasm")
-    loops = [loop for loop in matrix_loops(kernel.cubin, nvdisasm, folder) if loop.waits == 1]
+    loops = [loop for loop in matrix_loops(disassemble(kernel.cubin)) if loop.waits == 1]
     # For a block of one warpgroup or of two, and, with few rows, for two steps at a time.
     assert len(loops) in (2, 3)
     assert max(loop.multiplications for loop in loops) == 8
@@ -175,7 +172,7 @@ COMPILED = ("llama-1b", "llama-8b", "stories", "stories in float32")
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("model", COMPILED)
-def test_kernels_compile_without_warnings_and_spills(model: str, tmp_path: Path) -> None:
+def test_kernels_compile_without_warnings_and_spills(model: str) -> None:
     headers = kernel_headers(*MODELS[model])
     sizes = sorted(rows for served in headers.values() for rows in served)
     assert sizes[0] == 1
@@ -195,7 +192,9 @@ def test_kernels_compile_without_warnings_and_spills(model: str, tmp_path: Path)
         assert kernel.warnings == [], (model, rows)
         check_spills(kernel, rows)
         if min(rows) > MAX_GROUP_ROWS and model.startswith("llama"):
-            check_loops(kernel, tmp_path)
+            if disassembler() is None:
+                pytest.skip("nvdisasm is not installed: it is in the package nvidia-cuda-nvdisasm")
+            check_loops(kernel)
         assert 0 < kernel.registers <= MAX_REGISTERS, (model, rows)
         assert len(kernel.cubin) < MAX_CUBIN, (model, rows)
 
