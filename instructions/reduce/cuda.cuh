@@ -152,8 +152,8 @@ struct Kernel<Reduce> : KernelDefaults {
   // Reduce the quads of a thread from this row and column on, as far as their rows are below
   // `live`. All lanes of a warp call it.
   //
-  // NOTE: loads and stores have predicates in place of branches, so that the code is short: a
-  // layer's code just fits into the instruction cache, and fetching it took longer than running it.
+  // NOTE: loads and stores have predicates in place of branches, so that the code is short:
+  // fetching it took longer than running it.
   static __device__ __forceinline__ void reduce_quads(const Operands<Reduce>& in, uint32_t row,
                                                       uint32_t column, const Apart& apart,
                                                       uint32_t live) {

@@ -65,6 +65,11 @@ class ChatTemplate:
                 raise ValueError(f"{self.name} is not valid: {where}") from error
             except RecursionError as error:
                 raise ValueError(f"{self.name} is nested too deeply") from error
+            except (ArithmeticError, LookupError, SyntaxError, TypeError, ValueError) as error:
+                # Jinja makes a program in Python, which may have errors of its own.
+                raise ValueError(
+                    f"{self.name} is not valid: {type(error).__name__}: {error}"
+                ) from error
         return self._compiled
 
     @functools.cached_property

@@ -404,6 +404,8 @@ def test_a_model_without_a_template_says_where_one_would_be(tmp_path: Path) -> N
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{% for %}", "is not valid: line 1: Expected an expression"),
         ("{{ " + 3000 * "(" + "1" + 3000 * ")" + " }}", "is nested too deeply"),
+        (25 * "{% for x in [1] %}" + 25 * "{% endfor %}", "is not valid: SyntaxError: too many"),
+        ("{{ " + 5000 * "9" + " }}", "is not valid: ValueError: Exceeds the limit"),
         ("{{ messages[9].role.upper() }}", "failed"),
         ("{{ 1 / 0 }}", "ZeroDivisionError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed"),
