@@ -217,7 +217,7 @@ struct ColumnPlace {
   uint32_t kind = 0;  // bits: 1 float32, else bf16; 2 tagged; 4 gathered
 
   ColumnPlace() = default;
-  // The column is even.
+  // The column is even if the elements are bf16.
   __device__ __forceinline__ ColumnPlace(const Tensor& t, uint32_t column)
       : kind(is_f32(t) + 2 * is_tagged(t) + 4 * is_gathered(t)) {
     address = base_of(t) + uint64_t{column} * column_bytes();
