@@ -20,13 +20,14 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
+import functools
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from llama_cuda import MODELS
 from machine_code import MachineCode, disassemble
@@ -151,10 +152,7 @@ def report(found: Mapping[str, Part]) -> str:
 def header(config: LlamaConfig, batch: int) -> str:
     """What specialises the kernel of a decode step of so many rows."""
     limits = Limits(batch, 320, batch, default_logit_rows(batch, batch), 5 * batch, 64)
-
-    def options(rows: int) -> Any:
-        return default_options("cuda", WORKERS, rows)
-
+    options = functools.partial(default_options, "cuda", WORKERS)
     bucket = choose_bucket(config, limits, options, batch, batch, 256, decode=True)
     program = compile_bucket(config, limits, BF16, bucket, options)
     return program_header(program, in_order=program.needs_queue_order)

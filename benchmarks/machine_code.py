@@ -38,8 +38,8 @@ class Loop(NamedTuple):
 
     multiplications: int  # wgmma
     waits: int  # for wgmma
-    reloads: int  # of spilled registers
-    spills: int
+    reloads: int  # loads of registers that were spilled
+    spills: int  # stores of registers
 
 
 def disassembler() -> str | None:

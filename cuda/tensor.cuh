@@ -342,16 +342,14 @@ struct FourConstants {
     ptx::load_constant2(from, raw[0], active);
     if constexpr (kKinds & 2) ptx::load_constant2(from + 8, raw[1], active && is_f32(t));
   }
-  __device__ __forceinline__ Four times(const Four& four, const Tensor& t) const {
+  __device__ __forceinline__ Four value(const Tensor& t) const {
     const auto choose = [&](uint32_t wide, float narrow) {
       if constexpr (kKinds == 1) return narrow;
       return kKinds == 2 || is_f32(t) ? __uint_as_float(wide) : narrow;
     };
-    const float (&v)[4] = four.value;
-    return {{v[0] * choose(raw[0].x, ptx::low_bf16(raw[0].x)),
-             v[1] * choose(raw[0].y, ptx::high_bf16(raw[0].x)),
-             v[2] * choose(raw[1].x, ptx::low_bf16(raw[0].y)),
-             v[3] * choose(raw[1].y, ptx::high_bf16(raw[0].y))}};
+    return {{choose(raw[0].x, ptx::low_bf16(raw[0].x)), choose(raw[0].y, ptx::high_bf16(raw[0].x)),
+             choose(raw[1].x, ptx::low_bf16(raw[0].y)),
+             choose(raw[1].y, ptx::high_bf16(raw[0].y))}};
   }
 };
 
@@ -359,7 +357,7 @@ struct FourConstants {
 __device__ __forceinline__ Four four_constants(const Tensor& t, uint32_t first) {
   FourConstants<> constants = {};
   constants.load(t, first, true);
-  return constants.times({{1.0f, 1.0f, 1.0f, 1.0f}}, t);
+  return constants.value(t);
 }
 
 // Eight neighbouring elements of a vector that no instruction writes, loaded at once.

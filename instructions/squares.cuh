@@ -19,5 +19,13 @@ __device__ __forceinline__ float add_neighbours(float value, uint32_t count) {
   for (uint32_t apart = 1; apart < count; apart *= 2) value += __shfl_xor_sync(~0u, value, apart);
   return value;
 }
+// The same of several values, in place.
+template <uint32_t kCount>
+__device__ __forceinline__ void add_neighbours(float (&values)[kCount], uint32_t count) {
+#pragma unroll 1
+  for (uint32_t apart = 1; apart < count; apart *= 2)
+#pragma unroll
+    for (float& value : values) value += __shfl_xor_sync(~0u, value, apart);
+}
 
 }  // namespace megavm

@@ -134,7 +134,8 @@ struct Kernel<Reduce> : KernelDefaults {
   }
 
   using Gain = FourConstants<max_of(1, reduce::kGainKinds)>;
-  static constexpr uint32_t kQuads = 4, kQuadParts = 4;  // of a thread, in flight together
+  // A thread has so many quads in flight, and so many parts of each.
+  static constexpr uint32_t kQuads = 4, kQuadParts = 4;
 
   // How far apart the quads of a thread are that are in flight together: pairs of quads that are
   // near, and two such pairs that are far from each other; in rows, and in quads of a row.
@@ -202,10 +203,7 @@ struct Kernel<Reduce> : KernelDefaults {
     const bool wide =
         squares_unit(in[&Reduce::out_scaled], in[&Reduce::out_squares]) == kWideSquares;
     const uint32_t unit = wide ? kWideSquares : kUnitRows;
-#pragma unroll 1
-    for (uint32_t lanes = 1; lanes < unit / 4; lanes *= 2)
-#pragma unroll
-      for (float& value : squares) value += __shfl_xor_sync(~0u, value, lanes);
+    add_neighbours(squares, unit / 4);
     const auto unit_of = [&](uint32_t c) { return wide ? c / kWideSquares : c / kUnitRows; };
     const ColumnPlace<reduce::kOutKinds> out(in[&Reduce::out], column);
     const ColumnPlace<reduce::kScaledKinds> scaled(in[&Reduce::out_scaled], column);
@@ -214,8 +212,11 @@ struct Kernel<Reduce> : KernelDefaults {
 #pragma unroll
     for (uint32_t q = 0; q < kQuads; ++q) {
       const uint32_t own = row + apart.rows(q), further = apart.quads(q);
+      Four product = gain[q].value(gains);
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) product.value[i] *= sum[q].value[i];
       // Store these first: readers of this row wait for them.
-      scaled.store(own, further, gain[q].times(sum[q], gains), tag, exists[q]);
+      scaled.store(own, further, product, tag, exists[q]);
       sums.store_one(own, unit_of(4 * further), squares[q], tag, exists[q] && begins_unit);
       out.store(own, further, sum[q], tag, exists[q]);
     }
@@ -228,7 +229,8 @@ struct Kernel<Reduce> : KernelDefaults {
     const uint32_t quads = (inst.column_end - inst.column_begin) / 4;
     const uint32_t across = min_of(quads, kNumConsumerThreads);
     const uint32_t down = kNumConsumerThreads / across;  // rows that the threads have side by side
-    const uint32_t sweeps = ceil_div(quads, kNumConsumerThreads);  // of the threads through a row
+    // The threads go through a row so many times.
+    const uint32_t sweeps = ceil_div(quads, kNumConsumerThreads);
     Apart apart = {0, across, 0, 2 * across};
     uint32_t rows = 1, turn = kQuads * across;
     if (sweeps == 2) apart.far_rows = 1, apart.far_quads = 0, rows = 2;

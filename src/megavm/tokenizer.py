@@ -37,7 +37,6 @@ class Tokenizer:
         directory: the model directory.
         special_tokens: name to text, such as {"bos_token": "<s>"}; passed to chat templates.
         bos_token_id, eos_token_id: ids of these two tokens, or None.
-        chat_template: the Jinja source, or None.
         template_file: the file that it is from, if that takes the place of the model's; else None.
     """
 
@@ -58,17 +57,14 @@ class Tokenizer:
         ) | _named_tokens(config)
         self.template_file = None if chat_template is None else os.fspath(chat_template)
         if chat_template is None:
-            self.chat_template = read_template(
-                self.directory, self.directory / TOKENIZER_CONFIG_FILE, config
-            )
+            config_file = self.directory / TOKENIZER_CONFIG_FILE
+            source = read_template(self.directory, config_file, config)
             name = f"the chat template of {self.directory}"
+            self._template = None if source is None else ChatTemplate(source, name)
         else:
-            self.chat_template = read_text(Path(chat_template))
-            name = f"the chat template {Path(chat_template).name}"
-        source = self.chat_template
-        self._template = None if source is None else ChatTemplate(source, name)
-        if chat_template is not None:
-            self._require_template().compile()
+            path = Path(chat_template)
+            self._template = ChatTemplate(read_text(path), f"the chat template {path.name}")
+            self._template.compile()
         self._backend = self._read_backend()
         self._special_ids: frozenset[int] = frozenset()
         self._token_texts: dict[int, str] = {}
@@ -81,6 +77,11 @@ class Tokenizer:
             self._special_ids = frozenset(i for i, token in added.items() if token.special)
         self.bos_token_id = self._special_id("bos_token")
         self.eos_token_id = self._special_id("eos_token")
+
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja source of the chat template, or None."""
+        return None if self._template is None else self._template.source
 
     @property
     def available(self) -> bool:
