@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from environment import save
+from llama_cuda import MODELS
 from megavm.instructions.attention import Attention
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import Halves, default_options
@@ -37,7 +38,6 @@ from megavm.vm.isa import Instruction
 from megavm.vm.program import Program
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, TensorSpec
-from program_compile import SHAPES
 
 LATENCY = 4e-6  # seconds from a worker's last store to a counter of another rank
 LINK = 345e9  # bytes a second from one rank to all others, in stores of 16 bytes
@@ -132,7 +132,7 @@ def prompt(config: LlamaConfig, rows: int, parallel: Parallel, halves: Halves) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=SHAPES, nargs="+", default=["1b", "8b", "70b"])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b", "8b", "70b"])
     parser.add_argument("--rows", type=int, nargs="+", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--save", action="store_true", help="write results/halves_estimate.json")
@@ -140,7 +140,7 @@ def main() -> None:
     print(f"Predicted us of a step of {LAYERS} layers, by CompileOptions.halves")
     results: list[dict[str, Any]] = []
     for model in arguments.model:
-        config = replace(SHAPES[model], num_layers=LAYERS)
+        config = replace(MODELS[model], num_layers=LAYERS)
         for rows in arguments.rows:
             for ranks in arguments.ranks:
                 for exchange in EXCHANGES:

@@ -37,6 +37,7 @@ MODELS = {
     "1b": LlamaConfig(128256, 2048, 8192, 16, 32, 8, 64, tie_word_embeddings=True),
     "3b": LlamaConfig(128256, 3072, 8192, 28, 24, 8, 128, tie_word_embeddings=True),
     "8b": LlamaConfig(128256, 4096, 14336, 32, 32, 8, 128),
+    "70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, 128),
     "tinyllama": LlamaConfig(32000, 2048, 5632, 22, 32, 4, 64),
     "stories": Checkpoint.open(resolve("stories")).config,
 }

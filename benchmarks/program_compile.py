@@ -21,7 +21,6 @@ from environment import save
 from llama_cuda import MODELS
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import default_options
-from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import Parallel
 from megavm.scheduler.run.buckets import choose_bucket
@@ -31,7 +30,6 @@ from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 from megavm.vm.verify import verify
 
-SHAPES = MODELS | {"70b": LlamaConfig(128256, 8192, 28672, 80, 64, 8, 128)}
 STEPS = ("1x1", "8x8", "64x64", "256x256", "512x1", "4096x1", "8192x8")
 CONTEXT = 256  # of decode steps
 
@@ -42,7 +40,7 @@ def measure(model: str, step: str, rounds: int, parallel: Parallel) -> dict[str,
     ``read_s``: the same program from its file.
     """
     rows, sequences = map(int, step.split("x"))
-    config, target = SHAPES[model], TARGETS["cuda"]
+    config, target = MODELS[model], TARGETS["cuda"]
     options_for = functools.partial(default_options, "cuda", target.workers)
     blocks = -(-max(CONTEXT, rows // sequences) // target.block_size)
     logit_rows = default_logit_rows(sequences, rows)
@@ -90,7 +88,7 @@ def measure(model: str, step: str, rounds: int, parallel: Parallel) -> dict[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--model", choices=SHAPES, nargs="+", default=["1b", "8b", "70b"])
+    parser.add_argument("--model", choices=MODELS, nargs="+", default=["1b", "8b", "70b"])
     parser.add_argument("--step", nargs="+", default=STEPS)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--rounds", type=int, default=3)

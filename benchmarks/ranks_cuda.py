@@ -1,11 +1,12 @@
 """Decoding and all-reduces on several GPUs, beside torch with NCCL.
 
     python benchmarks/ranks_cuda.py --ranks 2 --model 1b 8b --batch 1 8 --save
+    python benchmarks/ranks_cuda.py --ranks 4 --model 70b --batch 1
 
 - Decoding: microseconds per token of each way in which ranks exchange, beside one GPU, and beside
   the same model in torch: halves of layers compiled, sums by NCCL, the whole step one CUDA graph.
-- Chain: small all-reduces that depend on each other, as a program of its own, beside NCCL in a
-  CUDA graph.
+- Chain: float32 all-reduces that depend on each other, as a program of its own, beside NCCL in a
+  CUDA graph: small ones of one row (``--columns``), and large ones (``--mib``).
 
 Weights are random. torch runs a process for each GPU, megavm one process for all of them.
 """
@@ -25,47 +26,74 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from environment import save
-from llama_cuda import MODELS, make_runner, measure
+from llama_cuda import MODELS, make_runner, measure, weight_bytes
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
-from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.llama.parallel import ONE_RANK, Exchange, Parallel
 from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.program import Program
 from megavm.vm.tensors import F32, TensorKind
 from read_floor import time_gpu
 from torch_baseline import STEPS, Decoder, Layer
 
-LENGTH = 32  # all-reduces of a chain
+LENGTH = 32  # all-reduces of a chain, if they are small
+LARGE_LENGTH = 4
+LARGE_COLUMNS = 2048
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
 
 
-def chain_program(ranks: int, columns: int, workers: int) -> Any:
-    """LENGTH all-reduces of [1, columns] float32, each of the sums of the one before."""
-    graph = Graph(1, ranks=ranks)
-    x = graph.tensor("x", (1, columns), F32, TensorKind.INPUT)
-    for number in range(LENGTH):
+def large_shape(mib: int) -> tuple[int, int]:
+    """The shape of a float32 tensor of ``mib`` MiB."""
+    return (mib << 20) // (4 * LARGE_COLUMNS), LARGE_COLUMNS
+
+
+def chain_shapes(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """The shapes of all chains."""
+    return [(1, columns) for columns in args.columns] + [large_shape(n) for n in args.mib]
+
+
+def chain_program(
+    ranks: int, shape: tuple[int, int], length: int, options: CompileOptions
+) -> Program:
+    """``length`` all-reduces of ``shape``, each of the sums of the one before."""
+    graph = Graph(shape[0], ranks=ranks)
+    x = graph.tensor("x", shape, F32, TensorKind.INPUT)
+    for number in range(length):
         x = graph.all_reduce(f"sum{number}", x, None, F32)
     graph.output(x, "sum")
-    return compile_graph(graph, CompileOptions(workers, machine="cuda", exchange="tagged"))
+    return compile_graph(graph, options)
 
 
-def chain(ranks: int, columns: int, rounds: int) -> float:
+def chain(ranks: int, shape: tuple[int, int], rounds: int) -> float:
     """Median microseconds of an all-reduce of a chain on megavm. Checks the sums."""
     machine = CudaMachine(range(ranks))
-    program = chain_program(ranks, columns, machine.workers)
+    small = shape[0] == 1
+    length = LENGTH if small else LARGE_LENGTH
+    options = default_options("cuda", machine.workers, shape[0])
+    if small:
+        options = dataclasses.replace(options, exchange="tagged")
+    program = chain_program(ranks, shape, length, options)
     memory = machine.memory(ranks)
     memory.allocate(program.tensors)
-    values = [torch.arange(columns) % 7 + float(rank) for rank in range(ranks)]
-    for rank, value in zip(memory.ranks, values, strict=True):
-        rank.write("x", value[None])
+    # Sums of these are whole numbers times powers of the number of ranks: exact for 2 and 4 ranks.
+    first = (torch.arange(shape[0] * shape[1]) % 7).reshape(shape)
+    for rank, part in enumerate(memory.ranks):
+        part.write("x", first + float(rank))
     executable = machine.load(program, memory)
-    steps = 20
+    steps = 20 if small else 2
     time = time_gpu(lambda: executable.launch(steps), rounds)
     executable.finish()
-    want = sum(values, torch.zeros(columns)) * float(ranks) ** (LENGTH - 1)
-    for rank in memory.ranks:
-        torch.testing.assert_close(rank["sum"][0].cpu(), want)
-    return time / steps / LENGTH
+    want = (ranks * first + sum(range(ranks))) * float(ranks) ** (length - 1)
+    for part in memory.ranks:
+        torch.testing.assert_close(part["sum"].cpu(), want)
+    return time / steps / length
+
+
+def fits(model: str, ranks: int) -> bool:
+    """Whether the weights of a model fit the GPUs, with some room for all else."""
+    memory = torch.cuda.get_device_properties(0).total_memory
+    return weight_bytes(MODELS[model]) / ranks < 0.85 * memory
 
 
 def decode(model: str, batch: int, parallel: Parallel, context: int, rounds: int) -> float:
@@ -161,14 +189,15 @@ def torch_rank(rank: int, args: argparse.Namespace, found: Any) -> None:
     device = torch.device("cuda", rank)
     dist.init_process_group("nccl", rank=rank, world_size=args.ranks, device_id=device)
     times: dict[Any, float] = {}
-    for columns in args.columns:
-        x = torch.zeros(columns, dtype=torch.float32, device=device)
+    for shape in chain_shapes(args):
+        x = torch.zeros(shape, device=device)
+        length = LENGTH if shape[0] == 1 else LARGE_LENGTH
 
-        def sums(x: torch.Tensor = x) -> None:
-            for _ in range(LENGTH):
+        def sums(x: torch.Tensor = x, length: int = length) -> None:
+            for _ in range(length):
                 dist.all_reduce(x)
 
-        times["chain", columns] = replay(graph_of(sums), 5, args.rounds) / LENGTH
+        times["chain", shape] = replay(graph_of(sums), 5, args.rounds) / length
     for model in args.model:
         for batch in args.batch:
             torch.manual_seed(0)
@@ -198,6 +227,7 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, nargs="*", default=["1b", "8b"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--columns", type=int, nargs="*", default=[2048, 4096, 8192])
+    parser.add_argument("--mib", type=int, nargs="*", default=[1, 16, 64])
     parser.add_argument("--context", type=int, default=240)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--port", type=int, default=29511, help="of torch's processes")
@@ -209,14 +239,16 @@ def main() -> None:
         spawn(torch_rank, (args, found), nprocs=args.ranks)
         torch_times = dict(found)
     results: dict[str, Any] = {"ranks": args.ranks, "context": args.context, "chain": []}
-    for columns in args.columns:
-        time, nccl = chain(args.ranks, columns, args.rounds), torch_times["chain", columns]
-        results["chain"].append({"columns": columns, "us": time, "nccl_us": nccl})
-        print(f"all-reduce of {4 * columns} bytes: {time:.2f} us, NCCL {nccl:.2f} us", flush=True)
+    for shape in chain_shapes(args):
+        size = 4 * shape[0] * shape[1]
+        time, nccl = chain(args.ranks, shape, args.rounds), torch_times["chain", shape]
+        results["chain"].append({"shape": shape, "us": time, "nccl_us": nccl})
+        print(f"all-reduce of {size} bytes: {time:.2f} us, NCCL {nccl:.2f} us", flush=True)
     results["decode"] = []
     for model in args.model:
         for batch in args.batch:
-            ways = {"one GPU": ONE_RANK} | {e: Parallel(args.ranks, e) for e in EXCHANGES}
+            ways = {"one GPU": ONE_RANK} if fits(model, 1) else {}
+            ways |= {e: Parallel(args.ranks, e) for e in EXCHANGES}
             us = {
                 name: decode(model, batch, parallel, args.context, args.rounds)
                 for name, parallel in ways.items()
