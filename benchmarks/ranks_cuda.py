@@ -6,7 +6,8 @@
 - Decoding: microseconds per token of each way in which ranks exchange, beside one GPU, and beside
   the same model in torch: halves of layers compiled, sums by NCCL, the whole step one CUDA graph.
 - Chain: float32 all-reduces that depend on each other, as a program of its own, beside NCCL in a
-  CUDA graph: small ones of one row (``--columns``), and large ones (``--mib``).
+  CUDA graph: small ones of one row (``--columns``), and large ones (``--mib``), also in either form
+  (CompileOptions.all_reduce).
 
 Weights are random. torch runs a process for each GPU, megavm one process for all of them.
 """
@@ -29,7 +30,7 @@ from environment import save
 from llama_cuda import MODELS, make_runner, measure, weight_bytes
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
-from megavm.scheduler.compiler.options import CompileOptions, default_options
+from megavm.scheduler.compiler.options import AllReduce, CompileOptions, default_options
 from megavm.scheduler.llama.parallel import ONE_RANK, Exchange, Parallel
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.program import Program
@@ -40,6 +41,7 @@ from torch_baseline import STEPS, Decoder, Layer
 LENGTH = 32  # all-reduces of a chain, if they are small
 LARGE_LENGTH = 4
 LARGE_COLUMNS = 2048
+FORMS: tuple[AllReduce, ...] = ("gather", "scatter")
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
 
 
@@ -65,12 +67,15 @@ def chain_program(
     return compile_graph(graph, options)
 
 
-def chain(ranks: int, shape: tuple[int, int], rounds: int) -> float:
+def chain(
+    ranks: int, shape: tuple[int, int], rounds: int, all_reduce: AllReduce = "preferred"
+) -> float:
     """Median microseconds of an all-reduce of a chain on megavm. Checks the sums."""
     machine = CudaMachine(range(ranks))
     small = shape[0] == 1
     length = LENGTH if small else LARGE_LENGTH
     options = default_options("cuda", machine.workers, shape[0])
+    options = dataclasses.replace(options, all_reduce=all_reduce)
     if small:
         options = dataclasses.replace(options, exchange="tagged")
     program = chain_program(ranks, shape, length, options)
@@ -242,8 +247,12 @@ def main() -> None:
     for shape in chain_shapes(args):
         size = 4 * shape[0] * shape[1]
         time, nccl = chain(args.ranks, shape, args.rounds), torch_times["chain", shape]
-        results["chain"].append({"shape": shape, "us": time, "nccl_us": nccl})
-        print(f"all-reduce of {size} bytes: {time:.2f} us, NCCL {nccl:.2f} us", flush=True)
+        us = {"us": time, "nccl_us": nccl}
+        if shape[0] > 1:
+            us |= {f"{form}_us": chain(args.ranks, shape, args.rounds, form) for form in FORMS}
+        results["chain"].append({"shape": shape} | us)
+        others = (f"{name[:-3]} {value:.2f}" for name, value in us.items())
+        print(f"all-reduce of {size} bytes: {time:.2f} us,", *others, flush=True)
     results["decode"] = []
     for model in args.model:
         for batch in args.batch:

@@ -46,6 +46,13 @@ __device__ __forceinline__ uint64_t on_rank(uint64_t address, uint32_t rank) {
   return address + (uint64_t{rank} << kRankShift);
 }
 
+// A gathered tensor of which one rank alone gets what is written; any other tensor as it is.
+__device__ __forceinline__ Tensor written_on(Tensor t, uint32_t only) {
+  if (only == kNone || !is_gathered(t)) return t;
+  t.address = on_rank(t.address & ~(uint64_t{1} << kGatheredShift), only);
+  return t;
+}
+
 // Call store(address) for the element that is at `address`, on every rank if it is gathered.
 template <class Store>
 __device__ __forceinline__ void store_shares(bool gathered, uint64_t address, Store&& store) {

@@ -155,17 +155,20 @@ def tagged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
 def exchanged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
     """``tagged_regions`` in words of four bytes, and writes of untagged tensors with shares, in elements.
 
-    Machines wait for the former, and send writes of tensors with shares to all ranks.
+    Machines wait for the former, and send writes of tensors with shares to all ranks, or to one.
+
+    Returns [r, 8]: as tagged_regions, and the only rank that gets a write (Region.only); -1: all of them.
     """
     regions = in_words(tagged_regions(words, tensors), tensors)
+    regions = np.column_stack([regions, np.full(len(regions), -1)])
     if not any(t.shares > 1 and not t.tagged for t in tensors):
         return regions
     shares = accesses(
         words,
         tensors,
-        6,
+        7,
         lambda _, inst: (
-            (r.tensor, *r.rows, *r.columns, 1)
+            (r.tensor, *r.rows, *r.columns, 1, -1 if r.only is None else r.only)
             for r in inst.writes(tensors)
             if tensors[r.tensor].shares > 1 and not tensors[r.tensor].tagged
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,10 @@ def first_divergence(
                 if region.tensor in inst.workspaces():
                     continue
                 spec = program.tensors[region.tensor]
-                for reached in range(program.ranks) if spec.shares > 1 else (rank,):
+                reached_ranks: Iterable[int] = range(program.ranks) if spec.shares > 1 else (rank,)
+                if region.only is not None:
+                    reached_ranks = (region.only,)
+                for reached in reached_ranks:
                     pair = memories[0].ranks[reached], memories[1].ranks[reached]
                     difference = _compare(spec, region, rank, pair, tolerance)
                     if difference is not None:

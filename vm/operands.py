@@ -159,8 +159,11 @@ def tensor(
 
 
 def integer(doc: str, *, default: int | None = None) -> Field[int]:
-    """Declare an unsigned 32-bit operand; with a default it may be left out."""
-    return Field(FieldKind.INTEGER, doc, default=default)
+    """Declare an unsigned 32-bit operand; with a default it may be left out.
+
+    It may be NONE only if that is its default.
+    """
+    return Field(FieldKind.INTEGER, doc, optional=default == NONE, default=default)
 
 
 def real(doc: str, *, least: float = -math.inf) -> Field[float]:

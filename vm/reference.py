@@ -72,15 +72,23 @@ class View:
         values = tagged_values(storage, spec.dtype)
         return values[rows[0] : rows[1], begin:end].float()
 
-    def write(self, handle: int, rows: Rows, columns: Rows | None, values: torch.Tensor) -> None:
+    def write(
+        self,
+        handle: int,
+        rows: Rows,
+        columns: Rows | None,
+        values: torch.Tensor,
+        only: int | None = None,
+    ) -> None:
         """Round ``values`` [rows, columns] to the tensor's type and store them, with the step's tag.
 
-        Columns of a tensor with shares are those of the rank's share, and all ranks get the values.
+        Columns of a tensor with shares are those of the rank's share; all ranks get the values, or
+        ``only`` one.
         """
         spec = self.tensors[handle]
         begin, end = columns or (0, spec.own_columns)
         begin, end = (self.share_begin(handle) + c for c in (begin, end))
-        for memory in self._written(spec):
+        for memory in self._written(spec) if only is None else [self._ranks[only]]:
             self._store(memory, spec, rows, (begin, end), values)
 
     def share_begin(self, handle: int) -> int:

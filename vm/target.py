@@ -91,6 +91,9 @@ class Target:
     Attention takes up to ``attention_elements`` elements of the queries for one KV head at a time, of
     several rows of a prompt (0: the rows of an instruction need not be few).
 
+    Ranks: one sends ``link_bytes_per_second`` to the others (0: they have one memory), and loses
+    ``exchange_seconds`` each time it meets them (rewrites/scatter.py).
+
     Assignment: ``flops_per_byte`` FLOPs take about as long as moving one byte. With more than
     ``balanced_rows`` rows (0: any number is balanced) workers get the tiles of a matrix product in turn: those
     that multiply neighbouring tiles at the same time share weights and rows of x.
@@ -137,6 +140,8 @@ class Target:
     matrix_row_tiles: int = 8
     wide_squares_rows: int = 64
     attention_elements: int = 0
+    link_bytes_per_second: float = 0.0
+    exchange_seconds: float = 0.0
     flops_per_byte: int = 64
     balanced_rows: int = 0
     few_splits: int = 3
@@ -180,6 +185,8 @@ TARGETS = {
             matrix_part_rows=8 * MAX_MATRIX_ROWS,
             matrix_times=MatrixTimes(40e9, 5.3e12, tile=1.5e-6, sum=1e-10),  # H200
             attention_elements=MAX_ATTENTION_ELEMENTS,
+            link_bytes_per_second=330e9,  # H200, NVLink
+            exchange_seconds=4e-6,
             balanced_rows=2 * MAX_MATRIX_ROWS,
         ),
         Target("reference"),

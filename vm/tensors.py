@@ -53,7 +53,8 @@ class TensorSpec:
     their own; no parts: the host has the tensor as a whole.
 
     On a machine of several ranks, every rank has a tensor of each spec. With ``shares`` > 1 the ranks gather
-    an activation: rank r writes the r-th of that many equal ranges of the columns, on all ranks.
+    an activation: rank r writes the r-th of that many equal ranges of the columns, on all ranks, or each
+    time on one of them (Region.only).
     """
 
     name: str
@@ -165,7 +166,7 @@ class Region:
     over, as soon as the signals of earlier steps to the barriers of these waits have come.
 
     If a tensor has shares, the columns of a write count from the beginning of the rank's share, and the
-    columns of a read from the beginning of the tensor.
+    columns of a read from the beginning of the tensor. Such a write reaches all ranks, or ``only`` one of them.
     """
 
     tensor: int
@@ -173,6 +174,7 @@ class Region:
     columns: tuple[int, int]
     indexed: bool = False
     earlier: bool = False
+    only: int | None = None
 
     @property
     def elements(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megavm.instructions.tiles import ranges
+from megavm.vm.config import NONE
 from megavm.vm.isa import Instruction
 from megavm.vm.operands import integer, tensor
 from megavm.vm.tensors import BF16, F32, Region, TensorSpec
@@ -14,6 +15,9 @@ class Copy(Instruction):
     """out[row_begin + i, column_begin + j] := x[x_row + i, x_column + j]
 
     for i < row_end - row_begin and j < column_end - column_begin; rounded once if ``out`` is narrower.
+
+    If ranks gather ``out``, ``only`` may name the one rank that gets the tile. A rank that gives every rank
+    another one *scatters*: the first half of a reduce-scatter.
     """
 
     opcode = 2
@@ -27,6 +31,7 @@ class Copy(Instruction):
     row_end = integer("end of the destination rows")
     column_begin = integer("first destination column")
     column_end = integer("end of the destination columns")
+    only = integer("the one rank that gets the tile; all when absent", default=NONE)
 
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = self.row_end - self.row_begin, self.column_end - self.column_begin
@@ -37,7 +42,8 @@ class Copy(Instruction):
         )
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
-        yield Region(self.out, (self.row_begin, self.row_end), (self.column_begin, self.column_end))
+        rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
+        yield Region(self.out, rows, columns, only=None if self.only == NONE else self.only)
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out = tensors[self.out]

@@ -15,7 +15,7 @@ from megavm.instructions.tiles import (
     unit_of,
 )
 from megavm.vm.config import MIN_GROUP_ROWS, NONE, NUM_CONSUMER_WARPS
-from megavm.vm.constants import Constant
+from megavm.vm.constants import Constant, union
 from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.operands import integer, present, tensor
 from megavm.vm.tensors import BF16, F32, I32, Region, TensorSpec, whole
@@ -87,10 +87,10 @@ class Reduce(Instruction):
 
     def constants(self, tensors: Sequence[TensorSpec]) -> dict[str, Constant]:
         results = self.out, self.out_scaled, self.out_squares
-        quads = self.bias == NONE and NONE not in (self.residual, *results)
-        quads = quads and not any(tensors[handle].tagged for handle in results)
+        quads = self.bias == NONE and not any(tensors[h].tagged for h in present(*results))
         return {
             "squares_units": squares_units(tensors, self),
+            "bare": union(quads and NONE in (self.residual, self.out_scaled)),
             "out_kinds": kinds(tensors, *(results[:1] if quads else ())),
             "scaled_kinds": kinds(tensors, *(results[1:2] if quads else ())),
             "gain_kinds": kinds(tensors, *((self.out_gain,) if quads else ())),

@@ -119,18 +119,27 @@ struct Kernel<Reduce> : KernelDefaults {
 
   // ---- Four columns by one thread, where no word is tagged: steps of many rows.
 
-  // Whether the instruction adds to a residual and scales the result: the end of a layer's half.
+  // Whether the instruction adds to a residual, and whether it scales the result. Kernels of a
+  // Llama have no code for others: the end of a layer's half does both.
+  static __device__ __forceinline__ bool adds(const Operands<Reduce>& in) {
+    return !reduce::kBare || in.has(&Reduce::residual);
+  }
+  static __device__ __forceinline__ bool scales(const Operands<Reduce>& in) {
+    return !reduce::kBare || in.has(&Reduce::out_scaled);
+  }
+
   // NOTE: results that are not tagged, as all words are read before one of them is stored.
   static __device__ __forceinline__ bool takes_quads(const Operands<Reduce>& in) {
     const Reduce& inst = in.inst;
-    if (!in.has(&Reduce::residual) || !in.has(&Reduce::out_scaled) || in.has(&Reduce::bias))
+    if (in.has(&Reduce::bias)) return false;
+    if (!reduce::kBare && (!in.has(&Reduce::residual) || !in.has(&Reduce::out_scaled)))
       return false;
     const Tensor &out = in[&Reduce::out], &scaled = in[&Reduce::out_scaled];
     return inst.column_begin % kUnitRows == 0 && inst.column_end % kUnitRows == 0 &&
            own_columns(out) % kUnitRows == 0 && takes_fours(out) && !is_tagged(out) &&
-           has_fours(in[&Reduce::parts]) && has_fours(in[&Reduce::residual]) &&
-           Gain::can_load(in[&Reduce::out_gain]) && takes_fours(scaled) && !is_tagged(scaled) &&
-           !is_tagged(in[&Reduce::out_squares]);
+           has_fours(in[&Reduce::parts]) && (!adds(in) || has_fours(in[&Reduce::residual])) &&
+           (!scales(in) || (Gain::can_load(in[&Reduce::out_gain]) && takes_fours(scaled) &&
+                            !is_tagged(scaled) && !is_tagged(in[&Reduce::out_squares])));
   }
 
   using Gain = FourConstants<max_of(1, reduce::kGainKinds)>;
@@ -173,8 +182,8 @@ struct Kernel<Reduce> : KernelDefaults {
       const uint32_t own = row + apart.rows(q), further = apart.quads(q);
       exists[q] = own < live && column + 4 * further < in.inst.column_end;
       from[q] = parts.address + uint64_t{own} * parts.row_bytes + 16 * further;
-      gain[q].load(gains, column + 4 * further, exists[q]);
-      before.load(own, further, residual[q], exists[q]);
+      gain[q].load(gains, column + 4 * further, exists[q] && scales(in));
+      before.load(own, further, residual[q], exists[q] && adds(in));
     }
     Four sum[kQuads] = {};
 #pragma unroll 1
@@ -216,8 +225,9 @@ struct Kernel<Reduce> : KernelDefaults {
 #pragma unroll
       for (uint32_t i = 0; i < 4; ++i) product.value[i] *= sum[q].value[i];
       // Store these first: readers of this row wait for them.
-      scaled.store(own, further, product, tag, exists[q]);
-      sums.store_one(own, unit_of(4 * further), squares[q], tag, exists[q] && begins_unit);
+      const bool scaling = exists[q] && scales(in);
+      scaled.store(own, further, product, tag, scaling);
+      sums.store_one(own, unit_of(4 * further), squares[q], tag, scaling && begins_unit);
       out.store(own, further, sum[q], tag, exists[q]);
     }
   }

@@ -293,13 +293,36 @@ class Graph:
         return out
 
     def all_reduce(self, label: str, x: Value, bias: Value | None, dtype: DType) -> Value:
-        """The sum of x over all ranks, + bias, as ``dtype``: [rows of x, columns of x].
+        """The sum of x, float32, over all ranks, + bias, as ``dtype``: [rows of x, columns of x].
 
-        Sums are added in order of rank, so all ranks get the same bits. x is best float32.
+        Sums are added in order of rank, so all ranks get the same bits.
         """
+        _require_f32(label, x)
         parts = self.all_gather(f"{label}.parts", x)
         inputs = {"parts": parts} | ({} if bias is None else {"bias": bias})
         return self.append("reduce", label, inputs, x.columns, dtype, like=x)
+
+    def reduce_scatter(self, label: str, x: Value, bias: Value | None, dtype: DType) -> Value:
+        """The rank's share of the sum of x, float32, over all ranks, + bias, as ``dtype``.
+
+        Rank r gets the r-th of as many equal ranges of the columns as there are ranks: [rows of x,
+        columns of x / ranks]. ``bias`` is of its share. Sums are added in order of rank, so that a
+        gather of all shares has the bits of ``all_reduce``.
+        """
+        _require_f32(label, x)
+        columns, rest = divmod(x.columns, self.ranks)
+        if rest:
+            raise ValueError(
+                f"{label}: x has {x.columns} columns, which {self.ranks} ranks cannot share equally"
+            )
+        parts, name = x, f"{label}.parts"
+        if self.ranks > 1:
+            parts = self._value(name, x.rows, x.columns, F32, x.capacity, self.ranks)
+            self.operations.append(
+                Operation("copy", name, {"x": x}, {"out": parts}, {"scatters": True})
+            )
+        inputs = {"parts": parts} | ({} if bias is None else {"bias": bias})
+        return self.append("reduce", label, inputs, columns, dtype, like=x)
 
     def output(self, value: Value, name: str) -> Value:
         """Keep ``value`` in memory under ``name``, so that the host can read it after a launch.
@@ -361,6 +384,11 @@ class Graph:
         return out
 
 
+def _require_f32(label: str, x: Value) -> None:
+    if x.dtype is not F32:
+        raise ValueError(f"{label}: x is {x.dtype.name}, but sums over ranks are added in F32")
+
+
 def readers_of(operations: Iterable[Operation]) -> dict[Value, list[Operation]]:
     """The operations that read each value."""
     readers: dict[Value, list[Operation]] = defaultdict(list)
@@ -368,6 +396,14 @@ def readers_of(operations: Iterable[Operation]) -> dict[Value, list[Operation]]:
         for value in operation.inputs.values():
             readers[value].append(operation)
     return readers
+
+
+def has_one_reader(value: Value, readers: Mapping[Value, list[Operation]]) -> bool:
+    """Whether nothing but one operation reads a value, not even the host (``Graph.output``).
+
+    Then a rewrite may fuse that operation with the one that produces the value.
+    """
+    return value.spec is None and len(readers[value]) == 1
 
 
 def producers_of(operations: Iterable[Operation]) -> dict[Value, Operation]:

@@ -10,6 +10,7 @@ from megavm.vm.target import TARGETS, Exchange, Target
 
 Assignment = Literal["balanced", "round_robin", "dynamic"]
 Halves = Literal["none", "preferred", "all"]
+AllReduce = Literal["preferred", "gather", "scatter"]
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,10 @@ class CompileOptions:
       that one half is computed while the other travels (rewrites/halves.py): ``none``, ``all``, or
       ``preferred``: those whose halves are predicted to take hardly longer than the whole
       (Target.matrix_times; without predictions none). On two H100s it brought nothing.
+    - ``all_reduce``: how sums over ranks are added up. ``gather``: every rank gets all values.
+      ``scatter``: every rank adds up a share of the columns and stores it on all ranks.
+      ``preferred``: the one that is predicted to be faster (rewrites/scatter.py,
+      Target.link_bytes_per_second). The results have the same bits.
     - ``fixed_order``: every sum is added up in an order that depends on the shapes of the model and
       the rows of the step, but not on the number of workers or of ranks that gather results. So
       programs for any of them compute the same bits, on one machine. Products are not split along
@@ -55,6 +60,7 @@ class CompileOptions:
     min_chunk: int = TARGETS["cpu"].min_chunk
     part_of_k: int = 0
     halves: Halves = "none"
+    all_reduce: AllReduce = "preferred"
     fixed_order: bool = False
 
     def __post_init__(self) -> None:
@@ -77,6 +83,8 @@ class CompileOptions:
             raise ValueError(f"exchange {self.exchange!r} is not barrier, preferred or tagged")
         if self.halves not in ("none", "preferred", "all"):
             raise ValueError(f"halves {self.halves!r} is not none, preferred or all")
+        if self.all_reduce not in ("preferred", "gather", "scatter"):
+            raise ValueError(f"all_reduce {self.all_reduce!r} is not preferred, gather or scatter")
         if self.fixed_order and self.machine == "reference":
             raise ValueError("machine reference has no fixed order of additions: use cpu or cuda")
         if self.fixed_order and self.exchange == "tagged" and self.target.matrix_rows:

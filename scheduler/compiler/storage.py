@@ -129,6 +129,8 @@ def _tagged(operations: Sequence[Operation], options: CompileOptions) -> set[Val
 
 def _untaggable(operation: Operation) -> Iterator[Value]:
     """The values that an operation's instruction reads or writes without tags."""
+    if operation.attributes.get("scatters"):
+        yield from operation.outputs.values()
     cls = instruction_of(operation.kind)
     fields = {} if cls is None else {field.name: field for field in cls.fields}
     for name, value in (*operation.inputs.items(), *operation.outputs.items()):

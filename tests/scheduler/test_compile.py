@@ -77,6 +77,16 @@ def mlp_graph(dtype: DType, rows: int, hidden: int = 64, wide: int = 160) -> Gra
     return graph
 
 
+def test_what_the_host_reads_is_not_fused_away() -> None:
+    """A product whose result is an output does not become a part of the operation that reads it."""
+    graph = Graph(1)
+    x = graph.tensor("x", (1, 16), F32, TensorKind.INPUT)
+    y = graph.linear("y", x, graph.weight("w", (16, 16), F32), dtype=F32)
+    graph.output(graph.add("z", graph.output(y, "y"), x), "z")
+    with pytest.raises(ValueError, match="z: no instruction does add by itself"):
+        compile_graph(graph, CompileOptions(2))
+
+
 def random_memory(program: Program, seed: int = 0, device: str = "cpu") -> Memory:
     torch.manual_seed(seed)
     memory = Memory(device)

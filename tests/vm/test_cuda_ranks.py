@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from copy_programs import ACTIVATION, INPUT, copy
+from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers, sums_and_gathers
 
 from megavm import LLM, SamplingParams
@@ -36,9 +37,10 @@ OPTIONS = pytest.mark.parametrize(
     [
         CompileOptions(5, machine="cuda"),
         CompileOptions(4, machine="cuda", exchange="tagged"),
+        CompileOptions(7, machine="cuda", exchange="preferred", all_reduce="scatter"),
         CompileOptions(3, machine="cuda", exchange="tagged", assignment="dynamic", waves=2),
     ],
-    ids=["barrier", "tagged", "dynamic"],
+    ids=["barrier", "tagged", "scatter", "dynamic"],
 )
 
 
@@ -106,6 +108,13 @@ def test_shares_of_any_width_arrive_whole(
         machine.load(program, memory).run(20)
         for rank in memory.ranks:
             assert torch.equal(rank["y"].cpu().float(), torch.cat(parts, 1)), columns
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_what_ranks_scatter_arrives_on_one_rank_alone(
+    cuda_ranks: MakeMachine, dtype: DType
+) -> None:
+    check_scattering(cuda_ranks(3), dtype, (1, 2, 3, 4, 8, 12, 33, 64))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from against_reference import check_example, check_missing_mask, examples_of
+from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
@@ -40,7 +41,7 @@ from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import BF16, F32, TensorKind, TensorSpec
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
 
@@ -360,6 +361,17 @@ def test_halves_of_rows_gather_and_sum_over_ranks() -> None:
     options = CompileOptions(3, machine="cuda", halves="all")
     machine = EmulatedMachine(seed=1, ranks=2)
     check_sums_and_gathers(machine, 2, 50, BF16, options, steps=2)
+
+
+@pytest.mark.parametrize("rows", [3, 50])
+def test_ranks_add_up_shares(rows: int) -> None:
+    options = CompileOptions(5, machine="cuda", exchange="preferred", all_reduce="scatter")
+    check_sums_and_gathers(EmulatedMachine(seed=2, ranks=2), 2, rows, BF16, options, steps=2)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+def test_what_ranks_scatter_arrives_on_one_rank_alone(dtype: DType) -> None:
+    check_scattering(EmulatedMachine(seed=3, ranks=3), dtype, (1, 3, 4, 33, 64))
 
 
 def test_otherwise_the_bits_depend_on_the_number_of_workers() -> None:

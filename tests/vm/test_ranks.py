@@ -8,19 +8,21 @@ from pathlib import Path
 import pytest
 import torch
 from copy_programs import ACTIVATION, INPUT, copy
+from scattering import check_scattering
 
 from megavm.instructions.copy import Copy
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import Instruction
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import F32, TensorKind, TensorSpec
+from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 from megavm.vm.verify import VerificationError, verify
 
 MACHINES = pytest.mark.parametrize(
@@ -31,9 +33,10 @@ OPTIONS = pytest.mark.parametrize(
     [
         CompileOptions(2),
         CompileOptions(3, exchange="tagged"),
+        CompileOptions(3, exchange="preferred", all_reduce="scatter"),
         CompileOptions(2, exchange="tagged", assignment="dynamic", waves=2),
     ],
-    ids=["barrier", "tagged", "dynamic"],
+    ids=["barrier", "tagged", "scatter", "dynamic"],
 )
 
 
@@ -90,6 +93,69 @@ def test_a_gather_with_another_reader_is_a_copy(options: CompileOptions) -> None
     for number, rank in enumerate(memory.ranks):
         assert rank["all"].tolist() == [[1.0] * 8 + [2.0] * 8] * 2
         assert rank["z"].tolist() == [[number + 1.0] * 8] * 2
+
+
+@OPTIONS
+@MACHINES
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_shares_of_sums_gathered_are_the_whole_sums(
+    ranks: int, options: CompileOptions, machine: Machine
+) -> None:
+    graph = Graph(rows=3, ranks=ranks)
+    x = graph.tensor("x", (3, 8), F32, INPUT)
+    weight = graph.weight("weight", (8, 8), F32)
+    bias, own_bias = graph.weight("bias", (8,), F32), graph.weight("own_bias", (8 // ranks,), F32)
+    y = graph.linear("y", x, weight, dtype=F32)
+    share = graph.output(graph.reduce_scatter("share", y, own_bias, F32), "kept")
+    graph.output(graph.all_gather("all", share), "all")
+    graph.output(graph.all_reduce("sum", y, bias, F32), "sum")
+    program = compile_graph(graph, options)
+    memory = Memory(ranks=ranks)
+    memory.allocate(program.tensors)
+    torch.manual_seed(0)
+    all_bias = torch.randn(8)
+    for number, rank in enumerate(memory.ranks):
+        for name in ("x", "weight"):
+            rank.write(name, torch.randn(rank.spec(name).shape))
+        rank.write("bias", all_bias)
+        rank.write("own_bias", all_bias.reshape(ranks, -1)[number])
+    machine.load(program, memory).run(3)
+    sums = torch.stack([rank["x"] @ rank["weight"].T for rank in memory.ranks]).sum(0)
+    for number, rank in enumerate(memory.ranks):
+        torch.testing.assert_close(rank["sum"], sums + all_bias)
+        assert torch.equal(rank["all"], rank["sum"])
+        width = 8 // ranks
+        assert torch.equal(rank["kept"], rank["sum"][:, number * width : (number + 1) * width])
+
+
+@pytest.mark.parametrize("columns", [3, 64])
+def test_a_large_sum_on_gpus_is_added_up_by_shares(columns: int) -> None:
+    """Of 64 columns each of 4 ranks has 16, and 3 of 3 columns cannot be shared."""
+    programs = []
+    for rows in (1, 65536):
+        graph = Graph(rows, ranks=4)
+        x = graph.tensor("x", (rows, columns), F32, INPUT)
+        graph.output(graph.all_reduce("sum", x, None, F32), "sum")
+        programs.append(compile_graph(graph, CompileOptions(8, machine="cuda")))
+    scattered = [
+        any(i.only != NONE for i in p.instructions if isinstance(i, Copy)) for p in programs
+    ]
+    assert scattered == [False, columns == 64]
+
+
+def test_what_cannot_be_added_up_by_shares_is_refused() -> None:
+    graph = Graph(rows=1, ranks=3)
+    narrow = graph.tensor("narrow", (1, 9), BF16, INPUT)
+    with pytest.raises(ValueError, match="sum: x is BF16, but sums over ranks are added in F32"):
+        graph.all_reduce("sum", narrow, None, F32)
+    with pytest.raises(ValueError, match="share: x has 8 columns, which 3 ranks cannot share"):
+        graph.reduce_scatter("share", graph.tensor("x", (1, 8), F32, INPUT), None, F32)
+
+
+@MACHINES
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_what_ranks_scatter_arrives_on_one_rank_alone(machine: Machine, dtype: DType) -> None:
+    check_scattering(machine, dtype, (1, 2, 16, 17, 40))
 
 
 # What the verifier says. On each of two ranks, ``x`` is copied to the rank's share of ``all``.
@@ -207,6 +273,29 @@ def test_shares_are_as_many_as_ranks(ranks: int) -> None:
 def test_a_rank_writes_only_its_share() -> None:
     text = sentence(gather_program([copy(Y, ALL, (0, 8))], [[0]]))
     assert "columns [0, 8) is empty or outside [0, 4)" in text
+
+
+@pytest.mark.parametrize(
+    ("out", "only", "tagged", "text"),
+    [
+        (1, 2, False, "writes all on rank 2 alone of 2"),
+        (2, 0, False, "writes y on rank 0 alone, but ranks do not gather it"),
+        (1, 0, True, "writes all on rank 0 alone, but it is tagged: its words go to all ranks"),
+    ],
+)
+def test_a_tile_for_one_rank_is_of_a_gathered_tensor(
+    out: int, only: int, tagged: bool, text: str
+) -> None:
+    program = gather_program([copy(X, out, (0, 4), only=only)], [[0]], tagged=tagged)
+    assert text in sentence(program)
+
+
+def test_what_one_rank_gets_is_ordered_on_that_rank() -> None:
+    """Each rank writes its share on rank 0 alone, twice: there both writers need an order."""
+    instructions = [copy(X, ALL, (0, 4), only=0), copy(X, ALL, (0, 4), only=1)]
+    verify(gather_program(instructions, [[0], [1]]), "cpu")
+    instructions[1] = copy(X, ALL, (0, 4), only=0)
+    assert "without an order between them" in sentence(gather_program(instructions, [[0], [1]]))
 
 
 def test_an_operand_that_kernels_store_on_one_rank_cannot_be_gathered() -> None:

@@ -88,13 +88,14 @@ void check(const Executable& e, const Level& level) {
     throw py::value_error("one limit per instruction");
 }
 
-// Each row: (instruction, tensor, row begin, row end, begin, end, write); see ExchangedRegion.
+// Each row: (instruction, tensor, row begin, row end, begin, end, write, only); see
+// ExchangedRegion.
 using Regions = py::array_t<int64_t, py::array::c_style | py::array::forcecast>;
 
 // The regions by instruction, checked against the tensors.
 std::vector<std::vector<ExchangedRegion>> read_regions(const Regions& from, const Executable& e) {
-  if (from.ndim() != 2 || from.shape(1) != 7)
-    throw py::value_error("exchanged regions are rows of seven numbers");
+  if (from.ndim() != 2 || from.shape(1) != 8)
+    throw py::value_error("exchanged regions are rows of eight numbers");
   if (from.shape(0) == 0) return {};
   std::vector<std::vector<ExchangedRegion>> regions(e.instructions.size());
   for (py::ssize_t i = 0; i < from.shape(0); ++i) {
@@ -106,10 +107,11 @@ std::vector<std::vector<ExchangedRegion>> read_regions(const Regions& from, cons
     const bool write = r[6] != 0;
     int64_t size = write ? t.own_columns : t.columns;
     if (t.tagged) size = size * dtype_bytes(t.dtype) / 4;
+    if (r[7] >= int64_t{e.ranks}) throw py::value_error("an exchanged region names no rank");
     if ((!t.tagged && !write) || r[2] < 0 || r[3] > t.rows || r[4] < 0 || r[5] > size)
       throw py::value_error("an exchanged region is outside of its tensor");
     regions[static_cast<size_t>(r[0])].push_back(
-        {static_cast<uint32_t>(r[1]), write, r[2], r[3], r[4], r[5]});
+        {static_cast<uint32_t>(r[1]), write, r[2], r[3], r[4], r[5], r[7]});
   }
   return regions;
 }

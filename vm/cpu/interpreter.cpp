@@ -200,6 +200,8 @@ void Interpreter::prepare(Seat& seat, const Executable& executable, int64_t inde
                           uint32_t epoch) {
   Worker& worker = seat.worker;
   worker.tensors = executable.tensors_of(seat.rank);
+  worker.all_tensors = executable.tensors.data();
+  worker.num_tensors = executable.tensors.size() / executable.ranks;
   worker.step = step;
   worker.epoch = epoch;
   worker.arena_used = 0;
@@ -283,9 +285,10 @@ void Interpreter::await_tagged(Seat& seat, const ExchangedRegion& region) {
 
 // Give every word of the region the tag of the step; send a share to the other ranks first. Words
 // of dead rows keep their values. The releases order the kernel's accesses before the tags, as the
-// release of a signal does for a tensor without tags.
+// release of a signal does for a tensor without tags. A kernel stores for one rank alone by itself.
 void Interpreter::publish(const Seat& seat, const Executable& executable,
                           const ExchangedRegion& region) {
+  if (region.only >= 0) return;
   const Tensor& own = seat.worker.tensor(region.tensor);
   const uint32_t ranks = own.own_columns < own.columns ? executable.ranks : 1;
   const int64_t unit = own.tagged ? 4 : dtype_bytes(own.dtype);

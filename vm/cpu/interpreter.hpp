@@ -24,12 +24,13 @@ static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
 
 // A rectangle that the interpreter exchanges for an instruction: of a tagged tensor that it reads
 // or writes, in words, or of a tensor with shares that it writes, in elements. The columns of a
-// write count from the beginning of the rank's share.
+// write count from the beginning of the rank's share; `only` one rank gets it, or all (-1).
 struct ExchangedRegion {
   uint32_t tensor;
   bool write;
   int64_t row_begin, row_end;
   int64_t begin, end;
+  int64_t only;
 };
 
 // A program with its tensors resolved, and its barriers. Workers, tensors and barriers of a rank

@@ -122,9 +122,8 @@ MEGAVM_INLINE void store_words(Word* to, const uint32_t* values, int count, uint
 // Round up to 16 elements to the tensor's type and store them in a row. The interpreter tags the
 // words of a tagged tensor when the kernel has returned. `column` counts from the beginning of the
 // rank's share.
-MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row, int64_t column,
+MEGAVM_INLINE void store_row(const Worker& worker, const Tensor& t, int64_t row, int64_t column,
                              const Vec& value, int count) {
-  const Tensor& t = worker.tensor(handle);
   column += t.share_begin;
   if (!t.tagged) {
     const int64_t offset = row * t.columns + column;
@@ -150,6 +149,10 @@ MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row,
   round_to(rounded, value);
   std::memcpy(reinterpret_cast<Bf16*>(values) + skip, rounded, sizeof(Bf16) * count);
   store_words(words, values, num_words, worker.epoch);
+}
+MEGAVM_INLINE void store_row(const Worker& worker, uint32_t handle, int64_t row, int64_t column,
+                             const Vec& value, int count) {
+  store_row(worker, worker.tensor(handle), row, column, value, count);
 }
 
 // ---- Data that changes from step to step.

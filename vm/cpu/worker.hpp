@@ -58,10 +58,13 @@ struct Condition {
 class Interpreter;
 
 struct Worker {
-  // The running instruction's view of memory.
+  // The running instruction's view of memory, and the tensors of all ranks, one rank's after the
+  // other's.
   const Tensor* tensors = nullptr;
-  uint32_t step = 0;   // number of the step within its launch
-  uint32_t epoch = 0;  // tag of the step
+  const Tensor* all_tensors = nullptr;
+  size_t num_tensors = 0;  // of a rank
+  uint32_t step = 0;       // number of the step within its launch
+  uint32_t epoch = 0;      // tag of the step
 
   // Working memory: a bump allocator, empty at the start of each instruction.
   char* arena = nullptr;
@@ -72,6 +75,15 @@ struct Worker {
   uint32_t number = 0;
 
   MEGAVM_INLINE const Tensor& tensor(uint32_t handle) const { return tensors[handle]; }
+
+  // The tensor that a kernel writes: the own one, unless `only` another rank gets the values. Then
+  // it has the columns of the own share.
+  MEGAVM_INLINE Tensor written(uint32_t handle, uint32_t only) const {
+    if (only == kNone) return tensor(handle);
+    Tensor to = all_tensors[only * num_tensors + handle];
+    to.share_begin = tensor(handle).share_begin;
+    return to;
+  }
 
   template <typename T>
   MEGAVM_INLINE T* data(uint32_t handle) const {

@@ -32,13 +32,14 @@ class DeclarationCheck(Check):
         self.alike = tuple(find_alike(self.words, self.tensors))
 
     def accesses(self) -> Ints:
-        """Rows (instruction, tensor, rows, columns, write, indexed, earlier), sorted by instruction.
+        """Rows (instruction, tensor, rows, columns, write, indexed, earlier, only), sorted by instruction.
 
+        ``only``: the one rank that a write reaches (Region.only), or -1.
         They include only accesses to tensors that instructions may write.
         Raises VerificationError when a declaration contradicts the program or the machine.
         """
         alike = self.alike
-        accesses = accesses_of(alike, 8, self._declaration)
+        accesses = accesses_of(alike, 9, self._declaration)
         if self.machine == "cuda":
             try:
                 chosen = (inst for same in alike for inst in same.representatives)
@@ -50,7 +51,7 @@ class DeclarationCheck(Check):
         return accesses
 
     def _declaration(self, number: int, inst: Instruction) -> list[tuple[int, ...]]:
-        """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier)."""
+        """Accesses of one instruction: (tensor, rows, columns, write, indexed, earlier, only)."""
         fields = [field for field in inst.fields if field.kind is FieldKind.TENSOR]
         handles = [vars(inst)[field.name] for field in fields]
         operands = dict(zip(handles, fields, strict=True))
@@ -73,7 +74,11 @@ class DeclarationCheck(Check):
             if all(field.produced for field, _ in twice):
                 self._check_in_place(number, twice, handles, regions)
             return [
-                (region.tensor, *self._span(region), write, region.indexed, region.earlier)
+                (
+                    *(region.tensor, *self._span(region)),
+                    *(write, region.indexed, region.earlier),
+                    -1 if region.only is None else region.only,
+                )
                 for region, write in regions
             ]
         except (ArithmeticError, LookupError) as error:
@@ -196,10 +201,25 @@ class DeclarationCheck(Check):
                     f"writes columns [{begin}, {end}) of {spec.name}, which is tagged: "
                     f"words of {per_word} {spec.dtype.name} are written as a whole",
                 )
+            if region.only is not None:
+                self._check_only(number, region, write)
             if write and any(_overlap(region, other) for other in seen):
                 self._fail(number, f"writes parts of {spec.name} twice, in no particular order")
             seen.append(region)
             yield region
+
+    def _check_only(self, number: int, region: Region, write: bool) -> None:
+        """A region for one rank is of a tensor that ranks gather, and the rank exists."""
+        spec = self.tensors[region.tensor]
+        where = f"{spec.name} on rank {region.only} alone"
+        if not write:
+            self._fail(number, f"reads {where}, but instructions read on their own rank")
+        if spec.shares == 1:
+            self._fail(number, f"writes {where}, but ranks do not gather it")
+        if spec.tagged:
+            self._fail(number, f"writes {where}, but it is tagged: its words go to all ranks")
+        if region.only is not None and not 0 <= region.only < self.program.ranks:
+            self._fail(number, f"writes {where} of {self.program.ranks}")
 
     def _span(self, region: Region) -> tuple[int, int, int, int]:
         """Rows and columns; the columns of a tagged tensor are rounded to whole words."""

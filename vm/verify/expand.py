@@ -31,7 +31,7 @@ class Expanded:
 
 
 def expand(program: Program, accesses: Ints) -> Expanded:
-    """The whole of a program whose instructions make ``accesses`` (as in Expanded) on one rank."""
+    """The whole of a program whose instructions make ``accesses`` (DeclarationCheck) on one rank."""
     ranks = np.arange(program.ranks)[:, None]
     count, shared = len(program), program.shared_barriers
     own = len(program.barriers) - shared
@@ -59,21 +59,23 @@ def expand(program: Program, accesses: Ints) -> Expanded:
 
 
 def _accesses(program: Program, accesses: Ints) -> Ints:
-    """The accesses of all ranks. Each write of a tensor with shares becomes one on every rank."""
+    """The accesses of all ranks. Each write of a tensor with shares becomes one on every rank it reaches."""
+    accesses, only = accesses[:, :-1], accesses[:, -1]
     if program.ranks == 1:
         return accesses
     shares = np.array([t.shares for t in program.tensors], np.int64)
     width = np.array([t.own_columns for t in program.tensors], np.int64)
     tensor = accesses[:, 1]
     sent = (accesses[:, 6] != 0) & (shares[tensor] > 1)
-    times = np.where(sent, program.ranks, 1)
+    times = np.where(sent & (only < 0), program.ranks, 1)
     which = np.repeat(np.arange(len(accesses)), times)
     copy = np.arange(len(which)) - np.repeat(np.cumsum(times) - times, times)
+    reached = np.where(only[which] < 0, copy, only[which])
     everywhere = np.empty((program.ranks, len(which), accesses.shape[1]), np.int64)
     everywhere[:] = accesses[which]
     ranks = np.arange(program.ranks)[:, None]
     everywhere[..., 0] += ranks * len(program)
-    everywhere[..., 1] += np.where(sent[which], copy, ranks) * len(program.tensors)
+    everywhere[..., 1] += np.where(sent[which], reached, ranks) * len(program.tensors)
     share = np.flatnonzero(sent[which])  # accesses that each rank makes at its own columns
     everywhere[:, share, 4:6] += (ranks * width[tensor[which[share]]])[..., None]
     return everywhere.reshape(-1, accesses.shape[1])

@@ -18,6 +18,7 @@ from megavm.scheduler.compiler.rewrites.newest import pass_newest
 from megavm.scheduler.compiler.rewrites.norm import norm_in_neighbours
 from megavm.scheduler.compiler.rewrites.peaks import keep_peaks
 from megavm.scheduler.compiler.rewrites.residual import add_in_product
+from megavm.scheduler.compiler.rewrites.scatter import add_by_shares
 from megavm.scheduler.compiler.rewrites.split_context import split_context
 from megavm.scheduler.compiler.rewrites.split_k import split_k
 
@@ -28,6 +29,7 @@ REWRITES: tuple[Rewrite, ...] = (
     add_in_product,
     gather_in_product,
     norm_in_neighbours,
+    add_by_shares,
     gather_in_producer,
     split_k,
     keep_peaks,

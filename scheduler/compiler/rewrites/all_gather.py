@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megavm.instructions import instruction_of
-from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
+from megavm.scheduler.compiler.graph import (
+    Operation,
+    has_one_reader,
+    producers_of,
+    readers_of,
+)
 from megavm.scheduler.compiler.options import CompileOptions
 
 
 def gather_in_producer(operations: list[Operation], options: CompileOptions) -> list[Operation]:
     """Replace all_gather by a result with shares of the operation before it.
 
-    An all_gather whose input has other readers, or is made by an operation whose kernel stores on
-    its own rank only, becomes a copy. One without readers goes.
+    An all_gather becomes a copy if its input has other readers, the host among them, or is made by
+    an operation whose kernel stores on its own rank only. One without readers goes.
     """
     producers, readers = producers_of(operations), readers_of(operations)
     result: list[Operation] = []
@@ -25,7 +30,7 @@ def gather_in_producer(operations: list[Operation], options: CompileOptions) -> 
         if out.spec is None and not readers[out]:
             continue
         producer = producers.get(x)
-        if producer in result and len(readers[x]) == 1 and _may_gather(producer, x):
+        if producer in result and has_one_reader(x, readers) and _may_gather(producer, x):
             outputs = {k: out if v is x else v for k, v in producer.outputs.items()}
             result[result.index(producer)] = replace(producer, outputs=outputs)
         else:

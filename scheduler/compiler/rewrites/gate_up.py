@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
+from megavm.scheduler.compiler.graph import (
+    Operation,
+    Value,
+    has_one_reader,
+    producers_of,
+    readers_of,
+)
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.vm.tensors import TensorKind, TensorSpec
 
@@ -25,7 +31,7 @@ def join_gate_and_up(operations: list[Operation], options: CompileOptions) -> li
                 and gate.inputs["x"] is up.inputs["x"]
                 and gate.inputs.keys() == up.inputs.keys()
                 and all(_can_be_joined(gate, up, name) for name in gate.inputs.keys() - {"x"})
-                and len(readers[gate.outputs["out"]]) == len(readers[up.outputs["out"]]) == 1
+                and all(has_one_reader(o.outputs["out"], readers) for o in (gate, up))
             ):
                 inputs = {
                     name: value if name == "x" else _joined(value.memory, up.inputs[name].memory)

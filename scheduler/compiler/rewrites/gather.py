@@ -16,7 +16,9 @@ def gather_in_product(operations: list[Operation], options: CompileOptions) -> l
     fused = {
         o
         for o in operations
-        if o.kind == "gather" and all(_takes_index(r.kind) for r in readers[o.outputs["out"]])
+        if o.kind == "gather"
+        and o.outputs["out"].spec is None
+        and all(_takes_index(r.kind) for r in readers[o.outputs["out"]])
     }
     result: list[Operation] = []
     for operation in operations:

@@ -5,7 +5,12 @@ from __future__ import annotations
 import functools
 
 from megavm.instructions import instruction_of
-from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
+from megavm.scheduler.compiler.graph import (
+    Operation,
+    has_one_reader,
+    producers_of,
+    readers_of,
+)
 from megavm.scheduler.compiler.options import CompileOptions
 
 
@@ -19,7 +24,7 @@ def add_in_product(operations: list[Operation], options: CompileOptions) -> list
             if (
                 product is not None
                 and _takes_residual(product.kind)
-                and len(readers[product.outputs["out"]]) == 1
+                and has_one_reader(product.outputs["out"], readers)
             ):
                 result.remove(product)
                 inputs = {**product.inputs, "residual": operation.inputs["residual"]}

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from megavm.instructions.copy import Copy
+from megavm.vm.config import NONE
 from megavm.vm.isa import Instruction, Wait
 from megavm.vm.program import Program
 from megavm.vm.tensors import BF16, F32, I32, TensorKind, TensorSpec
@@ -40,17 +41,23 @@ def copy(
     waits: Sequence[tuple[int, int]] = (),
     signal: int | None = None,
     rows: tuple[int, int] = (0, 1),
+    only: int = NONE,
+    x_column: int | None = None,
 ) -> Copy:
-    """Copy a tile of tensor ``x`` to the same place of tensor ``out``; ``waits``: (barrier, target)."""
+    """Copy a tile of tensor ``x`` to the same place of tensor ``out``; ``waits``: (barrier, target).
+
+    ``x_column``: of the tile in ``x``, if it is another one.
+    """
     return Copy(
         x=x,
         out=out,
         x_row=rows[0],
-        x_column=columns[0],
+        x_column=columns[0] if x_column is None else x_column,
         row_begin=rows[0],
         row_end=rows[1],
         column_begin=columns[0],
         column_end=columns[1],
+        only=only,
         waits=[Wait(*w) for w in waits],
         signal=signal,
     )

@@ -225,6 +225,8 @@ class Meaning:
             live = live_part(inst, share, self.live)
             for k in self.ranks if spec.shares > 1 else [0]:
                 other = (rank + k) % len(self.ranks)
+                if region.only not in (None, other):
+                    continue
                 if spec.tagged:
                     words += self.places.of(share, step, True, other)
                 elif live is not None:

@@ -126,7 +126,7 @@ class Mutant:
         if words := self.words_of_kind(i, "integer"):
             word = self.rng.choice(words)
             value = int(self.words[i, word]) + self.rng.choice((-2, -1, 1, 2))
-            self.words[i, word] = max(value, 0)
+            self.words[i, word] = min(max(value, 0), NONE)
 
     def shift_both_ends(self) -> None:
         i = self.instruction()

@@ -265,6 +265,13 @@ class Draft:
             if spec.columns % shares == 0 and spec.columns // shares * spec.dtype.size % 4 == 0:
                 self.tensors[handle] = replace(spec, shares=shares)
 
+    def change_only(self) -> None:
+        """A copy reaches another rank, or all ranks."""
+        words = [(i, word) for i in range(len(self.words)) if (word := self.field(i, "only"))]
+        if words:
+            i, word = self.rng.choice(words)
+            self.words[i][word] = self.rng.choice([NONE, *range(self.ranks)])
+
     # Queues.
 
     def swap_neighbours(self) -> None:
@@ -450,6 +457,7 @@ RANKS: tuple[Callable[[Draft], None], ...] = (
     Draft.exchange_barriers,
     Draft.count_one_rank,
     Draft.flip_shares,
+    Draft.change_only,
 )
 
 

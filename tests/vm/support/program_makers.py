@@ -81,6 +81,13 @@ class Table:
             return self.rng.choice(gathered)
         return self.any_exchanged()
 
+    def any_rank(self, out: int) -> int:
+        """NONE; if ranks gather ``out``, perhaps the one rank that a copy to it reaches."""
+        spec = self.specs[out]
+        if spec.shares == 1 or spec.tagged or self.rng.random() < 0.5:
+            return NONE
+        return self.rng.randrange(spec.shares)
+
     def row_count(self) -> int:
         return self.add("row_count", 1, dtype=I32)
 
@@ -103,9 +110,8 @@ def random_tile(t: Table) -> Instruction:
     if kind < 0.4:
         x_row = top if rng.random() < 0.7 else rng.randint(0, t.rows - (bottom - top))
         x_column = begin if rng.random() < 0.8 else rng.choice((0, 4 - (end - begin)))
-        return Copy(
-            x=t.any_exchanged(), out=t.target(), x_row=x_row, x_column=x_column, **rows, **columns
-        )
+        columns |= {"x": t.any_exchanged(), "out": t.target(), "x_row": x_row}
+        return Copy(x_column=x_column, only=t.any_rank(columns["out"]), **rows, **columns)
     if kind < 0.6:
         gain = t.add("gain", 4, kind=WEIGHT)
         x, out = t.any_exchanged(), t.any_exchanged()
@@ -139,7 +145,9 @@ def random_wide_tile(
     x, kind = rng.choice(t.gathered), rng.random()
     if kind < 0.4:
         x_column = rng.randrange(0, 4 * t.ranks - width + 1, 2)
-        return Copy(x=x, out=t.target(x), x_row=rows["row_begin"], x_column=x_column, **tile)
+        out = t.target(x)
+        tile |= {"x_row": rows["row_begin"], "x_column": x_column, "only": t.any_rank(out)}
+        return Copy(x=x, out=out, **tile)
     if kind < 0.6:
         tile |= {"column_begin": 0, "column_end": 4 * t.ranks}
         return Copy(x=x, out=t.wide[0], x_row=rows["row_begin"], x_column=0, **tile)
@@ -242,7 +250,8 @@ def accesses_of(t: Table, tiles: Sequence[Instruction]) -> list[list[Accesses]]:
                 if t.specs[region.tensor].shares > 1:
                     mine.gathered.update(some)
             for region in shares[rank][i]:
-                for other in ranks if t.specs[region.tensor].shares > 1 else [rank]:
+                reached = ranks if t.specs[region.tensor].shares > 1 else [rank]
+                for other in reached if region.only is None else [region.only]:
                     mine.writes.update(places.of(region, 0, True, other))
     return found
 

@@ -66,6 +66,20 @@ def gathers(rows: int, ranks: int) -> Graph:
     return graph
 
 
+def scatters(rows: int, ranks: int) -> Graph:
+    """sum := x + all ranks' sums of x * w, each added up on one rank; kept := the rank's share of it."""
+    graph = Graph(rows, ranks=ranks)
+    x = graph.tensor("x", (rows, 4 * ranks), F32, TensorKind.STATE)
+    weight = graph.weight("w", (4 * ranks, 4 * ranks), F32)
+    part = graph.linear("part", x, weight, dtype=F32)
+    total = graph.all_reduce("total", part, None, F32)
+    again = graph.linear("again", total, weight, dtype=F32)
+    share = graph.output(graph.reduce_scatter("share", again, None, F32), "kept")
+    last = graph.linear("last", graph.all_gather("all", share), weight, dtype=F32)
+    graph.output(graph.add("y", last, x), "sum")
+    return graph
+
+
 def sums(rows: int, ranks: int) -> Graph:
     """y = x + the sum of down(silu(gate(x)) * up(x)) over all ranks, twice."""
     row_count = TensorSpec("row_count", (1,), I32, TensorKind.INPUT)
@@ -123,6 +137,7 @@ def toy_programs_of_ranks(ranks: int) -> tuple[Program, ...]:
     dynamic: dict[str, Any] = {**unit, "assignment": "dynamic"}
     tagged: dict[str, Any] = {**unit, "exchange": "tagged"}
     preferred: dict[str, Any] = {**unit, "exchange": "preferred"}
+    scatter: dict[str, Any] = {**unit, "all_reduce": "scatter"}
     gather, reduce = Parallel(ranks, "all_gather"), Parallel(ranks, "all_reduce")
     return tuple(
         compile_graph(graph, CompileOptions(workers, **options))
@@ -135,6 +150,9 @@ def toy_programs_of_ranks(ranks: int) -> tuple[Program, ...]:
             (sums(1, ranks), 2, tagged),
             (sums(2, ranks), 3, {**tagged, "waves": 2}),
             (sums(2, ranks), 2, dynamic),
+            (scatters(2, ranks), 2, scatter),
+            (scatters(1, ranks), 3, {**scatter, "exchange": "tagged"}),
+            (scatters(2, ranks), 2, {**scatter, "assignment": "dynamic"}),
             (llama(1, 1, True, reduce), 1, tagged),
             (llama(2, 1, False, reduce), 2, dynamic),
             (llama(1, 1, True, gather), 2, preferred),
