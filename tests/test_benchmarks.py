@@ -24,6 +24,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         ("host_pace.py --tokens 120 --batches 8 --paths engine masks masks-first", "collect us"),
         ("step_sizes.py --model 1b --sizes 512 --clients 8", "1b, steps of 512, 8 clients"),
         ("halves_estimate.py --model 1b --rows 512 --ranks 2", "512 rows, 2 ranks, all_gather"),
+        ("bucket_estimate.py --model 1b --most 1024", "1b, as they are: 2 buckets,"),
         ("tracing.py --tokens 4 --rounds 1", "2 workers:"),
         (
             "accuracy_rows_cuda.py --model stories --machine cpu --batch 1 4 --longest 60",
@@ -64,6 +65,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
         "host_pace",
         "step_sizes",
         "halves_estimate",
+        "bucket_estimate",
         "tracing",
         "accuracy_rows",
         "accuracy_requests",

@@ -203,6 +203,46 @@ def test_logits_of_a_batch_are_bit_for_bit_those_of_each_sequence_alone(
         np.testing.assert_array_equal(logits, single)
 
 
+@pytest.mark.parametrize(("length", "rows", "more"), [(530, 768, 1024), (1300, 1536, 2048)])
+def test_logits_of_a_prompt_do_not_depend_on_the_rows_of_its_program(
+    make_llama: Make, length: int, rows: int, more: int
+) -> None:
+    directory, model = make_llama(
+        11,
+        vocab_size=151,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=2048,
+    )
+    runner = Runner.for_checkpoint(
+        Checkpoint.open(directory),
+        Limits(1, 2048, 2048, 64, 2048 // BLOCK, BLOCK),
+        machine="cpu",
+        dtype="float32",
+        workers=3,
+    )
+    prompt = np.random.default_rng(length).integers(0, 151, length).astype(np.int32)
+    runner.write_tokens(0, prompt)
+    runner.block_table[:] = np.arange(runner.num_blocks)
+    places = np.arange(length, dtype=np.int32)
+    wanted = places[-64:]
+    step = Step(np.zeros_like(places), places, wanted, length)
+    own = runner.bucket(length, 64, length)
+    assert own.rows == rows
+    logits = []
+    for bucket in (own, replace(own, rows=more)):
+        runner.run(step, bucket=bucket)
+        logits.append(runner.logits[:64].copy())
+    np.testing.assert_array_equal(logits[0], logits[1])
+    (want,) = oracle(model, [prompt.tolist()])
+    apart = np.abs(logits[0] - want[wanted].numpy()).max()
+    assert apart <= 2e-5 * float(want.abs().max())
+
+
 @pytest.mark.parametrize("exchange", ["barrier", "preferred", "tagged"])
 def test_greedy_tokens_of_many_steps_in_one_launch_equal_transformers(
     make_llama: Make, machine: Machine, exchange: Any

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Final
 
-from megavm.scheduler.engine.step import power_of_two
+from megavm.scheduler.engine.step import bucket_rows
 
 # Prompts get at least so many rows of a step in which sequences decode, whatever the limit.
 FEWEST_PROMPT_ROWS: Final = 16
@@ -24,7 +24,7 @@ _OFTEN: Final = 3
 class StepPace:
     """Times of steps by their size, and the rows that a step may have to end within ``limit``.
 
-    A size is the number of rows, rounded up to a power of two: steps of one size run one program.
+    A size is the rows of a step's bucket (``bucket_rows``): steps of one size run one program.
     The first step of each size is not counted, as its program may have been compiled in it. A size
     that has not run is expected to lie on the line through the two largest measured sizes below it;
     if there is one, to take as much longer than that as it has more rows, which is an upper bound:
@@ -54,7 +54,7 @@ class StepPace:
 
     def note(self, rows: int, seconds: float) -> None:
         """Count a step of ``rows`` rows that took the machine so long."""
-        size = power_of_two(rows)
+        size = bucket_rows(rows)
         before = self._times.get(size)
         # A new tuple each time: another thread may be reading the old one.
         self._times[size] = () if before is None else (*before, seconds)[-_REMEMBERED:]
@@ -66,7 +66,7 @@ class StepPace:
 
     def expected(self, rows: int) -> float:
         """Seconds that a step of ``rows`` rows is expected to take; 0 if nothing is known."""
-        size = power_of_two(rows)
+        size = bucket_rows(rows)
         known = [
             (s, statistics.median(t)) for s, t in sorted(self._times.items()) if t and s <= size
         ]
@@ -88,9 +88,9 @@ class StepPace:
         if self.limit is None:
             return most
         least = min(decoding + FEWEST_PROMPT_ROWS, most)
-        rows = power_of_two(least)
-        while rows < most and self._times.get(rows) and self.expected(2 * rows) <= self.limit:
-            rows *= 2
+        rows = bucket_rows(least)
+        while rows < most and self._times.get(rows) and self.expected(rows + 1) <= self.limit:
+            rows = bucket_rows(rows + 1)
         return max(least, min(rows, most))
 
     def most_steps(self, rows: int, most: int) -> int:

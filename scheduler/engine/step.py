@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +20,35 @@ Floats = npt.NDArray[np.float32]
 Bools = npt.NDArray[np.bool_]
 
 
+# Above so many rows, there is a bucket in the middle between two powers of two.
+_MIDDLE_ROWS: Final = 512
+
+
 def power_of_two(number: int) -> int:
-    """The smallest power of two that is at least ``number``. Sizes of buckets are such."""
+    """The smallest power of two that is at least ``number``."""
     return 1 << max(number - 1, 0).bit_length()
+
+
+def bucket_rows(rows: int) -> int:
+    """The rows of the smallest bucket for so many: 1, 2, 4, ..., 512, 768, 1024, 1536, 2048, ...
+
+    A bucket never has more than the largest step. Logit rows are rounded in the same way.
+
+    On a GPU dead rows save little time: a worker has one large tile of each product, and one whose
+    tile is dead waits for the others. So from 512 rows on, there are more buckets than powers of
+    two; docs/techniques.md, "Sizes of buckets", says why not more.
+    """
+    size = power_of_two(rows)
+    middle = size * 3 // 4
+    return middle if rows <= middle and middle > _MIDDLE_ROWS else size
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """The rows of all buckets for steps of up to ``most`` rows; the last may have more."""
+    sizes = [1]
+    while sizes[-1] < most:
+        sizes.append(bucket_rows(sizes[-1] + 1))
+    return sizes
 
 
 def signed_word(number: int) -> int:

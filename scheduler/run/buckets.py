@@ -8,7 +8,7 @@ from megavm.instructions.attention.lower import attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites import rewrite
-from megavm.scheduler.engine.step import power_of_two
+from megavm.scheduler.engine.step import bucket_rows, power_of_two
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
@@ -32,9 +32,9 @@ def choose_bucket(
     parallel: Parallel = ONE_RANK,
 ) -> Bucket:
     """See ``Runner.bucket``."""
-    rows = min(power_of_two(rows), limits.max_num_batched_tokens)
+    rows = min(bucket_rows(rows), limits.max_num_batched_tokens)
     chosen = options(rows)
-    logit_rows = power_of_two(max(logit_rows, 1))
+    logit_rows = bucket_rows(logit_rows)
     if chosen.target.is_matrix_step(rows, BF16):
         logit_rows = max(logit_rows, chosen.target.min_matrix_rows)  # also of the LM head
     logit_rows = min(logit_rows, limits.max_logit_rows)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from megavm.scheduler.compiler.compile import unordered
 from megavm.scheduler.compiler.options import default_options
+from megavm.scheduler.engine.step import bucket_sizes
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
@@ -60,7 +61,6 @@ def kernel_headers(
 
     options_for = functools.partial(default_options, "cuda", workers, fixed_order=fixed_order)
     headers: dict[str, dict[int, None]] = {}
-    sizes = [1 << i for i in range(limits.max_num_batched_tokens.bit_length())]
     buckets = dict.fromkeys(
         choose_bucket(
             config,
@@ -72,7 +72,7 @@ def kernel_headers(
             decode=decode,
             parallel=parallel,
         )
-        for rows in sizes
+        for rows in bucket_sizes(limits.max_num_batched_tokens)
         for context in (1, limits.max_model_len)
         for decode in ((False, True) if rows <= limits.max_num_seqs else (False,))
     )

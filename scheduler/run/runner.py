@@ -22,6 +22,8 @@ from megavm.scheduler.engine.step import (
     Launch,
     MasksNeeded,
     Step,
+    bucket_rows,
+    bucket_sizes,
     power_of_two,
 )
 from megavm.scheduler.engine.step_memory import (
@@ -275,14 +277,15 @@ class Runner:
         decode: bool = False,
         sampled: bool = False,
     ) -> Bucket:
-        """The smallest bucket for a step of this size. Its sizes are powers of two or the limits.
+        """The smallest bucket for a step of this size.
 
-        ``decode``: the rows belong to different sequences. ``sampled``: see Step. Contexts for
-        which attention is split in the same way share a bucket.
+        Rows and logit rows are those of ``bucket_rows``, contexts powers of two, all up to the
+        limits. Contexts for which attention is split in the same way share a bucket. ``decode``:
+        the rows belong to different sequences. ``sampled``: see Step.
         """
         # Steps of these sizes have the same bucket (choose_bucket).
-        rows = min(power_of_two(rows), self.limits.max_num_batched_tokens)
-        logit_rows, context = power_of_two(logit_rows), power_of_two(context)
+        rows = min(bucket_rows(rows), self.limits.max_num_batched_tokens)
+        logit_rows, context = bucket_rows(logit_rows), power_of_two(context)
         key = self.options, rows, logit_rows, context, decode, sampled
         if key not in self._buckets:
             bucket = choose_bucket(
@@ -536,8 +539,8 @@ class Runner:
             sized(sequences, sequences, self.max_model_len),
             sized(more, more, context, decode=True),
         ]
-        # A prompt of up to 2**k tokens joins the batch, or begins beside it.
-        prompts = [1 << k for k in range((self.max_num_batched_tokens - 1).bit_length() + 1)]
+        # A prompt joins the batch, or begins beside it.
+        prompts = bucket_sizes(self.max_num_batched_tokens)
         for rows in prompts:
             found += [sized(rows, count, context) for count in (more, sequences) if rows >= count]
         fewer = max(sequences // 2, 1)

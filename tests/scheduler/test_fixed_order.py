@@ -162,7 +162,7 @@ def test_programs_of_a_gpu_split_nothing(rows: int) -> None:
 
 def test_rows_that_attend_together_do_not_depend_on_workers_or_ranks() -> None:
     """A GPU adds up a row alone in another order than rows of a run."""
-    for rows in (17, 40, 200, 512):
+    for rows in (17, 40, 200, 512, 768, 1536):
         tilings = {
             attention_tiling(
                 rows, heads, 64, 8192, default_options("cuda", workers, rows, fixed_order=True), 512

@@ -120,6 +120,17 @@ def test_the_first_step_of_a_size_does_not_count() -> None:
     assert pace.most_rows(10, 4096) == 256
 
 
+def test_sizes_are_those_of_buckets() -> None:
+    pace = StepPace(1.0)
+    for rows, seconds in ((512, 0.4), (600, 0.55), (768, 0.6), (1000, 0.8), (1024, 0.8)):
+        pace.note(rows, seconds)
+    assert [pace.expected(rows) for rows in (512, 513, 768, 769)] == [0.0, 0.6, 0.6, 0.8]
+    for _ in range(2):
+        pace.note(512, 0.4)
+    # 1,536 rows are expected to take 1.2 s.
+    assert pace.most_rows(500, 4096) == 1024
+
+
 def test_a_launch_takes_about_as_long_as_it_should() -> None:
     pace = StepPace(launch=0.005)
     assert pace.most_rows(1, 4096) == 4096

@@ -13,7 +13,7 @@ import pytest
 from model_directories import write_model
 
 from megavm.scheduler.compiler.options import CompileOptions, default_options
-from megavm.scheduler.engine.step import Step
+from megavm.scheduler.engine.step import Step, bucket_sizes
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import expected_tensors
 from megavm.scheduler.llama.graph import Bucket, Limits
@@ -78,6 +78,25 @@ def test_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
     assert runner.bucket(3, 2, 1) == Bucket(4, 2, 4096)
     assert runner.bucket(33, 5, 1) == Bucket(48, 6, 4096)
     assert runner.bucket(8, 0, 1) == Bucket(8, 1, 4096)
+
+
+def test_from_512_rows_on_there_are_buckets_between_powers_of_two(directory: Path) -> None:
+    limits = replace(LIMITS, max_num_batched_tokens=3500, max_logit_rows=1700)
+    runner = make_runner(directory, workers=1, limits=limits)
+    sizes = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048, 3072, 3500]
+    smaller = 0
+    for size in sizes:
+        for rows in (smaller + 1, size):
+            assert runner.bucket(rows, 1, 1) == Bucket(size, 1, 4096)
+            logit_rows = min(size, 1700)
+            assert runner.bucket(3500, rows, 1) == Bucket(3500, logit_rows, 4096)
+        smaller = size
+    assert bucket_sizes(3500) == [*sizes[:-1], 4096]
+    assert bucket_sizes(768) == sizes[:11]
+    assert bucket_sizes(1) == [1]
+    # Programs that can do these steps are compiled ahead of them.
+    following = runner.likely_next(runner.bucket(1, 1, 1))
+    assert {bucket.rows for bucket in following} == set(sizes)
 
 
 def test_decode_steps_have_programs_of_their_own_where_words_pass_to_attention(

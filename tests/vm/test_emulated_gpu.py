@@ -404,22 +404,25 @@ def test_blocks_of_one_pass_and_of_two_share_the_scratch() -> None:
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 0.1
 
 
-def test_a_prompt_of_several_tiles_of_rows_is_split_along_k() -> None:
-    """400 rows: o_proj and down_proj in two parts, on an emulated GPU, beside one worker of the CPU."""
+@pytest.mark.parametrize(("rows", "most"), [(400, 512), (530, 768)])
+def test_a_prompt_of_several_tiles_of_rows_is_split_along_k(rows: int, most: int) -> None:
+    """o_proj and down_proj in two parts, on an emulated GPU, beside one worker of the CPU."""
     config = replace(
         LLAMA, hidden_size=512, intermediate_size=1024, num_layers=1, num_heads=8, num_kv_heads=2
     )
-    limits = Limits(1, 512, 512, 16, 8, 64)
-    step = step_of([(0, range(400))])
-    emulated = runner_on(EmulatedMachine(seed=1), "cuda", 20, config=config, limits=limits)
+    limits = Limits(1, 1024, 1024, 16, 16, 64)
+    step = step_of([(0, range(rows))])
+    workers = 20 * most // 512
+    emulated = runner_on(EmulatedMachine(seed=1), "cuda", workers, config=config, limits=limits)
     cpu = runner_on(CpuMachine(), "cpu", 1, config=config, limits=limits)
     logits = []
     for runner in (emulated, cpu):
         runner.run(step, 1)
         logits.append(torch.as_tensor(np.array(runner.logits[:1])))
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 0.1
-    bucket = emulated.bucket(400, 1, step.context)
-    options = functools.partial(default_options, "cuda", 20)
+    bucket = emulated.bucket(rows, 1, step.context)
+    assert bucket.rows == most
+    options = functools.partial(default_options, "cuda", workers)
     program = compile_bucket(config, limits, BF16, bucket, options)
     assert {i.part for i in program.instructions if isinstance(i, Matmul)} == {0, 1}
 
