@@ -280,9 +280,9 @@ class Instruction:
         parts = []
         for field in self.fields:
             value = self.__dict__[field.name]
+            if field.optional and value == NONE:
+                continue
             if field.kind is FieldKind.TENSOR:
-                if value == NONE:
-                    continue
                 known = tensors is not None and value < len(tensors)
                 text = tensors[value].name if known and tensors is not None else f"t{value}"
             elif field.kind is FieldKind.REAL:
