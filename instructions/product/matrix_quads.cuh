@@ -4,9 +4,8 @@
 // the next two need.
 //
 // NOTE: fetching the code is a good part of the time of an epilogue: a warp runs through it once
-// for a few rows. So there is one copy for both blocks, whose sums take the same registers in turn,
-// and it is short. There is a copy for each part of the rows: what is staged occupies no registers
-// then, and nothing spills.
+// for a few rows. So there is one copy for both blocks and all rows, whose sums take the same
+// registers in turn, and it is short.
 #pragma once
 
 #include "instructions/product/epilogue.cuh"
@@ -43,7 +42,7 @@ struct MatrixQuads : MatrixSizes {
                      unit < product.tiling.units ? rows.end() : 0};
       if (place.end > 0) epilogue.begin_quad(place.pair, place.of_quad);
       ask(place);
-      finish_parts(sums, place);
+      finish_rows(sums, place);
       sums.next_block();
     }
   }
@@ -75,26 +74,26 @@ struct MatrixQuads : MatrixSizes {
     }
   }
 
-  template <uint32_t kPart = 0>
-  __device__ __forceinline__ void finish_parts(const MatrixSums& sums, Place& place) const {
-    if constexpr (kPart < MatrixSums::kParts) {
-      constexpr uint32_t kFirst = kPart * kStagedRows;
-      if (kFirst >= rows.end()) return;
-      if (kFirst + kStagedRows > rows.first) {
-        const uint32_t from = finisher.staged();
-        // All warps of the warpgroup come here: none has ended since they all met.
-        ptx::sync_warpgroup(warpgroup_index());
-        sums.stage<kPart>(from);
-        ptx::sync_warpgroup(warpgroup_index());
-        const uint32_t end = min_of(kFirst + kStagedRows, rows.end());
+  // Finish the rows of a block, up to kStagedRows at a time.
+  __device__ __forceinline__ void finish_rows(MatrixSums& sums, Place& place) const {
+    // Rows begin with 0, or in a shared group with half of them.
+    static_assert(MatrixSums::kParts <= 2);
+    if (MatrixSums::kParts > 1 && rows.first >= kStagedRows) sums.next_eights<kStagedRows / 8>();
+    const uint32_t from = finisher.staged();
 #pragma unroll 1
-        for (uint32_t turn = max_of(kFirst, rows.first / kTurnRows * kTurnRows); turn < end;
-             turn += kTurnRows)
-          finish_turn(from, place);
-        if constexpr (kWordsOf<Kept> > 0)
-          if (epilogue.keeps()) keep(from, kFirst, place.first_unit);
-      }
-      finish_parts<kPart + 1>(sums, place);
+    for (uint32_t first = rows.first / kStagedRows * kStagedRows; first < rows.end();
+         first += kStagedRows) {
+      // All warps of the warpgroup come here: none has ended since they all met.
+      ptx::sync_warpgroup(warpgroup_index());
+      sums.stage_next(from);
+      ptx::sync_warpgroup(warpgroup_index());
+      const uint32_t end = min_of(first + kStagedRows, rows.end());
+#pragma unroll 1
+      for (uint32_t turn = max_of(first, rows.first / kTurnRows * kTurnRows); turn < end;
+           turn += kTurnRows)
+        finish_turn(from, place);
+      if constexpr (kWordsOf<Kept> > 0)
+        if (epilogue.keeps()) keep(from, first, place.first_unit);
     }
   }
 
