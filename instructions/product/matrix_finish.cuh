@@ -23,15 +23,20 @@ class MatrixFinisher : MatrixSizes {
     look_up_rows();
   }
 
-  // Finish the sums of a group, which the pages of its last step take. The sums are gone then.
+  // Make the sums of a group complete. Returns the rows that this warpgroup finishes.
+  __device__ __forceinline__ MatrixRows complete(const MatrixGroup& group, MatrixSums& sums) const {
+    return group.is_shared() ? share(sums.sum[0]) : MatrixRows{0, rows_.count};
+  }
+
+  // Finish these rows of a group, whose sums are complete and take the pages of its last step. They
+  // are gone then.
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
-                                         const MatrixGroup& group, MatrixSums& sums) const {
+                                         const MatrixGroup& group, const MatrixRows& rows,
+                                         MatrixSums& sums) const {
     // NOTE: looked up anew, because registers that are kept meanwhile are spilled, and come back
     // one after the other from the second-level cache.
     const Product product = epilogue.product();
-    MatrixRows rows = {0, rows_.count};
-    if (group.is_shared()) rows = share(sums.sum[0]);
     hold_stores(consumer_.warp());
     if constexpr (Epilogue<Instruction>::kPlain)
       if (epilogue.is_plain()) return store_sums(epilogue, product, group, rows, sums);
