@@ -41,8 +41,6 @@ class MatrixFinisher : MatrixSizes {
     hold_stores(consumer_.warp());
     if constexpr (Epilogue<Instruction>::kPlain)
       if (epilogue.is_plain()) return store_sums(epilogue, product, group, rows, sums);
-    // The other warpgroup has read what this one gave it, and no warp has ended.
-    if (group.is_shared()) consumer_.sync_alive();
     // Quads round as pairs do, if the compiler joins the same multiplications with additions: not
     // where the bits must be the same whatever the alignment of a rank's columns.
     if constexpr (Epilogue<Instruction>::kQuads && !program::kFixedOrder)
@@ -87,7 +85,7 @@ class MatrixFinisher : MatrixSizes {
     constexpr uint32_t kRowStep = 4, kTurnRows = kAtOnce * kRowStep;
     static_assert(kBlockRows == 2 * kLanes);
     static_assert(kRowStep == kMoveRows && kStagedRows / 2 % kTurnRows == 0);
-    const uint32_t from = staged();
+    const uint32_t from = staged(group);
 #pragma unroll 1
     for (uint32_t i = 0; i < turns_of(group); ++i) {
       const uint32_t unit = block_of(group, i) * kBlockUnits + lane_index() / kUnitPairs;
@@ -170,7 +168,8 @@ class MatrixFinisher : MatrixSizes {
     }
   }
 
-  // Exchange the sums of a shared group. Returns the rows of which this warpgroup has all sums.
+  // Exchange the sums of a shared group. Returns the rows of which this warpgroup has all sums. No
+  // warp has ended then.
   __device__ __forceinline__ MatrixRows share(float (&sum)[kRows / 2]) const {
     constexpr uint32_t kHalf = kRows / 2;
     if (warpgroup_index() == 0) {
@@ -196,7 +195,7 @@ class MatrixFinisher : MatrixSizes {
                          {__float_as_uint(given[0]), __float_as_uint(given[1]),
                           __float_as_uint(given[2]), __float_as_uint(given[3])});
     }
-    consumer_.sync();
+    consumer_.sync_alive();
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i) {
       const ptx::Words4 words = ptx::load_shared4(other + i * kLanes * 16);
@@ -230,9 +229,12 @@ class MatrixFinisher : MatrixSizes {
     }
   }
 
-  // Where this warpgroup stages its sums, in the pages of the last step; where a warp leaves those
-  // that it gives away.
-  __device__ __forceinline__ uint32_t staged() const { return place_of(warpgroup_index() * 4); }
+  // Where this warpgroup stages its sums, in the pages of the last step. In a shared group, where
+  // it has read those that the other one gave it: nobody else reads there.
+  __device__ __forceinline__ uint32_t staged(const MatrixGroup& group) const {
+    return place_of(warpgroup_index() * 4 ^ (group.is_shared() ? 4 : 0));
+  }
+  // Where a warp leaves the sums that it gives away.
   __device__ __forceinline__ uint32_t place_of(uint32_t warp) const {
     constexpr uint32_t kOfPage = kPageBytes / kGivenBytes;
     PageCursor page = consumer_.page;

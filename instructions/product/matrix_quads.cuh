@@ -42,7 +42,7 @@ struct MatrixQuads : MatrixSizes {
           unit < product.tiling.units ? rows.end() : 0};
       if (place.end > 0) epilogue.begin_quad(place.pair, place.of_quad);
       ask(place);
-      finish_rows(sums, place);
+      finish_rows(finisher.staged(group), sums, place);
       sums.next_block();
     }
   }
@@ -72,9 +72,8 @@ struct MatrixQuads : MatrixSizes {
   }
 
   // Finish the rows of a block, up to kStagedRows at a time.
-  __device__ __forceinline__ void finish_rows(MatrixSums& sums, Place& place) const {
+  __device__ __forceinline__ void finish_rows(uint32_t from, MatrixSums& sums, Place& place) const {
     static_assert(kRows / 2 % kTurnRows == 0);
-    const uint32_t from = finisher.staged();
 #pragma unroll 1
     for (uint32_t first = rows.first; first < rows.end(); first += kStagedRows) {
       // All warps of the warpgroup come here: none has ended since they all met.
