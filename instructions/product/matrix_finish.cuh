@@ -212,21 +212,28 @@ class MatrixFinisher : MatrixSizes {
                                                uint32_t block, const MatrixRows& rows,
                                                const float (&sum)[kRows / 2]) const {
     const uint32_t lane = lane_index(), row = rows.first + lane % 4 * 2;
+    const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * 2;
+    const uint32_t column = 2 * product.pair(unit, 0) + lane / 4;
     const uint64_t row_bytes = epilogue.plain_at(1, 0) - epilogue.plain_at(0, 0);
+    uint64_t to = epilogue.plain_at(rows_.first + row, column);
+    // Two units follow each other: the end of the rows that have them.
+    uint32_t end[2];
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * 2 + half;
-      const uint32_t column = 2 * product.pair(unit, 0) + lane / 4;
-      if (unit >= product.tiling.units || !epilogue.has_column(column)) continue;
-      uint64_t to = epilogue.plain_at(rows_.first + row, column);
+    for (uint32_t half = 0; half < 2; ++half)
+      end[half] =
+          unit + half < product.tiling.units && epilogue.has_column(column + half * kUnitRows)
+              ? rows_.count
+              : 0;
 #pragma unroll
-      for (uint32_t i = 0; i < kEights; ++i, to += 8 * row_bytes)
+    for (uint32_t i = 0; i < kEights; ++i, to += 8 * row_bytes)
 #pragma unroll
-        for (uint32_t next = 0; next < 2; ++next)
+      for (uint32_t next = 0; next < 2; ++next)
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half)
           // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-          if (row + 8 * i + next < rows_.count)
-            ptx::store(to + next * row_bytes, __float_as_uint(sum[4 * i + 2 * half + next]));
-    }
+          if (row + 8 * i + next < end[half])
+            ptx::store(to + next * row_bytes + half * kUnitRows * sizeof(float),
+                       __float_as_uint(sum[4 * i + 2 * half + next]));
   }
 
   // Where this warpgroup stages its sums, in the pages of the last step. In a shared group, where
