@@ -70,9 +70,7 @@ class Loader {
   // ---- Matrix products, and attention of runs, take pages together; lanes copy side by side.
 
   // Take the next `count` pages, a *step*. The semaphore of the first page counts the bytes of all.
-  // Returns the first page. If the input of the instruction is there (kIsReady), no copy is
-  // deferred.
-  template <bool kIsReady = false>
+  // Returns the first page.
   __device__ __forceinline__ PageCursor begin_pages(uint32_t count, uint32_t bytes) {
     if constexpr (!kDefers) {
       // Steps are not counted as copies in flight: wait for those that are.
@@ -85,8 +83,8 @@ class Loader {
     PageCursor mine = first;
     mine.advance(lane);
     const Semaphore finished = page_finished(mine.slot);
-    wait_for<!kIsReady>([&] { return lane >= count || finished.is_step_over(mine.phase ^ 1); },
-                        [&] { page_finished(first.slot).give_up(first.phase ^ 1); });
+    wait_for([&] { return lane >= count || finished.is_step_over(mine.phase ^ 1); },
+             [&] { page_finished(first.slot).give_up(first.phase ^ 1); });
     if (lane < count)
       ptx::mbarrier_arrive_expect_tx(page_arrived(mine.slot).address(), lane == 0 ? bytes : 0);
     __syncwarp();
@@ -125,10 +123,9 @@ class Loader {
   }
 
   // Whether the waits of the instruction are over, and all copies before it have been started.
-  // Called between the steps of an instruction.
+  // Called when the pages of a step have been taken.
   __device__ __forceinline__ bool look_ready() {
     if (is_ready_) return true;
-    issue_deferred();
     is_ready_ = __all_sync(~0u, stage.ready().is_over(stage.phase) && !is_deferred_);
     if (is_ready_) {
       ptx::fence_proxy_async();
@@ -204,12 +201,13 @@ class Loader {
     is_ahead_ = !__any_sync(~0u, is_ready());
   }
 
-  // Wait until `is_over` holds for all lanes, and start deferred copies meanwhile. If the worker is
-  // stopping, `give_up` ends the warp.
-  template <bool kAnyDeferred = true, class IsOver, class GiveUp>
+  // Wait until `is_over` holds for all lanes. Before that, and meanwhile, start deferred copies. If
+  // the worker is stopping, `give_up` ends the warp.
+  template <class IsOver, class GiveUp>
   __device__ __forceinline__ void wait_for(IsOver&& is_over, GiveUp&& give_up) {
-    while (!__all_sync(~0u, is_over())) {
-      if constexpr (kAnyDeferred) issue_deferred();
+    while (true) {
+      issue_deferred();
+      if (__all_sync(~0u, is_over())) return;
       if (__builtin_expect(is_stopping(), 0)) give_up();
     }
   }

@@ -74,8 +74,9 @@ class MatrixConsumer : MatrixSizes {
     // The pages of the last step may be overwritten, the scales are there, and no warp has ended:
     // warpgroups meet in matrix_quads.cuh.
     consumer_.sync_alive();
+    const MatrixRows rows = finisher().complete(group, sums);
     Used::dispatch(stage_.words.header.opcode, [&]<class I>(I*) __attribute__((always_inline)) {
-      finisher().finish(Epilogue<I>(stage_), group, sums);
+      finisher().finish(Epilogue<I>(stage_), group, rows, sums);
     });
     // Copies into these pages come after the sums that were staged there.
     ptx::fence_proxy_async_shared();

@@ -23,20 +23,24 @@ class MatrixFinisher : MatrixSizes {
     look_up_rows();
   }
 
-  // Finish the sums of a group, which the pages of its last step take. The sums are gone then.
+  // Make the sums of a group complete. Returns the rows that this warpgroup finishes, whose sums
+  // come first then.
+  __device__ __forceinline__ MatrixRows complete(const MatrixGroup& group, MatrixSums& sums) const {
+    return group.is_shared() ? share(sums.sum[0]) : MatrixRows{0, rows_.count};
+  }
+
+  // Finish these rows of a group, whose sums are complete and take the pages of its last step. They
+  // are gone then.
   template <class Instruction>
   __device__ __forceinline__ void finish(const Epilogue<Instruction>& epilogue,
-                                         const MatrixGroup& group, MatrixSums& sums) const {
+                                         const MatrixGroup& group, const MatrixRows& rows,
+                                         MatrixSums& sums) const {
     // NOTE: looked up anew, because registers that are kept meanwhile are spilled, and come back
     // one after the other from the second-level cache.
     const Product product = epilogue.product();
-    MatrixRows rows = {0, rows_.count};
-    if (group.is_shared()) rows = share(sums.sum[0]);
     hold_stores(consumer_.warp());
     if constexpr (Epilogue<Instruction>::kPlain)
       if (epilogue.is_plain()) return store_sums(epilogue, product, group, rows, sums);
-    // The other warpgroup has read what this one gave it, and no warp has ended.
-    if (group.is_shared()) consumer_.sync_alive();
     // Quads round as pairs do, if the compiler joins the same multiplications with additions: not
     // where the bits must be the same whatever the alignment of a rank's columns.
     if constexpr (Epilogue<Instruction>::kQuads && !program::kFixedOrder)
@@ -81,7 +85,7 @@ class MatrixFinisher : MatrixSizes {
     constexpr uint32_t kRowStep = 4, kTurnRows = kAtOnce * kRowStep;
     static_assert(kBlockRows == 2 * kLanes);
     static_assert(kRowStep == kMoveRows && kStagedRows / 2 % kTurnRows == 0);
-    const uint32_t from = staged();
+    const uint32_t from = staged(group);
 #pragma unroll 1
     for (uint32_t i = 0; i < turns_of(group); ++i) {
       const uint32_t unit = block_of(group, i) * kBlockUnits + lane_index() / kUnitPairs;
@@ -94,7 +98,8 @@ class MatrixFinisher : MatrixSizes {
       if (exists && row < rows.end()) epilogue.begin(rows_.first + row, pair, early);
 #pragma unroll 1
       for (uint32_t begin = rows.first; begin < all_rows(group, rows); begin += kTurnRows) {
-        if (begin % kStagedRows == 0 || begin == rows.first) stage(sums, begin / kStagedRows, from);
+        const uint32_t staged = begin - rows.first;
+        if (staged % kStagedRows == 0) stage(sums, staged / kStagedRows, from);
         const auto is_active = [&](uint32_t j) {
           return exists && row + j * kRowStep < rows.end();
         };
@@ -111,8 +116,8 @@ class MatrixFinisher : MatrixSizes {
 #pragma unroll
         for (uint32_t j = 0; j < kAtOnce; ++j) {
           const uint32_t number = row + j * kRowStep;
-          const ptx::Words2 words =
-              ptx::load_shared2(from + staged_at(number % kStagedRows, 2 * lane_index()));
+          const ptx::Words2 words = ptx::load_shared2(
+              from + staged_at((number - rows.first) % kStagedRows, 2 * lane_index()));
           float scale = 1.0f;
           if (product.x_squares != kNone) scale = scale_of_row(number);
           const PairSums pair_sums = {__uint_as_float(words.x) * scale,
@@ -155,29 +160,28 @@ class MatrixFinisher : MatrixSizes {
                                              MatrixSums& sums) const {
     constexpr uint32_t kEights = kRows / 8;
     if (group.is_shared())
-      return rows.first == 0
-                 ? store_eights<0, kEights / 2>(epilogue, product, group.first, sums.sum[0])
-                 : store_eights<kEights / 2, kEights>(epilogue, product, group.first, sums.sum[0]);
+      return store_eights<kEights / 2>(epilogue, product, group.first, rows, sums.sum[0]);
 #pragma unroll 1
     for (uint32_t i = 0; i < blocks_of(group); ++i) {
-      store_eights<0, kEights>(epilogue, product, block_of(group, i), sums.sum[0]);
+      store_eights<kEights>(epilogue, product, block_of(group, i), rows, sums.sum[0]);
       sums.next_block();
     }
   }
 
-  // Exchange the sums of a shared group. Returns the rows of which this warpgroup has all sums.
+  // Exchange the sums of a shared group. Returns the rows of which this warpgroup has all sums. No
+  // warp has ended then.
   __device__ __forceinline__ MatrixRows share(float (&sum)[kRows / 2]) const {
-    constexpr uint32_t kHalf = kRows / 2, kEights = kHalf / 8;
+    constexpr uint32_t kHalf = kRows / 2;
     if (warpgroup_index() == 0) {
-      exchange_sums<kEights, 0>(sum);
+      exchange_sums<kHalf, 0>(sum);
       return {0, min_of(kHalf, rows_.count)};
     }
-    exchange_sums<0, kEights>(sum);
+    exchange_sums<0, kHalf>(sum);
     return {kHalf, max_of(kHalf, rows_.count) - kHalf};
   }
 
-  // Give the other warpgroup the sums of the eights of rows from kGiven on, and add its sums to
-  // those from kKept on.
+  // Give the other warpgroup the sums of half of the rows, from kGiven on, and add its sums to
+  // those from kKept on, which then come first.
   template <uint32_t kGiven, uint32_t kKept>
   __device__ __forceinline__ void exchange_sums(float (&sum)[kRows / 2]) const {
     constexpr uint32_t kFours = kRows / 16;  // each has two rows of x and of the weight
@@ -186,50 +190,58 @@ class MatrixFinisher : MatrixSizes {
     const uint32_t own = place_of(warp) + lane, other = place_of(warp ^ 4) + lane;
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i) {
-      const float (&s)[kRows / 2] = sum;
-      constexpr uint32_t kAt = 4 * kGiven;
-      ptx::store_shared4(
-          own + i * kLanes * 16,
-          {__float_as_uint(s[kAt + 4 * i]), __float_as_uint(s[kAt + 4 * i + 1]),
-           __float_as_uint(s[kAt + 4 * i + 2]), __float_as_uint(s[kAt + 4 * i + 3])});
+      const float* given = sum + kGiven / 2 + 4 * i;
+      ptx::store_shared4(own + i * kLanes * 16,
+                         {__float_as_uint(given[0]), __float_as_uint(given[1]),
+                          __float_as_uint(given[2]), __float_as_uint(given[3])});
     }
-    consumer_.sync();
+    consumer_.sync_alive();
 #pragma unroll
     for (uint32_t i = 0; i < kFours; ++i) {
       const ptx::Words4 words = ptx::load_shared4(other + i * kLanes * 16);
-      float* kept = sum + 4 * (kKept + i);
-      kept[0] += __uint_as_float(words.x), kept[1] += __uint_as_float(words.y);
-      kept[2] += __uint_as_float(words.z), kept[3] += __uint_as_float(words.w);
+      const float* kept = sum + kKept / 2 + 4 * i;
+      float* to = sum + 4 * i;
+      to[0] = kept[0] + __uint_as_float(words.x), to[1] = kept[1] + __uint_as_float(words.y);
+      to[2] = kept[2] + __uint_as_float(words.z), to[3] = kept[3] + __uint_as_float(words.w);
     }
   }
 
-  // Store the sums of a block and of eight rows of x at a time, of the eights [kFirst, kEnd).
-  template <uint32_t kFirst, uint32_t kEnd, class Plain>
+  // Store the sums of a block and of these rows, up to kEights times eight.
+  template <uint32_t kEights, class Plain>
   __device__ __forceinline__ void store_eights(const Plain& epilogue, const Product& product,
-                                               uint32_t block,
+                                               uint32_t block, const MatrixRows& rows,
                                                const float (&sum)[kRows / 2]) const {
-    const uint32_t lane = lane_index(), row = 8 * kFirst + lane % 4 * 2;
+    const uint32_t lane = lane_index(), row = rows.first + lane % 4 * 2;
+    const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * 2;
+    const uint32_t column = 2 * product.pair(unit, 0) + lane / 4;
     const uint64_t row_bytes = epilogue.plain_at(1, 0) - epilogue.plain_at(0, 0);
+    uint64_t to = epilogue.plain_at(rows_.first + row, column);
+    // Two units follow each other: the end of the rows that have them.
+    uint32_t end[2];
 #pragma unroll
-    for (uint32_t half = 0; half < 2; ++half) {
-      const uint32_t unit = block * kBlockUnits + consumer_.warp() % 4 * 2 + half;
-      const uint32_t column = 2 * product.pair(unit, 0) + lane / 4;
-      if (unit >= product.tiling.units || !epilogue.has_column(column)) continue;
-      uint64_t to = epilogue.plain_at(rows_.first + row, column);
+    for (uint32_t half = 0; half < 2; ++half)
+      end[half] =
+          unit + half < product.tiling.units && epilogue.has_column(column + half * kUnitRows)
+              ? rows_.count
+              : 0;
 #pragma unroll
-      for (uint32_t i = 0; i < kEnd - kFirst; ++i, to += 8 * row_bytes)
+    for (uint32_t i = 0; i < kEights; ++i, to += 8 * row_bytes)
 #pragma unroll
-        for (uint32_t next = 0; next < 2; ++next)
+      for (uint32_t next = 0; next < 2; ++next)
+#pragma unroll
+        for (uint32_t half = 0; half < 2; ++half)
           // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
-          if (row + 8 * i + next < rows_.count)
-            ptx::store(to + next * row_bytes,
-                       __float_as_uint(sum[4 * (kFirst + i) + 2 * half + next]));
-    }
+          if (row + 8 * i + next < end[half])
+            ptx::store(to + next * row_bytes + half * kUnitRows * sizeof(float),
+                       __float_as_uint(sum[4 * i + 2 * half + next]));
   }
 
-  // Where this warpgroup stages its sums, in the pages of the last step; where a warp leaves those
-  // that it gives away.
-  __device__ __forceinline__ uint32_t staged() const { return place_of(warpgroup_index() * 4); }
+  // Where this warpgroup stages its sums, in the pages of the last step. In a shared group, where
+  // it has read those that the other one gave it: nobody else reads there.
+  __device__ __forceinline__ uint32_t staged(const MatrixGroup& group) const {
+    return place_of(warpgroup_index() * 4 ^ (group.is_shared() ? 4 : 0));
+  }
+  // Where a warp leaves the sums that it gives away.
   __device__ __forceinline__ uint32_t place_of(uint32_t warp) const {
     constexpr uint32_t kOfPage = kPageBytes / kGivenBytes;
     PageCursor page = consumer_.page;

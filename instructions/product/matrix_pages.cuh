@@ -204,28 +204,23 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
                         row_of_map, is_x);
       };
       const uint32_t steps = ceil_div(order.boxes(), group.boxes);
-      uint32_t number = S::kRotates ? steps * first_unit / all_units : 0, left = steps;
-      const auto advance = [&] {
-        if (++number == steps) number = 0;
-        --left;
-      };
-      // Until the input is ready, its copies are deferred.
+      uint32_t number = S::kRotates ? steps * first_unit / all_units : 0;
 #pragma unroll 1
-      for (; left > 0 && (!loader.look_ready() || boxes.index != 0); advance()) {
+      for (uint32_t left = steps; left > 0; --left) {
         const PageCursor step = loader.begin_pages(group.pages, bytes);
-        copy(step, number, weights);
+        // Until the input is ready, its copies are deferred.
+        const bool at_once = loader.look_ready() && boxes.index == 0;
+        copy(step, number, at_once ? weights + group.boxes : weights);
         PageCursor page = step;
 #pragma unroll 1
-        for (uint32_t j = 0; j < group.x_pages; ++j) {
+        for (uint32_t j = 0; j < (at_once ? 0 : group.x_pages); ++j) {
           boxes.column =
               p.first_column() + (number * group.boxes + j * S::kPageBoxes) * kBoxColumns;
           loader.copy_boxes(step, page, boxes, min_of(S::kPageBoxes, group.boxes));
           page.advance();
         }
+        if (++number == steps) number = 0;
       }
-#pragma unroll 1
-      for (; left > 0; advance())
-        copy(loader.begin_pages<true>(group.pages, bytes), number, weights + group.boxes);
     }
   }
 }

@@ -4,9 +4,8 @@
 // the next two need.
 //
 // NOTE: fetching the code is a good part of the time of an epilogue: a warp runs through it once
-// for a few rows. So there is one copy for both blocks, whose sums take the same registers in turn,
-// and it is short. There is a copy for each part of the rows: what is staged occupies no registers
-// then, and nothing spills.
+// for a few rows. So there is one copy for both blocks and all rows, whose sums take the same
+// registers in turn, and it is short.
 #pragma once
 
 #include "instructions/product/epilogue.cuh"
@@ -36,14 +35,14 @@ struct MatrixQuads : MatrixSizes {
 #pragma unroll 1
     for (uint32_t i = 0; i < finisher.blocks_of(group); ++i) {
       const uint32_t unit = first_unit_of(group, i) + number * kQuadRows / kUnitRows;
-      Place place = {first_unit_of(group, i),
-                     product.pair(unit, number % (kUnitPairs / kQuadPairs) * kQuadPairs),
-                     rows.first / kTurnRows * kTurnRows +
-                         warp_index() % 4 * (kLanes / kLanesOfRow) + lane_index() / kLanesOfRow,
-                     unit < product.tiling.units ? rows.end() : 0};
+      Place place = {
+          first_unit_of(group, i),
+          product.pair(unit, number % (kUnitPairs / kQuadPairs) * kQuadPairs),
+          rows.first + warp_index() % 4 * (kLanes / kLanesOfRow) + lane_index() / kLanesOfRow,
+          unit < product.tiling.units ? rows.end() : 0};
       if (place.end > 0) epilogue.begin_quad(place.pair, place.of_quad);
       ask(place);
-      finish_parts(sums, place);
+      finish_rows(finisher.staged(group), sums, place);
       sums.next_block();
     }
   }
@@ -59,9 +58,6 @@ struct MatrixQuads : MatrixSizes {
   __device__ __forceinline__ uint32_t first_unit_of(const MatrixGroup& group, uint32_t i) const {
     return finisher.block_of(group, i) * kBlockUnits;
   }
-  __device__ __forceinline__ bool has(uint32_t row, const Place& place) const {
-    return row >= rows.first && row < place.end;
-  }
   __device__ __forceinline__ OfRow found(uint32_t row) const {
     return finisher.template found<OfRow>(row);
   }
@@ -69,33 +65,31 @@ struct MatrixQuads : MatrixSizes {
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
       const uint32_t row = place.row + j * kRowStep;
-      const bool active = has(row, place);
+      const bool active = row < place.end;
       epilogue.ask({finisher.rows_.first + row, place.pair, active}, found(active ? row : 0),
                    place.of_quad, place.asked[j]);
     }
   }
 
-  template <uint32_t kPart = 0>
-  __device__ __forceinline__ void finish_parts(const MatrixSums& sums, Place& place) const {
-    if constexpr (kPart < MatrixSums::kParts) {
-      constexpr uint32_t kFirst = kPart * kStagedRows;
-      if (kFirst >= rows.end()) return;
-      if (kFirst + kStagedRows > rows.first) {
-        const uint32_t from = finisher.staged();
-        // All warps of the warpgroup come here: none has ended since they all met.
-        ptx::sync_warpgroup(warpgroup_index());
-        sums.stage<kPart>(from);
-        ptx::sync_warpgroup(warpgroup_index());
-        const uint32_t end = min_of(kFirst + kStagedRows, rows.end());
+  // Finish the rows of a block, up to kStagedRows at a time.
+  __device__ __forceinline__ void finish_rows(uint32_t from, MatrixSums& sums, Place& place) const {
+    static_assert(kRows / 2 % kTurnRows == 0);
 #pragma unroll 1
-        for (uint32_t turn = max_of(kFirst, rows.first / kTurnRows * kTurnRows); turn < end;
-             turn += kTurnRows)
-          finish_turn(from, place);
-        if constexpr (kWordsOf<Kept> > 0)
-          if (epilogue.keeps()) keep(from, kFirst, place.first_unit);
-      }
-      finish_parts<kPart + 1>(sums, place);
+    for (uint32_t first = rows.first; first < rows.end(); first += kStagedRows) {
+      // All warps of the warpgroup come here: none has ended since they all met.
+      ptx::sync_warpgroup(warpgroup_index());
+      sums.stage_next(from);
+      ptx::sync_warpgroup(warpgroup_index());
+      const uint32_t end = min_of(first + kStagedRows, rows.end());
+#pragma unroll 1
+      for (uint32_t turn = first; turn < end; turn += kTurnRows) finish_turn(from, place);
+      if constexpr (kWordsOf<Kept> > 0)
+        if (epilogue.keeps()) keep(from, first, place.first_unit);
     }
+  }
+
+  __device__ __forceinline__ uint32_t staged_row(uint32_t row) const {
+    return (row - rows.first) % kStagedRows;
   }
 
   __device__ __forceinline__ void finish_turn(uint32_t from, Place& place) const {
@@ -107,7 +101,7 @@ struct MatrixQuads : MatrixSizes {
       const uint32_t mine = row + j * kRowStep;
       of_row[j] = found(mine);
       const ptx::Words4 words =
-          ptx::load_shared4(from + staged_at(mine % kStagedRows, number * kQuadRows));
+          ptx::load_shared4(from + staged_at(staged_row(mine), number * kQuadRows));
       float scale = 1.0f;
       if (product.x_squares != kNone) scale = finisher.scale_of_row(mine);
       const QuadSums sums = {
@@ -122,7 +116,7 @@ struct MatrixQuads : MatrixSizes {
 #pragma unroll
     for (uint32_t j = 0; j < kTogether; ++j) {
       const uint32_t mine = row + j * kRowStep;
-      epilogue.store({finisher.rows_.first + mine, place.pair, has(mine, place)}, of_row[j],
+      epilogue.store({finisher.rows_.first + mine, place.pair, mine < place.end}, of_row[j],
                      place.of_quad, result[j]);
     }
   }
@@ -130,7 +124,7 @@ struct MatrixQuads : MatrixSizes {
   // Results that are kept take the place of their sums.
   __device__ __forceinline__ void stage(uint32_t to, uint32_t row, const Result& result) const {
     const auto words = __builtin_bit_cast(ptx::Words4, result);
-    ptx::store_shared4(to + staged_at(row % kStagedRows, number * kQuadRows), words);
+    ptx::store_shared4(to + staged_at(staged_row(row), number * kQuadRows), words);
   }
 
   // Keep what there is to keep of the staged results of a block. A thread goes through every second
@@ -142,7 +136,7 @@ struct MatrixQuads : MatrixSizes {
     const uint32_t lane = lane_index(), quad = lane % 2, warp = warp_index() % 4;
     const uint32_t own = warp * (kLanes / 2) + lane / 16 * 8 + lane / 2 % 4 * 2 + lane / 8 % 2;
     const uint32_t row = first_row + own;
-    if (own >= kStagedRows || row < rows.first || row >= rows.end()) return;
+    if (own >= kStagedRows || row >= rows.end()) return;
     Kept kept = {};
     const uint32_t units = min_of(kBlockUnits, product.tiling.units - first_unit);
 #pragma unroll 4

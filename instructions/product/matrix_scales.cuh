@@ -51,17 +51,26 @@ class MatrixScales : MatrixSizes {
   template <uint32_t kRowsAtOnce, uint32_t kFours>
   __device__ __forceinline__ void scale(const ScalesCursor& scales, const Tensor& squares,
                                         uint32_t first_row, uint32_t count) const {
+    static_assert(kRowsAtOnce <= kRowLanes);
     const uint32_t fours = squares.columns / 4, lane = lane_index() % kRowLanes;
 #pragma unroll 1
     for (uint32_t first = 0; first < count; first += kRowsAtOnce * kLaneRows) {
+      uint32_t source[kRowsAtOnce];
       uint64_t from[kRowsAtOnce];
-      float sum[kRowsAtOnce] = {};
+      float sum[kRowsAtOnce] = {}, own_sum = 0.0f;
       const auto row_of = [&](uint32_t nth) {
         return first + nth * kLaneRows + lane_index() / kRowLanes;
       };
 #pragma unroll
       for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth)
-        from[nth] = element_at(squares, source_row(first_row + min_of(row_of(nth), count - 1)), 0);
+        source[nth] = first_row + min_of(row_of(nth), count - 1);
+      // NOTE: one branch for all rows.
+      if (product_.row_index != kNone)
+#pragma unroll
+        for (uint32_t& row : source) row = source_row(row);
+#pragma unroll
+      for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth)
+        from[nth] = base_of(squares) + uint64_t{source[nth]} * (16 * fours);
 #pragma unroll 1
       for (uint32_t begin = lane; begin < fours; begin += kFours * kRowLanes) {
         ptx::Words4 words[kRowsAtOnce][kFours];
@@ -88,9 +97,11 @@ class MatrixScales : MatrixSizes {
 #pragma unroll
         for (uint32_t apart = 1; apart < kRowLanes; apart *= 2)
           sum[nth] += __shfl_xor_sync(~0u, sum[nth], apart);
-        if (lane == 0 && row_of(nth) < count)
-          store(scales, row_of(nth), scale_of(product_, sum[nth]));
+        if (lane == nth) own_sum = sum[nth];
       }
+      // All lanes of a row have its sum: each finishes one of the rows.
+      if (lane < kRowsAtOnce && row_of(lane) < count)
+        store(scales, row_of(lane), scale_of(product_, own_sum));
     }
   }
 

@@ -40,6 +40,14 @@ struct MatrixSums : MatrixSizes {
       for (uint32_t i = 0; i < kRows / 2; ++i) sum[b][i] = sum[b + 1][i];
   }
 
+  // Forget the sums of the first rows of the first block, kEights times eight: those of the rows
+  // behind them take their registers.
+  template <uint32_t kEights>
+  __device__ __forceinline__ void next_eights() {
+#pragma unroll
+    for (uint32_t i = 0; i + 4 * kEights < kRows / 2; ++i) sum[0][i] = sum[0][i + 4 * kEights];
+  }
+
   // Stage this warp's sums of the first block and of rows [kPart, kPart + 1) * kStagedRows of x.
   // `to`: where the warpgroup stages.
   template <uint32_t kPart>
@@ -54,6 +62,12 @@ struct MatrixSums : MatrixSizes {
       // Register 4 * (eighth row) + 2 * (lower half of the weight's rows) + (next row).
       ptx::store_shared(places[i / 2 % 2] + (i / 4 * 8 + i % 2) * kStagedRowBytes,
                         __float_as_uint(sum[0][kPart * (kStagedRows / 2) + i]));
+  }
+
+  // Stage the first rows that are not forgotten, and forget them.
+  __device__ __forceinline__ void stage_next(uint32_t to) {
+    stage<0>(to);
+    next_eights<kStagedRows / 8>();
   }
 
   static constexpr uint32_t kParts = kRows / kStagedRows;

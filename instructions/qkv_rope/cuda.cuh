@@ -36,15 +36,21 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
     Head() = default;
     __device__ __forceinline__ Head(const Operands<QkvRope>& in, uint32_t pair) {
       half = in[&QkvRope::rope].columns / 2;
-      number = pair / half;
-      j = pair % half;
+      // Pairs of all queries, and of all keys. Whole heads, so that one division is enough: it
+      // takes more code than the rest.
+      const uint32_t queries = in[&QkvRope::q].columns / 2;
+      const uint32_t keys = (in[&QkvRope::weight].rows / 2 - queries) / 2;
       part = 0;
-      const uint32_t queries = in[&QkvRope::q].columns / (2 * half);
-      if (number < queries) return;
-      const uint32_t keys = (in[&QkvRope::weight].rows / (2 * half) - queries) / 2;
-      number -= queries;
-      part = number < keys ? 1 : 2;
-      if (part == 2) number -= keys;
+      if (pair >= queries) {
+        part = 1;
+        pair -= queries;
+        if (pair >= keys) {
+          part = 2;
+          pair -= keys;
+        }
+      }
+      number = pair / half;
+      j = pair - number * half;
     }
     // Column of element e of the head in q, k_new and v_new.
     __device__ __forceinline__ uint32_t column(uint32_t e) const { return number * 2 * half + e; }
@@ -83,7 +89,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
       early.cosine = constant_element(in[&QkvRope::rope], slot.position, head.j);
       early.sine = constant_element(in[&QkvRope::rope], slot.position, half + head.j);
     }
-    const uint32_t weight_row = pair / half * 2 * half + head.j;
+    const uint32_t weight_row = 2 * pair - head.j;
     early.bias = load_bias(in, &QkvRope::bias, weight_row, weight_row + half);
     early.alone = 1;
     const uint32_t first = pair & ~1u;
@@ -143,7 +149,7 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
 
   __device__ __forceinline__ void begin_quad(uint32_t pair, OfQuad& quad) const {
     quad.head = Head(in, pair);
-    const uint32_t half = quad.head.half, weight_row = pair / half * 2 * half + quad.head.j;
+    const uint32_t half = quad.head.half, weight_row = 2 * pair - quad.head.j;
     quad.bias = load_quad_bias(in, &QkvRope::bias, weight_row, weight_row + half, 1);
     const OperandWord copy = copy_of(quad.head);
     if (copy != kNone) quad.copy = {in.stage.tensors[copy], quad.head.column(quad.head.j)};
