@@ -32,8 +32,8 @@ class Storer {
     ptx::fence_system();
     const uint64_t first = reinterpret_cast<uint64_t>(counter) - on_rank(0, launch_.rank);
 #pragma unroll
-    for (uint32_t i = 1; i <= program::kRanks; ++i)
-      ptx::add_relaxed_system(on_rank(first, rank_after(launch_.rank, i)), 1);
+    for (uint32_t rank = 0; rank < program::kRanks; ++rank)
+      ptx::add_relaxed_system(on_rank(first, rank), 1);
   }
 
   StageCursor stage;

@@ -53,24 +53,14 @@ __device__ __forceinline__ Tensor written_on(Tensor t, uint32_t only) {
   return t;
 }
 
-// The rank that is `further` than another one, in a ring.
-__device__ __forceinline__ uint32_t rank_after(uint32_t rank, uint32_t further) {
-  return (rank + further) % program::kRanks;
-}
-
-// Call store(address) for the element that is at `address`, on every rank if it is gathered. Each
-// rank begins with the one after it, so that no link gets the first stores of all, and ends with
-// itself.
+// Call store(address) for the element that is at `address`, on every rank if it is gathered.
 template <class Store>
 __device__ __forceinline__ void store_shares(bool gathered, uint64_t address, Store&& store) {
-  if constexpr (program::kRanks > 1)
-    if (gathered) {
-      const uint32_t own = control().rank;
-#pragma unroll
-      for (uint32_t i = 1; i < program::kRanks; ++i) store(on_rank(address, rank_after(own, i)));
-      address = on_rank(address, own);
-    }
   store(address);
+  if constexpr (program::kRanks > 1)
+    if (gathered)
+#pragma unroll
+      for (uint32_t rank = 1; rank < program::kRanks; ++rank) store(on_rank(address, rank));
 }
 
 // The value of a tagged word that this instruction writes. All ranks have it: the own one is
