@@ -38,8 +38,8 @@ from megavm.vm.tensors import F32, TensorKind
 from read_floor import time_gpu
 from torch_baseline import STEPS, Decoder, Layer
 
-LENGTH = 32  # all-reduces of a chain, if they are small
-LARGE_LENGTH = 4
+LENGTH = 32  # all-reduces of a chain
+LARGE_LENGTH = 4  # of a megavm program's step, if they are large
 LARGE_COLUMNS = 2048
 FORMS: tuple[AllReduce, ...] = ("gather", "scatter")
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
@@ -197,13 +197,12 @@ def torch_rank(rank: int, args: argparse.Namespace, found: Any) -> None:
     times: dict[Any, float] = {}
     for shape in chain_shapes(args):
         x = torch.zeros(shape, device=device)
-        length = LENGTH if shape[0] == 1 else LARGE_LENGTH
 
-        def sums(x: torch.Tensor = x, length: int = length) -> None:
-            for _ in range(length):
+        def sums(x: torch.Tensor = x) -> None:
+            for _ in range(LENGTH):
                 dist.all_reduce(x)
 
-        times["chain", shape] = replay(graph_of(sums), 5, args.rounds) / length
+        times["chain", shape] = replay(graph_of(sums), 5, args.rounds) / LENGTH
     for model in args.model:
         for batch in args.batch:
             torch.manual_seed(0)
