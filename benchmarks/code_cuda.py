@@ -35,8 +35,8 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
-from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import CompilerOptions, compile_kernel
+from megavm.vm.specialisation import program_header
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 

@@ -16,10 +16,10 @@ from megavm.profiler.dependencies import trace_program
 from megavm.profiler.environment import environment, version
 from megavm.profiler.ring import EARLY_PAGES
 from megavm.profiler.trace import EVENTS, Floats, Ints, Longs, Trace, TraceError
-from megavm.vm.codegen import program_specialisation
 from megavm.vm.config import MIN_GROUP_ROWS
 from megavm.vm.machine import Notes, TracingExecutable
 from megavm.vm.program import Program
+from megavm.vm.specialisation import program_specialisation
 
 DRAIN: Final = 64  # launches after which their notes are taken at once
 

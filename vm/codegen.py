@@ -3,8 +3,7 @@
 ``isa.hpp`` holds plain structs and constants, for the CPU interpreter and for device code alike;
 ``kernel_table.hpp`` includes every ``instructions/<name>/cpu.hpp`` and lists the kernels by opcode;
 ``note.hpp`` holds the record that the CPU's interpreter traces. ``launch.hpp`` and ``faults.hpp`` declare,
-for device code, the data that host and kernel exchange. ``program_header`` makes the header that specialises
-the GPU's kernel for what one program uses.
+for device code, the data that host and kernel exchange. specialisation.py makes the header of one program.
 
 The build runs this file as a script (``codegen.py <folder>``) with a Python that need not have torch,
 numpy or megavm.
@@ -16,19 +15,14 @@ import importlib
 import sys
 import textwrap
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from megavm.vm.abi import Code, Struct
-    from megavm.vm.alike import Alike
-    from megavm.vm.constants import Constant
     from megavm.vm.isa import Instruction
-    from megavm.vm.program import Program
-    from megavm.vm.tensors import TensorSpec
 
 ROOT = Path(__file__).resolve().parents[1]
 WIDTH = 100  # characters in a line of comments
@@ -279,169 +273,6 @@ def note_header() -> str:
     lines = [warning("vm/cpu/notes.py"), "#pragma once", "", "#include <cstdint>", ""]
     lines += ["namespace megavm {", "", *shared_struct(NOTE), "}  // namespace megavm", ""]
     return "\n".join(lines)
-
-
-# The least max_rows of a kernel for several rows: it serves steps of all sizes.
-MANY_ROWS = 1 << 16
-
-
-@dataclass(frozen=True)
-class Specialisation:
-    """The input of the GPU's compiler: the ``used`` instructions, and constants.
-
-    ``common`` holds the constants of the program, ``of_class`` those of each instruction class, by name.
-    """
-
-    used: tuple[type[Instruction], ...]
-    common: Mapping[str, int]
-    of_class: Mapping[str, Mapping[str, int]]
-
-
-def specialisation(
-    instructions: Iterable[Instruction], tensors: Sequence[TensorSpec]
-) -> Specialisation:
-    """Join the constants of instructions (constants.Join says how). One instruction of each kind is enough.
-
-    Raises ValueError when constants must agree and do not.
-    """
-    from megavm.instructions import instruction_set
-    from megavm.vm.constants import Join, largest
-
-    of_class: dict[str, dict[str, int]] = {}
-    common: dict[str, int] = {"max_rows": 0}
-    names: set[str] = set()
-    known: set[tuple[object, ...]] = set()
-    for inst in instructions:
-        values = vars(inst)
-        if "row_begin" in values and "row_end" in values:
-            rows = values["row_end"] - values["row_begin"]
-            common["max_rows"] = max(common["max_rows"], rows)
-        declared = inst.constants(tensors)
-        # Most tiles declare the same: join that only once.
-        scratch = inst.scratch_bytes(tensors)
-        key = type(inst), scratch, *declared.items()
-        if key in known:
-            continue
-        known.add(key)
-        if scratch:
-            join(common, {"max_scratch": largest(scratch)}, "")
-        join(of_class.setdefault(inst.name(), {}), declared, inst.name())
-        join(common, {n: c for n, c in declared.items() if c.join is not Join.SAME}, "")
-        names.update((inst.name(), *inst.companions))
-    if common.get("any_f32_weights") and common.get("any_bf16_weights"):
-        raise ValueError(
-            "the program multiplies with weights of float32 and of bfloat16: a kernel is for one"
-        )
-    if common["max_rows"] > 1:
-        common["max_rows"] = max(MANY_ROWS, common["max_rows"])
-    used = tuple(cls for cls in instruction_set().values() if cls.name() in names)
-    return Specialisation(used, common, of_class)
-
-
-def program_specialisation(
-    program: Program, alike: Iterable[Alike] | None = None
-) -> Specialisation:
-    """The specialisation of the kernel of a program, with the sizes of its memory.
-
-    ``alike``: the result of ``find_alike``, if known.
-
-    Raises ValueError when no kernel can be specialised for all of the program.
-    """
-    from megavm.vm.alike import find_alike
-    from megavm.vm.cuda.memory import kernel_memory
-
-    if alike is None:
-        alike = find_alike(program.words, program.tensors)
-    joined = specialisation((i for same in alike for i in same.representatives), program.tensors)
-    return replace(joined, common={**joined.common, **vars(kernel_memory(joined.common))})
-
-
-def program_header(
-    program: Program,
-    *,
-    trace: bool = False,
-    in_order: bool = False,
-    found: Specialisation | None = None,
-) -> str:
-    """The text of ``program.hpp``: what the GPU's kernel must know about ``program``, and nothing else.
-
-    Programs that differ only in other respects have the same text and share the kernel. With ``in_order`` a
-    worker begins an instruction only when the one before it is stored. A program needs this if its proof
-    relies on the order of its queues. ``found``: its specialisation, if that is known.
-
-    Raises ValueError when no kernel can be specialised for all of the program.
-    """
-    from megavm.instructions import instruction_set
-
-    found = found or program_specialisation(program)
-    constants = dict(found.common)
-    # Programs of several rows share a kernel, whether or not they pass tagged words. With matrix
-    # products, and attention of several pairs, the machine handles the words of some instructions.
-    several = constants["max_rows"] > 1
-    matrix = constants.get("matrix_rows", 0) > 0
-    constants["any_tagged_rows"] = int(several or program.exchanges.any_tagged_rows)
-    constants["any_by_machine"] = int(
-        matrix or constants.get("pairs", 0) > 0 or program.exchanges.any_by_machine
-    )
-    lines = [warning("a program"), "#pragma once", ""]
-    if program.ranks > 1:
-        constants["ranks"] = program.ranks
-        lines += ['#define MEGAVM_SCOPE "sys"', ""]
-    if program.fixed_order:
-        constants["fixed_order"] = 1
-    lines += ["namespace megavm::program {", ""]
-    lines += [
-        f"constexpr bool kUses{cls.__name__} = {'true' if cls in found.used else 'false'};"
-        for cls in instruction_set().values()
-    ]
-    lines += [f"constexpr bool kTrace = {'true' if trace else 'false'};"]
-    lines += [f"constexpr bool kInOrder = {'true' if in_order else 'false'};"]
-    lines += [*named_constants(constants), "", "}  // namespace megavm::program", ""]
-    for name, values in found.of_class.items():
-        if not values:
-            continue
-        space = f"namespace megavm::{name}"
-        lines += [f"{space} {{", *named_constants(values), f"}}  // {space}", ""]
-    lines += ['#include "cuda/interpreter.cuh"', ""]
-    lines += [f'#include "instructions/{cls.name()}/cuda.cuh"' for cls in found.used]
-    families: dict[str, list[str]] = {}
-    for cls in found.used:
-        if cls.family:
-            families.setdefault(cls.family, []).append(cls.__name__)
-    kernels = [f"Alone<{cls.__name__}>" for cls in found.used if not cls.family]
-    kernels += [f"{family}<{', '.join(names)}>" for family, names in families.items()]
-    lines += ["", "namespace megavm {", "", f"using Used = KernelList<{', '.join(kernels)}>;", ""]
-    lines += ["}  // namespace megavm", ""]
-    return "\n".join(lines)
-
-
-def join(known: dict[str, int], declared: Mapping[str, Constant], owner: str) -> None:
-    """Merge constants into ``known``.
-
-    Raises ValueError when constants must agree and do not.
-    """
-    from megavm.vm.constants import Join
-
-    for name, constant in declared.items():
-        value = constant.value
-        if name not in known:
-            known[name] = value
-        elif constant.join is Join.LARGEST:
-            known[name] = max(known[name], value)
-        elif constant.join is Join.UNION:
-            known[name] |= value
-        elif known[name] != value:
-            raise ValueError(
-                f"a kernel of {owner} is for one {name}, the program has {known[name]} and {value}"
-            )
-
-
-def named_constants(values: Mapping[str, int]) -> Iterator[str]:
-    """Constants of a specialisation in C++, in the order of their names."""
-    for name, value in sorted(values.items()):
-        if not 0 <= value < 1 << 32:
-            raise ValueError(f"{name} is {value}: not an unsigned integer of 32 bits")
-        yield f"constexpr unsigned int k{camel(name)} = {value}u;"
 
 
 def write_if_changed(path: Path, text: str) -> None:

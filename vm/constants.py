@@ -16,7 +16,7 @@ class Join(Enum):
 
 @dataclass(frozen=True)
 class Constant:
-    """A number that a GPU kernel is compiled for; see codegen.specialisation."""
+    """A number that a GPU kernel is compiled for; see specialisation.py."""
 
     value: int
     join: Join

@@ -201,7 +201,7 @@ class Instruction:
         return 0
 
     def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
-        """Constants that its GPU kernel is compiled for, by snake_case name; see codegen.specialisation."""
+        """Constants that its GPU kernel is compiled for, by snake_case name; see specialisation.py."""
         return {}
 
     def layouts(self, tensors: Sequence[TensorSpec]) -> Mapping[str, tuple[Layout, ...]]:

@@ -16,11 +16,11 @@ from megavm.scheduler.llama.parallel import Parallel
 from megavm.scheduler.run.buckets import choose_bucket, choose_dtype
 from megavm.scheduler.run.machines import choose_machine, make_machine
 from megavm.vm.alike import find_alike
-from megavm.vm.codegen import specialisation
 from megavm.vm.config import PAGE_BYTES
 from megavm.vm.cuda.machine import reason_unavailable
 from megavm.vm.cuda.memory import kernel_memory
 from megavm.vm.program import Program
+from megavm.vm.specialisation import specialisation
 from megavm.vm.target import TARGETS, Exchange
 from megavm.vm.verify import verify as verify_program
 

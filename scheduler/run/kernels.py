@@ -13,8 +13,8 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.buckets import choose_bucket
-from megavm.vm.codegen import program_header
 from megavm.vm.cuda.compiler import Kernel, compile_ahead, compile_kernel
+from megavm.vm.specialisation import program_header
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import DType
 

@@ -34,7 +34,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "--import-mode=importlib",
 """
 COMPILE_EXAMPLES = """
 import importlib, numpy
-from megavm.vm.codegen import program_header
+from megavm.vm.specialisation import program_header
 from megavm.vm.cuda.compiler import compile_kernel
 examples = importlib.import_module(f"megavm.instructions.{sys.argv[2]}.examples")
 headers = {program_header(e.program()): e.name for e in examples.examples(numpy.random.default_rng(0))}

@@ -26,11 +26,11 @@ from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.parallel import ONE_RANK, Parallel
 from megavm.scheduler.run.buckets import choose_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
-from megavm.vm.codegen import program_header
 from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.specialisation import program_header
 from megavm.vm.tensors import BF16, F32, DType
 
 CONTEXT = 512  # long enough that many workers split it

@@ -30,7 +30,6 @@ from megavm.scheduler.run.buckets import compile_bucket, weight_specs
 from megavm.scheduler.run.programs import SWITCH_SECONDS, Programs
 from megavm.scheduler.run.stand_ins import best_stand_in, can_stand_in
 from megavm.server.engine.warm_up import _first_programs
-from megavm.vm import codegen
 from megavm.vm.cuda import exchange as exchange_module
 from megavm.vm.cuda import machine as machine_module
 from megavm.vm.cuda.driver import CudaError
@@ -197,7 +196,7 @@ def test_loading_a_program_that_was_prepared_finds_everything(
 
     for module, name in (
         (machine_module, "program_layouts"),
-        (codegen, "program_specialisation"),
+        (machine_module, "program_specialisation"),
         (exchange_module, "make_exchanges"),
     ):
         monkeypatch.setattr(module, name, refuse)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib
 import re
 import shutil
 import subprocess
@@ -11,22 +10,17 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from megavm.instructions import instruction_set
-from megavm.instructions.copy import Copy
 from megavm.vm import codegen, config
 from megavm.vm.abi import U32, U64, Code, Member, Struct
-from megavm.vm.constants import Constant, largest, same, union
 from megavm.vm.cpu.notes import NOTE
 from megavm.vm.cuda import launch
 from megavm.vm.cuda.faults import FAULT_RECORD, FaultKind, SemaphoreKind
 from megavm.vm.events import Event
 from megavm.vm.layout import Order
 from megavm.vm.operands import FieldKind
-from megavm.vm.program import Program
-from megavm.vm.tensors import F32, TensorKind, TensorSpec
 
 ROOT = Path(codegen.__file__).resolve().parents[1]
 CPP = {".cpp", ".hpp", ".cu", ".cuh"}
@@ -61,86 +55,6 @@ def test_tensor_operands_are_a_mask_of_operand_words() -> None:
     entries = HEADER[HEADER.index("kTensorMask[kNumOpcodes] = {") :].splitlines()[1:]
     for cls in CLASSES:
         assert entries[cls.opcode].strip() == f"{cls.__name__}::kTensorOperands,"
-
-
-def test_a_program_header_names_what_the_program_uses() -> None:
-    header = codegen.program_header(program_of(copy_rows(0, 1)))
-    assert "constexpr bool kUsesCopy = true;" in header
-    assert "constexpr bool kUsesMatmul = false;" in header
-    assert "constexpr bool kTrace = false;" in header
-    assert "constexpr unsigned int kMaxRows = 1u;" in header
-    assert [line for line in header.splitlines() if line.startswith("#include")] == [
-        '#include "cuda/interpreter.cuh"',
-        '#include "instructions/copy/cuda.cuh"',
-    ]
-    assert "using Used = KernelList<Alone<Copy>>;" in header
-    assert "kTrace = true" in codegen.program_header(program_of(copy_rows(0, 1)), trace=True)
-
-
-def test_steps_of_several_rows_share_a_header() -> None:
-    one, two, many = (codegen.program_header(program_of(copy_rows(0, n))) for n in (1, 2, 500))
-    assert one != two
-    assert two == many
-
-
-def test_attention_brings_its_merge_whether_it_is_split_or_not() -> None:
-    (attention,) = (cls for cls in CLASSES if cls.name() == "attention")
-    module = importlib.import_module(f"{attention.__module__}.examples")
-    example = next(iter(module.examples(np.random.default_rng(0))))
-    header = codegen.program_header(example.program())
-    assert "using Used = KernelList<Alone<Attention>, Alone<AttentionMerge>>;" in header
-    assert "kUsesAttentionMerge = true" in header
-
-
-def test_specialisations_are_joined_and_contradictions_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def constants(self: Copy, tensors: object) -> dict[str, Constant]:
-        return {
-            "max_end": largest(self.row_end),
-            "any_even": union(1 << self.row_begin % 2),
-            "width": same(self.x_row),
-        }
-
-    monkeypatch.setattr(Copy, "constants", constants)
-    header = codegen.program_header(program_of(copy_rows(0, 5), copy_rows(1, 3)))
-    inner = header[header.index("namespace megavm::copy {") :]
-    for line in ("kMaxEnd = 5u;", "kAnyEven = 3u;", "kWidth = 0u;"):
-        assert f"constexpr unsigned int {line}" in inner
-    common = header[: header.index("namespace megavm::copy {")]
-    assert "kMaxEnd = 5u;" in common
-    assert "kWidth" not in common
-    with pytest.raises(ValueError, match="of copy is for one width, the program has 0 and 7"):
-        codegen.program_header(program_of(copy_rows(0, 5), copy_rows(0, 5, x_row=7)))
-
-
-def test_weights_of_two_types_in_one_program_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def constants(self: Copy, tensors: object) -> dict[str, Constant]:
-        f32 = self.row_begin % 2
-        return {"any_f32_weights": union(f32), "any_bf16_weights": union(1 - f32)}
-
-    monkeypatch.setattr(Copy, "constants", constants)
-    codegen.program_header(program_of(copy_rows(0, 5), copy_rows(2, 5)))
-    with pytest.raises(ValueError, match="weights of float32 and of bfloat16"):
-        codegen.program_header(program_of(copy_rows(0, 5), copy_rows(1, 5)))
-
-
-def copy_rows(begin: int, end: int, x_row: int = 0) -> Copy:
-    return Copy(
-        x=0,
-        out=1,
-        x_row=x_row,
-        x_column=0,
-        row_begin=begin,
-        row_end=end,
-        column_begin=0,
-        column_end=4,
-    )
-
-
-def program_of(*instructions: Copy) -> Program:
-    tensors = [TensorSpec(n, (600, 4), F32, TensorKind.STATE) for n in "xy"]
-    return Program.build(tensors, instructions, [list(range(len(instructions)))])
 
 
 def test_kernel_table_lists_kernels_by_opcode() -> None:

@@ -19,11 +19,11 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.kernels import default_limits, kernel_headers
-from megavm.vm.codegen import program_header
 from megavm.vm.config import MAX_GROUP_ROWS, MIN_GROUP_ROWS, NUM_THREADS
 from megavm.vm.cuda import clocks, copies
 from megavm.vm.cuda.compiler import ROOT, Kernel, compile_kernel
 from megavm.vm.program import Program
+from megavm.vm.specialisation import program_header
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, F32
 

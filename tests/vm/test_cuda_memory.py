@@ -16,10 +16,10 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.kernels import default_limits
-from megavm.vm.codegen import program_header, specialisation
 from megavm.vm.config import MIN_PAGES, NUM_PAGES, PAGE_BYTES, SHARED_BYTES
 from megavm.vm.cuda.compiler import CompileError, compile_kernel
 from megavm.vm.cuda.memory import SCRATCH_BYTES, SCRATCH_UNIT, KernelMemory, kernel_memory
+from megavm.vm.specialisation import program_header, specialisation
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16
 

@@ -13,10 +13,10 @@ from against_reference import examples_of
 from megavm.instructions import instruction_set
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.run.kernels import kernel_headers
-from megavm.vm.codegen import program_header
 from megavm.vm.config import MAX_GROUP_ROWS
 from megavm.vm.cuda.compiler import ROOT, generated_headers
 from megavm.vm.cuda.emulated import ENTRY, FLAGS, reason_unavailable
+from megavm.vm.specialisation import program_header
 from megavm.vm.tensors import BF16
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")

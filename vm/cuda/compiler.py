@@ -105,7 +105,7 @@ def compile_kernel(
     root: Path = ROOT,
     entry: str = ENTRY,
 ) -> Kernel:
-    """Compile the kernel that ``program_header`` (codegen.program_header) specialises, or load it if cached.
+    """Compile the kernel that ``program_header`` specialises, or load it if cached.
 
     ``report`` is called with one line when a compilation begins. Warnings of the compiler, which are mostly
     about speed, are logged. ``root`` and ``entry`` are for tests.

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from megavm.vm import codegen
 from megavm.vm.alike import find_alike
 from megavm.vm.cuda import compiler as cuda_compiler
 from megavm.vm.cuda.arena import Arena
@@ -23,11 +22,12 @@ from megavm.vm.layout import ROWS, Layout
 from megavm.vm.machine import MachineFault, MachineLost, require_ranks
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
+from megavm.vm.specialisation import Specialisation, program_header, program_specialisation
 from megavm.vm.target import TARGETS
 
 TARGET = TARGETS["cuda"]
 
-_Needs = tuple[dict[str, tuple[Layout, ...]], codegen.Specialisation]
+_Needs = tuple[dict[str, tuple[Layout, ...]], Specialisation]
 
 
 def reason_unavailable(device: int = 0) -> str | None:
@@ -213,18 +213,18 @@ class CudaMachine:
             alike = tuple(find_alike(program.words, program.tensors))
             known = (
                 program_layouts(program, alike),
-                codegen.program_specialisation(program, alike),
+                program_specialisation(program, alike),
             )
             self._known_needs[program] = known
         return known
 
-    def _header(self, program: Program, found: codegen.Specialisation) -> str:
+    def _header(self, program: Program, found: Specialisation) -> str:
         """The header that specialises the kernel of a program."""
-        return codegen.program_header(
+        return program_header(
             program, trace=self.trace, in_order=program.needs_queue_order, found=found
         )
 
-    def _function(self, program: Program, found: codegen.Specialisation) -> list[Any]:
+    def _function(self, program: Program, found: Specialisation) -> list[Any]:
         """The kernel of a program, loaded for each rank."""
         header = self._header(program, found)
         if header not in self._functions:

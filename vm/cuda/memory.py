@@ -50,7 +50,7 @@ class KernelMemory:
 
 
 def kernel_memory(constants: Mapping[str, int]) -> KernelMemory:
-    """The sizes of a kernel that these constants specialise (codegen.specialisation).
+    """The sizes of a kernel that these constants specialise (specialisation.py).
 
     Raises ValueError when its scratch leaves too few pages.
     """

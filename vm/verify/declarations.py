@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 
 from megavm.vm.alike import accesses_of, find_alike
-from megavm.vm.codegen import specialisation
 from megavm.vm.config import HEADER_WORDS, MIN_PAGES, NONE
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.isa import Instruction
 from megavm.vm.operands import Field, FieldKind
 from megavm.vm.program import Program
+from megavm.vm.specialisation import specialisation
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import Region, TensorKind, TensorSpec
 from megavm.vm.verify.check import Check, Ints
