@@ -8,8 +8,8 @@ products, and for attention a speed that gives the 0.54 ms a layer that were mea
 stores of the instruction, which pass one after the other through a link of LINK bytes a second.
 Both were measured on H200s; "free links" leaves them out. All ranks are taken to be equally fast.
 Kernels that are kept from computing by their own stores are not modelled, nor is memory beyond the
-second-level cache. A whole step of 4096 rows of 8B takes 11 % longer here than was measured on two
-H200s (results/throughput_cuda_8b_2.json), and 28 % longer on one.
+second-level cache. A whole step of 4096 rows of 8B takes 45 % longer here than is measured on one
+H200 and on two (results/throughput_cuda_8b.json, throughput_cuda_8b_2.json).
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, TensorSpec
 
 LATENCY = 4e-6  # seconds from a worker's last store to a counter of another rank
-LINK = 345e9  # bytes a second from one rank to all others, in stores of 16 bytes
 OWN_LATENCY = 1e-6  # seconds from a worker's last store to a counter of its own rank
 ATTENTION = 1.9e12  # FLOPs a second of a worker
 LAYERS = 4
 EXCHANGES: tuple[Exchange, ...] = ("all_gather", "all_reduce")
 TARGET = TARGETS["cuda"]
+LINK = TARGET.link_bytes_per_second
 
 
 def seconds_of(inst: Instruction, tensors: Sequence[TensorSpec]) -> float:
@@ -64,8 +64,11 @@ def seconds_of(inst: Instruction, tensors: Sequence[TensorSpec]) -> float:
 
 def sent_by(inst: Instruction, tensors: Sequence[TensorSpec]) -> int:
     """The bytes that an instruction stores on other ranks."""
-    regions = [(region, tensors[region.tensor]) for region in inst.writes(tensors)]
-    return sum(r.elements * spec.dtype.size * (spec.shares - 1) for r, spec in regions)
+    return sum(
+        region.elements * spec.dtype.size * (spec.shares - 1 if region.only is None else 1)
+        for region in inst.writes(tensors)
+        if (spec := tensors[region.tensor]).shares > 1
+    )
 
 
 def run(

@@ -185,7 +185,7 @@ TARGETS = {
             matrix_part_rows=8 * MAX_MATRIX_ROWS,
             matrix_times=MatrixTimes(40e9, 5.3e12, tile=1.5e-6, sum=1e-10),  # H200
             attention_elements=MAX_ATTENTION_ELEMENTS,
-            link_bytes_per_second=330e9,  # H200, NVLink
+            link_bytes_per_second=345e9,  # H200, NVLink, in stores of 16 bytes
             exchange_seconds=4e-6,
             balanced_rows=2 * MAX_MATRIX_ROWS,
         ),

@@ -38,7 +38,7 @@ class CompileOptions:
     - ``all_reduce``: how sums over ranks are added up. ``gather``: every rank gets all values.
       ``scatter``: every rank adds up a share of the columns and stores it on all ranks.
       ``preferred``: the one that is predicted to be faster (rewrites/scatter.py,
-      Target.link_bytes_per_second). The results have the same bits.
+      Target.link_bytes_per_second). Both add up in the order of the ranks.
     - ``fixed_order``: every sum is added up in an order that depends on the shapes of the model and
       the rows of the step, but not on the number of workers or of ranks that gather results. So
       programs for any of them compute the same bits, on one machine. Products are not split along

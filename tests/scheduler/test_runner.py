@@ -72,7 +72,7 @@ def test_the_cpu_reads_weights_in_the_mapped_file(tmp_path: Path, bias: bool) ->
     assert sorted(mapped) == sorted(expected_tensors(checkpoint.config))
 
 
-def test_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
+def test_small_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
     runner = make_runner(directory, workers=1)
     assert runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
     assert runner.bucket(3, 2, 1) == Bucket(4, 2, 4096)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,11 @@ from copy_programs import ACTIVATION, INPUT, copy
 from scattering import check_scattering
 
 from megavm.instructions.copy import Copy
+from megavm.instructions.matmul import Matmul
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
-from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.options import AllReduce, CompileOptions, default_options
 from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import Instruction
@@ -141,6 +144,66 @@ def test_a_large_sum_on_gpus_is_added_up_by_shares(columns: int) -> None:
         any(i.only != NONE for i in p.instructions if isinstance(i, Copy)) for p in programs
     ]
     assert scattered == [False, columns == 64]
+
+
+@pytest.mark.parametrize("all_reduce", ["gather", "scatter"])
+def test_sums_may_be_gathered_again(all_reduce: AllReduce) -> None:
+    """All ranks have the sums, and a gather puts those of each rank side by side."""
+    graph = Graph(rows=3, ranks=2)
+    x = graph.tensor("x", (3, 8), F32, INPUT)
+    graph.output(graph.all_gather("all", graph.all_reduce("sum", x, None, F32)), "all")
+    memory = run_sums(graph, all_reduce)
+    total = memory.ranks[0]["x"] + memory.ranks[1]["x"]
+    for rank in memory.ranks:
+        assert torch.equal(rank["all"], torch.cat([total, total], dim=1))
+
+
+@pytest.mark.parametrize("all_reduce", ["gather", "scatter"])
+def test_a_sum_over_ranks_of_parts_of_rows_is_not_cut(all_reduce: AllReduce) -> None:
+    """Four parts of four columns, two of each rank: a rank's share of x has parts of the whole sum."""
+    graph = Graph(rows=1, ranks=2)
+    x = graph.tensor("x", (1, 8), F32, INPUT)
+    parts = graph.all_gather("parts", x)
+    graph.output(graph.append("reduce", "sum", {"parts": parts}, 4, F32), "sum")
+    memory = run_sums(graph, all_reduce)
+    want = sum((rank["x"].reshape(2, 4).sum(0) for rank in memory.ranks), torch.zeros(4))
+    for rank in memory.ranks:
+        assert torch.equal(rank["sum"][0], want)
+
+
+def run_sums(graph: Graph, all_reduce: AllReduce) -> Memory:
+    """The memory of two ranks after a graph of whole numbers in ``x`` has run."""
+    program = compile_graph(graph, CompileOptions(3, all_reduce=all_reduce))
+    memory = Memory(ranks=2)
+    memory.allocate(program.tensors)
+    for number, rank in enumerate(memory.ranks):
+        shape = rank.spec("x").shape
+        rank.write("x", torch.arange(float(math.prod(shape))).reshape(shape) + 100 * number)
+    CpuMachine().load(program, memory).run(2)
+    return memory
+
+
+def test_programs_of_all_sizes_have_the_same_outputs() -> None:
+    """Only large steps add up by shares, but what the host reads is one tensor."""
+    memory = Memory(ranks=4)
+    for rows in (1, 512):
+        graph = Graph(rows, capacity=512, ranks=4)
+        x = replace(graph.tensor("x", (512, 2048), F32, INPUT), rows=rows)
+        graph.output(graph.all_reduce("sum", x, None, F32), "sum")
+        memory.allocate(compile_graph(graph, CompileOptions(8, machine="cuda")).tensors)
+
+
+@pytest.mark.parametrize("rows", [64, 1024])
+def test_what_ranks_add_up_is_not_split_along_k(rows: int) -> None:
+    """Parts of a product would have to be added up first; both forms add up the same sums."""
+    graph = Graph(rows, ranks=4)
+    x = graph.tensor("x", (rows, 8192), BF16, INPUT)
+    y = graph.linear("y", x, graph.weight("weight", (512, 8192), BF16), dtype=F32)
+    graph.output(graph.all_reduce("sum", y, None, F32), "sum")
+    for form in ("gather", "scatter"):
+        options = replace(default_options("cuda", 132, rows), all_reduce=form)
+        program = compile_graph(graph, options)
+        assert {i.part for i in program.instructions if isinstance(i, Matmul)} == {0}
 
 
 def test_what_cannot_be_added_up_by_shares_is_refused() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import (
     Operation,
+    Value,
     has_one_reader,
     producers_of,
     readers_of,
@@ -38,7 +39,10 @@ def gather_in_producer(operations: list[Operation], options: CompileOptions) -> 
     return result
 
 
-def _may_gather(producer: Operation, x: object) -> bool:
+def _may_gather(producer: Operation, x: Value) -> bool:
+    """Whether the operation that produces x may store it on all ranks, and does not do so yet."""
+    if x.shares > 1:
+        return False
     cls = instruction_of(producer.kind)
     name = next(k for k, v in producer.outputs.items() if v is x)
     return cls is not None and any(f.name == name and f.gathered for f in cls.fields)

@@ -34,17 +34,19 @@ def add_by_shares(operations: list[Operation], options: CompileOptions) -> list[
         if gather is None or gather.kind != "all_gather" or len(operation.inputs) > 1:
             continue
         parts, out = operation.inputs["parts"], operation.outputs["out"]
-        if len(operation.outputs) > 1 or not has_one_reader(parts, readers):
+        x = gather.inputs["x"]
+        if out.columns != x.columns or len(operation.outputs) > 1:
+            continue
+        if not has_one_reader(parts, readers):
             continue
         if not _pays(parts, out, options):
             continue
-        x, ranks = gather.inputs["x"], parts.shares
         scattered = replace(parts, columns=x.columns)
         gathers[gather] = Operation(
             "copy", gather.label, {"x": x}, {"out": scattered}, {"scatters": True}
         )
-        spec = None if out.spec is None else replace(out.spec, shares=ranks)
-        shared |= {parts: scattered, out: replace(out, shares=ranks, spec=spec)}
+        spec = None if out.spec is None else replace(out.spec, shares=parts.shares)
+        shared |= {parts: scattered, out: replace(out, shares=parts.shares, spec=spec)}
     return [_with(gathers.get(operation, operation), shared) for operation in operations]
 
 
@@ -58,13 +60,17 @@ def _with(operation: Operation, new: dict[Value, Value]) -> Operation:
 
 
 def _pays(parts: Value, out: Value, options: CompileOptions) -> bool:
-    """Whether the sums are to be added by shares."""
+    """Whether the sums are to be added by shares.
+
+    Programs for steps of other sizes have the same outputs: these count with all their rows.
+    """
     ranks, target = parts.shares, options.target
     if out.columns % ranks or options.all_reduce == "gather":
         return False
     if options.all_reduce == "scatter" or not target.link_bytes_per_second:
         return options.all_reduce == "scatter"
-    values, others = out.rows * out.columns, ranks - 1
+    rows = out.rows if out.spec is None else out.capacity
+    values, others = rows * out.columns, ranks - 1
     gathered = others * values * parts.dtype.size
     scattered = others * values * (parts.dtype.size + out.dtype.size) / ranks
     saved = (gathered - scattered) / target.link_bytes_per_second

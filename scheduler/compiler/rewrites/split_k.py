@@ -25,14 +25,18 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
     parts are then the result, and a reduce by all workers adds them up, with what the product adds
     to its sums.
 
+    What ranks add up is not split: its parts would have to be added up before that.
+
     With ``options.fixed_order`` nothing is split: the best number of parts depends on workers and
     ranks.
     """
     if options.fixed_order:
         return operations
+    scattered = {o.inputs["x"] for o in operations if o.attributes.get("scatters")}
     result: list[Operation] = []
     for operation in operations:
-        parts = _parts(operation, options)
+        is_scattered = operation.outputs.get("out") in scattered
+        parts = None if is_scattered else _parts(operation, options)
         if parts is None:
             result.append(operation)
         elif options.target.is_matrix_step(operation.outputs["out"].rows, _weight(operation).dtype):
@@ -47,7 +51,7 @@ def _weight(operation: Operation) -> Value:
 
 
 def _is_summed(operation: Operation) -> bool:
-    """Whether ranks add the results up: parts would have to be added up before that."""
+    """Whether the operation stores what ranks add up."""
     out = operation.outputs["out"]
     return out.shares > 1 and out.dtype is F32 and not operation.outputs.keys() & {"out_scaled"}
 

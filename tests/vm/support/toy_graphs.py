@@ -67,12 +67,17 @@ def gathers(rows: int, ranks: int) -> Graph:
 
 
 def scatters(rows: int, ranks: int) -> Graph:
-    """sum := x + all ranks' sums of x * w, each added up on one rank; kept := the rank's share of it."""
+    """sum := x + all ranks' sums of x * w, each added up on one rank; kept := the rank's share of it.
+
+    twice := a gather of sums that all ranks have.
+    """
     graph = Graph(rows, ranks=ranks)
     x = graph.tensor("x", (rows, 4 * ranks), F32, TensorKind.STATE)
     weight = graph.weight("w", (4 * ranks, 4 * ranks), F32)
     part = graph.linear("part", x, weight, dtype=F32)
     total = graph.all_reduce("total", part, None, F32)
+    more = graph.all_reduce("more", graph.linear("third", x, weight, dtype=F32), None, F32)
+    graph.output(graph.all_gather("gathered", more), "twice")
     again = graph.linear("again", total, weight, dtype=F32)
     share = graph.output(graph.reduce_scatter("share", again, None, F32), "kept")
     last = graph.linear("last", graph.all_gather("all", share), weight, dtype=F32)
