@@ -102,8 +102,7 @@ class Graph:
     ``rows``: the largest number of rows of a step. ``row_count``: the tensor that holds the number
     of live rows; without it all rows are live. ``capacity``: rows of the activation tensors.
     ``ranks``: number of ranks that run the step together. All of them run this graph, each with its
-    own tensors; they meet in ``all_gather``, ``all_reduce``
-    and ``reduce_scatter``.
+    own tensors; they meet in ``all_gather``, ``all_reduce`` and ``reduce_scatter``.
 
     The methods raise ValueError when shapes or types of an operation's inputs do not fit.
     """
