@@ -71,7 +71,10 @@ def _pays(parts: Value, out: Value, options: CompileOptions) -> bool:
         return options.all_reduce == "scatter"
     rows = out.rows if out.spec is None else out.capacity
     values, others = rows * out.columns, ranks - 1
-    gathered = others * values * parts.dtype.size
-    scattered = others * values * (parts.dtype.size + out.dtype.size) / ranks
-    saved = (gathered - scattered) / target.link_bytes_per_second
+    sent = others * values * parts.dtype.size
+    sent_by_shares = others * values * (parts.dtype.size + out.dtype.size) / ranks
+    saved = (sent - sent_by_shares) / target.link_bytes_per_second
+    if target.matrix_times is not None:
+        # Each rank adds up one part of n as many values.
+        saved += sent / (target.matrix_times.bytes_per_second * options.workers)
     return saved > target.exchange_seconds
