@@ -1,0 +1,164 @@
+"""Programs are loaded ahead of their use, beside launches, if the machine can."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from slow_compiler import SECONDS, Slow, ended, step, wait_until
+
+from megavm.scheduler.engine.step import Step, power_of_two
+from megavm.scheduler.llama.graph import Bucket
+from megavm.scheduler.run import runner as runner_module
+from megavm.scheduler.run.buckets import compile_bucket
+from megavm.vm.cuda import exchange as exchange_module
+from megavm.vm.cuda import machine as machine_module
+from megavm.vm.cuda.driver import CudaError
+from megavm.vm.cuda.emulated import EmulatedMachine
+from megavm.vm.machine import Executable
+from megavm.vm.program import Program
+
+pytestmark = pytest.mark.usefixtures("compiler_threads_end")
+
+
+def test_loading_a_program_that_was_prepared_finds_everything(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner = on_gpu
+    bucket = runner.bucket(2, 2, 1, decode=True)
+    program = runner._compiler(ahead=True)(bucket)
+    runner._programs.add(bucket, program)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("done again")
+
+    for module, name in (
+        (machine_module, "program_layouts"),
+        (machine_module, "program_specialisation"),
+        (exchange_module, "make_exchanges"),
+    ):
+        monkeypatch.setattr(module, name, refuse)
+    assert runner.program(bucket) is program
+
+
+def test_no_launch_waits_for_programs_of_longer_contexts(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What stands in is loaded beside launches, and so is the program that takes its place."""
+    runner, original, held = on_gpu, compile_bucket, Slow()
+    short, middle, every = (Bucket(1, 1, context) for context in (16, 32, 64))
+    by_context = {bucket.context: bucket for bucket in (short, middle, every)}
+
+    def bucket(rows: int, logit_rows: int, context: int, **_: bool) -> Bucket:
+        return by_context[max(16, power_of_two(context))]
+
+    def compile_slowly(*arguments: Any) -> Program:
+        held.held = (arguments[3],) if arguments[3] == middle else ()
+        held(arguments[3])
+        return original(*arguments)
+
+    def decode(position: int) -> Step:
+        row = np.zeros(1, np.int32)
+        return Step(row, row + np.int32(position), row, position + 1, distinct=True)
+
+    monkeypatch.setattr(runner, "bucket", bucket)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    loaders: list[str] = []
+    load = runner.machine.load
+
+    def note(*arguments: Any, **named: Any) -> Executable:
+        loaders.append(threading.current_thread().name)
+        return load(*arguments, **named)
+
+    monkeypatch.setattr(runner.machine, "load", note)
+    runner.program(short)
+    runner.compile_ahead(first=[every])
+    wait_until(lambda: (every, False) in runner._executables)
+    assert runner.can_queue(decode(20))
+    assert runner._choose(decode(20), 1) == every
+    assert held.began.wait(SECONDS), "its own program is compiled meanwhile"
+    assert runner.can_queue(decode(20))
+
+    def takes_its_place() -> bool:
+        assert runner.can_queue(decode(20)), "its own program is ready before it is loaded"
+        return runner._choose(decode(20), 1) == middle
+
+    held.go_on.set()
+    wait_until(takes_its_place)
+    assert runner.can_queue(decode(20))
+    assert loaders == [threading.current_thread().name, "megavm-programs", "megavm-programs"]
+
+
+def test_what_is_compiled_ahead_is_loaded_ahead(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also programs of prompts and those that sample: no launch waits for a program's tables."""
+    runner = on_gpu
+    first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
+    sampled = runner.stand_in(sampled=True)
+    runner.program(first)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [prompt])
+    runner.compile_ahead()
+    runner.prepare([sampled], last=True)
+    wait_until(lambda: ended() and sampled in set(runner._programs))
+    assert {(bucket, False) for bucket in (first, prompt, sampled)} == set(runner._executables)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        CudaError("CUDA_ERROR_OUT_OF_MEMORY", "cuModuleLoadData"),
+    ],
+)
+def test_a_gpu_that_is_full_runs_the_programs_that_it_has(
+    on_gpu: runner_module.Runner,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    error: RuntimeError,
+) -> None:
+    """What does not fit is no reason to end requests that others can run."""
+    runner = on_gpu
+    sizes = [runner.bucket(rows, 1, 1) for rows in (8, 4)]
+    every = runner.bucket(8, 2, runner.max_model_len)
+    assert every not in sizes
+    runner.program(every)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: sizes)
+    load = runner.machine.load
+
+    def full(*arguments: Any, **named: Any) -> Executable:
+        raise error
+
+    monkeypatch.setattr(runner.machine, "load", full)
+    runner.compile_ahead()
+    wait_until(lambda: set(sizes) <= set(runner._programs))
+    assert set(runner._executables) == {(every, False)}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert str(error) in caplog.text
+    for rows in (8, 4):
+        assert runner._choose(step(rows), 1) == every
+        assert runner.can_queue(step(rows))
+    monkeypatch.setattr(runner.machine, "load", load)
+    assert runner.program(sizes[0]) is runner._programs.get(sizes[0], runner._compiler())
+    assert runner._choose(step(8), 1) == sizes[0]
+
+
+def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(
+    on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first one gives weights their layout: a launch could read them meanwhile."""
+    runner, one = on_gpu, on_gpu.bucket(1, 1, 1)
+    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    runner.compile_ahead(first=[one])
+    wait_until(lambda: one in set(runner._programs))
+    assert (one, False) not in runner._executables
+    assert runner.memory.relayouts == 0
+    runner.program(one)
+    assert runner.memory.relayouts > 0
+    program = runner._programs.get(one, runner._compiler())
+    assert isinstance(runner.machine, EmulatedMachine)
+    assert not runner.machine.moves(program, runner.memory)
