@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -203,19 +203,24 @@ def test_logits_of_a_batch_are_bit_for_bit_those_of_each_sequence_alone(
         np.testing.assert_array_equal(logits, single)
 
 
+SMALL: Final = {
+    "vocab_size": 151,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+
+
 @pytest.mark.parametrize(("length", "rows", "more"), [(530, 768, 1024), (1300, 1536, 2048)])
 def test_logits_of_a_prompt_do_not_depend_on_the_rows_of_its_program(
     make_llama: Make, length: int, rows: int, more: int
 ) -> None:
     directory, model = make_llama(
         11,
-        vocab_size=151,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        **SMALL,
         max_position_embeddings=2048,
     )
     runner = Runner.for_checkpoint(
@@ -249,13 +254,7 @@ def test_greedy_tokens_of_many_steps_in_one_launch_equal_transformers(
 ) -> None:
     directory, model = make_llama(
         5,
-        vocab_size=151,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        **SMALL,
         max_position_embeddings=64,
     )
     options = CompileOptions(3, exchange=exchange)
@@ -281,13 +280,7 @@ def test_log_probabilities_of_prompts_equal_the_log_softmax_of_transformers(
 ) -> None:
     directory, model = make_llama(
         7,
-        vocab_size=151,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
+        **SMALL,
         max_position_embeddings=128,
     )
     rng = np.random.default_rng(1)
