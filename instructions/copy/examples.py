@@ -9,29 +9,45 @@ import numpy as np
 
 from megavm.instructions.copy import Copy
 from megavm.vm.example import Example, Table
-from megavm.vm.tensors import BF16, F32
+from megavm.vm.tensors import BF16, F32, DType
 
 
 def examples(rng: np.random.Generator) -> Iterator[Example]:
     kinds = itertools.product((F32, BF16), (False, True), (F32, BF16), (False, True))
     for i, (x_type, x_tagged, out_type, out_tagged) in enumerate(kinds):
-        table = Table(rng)
         # An odd column of bfloat16 begins in the middle of a tagged word.
-        columns, x_column, out_column = ((38, 0, 0), (33, 3, 1), (1, 5, 7))[i % 3]
-        x = table.activation("x", (5, 48), x_type, tagged=x_tagged)
-        out = table.output("out", (4, 40), out_type, tagged=out_tagged)
-        inst = Copy(
-            x=x,
-            out=out,
-            x_row=2,
-            x_column=x_column,
-            row_begin=1,
-            row_end=3,
-            column_begin=out_column,
-            column_end=out_column + columns,
-        )
+        tile = ((38, 0, 0), (33, 3, 1), (1, 5, 7))[i % 3]
         words = [
             f"{t.name.lower()}{' tagged' * g}"
             for t, g in ((x_type, x_tagged), (out_type, out_tagged))
         ]
-        yield Example(f"{words[0]} to {words[1]}", inst, table.specs, table.values)
+        yield _example(
+            rng, f"{words[0]} to {words[1]}", tile, x_type, out_type, x_tagged, out_tagged
+        )
+    # Kernels may load and store four of these at once.
+    yield _example(rng, "fours", (28, 4, 8), F32, F32)
+
+
+def _example(
+    rng: np.random.Generator,
+    name: str,
+    tile: tuple[int, int, int],
+    x_type: DType,
+    out_type: DType,
+    x_tagged: bool = False,
+    out_tagged: bool = False,
+) -> Example:
+    """``tile``: how many columns, the first one of x, and of out."""
+    columns, x_column, out_column = tile
+    table = Table(rng)
+    inst = Copy(
+        x=table.activation("x", (5, 48), x_type, tagged=x_tagged),
+        out=table.output("out", (4, 40), out_type, tagged=out_tagged),
+        x_row=2,
+        x_column=x_column,
+        row_begin=1,
+        row_end=3,
+        column_begin=out_column,
+        column_end=out_column + columns,
+    )
+    return Example(name, inst, table.specs, table.values)

@@ -56,7 +56,7 @@ WANTED = {
         "matrix, scaled",
         "matrix, parts added",
     ),
-    *("matrix, gathered in turn", "matrix, newest", "scaled, units"),
+    *("matrix, gathered in turn", "matrix, newest", "scaled, units", "fours"),
     *("sixteen rows", "sixteen rows, long", "sixteen rows, scaled", "sixteen rows, peaks"),
     *("sixteen rows, parts added", "sixteen rows, gathered"),
     *("quads", "quads, bf16 result", "quads, shared block", "quads, shared rows"),
