@@ -16,6 +16,14 @@ from megavm.sampling_params import MAX_LOGPROBS, SamplingParams
 from megavm.server.errors import bad_request, invalid_fields, shorten, unknown_model
 from megavm.server.response_format import FORMAT_FIELDS, read_format
 from megavm.server.tools.request import ToolChoice, read_tool_choice
+from megavm.server.unsupported import (
+    HARMLESS,
+    OUR_NAMES,
+    UNSUPPORTED,
+    UNSUPPORTED_OF_PROMPTS,
+    asks_for_nothing,
+    whole,
+)
 
 MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
@@ -23,122 +31,7 @@ DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
 _SEEDS: Final = 1 << 63
 _PARAMETERS: Final = frozenset(field.name for field in fields(SamplingParams))
 
-# Fields of OpenAI, vLLM, SGLang and llama.cpp that would change the answer and are not supported,
-# each with the values that ask for nothing, beside those of _NOTHING.
-_UNSUPPORTED_OF_PROMPTS: Final[dict[str, tuple[object, ...]]] = {
-    "chat_template": (),
-    "documents": (),
-    "input_ids": (),
-    "truncation_side": ("left",),
-}
-_UNSUPPORTED: Final[dict[str, tuple[object, ...]]] = {
-    **_UNSUPPORTED_OF_PROMPTS,
-    "cache_salt": (),
-    "echo": (),
-    "function_call": ("none", "auto"),
-    "functions": (),
-    "prompt_embeds": (),
-    "suffix": (),
-    "tool_choice": ("none", "auto"),  # in completions
-    "tools": (),
-    # Tokens that may be chosen.
-    "custom_logit_processor": (),
-    "ebnf": (),
-    "grammar": (),
-    "json_schema": (),
-    "logits_processors": (),
-    "n_indent": (0,),
-    "regex": (),
-    "structural_tag": (),
-    # How one of them is chosen.
-    "adaptive_target": (-1,),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "length_penalty": (1,),
-    "lora": (),
-    "lora_path": (),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "no_repeat_ngram_size": (0,),
-    "penalize_nl": (),
-    "repeat_last_n": (-1,),
-    "repeat_penalty": (1,),
-    "samplers": (),
-    "sampling_seed": (),
-    "session_params": (),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "use_beam_search": (),
-    "vllm_xargs": (),
-    "watermarking": (),
-    "xtc_probability": (0,),
-    # How many there are.
-    "max_completion_tokens": (),
-    "max_new_tokens": (),
-    "min_new_tokens": (0,),
-    "n_cmpl": (1,),
-    "n_predict": (),
-    "repetition_detection": (),
-    "stop_regex": (),
-    "t_max_predict_ms": (0, -1),
-    "thinking_token_budget": (-1,),
-    # Contents of the answer.
-    "audio": (),
-    "logprob_token_ids": (),
-    "modalities": (["text"],),
-    "n_probs": (0,),
-    "no_stop_trim": (),
-    "post_sampling_probs": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "return_hidden_states": (),
-    "return_routed_experts": (),
-    "return_tokens": (),
-    "return_tokens_as_token_ids": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-# This server's name for what an unsupported field asks for.
-_OUR_NAMES: Final = {
-    "ebnf": "structured_outputs",
-    "grammar": "structured_outputs",
-    "json_schema": "response_format",
-    "max_completion_tokens": "max_tokens",  # in completions
-    "max_new_tokens": "max_tokens",
-    "min_new_tokens": "min_tokens",
-    "n_cmpl": "n",
-    "n_predict": "max_tokens",
-    "n_probs": "logprobs",
-    "no_stop_trim": "include_stop_str_in_output",
-    "regex": "structured_outputs",
-    "repeat_penalty": "repetition_penalty",
-    "return_tokens": "return_token_ids",
-    "sampling_seed": "seed",
-    "structural_tag": "structured_outputs",
-}
-# Fields that may be ignored without changing an answer.
-_HARMLESS: Final = {
-    "guided_decoding_backend",
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "user",
-}
-_NOTHING: Final[tuple[object, ...]] = (None, False, "", [], {})
-_ANY_JSON: Final = {"json_schema"}  # {} asks these for any JSON
-
-
-def _whole(value: object) -> object:
-    """A float without a fraction as an int: to JSON, 5.0 is an integer."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Int = Annotated[int, BeforeValidator(_whole)]
+Int = Annotated[int, BeforeValidator(whole)]
 
 
 def _list(items: dict[str, Any], **rest: Any) -> WithJsonSchema:
@@ -207,7 +100,7 @@ Choice = Annotated[
 class Body(BaseModel):
     """The body of a request. Unknown fields are accepted; null means absent."""
 
-    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = _UNSUPPORTED
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED
     reasons: ClassVar[Mapping[str, str]] = {}  # what to do without such a field
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -215,8 +108,8 @@ class Body(BaseModel):
         """Raise ApiError for a field that would change the answer and is not supported."""
         for name, value in (self.model_extra or {}).items():
             nothing = self.unsupported.get(name)
-            if nothing is not None and not _asks_for_nothing(name, value, nothing):
-                use = f", use {_OUR_NAMES[name]}" if name in _OUR_NAMES else ""
+            if nothing is not None and not asks_for_nothing(name, value, nothing):
+                use = f", use {OUR_NAMES[name]}" if name in OUR_NAMES else ""
                 use = self.reasons.get(name, use)
                 raise bad_request(f"{name} is not supported by this server{use}", name)
 
@@ -380,7 +273,7 @@ class GenerationRequest(Body):
 
     def ignored_fields(self) -> list[str]:
         """Names of the unknown fields, at most 16."""
-        known = _HARMLESS | _UNSUPPORTED.keys()
+        known = HARMLESS | UNSUPPORTED.keys()
         return [shorten(name) for name in self.model_extra or {} if name not in known][:16]
 
 
@@ -454,7 +347,7 @@ class ChatRequest(GenerationRequest):
 class TokenizeRequest(Body):
     """The body of POST /tokenize: a prompt or messages."""
 
-    unsupported = {**_UNSUPPORTED_OF_PROMPTS, "truncate_prompt_tokens": ()}
+    unsupported = {**UNSUPPORTED_OF_PROMPTS, "truncate_prompt_tokens": ()}
     model_config = ConfigDict(
         json_schema_extra={
             "oneOf": [
@@ -487,14 +380,6 @@ class ProfileRequest(Body):
 
     steps: Int = Field(default=100, ge=1, le=10_000, description="steps to record")
     timeout: float = Field(default=60.0, gt=0, le=600, description="seconds to wait for them")
-
-
-def _asks_for_nothing(name: str, value: object, nothing: tuple[object, ...]) -> bool:
-    """Whether a field changes nothing with this value: one of `nothing` or of _NOTHING."""
-    if value == {} and name in _ANY_JSON:
-        return False
-    value = _whole(value)
-    return any(type(value) is type(one) and value == one for one in (*_NOTHING, *nothing))
 
 
 AnyBody = TypeVar("AnyBody", bound=Body)

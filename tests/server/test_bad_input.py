@@ -13,7 +13,7 @@ import pytest
 from serving import RunningServer, assert_idle, serving
 
 from megavm import LLM, SamplingParams
-from megavm.server.protocol import _UNSUPPORTED
+from megavm.server import unsupported
 
 PROMPT = "Once upon a time"
 CHAT = [{"role": "user", "content": "Hello"}]
@@ -273,7 +273,7 @@ def test_a_field_of_another_server_that_would_change_the_answer_is_refused(
 
 def test_the_documentation_names_every_field_that_is_refused() -> None:
     text = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
-    for name in _UNSUPPORTED:
+    for name in unsupported.UNSUPPORTED:
         assert f"`{name}`" in text, name
 
 
