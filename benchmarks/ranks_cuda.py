@@ -39,7 +39,7 @@ from read_floor import time_gpu
 from torch_baseline import STEPS, Decoder, Layer
 
 LENGTH = 32  # all-reduces of a chain
-LARGE_LENGTH = 4  # of a megavm program's step, if they are large
+LARGE_LENGTH = 4  # large all-reduces of a step of megavm's program
 LARGE_COLUMNS = 2048
 FORMS: tuple[AllReduce, ...] = ("gather", "scatter")
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
@@ -96,10 +96,10 @@ def chain(
     return time / steps / length
 
 
-def fits(model: str, ranks: int) -> bool:
-    """Whether the weights of a model fit the GPUs, with some room for all else."""
+def fits_one_gpu(model: str) -> bool:
+    """Whether the weights of a model fit a GPU, with some room for all else."""
     memory = torch.cuda.get_device_properties(0).total_memory
-    return weight_bytes(MODELS[model]) / ranks < 0.85 * memory
+    return weight_bytes(MODELS[model]) < 0.85 * memory
 
 
 def decode(model: str, batch: int, parallel: Parallel, context: int, rounds: int) -> float:
@@ -246,17 +246,18 @@ def main() -> None:
     results: dict[str, Any] = {"ranks": args.ranks, "context": args.context, "chain": []}
     for shape in chain_shapes(args):
         size = 4 * shape[0] * shape[1]
-        time, nccl = chain(args.ranks, shape, args.rounds), torch_times["chain", shape]
-        us = {"us": time, "nccl_us": nccl}
+        time = chain(args.ranks, shape, args.rounds)
+        others = {"nccl": torch_times["chain", shape]}
         if shape[0] > 1:
-            us |= {f"{form}_us": chain(args.ranks, shape, args.rounds, form) for form in FORMS}
-        results["chain"].append({"shape": shape} | us)
-        others = (f"{name[:-3]} {value:.2f}" for name, value in us.items())
-        print(f"all-reduce of {size} bytes: {time:.2f} us,", *others, flush=True)
+            others |= {form: chain(args.ranks, shape, args.rounds, form) for form in FORMS}
+        named = {f"{name}_us": us for name, us in others.items()}
+        results["chain"].append({"shape": shape, "us": time} | named)
+        texts = (f"{name} {us:.2f}" for name, us in others.items())
+        print(f"all-reduce of {size} bytes: {time:.2f} us,", *texts, flush=True)
     results["decode"] = []
     for model in args.model:
         for batch in args.batch:
-            ways = {"one GPU": ONE_RANK} if fits(model, 1) else {}
+            ways = {"one GPU": ONE_RANK} if fits_one_gpu(model) else {}
             ways |= {e: Parallel(args.ranks, e) for e in EXCHANGES}
             us = {
                 name: decode(model, batch, parallel, args.context, args.rounds)

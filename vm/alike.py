@@ -168,7 +168,7 @@ def exchanged_regions(words: Words, tensors: Sequence[TensorSpec]) -> Ints:
         tensors,
         7,
         lambda _, inst: (
-            (r.tensor, *r.rows, *r.columns, 1, -1 if r.only is None else r.only)
+            (r.tensor, *r.rows, *r.columns, 1, r.only_number)
             for r in inst.writes(tensors)
             if tensors[r.tensor].shares > 1 and not tensors[r.tensor].tagged
         ),

@@ -88,15 +88,17 @@ class View:
         spec = self.tensors[handle]
         begin, end = columns or (0, spec.own_columns)
         begin, end = (self.share_begin(handle) + c for c in (begin, end))
-        for memory in self._written(spec) if only is None else [self._ranks[only]]:
+        for memory in self._written(spec, only):
             self._store(memory, spec, rows, (begin, end), values)
 
     def share_begin(self, handle: int) -> int:
         """The first column of the rank's share of a tensor; 0 if it has no shares."""
         return self.tensors[handle].share_begin(self._rank)
 
-    def _written(self, spec: TensorSpec) -> tuple[Memory, ...]:
-        """The memories that a write reaches."""
+    def _written(self, spec: TensorSpec, only: int | None = None) -> tuple[Memory, ...]:
+        """The memories that a write reaches (Region.only)."""
+        if only is not None:
+            return (self._ranks[only],)
         return self._ranks if spec.shares > 1 else (self.memory,)
 
     def _store(

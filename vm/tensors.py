@@ -177,6 +177,11 @@ class Region:
     only: int | None = None
 
     @property
+    def only_number(self) -> int:
+        """``only`` in tables of numbers, where -1 stands for all ranks."""
+        return -1 if self.only is None else self.only
+
+    @property
     def elements(self) -> int:
         return (self.rows[1] - self.rows[0]) * (self.columns[1] - self.columns[0])
 

@@ -33,6 +33,11 @@ class Copy(Instruction):
     column_end = integer("end of the destination columns")
     only = integer("the one rank that gets the tile; all when absent", default=NONE)
 
+    @property
+    def only_rank(self) -> int | None:
+        """The one rank that gets the tile; None: all ranks."""
+        return None if self.only == NONE else self.only
+
     def reads(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = self.row_end - self.row_begin, self.column_end - self.column_begin
         yield Region(
@@ -43,7 +48,7 @@ class Copy(Instruction):
 
     def writes(self, tensors: Sequence[TensorSpec]) -> Iterator[Region]:
         rows, columns = (self.row_begin, self.row_end), (self.column_begin, self.column_end)
-        yield Region(self.out, rows, columns, only=None if self.only == NONE else self.only)
+        yield Region(self.out, rows, columns, only=self.only_rank)
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         out = tensors[self.out]

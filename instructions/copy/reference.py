@@ -1,7 +1,6 @@
 """Copy in torch."""
 
 from megavm.instructions.copy import Copy
-from megavm.vm.config import NONE
 from megavm.vm.reference import View
 
 
@@ -9,5 +8,4 @@ def execute(inst: Copy, m: View) -> None:
     rows, columns = (inst.row_begin, inst.row_end), (inst.column_begin, inst.column_end)
     height, width = rows[1] - rows[0], columns[1] - columns[0]
     source = (inst.x_row, inst.x_row + height), (inst.x_column, inst.x_column + width)
-    only = None if inst.only == NONE else inst.only
-    m.write(inst.out, rows, columns, m.read(inst.x, *source), only)
+    m.write(inst.out, rows, columns, m.read(inst.x, *source), inst.only_rank)

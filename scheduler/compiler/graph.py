@@ -299,8 +299,7 @@ class Graph:
         """
         _require_f32(label, x)
         parts = self.all_gather(f"{label}.parts", x)
-        inputs = {"parts": parts} | ({} if bias is None else {"bias": bias})
-        return self.append("reduce", label, inputs, x.columns, dtype, like=x)
+        return self._reduce(label, parts, bias, x.columns, dtype)
 
     def reduce_scatter(self, label: str, x: Value, bias: Value | None, dtype: DType) -> Value:
         """The rank's share of the sum of x, float32, over all ranks, + bias, as ``dtype``.
@@ -318,11 +317,8 @@ class Graph:
         parts, name = x, f"{label}.parts"
         if self.ranks > 1:
             parts = self._value(name, x.rows, x.columns, F32, x.capacity, self.ranks)
-            self.operations.append(
-                Operation("copy", name, {"x": x}, {"out": parts}, {"scatters": True})
-            )
-        inputs = {"parts": parts} | ({} if bias is None else {"bias": bias})
-        return self.append("reduce", label, inputs, columns, dtype, like=x)
+            self.operations.append(scatter(name, x, parts))
+        return self._reduce(label, parts, bias, columns, dtype)
 
     def output(self, value: Value, name: str) -> Value:
         """Keep ``value`` in memory under ``name``, so that the host can read it after a launch.
@@ -346,6 +342,12 @@ class Graph:
         raise ValueError(f"{value.name} is not the result of an operation of this graph")
 
     # Helpers.
+
+    def _reduce(
+        self, label: str, parts: Value, bias: Value | None, columns: int, dtype: DType
+    ) -> Value:
+        inputs = {"parts": parts} | ({} if bias is None else {"bias": bias})
+        return self.append("reduce", label, inputs, columns, dtype, like=parts)
 
     def _fits(self, label: str, x: Value, columns: int, name: str, other: Value) -> None:
         if x.columns != columns:
@@ -382,6 +384,11 @@ class Graph:
         operation = Operation(kind, label, inputs, {"out": out}, dict(attributes or {}))
         self.operations.append(operation)
         return out
+
+
+def scatter(label: str, x: Value, out: Value) -> Operation:
+    """Each rank gives every rank that rank's share of the columns of x; ``out`` has shares."""
+    return Operation("copy", label, {"x": x}, {"out": out}, {"scatters": True})
 
 
 def _require_f32(label: str, x: Value) -> None:

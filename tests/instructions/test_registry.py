@@ -155,7 +155,7 @@ def test_examples_exist_and_use_every_optional_operand(cls: type[Instruction]) -
     assert made
     assert len({e.name for e in made}) == len(made)
     for field in cls.fields:
-        # Examples have one rank; test_ranks.py names another one.
+        # Examples have one rank; test_rank_graphs.py and test_ranks.py name another one.
         if field.optional and field.name != "only":
             used = {getattr(e.instruction, field.name) == config.NONE for e in made}
             assert used == {True, False}, f"{field.name} is always there or always absent"

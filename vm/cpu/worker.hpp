@@ -62,7 +62,7 @@ struct Worker {
   // other's.
   const Tensor* tensors = nullptr;
   const Tensor* all_tensors = nullptr;
-  size_t num_tensors = 0;  // of a rank
+  size_t num_tensors = 0;  // each rank has so many
   uint32_t step = 0;       // number of the step within its launch
   uint32_t epoch = 0;      // tag of the step
 

@@ -75,9 +75,8 @@ class DeclarationCheck(Check):
                 self._check_in_place(number, twice, handles, regions)
             return [
                 (
-                    *(region.tensor, *self._span(region)),
-                    *(write, region.indexed, region.earlier),
-                    -1 if region.only is None else region.only,
+                    *(region.tensor, *self._span(region), write),
+                    *(region.indexed, region.earlier, region.only_number),
                 )
                 for region, write in regions
             ]
@@ -218,7 +217,7 @@ class DeclarationCheck(Check):
             self._fail(number, f"writes {where}, but ranks do not gather it")
         if spec.tagged:
             self._fail(number, f"writes {where}, but it is tagged: its words go to all ranks")
-        if region.only is not None and not 0 <= region.only < self.program.ranks:
+        if not 0 <= region.only_number < self.program.ranks:
             self._fail(number, f"writes {where} of {self.program.ranks}")
 
     def _span(self, region: Region) -> tuple[int, int, int, int]:

@@ -17,6 +17,7 @@ from megavm.scheduler.compiler.graph import (
     has_one_reader,
     producers_of,
     readers_of,
+    scatter,
 )
 from megavm.scheduler.compiler.options import CompileOptions
 
@@ -37,14 +38,10 @@ def add_by_shares(operations: list[Operation], options: CompileOptions) -> list[
         x = gather.inputs["x"]
         if out.columns != x.columns or len(operation.outputs) > 1:
             continue
-        if not has_one_reader(parts, readers):
-            continue
-        if not _pays(parts, out, options):
+        if not has_one_reader(parts, readers) or not _pays(parts, out, options):
             continue
         scattered = replace(parts, columns=x.columns)
-        gathers[gather] = Operation(
-            "copy", gather.label, {"x": x}, {"out": scattered}, {"scatters": True}
-        )
+        gathers[gather] = scatter(gather.label, x, scattered)
         spec = None if out.spec is None else replace(out.spec, shares=parts.shares)
         shared |= {parts: scattered, out: replace(out, shares=parts.shares, spec=spec)}
     return [_with(gathers.get(operation, operation), shared) for operation in operations]

@@ -35,8 +35,7 @@ def split_k(operations: list[Operation], options: CompileOptions) -> list[Operat
     scattered = {o.inputs["x"] for o in operations if o.attributes.get("scatters")}
     result: list[Operation] = []
     for operation in operations:
-        is_scattered = operation.outputs.get("out") in scattered
-        parts = None if is_scattered else _parts(operation, options)
+        parts = _parts(operation, scattered, options)
         if parts is None:
             result.append(operation)
         elif options.target.is_matrix_step(operation.outputs["out"].rows, _weight(operation).dtype):
@@ -50,9 +49,11 @@ def _weight(operation: Operation) -> Value:
     return operation.inputs["weight"]
 
 
-def _is_summed(operation: Operation) -> bool:
-    """Whether the operation stores what ranks add up."""
+def _is_summed(operation: Operation, scattered: set[Value]) -> bool:
+    """Whether ranks add the results up, which they gather or scatter."""
     out = operation.outputs["out"]
+    if out in scattered:
+        return True
     return out.shares > 1 and out.dtype is F32 and not operation.outputs.keys() & {"out_scaled"}
 
 
@@ -78,10 +79,12 @@ def _groups(columns: int, options: CompileOptions) -> int:
     return -(-columns // (options.target.block_rows * options.target.matrix_blocks))
 
 
-def _parts(operation: Operation, options: CompileOptions) -> tuple[int, int] | None:
+def _parts(
+    operation: Operation, scattered: set[Value], options: CompileOptions
+) -> tuple[int, int] | None:
     """The number of parts and the columns of each; None if the operation is not split."""
     width = options.part_of_k
-    if operation.kind != "matmul" or not width or _is_summed(operation):
+    if operation.kind != "matmul" or not width or _is_summed(operation, scattered):
         return None
     if operation.inputs.keys() & {"x_squares", "row_index"}:
         return None
