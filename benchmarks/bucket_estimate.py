@@ -38,7 +38,9 @@ DEAD: Final = 0.3e-6  # seconds of an instruction without a live row
 def live_seconds(inst: Instruction, tensors: Sequence[TensorSpec], live: int) -> float:
     """The predicted time of an instruction of a prompt of so many tokens."""
     fields = vars(inst)
-    counts_logits = fields.get("row_index", NONE) != NONE or "logit_row" in fields
+    counted = fields.get("row_count", NONE)
+    of_logits = counted != NONE and tensors[counted].name.endswith("logit_count")
+    counts_logits = of_logits or "logit_row" in fields
     if "row_begin" not in fields or counts_logits:
         return seconds_of(inst, tensors)
     begin, end = fields["row_begin"], fields["row_end"]

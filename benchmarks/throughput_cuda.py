@@ -67,21 +67,70 @@ def operations(config: LlamaConfig, rows: int, logit_rows: int, pairs: int) -> i
     return config.num_layers * (layer + attention) + 2 * logit_rows * head_rows * head_columns
 
 
-def prepare_prompts(runner: Runner, count: int, length: int, before: int = 0) -> Step:
-    """A step of ``count`` prompts of ``length`` tokens after ``before`` tokens each."""
-    prepare(runner, count, 1)
-    each = np.arange(before, before + length, dtype=np.int32)
-    last = np.arange(1, count + 1, dtype=np.int32) * length - 1
-    sequences = np.arange(count, dtype=np.int32)
-    return Step(np.repeat(sequences, length), np.tile(each, count), last, before + length)
+@dataclasses.dataclass(frozen=True)
+class Prompts:
+    """A step of ``count`` prompts of ``length`` tokens after ``before`` tokens each.
+
+    ``beside``: so many other sequences decode a token each, with a context of ``context`` tokens.
+    """
+
+    count: int
+    length: int
+    before: int = 0
+    beside: int = 0
+    context: int = 0
+
+    @property
+    def sequences(self) -> int:
+        return self.beside + self.count
+
+    @property
+    def rows(self) -> int:
+        return self.beside + self.count * self.length
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.before + self.length, self.context if self.beside else 0)
+
+    @property
+    def pairs(self) -> int:
+        """Tokens to which all rows attend."""
+        causal = self.length * self.before + self.length * (self.length + 1) // 2
+        return self.count * causal + self.beside * self.context
+
+    @property
+    def earlier(self) -> int:
+        """Tokens whose keys and values are read."""
+        return self.count * self.before + self.beside * self.context
+
+    def __str__(self) -> str:
+        text = f"{self.count}x{self.length}" + (f"+{self.before}" if self.before else "")
+        return text + (f" beside {self.beside}" if self.beside else "")
+
+    def step(self, runner: Runner) -> Step:
+        """The step, after preparing the runner's memory for it."""
+        prepare(runner, self.sequences, 1)
+        each = np.arange(self.before, self.before + self.length, dtype=np.int32)
+        last = self.beside + np.arange(1, self.count + 1, dtype=np.int32) * self.length - 1
+        decoding = np.arange(self.beside, dtype=np.int32)
+        sequences = np.arange(self.beside, self.sequences, dtype=np.int32)
+        return Step(
+            np.concatenate([decoding, np.repeat(sequences, self.length)]),
+            np.concatenate(
+                [np.full(self.beside, self.context - 1, np.int32), np.tile(each, self.count)]
+            ),
+            np.concatenate([decoding, last.astype(np.int32)]),
+            self.longest,
+        )
 
 
-def measure_prompts(runner: Runner, count: int, length: int, before: int, rounds: int) -> float:
-    """Median microseconds of a step of ``count`` prompts (see ``prepare_prompts``)."""
-    step = prepare_prompts(runner, count, length, before)
+def measure_prompts(runner: Runner, prompts: Prompts, rounds: int) -> float:
+    """Median microseconds of a step of prompts."""
+    step = prompts.step(runner)
     runner.run(step)
     executable: Any = runner._executable(
-        runner.bucket(count * length, count, step.context, decode=False)
+        runner.bucket(prompts.rows, prompts.sequences, step.context, decode=False)
     )
     time = time_gpu(executable.launch, rounds, warm_up=1)
     executable.finish()
@@ -123,11 +172,11 @@ def measure_attention(config: LlamaConfig, count: int, length: int) -> float:
     return min(times)
 
 
-def prompts(text: str) -> tuple[int, int, int]:
+def prompts(text: str) -> Prompts:
     """Parse "8x1024", or "8x1024+512": prompts x tokens, after tokens read before."""
     size, _, before = text.partition("+")
     count, length = size.split("x")
-    return int(count), int(length), int(before or 0)
+    return Prompts(int(count), int(length), int(before or 0))
 
 
 def main() -> None:
@@ -139,6 +188,9 @@ def main() -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--context", type=int, default=256, help="of the batches that decode")
     parser.add_argument("--prefill", type=prompts, nargs="*", default=[], metavar="NxLENGTH")
+    parser.add_argument(
+        "--beside", type=int, default=0, metavar="BATCH", help="rows that decode beside the prompts"
+    )
     parser.add_argument("--steps", type=int, default=8, help="decode steps per launch")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--torch", action="store_true", help="torch.compile beside the batches")
@@ -183,7 +235,11 @@ def main() -> None:
         if args.layers:
             config = dataclasses.replace(config, num_layers=args.layers)
         batch = max(args.decode, default=1)
-        rows = max([batch, *(n * length for n, length, _ in args.prefill)])
+        measured = [
+            dataclasses.replace(size, beside=args.beside, context=args.context)
+            for size in args.prefill
+        ]
+        rows = max([batch, *(step.rows for step in measured)])
         if args.decode:
             length = args.context + 2 * args.steps
             runner = make_runner(config, machine, length, batch, parallel, **dict(args.option))
@@ -217,27 +273,31 @@ def main() -> None:
             torch.cuda.empty_cache()
         if not args.prefill:
             continue
-        count = max(n for n, _, _ in args.prefill)
-        longest = max(length + before for _, length, before in args.prefill)
         runner = make_runner(
-            config, machine, longest + 1, count, parallel, rows=rows, **dict(args.option)
+            config,
+            machine,
+            max(step.longest for step in measured) + 1,
+            max(step.sequences for step in measured),
+            parallel,
+            rows=rows,
+            **dict(args.option),
         )
-        for n, length, before in args.prefill:
-            us = measure_prompts(runner, n, length, before, max(3, args.rounds // 4))
-            pairs = n * (length * before + length * (length + 1) // 2)
-            least = limit(config, n * length, n, pairs, n * kv_bytes(config, before))
-            what = f"{n}x{length}" + (f"+{before}" if before else "")
-            found = {"kind": "prefill", "what": what, "us": us, "floor_us": least}
+        for step in measured:
+            us = measure_prompts(runner, step, max(3, args.rounds // 4))
+            read = kv_bytes(config, step.earlier)
+            least = limit(config, step.rows, step.sequences, step.pairs, read)
+            found = {"kind": "prefill", "what": str(step), "us": us, "floor_us": least}
             if args.products:
-                each = measure_products(config, n * length)
-                each.pop("lm_head")
-                found["products_us"] = config.num_layers * sum(each.values())
-                if not before:
-                    found["attention_us"] = config.num_layers * measure_attention(config, n, length)
+                times = measure_products(config, step.rows)
+                times.pop("lm_head")
+                found["products_us"] = config.num_layers * sum(times.values())
+                if not step.earlier:
+                    alone = measure_attention(config, step.count, step.length)
+                    found["attention_us"] = config.num_layers * alone
             add(model, found)
             if args.trace:
-                path = str(args.trace / f"{model}_prefill_{what}.megatrace")
-                record_steps(runner, prepare_prompts(runner, n, length, before), 1, path)
+                path = args.trace / f"{model}_prefill_{step}.megatrace".replace(" ", "_")
+                record_steps(runner, step.step(runner), 1, str(path))
         del runner
         gc.collect()
         torch.cuda.empty_cache()

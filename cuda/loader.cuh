@@ -16,13 +16,10 @@ namespace megavm {
 // swizzle; the boxes of a page are neighbours in the matrix.
 constexpr uint32_t kBoxRows = max_of(1, min_of(program::kMatrixRows, kPageBytes / kBoxRowBytes));
 struct Boxes {
-  uint64_t map;     // address of the matrix's map for boxes of kBoxRows rows; with an index, of one
-  uint64_t index;   // 0, or the address of the numbers of the rows
-  uint32_t column;  // the first
+  uint64_t map;         // address of the matrix's map for boxes of kBoxRows rows
+  uint32_t column;      // the first
   uint32_t end_column;  // boxes that begin there or later are zeros
-  uint32_t row;         // the first, of the index if there is one
-  uint32_t rows;   // rows that count; further ones only if there is an index: they become zeros
-  uint32_t limit;  // rows of the matrix
+  uint32_t row;         // the first
 };
 
 class Loader {
@@ -147,9 +144,9 @@ class Loader {
       }
   }
 
-  // Address of a map of a tensor: of an input, 0 for boxes of kBoxRows rows, 1 for boxes of one
-  // row; of a weight, i for boxes of i + 1 units; of a KV cache, 0 for boxes of tokens of a block.
-  __device__ __forceinline__ uint64_t map_of(uint32_t handle, uint32_t map) const {
+  // Address of a map of a tensor: of an input for boxes of kBoxRows rows; of a weight, i for boxes
+  // of i + 1 units; of a KV cache for boxes of tokens of a block.
+  __device__ __forceinline__ uint64_t map_of(uint32_t handle, uint32_t map = 0) const {
     return maps_ + kMapBytes * (kMapsOfTensor * handle + map);
   }
 
@@ -225,9 +222,8 @@ class Loader {
       const uint32_t slot = __ffs(left) - 1;
       const auto of_slot = [&](auto value) { return __shfl_sync(~0u, value, slot); };
       issue(of_slot(first_slot_), slot,
-            {of_slot(boxes_.map), of_slot(boxes_.index), of_slot(boxes_.column),
-             of_slot(boxes_.end_column), of_slot(boxes_.row), of_slot(boxes_.rows),
-             of_slot(boxes_.limit)},
+            {of_slot(boxes_.map), of_slot(boxes_.column), of_slot(boxes_.end_column),
+             of_slot(boxes_.row)},
             of_slot(boxes_count_));
     }
     __syncwarp();
@@ -243,22 +239,9 @@ class Loader {
       const uint32_t column = boxes.column + box * kBoxColumns;
       return column < boxes.end_column ? column : kBeyond;
     };
-    if (boxes.index == 0) {
-      const uint32_t box = lane_index();
-      if (box < count)
-        ptx::box_load(to + box * kBoxBytes, boxes.map, column_of(box), boxes.row, arrived);
-      return;
-    }
-    for (uint32_t i = lane_index(); i < count * kBoxRows; i += kLanes) {
-      const uint32_t number = i % kBoxRows;
-      uint32_t from = boxes.limit;  // beyond the matrix: zeros
-      if (number < boxes.rows) {
-        const uint32_t row = boxes.row + number;
-        from = ptx::load_constant(boxes.index + 4 * row);
-        if (from >= boxes.limit) stop_instruction(Fault::kRowIndex, row, 0, from, boxes.limit);
-      }
-      ptx::box_load(to + i * kBoxRowBytes, boxes.map, column_of(i / kBoxRows), from, arrived);
-    }
+    const uint32_t box = lane_index();
+    if (box < count)
+      ptx::box_load(to + box * kBoxBytes, boxes.map, column_of(box), boxes.row, arrived);
   }
 
   PageCursor next_;         // the page to fill next

@@ -15,6 +15,11 @@ __device__ __forceinline__ uint32_t live_end(const Operands<Instruction>& in,
   return max_of(begin, min_of(end, count));
 }
 
+// An entry of a row_index, checked.
+__device__ __forceinline__ void check_indexed_row(uint32_t found, uint32_t row, uint32_t x_rows) {
+  if (found >= x_rows) stop_instruction(Fault::kRowIndex, row, 0, found, x_rows);
+}
+
 // Sequence of a row, checked; `table` has one row per sequence.
 __device__ __forceinline__ void check_sequence(uint32_t sequence, uint32_t row,
                                                const Tensor& table) {

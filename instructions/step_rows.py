@@ -24,6 +24,7 @@ KV_FAULTS = {
     **row_faults("block_table"),
     "KV_BLOCK": "block table entry [{row}, {word}] is {value}, the KV cache has {target} blocks",
 }
+ROW_INDEX_FAULT = {"ROW_INDEX": "row_index of row {row} is {value}, expected below {target}"}
 TOKEN_FAULT = {
     "TOKEN": "token {value} at position {word} of sequence {row} is outside the vocabulary of {target}"
 }

@@ -25,7 +25,7 @@ from megavm.vm.tensors import DType, Part, TensorKind, TensorSpec
 if TYPE_CHECKING:
     from megavm.vm.cuda.exchange import Exchanges
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 
 
 def encode(instructions: Sequence[Instruction]) -> npt.NDArray[np.uint32]:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 import numpy as np
+import torch
 
 from megavm.instructions.copy import Copy
 from megavm.vm.example import Example, Table
@@ -26,6 +27,12 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
         )
     # Kernels may load and store four of these at once.
     yield _example(rng, "fours", (28, 4, 8), F32, F32)
+    yield _example(rng, "eights", (24, 8, 16), BF16, BF16)
+    yield _gathered(rng, "gathered", F32, F32, width=19)
+    yield _gathered(rng, "gathered, rounded", F32, BF16, width=64)
+    yield _gathered(rng, "gathered fours", F32, F32, width=64)
+    yield _gathered(rng, "gathered eights", BF16, BF16, width=64, rows=70, live=66)
+    yield _gathered(rng, "gathered, no live row", BF16, BF16, width=64, live=0)
 
 
 def _example(
@@ -49,5 +56,32 @@ def _example(
         row_end=3,
         column_begin=out_column,
         column_end=out_column + columns,
+    )
+    return Example(name, inst, table.specs, table.values)
+
+
+def _gathered(
+    rng: np.random.Generator,
+    name: str,
+    x_type: DType,
+    out_type: DType,
+    width: int,
+    rows: int = 7,
+    live: int | None = None,
+) -> Example:
+    """Rows of ``width`` columns, of which ``live`` are live; all if that is None."""
+    table, x_rows = Table(rng), 9
+    inst = Copy(
+        x=table.activation("x", (x_rows + 1, width + 16), x_type),
+        out=table.output("out", (rows + 2, width + 24), out_type),
+        row_index=table.integers("row_index", torch.from_numpy(rng.integers(0, x_rows, rows + 1))),
+        row_count=table.count("row_count", None if live is None else live + 1),
+        x_row=0,
+        x_rows=x_rows,
+        x_column=16,
+        row_begin=1,
+        row_end=rows + 1,
+        column_begin=8,
+        column_end=8 + width,
     )
     return Example(name, inst, table.specs, table.values)

@@ -1,4 +1,4 @@
-"""Copy from a graph: stores a value on all ranks where no other instruction can, or scatters it."""
+"""Copy from a graph: stores a value on all ranks where no other instruction can, scatters it, or gathers rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Copy]:
     An operation that scatters has as many tiles for each rank as there are workers for it.
     """
     out, workers = operation.outputs["out"], context.options.workers
-    handles = context.handles(operation, "x", "out")
+    handles = context.handles(operation, "x", "out", "row_index", "row_count")
+    gathers = "row_index" in handles
     shares: list[int] = [NONE]
     if operation.attributes.get("scatters"):
         shares = list(range(out.shares))
@@ -30,7 +31,8 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Copy]:
                 first = 0 if only == NONE else only * out.own_columns
                 yield Copy(
                     **handles,
-                    x_row=top,
+                    x_row=0 if gathers else top,
+                    x_rows=operation.inputs["x"].rows if gathers else 0,
                     x_column=first + left,
                     row_begin=top,
                     row_end=bottom,

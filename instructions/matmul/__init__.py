@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import ClassVar
 
 from megavm.instructions.product import Product
+from megavm.instructions.step_rows import ROW_INDEX_FAULT
 from megavm.instructions.tiles import (
     check_scaled,
     ranges,
@@ -28,7 +28,7 @@ class Matmul(Product):
     """out[r, c] := scale(i(r)) * (x[i(r), K] . weight[c, K]) + bias[c] + residual[r, c] + addends
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end). ``i(r)`` is
-    ``row_index[r]``, or r without it. The input of the product is rounded to the weight's type, sums are
+    ``row_index[r]``, or r without it. ``matrix`` must be 0 with it. The input of the product is rounded to the weight's type, sums are
     float32, and the result is rounded once to the type of ``out``.
 
     RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), h / sqrt(mean(h^2) + eps) * gain, is fused into
@@ -58,9 +58,7 @@ class Matmul(Product):
     """
 
     opcode = 5
-    faults: ClassVar[Mapping[str, str]] = {
-        "ROW_INDEX": "row_index of row {row} is {value}, expected below {target}"
-    }
+    faults = ROW_INDEX_FAULT
 
     x = tensor("input [rows, k]", F32, BF16, tagged=True)
     weight = tensor("weight [columns, k]", F32, BF16)
@@ -232,6 +230,8 @@ class Matmul(Product):
             )
         if self.row_index == NONE and self.x_rows != self.row_end:
             yield f"x_rows is {self.x_rows}, expected row_end {self.row_end} without row_index"
+        if self.row_index != NONE and self.matrix:
+            yield f"matrix is {self.matrix}, expected 0 with row_index"
         if self.peaks == NONE and self.tile:
             yield f"tile is {self.tile}, expected 0 without peaks"
         if self.peaks != NONE and not self.may_have_peaks(out.dtype, out.columns):

@@ -117,8 +117,8 @@ MATRIX = [
     Case("matrix, part of many rows", rows=250, k=520, columns=200, part=1, part_k=256, live=201),
     Case("matrix, many rows, scaled", rows=256, k=136, columns=136, extras=True, scaled=True),
     Case("matrix, parts added", rows=40, k=640, columns=136, part=1, part_k=320, parts=3),
-    Case("matrix, gathered", rows=50, k=264, columns=300, gather=True, live=41, tiles=4),
-    Case("matrix, gathered in turn", rows=150, k=776, columns=24, gather=True, extras=True),
+    Case("matrix, peaks", rows=50, k=264, columns=300, live=41, tiles=4),
+    Case("matrix, few columns in turn", rows=150, k=776, columns=24, extras=True),
     Case("matrix, no live row", rows=17, live=0),
 ]
 # The same, finished quads at a time (matrix_quads.cuh).

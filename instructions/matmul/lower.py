@@ -40,7 +40,7 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Matmul]:
                 x_rows=rows[1] if gathered is None else gathered,
                 tile=peaks.get(columns, 0),
                 eps=operation.attributes.get("eps", 0.0),
-                matrix=context.matrix(handles, rows),
+                matrix=context.matrix(handles, rows) if gathered is None else 0,
             )
 
 

@@ -138,38 +138,20 @@ struct MatrixGroup : MatrixSizes {
   }
 };
 
-// Whether `count` numbers from `address` on follow each other, below `limit`.
-__device__ __forceinline__ bool is_run(uint64_t address, uint32_t count, uint32_t limit) {
-  const uint32_t first = ptx::load_constant(address);
-  bool follow = first < limit && count <= limit - first;
-  for (uint32_t i = lane_index(); i < count; i += kLanes)
-    follow &= ptx::load_constant(address + 4 * i) == first + i;
-  return __all_sync(~0u, follow);
-}
-
 // The loader's part.
 __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p, Loader& loader) {
   const MatrixOrder order(p.tiling);
   using S = MatrixSizes;
-  const Tensor& x = stage.tensors[p.x];
-  const bool gathers = p.row_index != kNone;
   Boxes boxes = {};
-  const uint32_t handle = stage.words.operands[p.x];
+  boxes.map = loader.map_of(stage.words.operands[p.x]);
   const uint32_t first_unit = p.pair_begin / kUnitPairs;
   const uint32_t all_units = ceil_div(stage.tensors[p.weight].rows, kUnitRows);
-  const uint64_t index = gathers ? element_at(stage.tensors[p.row_index], 0, 0) : 0;
-  boxes.limit = gathers ? p.x_rows : x.rows;
   boxes.end_column = p.first_column() + p.tiling.k;
   const uint32_t end = live_end(stage, p), lane = lane_index();
   loader.begin_instruction();
 #pragma unroll 1
   for (uint32_t row = p.row_begin; row < end; row += S::kRows) {
-    boxes.rows = min_of(S::kRows, end - row);
-    // Rows that follow each other need no boxes of single rows, which take much longer.
-    const bool follow = gathers && is_run(index + 4 * row, boxes.rows, boxes.limit);
-    boxes.map = loader.map_of(handle, gathers && !follow);
-    boxes.index = follow ? 0 : index;
-    boxes.row = follow ? ptx::load_constant(index + 4 * row) : row;
+    boxes.row = row;
 #pragma unroll 1
     for (uint32_t first = 0; first < order.blocks; first += S::kGroupBlocks) {
       const MatrixGroup group(order, first);
@@ -209,7 +191,7 @@ __device__ __forceinline__ void load_matrix(const Stage& stage, const Product& p
       for (uint32_t left = steps; left > 0; --left) {
         const PageCursor step = loader.begin_pages(group.pages, bytes);
         // Until the input is ready, its copies are deferred.
-        const bool at_once = loader.look_ready() && boxes.index == 0;
+        const bool at_once = loader.look_ready();
         copy(step, number, at_once ? weights + group.boxes : weights);
         PageCursor page = step;
 #pragma unroll 1

@@ -55,7 +55,6 @@ class MatrixScales : MatrixSizes {
     const uint32_t fours = squares.columns / 4, lane = lane_index() % kRowLanes;
 #pragma unroll 1
     for (uint32_t first = 0; first < count; first += kRowsAtOnce * kLaneRows) {
-      uint32_t source[kRowsAtOnce];
       uint64_t from[kRowsAtOnce];
       float sum[kRowsAtOnce] = {}, own_sum = 0.0f;
       const auto row_of = [&](uint32_t nth) {
@@ -63,14 +62,8 @@ class MatrixScales : MatrixSizes {
       };
 #pragma unroll
       for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth)
-        source[nth] = first_row + min_of(row_of(nth), count - 1);
-      // NOTE: one branch for all rows.
-      if (product_.row_index != kNone)
-#pragma unroll
-        for (uint32_t& row : source) row = source_row(row);
-#pragma unroll
-      for (uint32_t nth = 0; nth < kRowsAtOnce; ++nth)
-        from[nth] = base_of(squares) + uint64_t{source[nth]} * (16 * fours);
+        from[nth] =
+            base_of(squares) + uint64_t{first_row + min_of(row_of(nth), count - 1)} * (16 * fours);
 #pragma unroll 1
       for (uint32_t begin = lane; begin < fours; begin += kFours * kRowLanes) {
         ptx::Words4 words[kRowsAtOnce][kFours];
@@ -111,7 +104,7 @@ class MatrixScales : MatrixSizes {
 #pragma unroll 1
     for (uint32_t row = 0; row < count; ++row) {
       RowSquares<> squares(stage_, product_);
-      squares.ask(source_row(first_row + row));
+      squares.ask(first_row + row);
       const float scale = squares.scale();
       if (lane_index() == 0) store(scales, row, scale);
     }
@@ -120,14 +113,6 @@ class MatrixScales : MatrixSizes {
   static __device__ __forceinline__ void store(const ScalesCursor& scales, uint32_t row,
                                                float scale) {
     ptx::store_shared(scale_at(scales, row), __float_as_uint(scale));
-  }
-
-  // The row of x. The loader has found it, or stops the worker.
-  __device__ __forceinline__ uint32_t source_row(uint32_t row) const {
-    if (product_.row_index == kNone) return row;
-    const uint32_t found =
-        static_cast<uint32_t>(constant_integer(stage_.tensors[product_.row_index], row, 0));
-    return min_of(found, product_.x_rows - 1);
   }
 
   const Stage& stage_;

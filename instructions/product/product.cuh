@@ -22,7 +22,7 @@
 // makes the kernel.
 #pragma once
 
-#include "cuda/kernel.cuh"
+#include "instructions/step_rows.cuh"
 
 namespace megavm {
 
@@ -126,7 +126,7 @@ __device__ __forceinline__ uint32_t x_row(const Stage& stage, const Product& p, 
   if (p.row_index == kNone) return row;
   const uint32_t found =
       static_cast<uint32_t>(constant_integer(stage.tensors[p.row_index], row, 0));
-  if (found >= p.x_rows) stop_instruction(Fault::kRowIndex, row, 0, found, p.x_rows);
+  check_indexed_row(found, row, p.x_rows);
   return found;
 }
 

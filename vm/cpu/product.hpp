@@ -87,16 +87,12 @@ inline void product(Worker& worker, const Input& in, int num_blocks, BlockAt blo
   product_on<Weight, Path>(worker, in, num_blocks, block_at, store);
 }
 
-// The rows of x for the live rows of a tile: `row_index[r]`, which must be below `x_rows`; r itself
-// without a row_index.
+// The rows of x for the live rows of a tile; row r itself without a row_index.
 MEGAVM_INLINE const int32_t* input_rows(Worker& worker, const Range& live, uint32_t row_index,
                                         int64_t x_rows) {
   int32_t* rows = worker.allocate<int32_t>(live.end - live.begin);
   for (int64_t r = live.begin; r < live.end; ++r) {
-    const int64_t row = row_index == kNone ? r : worker.data<const int32_t>(row_index)[r];
-    if (row < 0 || row >= x_rows)
-      worker.fault("row_index of row %lld is %lld, expected below %lld", static_cast<long long>(r),
-                   static_cast<long long>(row), static_cast<long long>(x_rows));
+    const int64_t row = row_index == kNone ? r : indexed_row(worker, row_index, r, x_rows);
     rows[r - live.begin] = static_cast<int32_t>(row);
   }
   return rows;

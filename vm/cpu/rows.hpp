@@ -172,6 +172,16 @@ MEGAVM_INLINE Range live_rows(const Worker& worker, uint32_t row_count, int64_t 
   return {begin, end < begin ? begin : end};
 }
 
+// `row_index[row]`, which must be below `x_rows`.
+MEGAVM_INLINE int64_t indexed_row(const Worker& worker, uint32_t row_index, int64_t row,
+                                  int64_t x_rows) {
+  const int64_t found = worker.data<const int32_t>(row_index)[row];
+  if (found < 0 || found >= x_rows)
+    worker.fault("row_index of row %lld is %lld, expected below %lld", static_cast<long long>(row),
+                 static_cast<long long>(found), static_cast<long long>(x_rows));
+  return found;
+}
+
 // Position of a row in its sequence in this step, at most `limit` - 1.
 MEGAVM_INLINE int64_t position_of(const Worker& worker, uint32_t row_position, int64_t row,
                                   int64_t limit, const char* limit_name) {

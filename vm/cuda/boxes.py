@@ -31,7 +31,7 @@ def operand_maps(
     """The maps of tensors in the memory of a GPU: [tensors, MAPS_OF_TENSOR, words], zeros for others.
 
     ``rows``: how many rows matrix products take at a time; 0: there are none. The first map of an input
-    has boxes of 64 columns of that many rows, with the 128-byte swizzle; the second of one row. Map i of a
+    has boxes of 64 columns of that many rows, with the 128-byte swizzle. Map i of a
     weight has boxes of BOX_TILES tiles of each of i + 1 units, as they are. The first map of a KV cache has
     boxes of 64 columns of the tokens of a block, as they are, up to MAX_BOX_TOKENS.
     """
@@ -52,9 +52,8 @@ def operand_maps(
             slots = math.prod(spec.shape[:3])
             place[0] = known(address, spec.dtype.size, spec.shape[3], slots, box, False)
         elif rows and has_boxes(spec) and layout == ROWS:
-            for i, box_rows in enumerate((rows, 1)):
-                box = BOX_ROW_BYTES // spec.dtype.size, box_rows
-                place[i] = known(address, spec.dtype.size, spec.columns, spec.rows, box, True)
+            box = BOX_ROW_BYTES // spec.dtype.size, rows
+            place[0] = known(address, spec.dtype.size, spec.columns, spec.rows, box, True)
         elif rows and spec.dtype is BF16 and layout.order is Order.UNITS:
             tile = UNIT_ROWS * TILE_ROW_BYTES // MAP_WORD_BYTES
             units, tiles = storage.shape[:2]

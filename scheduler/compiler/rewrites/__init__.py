@@ -12,7 +12,7 @@ from megavm.scheduler.compiler.graph import Graph, Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites.all_gather import gather_in_producer
 from megavm.scheduler.compiler.rewrites.gate_up import join_gate_and_up
-from megavm.scheduler.compiler.rewrites.gather import gather_in_product
+from megavm.scheduler.compiler.rewrites.gather import gather_before_matrix, gather_in_product
 from megavm.scheduler.compiler.rewrites.halves import cut_in_halves
 from megavm.scheduler.compiler.rewrites.newest import pass_newest
 from megavm.scheduler.compiler.rewrites.norm import norm_in_neighbours
@@ -36,6 +36,7 @@ REWRITES: tuple[Rewrite, ...] = (
     pass_newest,
     split_context,
     cut_in_halves,
+    gather_before_matrix,
 )
 
 

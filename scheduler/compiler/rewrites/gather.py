@@ -1,4 +1,8 @@
-"""Fuse a gather into the products that read it: they then read their rows through an index."""
+"""Fuse a gather into the products that read it, or copy the rows before matrix products.
+
+Products read their rows through an index, but for matrix products: the copy engine would fetch each
+row by itself, again for every 64 columns and every worker.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import functools
 from dataclasses import replace
 
 from megavm.instructions import instruction_of
-from megavm.scheduler.compiler.graph import Operation, producers_of, readers_of
+from megavm.instructions.product import is_matrix_product
+from megavm.scheduler.compiler.graph import Operation, Value, producers_of, readers_of
 from megavm.scheduler.compiler.options import CompileOptions
+from megavm.vm.tensors import TensorKind, TensorSpec
 
 
 def gather_in_product(operations: list[Operation], options: CompileOptions) -> list[Operation]:
@@ -43,3 +49,40 @@ def _takes_index(kind: str) -> bool:
     """Whether operations of this kind can read the rows of ``x`` through ``row_index``."""
     cls = instruction_of(kind)
     return cls is not None and any(field.name == "row_index" for field in cls.fields)
+
+
+def gather_before_matrix(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Copy the rows, and their squares, that a matrix product would read through an index."""
+    result: list[Operation] = []
+    for operation in operations:
+        if _is_matrix_of_chosen(operation, options):
+            inputs = dict(operation.inputs)
+            index = inputs.pop("row_index")
+            for name in ("x", "x_squares"):
+                if name in inputs:
+                    copy = _copy_of_rows(operation, name, index)
+                    inputs[name] = copy.outputs["out"]
+                    result.append(copy)
+            operation = replace(operation, inputs=inputs)
+        result.append(operation)
+    return result
+
+
+def _is_matrix_of_chosen(operation: Operation, options: CompileOptions) -> bool:
+    if "row_index" not in operation.inputs or options.exchange == "tagged":
+        return False
+    if not options.target.matrix_rows:
+        return False
+    x, (begin, end) = operation.inputs["x"], operation.row_range
+    spec = x.spec or TensorSpec(x.name, (x.rows, x.columns), x.dtype, TensorKind.ACTIVATION)
+    return is_matrix_product(spec, operation.inputs["weight"].memory, end - begin)
+
+
+def _copy_of_rows(product: Operation, name: str, index: Value) -> Operation:
+    """The copy that gathers the rows of an input of a product."""
+    x, rows = product.inputs[name], next(iter(product.outputs.values()))
+    out = Value(f"{product.label}.{name}", rows.rows, x.columns, x.dtype, rows.capacity)
+    inputs = {"x": x, "row_index": index}
+    if "row_count" in product.inputs:
+        inputs["row_count"] = product.inputs["row_count"]
+    return Operation("copy", f"{product.label}.{name}", inputs, {"out": out})
