@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from against_reference import check_example, check_missing_mask, examples_of
+from choices_of_ranks import check_choices_of_ranks
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers
 
@@ -41,6 +42,7 @@ from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.target import Exchange
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
@@ -73,6 +75,7 @@ WANTED = {
         "sixteen rows, long and scaled",
     ),
     *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
+    *("no logits", "no logits, one tagged row", "no logits, tagged dead row"),
     *("sums of 64, bf16", "sums of 64, wide", "scaled, wide"),
 }
 
@@ -361,6 +364,18 @@ def test_halves_of_rows_gather_and_sum_over_ranks() -> None:
     options = CompileOptions(3, machine="cuda", halves="all")
     machine = EmulatedMachine(seed=1, ranks=2)
     check_sums_and_gathers(machine, 2, 50, BF16, options, steps=2)
+
+
+@pytest.mark.parametrize("exchange", ["preferred", "tagged"])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, F32), (3, BF16), (12, BF16), (20, BF16)], ids=["1", "3", "12", "20"]
+)
+def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
+    rows: int, dtype: DType, exchange: Exchange
+) -> None:
+    options = CompileOptions(3, machine="cuda", exchange=exchange)
+    machine = EmulatedMachine(seed=rows, ranks=2)
+    check_choices_of_ranks(machine, 2, rows, options, dtype, "shares")
 
 
 @pytest.mark.parametrize("rows", [3, 50])
