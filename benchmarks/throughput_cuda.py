@@ -73,7 +73,8 @@ def prepare_prompts(runner: Runner, count: int, length: int, before: int = 0) ->
     each = np.arange(before, before + length, dtype=np.int32)
     last = np.arange(1, count + 1, dtype=np.int32) * length - 1
     sequences = np.arange(count, dtype=np.int32)
-    return Step(np.repeat(sequences, length), np.tile(each, count), last, before + length)
+    slots, positions = np.repeat(sequences, length), np.tile(each, count)
+    return Step(slots, positions, last, before + length, wants_logits=False)
 
 
 def measure_prompts(runner: Runner, count: int, length: int, before: int, rounds: int) -> float:
