@@ -26,7 +26,7 @@ from sums_and_gathers import check_sums_and_gathers
 from megavm.instructions import instruction_set
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
-from megavm.instructions.sample import Real
+from megavm.instructions.sample import Integer, Real
 from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
@@ -357,6 +357,25 @@ def test_in_a_fixed_order_workers_and_ranks_do_not_change_a_bit() -> None:
         assert np.array_equal(two[i], three[i]), i
         assert np.array_equal(two[i], ranks[i]), i
         assert np.array_equal(two[i], halves[i]), i
+
+
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_greedy_launches_of_ranks_choose_what_one_rank_does(rows: int) -> None:
+    """Each rank keeps its own logits. In steps of one row, peaks pass as words."""
+    steps, tokens, logits = 3, [], []
+    for ranks in (1, 2):
+        machine = EmulatedMachine(seed=3, ranks=ranks)
+        runner = runner_on(machine, "cuda", 4, ranks, fixed_order=True)
+        runner.sampling_integer[:, Integer.ENABLED] = 1
+        step = step_of([(s, range(60 + s, 61 + s)) for s in range(rows)])
+        runner.run(replace(step, wants_logits=False), steps)
+        assert {bucket.sampled for bucket in runner._programs} == {False}
+        name = "logits.share" if ranks > 1 else "logits"
+        logits.append(torch.cat([rank[name][:rows] for rank in runner.memory.ranks], dim=1))
+        tokens.append(np.array([runner.tokens[s, 61 + s : 61 + s + steps] for s in range(rows)]))
+    assert torch.equal(logits[0], logits[1])
+    assert np.array_equal(tokens[0], tokens[1])
+    assert np.array_equal(tokens[0][:, -1], logits[0].argmax(1))
 
 
 def test_halves_of_rows_gather_and_sum_over_ranks() -> None:
