@@ -146,7 +146,7 @@ def llama_graph(
 
 
 def logits_spec(config: LlamaConfig, limits: Limits, parallel: Parallel = ONE_RANK) -> TensorSpec:
-    """The tensor "logits" of a model's programs: of all that have the logits of all ranks."""
+    """The tensor "logits" of those programs of a model that have all logits on every rank."""
     shape = (limits.max_logit_rows, config.vocab_size)
     shares = parallel.ranks if parallel.divides_vocabulary(config.vocab_size) else 1
     return TensorSpec("logits", shape, F32, TensorKind.ACTIVATION, shares=shares)

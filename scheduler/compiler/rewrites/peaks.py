@@ -30,7 +30,7 @@ def keep_peaks(operations: list[Operation], options: CompileOptions) -> list[Ope
     changed: dict[Operation, Operation | None] = {}  # None: nothing takes its place
     for logits, samples in choices.items():
         product, gather = _product_of(logits, producers)
-        if product is None:
+        if product is None or product in changed:
             continue
         stays = logits.shares > 1 and logits.spec is None and len(samples) == len(readers[logits])
         out = product.outputs["out"]
