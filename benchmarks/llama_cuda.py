@@ -116,7 +116,8 @@ def prepare(runner: Runner, batch: int, context: int) -> Step:
         runner.sampling_real[slot] = real
         runner.sampling_integer[slot] = integer
     rows = np.arange(batch, dtype=np.int32)
-    return Step(rows, np.full(batch, context, np.int32), rows, context + 1)
+    positions = np.full(batch, context, np.int32)
+    return Step(rows, positions, rows, context + 1, wants_logits=False)
 
 
 def measure(

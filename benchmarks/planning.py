@@ -86,7 +86,7 @@ class EchoRunner:
     def give_masks(self) -> None:
         """As ``Runner.give_masks``; no step awaits masks."""
 
-    def is_coming(self, *, sampled: bool) -> bool:
+    def is_coming(self, *, sampled: bool, wants_logits: bool = False) -> bool:
         """As ``Runner.is_coming``; this runner compiles nothing."""
         return False
 

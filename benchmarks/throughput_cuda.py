@@ -122,6 +122,7 @@ class Prompts:
             ),
             np.concatenate([decoding, last.astype(np.int32)]),
             self.longest,
+            wants_logits=False,
         )
 
 

@@ -43,8 +43,8 @@ class View:
         self.tensors = tensors
         self.step = step
         self.epoch = epoch
+        self.rank = rank
         self._ranks = ranks
-        self._rank = rank
 
     def raw(self, handle: int) -> torch.Tensor:
         """The tensor in its own shape and dtype; writes go to memory (not for tagged tensors)."""
@@ -93,7 +93,7 @@ class View:
 
     def share_begin(self, handle: int) -> int:
         """The first column of the rank's share of a tensor; 0 if it has no shares."""
-        return self.tensors[handle].share_begin(self._rank)
+        return self.tensors[handle].share_begin(self.rank)
 
     def _written(self, spec: TensorSpec, only: int | None = None) -> tuple[Memory, ...]:
         """The memories that a write reaches (Region.only)."""

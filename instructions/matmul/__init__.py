@@ -54,7 +54,8 @@ class Matmul(Product):
     With ``peaks`` the instruction also writes the largest result of each row and its column:
     peaks[r, 2 tile] := max out[r, c], or not-a-number if one of them is; peaks[r, 2 tile + 1] := the lowest c
     with out[r, c] equal to it (anything after not-a-number). Column numbers are exact in float32. If ranks
-    gather ``out``, they count from the beginning of the tensor.
+    gather ``peaks``, they count through the columns of all ranks, whether ``out`` is gathered or not: on rank
+    q they begin with q times the columns that a rank writes of ``out``.
     """
 
     opcode = 5
@@ -234,13 +235,18 @@ class Matmul(Product):
             yield f"matrix is {self.matrix}, expected 0 with row_index"
         if self.peaks == NONE and self.tile:
             yield f"tile is {self.tile}, expected 0 without peaks"
-        if self.peaks != NONE and not self.may_have_peaks(out.dtype, out.columns):
-            yield (
-                f"peaks are of {out.name}, {out.columns} columns of {out.dtype.name}: "
-                "expected fewer than 2^24 of F32"
-            )
+        if self.peaks != NONE:
+            columns = tensors[self.peaks].shares * out.own_columns
+            if not self.may_have_peaks(out.dtype, columns):
+                yield (
+                    f"peaks are of {out.name}, {columns} columns of {out.dtype.name}: "
+                    "expected fewer than 2^24 of F32"
+                )
 
     @staticmethod
     def may_have_peaks(dtype: DType, columns: int) -> bool:
-        """Whether float32 holds the results and the numbers of their columns exactly."""
+        """Whether float32 holds the results and the numbers of their columns exactly.
+
+        ``columns``: of all ranks, if they gather the peaks.
+        """
         return dtype is F32 and columns < 1 << 24

@@ -61,7 +61,9 @@ inline void matmul(const Matmul& inst, Worker& worker, const Input& in, int64_t 
                     finish(first_row + i, column + kLanes, high);
                   });
   for (int i = 0; peaks && i < in.num_rows; ++i) {
-    const int64_t column = worker.tensor(inst.out).share_begin + peaks[i].column;
+    // If ranks gather the peaks, the column counts through those of all ranks.
+    const int64_t rank = worker.tensor(inst.peaks).rank_of_share();
+    const int64_t column = rank * worker.tensor(inst.out).own_columns + peaks[i].column;
     const float pair[kLanes] = {peaks[i].value, static_cast<float>(column)};
     store_row(worker, inst.peaks, first_row + i, 2 * int64_t{inst.tile}, load(pair), 2);
   }

@@ -240,13 +240,14 @@ struct Epilogue<Matmul> : EpilogueBase<Matmul> {
   __device__ __forceinline__ bool keeps() const { return in.has(&Matmul::peaks); }
 
   __device__ __forceinline__ void end(uint32_t row, const Peak& peak) const {
-    // The column counts through the shares of all ranks.
-    const uint32_t share = program::kRanks > 1 && is_gathered(in[&Matmul::out])
-                               ? control().rank * own_columns(in[&Matmul::out])
-                               : 0;
+    // If ranks gather the peaks, the column counts through those of all ranks.
+    const Tensor& peaks = in[&Matmul::peaks];
+    const uint32_t before = program::kRanks > 1 && is_gathered(peaks)
+                                ? control().rank * own_columns(in[&Matmul::out])
+                                : 0;
     if (lane_index() == 0)
-      write_pair(in[&Matmul::peaks], row, 2 * in.inst.tile, peak.value,
-                 static_cast<float>(share + peak.number - 1), true, in.out_tag());
+      write_pair(peaks, row, 2 * in.inst.tile, peak.value,
+                 static_cast<float>(before + peak.number - 1), true, in.out_tag());
   }
 
  private:

@@ -33,7 +33,9 @@ def execute(inst: Matmul, m: View) -> None:
     write_scaled(m, inst, rows, columns, out)
     if inst.peaks != NONE:
         largest = out.amax(-1, keepdim=True)
-        first = m.share_begin(inst.out) + inst.column_begin
+        gathered = m.tensors[inst.peaks].shares > 1
+        before = m.rank * m.tensors[inst.out].own_columns if gathered else 0
+        first = before + inst.column_begin
         column = first + (out == largest).float().argmax(-1, keepdim=True)
         pair = torch.cat([largest, column.float()], dim=1)
         m.write(inst.peaks, rows, (2 * inst.tile, 2 * inst.tile + 2), pair)

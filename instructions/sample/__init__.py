@@ -10,7 +10,7 @@ from megavm.instructions.step_rows import row_faults
 from megavm.instructions.tiles import aligned, ranges, shapes
 from megavm.vm.config import MAX_STOP_TOKENS, NONE
 from megavm.vm.constants import Constant, union
-from megavm.vm.isa import Instruction
+from megavm.vm.isa import Instruction, TagOrder
 from megavm.vm.operands import integer, present, tensor
 from megavm.vm.tensors import F32, I32, Region, TensorSpec, whole
 
@@ -124,6 +124,11 @@ class Sample(Instruction):
     def scratch_bytes(self, tensors: Sequence[TensorSpec]) -> int:
         # A histogram, candidates, and values that the warps exchange.
         return 8 * (BINS + CANDIDATES) + 128 if self.segments != NONE else 0
+
+    def tag_order(self, tensors: Sequence[TensorSpec], most_rows: int) -> TagOrder:
+        # The kernel waits for all that it reads of a row, chosen or not, and then stores its token.
+        one = self.row_end - self.row_begin == 1 and NONE in (self.logits, self.peaks)
+        return TagOrder.KEPT if one else TagOrder.BY_MACHINE
 
     def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
         return {"any_segments": union(self.segments != NONE)}

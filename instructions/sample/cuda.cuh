@@ -23,13 +23,13 @@ struct Kernel<Sample> : KernelDefaults {
     using Source = Loaded<true, true, kColumns>;
     const SourceRow from = Source::row_of(values, row.row, in.tag(), in.word(operand), tagged);
     uint64_t best = 0;
+    bool unordered = false;
 #pragma unroll 1
     for (uint32_t first = lane; first < count; first += kBatch * kLanes) {
       Source raw[kBatch] = {};
       const auto exists = [&](uint32_t i) { return first + i * kLanes < count; };
       const auto column = [&](uint32_t i) { return (first + i * kLanes) * kColumns; };
       await(from, raw, exists, column, tagged);
-      bool unordered = false;
 #pragma unroll
       for (uint32_t i = 0; i < kBatch; ++i) {
         if (!exists(i)) continue;
@@ -40,11 +40,28 @@ struct Kernel<Sample> : KernelDefaults {
         const uint64_t other = candidate(value, token);
         best = other > best ? other : best;
       }
-      if (unordered) stop_instruction(Fault::kNanLogits, row.row, 0, 0, 0);
     }
+    // All lanes stop together: one that went on would give the fault another instruction.
+    if (__any_sync(~0u, unordered)) stop_instruction(Fault::kNanLogits, row.row, 0, 0, 0);
     best = largest_of_warp(best);
     if (lane == 0)
       ptx::store(element_at(in[&Sample::tokens], row.sequence, row.position + 1), token_of(best));
+  }
+
+  // One warp waits for the words of a row that chooses nothing (Sample.tag_order).
+  static __device__ __forceinline__ void await_words(const Operands<Sample>& in, uint32_t row) {
+    const auto operand = in.has(&Sample::peaks) ? &Sample::peaks : &Sample::logits;
+    const Tensor& values = in[operand];
+    if (!is_tagged(values)) return;
+    using Source = Loaded<true, true, 1>;
+    const SourceRow from = Source::row_of(values, row, in.tag(), in.word(operand), true);
+#pragma unroll 1
+    for (uint32_t first = lane_index(); first < values.columns; first += kBatch * kLanes) {
+      Source raw[kBatch] = {};
+      megavm::await(
+          from, raw, [&](uint32_t i) { return first + i * kLanes < values.columns; },
+          [&](uint32_t i) { return first + i * kLanes; }, true);
+    }
   }
 
   static __device__ __forceinline__ void consume(const Operands<Sample>& in, Consumer& consumer) {
@@ -70,7 +87,9 @@ struct Kernel<Sample> : KernelDefaults {
       }
       ready = true;
     }
-    if (!ready) consumer.wait_ready();
+    if (ready) return;
+    consumer.wait_ready();
+    if (!sample::kAnySegments && consumer.warp() == 0) await_words(in, inst.row_begin);
   }
 };
 

@@ -101,6 +101,10 @@ def examples(rng: np.random.Generator) -> Iterator[Example]:
     for name, scale, parameters in LARGE:
         yield drawn(rng, f"large vocabulary, {name}", 20_011, parameters, scale=scale)
     yield drawn(rng, "as many equal logits", 3000, top_k, steps_of_logit=50.0)
+    alone: dict[str, Any] = {"tile": 16, "has_logits": False}
+    yield example(rng, "no logits", 500, **alone)
+    yield example(rng, "no logits, one tagged row", 500, **alone, rows=1, tagged=True)
+    yield example(rng, "no logits, tagged dead row", 500, **alone, rows=1, tagged=True, live=0)
 
 
 def example(
@@ -109,28 +113,32 @@ def example(
     vocabulary: int,
     parameters: Parameters | None = None,
     *,
+    rows: int = 4,
     live: int = 4,
     tagged: bool = False,
     misleading: bool = False,
     steps_of_logit: float = 0.0,
     tile: int = 0,
+    has_logits: bool = True,
 ) -> Example:
-    """The largest logit of four sequences.
+    """The largest logit of the first ``rows`` of four sequences.
 
-    With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``. ``misleading`` logits
-    contradict the peaks: a kernel that reads them chooses another token.
+    With ``tile`` columns to a tile there are peaks as well, tagged ones if ``tagged``, or alone without
+    ``has_logits``. ``misleading`` logits contradict the peaks: a kernel that reads them chooses another token.
     """
     table = Table(rng)
     logits = rounded(table.normal(4, vocabulary, scale=3.0), steps_of_logit)
     shown = -logits if misleading else logits
-    peaks = NONE
-    handle = table.add("logits", (4, vocabulary), F32, TensorKind.ACTIVATION, shown, tagged=tagged)
+    handle = peaks = NONE
+    if has_logits:
+        shape = (4, vocabulary)
+        handle = table.add("logits", shape, F32, TensorKind.ACTIVATION, shown, tagged=tagged)
     if tile:
         shape = (4, 2 * -(-vocabulary // tile))
         values = peaks_of(logits, tile)
         peaks = table.add("peaks", shape, F32, TensorKind.ACTIVATION, values, tagged=tagged)
     sequences = add_sequences(table, vocabulary, parameters or {}, live)
-    inst = Sample(logits=handle, peaks=peaks, **sequences, row_begin=0, row_end=4)
+    inst = Sample(logits=handle, peaks=peaks, **sequences, row_begin=0, row_end=rows)
     return Example(name, inst, table.specs, table.values)
 
 

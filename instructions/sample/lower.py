@@ -17,6 +17,6 @@ OPERANDS = (
 def lower(operation: Operation, context: Lowering) -> Iterator[Sample]:
     """Yield a range of logit rows for each worker."""
     handles = context.handles(operation, *OPERANDS)
-    name = "logits" if "logits" in operation.inputs else "segments"
+    name = next(n for n in ("logits", "peaks", "segments") if n in operation.inputs)
     for begin, end in cut(operation.inputs[name].rows, context.options.workers):
         yield Sample(**handles, row_begin=begin, row_end=end)

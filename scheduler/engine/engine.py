@@ -118,7 +118,9 @@ class Engine:
             self.blocks,
             steps_per_launch,
             StepPace(tpot_limit, launch_limit),
-            lambda sequence: sequence.sampled and runner.is_coming(sampled=True),
+            lambda sequence: runner.is_coming(
+                sampled=sequence.sampled, wants_logits=sequence.wants_logits
+            ),
         )
         self.counters = EngineCounters()
         self._new_decoder = new_decoder

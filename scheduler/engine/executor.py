@@ -78,7 +78,7 @@ class PlanExecutor:
                     running.gone = np.zeros_like(self._slots.ended)
                 running.gone[[admission.slot for admission in plan.admissions]] = True
             self._slots.write(plan)
-            self._drop(plan)
+            plan.drop(self._slots.ended)
             # Masks that depend on the tokens of the plan in progress come when it has ended.
             plan.step.awaits_masks = self.in_progress is not None and plan.needs_tokens
             if plan.needs_tokens and not plan.step.awaits_masks:
@@ -109,7 +109,7 @@ class PlanExecutor:
         plan.step.awaits_masks = False
         if self.fault is not None:
             return None
-        self._drop(plan)
+        plan.drop(self._slots.ended)
         if not plan.step.num_rows:
             return None
         self._slots.write_masks(plan)
@@ -120,11 +120,6 @@ class PlanExecutor:
         settle()
         if self.in_progress is not None:
             self.end(self.in_progress)
-
-    def _drop(self, plan: Plan) -> None:
-        """Remove the rows of sequences that have ended."""
-        plan.drop(self._slots.ended)
-        plan.step.wants_logits = bool(plan.with_logprobs or plan.scored)
 
     def end(self, plan: Plan) -> None:
         """Wait for a plan that has begun, and store the results in it. Does not raise.

@@ -220,7 +220,10 @@ class Planner:
         plan.samplers = decoders
         context = int(positions.max()) + 1
         rows = self._rows[: len(slots)]
-        plan.step = Step(slots, positions, rows, context, sampled, distinct=True)
+        wants = plan.with_logprobs
+        plan.step = Step(
+            slots, positions, rows, context, sampled, distinct=True, wants_logits=wants
+        )
 
     def _list_decoders(self) -> tuple[tuple[Sequence, ...], Ints]:
         if self._decoders is None:
@@ -359,6 +362,7 @@ class Planner:
                 any(s.sampled for s in choosing),
                 # Every sequence has its decode row or one chunk.
                 distinct=rows == step.num_rows + len(published),
+                wants_logits=bool(plan.scored) or any(s.with_logprobs for s in choosing),
             )
 
     def _publish(self, sequence: Sequence, begin: int, end: int) -> None:

@@ -178,6 +178,11 @@ class Sequence:
         self.exhausted = ""  # error message if reaching max_output is an error
 
     @property
+    def wants_logits(self) -> bool:
+        """Whether the host reads the logits of its next steps."""
+        return self.with_logprobs or self.scoring
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known to the host."""
         return len(self.prompt) + len(self.output)

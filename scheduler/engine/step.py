@@ -65,9 +65,10 @@ class Step:
     computed for the rows ``logit_row``. ``context`` is the largest position + 1. ``sampled``: a
     sequence that chooses a token needs more than its largest logit (``Sequence.sampled``); if none
     chooses yet, one of its sequences will. In a launch of several steps all positions advance by
-    one from step to step. ``wants_logits``: the host may read the logits afterwards; else it reads
-    only the chosen tokens. ``awaits_masks``: it begins before its masks are known, and
-    ``StepRunner.give_masks`` must be called.
+    one from step to step. ``wants_logits``: the host may read the logits afterwards, or if none are
+    computed, those of later steps of its sequences; else it reads only the chosen tokens.
+    ``awaits_masks``: it begins before its masks are known, and ``StepRunner.give_masks`` must be
+    called.
     """
 
     row_sequence: Ints
@@ -196,8 +197,11 @@ class StepRunner(Protocol):
         """
         ...
 
-    def is_coming(self, *, sampled: bool) -> bool:
-        """Whether steps of this kind would wait for a program that is being compiled ahead."""
+    def is_coming(self, *, sampled: bool, wants_logits: bool = False) -> bool:
+        """Whether such steps would wait for a program that is being compiled ahead.
+
+        Greedy steps whose logits the host does not read never do.
+        """
         ...
 
     def can_queue(self, step: Step, steps: int = 1) -> bool:
@@ -289,4 +293,5 @@ class Plan:
             int(positions.max(initial=-1)) + 1,
             step.sampled,
             step.distinct or None,
+            step.wants_logits,
         )

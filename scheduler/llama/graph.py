@@ -106,7 +106,9 @@ def llama_graph(
 ) -> Graph:
     """One step of a Llama: the batch's new tokens in, the next token of every logit row out.
 
-    The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary].
+    The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary]. A greedy
+    program of ranks that divide the vocabulary gathers only the largest logits, and each rank keeps
+    its own as "logits.share", float32 [max_logit_rows, vocabulary / ranks].
 
     Raises ValueError when the model cannot be divided among the ranks.
     """
@@ -133,15 +135,18 @@ def llama_graph(
         rows = vocabulary // parallel.ranks if divided else vocabulary
         head = graph.weight(LM_HEAD, (rows, hidden), dtype)
     logits = graph.linear("lm_head", chosen, head, dtype=F32)
-    if divided:
-        logits = graph.all_gather("lm_head.all", logits)
-    logits = graph.output(logits, "logits")
+    if not divided:
+        logits = graph.output(logits, "logits")
+    elif bucket.sampled:
+        logits = graph.output(graph.all_gather("lm_head.all", logits), "logits")
+    else:
+        logits = graph.all_gather("lm_head.all", graph.output(logits, "logits.share"))
     graph.sample("sample", logits, batch, sampled=bucket.sampled)
     return graph
 
 
 def logits_spec(config: LlamaConfig, limits: Limits, parallel: Parallel = ONE_RANK) -> TensorSpec:
-    """The tensor "logits" of a model's programs."""
+    """The tensor "logits" of those programs of a model that have all logits on every rank."""
     shape = (limits.max_logit_rows, config.vocab_size)
     shares = parallel.ranks if parallel.divides_vocabulary(config.vocab_size) else 1
     return TensorSpec("logits", shape, F32, TensorKind.ACTIVATION, shares=shares)

@@ -82,7 +82,7 @@ class Runner:
     - ``allowed`` int32 [max_num_seqs, words] and ``bias`` float32 [max_num_seqs, vocabulary]: tell
       ``publish`` which rows have changed.
     - ``logits``: float32 [max_logit_rows, vocabulary]. Row i is valid after a step with more than i
-      logit rows. Indexing reads the values at that time.
+      logit rows that wants logits. Indexing reads the values at that time.
 
     ``options``: compile options by number of rows. ``parallel``: how ranks divide the model; memory
     has a part for each of them.
@@ -110,6 +110,8 @@ class Runner:
         self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
+        # Whether only programs that sample gather the logits; others leave them on their ranks.
+        self._divides_logits = parallel.divides_vocabulary(config.vocab_size)
         self._unloadable: set[Bucket] = set()  # those that could not be loaded ahead
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
@@ -391,7 +393,12 @@ class Runner:
         if decode is None:
             decode = len(set(step.row_sequence.tolist())) == rows
         context = step.context + steps - 1
-        return self.bucket(rows, len(step.logit_row), context, decode=decode, sampled=step.sampled)
+        sampled = self._needs_sampling(step.sampled, step.wants_logits)
+        return self.bucket(rows, len(step.logit_row), context, decode=decode, sampled=sampled)
+
+    def _needs_sampling(self, sampled: bool, wants_logits: bool) -> bool:
+        """Whether a program that samples must run such a step (``Bucket.sampled``)."""
+        return sampled or (wants_logits and self._divides_logits)
 
     def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
         """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is.
@@ -507,9 +514,11 @@ class Runner:
         """
         self._programs.prepare(buckets, self._compiler(ahead=True), last=last)
 
-    def is_coming(self, *, sampled: bool) -> bool:
-        """Whether a program that can run all steps of this kind is being compiled ahead."""
-        return self._programs.is_coming(self.stand_in(sampled=sampled))
+    def is_coming(self, *, sampled: bool, wants_logits: bool = False) -> bool:
+        """See ``StepRunner.is_coming``: whether a program for all such steps is compiled ahead."""
+        if not self._needs_sampling(sampled, wants_logits):
+            return False  # programs of either kind run them, and one is ready
+        return self._programs.is_coming(self.stand_in(sampled=True))
 
     def stand_in(self, rows: int = STAND_IN_ROWS, *, sampled: bool = False) -> Bucket:
         """The bucket whose program runs all steps of up to so many rows, and others in parts.

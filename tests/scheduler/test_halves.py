@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from parallel_llamas import memory_of_ranks
+from parallel_llamas import logits_of_ranks, memory_of_ranks
 from random_llamas import Case, fresh_memory
 
 from megavm.instructions.attention import Attention
@@ -109,7 +109,7 @@ def logits_of(case: Case, program: Program, exchange: Exchange, dtype: DType = F
     else:
         memory.allocate(program.tensors)
     CpuMachine().load(program, memory, verify=False).run(1)
-    logits = [rank["logits"][: case.logit_rows].clone() for rank in memory.ranks]
+    logits = logits_of_ranks(case, memory)
     assert all(torch.equal(own, logits[0]) for own in logits)
     return logits[0]
 

@@ -8,30 +8,35 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from parallel_llamas import memory_of_ranks
+from parallel_llamas import logits_of_ranks, memory_of_ranks
 from random_llamas import Case, fresh_memory, outcome
 from transformers import LlamaConfig as HFConfig
 from transformers import LlamaForCausalLM
 
 from megavm import LLM, SamplingParams
 from megavm.instructions.attention_merge import AttentionMerge
+from megavm.instructions.sample import Sample
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.compiler.options import CompileOptions, default_options
+from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.scheduler.llama.parallel import Exchange, Parallel, shard
+from megavm.scheduler.run.stand_ins import can_stand_in
+from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.differential import first_divergence
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
-from megavm.vm.tensors import F32
+from megavm.vm.tensors import BF16, F32
 
 EXCHANGES: tuple[Exchange, ...] = ("all_reduce", "all_gather")
 
@@ -99,22 +104,21 @@ def test_ranks_compute_what_one_does(seed: int, ranks: int, exchange: Exchange) 
     memory = run(case, parallel, case.program, whole)
     CpuMachine().load(case.plain, whole, verify=False).run(case.steps)
     want = outcome(case, whole)
+    # With sums over ranks, rounding may choose another token: the logits of one step are compared.
+    gathers = exchange == "all_gather"
+    logits = logits_of_ranks(case, memory)
+    for got in logits:
+        assert torch.equal(got, want.logits if gathers else logits[0]), case
     for rank in memory.ranks:
-        got = rank["logits"][: case.logit_rows], rank["step.tokens"]
-        if exchange == "all_gather":
-            assert torch.equal(got[0], want.logits), case
-            assert torch.equal(got[1], want.tokens), case
-        else:
-            # Rounding may choose another token in a step before: compare the logits of one step.
-            assert torch.equal(got[0], memory["logits"][: case.logit_rows]), case
-            assert torch.equal(got[1], memory["step.tokens"]), case
+        tokens = want.tokens if gathers else memory["step.tokens"]
+        assert torch.equal(rank["step.tokens"], tokens), case
     if exchange == "all_reduce":
         one = replace(case, steps=1)
         whole = fresh_memory(one, case.plain)
         memory = run(one, parallel, case.program, whole)
         CpuMachine().load(case.plain, whole, verify=False).run(1)
-        apart = (memory["logits"] - whole["logits"])[: case.logit_rows].abs().max().item()
-        assert apart < 1e-4, case
+        apart = logits_of_ranks(one, memory)[0] - whole["logits"][: case.logit_rows]
+        assert apart.abs().max().item() < 1e-4, case
 
 
 @pytest.mark.parametrize(("seed", "ranks"), [(876, 8), (135, 4)])
@@ -182,8 +186,8 @@ def test_splits_of_a_context_are_merged_on_each_rank(exchange: Exchange) -> None
     whole = fresh_memory(case, plain)
     memory = run(case, parallel, program, whole)
     CpuMachine().load(plain, whole, verify=False).run(1)
-    for rank in memory.ranks:
-        torch.testing.assert_close(rank["logits"], whole["logits"])
+    for got in logits_of_ranks(case, memory):
+        torch.testing.assert_close(got, whole["logits"])
 
 
 @pytest.fixture(scope="module")
@@ -232,6 +236,137 @@ def test_an_llm_of_several_ranks_answers_as_transformers(
                 torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None
             )
         assert tokens == want[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_the_lowest_of_equal_logits_is_chosen_whichever_rank_has_it(
+    model: Path, tmp_path: Path, ranks: int
+) -> None:
+    """Each row of the LM head is there four times: on all ranks."""
+    twins = LlamaForCausalLM.from_pretrained(model).float()
+    head = twins.lm_head.weight.data
+    head[:] = head[:48].repeat(4, 1)
+    twins.save_pretrained(tmp_path)
+    params = SamplingParams(max_tokens=12, temperature=0.0)
+    results = []
+    for count in (1, ranks):
+        with LLM(tmp_path, machine="cpu", dtype="float32", tensor_parallel_size=count) as llm:
+            outputs = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, params)]
+            alone = [llm.generate([p], params)[0].outputs[0].token_ids for p in PROMPTS]
+            results += [outputs, alone]
+    assert all(result == results[0] for result in results)
+    assert all(token < 48 for tokens in results[0] for token in tokens)
+
+
+def greedy_and_others(llm: LLM) -> tuple[list[Any], list[Any]]:
+    """What greedy requests get before, beside and after others with log-probabilities; logits."""
+    greedy = SamplingParams(max_tokens=12, temperature=0.0)
+    wanted = [
+        greedy,
+        replace(greedy, logprobs=3),
+        replace(greedy, logprobs=0, prompt_logprobs=2),
+        replace(greedy, max_tokens=3, logprobs=2),
+    ]
+    made = [llm.generate([*PROMPTS, PROMPTS[0]], params) for params in (greedy, wanted, greedy)]
+    made.append(llm.generate(PROMPTS[:1], greedy))
+    found = [
+        (r.prompt_logprobs, o.token_ids, o.logprobs)
+        for requests in made
+        for r in requests
+        for o in r.outputs
+    ]
+    logits = [llm.logits(PROMPTS[2]) for _ in range(2)]
+    made = [llm.generate(PROMPTS[1:], params) for params in (greedy, wanted[1])]
+    found += [(None, o.token_ids, o.logprobs) for m in made for r in m for o in r.outputs]
+    return found, logits
+
+
+@pytest.mark.parametrize("fixed_order", [False, True])
+def test_greedy_requests_beside_logprobs_get_what_one_rank_gives_them(
+    model: Path, fixed_order: bool
+) -> None:
+    """Greedy programs of ranks gather no logits: others run steps whose logits the host reads."""
+    results = []
+    for ranks in (1, 2, 4):
+        with LLM(
+            model,
+            machine="cpu",
+            dtype="float32",
+            max_num_batched_tokens=16,  # the long prompt is computed in chunks
+            tensor_parallel_size=ranks,
+            fixed_order=fixed_order,
+        ) as llm:
+            at_first = set(llm.runner._programs)
+            results.append(greedy_and_others(llm))
+            kinds = {bucket.sampled for bucket in set(llm.runner._programs) - at_first}
+            assert kinds == ({False} if ranks == 1 else {False, True})
+    reference = LlamaForCausalLM.from_pretrained(model).float().eval()
+    with torch.no_grad():
+        want = reference(torch.tensor([PROMPTS[2]])).logits[0].numpy()
+    for found, logits in results:
+        assert found == results[0][0]
+        for values in logits:
+            assert np.array_equal(values, results[0][1][0])
+            np.testing.assert_allclose(values, want, atol=1e-3)
+
+
+def test_a_step_that_wants_logits_of_ranks_never_runs_by_a_greedy_program(model: Path) -> None:
+    rows = np.zeros(1, np.int32)
+    step = Step(rows, rows, rows, 1, wants_logits=False)
+    for ranks, exchange in ((1, "all_gather"), (2, "all_gather"), (2, "all_reduce")):
+        with LLM(
+            model,
+            machine="cpu",
+            tensor_parallel_size=ranks,
+            tensor_parallel_exchange=exchange,  # type: ignore[arg-type]
+        ) as llm:
+            runner = llm.runner
+            own = runner._own(step, 1), runner._own(replace(step, wants_logits=True), 1)
+            assert [bucket.sampled for bucket in own] == [False, ranks > 1]
+            assert can_stand_in(own[0], own[1]) == (ranks == 1)
+            assert can_stand_in(own[1], own[0])
+            runner.memory["logits"].fill_(torch.nan)
+            runner.run(step)
+            assert np.isnan(runner.logits[0]).all() == (ranks > 1)
+            runner.run(replace(step, wants_logits=True))
+            assert not np.isnan(runner.logits[0]).any()
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("rows", [1, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_greedy_program_of_ranks_gathers_peaks_and_no_logits(
+    ranks: int, rows: int, exchange: Exchange
+) -> None:
+    """On GPUs. In a step of one row all exchanges are of words: ranks share no barrier."""
+    config = LlamaConfig(
+        vocab_size=4096,
+        hidden_size=512,
+        intermediate_size=1024,
+        num_layers=1,
+        num_heads=8,
+        num_kv_heads=4,
+        head_dim=64,
+    )
+    limits = Limits(rows, 512, rows, rows, 8 * rows, 64)
+    for sampled in (False, True):
+        bucket = Bucket(rows, rows, 512, decode=rows > 1, sampled=sampled)
+        graph = llama_graph(config, limits, bucket, BF16, Parallel(ranks, exchange))
+        program = compile_graph(graph, default_options("cuda", 16, rows))
+        tensors = {tensor.name: tensor for tensor in program.tensors}
+        gathered = {name for name, tensor in tensors.items() if tensor.shares > 1}
+        samples = [i for i in program.instructions if isinstance(i, Sample)]
+        if sampled:
+            assert tensors["logits"].shares == ranks
+            assert "logits.share" not in tensors
+            continue
+        assert "logits" not in tensors
+        assert tensors["logits.share"].shape == (rows, 4096 // ranks)
+        assert tensors["logits.share"].shares == 1
+        assert {sample.logits for sample in samples} == {NONE}
+        (peaks,) = {program.tensors[sample.peaks].name for sample in samples}
+        assert peaks in gathered
+        assert (program.shared_barriers == 0) == (rows == 1)
 
 
 def test_seeds_penalties_and_logprobs_are_those_of_one_rank(model: Path) -> None:

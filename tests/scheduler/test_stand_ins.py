@@ -47,8 +47,16 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
 
 
 @pytest.fixture
-def llm() -> Iterator[LLM]:
-    with LLM("stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=8) as llm:
+def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
+    """Of one rank, or as many as the test asks for."""
+    with LLM(
+        "stories",
+        machine="cpu",
+        workers=1,
+        max_num_seqs=4,
+        max_num_batched_tokens=8,
+        tensor_parallel_size=getattr(request, "param", 1),
+    ) as llm:
         yield llm
 
 
@@ -323,7 +331,16 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
             assert not bucket.decode or len(set(part.row_sequence.tolist())) == part.num_rows
 
 
-@pytest.mark.parametrize("given", [{"temperature": 1.0}, {"allowed_token_ids": [5, 6, 7]}])
+@pytest.mark.parametrize(
+    ("llm", "given"),
+    [
+        (1, {"temperature": 1.0}),
+        (1, {"allowed_token_ids": [5, 6, 7]}),
+        (2, {"logprobs": 2}),  # several ranks gather logits only in programs that sample
+        (2, {"prompt_logprobs": 2}),
+    ],
+    indirect=["llm"],
+)
 @pytest.mark.parametrize("fails", [False, True])
 def test_requests_that_sample_wait_for_their_program_and_others_go_on(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: bool, given: dict[str, Any]
@@ -346,6 +363,7 @@ def test_requests_that_sample_wait_for_their_program_and_others_go_on(
     assert held.began.wait(SECONDS)
     assert runner.is_coming(sampled=True)
     assert not runner.is_coming(sampled=False)
+    assert runner.is_coming(sampled=False, wants_logits=True) == (runner.parallel.ranks > 1)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, "ignore_eos": True} | given)
     sampled = engine.add([3, 4], params, restriction=llm.restrictions.compile(params))
     for _ in range(2):
@@ -362,6 +380,7 @@ def test_requests_that_sample_wait_for_their_program_and_others_go_on(
     assert not runner.is_coming(sampled=True)
 
 
+@pytest.mark.parametrize("llm", [1, 2], indirect=True)
 def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow) -> None:
     prompt = [5, 6, 7, 8, 9, 10, 11, 12]
     params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=1, prompt_logprobs=1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from choices_of_ranks import Kept, check_choices_of_ranks
 from copy_programs import ACTIVATION, INPUT, copy
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers, sums_and_gathers
@@ -52,6 +53,22 @@ def test_a_graph_gathers_and_sums_over_ranks(
     cuda_ranks: MakeMachine, ranks: int, rows: int, dtype: DType, options: CompileOptions
 ) -> None:
     check_sums_and_gathers(cuda_ranks(ranks), ranks, rows, dtype, options)
+
+
+@OPTIONS
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kept", ["shares", "whole"])
+def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
+    cuda_ranks: MakeMachine,
+    ranks: int,
+    rows: int,
+    dtype: DType,
+    kept: Kept,
+    options: CompileOptions,
+) -> None:
+    check_choices_of_ranks(cuda_ranks(ranks), ranks, rows, options, dtype, kept)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

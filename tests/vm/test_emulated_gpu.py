@@ -19,13 +19,14 @@ import numpy as np
 import pytest
 import torch
 from against_reference import check_example, check_missing_mask, examples_of
+from choices_of_ranks import check_choices_of_ranks
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
-from megavm.instructions.sample import Real
+from megavm.instructions.sample import Integer, Real
 from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
@@ -41,6 +42,7 @@ from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
 from megavm.vm.reference import ReferenceMachine
+from megavm.vm.target import Exchange
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 pytestmark = pytest.mark.skipif(reason_unavailable() is not None, reason="no C++ compiler")
@@ -74,6 +76,7 @@ WANTED = {
         "sixteen rows, long and scaled",
     ),
     *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
+    *("no logits", "no logits, one tagged row", "no logits, tagged dead row"),
     *("sums of 64, bf16", "sums of 64, wide", "scaled, wide"),
 }
 
@@ -357,11 +360,42 @@ def test_in_a_fixed_order_workers_and_ranks_do_not_change_a_bit() -> None:
         assert np.array_equal(two[i], halves[i]), i
 
 
+@pytest.mark.parametrize("rows", [1, 4, 20])
+def test_greedy_launches_of_ranks_choose_what_one_rank_does(rows: int) -> None:
+    """Each rank keeps its own logits. In steps of one row, peaks pass as words."""
+    steps, tokens, logits = 3, [], []
+    for ranks in (1, 2):
+        machine = EmulatedMachine(seed=3, ranks=ranks)
+        runner = runner_on(machine, "cuda", 4, ranks, fixed_order=True)
+        runner.sampling_integer[:, Integer.ENABLED] = 1
+        step = step_of([(s, range(60 + s, 61 + s)) for s in range(rows)])
+        runner.run(replace(step, wants_logits=False), steps)
+        assert {bucket.sampled for bucket in runner._programs} == {False}
+        name = "logits.share" if ranks > 1 else "logits"
+        logits.append(torch.cat([rank[name][:rows] for rank in runner.memory.ranks], dim=1))
+        tokens.append(np.array([runner.tokens[s, 61 + s : 61 + s + steps] for s in range(rows)]))
+    assert torch.equal(logits[0], logits[1])
+    assert np.array_equal(tokens[0], tokens[1])
+    assert np.array_equal(tokens[0][:, -1], logits[0].argmax(1))
+
+
 def test_halves_of_rows_gather_and_sum_over_ranks() -> None:
     """32 and 18 rows: matrix products, the second with a tile that is not full."""
     options = CompileOptions(3, machine="cuda", halves="all")
     machine = EmulatedMachine(seed=1, ranks=2)
     check_sums_and_gathers(machine, 2, 50, BF16, options, steps=2)
+
+
+@pytest.mark.parametrize("exchange", ["preferred", "tagged"])
+@pytest.mark.parametrize(
+    ("rows", "dtype"), [(1, F32), (3, BF16), (12, BF16), (20, BF16)], ids=["1", "3", "12", "20"]
+)
+def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
+    rows: int, dtype: DType, exchange: Exchange
+) -> None:
+    options = CompileOptions(3, machine="cuda", exchange=exchange)
+    machine = EmulatedMachine(seed=rows, ranks=2)
+    check_choices_of_ranks(machine, 2, rows, options, dtype, "shares")
 
 
 @pytest.mark.parametrize("rows", [3, 50])

@@ -7,10 +7,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from choices_of_ranks import Kept, check_choices_of_ranks, choice_of_ranks, gathers_peaks_alone
 from copy_programs import INPUT
 
 from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
+from megavm.instructions.sample import Sample
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import AllReduce, CompileOptions, default_options
@@ -86,6 +88,42 @@ def test_a_gather_with_another_reader_is_a_copy(options: CompileOptions) -> None
     for number, rank in enumerate(memory.ranks):
         assert rank["all"].tolist() == [[1.0] * 8 + [2.0] * 8] * 2
         assert rank["z"].tolist() == [[number + 1.0] * 8] * 2
+
+
+@MACHINES
+@OPTIONS
+@pytest.mark.parametrize("kept", ["nothing", "shares", "whole"])
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 3), (3, 2), (4, 1)])
+def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
+    ranks: int, rows: int, kept: Kept, options: CompileOptions, machine: Machine
+) -> None:
+    check_choices_of_ranks(machine, ranks, rows, options, kept=kept)
+
+
+@pytest.mark.parametrize("kept", ["nothing", "shares"])
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_a_greedy_choice_on_gpus_waits_for_peaks_of_all_ranks_alone(rows: int, kept: Kept) -> None:
+    """In a step of one row they are words: no barrier of the step holds the choice back."""
+    graph = choice_of_ranks(rows, 4, 512, BF16, kept)
+    program = compile_graph(graph, default_options("cuda", 8, rows))
+    assert gathers_peaks_alone(program)
+    products = [i for i in program.instructions if isinstance(i, Matmul)]
+    choices = [i for i in program.instructions if isinstance(i, Sample)]
+    assert len(products) + len(choices) == len(program)
+    assert all(any(w.target for w in choice.waits) == (rows > 1) for choice in choices)
+    assert len({i.tile for i in products}) == 8
+    assert program.tensors[products[0].peaks].columns == 4 * 2 * 8
+    assert program.tensors[products[0].peaks].tagged == (rows == 1)
+    assert program.tensors[products[0].out].shares == 1
+
+
+def test_logits_that_have_no_peaks_are_gathered() -> None:
+    """All ranks have more columns than float32 counts exactly; one rank alone has not."""
+    for share in (8, 1 << 23):
+        program = compile_graph(choice_of_ranks(1, 2, share), CompileOptions(1))
+        assert gathers_peaks_alone(program) == (share == 8)
+        (out,) = {i.out for i in program.instructions if isinstance(i, Matmul)}
+        assert program.tensors[out].shares == (1 if share == 8 else 2)
 
 
 @OPTIONS

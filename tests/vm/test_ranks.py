@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from copy_programs import ACTIVATION, INPUT, copy
 from scattering import check_scattering
 
+from megavm.instructions.matmul import Matmul
 from megavm.instructions.rms_norm import RmsNorm
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.isa import Instruction
@@ -186,6 +188,23 @@ def test_an_operand_that_kernels_store_on_one_rank_cannot_be_gathered() -> None:
 def test_a_share_that_is_read_by_the_instruction_that_writes_it_is_refused() -> None:
     text = sentence(gather_program([copy(ALL, ALL, (0, 4))], [[0]]))
     assert "writes all, which has shares, and names or reads it twice" in text
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_columns_of_gathered_peaks_are_counted_through_all_ranks(whole: bool) -> None:
+    """Whether the ranks gather the results or not: float32 must hold the last column's number."""
+    size = 1 << 23
+    tensors = [
+        TensorSpec("x", (1, 8), F32, INPUT),
+        TensorSpec("weight", (size, 8), F32, TensorKind.WEIGHT),
+        TensorSpec("y", (1, 2 * size if whole else size), F32, ACTIVATION, shares=1 + whole),
+        TensorSpec("peaks", (1, 4), F32, ACTIVATION, shares=2),
+    ]
+    product: dict[str, Any] = {"x": 0, "weight": 1, "out": 2, "part": 0, "part_k": 8, "x_rows": 1}
+    product |= {"row_begin": 0, "row_end": 1, "column_begin": 0, "column_end": 8, "eps": 0.0}
+    verify(Program.build(tensors, [Matmul(**product, tile=0)], [[0]], ranks=2))
+    text = sentence(Program.build(tensors, [Matmul(**product, tile=0, peaks=3)], [[0]], ranks=2))
+    assert "peaks are of y, 16777216 columns of F32: expected fewer than 2^24 of F32" in text
 
 
 def test_numbers_of_ranks_and_shared_barriers_are_checked() -> None:

@@ -31,6 +31,9 @@ struct Tensor {
   int64_t shape[4];
   DType dtype;
   bool tagged;  // stored as Word[rows][columns * dtype_bytes / 4]
+
+  // Number of this rank among those that gather the tensor; 0 if none do.
+  int64_t rank_of_share() const { return share_begin / own_columns; }
 };
 
 // Four bytes of a tagged tensor, and the epoch of the step that wrote them.

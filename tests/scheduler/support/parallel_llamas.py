@@ -42,6 +42,14 @@ def memory_of_ranks(
     return memory
 
 
+def logits_of_ranks(case: Case, memory: Memory) -> list[torch.Tensor]:
+    """The logits of the last step, as each rank has them; if each has its own, all of them once."""
+    live = case.logit_rows
+    if "logits.share" in memory:
+        return [torch.cat([rank["logits.share"][:live] for rank in memory.ranks], dim=1)]
+    return [rank["logits"][:live].clone() for rank in memory.ranks]
+
+
 def _parts(case: Case, whole: Memory, rank: Memory, name: str) -> list[tuple[str, int]]:
     """Names and rows of the parts of a tensor; ``whole`` gets those it lacks."""
     spec = rank.spec(name)

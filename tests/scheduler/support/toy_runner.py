@@ -168,7 +168,7 @@ class ToyRunner:
             self._published = []
             self.given += 1
 
-    def is_coming(self, *, sampled: bool) -> bool:
+    def is_coming(self, *, sampled: bool, wants_logits: bool = False) -> bool:
         return sampled and self.sampled_coming
 
     @property
@@ -249,13 +249,14 @@ class ToyRunner:
         chosen = []
         for i, row in zip(places.tolist(), step.logit_row.tolist(), strict=True):
             slot, tokens = slots[row], contexts[row]
-            self.logits[i] = toy_logits(tokens, self.vocab_size)
+            logits = toy_logits(tokens, self.vocab_size)
+            self.logits[i] = logits if step.wants_logits else np.nan
             if self.sampling_integer[slot, Integer.ENABLED]:
                 real, integer = self.sampling_real[slot], self.sampling_integer[slot]
                 largest = takes_largest(real, integer, len(tokens))
                 assert step.sampled or largest, "a greedy step ignores parameters"
                 allowed, bias = (self._seen[name][slot] for name in ("allowed", "bias"))
-                token = toy_token(tokens, self.logits[i], real, integer, allowed, bias)
+                token = toy_token(tokens, logits, real, integer, allowed, bias)
                 chosen.append((slot, positions[row] + 1, token))
         assert len({slot for slot, _, _ in chosen}) == len(chosen), "two choices for one sequence"
         for slot, position, token in chosen:
