@@ -222,7 +222,9 @@ def example(rng: np.random.Generator, case: Case) -> Example:
         x_rows=x_rows if case.gather else case.rows + 1,
         tile=max(case.tiles - 1, 0),
         eps=1e-5,
-        matrix=int(is_matrix_product(table.specs[x], table.specs[weight], case.rows)),
+        matrix=int(
+            not case.gather and is_matrix_product(table.specs[x], table.specs[weight], case.rows)
+        ),
     )
     if case.equal:
         table.values["x"][: case.rows // 2] = 0.0
