@@ -1,4 +1,4 @@
-"""Copies a rectangle from one tensor to another, converting the element type, or gathers its rows."""
+"""Copies a rectangle from one tensor to another, converting the element type, or rows that an index names."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Copy(Instruction):
 
     for i < row_end - row_begin and j < column_end - column_begin; rounded once if ``out`` is narrower.
 
-    With ``row_index`` it *gathers* rows: out[r, column_begin + j] := x[row_index[r], x_column + j] for the
-    live rows r of [row_begin, row_end).
+    With ``row_index`` it takes the rows that this names: out[r, column_begin + j] := x[row_index[r], x_column
+    + j] for the live rows r of [row_begin, row_end).
 
     If ranks gather ``out``, ``only`` may name the one rank that gets the tile. A rank that gives every rank
     another one *scatters*: the first half of a reduce-scatter.
@@ -31,16 +31,16 @@ class Copy(Instruction):
 
     x = tensor("source", F32, BF16, tagged=True)
     out = tensor("destination", F32, BF16, tagged=True, gathered=True)
-    row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
-    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
     x_row = integer("first source row; 0 with row_index")
-    x_rows = integer("row_index stays below this; 0 without row_index", default=0)
     x_column = integer("first source column")
     row_begin = integer("first destination row")
     row_end = integer("end of the destination rows")
     column_begin = integer("first destination column")
     column_end = integer("end of the destination columns")
     only = integer("the one rank that gets the tile; all when absent", default=NONE)
+    row_index = tensor("row of x for each row of out [rows]", I32, optional=True)
+    row_count = tensor("number of live rows [1]; all when absent", I32, optional=True)
+    x_rows = integer("row_index stays below this; NONE without row_index", default=NONE)
 
     @property
     def only_rank(self) -> int | None:
@@ -74,7 +74,7 @@ class Copy(Instruction):
             columns=(self.column_begin, self.column_end, out.own_columns),
         )
         yield from shapes(tensors, row_count=(self.row_count, 1, 1))
-        if self.row_index == NONE and (self.row_count != NONE or self.x_rows):
+        if self.row_index == NONE and (self.row_count != NONE or self.x_rows != NONE):
             yield "row_count and x_rows are of copies with row_index"
         if self.row_index != NONE:
             yield from ranges(x_rows=(0, self.x_rows, x.rows))

@@ -32,7 +32,7 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Copy]:
                 yield Copy(
                     **handles,
                     x_row=0 if gathers else top,
-                    x_rows=operation.inputs["x"].rows if gathers else 0,
+                    x_rows=operation.inputs["x"].rows if gathers else NONE,
                     x_column=first + left,
                     row_begin=top,
                     row_end=bottom,

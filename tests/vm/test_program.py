@@ -248,7 +248,7 @@ def write(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) 
 
 
 HOSTILE: list[tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = [
-    (lambda h, a: h.update(format=1), "format 1, this version reads 5"),
+    (lambda h, a: h.update(format=1), "format 1, this version reads 6"),
     (lambda h, a: h.pop("format"), "format"),
     (lambda h, a: h.update(workers="8"), "workers is '8', not int"),
     (lambda h, a: h.update(workers=True), "workers is True, not int"),

@@ -49,7 +49,7 @@ def test_a_program_without_instructions_is_accepted() -> None:
         ),
         (13, 3, "instruction 1 (copy, op1): rows [0, 3) is empty or outside [0, 2)"),
         (13, 0, "instruction 1 (copy, op1): rows [0, 0) is empty or outside [0, 2)"),
-        (17, 5, "instruction 1 (copy, op1): word 17 is 5, expected 0: no field uses it"),
+        (20, 5, "instruction 1 (copy, op1): word 20 is 5, expected 0: no field uses it"),
         (31, 1, "instruction 1 (copy, op1): word 31 is 1, expected 0: no field uses it"),
     ],
 )

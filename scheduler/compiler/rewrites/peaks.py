@@ -59,7 +59,7 @@ def _peaks(product: Operation, logits: Value, alone: bool, options: CompileOptio
     if alone:
         name = f"{product.label}.peaks.{columns}"
         return Value(name, rows, columns, F32, logits.capacity, shares=logits.shares)
-    name, shape = f"peaks.{rows}x{columns}", (rows, columns)
+    name, shape = f"{product.label}.peaks.{rows}x{columns}", (rows, columns)
     spec = TensorSpec(name, shape, F32, TensorKind.ACTIVATION, shares=logits.shares)
     return Value.of(spec)
 
