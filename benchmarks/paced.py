@@ -38,7 +38,7 @@ from megavm.garbage import is_frozen
 from megavm.scheduler.engine import step_memory
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.run import runner as runner_module
-from megavm.vm.cuda.copies import HostCopies
+from megavm.vm.cuda.copies import HostCopies, Words
 from megavm.vm.machine import Executable
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -102,19 +102,21 @@ class PacedCopies(HostCopies):
         """See ``Copies.send``."""
         target.numpy().data[:] = source.numpy().data
 
-    def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    def gather(self, words: Words, table: torch.Tensor, count: int) -> None:
         """See ``Copies.gather``."""
-        found, cells, where = values.numpy(), table.numpy(), places.numpy()
-        for begin in range(0, len(where), _KEPT):
-            part = slice(begin, begin + _KEPT)
-            found[part] = cells[where[part]]
+        cells = table.numpy()
+        for part in _parts(count):
+            words.value_array[part] = cells[words.place_array[part]]
 
-    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    def scatter(self, words: Words, table: torch.Tensor, count: int) -> None:
         """See ``Copies.scatter``."""
-        written, cells, where = values.numpy(), table.numpy(), places.numpy()
-        for begin in range(0, len(where), _KEPT):
-            part = slice(begin, begin + _KEPT)
-            cells[where[part]] = written[part]
+        cells = table.numpy()
+        for part in _parts(count):
+            cells[words.place_array[part]] = words.value_array[part]
+
+
+def _parts(count: int) -> list[slice]:
+    return [slice(begin, min(begin + _KEPT, count)) for begin in range(0, count, _KEPT)]
 
 
 class PacedExecutable:

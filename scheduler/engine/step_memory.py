@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megavm.scheduler.engine.step import Bools, Floats, Ints, Step, signed_word
-from megavm.vm.cuda.copies import Copies, HostCopies
+from megavm.vm.cuda.copies import Copies, HostCopies, Words
 from megavm.vm.cuda.driver import CudaError
 from megavm.vm.machine import Executable, MachineFault
 from megavm.vm.memory import TORCH_DTYPE, Memory
@@ -131,12 +131,10 @@ class _Stage:
     """Pinned memory that copies of one launch use. The host writes to it when it has ended."""
 
     slab: torch.Tensor
-    words: Ints  # the slab, for numpy
+    view: memoryview  # of the slab
     times: tuple[Any, Any]  # events: begin and end of the launch
-    places: torch.Tensor  # int64: where the chosen tokens are in the table
-    chosen: torch.Tensor  # int32
-    written_places: torch.Tensor  # the same for tokens that the host has written
-    written: torch.Tensor
+    chosen: Words  # of the table of tokens
+    written: Words  # tokens that the host has written
 
 
 class DeviceStepMemory(StepMemory):
@@ -162,7 +160,7 @@ class DeviceStepMemory(StepMemory):
         inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
         sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
         self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
-        self._host_words: Ints = self._host_slab.numpy()
+        self._host_view = self._host_slab.numpy().data
         self._copies = [Copies(d) if self._on_gpu else HostCopies() for d in self._devices]
         self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
@@ -179,9 +177,10 @@ class DeviceStepMemory(StepMemory):
         host_tokens = self._pinned(tokens.shape, torch.int32)
         self.arrays["tokens"] = host_tokens.numpy()
         # Flat, because that is the fastest way to parts of rows.
-        self._host_tokens = host_tokens.view(-1)
+        self._host_tokens: Ints = host_tokens.view(-1).numpy()
         self._tokens = [rank.storage(tokens.name).view(-1) for rank in memory.ranks]
         self._width = tokens.columns
+        self._places = np.arange(self._width)
         self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
         # On the host, and on each rank's GPU.
         self._rows: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -206,8 +205,13 @@ class DeviceStepMemory(StepMemory):
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make rank 0's GPU current for torch, and on each GPU the default stream."""
+        streams = self._streams
+        if all(torch.cuda.current_stream(s.device) == s for s in streams) and (
+            not streams or torch.cuda.current_device() == streams[-1].device.index
+        ):
+            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
-        for stream in self._streams:
+        for stream in streams:
             stack.enter_context(torch.cuda.stream(stream))
         return stack
 
@@ -217,11 +221,10 @@ class DeviceStepMemory(StepMemory):
     def _make_stage(self, count: int) -> _Stage:
         slab = self._pinned(self._host_slab.shape, torch.int32)
         times = self._copies[0].event(), self._copies[0].event()
-        return _Stage(slab, slab.numpy(), times, *self._buffers(count), *self._buffers(count))
+        return _Stage(slab, slab.numpy().data, times, self._words(count), self._words(count))
 
-    def _buffers(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """For the places of ``count`` tokens, and for the tokens."""
-        return self._pinned((count,), torch.int64), self._pinned((count,), torch.int32)
+    def _words(self, count: int) -> Words:
+        return Words(count, pinned=self._on_gpu)
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         super().write_tokens(slot, tokens)
@@ -290,7 +293,7 @@ class DeviceStepMemory(StepMemory):
         self._awaited += step.awaits_masks
         self.arrays["masks_awaited"][0] = signed_word(self._awaited)
         # Copies of numpy and torch would give up the interpreter.
-        stage.words.data[:] = self._host_words.data
+        stage.view[:] = self._host_view
         for copies, slab in zip(self._copies, self._slabs, strict=True):
             copies.send(slab, stage.slab)
         self._send_written(stage)
@@ -304,14 +307,15 @@ class DeviceStepMemory(StepMemory):
         slots, places = self._fetch(stage, step, steps)
         wait = device.mark()
         table = self.arrays["tokens"].reshape(-1)
-        found = stage.chosen.narrow(0, 0, len(places)).numpy()  # once the launch has ended
-
+        found = stage.chosen.value_array[: len(places)]  # once the launch has ended
         awaited = self._awaited
 
         def finish(gone: Bools | None = None) -> None:
             if self._given < awaited:  # nobody will write its masks any more
                 self.release()
             wait()
+            if self._last_end is end:
+                self._last_end = None
             # A launch behind this one copies rows that the host may write for the one after it.
             sent, self._rows_sent = self._rows_sent, []
             with _errors_as_faults():
@@ -335,14 +339,17 @@ class DeviceStepMemory(StepMemory):
         for slot, count in written:
             counts[slot] = max(count, counts.get(slot, 0))
         total = sum(counts.values())
-        ranges = [np.arange(count) + slot * self._width for slot, count in counts.items()]
-        if total > len(stage.written_places):
-            stage.written_places, stage.written = self._buffers(2 * total)
-        places, values = stage.written_places[:total], stage.written[:total]
-        where = np.concatenate(ranges, out=places.numpy())
-        np.take(self._host_tokens.numpy(), where, out=values.numpy(), mode="clip")
+        if total > stage.written.size:
+            stage.written = self._words(2 * total)
+        words, at = stage.written, 0
+        for slot, count in counts.items():
+            first, own = slot * self._width, slice(at, at + count)
+            words.value_array[own] = self._host_tokens[first : first + count]
+            words.place_array[own] = self._places[:count]
+            words.place_array[own] += first
+            at += count
         for copies, tokens in zip(self._copies, self._tokens, strict=True):
-            copies.scatter(values, tokens, places)
+            copies.scatter(words, tokens, total)
 
     def _send_changed(self) -> None:
         """Start to copy the rows that ``publish`` has named, from where the host writes them."""
@@ -370,10 +377,10 @@ class DeviceStepMemory(StepMemory):
         places = (slots[:, None].astype(np.int64) * self._width + columns).reshape(-1)
         places = np.minimum(np.maximum(places, 0), len(tokens) - 1)
         count = len(places)
-        if count > len(stage.places):
-            stage.places, stage.chosen = self._buffers(2 * count)
-        stage.places[:count].numpy()[:] = places
-        self._copies[0].gather(stage.chosen[:count], tokens, stage.places[:count])
+        if count > stage.chosen.size:
+            stage.chosen = self._words(2 * count)
+        stage.chosen.place_array[:count] = places
+        self._copies[0].gather(stage.chosen, tokens, count)
         return slots.repeat(steps), places
 
 

@@ -13,7 +13,7 @@ import torch
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory, StepMemory
 from megavm.scheduler.llama.graph import Limits, step_tensors
-from megavm.vm.cuda.copies import HostCopies
+from megavm.vm.cuda.copies import HostCopies, Words
 from megavm.vm.cuda.driver import CudaError
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import Executable, MachineFault
@@ -251,8 +251,8 @@ class LateCopies(HostCopies):
     def send(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.late.append(lambda: super(LateCopies, self).send(target, source))
 
-    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
-        self.late.append(lambda: super(LateCopies, self).scatter(values, table, places))
+    def scatter(self, words: Words, table: torch.Tensor, count: int) -> None:
+        self.late.append(lambda: super(LateCopies, self).scatter(words, table, count))
 
     def mark(self) -> Callable[[], None]:
         return self.run

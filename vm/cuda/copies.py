@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megavm.vm.cuda.compiler import compile_kernel
@@ -18,6 +20,40 @@ from megavm.vm.cuda.driver import Driver
 
 ENTRY = "cuda/copies.cu"
 THREADS = 256
+
+
+class Words:
+    """Words of a table and where they are in it, in memory of the host; pinned for a GPU.
+
+    ``values`` int32 and ``places`` int64, [size]; ``value_array`` and ``place_array`` are the same for numpy.
+    """
+
+    def __init__(self, size: int, *, pinned: bool) -> None:
+        self.size = size
+        self.values = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self.places = torch.zeros(size, dtype=torch.int64, pin_memory=pinned)
+        self.value_array: npt.NDArray[np.int32] = self.values.numpy()
+        self.place_array: npt.NDArray[np.int64] = self.places.numpy()
+        # Arguments of launches, by kernel and table.
+        self._arguments: dict[tuple[int, int], _Arguments] = {}
+
+    def arguments(self, function: int, table: torch.Tensor) -> _Arguments:
+        """The arguments of a kernel for these words; making them takes as long as a launch."""
+        key = function, table.data_ptr()
+        if key not in self._arguments:
+            addresses = [tensor.data_ptr() for tensor in (self.values, table, self.places)]
+            self._arguments[key] = _Arguments(addresses)
+        return self._arguments[key]
+
+
+class _Arguments:
+    """Arguments of a kernel of ENTRY: ``count``, and ``address`` of the pointers to all of them."""
+
+    def __init__(self, addresses: Sequence[int]) -> None:
+        self.count = ctypes.c_uint32()
+        self._kept = *map(ctypes.c_void_p, addresses), self.count
+        self._pointers = (ctypes.c_void_p * len(self._kept))(*map(ctypes.addressof, self._kept))
+        self.address = ctypes.addressof(self._pointers)
 
 
 class Copies:
@@ -58,31 +94,23 @@ class Copies:
                 *(source.nbytes, stream),
             )
 
-    def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
-        """values = table[places]: int32 on the host, from int32 on the GPU by int64 on the host.
+    def gather(self, words: Words, table: torch.Tensor, count: int) -> None:
+        """Bring the first ``count`` words from their places in an int32 table on the GPU. Raises CudaError."""
+        self._start(self._gather, words, table, count)
 
-        Raises CudaError.
-        """
-        self._start(self._gather, values, table, places)
+    def scatter(self, words: Words, table: torch.Tensor, count: int) -> None:
+        """Bring the first ``count`` words to their places in an int32 table on the GPU. Raises CudaError."""
+        self._start(self._scatter, words, table, count)
 
-    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
-        """table[places] = values, which are as in ``gather``. Raises CudaError."""
-        self._start(self._scatter, values, table, places)
-
-    def _start(
-        self, function: Any, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor
-    ) -> None:
-        count = len(places)
+    def _start(self, function: int, words: Words, table: torch.Tensor, count: int) -> None:
         if not count:
             return
-        words = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, table, places)]
-        arguments = [*words, ctypes.c_uint32(count)]
-        pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
-        blocks = -(-count // THREADS)
+        arguments = words.arguments(function, table)
+        arguments.count.value = count
         with self._driver.current():
             self._driver.call(
-                *("cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0),
-                *(self._stream, ctypes.addressof(pointers), 0),
+                *("cuLaunchKernel", function, -(-count // THREADS), 1, 1, THREADS, 1, 1, 0),
+                *(self._stream, arguments.address, 0),
             )
 
     def mark(self) -> Callable[[], None]:
@@ -126,13 +154,13 @@ class HostCopies:
         """See ``Copies.send_beside``."""
         self.send(target, source)
 
-    def gather(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    def gather(self, words: Words, table: torch.Tensor, count: int) -> None:
         """See ``Copies.gather``."""
-        torch.index_select(table, 0, places, out=values)
+        torch.index_select(table, 0, words.places[:count], out=words.values[:count])
 
-    def scatter(self, values: torch.Tensor, table: torch.Tensor, places: torch.Tensor) -> None:
+    def scatter(self, words: Words, table: torch.Tensor, count: int) -> None:
         """See ``Copies.scatter``."""
-        table.index_copy_(0, places, values)
+        table.index_copy_(0, words.places[:count], words.values[:count])
 
     def mark(self) -> Callable[[], None]:
         """See ``Copies.mark``: all copies have run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -71,23 +71,13 @@ class Driver:
             raise CudaError(result.name, name)
         return values[0] if values else None
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> contextlib.AbstractContextManager[None]:
         """Make the context current on this thread inside a ``with`` block."""
-        context = ctypes.c_void_p()
-        self.call("cuCtxGetCurrent", ctypes.byref(context))
-        if context.value == self._handle:
-            yield
-            return
-        self.call("cuCtxPushCurrent", self._handle)
-        try:
-            yield
-        finally:
-            self._keeping["cuCtxPopCurrent"](ctypes.byref(context))
+        return _Current(self, self._handle)
 
     def stream(self) -> int:
         """Torch's current stream."""
-        return int(torch.cuda.current_stream(self.memory_device).cuda_stream)
+        return int(torch.cuda.current_stream(self.device).cuda_stream)
 
     def host_word(self) -> torch.Tensor:
         """An int32 word on the host that copies from the GPU do not wait for."""
@@ -135,6 +125,28 @@ class Driver:
             )
             self.call("cuFuncSetAttribute", function, attribute, shared)
         return int(function)
+
+
+class _Current(contextlib.AbstractContextManager[None]):
+    """A context of the driver, current inside a ``with`` block; most often it is so already."""
+
+    __slots__ = ("_driver", "_handle", "_pushed")
+
+    def __init__(self, driver: Driver, handle: int) -> None:
+        self._driver = driver
+        self._handle = handle
+        self._pushed = False
+
+    def __enter__(self) -> None:
+        context = ctypes.c_void_p()
+        self._driver.call("cuCtxGetCurrent", ctypes.byref(context))
+        if context.value != self._handle:
+            self._driver.call("cuCtxPushCurrent", self._handle)
+            self._pushed = True
+
+    def __exit__(self, *_: object) -> None:
+        if self._pushed:  # an error has been raised already, by the call before
+            self._driver._keeping["cuCtxPopCurrent"](ctypes.byref(ctypes.c_void_p()))
 
 
 class _Mark:
