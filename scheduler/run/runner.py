@@ -49,6 +49,7 @@ from megavm.scheduler.run.buckets import (
     compile_bucket,
     weight_specs,
 )
+from megavm.scheduler.run.interleave import attention_rows, interleave
 from megavm.scheduler.run.machines import make_machine
 from megavm.scheduler.run.program_cache import cached
 from megavm.scheduler.run.programs import Compile, Programs
@@ -110,6 +111,7 @@ class Runner:
         self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
+        self._row_tiles: dict[Bucket, int] = {}  # rows of a tile of attention; 0: no matter
         # Whether only programs that sample gather the logits; others leave them on their ranks.
         self._divides_logits = parallel.divides_vocabulary(config.vocab_size)
         self._unloadable: set[Bucket] = set()  # those that could not be loaded ahead
@@ -325,9 +327,10 @@ class Runner:
         """
         started = started or _nothing
         bucket = bucket or self._choose(step, steps) or self._own(step, steps)
-        self._describe(step)
+        self._check(step)
         with self._running, self._step.current():
             executable = self._loaded(bucket, started)
+            step = self._describe(step, bucket, executable.program)
             try:
                 self._step.run(executable, step, steps, started)
             except MachineLost:
@@ -376,9 +379,10 @@ class Runner:
         if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
             self.run(step, steps, started, bucket)
             return None
-        self._describe(step)
+        self._check(step)
         with self._running, self._step.current():
             executable = self._loaded(bucket, started)
+            step = self._describe(step, bucket, executable.program)
             try:
                 finish = memory.start(executable, step, steps)
             except BaseException as error:
@@ -453,8 +457,8 @@ class Runner:
                 rows = torch.from_numpy(np.argsort(part_of_logits, kind="stable"))
                 logits[rows.to(logits.device)] = torch.cat(kept)
 
-    def _describe(self, step: Step) -> None:
-        """Write a step to the arrays. Raises ValueError when it is beyond the limits."""
+    def _check(self, step: Step) -> None:
+        """Raise ValueError when a step is beyond the limits."""
         rows, logit_rows = step.num_rows, len(step.logit_row)
         limits = self.limits
         if not 0 < rows <= limits.max_num_batched_tokens or logit_rows > limits.max_logit_rows:
@@ -462,7 +466,17 @@ class Runner:
                 f"a step of {rows} rows and {logit_rows} logit rows is outside the limits "
                 f"{limits.max_num_batched_tokens} and {limits.max_logit_rows}"
             )
-        arrays = self._arrays
+
+    def _describe(self, step: Step, bucket: Bucket, program: Program) -> Step:
+        """Write a step to the arrays, its rows in the order that suits the program of a bucket.
+
+        Returns it in this order.
+        """
+        if bucket not in self._row_tiles:
+            in_order = self.options(bucket.rows).fixed_order
+            self._row_tiles[bucket] = 0 if in_order else attention_rows(program)
+        step = interleave(step, self._row_tiles[bucket])
+        rows, logit_rows, arrays = step.num_rows, len(step.logit_row), self._arrays
         arrays["row_sequence"][:rows] = step.row_sequence
         arrays["row_position"][:rows] = step.row_position
         arrays["row_count"][0] = rows
@@ -470,6 +484,7 @@ class Runner:
         if not logit_rows:
             arrays["logit_row"][0] = 0  # a program of one row computes its logits in any case
         arrays["logit_count"][0] = logit_rows
+        return step
 
     def _loaded(self, bucket: Bucket, started: Callable[[], None]) -> Executable:
         """The executable of a bucket; calls ``started`` if it must be made first."""

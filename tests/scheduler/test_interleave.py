@@ -1,0 +1,164 @@
+"""Rows that decode are dealt out to the tiles of attention; the step means the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import megavm.scheduler.run.runner as runner_module
+from megavm.instructions.attention import Attention
+from megavm.scheduler.compiler.options import CompileOptions
+from megavm.scheduler.engine.step import Step
+from megavm.scheduler.llama.checkpoint import Checkpoint
+from megavm.scheduler.llama.graph import Limits
+from megavm.scheduler.run.interleave import attention_rows, interleave
+from megavm.scheduler.run.runner import Runner
+
+LIMITS = Limits(
+    max_num_seqs=20,
+    max_model_len=64,
+    max_num_batched_tokens=64,
+    max_logit_rows=20,
+    num_blocks=80,
+    block_size=16,
+)
+
+
+def ints(values: list[int]) -> Any:
+    return np.array(values, dtype=np.int32)
+
+
+def step_of(decoding: list[int], chunks: list[tuple[int, int]]) -> Step:
+    """Rows of sequences that decode at these positions, then chunks (first position, tokens).
+
+    Each chunk chooses a token at its end.
+    """
+    sequences, positions = list(range(len(decoding))), list(decoding)
+    logit_rows = list(range(len(decoding)))
+    for number, (begin, tokens) in enumerate(chunks, len(decoding)):
+        sequences += [number] * tokens
+        positions += range(begin, begin + tokens)
+        logit_rows.append(len(positions) - 1)
+    return Step(ints(sequences), ints(positions), ints(logit_rows), max(positions) + 1)
+
+
+def tokens_of(step: Step) -> list[tuple[int, int]]:
+    return list(zip(step.row_sequence.tolist(), step.row_position.tolist(), strict=True))
+
+
+STEPS = st.builds(
+    step_of,
+    st.lists(st.integers(0, 900), max_size=40),
+    st.lists(st.tuples(st.integers(0, 900), st.integers(1, 70)), min_size=1, max_size=6),
+)
+
+
+@given(STEPS, st.integers(0, 64))
+def test_a_step_has_the_same_tokens_and_chooses_for_the_same(step: Step, tile: int) -> None:
+    found = interleave(step, tile)
+    before, after = tokens_of(step), tokens_of(found)
+    assert sorted(after) == sorted(before)
+    assert [after[row] for row in found.logit_row] == [before[row] for row in step.logit_row]
+    assert found.row_sequence.dtype == found.row_position.dtype == found.logit_row.dtype == np.int32
+    assert found.context == step.context
+    for sequence in set(step.row_sequence.tolist()):  # prompts stay in order
+        rows = [token for token in after if token[0] == sequence]
+        assert rows == sorted(rows)
+
+
+@given(STEPS, st.integers(1, 64))
+def test_each_tile_has_its_share_of_the_rows_that_decode(step: Step, tile: int) -> None:
+    sequences, counts = np.unique(step.row_sequence, return_counts=True)
+    lone = set(sequences[counts == 1].tolist())
+    rows, single = step.num_rows, [s in lone for s in interleave(step, tile).row_sequence.tolist()]
+    if len(lone) == rows:
+        return
+    for begin in range(0, rows, tile):
+        own = single[begin : begin + tile]
+        assert sorted(own, reverse=True) == own  # they come first
+        assert abs(sum(own) - len(lone) * len(own) / rows) < 1
+
+
+def test_long_contexts_are_spread_too() -> None:
+    step = step_of([10, 11, 12, 13, 500, 501, 502, 503], [(0, 24)])
+    found = interleave(step, 8)
+    firsts = [found.row_position[begin : begin + 2].tolist() for begin in range(0, 32, 8)]
+    assert firsts == [[503, 13], [502, 12], [501, 11], [500, 10]]
+
+
+def test_a_step_of_one_kind_of_rows_stays_as_it_is() -> None:
+    for step in (step_of([4, 5, 6, 7], []), step_of([], [(0, 20), (3, 9)])):
+        assert interleave(step, 4) is step
+    step = step_of([4, 5], [(0, 10)])
+    for tile in (0, 12, 100):
+        assert interleave(step, tile) is step
+
+
+@pytest.fixture(scope="module")
+def directory(make_llama: Callable[..., tuple[Path, Any]]) -> Path:
+    path, _ = make_llama(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+    )
+    return path
+
+
+def logits_of_a_mixed_step(directory: Path, step: Step) -> Any:
+    """The logits of a step whose sequences have been read before up to its positions."""
+    runner = Runner.for_checkpoint(
+        Checkpoint.open(directory), LIMITS, workers=8, options=CompileOptions(8)
+    )
+    draw = np.random.default_rng(1)
+    for slot in range(LIMITS.max_num_seqs):
+        runner.write_tokens(slot, draw.integers(0, 50, 64, dtype=np.int32))
+        runner.block_table[slot] = np.arange(4 * slot, 4 * slot + 4)
+    for sequence in sorted(set(step.row_sequence.tolist())):
+        begin = int(step.row_position[step.row_sequence == sequence][0])
+        if begin:
+            positions = np.arange(begin, dtype=np.int32)
+            before = np.full_like(positions, sequence)
+            runner.run(Step(before, positions, positions[-1:], begin))
+    runner.run(step)
+    return runner.logits[: len(step.logit_row)].copy()
+
+
+def test_the_machine_computes_the_same_in_either_order(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = step_of([5, 40, 17, 3, 30, 8], [(0, 21), (9, 20)])
+    orders: list[list[tuple[int, int]]] = []
+
+    def noted(step: Step, tile: int) -> Step:
+        found = interleave(step, tile)
+        orders.append(tokens_of(found))
+        return found
+
+    monkeypatch.setattr(runner_module, "interleave", noted)
+    dealt_out = logits_of_a_mixed_step(directory, step)
+    assert orders[-1] != tokens_of(step)
+    monkeypatch.setattr(runner_module, "interleave", lambda step, tile: step)
+    assert np.array_equal(logits_of_a_mixed_step(directory, step), dealt_out)
+    assert len(np.unique(dealt_out[:, 0])) == len(dealt_out)
+
+
+def test_a_program_says_how_many_rows_a_tile_of_attention_has(directory: Path) -> None:
+    runner = Runner.for_checkpoint(
+        Checkpoint.open(directory), LIMITS, workers=8, options=CompileOptions(8)
+    )
+    program = runner.program(runner.bucket(47, 8, 41))
+    ranges = {(i.row_begin, i.row_end) for i in program.instructions if isinstance(i, Attention)}
+    tile = attention_rows(program)
+    assert ranges == {(begin, begin + tile) for begin in range(0, 64, tile)}
+    assert 0 < tile < 47
