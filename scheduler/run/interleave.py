@@ -1,4 +1,4 @@
-"""The order of a step's rows: those that decode are dealt out to the tiles of attention.
+"""The order of a step's rows: those that decode are dealt out to the workers.
 
 The planner puts the rows of sequences that decode first and the chunks of prompts behind them. An
 attention instruction has a range of rows. If rows that decode filled the first ranges, a few
@@ -9,6 +9,7 @@ nothing: each row names its sequence and position, and logit rows are named by t
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,23 +18,38 @@ from megavm.scheduler.engine.step import Step
 from megavm.vm.program import Program
 
 
-def attention_rows(program: Program) -> int:
-    """How many rows an attention instruction of the program has; 0 if there is none."""
+class RowRanges(NamedTuple):
+    """The ranges of rows of a program's attention: ``rows`` in each; ``abreast``: ranges that have
+    an instruction for each worker together."""
+
+    rows: int
+    abreast: int
+
+
+def row_ranges(program: Program) -> RowRanges | None:
+    """The ranges of a program's attention; None if it has none."""
     found = np.flatnonzero(program.words[:, 0] == Attention.opcode)
     if not found.size:
-        return 0
-    first = Attention.decode(program.words[found[0]].astype("<u4").tobytes())
-    return first.row_end - first.row_begin
+        return None
+    heads = 0  # instructions of the first range
+    for index in found:
+        tile = Attention.decode(program.words[index].astype("<u4").tobytes())
+        if tile.row_begin > 0:
+            break
+        heads, rows = heads + 1, tile.row_end
+    return RowRanges(rows, max(program.workers // heads, 1))
 
 
-def interleave(step: Step, tile: int) -> Step:
-    """The same step, in which each range of ``tile`` rows has its share of the single rows.
+def interleave(step: Step, ranges: RowRanges | None) -> Step:
+    """The same step, whose single rows are spread over as many ranges as workers process at a time.
 
     A row is single if no row beside it is its neighbour in its sequence. They come first in their
-    range, and those with long contexts are spread as well. All other rows keep their order.
+    range, and those with long contexts are spread as well. All other rows keep their order. A step
+    whose single rows fill so many ranges stays as it is: to spread them further only makes pieces
+    smaller (8B, 512 of them in 4096 rows: 7 % longer).
     """
     rows = step.num_rows
-    if step.distinct or not 0 < tile < rows:
+    if step.distinct or ranges is None or ranges.rows >= rows:
         return step
     sequence, position = step.row_sequence, step.row_position
     goes_on = (sequence[1:] == sequence[:-1]) & (position[1:] == position[:-1] + 1)
@@ -41,15 +57,13 @@ def interleave(step: Step, tile: int) -> Step:
     single[1:] &= ~goes_on
     single[:-1] &= ~goes_on
     alone = np.flatnonzero(single)
-    count = len(alone)
-    if count in (0, rows):
+    count, size = len(alone), ranges.rows
+    used = min(ranges.abreast, rows // size)
+    if count in (0, rows) or count > (used - 1) * size:
         return step
-    ends = np.minimum(np.arange(tile, rows + tile, tile), rows)
-    shares = np.diff(count * ends // rows, prepend=0)
-    # Place by place: the first of each range, the second of each, ...
-    ranges = np.repeat(np.arange(len(ends)), shares)
-    turns = np.arange(count) - np.repeat(np.cumsum(shares) - shares, shares)
-    places = (ranges * tile + turns)[np.lexsort((ranges, turns))]
+    # Turn by turn: the first place of each range, the second of each, ...
+    turns, numbers = np.divmod(np.arange(count), used)
+    places = numbers * size + turns
     order = np.empty(rows, dtype=np.intp)
     order[places] = alone[np.argsort(-position[alone], kind="stable")]
     free = np.ones(rows, dtype=np.bool_)

@@ -49,7 +49,7 @@ from megavm.scheduler.run.buckets import (
     compile_bucket,
     weight_specs,
 )
-from megavm.scheduler.run.interleave import attention_rows, interleave
+from megavm.scheduler.run.interleave import RowRanges, interleave, row_ranges
 from megavm.scheduler.run.machines import make_machine
 from megavm.scheduler.run.program_cache import cached
 from megavm.scheduler.run.programs import Compile, Programs
@@ -111,7 +111,7 @@ class Runner:
         self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
         self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
         self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
-        self._row_tiles: dict[Bucket, int] = {}  # rows of a tile of attention; 0: no matter
+        self._row_ranges: dict[Bucket, RowRanges | None] = {}  # None: the order of rows stays
         # Whether only programs that sample gather the logits; others leave them on their ranks.
         self._divides_logits = parallel.divides_vocabulary(config.vocab_size)
         self._unloadable: set[Bucket] = set()  # those that could not be loaded ahead
@@ -472,10 +472,10 @@ class Runner:
 
         Returns it in this order.
         """
-        if bucket not in self._row_tiles:
-            in_order = self.options(bucket.rows).fixed_order
-            self._row_tiles[bucket] = 0 if in_order else attention_rows(program)
-        step = interleave(step, self._row_tiles[bucket])
+        if bucket not in self._row_ranges:
+            fixed = self.options(bucket.rows).fixed_order
+            self._row_ranges[bucket] = None if fixed else row_ranges(program)
+        step = interleave(step, self._row_ranges[bucket])
         rows, logit_rows, arrays = step.num_rows, len(step.logit_row), self._arrays
         arrays["row_sequence"][:rows] = step.row_sequence
         arrays["row_position"][:rows] = step.row_position

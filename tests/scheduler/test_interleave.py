@@ -17,7 +17,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Limits
-from megavm.scheduler.run.interleave import attention_rows, interleave
+from megavm.scheduler.run.interleave import RowRanges, interleave, row_ranges
 from megavm.scheduler.run.runner import Runner
 
 LIMITS = Limits(
@@ -28,6 +28,7 @@ LIMITS = Limits(
     num_blocks=80,
     block_size=16,
 )
+LAYERS = 2
 
 
 def ints(values: list[int]) -> Any:
@@ -59,9 +60,12 @@ STEPS = st.builds(
 )
 
 
-@given(STEPS, st.integers(0, 64))
-def test_a_step_has_the_same_tokens_and_chooses_for_the_same(step: Step, tile: int) -> None:
-    found = interleave(step, tile)
+RANGES = st.builds(RowRanges, st.integers(1, 64), st.integers(1, 20))
+
+
+@given(STEPS, RANGES)
+def test_a_step_has_the_same_tokens_and_chooses_for_the_same(step: Step, ranges: RowRanges) -> None:
+    found = interleave(step, ranges)
     before, after = tokens_of(step), tokens_of(found)
     assert sorted(after) == sorted(before)
     assert [after[row] for row in found.logit_row] == [before[row] for row in step.logit_row]
@@ -72,32 +76,43 @@ def test_a_step_has_the_same_tokens_and_chooses_for_the_same(step: Step, tile: i
         assert rows == sorted(rows)
 
 
-@given(STEPS, st.integers(1, 64))
-def test_each_tile_has_its_share_of_the_rows_that_decode(step: Step, tile: int) -> None:
+@given(STEPS, RANGES)
+def test_as_many_ranges_as_workers_process_at_a_time_have_equal_shares(
+    step: Step, ranges: RowRanges
+) -> None:
     sequences, counts = np.unique(step.row_sequence, return_counts=True)
     lone = set(sequences[counts == 1].tolist())
-    rows, single = step.num_rows, [s in lone for s in interleave(step, tile).row_sequence.tolist()]
-    if len(lone) == rows:
+    found = interleave(step, ranges)
+    single = [s in lone for s in found.row_sequence.tolist()]
+    parts = [single[i : i + ranges.rows] for i in range(0, step.num_rows, ranges.rows)]
+    whole = step.num_rows // ranges.rows  # the last one may have few rows
+    used = parts[: min(ranges.abreast, whole)]
+    if found is step:
+        few = 0 < len(lone) <= (len(used) - 1) * ranges.rows < step.num_rows
+        assert not few or len(lone) == step.num_rows
         return
-    for begin in range(0, rows, tile):
-        own = single[begin : begin + tile]
-        assert sorted(own, reverse=True) == own  # they come first
-        assert abs(sum(own) - len(lone) * len(own) / rows) < 1
+    assert all(sorted(part, reverse=True) == part for part in parts)  # they come first
+    assert sum(map(sum, used)) == len(lone)
+    assert max(map(sum, used)) - min(map(sum, used)) <= 1
 
 
 def test_long_contexts_are_spread_too() -> None:
     step = step_of([10, 11, 12, 13, 500, 501, 502, 503], [(0, 24)])
-    found = interleave(step, 8)
+    found = interleave(step, RowRanges(8, 4))
     firsts = [found.row_position[begin : begin + 2].tolist() for begin in range(0, 32, 8)]
     assert firsts == [[503, 13], [502, 12], [501, 11], [500, 10]]
 
 
-def test_a_step_of_one_kind_of_rows_stays_as_it_is() -> None:
+def test_steps_that_nothing_can_be_gained_for_stay_as_they_are() -> None:
     for step in (step_of([4, 5, 6, 7], []), step_of([], [(0, 20), (3, 9)])):
-        assert interleave(step, 4) is step
+        assert interleave(step, RowRanges(2, 4)) is step
     step = step_of([4, 5], [(0, 10)])
-    for tile in (0, 12, 100):
-        assert interleave(step, tile) is step
+    for ranges in (None, RowRanges(12, 4), RowRanges(100, 4)):
+        assert interleave(step, ranges) is step
+    # Single rows that keep all workers busy.
+    full = step_of(list(range(9)), [(0, 40)])
+    assert interleave(full, RowRanges(4, 3)) is full
+    assert interleave(full, RowRanges(4, 4)) is not full
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +121,7 @@ def directory(make_llama: Callable[..., tuple[Path, Any]]) -> Path:
         vocab_size=50,
         hidden_size=32,
         intermediate_size=48,
-        num_hidden_layers=2,
+        num_hidden_layers=LAYERS,
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
@@ -140,15 +155,15 @@ def test_the_machine_computes_the_same_in_either_order(
     step = step_of([5, 40, 17, 3, 30, 8], [(0, 21), (9, 20)])
     orders: list[list[tuple[int, int]]] = []
 
-    def noted(step: Step, tile: int) -> Step:
-        found = interleave(step, tile)
+    def noted(step: Step, ranges: RowRanges | None) -> Step:
+        found = interleave(step, ranges)
         orders.append(tokens_of(found))
         return found
 
     monkeypatch.setattr(runner_module, "interleave", noted)
     dealt_out = logits_of_a_mixed_step(directory, step)
     assert orders[-1] != tokens_of(step)
-    monkeypatch.setattr(runner_module, "interleave", lambda step, tile: step)
+    monkeypatch.setattr(runner_module, "interleave", lambda step, ranges: step)
     assert np.array_equal(logits_of_a_mixed_step(directory, step), dealt_out)
     assert len(np.unique(dealt_out[:, 0])) == len(dealt_out)
 
@@ -158,7 +173,9 @@ def test_a_program_says_how_many_rows_a_tile_of_attention_has(directory: Path) -
         Checkpoint.open(directory), LIMITS, workers=8, options=CompileOptions(8)
     )
     program = runner.program(runner.bucket(47, 8, 41))
-    ranges = {(i.row_begin, i.row_end) for i in program.instructions if isinstance(i, Attention)}
-    tile = attention_rows(program)
-    assert ranges == {(begin, begin + tile) for begin in range(0, 64, tile)}
-    assert 0 < tile < 47
+    found = [(i.row_begin, i.row_end) for i in program.instructions if isinstance(i, Attention)]
+    ranges = row_ranges(program)
+    assert ranges is not None
+    assert 0 < ranges.rows < 47
+    assert set(found) == {(i, i + ranges.rows) for i in range(0, 64, ranges.rows)}
+    assert ranges.abreast == 8 // (found.count(found[0]) // LAYERS)
