@@ -20,10 +20,14 @@ import pytest
 import torch
 from against_reference import check_example, check_missing_mask, examples_of
 from choices_of_ranks import check_choices_of_ranks
+from faults_of_lanes import CASES, Case, check_fault_of_lanes
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers
 
 from megavm.instructions import instruction_set
+from megavm.instructions.adjust_logits import AdjustLogits
+from megavm.instructions.attention import Attention
+from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.sample import Integer, Real
@@ -162,6 +166,13 @@ def test_instructions_mean_what_the_reference_says(
 def test_a_choice_whose_mask_does_not_come_says_so(kind: type[Machine]) -> None:
     machine = EmulatedMachine(timeout=0.5) if kind is EmulatedMachine else kind()
     check_missing_mask(machine)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.instruction in (Copy, Attention, AdjustLogits)], ids=str
+)
+def test_what_some_lanes_find_is_told_of_their_instruction(case: Case) -> None:
+    check_fault_of_lanes(EmulatedMachine(timeout=3.0, seed=3), case)
 
 
 def test_results_of_one_program_are_of_two_kinds(emulated: EmulatedMachine) -> None:
