@@ -23,6 +23,7 @@ from choices_of_ranks import check_choices_of_ranks
 from faults_of_lanes import CASES, Case, check_fault_of_lanes
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers
+from two_choices import check_two_choices
 
 from megavm.instructions import instruction_set
 from megavm.instructions.adjust_logits import AdjustLogits
@@ -407,6 +408,17 @@ def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
     options = CompileOptions(3, machine="cuda", exchange=exchange)
     machine = EmulatedMachine(seed=rows, ranks=2)
     check_choices_of_ranks(machine, 2, rows, options, dtype, "shares")
+
+
+@pytest.mark.parametrize("exchange", ["barrier", "tagged"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_program_has_greedy_and_sampled_choices(
+    rows: int, ranks: int, exchange: Exchange
+) -> None:
+    options = CompileOptions(4, machine="cuda", exchange=exchange)
+    machine = EmulatedMachine(seed=rows, timeout=5.0, ranks=ranks)
+    check_two_choices(machine, CpuMachine(), rows, ranks, options)
 
 
 @pytest.mark.parametrize("rows", [3, 50])
