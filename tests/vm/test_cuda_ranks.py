@@ -61,7 +61,7 @@ def test_a_graph_gathers_and_sums_over_ranks(
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kept", ["shares", "whole"])
+@pytest.mark.parametrize("kept", ["own", "whole"])
 def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
     cuda_ranks: MakeMachine,
     ranks: int,

@@ -383,7 +383,7 @@ def test_greedy_launches_of_ranks_choose_what_one_rank_does(rows: int) -> None:
         step = step_of([(s, range(60 + s, 61 + s)) for s in range(rows)])
         runner.run(replace(step, wants_logits=False), steps)
         assert {bucket.sampled for bucket in runner._programs} == {False}
-        name = "logits.share" if ranks > 1 else "logits"
+        name = "logits.own" if ranks > 1 else "logits"
         logits.append(torch.cat([rank[name][:rows] for rank in runner.memory.ranks], dim=1))
         tokens.append(np.array([runner.tokens[s, 61 + s : 61 + s + steps] for s in range(rows)]))
     assert torch.equal(logits[0], logits[1])
@@ -407,7 +407,7 @@ def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
 ) -> None:
     options = CompileOptions(3, machine="cuda", exchange=exchange)
     machine = EmulatedMachine(seed=rows, ranks=2)
-    check_choices_of_ranks(machine, 2, rows, options, dtype, "shares")
+    check_choices_of_ranks(machine, 2, rows, options, dtype, "own")
 
 
 @pytest.mark.parametrize("exchange", ["barrier", "tagged"])
