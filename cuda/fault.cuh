@@ -80,6 +80,14 @@ __device__ __forceinline__ void set_current(uint32_t position, uint32_t step) {
   __builtin_unreachable();
 }
 
+// End this warp if one of its lanes has ended. All lanes call this: at the end of an instruction,
+// because lanes that go on would give the fault the name of the next one, or lose it if that was
+// the last; and where lanes use what another one has looked up.
+__device__ __forceinline__ void end_together() {
+  // The lanes that vote are those that have not ended.
+  if (__ballot_sync(~0u, true) != ~0u) ptx::exit();
+}
+
 // Whether a lane of a warp has ended before the end of the queue.
 __device__ __forceinline__ bool has_ended(uint32_t warp) {
   const uint32_t record = ptx::shared_address(shared_memory) + kCurrentAt + warp * kCurrentBytes;

@@ -29,6 +29,7 @@ __device__ __forceinline__ void run_loader(const Launch& launch) {
       note(launch, stage, Event::kLoadBegin);
     }
     Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) { K::load(stage, loader); });
+    end_together();
     __syncwarp();
     if (lane_index() == 0) note(launch, stage, Event::kLoadIssued);
     loader.stage.released().arrive_together();
@@ -49,6 +50,7 @@ __device__ __forceinline__ void run_consumer(const Launch& launch) {
       K::consume(stage, consumer);
       if constexpr (!K::kStores) consumer.note(stage, Event::kEnd);
     });
+    end_together();
     consumer.stage.stored().arrive_together();
     consumer.stage.advance();
   }
@@ -65,6 +67,7 @@ __device__ __forceinline__ void run_storer(const Launch& launch) {
     begin_tagged_rows(launch, stage, storer.stage);
     Used::dispatch(stage.words.header.opcode, [&]<class K>(K*) { K::store(stage, storer); });
     storer.stage.stored().wait(storer.stage.phase);
+    end_together();
     __syncwarp();
     end_tagged_rows(launch, stage, stage.tagged_row);
     if (lane_index() == 0) {

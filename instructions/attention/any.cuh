@@ -55,6 +55,7 @@ struct AnyAttention {
         }
         score *= inst.scale;
       }
+      end_together();
       float peak = score;
       for (uint32_t offset = 16; offset > 0; offset /= 2)
         peak = fmaxf(peak, __shfl_xor_sync(~0u, peak, offset));

@@ -75,6 +75,7 @@ struct FastAttention : AttentionWarp<kD> {
             const uint32_t token = run.begin + (piece + lane) * kPiece;
             if (piece + lane < pieces)
               blocks = kv_block(table, run.sequence, token / kBlockSize, keys.rows);
+            end_together();
           }
           const uint32_t token = run.begin + piece * kPiece;
           const uint32_t in_page = piece * kPiece % kPageTokens;

@@ -58,6 +58,7 @@ struct AttentionPairs {
           block = next;
           token = mine + page * kPageTokens;
           check_kv_block(block, pairs.sequence, token / kBlockSize, keys.rows);
+          end_together();
           next = ask(page + kKnownPages);
         }
         if (!ready) wait_caches(in, loader);
@@ -167,6 +168,7 @@ struct AttentionPairs {
       row = first_row + mine / heads;
       head = in.inst.head_begin + mine % heads;
       const AttentionSpan span(in, row);
+      end_together();
       sequence = span.sequence;
       begin = span.begin;
       cached = max_of(span.begin, span.cached);

@@ -92,6 +92,7 @@ struct AttentionTile {
                head) *
                   kBlockSize +
               token % kBlockSize;
+        end_together();
       }
       const uint32_t there = min_of(kTokens, tokens - at), pieces = ceil_div(there, kPiece);
       const uint32_t boxes = pieces * 2 * kPanels;

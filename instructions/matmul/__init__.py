@@ -28,8 +28,8 @@ class Matmul(Product):
     """out[r, c] := scale(i(r)) * (x[i(r), K] . weight[c, K]) + bias[c] + residual[r, c] + addends
 
     for the live rows of [row_begin, row_end) and the columns [column_begin, column_end). ``i(r)`` is
-    ``row_index[r]``, or r without it. ``matrix`` must be 0 with it. The input of the product is rounded to the weight's type, sums are
-    float32, and the result is rounded once to the type of ``out``.
+    ``row_index[r]``, or r without it. ``matrix`` must be 0 with it. The input of the product is rounded
+    to the weight's type, sums are float32, and the result is rounded once to the type of ``out``.
 
     RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467), h / sqrt(mean(h^2) + eps) * gain, is fused into
     the instructions before and after it, without a pass of its own. The instruction that makes h also

@@ -131,7 +131,8 @@ class Sample(Instruction):
         return TagOrder.KEPT if one else TagOrder.BY_MACHINE
 
     def constants(self, tensors: Sequence[TensorSpec]) -> Mapping[str, Constant]:
-        return {"any_segments": union(self.segments != NONE)}
+        sampled = self.segments != NONE
+        return {"any_segments": union(sampled), "any_largest": union(not sampled)}
 
     def check(self, tensors: Sequence[TensorSpec]) -> Iterator[str]:
         sources = list(present(self.logits, self.peaks, self.adjusted, self.segments))

@@ -64,6 +64,13 @@ struct Kernel<Sample> : KernelDefaults {
     }
   }
 
+  // Whether the choice is one from adjusted logits. Most programs have one kind of choice, and code
+  // for no other.
+  static __device__ __forceinline__ bool is_sampled(const Operands<Sample>& in) {
+    if constexpr (sample::kAnySegments && sample::kAnyLargest) return in.has(&Sample::segments);
+    return sample::kAnySegments;
+  }
+
   static __device__ __forceinline__ void consume(const Operands<Sample>& in, Consumer& consumer) {
     const Sample& inst = in.inst;
     const uint32_t live = live_end(in, &Sample::logit_count, inst.row_begin, inst.row_end);
@@ -72,7 +79,7 @@ struct Kernel<Sample> : KernelDefaults {
     for (uint32_t row = inst.row_begin; row < live; ++row) {
       const Row choice(in, row);
       if (!choice.enabled) continue;
-      if constexpr (sample::kAnySegments) {
+      if (is_sampled(in)) {
         Sampler sampler(choice, consumer);
         if (!ready) consumer.wait_ready();
         sampler.run();
@@ -89,7 +96,7 @@ struct Kernel<Sample> : KernelDefaults {
     }
     if (ready) return;
     consumer.wait_ready();
-    if (!sample::kAnySegments && consumer.warp() == 0) await_words(in, inst.row_begin);
+    if (!is_sampled(in) && consumer.warp() == 0) await_words(in, inst.row_begin);
   }
 };
 

@@ -131,6 +131,9 @@ def _untaggable(operation: Operation) -> Iterator[Value]:
     """The values that an operation's instruction reads or writes without tags."""
     if operation.attributes.get("scatters"):
         yield from operation.outputs.values()
+    if operation.kind == "copy" and "row_index" in operation.inputs:
+        yield operation.inputs["x"]
+        yield operation.outputs["out"]
     cls = instruction_of(operation.kind)
     fields = {} if cls is None else {field.name: field for field in cls.fields}
     for name, value in (*operation.inputs.items(), *operation.outputs.items()):

@@ -108,7 +108,7 @@ def llama_graph(
 
     The program keeps logits in memory as "logits", float32 [max_logit_rows, vocabulary]. A greedy
     program of ranks that divide the vocabulary gathers only the largest logits, and each rank keeps
-    its own as "logits.share", float32 [max_logit_rows, vocabulary / ranks].
+    its own as "logits.own", float32 [max_logit_rows, vocabulary / ranks].
 
     Raises ValueError when the model cannot be divided among the ranks.
     """
@@ -140,7 +140,7 @@ def llama_graph(
     elif bucket.sampled:
         logits = graph.output(graph.all_gather("lm_head.all", logits), "logits")
     else:
-        logits = graph.all_gather("lm_head.all", graph.output(logits, "logits.share"))
+        logits = graph.all_gather("lm_head.all", graph.output(logits, "logits.own"))
     graph.sample("sample", logits, batch, sampled=bucket.sampled)
     return graph
 

@@ -17,7 +17,8 @@ def warm_up(llm: LLM, report: Progress) -> None:
     """Compile programs of usual sizes, so that requests need not wait.
 
     They are of the kind that the default parameters need. Programs that sample run greedy steps as
-    well. Requests that sample wait for the first that can run them all.
+    well. Requests that sample wait for the first that can run them all. So do those with
+    log-probabilities where several ranks divide the logits, which no other program gathers.
     """
     report("reading the tokenizer for grammars", 0, 1)
     llm.restrictions.prepare()
@@ -69,7 +70,8 @@ def _other_programs(runner: Runner, sampled: bool) -> list[Bucket]:
 def _first_programs(runner: Runner, sampled: bool) -> list[Bucket]:
     """Programs that are compiled before the server is ready.
 
-    With those that sample no step waits for its program, with the others no greedy one.
+    With those that sample no step waits for its program. With the others no greedy one does, unless
+    the host reads logits that several ranks divide.
     """
     bucket = partial(runner.bucket, sampled=sampled)
     found = [bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,16 +11,19 @@ import torch
 from megavm.instructions.copy import Copy
 from megavm.instructions.matmul import Matmul
 from megavm.scheduler.compiler.compile import compile_graph
-from megavm.scheduler.compiler.graph import Graph
+from megavm.scheduler.compiler.graph import Graph, Value
 from megavm.scheduler.compiler.options import CompileOptions, default_options
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.machine import MachineFault
+from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
-from megavm.vm.tensors import BF16, F32, I32, TensorKind
+from megavm.vm.reference import ReferenceMachine
+from megavm.vm.target import Exchange
+from megavm.vm.tensors import BF16, F32, I32, DType, TensorKind
 
 ROWS, CHOSEN, HIDDEN, COLUMNS = 40, 32, 64, 48
 
@@ -53,7 +57,8 @@ def memory_of(program: Program, live: int) -> Memory:
     for spec in program.tensors:
         if spec.dtype is not I32 and spec.kind is not TensorKind.ACTIVATION:
             memory.write(spec.name, torch.randn(spec.shape) * spec.shape[-1] ** -0.5)
-    memory.write("index", torch.randint(ROWS, (CHOSEN,), dtype=torch.int32))
+    chosen = memory.spec("index").rows
+    memory.write("index", torch.randint(ROWS, (chosen,), dtype=torch.int32))
     memory.write("count", torch.tensor([live], dtype=torch.int32))
     return memory
 
@@ -125,3 +130,114 @@ def test_logits_of_large_steps_are_of_copied_rows(rows: int, sampled: bool) -> N
     assert {i.matrix for i in heads} == {int(is_matrix)}
     assert {i.row_index != NONE for i in heads} == {not is_matrix}
     assert bool(copies_with_index(program)) == is_matrix
+
+
+# What reads the chosen rows in place of a product. Each gets the graph and these rows.
+Take = Callable[[Graph, Value], Value]
+
+
+def nothing_else(graph: Graph, chosen: Value) -> Value:
+    return chosen
+
+
+def host_and_product(graph: Graph, chosen: Value) -> Value:
+    chosen = graph.output(chosen, "chosen")
+    weight = graph.weight("last", (COLUMNS, chosen.columns), BF16)
+    return graph.linear("y", chosen, weight, dtype=F32)
+
+
+def norm(graph: Graph, chosen: Value) -> Value:
+    return graph.rms_norm("norm", chosen, graph.weight("gain", (chosen.columns,), BF16), 1e-5)
+
+
+def sum_with_product(graph: Graph, chosen: Value) -> Value:
+    x = graph.tensor("other", (chosen.rows, HIDDEN), BF16, TensorKind.INPUT)
+    product = graph.linear("y", x, graph.weight("last", (chosen.columns, HIDDEN), BF16))
+    return graph.add("sum", product, chosen)
+
+
+def second_gather(graph: Graph, chosen: Value) -> Value:
+    index = graph.tensor("second", (3,), I32, TensorKind.INPUT)
+    return graph.gather("second", chosen, index, None, 3)
+
+
+def in_torch(take: Take, memory: Memory, chosen: torch.Tensor) -> torch.Tensor:
+    values = {name: memory[name].float() for name in memory}
+    if take is host_and_product:
+        torch.testing.assert_close(values["chosen"], chosen, rtol=2e-2, atol=2e-2)
+        return chosen.bfloat16().float() @ values["last"].T
+    if take is norm:
+        return chosen * torch.rsqrt(chosen.square().mean(-1, True) + 1e-5) * values["gain"]
+    if take is sum_with_product:
+        return values["other"] @ values["last"].T + chosen
+    return chosen[values["second"].long()] if take is second_gather else chosen
+
+
+def machines() -> dict[str, Callable[[], Machine]]:
+    found: dict[str, Callable[[], Machine]] = {"reference": ReferenceMachine, "cpu": CpuMachine}
+    return found if reason_unavailable() else {**found, "cuda": EmulatedMachine}
+
+
+@pytest.mark.parametrize("exchange", ["barrier", "preferred", "tagged"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("machine", machines())
+@pytest.mark.parametrize(
+    "take", [nothing_else, host_and_product, norm, sum_with_product, second_gather]
+)
+def test_copies_gather_for_what_takes_no_index(
+    machine: str, take: Take, dtype: DType, exchange: Exchange
+) -> None:
+    rows, chosen, live = 6, 5, 4 if take is nothing_else else 5
+    graph = Graph(rows)
+    x = graph.tensor("x", (rows, HIDDEN), BF16, TensorKind.INPUT)
+    index, count = (
+        graph.tensor(n, (k,), I32, TensorKind.INPUT) for n, k in (("index", chosen), ("count", 1))
+    )
+    h = graph.linear("h", x, graph.weight("first", (COLUMNS, HIDDEN), BF16), dtype=dtype)
+    graph.output(take(graph, graph.gather("rows", h, index, count, chosen)), "found")
+    options = CompileOptions(3, machine="cpu" if machine == "reference" else machine)
+    program = compile_graph(graph, replace(options, exchange=exchange))
+    memory = memory_of(program, live)
+    memory.write("index", torch.tensor([4, 0, 5, 4, 1], dtype=torch.int32))
+    if take is second_gather:
+        memory.write("second", torch.tensor([3, 0, 2], dtype=torch.int32))
+    machines()[machine]().load(program, memory).run(2)
+    h_rows = memory["x"].float() @ memory["first"].float().T
+    if dtype is BF16:
+        h_rows = h_rows.bfloat16().float()
+    want = in_torch(take, memory, h_rows[memory["index"].long()])
+    found = memory["found"].float()
+    torch.testing.assert_close(found[:live], want[:live], rtol=2e-2, atol=2e-2)
+    assert not found[live:].any()
+
+
+@pytest.mark.parametrize("exchange", ["barrier", "tagged"])
+@pytest.mark.parametrize("machine", ["cpu", "cuda"])
+def test_a_copy_that_scatters_takes_rows_through_an_index(machine: str, exchange: Exchange) -> None:
+    """It is the first half of a reduce-scatter."""
+    if machine not in machines():
+        pytest.skip(str(reason_unavailable()))
+    ranks, rows, chosen = 2, 6, 5
+    graph = Graph(rows, ranks=ranks)
+    x = graph.tensor("x", (rows, HIDDEN), BF16, TensorKind.INPUT)
+    index = graph.tensor("index", (chosen,), I32, TensorKind.INPUT)
+    h = graph.linear("h", x, graph.weight("first", (COLUMNS, HIDDEN), BF16), dtype=F32)
+    picked = graph.gather("rows", h, index, None, chosen)
+    graph.output(graph.reduce_scatter("share", picked, None, F32), "share")
+    options = CompileOptions(3, machine=machine, exchange=exchange)
+    program = compile_graph(graph, options)
+    assert {copy.only for copy in copies_with_index(program)} == {0, 1}
+    made = CpuMachine() if machine == "cpu" else EmulatedMachine(ranks=ranks)
+    memory = made.memory(ranks)
+    memory.allocate(program.tensors)
+    sums = torch.zeros(chosen, COLUMNS)
+    for number, rank in enumerate(memory.ranks):
+        torch.manual_seed(number)
+        rank.write("x", torch.randn(rows, HIDDEN))
+        rank.write("first", torch.randn(COLUMNS, HIDDEN) / 8)
+        rank.write("index", torch.tensor([4, 0, 5, 4, 1], dtype=torch.int32))
+        sums += (rank["x"].float() @ rank["first"].float().T)[rank["index"].long()]
+    made.load(program, memory).run(2)
+    for number, rank in enumerate(memory.ranks):
+        own = sums[:, number * COLUMNS // ranks : (number + 1) * COLUMNS // ranks]
+        torch.testing.assert_close(rank["share"], own, rtol=1e-4, atol=1e-4)

@@ -358,11 +358,11 @@ def test_a_greedy_program_of_ranks_gathers_peaks_and_no_logits(
         samples = [i for i in program.instructions if isinstance(i, Sample)]
         if sampled:
             assert tensors["logits"].shares == ranks
-            assert "logits.share" not in tensors
+            assert "logits.own" not in tensors
             continue
         assert "logits" not in tensors
-        assert tensors["logits.share"].shape == (rows, 4096 // ranks)
-        assert tensors["logits.share"].shares == 1
+        assert tensors["logits.own"].shape == (rows, 4096 // ranks)
+        assert tensors["logits.own"].shares == 1
         assert {sample.logits for sample in samples} == {NONE}
         (peaks,) = {program.tensors[sample.peaks].name for sample in samples}
         assert peaks in gathered

@@ -130,7 +130,7 @@ def test_a_server_is_ready_with_programs_of_the_kind_that_its_defaults_need(
         assert server.llm.samples_by_default == default
         assert {bucket.sampled for bucket in set(runner._programs)} == {default}
         assert runner.stand_in(sampled=default) in set(runner._programs)
-        assert not runner.is_coming(sampled=default)
+        assert runner.is_coming(sampled=True) != default
         go_on.set()
 
 

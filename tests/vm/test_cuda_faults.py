@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from against_reference import check_example, check_missing_mask, masked_example
+from faults_of_lanes import CASES, Case, check_fault_of_lanes
 
 from megavm.instructions.adjust_logits import AdjustLogits
 from megavm.instructions.attention import Attention
@@ -150,6 +151,14 @@ def test_a_choice_whose_mask_does_not_come_says_so(impatient: CudaMachine) -> No
     check_missing_mask(impatient)
     # Its mask is there, and the next launch runs.
     check_example(impatient, masked_example(), alone=False)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_what_some_lanes_find_is_told_of_their_instruction(
+    impatient: CudaMachine, case: Case
+) -> None:
+    check_fault_of_lanes(impatient, case)
+    check_that_it_works(impatient)
 
 
 def load(

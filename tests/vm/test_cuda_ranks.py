@@ -17,12 +17,14 @@ from choices_of_ranks import Kept, check_choices_of_ranks
 from copy_programs import ACTIVATION, INPUT, copy
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers, sums_and_gathers
+from two_choices import check_two_choices
 
 from megavm import LLM, SamplingParams
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.parallel import Exchange
 from megavm.scheduler.run import machines
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda import machine as cuda_machines
 from megavm.vm.cuda.launch import BARRIER_STRIDE
 from megavm.vm.cuda.machine import CudaMachine
@@ -59,7 +61,7 @@ def test_a_graph_gathers_and_sums_over_ranks(
 @pytest.mark.parametrize("rows", [1, 3, 20])
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("kept", ["shares", "whole"])
+@pytest.mark.parametrize("kept", ["own", "whole"])
 def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
     cuda_ranks: MakeMachine,
     ranks: int,
@@ -69,6 +71,15 @@ def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
     options: CompileOptions,
 ) -> None:
     check_choices_of_ranks(cuda_ranks(ranks), ranks, rows, options, dtype, kept)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 20])
+@pytest.mark.parametrize("ranks", [1, 2])
+@OPTIONS
+def test_one_program_has_greedy_and_sampled_choices(
+    cuda_ranks: MakeMachine, ranks: int, rows: int, options: CompileOptions
+) -> None:
+    check_two_choices(cuda_ranks(ranks), CpuMachine(), rows, ranks, options)
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

@@ -20,10 +20,15 @@ import pytest
 import torch
 from against_reference import check_example, check_missing_mask, examples_of
 from choices_of_ranks import check_choices_of_ranks
+from faults_of_lanes import CASES, Case, check_fault_of_lanes
 from scattering import check_scattering
 from sums_and_gathers import check_sums_and_gathers
+from two_choices import check_two_choices
 
 from megavm.instructions import instruction_set
+from megavm.instructions.adjust_logits import AdjustLogits
+from megavm.instructions.attention import Attention
+from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.sample import Integer, Real
@@ -162,6 +167,13 @@ def test_instructions_mean_what_the_reference_says(
 def test_a_choice_whose_mask_does_not_come_says_so(kind: type[Machine]) -> None:
     machine = EmulatedMachine(timeout=0.5) if kind is EmulatedMachine else kind()
     check_missing_mask(machine)
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.instruction in (Copy, Attention, AdjustLogits)], ids=str
+)
+def test_what_some_lanes_find_is_told_of_their_instruction(case: Case) -> None:
+    check_fault_of_lanes(EmulatedMachine(timeout=3.0, seed=3), case)
 
 
 def test_results_of_one_program_are_of_two_kinds(emulated: EmulatedMachine) -> None:
@@ -371,7 +383,7 @@ def test_greedy_launches_of_ranks_choose_what_one_rank_does(rows: int) -> None:
         step = step_of([(s, range(60 + s, 61 + s)) for s in range(rows)])
         runner.run(replace(step, wants_logits=False), steps)
         assert {bucket.sampled for bucket in runner._programs} == {False}
-        name = "logits.share" if ranks > 1 else "logits"
+        name = "logits.own" if ranks > 1 else "logits"
         logits.append(torch.cat([rank[name][:rows] for rank in runner.memory.ranks], dim=1))
         tokens.append(np.array([runner.tokens[s, 61 + s : 61 + s + steps] for s in range(rows)]))
     assert torch.equal(logits[0], logits[1])
@@ -395,7 +407,18 @@ def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
 ) -> None:
     options = CompileOptions(3, machine="cuda", exchange=exchange)
     machine = EmulatedMachine(seed=rows, ranks=2)
-    check_choices_of_ranks(machine, 2, rows, options, dtype, "shares")
+    check_choices_of_ranks(machine, 2, rows, options, dtype, "own")
+
+
+@pytest.mark.parametrize("exchange", ["barrier", "tagged"])
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_one_program_has_greedy_and_sampled_choices(
+    rows: int, ranks: int, exchange: Exchange
+) -> None:
+    options = CompileOptions(4, machine="cuda", exchange=exchange)
+    machine = EmulatedMachine(seed=rows, timeout=5.0, ranks=ranks)
+    check_two_choices(machine, CpuMachine(), rows, ranks, options)
 
 
 @pytest.mark.parametrize("rows", [3, 50])

@@ -92,7 +92,7 @@ def test_a_gather_with_another_reader_is_a_copy(options: CompileOptions) -> None
 
 @MACHINES
 @OPTIONS
-@pytest.mark.parametrize("kept", ["nothing", "shares", "whole"])
+@pytest.mark.parametrize("kept", ["nothing", "own", "whole"])
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 3), (3, 2), (4, 1)])
 def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
     ranks: int, rows: int, kept: Kept, options: CompileOptions, machine: Machine
@@ -100,7 +100,7 @@ def test_ranks_choose_the_first_of_the_largest_of_all_their_logits(
     check_choices_of_ranks(machine, ranks, rows, options, kept=kept)
 
 
-@pytest.mark.parametrize("kept", ["nothing", "shares"])
+@pytest.mark.parametrize("kept", ["nothing", "own"])
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_a_greedy_choice_on_gpus_waits_for_peaks_of_all_ranks_alone(rows: int, kept: Kept) -> None:
     """In a step of one row they are words: no barrier of the step holds the choice back."""

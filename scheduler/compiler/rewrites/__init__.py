@@ -12,7 +12,11 @@ from megavm.scheduler.compiler.graph import Graph, Operation
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites.all_gather import gather_in_producer
 from megavm.scheduler.compiler.rewrites.gate_up import join_gate_and_up
-from megavm.scheduler.compiler.rewrites.gather import gather_before_matrix, gather_in_product
+from megavm.scheduler.compiler.rewrites.gather import (
+    gather_before_matrix,
+    gather_by_copy,
+    gather_in_product,
+)
 from megavm.scheduler.compiler.rewrites.halves import cut_in_halves
 from megavm.scheduler.compiler.rewrites.newest import pass_newest
 from megavm.scheduler.compiler.rewrites.norm import norm_in_neighbours
@@ -37,20 +41,21 @@ REWRITES: tuple[Rewrite, ...] = (
     split_context,
     cut_in_halves,
     gather_before_matrix,
+    gather_by_copy,
 )
 
 
 def rewrite(graph: Graph, options: CompileOptions) -> list[Operation]:
     """The operations of ``graph`` after all rewrites, in topological order.
 
-    Raises ValueError when an operation that no instruction executes by itself (add, silu_mul,
-    gather) could not be fused.
+    Raises ValueError when an operation that no instruction executes by itself (add, silu_mul) could
+    not be fused.
     """
     operations = list(graph.operations)
     for step in REWRITES:
         operations = step(operations, options)
     for operation in operations:
-        if operation.kind in ("add", "silu_mul", "gather"):
+        if operation.kind in ("add", "silu_mul"):
             raise ValueError(
                 f"{operation.label}: no instruction does {operation.kind} by itself, and the"
                 " operations around it cannot be fused with it"

@@ -1,7 +1,7 @@
-"""Fuse a gather into the products that read it, or copy the rows before matrix products.
+"""Fuse a gather into the operations that can read rows through an index; else copies gather them.
 
-Products read their rows through an index, but for matrix products: the copy engine would fetch each
-row by itself, again for every 64 columns and every worker.
+Products can, but for matrix products: the copy engine would fetch each row by itself, again for
+every 64 columns and every worker.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from megavm.vm.tensors import TensorKind, TensorSpec
 
 
 def gather_in_product(operations: list[Operation], options: CompileOptions) -> list[Operation]:
-    """Give products ``row_index`` and ``row_count`` in place of the gather that only they read."""
+    """Give products ``row_index`` and ``row_count`` in place of the gather that only they read.
+
+    The same for copies that scatter.
+    """
     producers, readers = producers_of(operations), readers_of(operations)
     fused = {
         o
         for o in operations
         if o.kind == "gather"
         and o.outputs["out"].spec is None
-        and all(_takes_index(r.kind) for r in readers[o.outputs["out"]])
+        and all(_takes_rows(r, o.outputs["out"]) for r in readers[o.outputs["out"]])
     }
     result: list[Operation] = []
     for operation in operations:
@@ -42,6 +45,12 @@ def gather_in_product(operations: list[Operation], options: CompileOptions) -> l
             operation = replace(operation, inputs=inputs)
         result.append(operation)
     return result
+
+
+def _takes_rows(reader: Operation, value: Value) -> bool:
+    """Whether a reader of the value has it as ``x`` alone, whose rows it can read by an index."""
+    names = [name for name, read in reader.inputs.items() if read is value]
+    return names == ["x"] and _takes_index(reader.kind)
 
 
 @functools.cache
@@ -69,13 +78,14 @@ def gather_before_matrix(operations: list[Operation], options: CompileOptions) -
 
 
 def _is_matrix_of_chosen(operation: Operation, options: CompileOptions) -> bool:
-    if "row_index" not in operation.inputs or options.exchange == "tagged":
+    weight = operation.inputs.get("weight")
+    if weight is None or "row_index" not in operation.inputs:
         return False
-    if not options.target.matrix_rows:
+    if options.exchange == "tagged" or not options.target.matrix_rows:
         return False
     x, (begin, end) = operation.inputs["x"], operation.row_range
     spec = x.spec or TensorSpec(x.name, (x.rows, x.columns), x.dtype, TensorKind.ACTIVATION)
-    return is_matrix_product(spec, operation.inputs["weight"].memory, end - begin)
+    return is_matrix_product(spec, weight.memory, end - begin)
 
 
 def _copy_of_rows(product: Operation, name: str, index: Value) -> Operation:
@@ -86,3 +96,14 @@ def _copy_of_rows(product: Operation, name: str, index: Value) -> Operation:
     if "row_count" in product.inputs:
         inputs["row_count"] = product.inputs["row_count"]
     return Operation("copy", f"{product.label}.{name}", inputs, {"out": out})
+
+
+def gather_by_copy(operations: list[Operation], options: CompileOptions) -> list[Operation]:
+    """Let copies do the gathers that are left: of rows for the host, or for what takes no index."""
+    return [_as_copy(o) if o.kind == "gather" else o for o in operations]
+
+
+def _as_copy(gather: Operation) -> Operation:
+    names = {"index": "row_index", "count": "row_count"}
+    inputs = {names.get(name, name): value for name, value in gather.inputs.items()}
+    return replace(gather, kind="copy", inputs=inputs)

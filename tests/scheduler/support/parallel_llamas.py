@@ -45,8 +45,8 @@ def memory_of_ranks(
 def logits_of_ranks(case: Case, memory: Memory) -> list[torch.Tensor]:
     """The logits of the last step, as each rank has them; if each has its own, all of them once."""
     live = case.logit_rows
-    if "logits.share" in memory:
-        return [torch.cat([rank["logits.share"][:live] for rank in memory.ranks], dim=1)]
+    if "logits.own" in memory:
+        return [torch.cat([rank["logits.own"][:live] for rank in memory.ranks], dim=1)]
     return [rank["logits"][:live].clone() for rank in memory.ranks]
 
 

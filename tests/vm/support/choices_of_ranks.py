@@ -17,7 +17,7 @@ from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.program import Program
 from megavm.vm.tensors import F32, DType, TensorKind
 
-Kept = Literal["nothing", "shares", "whole"]  # what the host can read of the logits
+Kept = Literal["nothing", "own", "whole"]  # what the host can read of the logits
 WIDTH, LENGTH = 16, 8
 
 
@@ -31,8 +31,8 @@ def choice_of_ranks(
     graph = Graph(rows, ranks=ranks)
     x = graph.tensor("x", (rows, WIDTH), dtype, TensorKind.INPUT)
     logits = graph.linear("head", x, graph.weight("weight", (share, WIDTH), dtype), dtype=F32)
-    if kept == "shares":
-        logits = graph.output(logits, "share")
+    if kept == "own":
+        logits = graph.output(logits, "own")
     logits = graph.all_gather("all", logits)
     if kept == "whole":
         logits = graph.output(logits, "logits")
@@ -106,9 +106,9 @@ def check_choices_of_ranks(
     for number, rank in enumerate(memory.ranks):
         if kept == "whole":
             assert torch.equal(rank["logits"].cpu(), logits)
-        elif kept == "shares":
+        elif kept == "own":
             own = logits[:, number * share : (number + 1) * share]
-            assert torch.equal(rank["share"].cpu(), own)
+            assert torch.equal(rank["own"].cpu(), own)
     # A sequence that chooses nothing.
     enabled[0, Integer.ENABLED] = 0
     for rank in memory.ranks:
