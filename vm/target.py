@@ -100,7 +100,8 @@ class Target:
 
     Split context: fewer than ``few_splits`` splits do not pay for a merge. From ``many_splits`` splits on,
     attention leaves workers free for the merges: one split fewer costs less than a late merge. A split has at
-    least ``min_chunk`` tokens.
+    least ``min_chunk`` tokens. In steps that decode, contexts of several times ``long_split`` tokens are split into at
+    most ``many_splits`` even if all workers have rows (0: never): one row alone may be so long.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Target:
     few_splits: int = 3
     many_splits: int = 8
     min_chunk: int = 256
+    long_split: int = 0
 
     def is_matrix_step(self, rows: int, weights: DType) -> bool:
         """Whether products of such a step are matrix products."""
@@ -185,6 +187,7 @@ TARGETS = {
             matrix_part_rows=8 * MAX_MATRIX_ROWS,
             matrix_times=MatrixTimes(40e9, 5.3e12, tile=1.5e-6, sum=1e-10),  # H200
             attention_elements=MAX_ATTENTION_ELEMENTS,
+            long_split=4096,
             link_bytes_per_second=345e9,  # H200, NVLink, in stores of 16 bytes
             exchange_seconds=4e-6,
             balanced_rows=2 * MAX_MATRIX_ROWS,

@@ -79,6 +79,10 @@ def attention_tiling(
     ``Target.few_splits`` splits of at least ``min_chunk`` tokens. If there would be many splits, workers are
     left free for the merges, which then already wait when the last split ends.
 
+    In steps that only decode, a long context is split even if all workers have tiles, into up to
+    ``Target.many_splits`` splits of at least ``Target.long_split`` tokens: one row may have it, and the others
+    may be short. Each of its KV heads would keep one worker busy while all others wait.
+
     With ``options.fixed_order`` there is one split, and tiles of many rows have as many as the machine
     attends to together: a GPU adds up a row alone in another order than beside its neighbours.
     """
@@ -98,4 +102,8 @@ def attention_tiling(
         splits = (options.workers - tiles) // tiles
     long_enough = -(-context // options.min_chunk)
     splits = max(1, min(splits, long_enough)) if long_enough >= target.few_splits else 1
+    if not queries and target.long_split:
+        # Workers have enough tiles, but one row may have most of the tokens.
+        long = min(context // target.long_split, target.many_splits)
+        splits = max(splits, long if long >= target.few_splits else 1)
     return Tiling(head_tiles, row_tile, splits, block_size)

@@ -14,8 +14,8 @@ from megavm.vm.tensors import F32, TensorKind, TensorSpec
 def split_context(operations: list[Operation], options: CompileOptions) -> list[Operation]:
     """Turn an attention whose context is split into one with ``partial`` and an attention_merge.
 
-    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. If keys and values are tagged, it is
-    tagged too, whatever its size, because only one worker reads each of its words.
+    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. If the newest keys and values are tagged, it
+    is tagged too, whatever its size, because only one worker reads each of its words.
     """
     result = []
     for operation in operations:
@@ -28,7 +28,8 @@ def split_context(operations: list[Operation], options: CompileOptions) -> list[
         shape = (q.rows, tiles.splits, q.columns // head_dim, head_dim + 2)
         name = f"partial.{'x'.join(map(str, shape))}"
         spec = TensorSpec(name, shape, F32, TensorKind.ACTIVATION)
-        if "k_new" in operation.inputs:
+        newest = operation.inputs.get("k_new")
+        if newest is not None and newest.spec is not None and newest.spec.tagged:
             spec = tagged_spec(f"{operation.label}.{name}", shape, F32)
         partial = Value.of(spec)
         result.append(replace(operation, outputs={"partial": partial}))
