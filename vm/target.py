@@ -100,8 +100,8 @@ class Target:
 
     Split context: fewer than ``few_splits`` splits do not pay for a merge. From ``many_splits`` splits on,
     attention leaves workers free for the merges: one split fewer costs less than a late merge. A split has at
-    least ``min_chunk`` tokens. In steps that decode, contexts of several times ``long_split`` tokens are split into at
-    most ``many_splits`` even if all workers have rows (0: never): one row alone may be so long.
+    least ``min_chunk`` tokens. Contexts of several times ``long_split`` tokens (0: no context) are split into at most
+    ``many_splits`` in steps that decode, even if all workers have rows, and in steps of few rows of prompts.
     """
 
     name: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -32,23 +33,27 @@ def lower(operation: Operation, context: Lowering) -> Iterator[Attention]:
     kv_heads = operation.inputs["k_cache"].memory.shape[1]
     tiles = tiling(operation, context.options)
     handles = context.handles(operation, *OPERANDS)
-    for top in range(0, q.rows, tiles.rows):
-        for begin, end in cut(kv_heads, tiles.heads):
-            for split in range(tiles.splits):
-                yield Attention(
-                    **handles,
-                    row_count=context.row_count,
-                    row_begin=top,
-                    row_end=min(top + tiles.rows, q.rows),
-                    head_begin=begin,
-                    head_end=end,
-                    split=split,
-                    num_splits=tiles.splits,
-                    chunk=tiles.chunk,
-                    context=int(operation.attributes["context"]),
-                    step_rows=q.rows,
-                    scale=operation.attributes["scale"],
-                )
+    tops, heads = range(0, q.rows, tiles.rows), list(cut(kv_heads, tiles.heads))
+    places = list(itertools.product(tops, heads, range(tiles.splits)))
+    if tiles.splits > 1 and len(places) > context.options.workers:
+        # Neighbours get one worker: then they are not pieces of one row, which may be much longer
+        # than the others.
+        places.sort(key=lambda place: (place[1], place[2]))
+    for top, (begin, end), split in places:
+        yield Attention(
+            **handles,
+            row_count=context.row_count,
+            row_begin=top,
+            row_end=min(top + tiles.rows, q.rows),
+            head_begin=begin,
+            head_end=end,
+            split=split,
+            num_splits=tiles.splits,
+            chunk=tiles.chunk,
+            context=int(operation.attributes["context"]),
+            step_rows=q.rows,
+            scale=operation.attributes["scale"],
+        )
 
 
 def tiling(operation: Operation, options: CompileOptions) -> Tiling:
@@ -79,9 +84,12 @@ def attention_tiling(
     ``Target.few_splits`` splits of at least ``min_chunk`` tokens. If there would be many splits, workers are
     left free for the merges, which then already wait when the last split ends.
 
-    In steps that only decode, a long context is split even if all workers have tiles, into up to
-    ``Target.many_splits`` splits of at least ``Target.long_split`` tokens: one row may have it, and the others
-    may be short. Each of its KV heads would keep one worker busy while all others wait.
+    A long context is split into up to ``Target.many_splits`` splits of at least ``Target.long_split`` tokens:
+
+    - In steps that only decode, even if all workers have tiles: one row may have it, and the others may be
+      short. Each of its KV heads would keep one worker busy while all others wait.
+    - In steps of few rows of prompts, such as a question about a text that has been read before: splits of the
+      context instead of tiles of fewer rows then give all workers work.
 
     With ``options.fixed_order`` there is one split, and tiles of many rows have as many as the machine
     attends to together: a GPU adds up a row alone in another order than beside its neighbours.
@@ -91,19 +99,25 @@ def attention_tiling(
     head_tiles = min(kv_heads, most_tiles)
     row_tile = -(-rows // -(-most_tiles // head_tiles))
     together = target.attention_elements
-    if queries and together and rows > target.group_rows:
-        most = max(together // queries, 1)
+    most = max(together // queries, 1) if queries and together and rows > target.group_rows else 0
+    if most:
         row_tile = min(rows if options.fixed_order else row_tile, most)
     if options.fixed_order:
         return Tiling(head_tiles, row_tile, 1, block_size)
+    long = min(context // target.long_split, target.many_splits) if target.long_split else 1
+    if most:
+        # A tile of few rows takes as long as one of many: fewer tiles, and splits of them.
+        pieces = min(options.workers // (-(-rows // most) * head_tiles), long)
+        if pieces > 1:
+            row_tile = -(-rows // (options.workers // (pieces * head_tiles)))
+            return Tiling(head_tiles, row_tile, pieces, block_size)
     tiles = -(-rows // row_tile) * head_tiles
     splits = options.workers // tiles
     if splits >= target.many_splits:
         splits = (options.workers - tiles) // tiles
     long_enough = -(-context // options.min_chunk)
     splits = max(1, min(splits, long_enough)) if long_enough >= target.few_splits else 1
-    if not queries and target.long_split:
+    if not queries and long >= target.few_splits:
         # Workers have enough tiles, but one row may have most of the tokens.
-        long = min(context // target.long_split, target.many_splits)
-        splits = max(splits, long if long >= target.few_splits else 1)
+        splits = max(splits, long)
     return Tiling(head_tiles, row_tile, splits, block_size)

@@ -26,7 +26,6 @@
 //   bool keeps() const;                           whether `end` has work
 //   void end(row, kept) const;                    when all pairs of a row are finished: store what
 //                                                 their threads kept. One warp calls it
-// kChecksRows says whether `begin` ends lanes whose row is none of the memory's.
 // In matrix products a thread finishes whole *quads*, two pairs of a row of which the first is
 // even, if an epilogue has kQuads and takes_quads() says that all sums of the instruction can be
 // finished so. Then it also declares what follows. None of it may wait for other workers or end its
@@ -93,7 +92,6 @@ struct EpilogueBase {
   static constexpr uint32_t kAtOnce = 2;
   static constexpr bool kQuads = false;
   static constexpr bool kPlain = false;
-  static constexpr bool kChecksRows = false;
   const Operands<Instruction> in;
 
   __device__ __forceinline__ explicit EpilogueBase(const Stage& stage) : in(stage) {}

@@ -174,9 +174,6 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
           });
       };
       look_up(0);
-      with_epilogue([&]<class I>(const Epilogue<I>&) {
-        if constexpr (Epilogue<I>::kChecksRows) end_together();
-      });
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
         const uint32_t pages = tiling.pages_of(chunk);

@@ -36,7 +36,6 @@ class RowsInput {
 #pragma unroll
     for (uint32_t e = 0; e < kGroupEights; ++e)
       x_row_[e] = x_row(stage_, input_, first_row + min_of(8 * e + lane_index() / 4, rows - 1));
-    if (input_.row_index != kNone) end_together();
   }
 
   // Fetch a chunk of the group's rows. `live`: whether any of them is live. Tagged words are not

@@ -124,7 +124,6 @@ struct Epilogue<QkvRope> : EpilogueBase<QkvRope> {
   // ---- Quads: two rotation pairs of a head.
 
   static constexpr bool kQuads = qkv_rope::kCopyKinds != 0;
-  static constexpr bool kChecksRows = true;
   struct OfQuad {
     Head head;
     QuadSums bias;

@@ -28,16 +28,17 @@ class RowRanges(NamedTuple):
 
 def row_ranges(program: Program) -> RowRanges | None:
     """The ranges of a program's attention; None if it has none."""
-    found = np.flatnonzero(program.words[:, 0] == Attention.opcode)
-    if not found.size:
+    of_kind = np.flatnonzero(program.words[:, 0] == Attention.opcode)
+    if not of_kind.size:
         return None
-    heads = 0  # instructions of the first range
-    for index in found:
-        tile = Attention.decode(program.words[index].astype("<u4").tobytes())
-        if tile.row_begin > 0:
+    tiles = (Attention.decode(program.words[i].astype("<u4").tobytes()) for i in of_kind)
+    first = next(tiles)
+    abreast = 1  # instructions of the first range in the first layer
+    for tile in tiles:
+        if (tile.q, tile.k_cache) != (first.q, first.k_cache):
             break
-        heads, rows = heads + 1, tile.row_end
-    return RowRanges(rows, max(program.workers // heads, 1))
+        abreast += tile.row_begin == first.row_begin
+    return RowRanges(first.row_end - first.row_begin, max(program.workers // abreast, 1))
 
 
 def interleave(step: Step, ranges: RowRanges | None) -> Step:

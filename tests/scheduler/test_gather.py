@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,9 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
+from megavm.vm.cuda import machine as cuda_machine
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -50,9 +52,9 @@ def chosen_rows(norm: bool) -> Graph:
     return graph
 
 
-def memory_of(program: Program, live: int) -> Memory:
+def memory_of(program: Program, live: int, memory: Memory | None = None) -> Memory:
     torch.manual_seed(live)
-    memory = Memory()
+    memory = memory or Memory()
     memory.allocate(program.tensors)
     for spec in program.tensors:
         if spec.dtype is not I32 and spec.kind is not TensorKind.ACTIVATION:
@@ -161,8 +163,7 @@ def second_gather(graph: Graph, chosen: Value) -> Value:
     return graph.gather("second", chosen, index, None, 3)
 
 
-def in_torch(take: Take, memory: Memory, chosen: torch.Tensor) -> torch.Tensor:
-    values = {name: memory[name].float() for name in memory}
+def in_torch(take: Take, values: Mapping[str, torch.Tensor], chosen: torch.Tensor) -> torch.Tensor:
     if take is host_and_product:
         torch.testing.assert_close(values["chosen"], chosen, rtol=2e-2, atol=2e-2)
         return chosen.bfloat16().float() @ values["last"].T
@@ -173,9 +174,18 @@ def in_torch(take: Take, memory: Memory, chosen: torch.Tensor) -> torch.Tensor:
     return chosen[values["second"].long()] if take is second_gather else chosen
 
 
+def gpu(ranks: int = 1) -> Machine:
+    """A GPU, which ranks share, or an emulated one."""
+    return CudaMachine((0,) * ranks) if has_gpu() else EmulatedMachine(ranks=ranks)
+
+
+def has_gpu() -> bool:
+    return cuda_machine.reason_unavailable() is None
+
+
 def machines() -> dict[str, Callable[[], Machine]]:
     found: dict[str, Callable[[], Machine]] = {"reference": ReferenceMachine, "cpu": CpuMachine}
-    return found if reason_unavailable() else {**found, "cuda": EmulatedMachine}
+    return {**found, "cuda": gpu} if has_gpu() or not reason_unavailable() else found
 
 
 @pytest.mark.parametrize("exchange", ["barrier", "preferred", "tagged"])
@@ -197,16 +207,18 @@ def test_copies_gather_for_what_takes_no_index(
     graph.output(take(graph, graph.gather("rows", h, index, count, chosen)), "found")
     options = CompileOptions(3, machine="cpu" if machine == "reference" else machine)
     program = compile_graph(graph, replace(options, exchange=exchange))
-    memory = memory_of(program, live)
+    made = machines()[machine]()
+    memory = memory_of(program, live, made.memory())
     memory.write("index", torch.tensor([4, 0, 5, 4, 1], dtype=torch.int32))
     if take is second_gather:
         memory.write("second", torch.tensor([3, 0, 2], dtype=torch.int32))
-    machines()[machine]().load(program, memory).run(2)
-    h_rows = memory["x"].float() @ memory["first"].float().T
+    made.load(program, memory).run(2)
+    values = {name: memory[name].cpu().float() for name in memory}
+    h_rows = values["x"] @ values["first"].T
     if dtype is BF16:
         h_rows = h_rows.bfloat16().float()
-    want = in_torch(take, memory, h_rows[memory["index"].long()])
-    found = memory["found"].float()
+    want = in_torch(take, values, h_rows[values["index"].long()])
+    found = values["found"]
     torch.testing.assert_close(found[:live], want[:live], rtol=2e-2, atol=2e-2)
     assert not found[live:].any()
 
@@ -227,7 +239,7 @@ def test_a_copy_that_scatters_takes_rows_through_an_index(machine: str, exchange
     options = CompileOptions(3, machine=machine, exchange=exchange)
     program = compile_graph(graph, options)
     assert {copy.only for copy in copies_with_index(program)} == {0, 1}
-    made = CpuMachine() if machine == "cpu" else EmulatedMachine(ranks=ranks)
+    made = CpuMachine() if machine == "cpu" else gpu(ranks)
     memory = made.memory(ranks)
     memory.allocate(program.tensors)
     sums = torch.zeros(chosen, COLUMNS)
@@ -236,8 +248,9 @@ def test_a_copy_that_scatters_takes_rows_through_an_index(machine: str, exchange
         rank.write("x", torch.randn(rows, HIDDEN))
         rank.write("first", torch.randn(COLUMNS, HIDDEN) / 8)
         rank.write("index", torch.tensor([4, 0, 5, 4, 1], dtype=torch.int32))
-        sums += (rank["x"].float() @ rank["first"].float().T)[rank["index"].long()]
+        values = {name: rank[name].cpu() for name in ("x", "first", "index")}
+        sums += (values["x"].float() @ values["first"].float().T)[values["index"].long()]
     made.load(program, memory).run(2)
     for number, rank in enumerate(memory.ranks):
         own = sums[:, number * COLUMNS // ranks : (number + 1) * COLUMNS // ranks]
-        torch.testing.assert_close(rank["share"], own, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(rank["share"].cpu(), own, rtol=1e-4, atol=1e-4)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -16,8 +18,8 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Limits, rope_table
-from megavm.scheduler.run.buckets import weight_specs
+from megavm.scheduler.llama.graph import Limits, default_logit_rows, rope_table
+from megavm.scheduler.run.buckets import choose_bucket, compile_bucket, weight_specs
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.cuda.machine import CudaMachine
@@ -43,16 +45,58 @@ LIMITS = Limits(
 def test_long_contexts_of_a_batch_are_split(context: int, splits: int, rows: int) -> None:
     options = default_options("cuda", 132, rows)
     assert attention_tiling(rows, 8, 64, context, options).splits == splits
-    # Rows of prompts are tiles of their own, and an order that is fixed has no splits.
-    assert attention_tiling(rows, 8, 64, context, options, queries=256).splits == 1
+    # An order of additions that is fixed has no splits.
     fixed = replace(options, fixed_order=True)
     assert attention_tiling(rows, 8, 64, context, fixed).splits == 1
+
+
+@pytest.mark.parametrize(
+    ("rows", "context", "tile", "splits"),
+    [
+        (128, 4096, 8, 1),
+        (128, 8192, 16, 2),
+        (128, 32768, 32, 4),
+        (32, 131072, 16, 8),
+        (64, 131072, 32, 8),
+        (256, 131072, 32, 2),
+        (512, 131072, 31, 1),
+        (2048, 131072, 32, 1),
+    ],
+)
+def test_long_contexts_of_few_rows_of_prompts_are_split(
+    rows: int, context: int, tile: int, splits: int
+) -> None:
+    """Heads of 128, of which a GPU attends to 32 rows of a prompt together."""
+    options = default_options("cuda", 132, rows)
+    found = attention_tiling(rows, 8, 64, context, options, queries=512)
+    assert (found.rows, found.splits) == (tile, splits)
+    fixed = attention_tiling(rows, 8, 64, context, replace(options, fixed_order=True), queries=512)
+    assert (fixed.rows, fixed.splits) == (32, 1)
 
 
 def test_few_rows_are_split_among_idle_workers_as_before() -> None:
     for rows, splits in ((1, 15), (2, 7), (4, 4)):
         options = default_options("cuda", 132, rows)
         assert attention_tiling(rows, 8, 64, 4096, options).splits == splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "context"), [(16, 32768), (64, 16384), (64, 32768), (256, 131072)]
+)
+def test_the_pieces_of_a_row_are_spread_over_the_workers(rows: int, context: int) -> None:
+    config = LlamaConfig(128, 256, 256, 1, 32, 8, 64)
+    blocks = rows * context // 64
+    limits = Limits(rows, context, 2048, default_logit_rows(rows, 2048), blocks, 64)
+    options = partial(default_options, "cuda", 132)
+    bucket = choose_bucket(config, limits, options, rows, rows, context, decode=True)
+    program = compile_bucket(config, limits, BF16, bucket, options)
+    owners = program.worker_of()
+    pieces: dict[int, Counter[int]] = {}  # of each range of rows: how many each worker has
+    for owner, inst in zip(owners.tolist(), program.instructions, strict=True):
+        if isinstance(inst, Attention):
+            pieces.setdefault(inst.row_begin, Counter())[owner] += 1
+    for of_workers in pieces.values():
+        assert max(of_workers.values()) <= -(-of_workers.total() // 132)
 
 
 @pytest.fixture(scope="module")
@@ -67,8 +111,22 @@ def gpu(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> CudaMach
     return EmulatedMachine(timeout=60.0)
 
 
-def logits(gpu: CudaMachine, rows: int) -> tuple[set[int], torch.Tensor]:
-    """The splits and logits of a step whose sequences have 3, 7, 11, ... tokens, and one 500."""
+def decoding(rows: int) -> Step:
+    """Sequences of 3, 7, 11, ... tokens and one of 500, each of which decodes."""
+    contexts = np.array([500 if i == 5 else 3 + 4 * i for i in range(rows)], dtype=np.int32)
+    numbers = np.arange(rows, dtype=np.int32)
+    return Step(numbers, contexts, numbers, 501, distinct=True)
+
+
+def beside_a_chunk() -> Step:
+    """Four sequences that decode, and the last 20 tokens of a prompt of 500."""
+    slots = np.array([0, 1, 2, 3, *[4] * 20], dtype=np.int32)
+    positions = np.array([400, 3, 70, 120, *range(480, 500)], dtype=np.int32)
+    return Step(slots, positions, np.array([0, 1, 2, 3, 23], dtype=np.int32), 500, distinct=False)
+
+
+def logits(gpu: CudaMachine, step: Step) -> tuple[set[int], torch.Tensor]:
+    """The splits of a step whose keys and values are random, and its logits."""
     memory = gpu.memory()
     random = torch.Generator().manual_seed(1)
 
@@ -85,37 +143,41 @@ def logits(gpu: CudaMachine, rows: int) -> tuple[set[int], torch.Tensor]:
     runner = Runner(
         LLAMA, memory, LIMITS, BF16, gpu, lambda rows: default_options("cuda", WORKERS, rows)
     )
-    contexts = np.array([500 if i == 5 else 3 + 4 * i for i in range(rows)], dtype=np.int32)
-    numbers = np.arange(rows, dtype=np.int32)
-    step = Step(numbers, contexts, numbers, 501)
-    program = runner.program(runner.bucket(rows, rows, 501, decode=True))
+    count = len(step.logit_row)
+    bucket = runner.bucket(step.num_rows, count, step.context, decode=bool(step.distinct))
+    program = runner.program(bucket)
     for spec in program.tensors:
         if spec.kind is TensorKind.STATE:
             memory.write(spec.name, draw(spec.shape) * spec.shape[-1] ** 0.5)
     blocks = iter(range(LIMITS.num_blocks))
-    for slot, context in enumerate(contexts.tolist()):
-        runner.write_tokens(slot, np.full(context + 1, 3 + slot, dtype=np.int32))
-        count = context // 64 + 1
-        runner.block_table[slot, :count] = [next(blocks) for _ in range(count)]
+    for slot in sorted(set(step.row_sequence.tolist())):
+        tokens = int(step.row_position[step.row_sequence == slot].max()) + 1
+        runner.write_tokens(slot, np.full(tokens, 3 + slot, dtype=np.int32))
+        held = -(-tokens // LIMITS.block_size)
+        runner.block_table[slot, :held] = [next(blocks) for _ in range(held)]
         integer = np.full(INTEGER_COLUMNS, -1, dtype=np.int32)
         integer[[Integer.ENABLED, Integer.NUM_STOP]] = 1, 0
         runner.sampling_integer[slot] = integer
     runner.run(step)
     splits = {i.num_splits for i in program.instructions if isinstance(i, Attention)}
-    return splits, torch.from_numpy(runner.logits[:rows].copy())
+    return splits, torch.from_numpy(runner.logits[:count].copy())
 
 
-@pytest.mark.parametrize("rows", [12, 24])
+@pytest.mark.parametrize(
+    ("step", "splits"),
+    [(decoding(12), 8), (decoding(24), 8), (beside_a_chunk(), 3)],
+    ids=["rows in groups, words", "matrix products, barriers", "beside a chunk of a prompt"],
+)
 def test_a_step_with_splits_computes_what_one_without_does(
-    gpu: CudaMachine, rows: int, monkeypatch: pytest.MonkeyPatch
+    gpu: CudaMachine, step: Step, splits: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows in groups with tagged words, and matrix products with barriers."""
     monkeypatch.setattr(runner_module, "StepMemory", DeviceStepMemory)
-    whole, expected = logits(gpu, rows)
+    monkeypatch.setitem(TARGETS, "cuda", replace(TARGETS["cuda"], long_split=0, few_splits=99))
+    whole, expected = logits(gpu, step)
     assert whole == {1}
-    monkeypatch.setitem(TARGETS, "cuda", replace(TARGETS["cuda"], long_split=64))
-    split, found = logits(gpu, rows)
-    assert split == {8}
+    monkeypatch.setitem(TARGETS, "cuda", replace(TARGETS["cuda"], long_split=64, few_splits=3))
+    split, found = logits(gpu, step)
+    assert split == {splits}
     assert torch.isfinite(expected).all()
     # Another order of additions, and results that are rounded to bfloat16 in between.
     assert (found - expected).abs().max() < 0.08 * expected.std()

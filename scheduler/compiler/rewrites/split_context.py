@@ -14,8 +14,8 @@ from megavm.vm.tensors import F32, TensorKind, TensorSpec
 def split_context(operations: list[Operation], options: CompileOptions) -> list[Operation]:
     """Turn an attention whose context is split into one with ``partial`` and an attention_merge.
 
-    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. If the newest keys and values are tagged, it
-    is tagged too, whatever its size, because only one worker reads each of its words.
+    ``partial`` is float32 [rows, splits, heads, head_dim + 2]. If the newest keys and values are
+    tagged, it is tagged too, whatever its size, because only one worker reads each of its words.
     """
     result = []
     for operation in operations:
