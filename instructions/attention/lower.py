@@ -79,7 +79,8 @@ def attention_tiling(
     tile then has more rows than the machine attends to together, because late rows of a prompt cost
     more: many small tiles balance better.
 
-    Heads are cut first, because all heads cost the same and the rows of a prompt do not. The context is
+    Heads are cut first, because all heads cost the same and the rows of a prompt do not. Rows are cut into no
+    more tiles than workers take at once: one more would make some of them do two. The context is
     split only if this gives work to idle workers, and the context is long enough for
     ``Target.few_splits`` splits of at least ``min_chunk`` tokens. If there would be many splits, workers are
     left free for the merges, which then already wait when the last split ends.
@@ -97,7 +98,7 @@ def attention_tiling(
     target = options.target
     most_tiles = options.workers * options.waves
     head_tiles = min(kv_heads, most_tiles)
-    row_tile = -(-rows // -(-most_tiles // head_tiles))
+    row_tile = -(-rows // (most_tiles // head_tiles))
     together = target.attention_elements
     most = max(together // queries, 1) if queries and together and rows > target.group_rows else 0
     if most:

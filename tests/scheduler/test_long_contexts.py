@@ -59,7 +59,7 @@ def test_long_contexts_of_a_batch_are_split(context: int, splits: int, rows: int
         (32, 131072, 16, 8),
         (64, 131072, 32, 8),
         (256, 131072, 32, 2),
-        (512, 131072, 31, 1),
+        (512, 131072, 32, 1),
         (2048, 131072, 32, 1),
     ],
 )
@@ -118,11 +118,13 @@ def decoding(rows: int) -> Step:
     return Step(numbers, contexts, numbers, 501, distinct=True)
 
 
-def beside_a_chunk() -> Step:
-    """Four sequences that decode, and the last 20 tokens of a prompt of 500."""
-    slots = np.array([0, 1, 2, 3, *[4] * 20], dtype=np.int32)
-    positions = np.array([400, 3, 70, 120, *range(480, 500)], dtype=np.int32)
-    return Step(slots, positions, np.array([0, 1, 2, 3, 23], dtype=np.int32), 500, distinct=False)
+def beside_chunks() -> Step:
+    """Four sequences that decode, 14 tokens of a long prompt, of which some see one chunk of 64
+    tokens more than others, and a prompt that is too short for most splits."""
+    slots = np.array([0, 1, 2, 3, *[4] * 14, *[5] * 6], dtype=np.int32)
+    positions = np.array([400, 3, 70, 120, *range(441, 455), *range(6)], dtype=np.int32)
+    logit_rows = np.array([0, 1, 2, 3, 17, 23], dtype=np.int32)
+    return Step(slots, positions, logit_rows, 455, distinct=False)
 
 
 def logits(gpu: CudaMachine, step: Step) -> tuple[set[int], torch.Tensor]:
@@ -165,8 +167,8 @@ def logits(gpu: CudaMachine, step: Step) -> tuple[set[int], torch.Tensor]:
 
 @pytest.mark.parametrize(
     ("step", "splits"),
-    [(decoding(12), 8), (decoding(24), 8), (beside_a_chunk(), 3)],
-    ids=["rows in groups, words", "matrix products, barriers", "beside a chunk of a prompt"],
+    [(decoding(12), 8), (decoding(24), 8), (beside_chunks(), 3)],
+    ids=["rows in groups, words", "matrix products, barriers", "beside chunks of prompts"],
 )
 def test_a_step_with_splits_computes_what_one_without_does(
     gpu: CudaMachine, step: Step, splits: int, monkeypatch: pytest.MonkeyPatch

@@ -12,6 +12,7 @@ from compiled_graphs import ALL_OPTIONS, mlp_graph, tiny_llama
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megavm.instructions.attention.lower import attention_tiling
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.qkv_rope import QkvRope
@@ -216,3 +217,16 @@ def test_matrix_products_have_no_more_tiles_than_they_need(rows: int) -> None:
     assert len(tiles) <= 2 * 132, "two waves of large tiles are as fast as many of small ones"
     area = sum((right - left) * (bottom - top) for (left, right), (top, bottom) in tiles)
     assert area == rows * 14336
+
+
+@given(st.integers(17, 4096), st.sampled_from([1, 2, 3, 4, 5, 8, 32]), st.integers(1, 132))
+def test_attention_gives_two_tiles_to_a_worker_only_if_tiles_would_be_too_large(
+    rows: int, heads: int, workers: int
+) -> None:
+    """A tile of a prompt takes as long whether it has a row more or less."""
+    options = default_options("cuda", workers, rows)
+    largest = TARGETS["cuda"].attention_elements // 512
+    for queries in (0, 512):
+        tiling = attention_tiling(rows, heads, 64, 4096, options, queries)
+        tiles = -(-rows // tiling.rows) * tiling.heads * tiling.splits
+        assert tiles <= workers or (queries and tiling.rows == largest)
