@@ -80,12 +80,14 @@ def attention_tiling(
     more: many small tiles balance better.
 
     Heads are cut first, because all heads cost the same and the rows of a prompt do not. Rows are cut into no
-    more tiles than workers take at once: one more would make some of them do two. The context is
+    more tiles than workers take at once: one more would make some of them do two, which takes no less time
+    if a tile's time is that of its rows, and twice as much if it is that of its tokens. The context is
     split only if this gives work to idle workers, and the context is long enough for
     ``Target.few_splits`` splits of at least ``min_chunk`` tokens. If there would be many splits, workers are
     left free for the merges, which then already wait when the last split ends.
 
-    A long context is split into up to ``Target.many_splits`` splits of at least ``Target.long_split`` tokens:
+    A ``context`` (of a program: a power of two) of several times ``Target.long_split`` tokens is split into up to
+    ``Target.many_splits`` splits:
 
     - In steps that only decode, even if all workers have tiles: one row may have it, and the others may be
       short. Each of its KV heads would keep one worker busy while all others wait.
@@ -105,20 +107,20 @@ def attention_tiling(
         row_tile = min(rows if options.fixed_order else row_tile, most)
     if options.fixed_order:
         return Tiling(head_tiles, row_tile, 1, block_size)
-    long = min(context // target.long_split, target.many_splits) if target.long_split else 1
-    if most:
-        # A tile of few rows takes as long as one of many: fewer tiles, and splits of them.
-        pieces = min(options.workers // (-(-rows // most) * head_tiles), long)
-        if pieces > 1:
-            row_tile = -(-rows // (options.workers // (pieces * head_tiles)))
-            return Tiling(head_tiles, row_tile, pieces, block_size)
     tiles = -(-rows // row_tile) * head_tiles
     splits = options.workers // tiles
     if splits >= target.many_splits:
         splits = (options.workers - tiles) // tiles
     long_enough = -(-context // options.min_chunk)
     splits = max(1, min(splits, long_enough)) if long_enough >= target.few_splits else 1
+    long = min(context // target.long_split, target.many_splits) if target.long_split else 1
     if not queries and long >= target.few_splits:
         # Workers have enough tiles, but one row may have most of the tokens.
-        splits = max(splits, long)
+        splits *= max(1, long // splits)
+    elif most:
+        # A tile of few rows takes as long as one of many: fewer tiles, and splits of them.
+        pieces = min(options.workers // (-(-rows // most) * head_tiles), long)
+        if pieces > 1 and pieces >= splits:
+            row_tile = -(-rows // (options.workers // (pieces * head_tiles)))
+            splits = pieces
     return Tiling(head_tiles, row_tile, splits, block_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from megavm.instructions.attention.lower import attention_tiling
+from megavm.instructions.attention.lower import Tiling, attention_tiling
 from megavm.scheduler.compiler.compile import compile_graph
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites import rewrite
@@ -39,17 +39,17 @@ def choose_bucket(
         logit_rows = max(logit_rows, chosen.target.min_matrix_rows)  # also of the LM head
     logit_rows = min(logit_rows, limits.max_logit_rows)
 
-    queries = 0 if decode else config.num_heads // config.num_kv_heads * config.head_dim
-
-    def splits(tokens: int) -> int:
-        heads = parallel.heads(config.num_kv_heads)
-        return attention_tiling(rows, heads, limits.block_size, tokens, chosen, queries).splits
-
-    longest = limits.max_model_len
-    rounded = min(power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
-    context = longest if splits(rounded) == splits(longest) else rounded
     # ``decode`` changes only programs of several rows that exchange tagged words.
     decode = decode and rows > 1 and chosen.exchange != "barrier"
+    queries = 0 if decode else config.num_heads // config.num_kv_heads * config.head_dim
+    heads, longest = parallel.heads(config.num_kv_heads), limits.max_model_len
+
+    def tiling(tokens: int) -> Tiling:
+        return attention_tiling(rows, heads, limits.block_size, tokens, chosen, queries)
+
+    context = min(power_of_two(max(context, MIN_CONTEXT_BUCKET)), longest)
+    while context < longest and tiling(longer := min(2 * context, longest)) == tiling(context):
+        context = longer
     return Bucket(rows, logit_rows, context, decode)
 
 

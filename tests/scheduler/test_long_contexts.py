@@ -9,6 +9,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import megavm.scheduler.run.runner as runner_module
 from megavm.instructions.attention import Attention
@@ -48,6 +50,44 @@ def test_long_contexts_of_a_batch_are_split(context: int, splits: int, rows: int
     # An order of additions that is fixed has no splits.
     fixed = replace(options, fixed_order=True)
     assert attention_tiling(rows, 8, 64, context, fixed).splits == 1
+
+
+@given(st.integers(1, 512), st.sampled_from([1, 2, 4, 8]), st.integers(12288, 131072))
+def test_a_cut_that_fills_the_workers_is_cut_further_only_as_a_whole(
+    rows: int, heads: int, context: int
+) -> None:
+    """Else some workers would have a piece more than others, or longer ones than before."""
+    options = default_options("cuda", 132, rows)
+    found = attention_tiling(rows, heads, 64, context, options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TARGETS, "cuda", replace(TARGETS["cuda"], long_split=0))
+        before = attention_tiling(rows, heads, 64, context, options)
+        prompts = attention_tiling(rows, heads, 64, context, options, queries=512)
+    assert found.splits % before.splits == 0
+    assert attention_tiling(rows, heads, 64, context, options, queries=512).splits >= prompts.splits
+
+
+@pytest.mark.parametrize(
+    ("rows", "decode", "contexts"),
+    [
+        (64, True, [8192, 16384, 131072]),
+        (256, True, [8192, 16384, 131072]),
+        (64, False, [4096, 8192, 16384, 131072]),
+        (512, False, [131072]),
+        (2048, False, [131072]),
+    ],
+)
+def test_contexts_that_are_cut_alike_share_a_program(
+    rows: int, decode: bool, contexts: list[int]
+) -> None:
+    config = LlamaConfig(128256, 4096, 14336, 1, 32, 8, 128)
+    limits = Limits(256, 131072, 2048, default_logit_rows(256, 2048), 2048, 64)
+    options = partial(default_options, "cuda", 132)
+    found = {
+        choose_bucket(config, limits, options, rows, 16, context, decode=decode).context
+        for context in (1 << bit for bit in range(18))
+    }
+    assert sorted(found) == contexts
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_step_decodes_if_its_rows_are_of_different_sequences(
 def test_contexts_share_a_program_unless_attention_is_cut_otherwise(directory: Path) -> None:
     many = make_runner(directory, workers=8)
     contexts = {many.bucket(1, 1, c).context for c in (1, 256, 257, 1000, 2048, 2049, 4096)}
-    assert contexts == {256, 512, 1024, 4096}  # 8 splits of 256 tokens from 2048 on
+    assert contexts == {512, 1024, 4096}  # 8 splits of 256 tokens from 2048 on
 
 
 def test_a_program_is_compiled_once_per_bucket(directory: Path) -> None:

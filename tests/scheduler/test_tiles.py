@@ -226,7 +226,7 @@ def test_attention_gives_two_tiles_to_a_worker_only_if_tiles_would_be_too_large(
     """A tile of a prompt takes as long whether it has a row more or less."""
     options = default_options("cuda", workers, rows)
     largest = TARGETS["cuda"].attention_elements // 512
-    for queries in (0, 512):
-        tiling = attention_tiling(rows, heads, 64, 4096, options, queries)
+    for queries, context in ((0, 4096), (512, 4096), (512, 8192), (512, 32768), (512, 131072)):
+        tiling = attention_tiling(rows, heads, 64, context, options, queries)
         tiles = -(-rows // tiling.rows) * tiling.heads * tiling.splits
         assert tiles <= workers or (queries and tiling.rows == largest)
