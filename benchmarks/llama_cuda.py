@@ -121,12 +121,18 @@ def prepare(runner: Runner, batch: int, context: int) -> Step:
 
 
 def measure(
-    runner: Runner, batch: int, context: int, steps: int, rounds: int
+    runner: Runner, batch: int, context: int, steps: int, rounds: int, longest: int = 0
 ) -> dict[str, float | int]:
-    """Median microseconds per step, in which every sequence gets one token."""
+    """Median microseconds per step, in which every sequence gets one token.
+
+    ``longest``: cached tokens of one of the sequences, if not ``context``.
+    """
     step = prepare(runner, batch, context)
+    if longest:
+        step.row_position[batch // 2] = longest
+        step.context = longest + 1
     runner.run(step, steps)
-    bucket = runner.bucket(batch, batch, context + steps, decode=True)
+    bucket = runner.bucket(batch, batch, step.context + steps - 1, decode=True)
     executable = runner._executable(bucket)
 
     def launch() -> None:

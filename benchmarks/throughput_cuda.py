@@ -188,6 +188,9 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--context", type=int, default=256, help="of the batches that decode")
+    parser.add_argument(
+        "--longest", type=int, default=0, metavar="TOKENS", help="context of one that decodes"
+    )
     parser.add_argument("--prefill", type=prompts, nargs="*", default=[], metavar="NxLENGTH")
     parser.add_argument(
         "--beside", type=int, default=0, metavar="BATCH", help="rows that decode beside the prompts"
@@ -242,20 +245,26 @@ def main() -> None:
         ]
         rows = max([batch, *(step.rows for step in measured)])
         if args.decode:
-            length = args.context + 2 * args.steps
+            length = max(args.context, args.longest) + 2 * args.steps
             runner = make_runner(config, machine, length, batch, parallel, **dict(args.option))
             for batch in args.decode:
                 # The context of the middle of a launch is the one that is asked for.
                 context = args.context - args.steps // 2
-                us = measure(runner, batch, context, args.steps, args.rounds)["us_per_step"]
-                least = limit(
-                    config,
+                us = measure(
+                    runner,
                     batch,
-                    batch,
-                    batch * args.context,
-                    batch * kv_bytes(config, args.context),
-                )
+                    context,
+                    args.steps,
+                    args.rounds,
+                    max(0, args.longest - args.steps // 2),
+                )["us_per_step"]
+                tokens = batch * args.context
+                if args.longest:
+                    tokens += args.longest - args.context
+                least = limit(config, batch, batch, tokens, kv_bytes(config, tokens))
                 found = {"kind": "decode", "what": batch, "context": args.context, "us": us}
+                if args.longest:
+                    found["longest"] = args.longest
                 found["floor_us"] = least
                 if args.torch:
                     from torch_baseline import measure as measure_torch

@@ -23,6 +23,7 @@ from megavm.scheduler.llama.graph import Limits
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import weight_specs
 from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.memory import TORCH_DTYPE
 from megavm.vm.tensors import BF16
 
@@ -47,6 +48,18 @@ def compiler_threads_end() -> Iterator[None]:
     yield
     gc.collect()
     slow_compiler.wait_until(slow_compiler.ended)
+
+
+@pytest.fixture(scope="module")
+def gpu(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> CudaMachine:
+    """A GPU, or an emulated one."""
+    if torch.cuda.is_available():
+        machine: CudaMachine = request.getfixturevalue("cuda_machine")
+        return machine
+    reason = reason_unavailable()
+    if reason is not None:
+        pytest.skip(reason)
+    return EmulatedMachine(timeout=20.0)
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows, rope_table
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket, weight_specs
 from megavm.scheduler.run.runner import Runner
-from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, TensorKind
@@ -137,18 +136,6 @@ def test_the_pieces_of_a_row_are_spread_over_the_workers(rows: int, context: int
             pieces.setdefault(inst.row_begin, Counter())[owner] += 1
     for of_workers in pieces.values():
         assert max(of_workers.values()) <= -(-of_workers.total() // 132)
-
-
-@pytest.fixture(scope="module")
-def gpu(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> CudaMachine:
-    """A GPU, or an emulated one."""
-    if torch.cuda.is_available():
-        machine: CudaMachine = request.getfixturevalue("cuda_machine")
-        return machine
-    reason = reason_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    return EmulatedMachine(timeout=60.0)
 
 
 def decoding(rows: int) -> Step:

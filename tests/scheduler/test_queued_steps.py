@@ -22,7 +22,7 @@ from megavm.scheduler.llama.graph import Limits, rope_table
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import weight_specs
 from megavm.scheduler.run.runner import Runner
-from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
+from megavm.vm.cuda.emulated import EmulatedMachine
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.tensors import BF16
 
@@ -75,18 +75,6 @@ class WatchedLaunch:
     def cancel(self) -> None:
         self.watched.in_progress -= 1
         self.launch.cancel()
-
-
-@pytest.fixture(scope="module")
-def gpu(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> CudaMachine:
-    """A GPU, or an emulated one."""
-    if torch.cuda.is_available():
-        machine: CudaMachine = request.getfixturevalue("cuda_machine")
-        return machine
-    reason = reason_unavailable()
-    if reason is not None:
-        pytest.skip(reason)
-    return EmulatedMachine(timeout=20.0)
 
 
 @pytest.fixture(scope="module")
