@@ -131,10 +131,10 @@ class _Stage:
     """Pinned memory that copies of one launch use. The host writes to it when it has ended."""
 
     slab: torch.Tensor
-    view: memoryview  # of the slab
+    view: memoryview  # the slab's memory, to which the host copies without torch
     times: tuple[Any, Any]  # events: begin and end of the launch
-    chosen: Words  # of the table of tokens
-    written: Words  # tokens that the host has written
+    chosen: Words  # the tokens that the launch chooses
+    written: Words  # the tokens that the host has written before it
 
 
 class DeviceStepMemory(StepMemory):
@@ -205,13 +205,8 @@ class DeviceStepMemory(StepMemory):
 
     def current(self) -> contextlib.AbstractContextManager[Any]:
         """Make rank 0's GPU current for torch, and on each GPU the default stream."""
-        streams = self._streams
-        if all(torch.cuda.current_stream(s.device) == s for s in streams) and (
-            not streams or torch.cuda.current_device() == streams[-1].device.index
-        ):
-            return contextlib.nullcontext()
         stack = contextlib.ExitStack()
-        for stream in streams:
+        for stream in self._streams:
             stack.enter_context(torch.cuda.stream(stream))
         return stack
 

@@ -50,7 +50,7 @@ def interleave(step: Step, ranges: RowRanges | None) -> Step:
     smaller (8B, 512 of them in 4096 rows: 7 % longer).
     """
     rows = step.num_rows
-    if step.distinct or ranges is None or ranges.rows >= rows:
+    if ranges is None or ranges.rows >= rows:
         return step
     sequence, position = step.row_sequence, step.row_position
     goes_on = (sequence[1:] == sequence[:-1]) & (position[1:] == position[:-1] + 1)

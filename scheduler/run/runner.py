@@ -472,10 +472,11 @@ class Runner:
 
         Returns it in this order.
         """
-        if bucket not in self._row_ranges:
-            fixed = self.options(bucket.rows).fixed_order
-            self._row_ranges[bucket] = None if fixed else row_ranges(program)
-        step = interleave(step, self._row_ranges[bucket])
+        if not step.distinct:  # else all rows are alike
+            if bucket not in self._row_ranges:
+                fixed = self.options(bucket.rows).fixed_order
+                self._row_ranges[bucket] = None if fixed else row_ranges(program)
+            step = interleave(step, self._row_ranges[bucket])
         rows, logit_rows, arrays = step.num_rows, len(step.logit_row), self._arrays
         arrays["row_sequence"][:rows] = step.row_sequence
         arrays["row_position"][:rows] = step.row_position

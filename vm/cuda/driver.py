@@ -145,7 +145,7 @@ class _Current(contextlib.AbstractContextManager[None]):
             self._pushed = True
 
     def __exit__(self, *_: object) -> None:
-        if self._pushed:  # an error has been raised already, by the call before
+        if self._pushed:  # not checked: an error here would hide the one that ended the block
             self._driver._keeping["cuCtxPopCurrent"](ctypes.byref(ctypes.c_void_p()))
 
 
