@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,15 +51,21 @@ def compiler_threads_end() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def gpu(pytestconfig: pytest.Config, request: pytest.FixtureRequest) -> CudaMachine:
-    """A GPU, or an emulated one."""
+def gpu_ranks(request: pytest.FixtureRequest) -> Callable[[int], CudaMachine]:
+    """gpu_ranks(ranks): GPUs, which ranks share if there are fewer, or emulated ones."""
     if torch.cuda.is_available():
-        machine: CudaMachine = request.getfixturevalue("cuda_machine")
-        return machine
+        make: Callable[[int], CudaMachine] = request.getfixturevalue("cuda_ranks")
+        return make
     reason = reason_unavailable()
     if reason is not None:
         pytest.skip(reason)
-    return EmulatedMachine(timeout=20.0)
+    return lambda ranks: EmulatedMachine(timeout=20.0, ranks=ranks)
+
+
+@pytest.fixture(scope="module")
+def gpu(gpu_ranks: Callable[[int], CudaMachine]) -> CudaMachine:
+    """A GPU, or an emulated one."""
+    return gpu_ranks(1)
 
 
 @pytest.fixture

@@ -17,9 +17,6 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Bucket, Limits, llama_graph
 from megavm.vm.config import NONE
 from megavm.vm.cpu.machine import CpuMachine
-from megavm.vm.cuda import machine as cuda_machine
-from megavm.vm.cuda.emulated import EmulatedMachine, reason_unavailable
-from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.memory import Memory
 from megavm.vm.program import Program
@@ -174,28 +171,21 @@ def in_torch(take: Take, values: Mapping[str, torch.Tensor], chosen: torch.Tenso
     return chosen[values["second"].long()] if take is second_gather else chosen
 
 
-def gpu(ranks: int = 1) -> Machine:
-    """A GPU, which ranks share, or an emulated one."""
-    return CudaMachine((0,) * ranks) if has_gpu() else EmulatedMachine(ranks=ranks)
-
-
-def has_gpu() -> bool:
-    return cuda_machine.reason_unavailable() is None
-
-
-def machines() -> dict[str, Callable[[], Machine]]:
-    found: dict[str, Callable[[], Machine]] = {"reference": ReferenceMachine, "cpu": CpuMachine}
-    return {**found, "cuda": gpu} if has_gpu() or not reason_unavailable() else found
+def machine_of(name: str, ranks: int, request: pytest.FixtureRequest) -> Machine:
+    if name == "cuda":
+        made: Machine = request.getfixturevalue("gpu_ranks")(ranks)
+        return made
+    return CpuMachine() if name == "cpu" else ReferenceMachine()
 
 
 @pytest.mark.parametrize("exchange", ["barrier", "preferred", "tagged"])
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("machine", machines())
+@pytest.mark.parametrize("machine", ["reference", "cpu", "cuda"])
 @pytest.mark.parametrize(
     "take", [nothing_else, host_and_product, norm, sum_with_product, second_gather]
 )
 def test_copies_gather_for_what_takes_no_index(
-    machine: str, take: Take, dtype: DType, exchange: Exchange
+    machine: str, take: Take, dtype: DType, exchange: Exchange, request: pytest.FixtureRequest
 ) -> None:
     rows, chosen, live = 6, 5, 4 if take is nothing_else else 5
     graph = Graph(rows)
@@ -207,7 +197,7 @@ def test_copies_gather_for_what_takes_no_index(
     graph.output(take(graph, graph.gather("rows", h, index, count, chosen)), "found")
     options = CompileOptions(3, machine="cpu" if machine == "reference" else machine)
     program = compile_graph(graph, replace(options, exchange=exchange))
-    made = machines()[machine]()
+    made = machine_of(machine, 1, request)
     memory = memory_of(program, live, made.memory())
     memory.write("index", torch.tensor([4, 0, 5, 4, 1], dtype=torch.int32))
     if take is second_gather:
@@ -225,10 +215,10 @@ def test_copies_gather_for_what_takes_no_index(
 
 @pytest.mark.parametrize("exchange", ["barrier", "tagged"])
 @pytest.mark.parametrize("machine", ["cpu", "cuda"])
-def test_a_copy_that_scatters_takes_rows_through_an_index(machine: str, exchange: Exchange) -> None:
+def test_a_copy_that_scatters_takes_rows_through_an_index(
+    machine: str, exchange: Exchange, request: pytest.FixtureRequest
+) -> None:
     """It is the first half of a reduce-scatter."""
-    if machine not in machines():
-        pytest.skip(str(reason_unavailable()))
     ranks, rows, chosen = 2, 6, 5
     graph = Graph(rows, ranks=ranks)
     x = graph.tensor("x", (rows, HIDDEN), BF16, TensorKind.INPUT)
@@ -239,7 +229,7 @@ def test_a_copy_that_scatters_takes_rows_through_an_index(machine: str, exchange
     options = CompileOptions(3, machine=machine, exchange=exchange)
     program = compile_graph(graph, options)
     assert {copy.only for copy in copies_with_index(program)} == {0, 1}
-    made = CpuMachine() if machine == "cpu" else gpu(ranks)
+    made = machine_of(machine, ranks, request)
     memory = made.memory(ranks)
     memory.allocate(program.tensors)
     sums = torch.zeros(chosen, COLUMNS)

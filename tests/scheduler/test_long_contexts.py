@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from random_weights import bind_random_weights
 
 import megavm.scheduler.run.runner as runner_module
 from megavm.instructions.attention import Attention
@@ -20,8 +21,8 @@ from megavm.scheduler.compiler.options import default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Limits, default_logit_rows, rope_table
-from megavm.scheduler.run.buckets import choose_bucket, compile_bucket, weight_specs
+from megavm.scheduler.llama.graph import Limits, default_logit_rows
+from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.target import TARGETS
@@ -130,7 +131,8 @@ def test_the_pieces_of_a_row_are_spread_over_the_workers(rows: int, context: int
     bucket = choose_bucket(config, limits, options, rows, rows, context, decode=True)
     program = compile_bucket(config, limits, BF16, bucket, options)
     owners = program.worker_of()
-    pieces: dict[int, Counter[int]] = {}  # of each range of rows: how many each worker has
+    # By first row of a range: how many pieces of that range each worker has.
+    pieces: dict[int, Counter[int]] = {}
     for owner, inst in zip(owners.tolist(), program.instructions, strict=True):
         if isinstance(inst, Attention):
             pieces.setdefault(inst.row_begin, Counter())[owner] += 1
@@ -157,27 +159,17 @@ def beside_chunks() -> Step:
 def logits(gpu: CudaMachine, step: Step) -> tuple[set[int], torch.Tensor]:
     """The splits of a step whose keys and values are random, and its logits."""
     memory = gpu.memory()
-    random = torch.Generator().manual_seed(1)
-
-    def draw(shape: tuple[int, ...]) -> torch.Tensor:
-        width = shape[-1] if len(shape) > 1 else 0
-        values = torch.randn(shape, generator=random)
-        return (values * width**-0.5 if width else 1 + 0.1 * values).bfloat16()
-
-    for spec in weight_specs(LLAMA, LIMITS, BF16):
-        if spec.name == "rope":
-            memory.bind(spec, rope_table(LLAMA, LIMITS.max_model_len).to(memory.device))
-        else:
-            memory.bind(spec, draw(spec.shape).to(memory.device))
+    bind_random_weights(memory, LLAMA, LIMITS)
     runner = Runner(
         LLAMA, memory, LIMITS, BF16, gpu, lambda rows: default_options("cuda", WORKERS, rows)
     )
     count = len(step.logit_row)
     bucket = runner.bucket(step.num_rows, count, step.context, decode=bool(step.distinct))
     program = runner.program(bucket)
+    random = torch.Generator().manual_seed(1)
     for spec in program.tensors:
         if spec.kind is TensorKind.STATE:
-            memory.write(spec.name, draw(spec.shape) * spec.shape[-1] ** 0.5)
+            memory.write(spec.name, torch.randn(spec.shape, generator=random))
     blocks = iter(range(LIMITS.num_blocks))
     for slot in sorted(set(step.row_sequence.tolist())):
         tokens = int(step.row_position[step.row_sequence == slot].max()) + 1

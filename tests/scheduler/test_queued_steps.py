@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
 from engine_runs import Results, assert_idle, gather, run_all
+from random_weights import bind_random_weights
 
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.compiler.options import default_options
@@ -18,9 +17,8 @@ from megavm.scheduler.engine.restriction import Restriction
 from megavm.scheduler.engine.step import Bools, Launch, Step
 from megavm.scheduler.engine.step_memory import DeviceStepMemory
 from megavm.scheduler.llama.config import LlamaConfig
-from megavm.scheduler.llama.graph import Limits, rope_table
+from megavm.scheduler.llama.graph import Limits
 from megavm.scheduler.run import runner as runner_module
-from megavm.scheduler.run.buckets import weight_specs
 from megavm.scheduler.run.runner import Runner
 from megavm.vm.cuda.emulated import EmulatedMachine
 from megavm.vm.cuda.machine import CudaMachine
@@ -81,15 +79,7 @@ class WatchedLaunch:
 def runner(gpu: CudaMachine) -> Iterator[Runner]:
     """A small random Llama, with step memory as on a GPU."""
     memory = gpu.memory()
-    for spec in weight_specs(LLAMA, LIMITS, BF16):
-        if spec.name == "rope":
-            memory.bind(spec, rope_table(LLAMA, LIMITS.max_model_len).to(memory.device))
-            continue
-        generator = torch.Generator().manual_seed(zlib.crc32(spec.name.encode()))
-        width = spec.shape[-1] if len(spec.shape) > 1 else 1
-        values = torch.randn(spec.shape, generator=generator) * width**-0.5
-        values = (values if width > 1 else 1 + 0.1 * values).bfloat16()
-        memory.bind(spec, values.to(memory.device))
+    bind_random_weights(memory, LLAMA, LIMITS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(runner_module, "StepMemory", DeviceStepMemory)
         yield Runner(

@@ -17,7 +17,8 @@ from megavm.vm.machine import Machine, MachineFault
 from megavm.vm.program import Program
 from megavm.vm.tensors import F32, DType, TensorKind
 
-Kept = Literal["nothing", "own", "whole"]  # what the host can read of the logits
+# The logits that the host can read: none, on each rank those of its own share, on each rank all.
+Kept = Literal["nothing", "own", "whole"]
 WIDTH, LENGTH = 16, 8
 
 
