@@ -14,6 +14,7 @@ import statistics
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from environment import save
@@ -121,16 +122,21 @@ def prepare(runner: Runner, batch: int, context: int) -> Step:
 
 
 def measure(
-    runner: Runner, batch: int, context: int, steps: int, rounds: int, longest: int = 0
+    runner: Runner,
+    batch: int,
+    context: int,
+    steps: int,
+    rounds: int,
+    contexts: npt.NDArray[np.int32] | None = None,
 ) -> dict[str, float | int]:
     """Median microseconds per step, in which every sequence gets one token.
 
-    ``longest``: cached tokens of one of the sequences, if not ``context``.
+    ``contexts``: cached tokens of each sequence, if not ``context``.
     """
     step = prepare(runner, batch, context)
-    if longest:
-        step.row_position[batch // 2] = longest
-        step.context = longest + 1
+    if contexts is not None:
+        step.row_position[:] = contexts
+        step.context = int(contexts.max()) + 1
     runner.run(step, steps)
     bucket = runner.bucket(batch, batch, step.context + steps - 1, decode=True)
     executable = runner._executable(bucket)

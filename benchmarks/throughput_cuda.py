@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
@@ -180,6 +181,17 @@ def prompts(text: str) -> Prompts:
     return Prompts(int(count), int(length), int(before or 0))
 
 
+def contexts_of(batch: int, args: argparse.Namespace) -> npt.NDArray[np.int32]:
+    """The context of each sequence of a batch that decodes."""
+    contexts = np.full(batch, args.context, np.int32)
+    if args.spread:
+        draw = np.random.default_rng(1).lognormal(np.log(args.context), args.spread, batch)
+        contexts[:] = np.clip(draw, args.steps, args.longest)
+    if args.longest:
+        contexts[batch // 2] = args.longest
+    return contexts
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -189,7 +201,15 @@ def main() -> None:
     parser.add_argument("--decode", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--context", type=int, default=256, help="of the batches that decode")
     parser.add_argument(
-        "--longest", type=int, default=0, metavar="TOKENS", help="context of one that decodes"
+        "--longest", type=int, default=0, metavar="TOKENS", help="context of one of a batch"
+    )
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.0,
+        metavar="SIGMA",
+        help="contexts are lognormal: the median is --context, this the deviation of the logarithm,"
+        " and --longest the largest",
     )
     parser.add_argument("--prefill", type=prompts, nargs="*", default=[], metavar="NxLENGTH")
     parser.add_argument(
@@ -205,6 +225,8 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="folder for a trace of each measured step")
     parser.add_argument("--save", action="store_true")
     args = parser.parse_args()
+    if args.spread and not args.longest:
+        parser.error("--spread needs --longest")
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
 
@@ -248,23 +270,17 @@ def main() -> None:
             length = max(args.context, args.longest) + 2 * args.steps
             runner = make_runner(config, machine, length, batch, parallel, **dict(args.option))
             for batch in args.decode:
-                # The context of the middle of a launch is the one that is asked for.
-                context = args.context - args.steps // 2
-                us = measure(
-                    runner,
-                    batch,
-                    context,
-                    args.steps,
-                    args.rounds,
-                    max(0, args.longest - args.steps // 2),
-                )["us_per_step"]
-                tokens = batch * args.context
-                if args.longest:
-                    tokens += args.longest - args.context
+                # Contexts of the middle of a launch are those that are asked for.
+                context, contexts = args.context - args.steps // 2, contexts_of(batch, args)
+                cached = contexts - args.steps // 2
+                us = measure(runner, batch, context, args.steps, args.rounds, cached)["us_per_step"]
+                tokens = int(contexts.sum())
                 least = limit(config, batch, batch, tokens, kv_bytes(config, tokens))
                 found = {"kind": "decode", "what": batch, "context": args.context, "us": us}
                 if args.longest:
-                    found["longest"] = args.longest
+                    found["longest"], found["mean"] = args.longest, tokens / batch
+                if args.spread:
+                    found["spread"] = args.spread
                 found["floor_us"] = least
                 if args.torch:
                     from torch_baseline import measure as measure_torch

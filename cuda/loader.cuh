@@ -64,6 +64,46 @@ class Loader {
                      policy_);
   }
 
+  // Take as many of the next pages as are free, at least one and at most `most`. The lanes whose
+  // `mine` is below `most` have page `mine` of them, and fill it; they ascend. Each fills `bytes`
+  // of it, and one of them at most says more than 0. Returns how many were taken.
+  __device__ __forceinline__ uint32_t begin_free_pages(uint32_t most, uint32_t mine, uint32_t bytes,
+                                                       PageCursor& page) {
+    if constexpr (!kDefers) {
+      begin_page(__reduce_max_sync(~0u, mine == 0 ? bytes : 0));
+      page = page_;
+      return 1;
+    }
+    if (is_ahead_) wait_ahead();
+    most = is_ahead_ ? 1 : min_of(most, kPages);
+    page = next_;
+    if (mine < most) page.advance(mine);
+    bool waits = false;
+    wait_for(
+        [&] {
+          waits = mine < most && !page_finished(page.slot).is_over(page.phase ^ 1);
+          return !waits || mine > 0;
+        },
+        [&] { page_finished(next_.slot).give_up(next_.phase ^ 1); });
+    const uint32_t waiting = __ballot_sync(~0u, waits);
+    const uint32_t count =
+        waiting == 0 ? most : __shfl_sync(~0u, mine, __ffs(static_cast<int>(waiting)) - 1);
+    if (mine < count && bytes > 0)
+      ptx::mbarrier_arrive_expect_tx(page_arrived(page.slot).address(), bytes);
+    __syncwarp();
+    page_ = next_;
+    page_.advance(count - 1);
+    next_.advance(count);
+    return count;
+  }
+
+  // Start this lane's copy into its page of those begun last.
+  __device__ __forceinline__ void copy_own(const PageCursor& page, uint32_t offset, uint64_t from,
+                                           uint32_t bytes) {
+    ptx::bulk_load(page.address() + offset, from, bytes, page_arrived(page.slot).address(),
+                   policy_);
+  }
+
   // ---- Matrix products, and attention of runs, take pages together; lanes copy side by side.
 
   // Take the next `count` pages, a *step*. The semaphore of the first page counts the bytes of all.

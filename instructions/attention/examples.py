@@ -46,6 +46,8 @@ ENDS = [(0, i) for i in range(128, 256)]  # GPUs take 32 rows and 128 tokens at 
 HALVES = [(0, i) for i in range(280, 320)] + [(1, i) for i in range(40)]
 LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(18)]
 FEW_APART = LONG_APART[:15]
+# Warps that have read all of a row help with rows that are much longer.
+UNEVEN = [(i, (1000, 3, 64, 620, 0, 63, 1023, 127)[i % 8]) for i in range(18)]
 # Arguments of cases that the fast kernel of the GPU accepts.
 FAST: dict[str, Any] = {"q": BF16, "cache": BF16, "out": BF16, "block_size": 16}
 FAST |= {"splits": (0, 1, 16)}
@@ -151,6 +153,28 @@ CASES = [
         LONG_APART,
         12,
         context=256,
+        **(FAST_HALF | LAST | NEWEST),
+    ),
+    Case("fast, uneven rows", 4, 1, 64, UNEVEN, 18, context=1024, **FAST),
+    Case("fast, uneven rows, newest", 4, 1, 64, UNEVEN, 11, newest=True, context=1024, **FAST),
+    Case("fast, uneven rows, four", 4, 1, 64, UNEVEN, 4, newest=True, context=1024, **FAST),
+    Case("fast, uneven rows, two", 2, 1, 128, UNEVEN, 2, newest=True, context=1024, **FAST),
+    Case("fast, uneven rows, long heads", 8, 2, 128, UNEVEN, 15, context=1024, **FAST),
+    Case("fast, few uneven rows", 4, 1, 64, UNEVEN[:12], 12, newest=True, context=1024, **FAST),
+    Case(
+        "fast, few uneven rows, tagged", 8, 1, 128, UNEVEN[:14], 13, context=1024, **(FAST | NEWEST)
+    ),
+    Case(
+        "fast, uneven rows, first of two", 6, 2, 64, UNEVEN, 7, context=1024, **(FAST_HALF | NEWEST)
+    ),
+    Case(
+        "fast, uneven rows, last of two",
+        4,
+        1,
+        128,
+        UNEVEN,
+        16,
+        context=1024,
         **(FAST_HALF | LAST | NEWEST),
     ),
     Case("fast, newest, tagged", 8, 2, 64, APART, 5, **(FAST | NEWEST)),

@@ -49,7 +49,7 @@ from megavm.scheduler.run.buckets import (
     compile_bucket,
     weight_specs,
 )
-from megavm.scheduler.run.interleave import RowRanges, interleave, row_ranges
+from megavm.scheduler.run.interleave import RowRanges, interleave, is_uneven, row_ranges
 from megavm.scheduler.run.machines import make_machine
 from megavm.scheduler.run.program_cache import cached
 from megavm.scheduler.run.programs import Compile, Programs
@@ -472,7 +472,7 @@ class Runner:
 
         Returns it in this order.
         """
-        if not step.distinct:  # else all rows are alike
+        if not step.distinct or is_uneven(step):  # else all rows are alike
             if bucket not in self._row_ranges:
                 fixed = self.options(bucket.rows).fixed_order
                 self._row_ranges[bucket] = None if fixed else row_ranges(program)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import megavm.scheduler.run.interleave as interleave_module
 import megavm.scheduler.run.runner as runner_module
 from megavm.instructions.attention import Attention
 from megavm.scheduler.compiler.options import CompileOptions
@@ -89,7 +90,9 @@ def test_as_many_ranges_as_workers_process_at_a_time_have_equal_shares(
     used = parts[: min(ranges.abreast, whole)]
     if found is step:
         few = 0 < len(lone) <= (len(used) - 1) * ranges.rows < step.num_rows
-        assert not few or len(lone) == step.num_rows
+        assert not few or len(lone) == step.num_rows or ranges.rows == 1
+        return
+    if len(lone) == step.num_rows:
         return
     assert all(sorted(part, reverse=True) == part for part in parts)  # they come first
     assert sum(map(sum, used)) == len(lone)
@@ -100,7 +103,54 @@ def test_long_contexts_are_spread_too() -> None:
     step = step_of([10, 11, 12, 13, 500, 501, 502, 503], [(0, 24)])
     found = interleave(step, RowRanges(8, 4))
     firsts = [found.row_position[begin : begin + 2].tolist() for begin in range(0, 32, 8)]
-    assert firsts == [[503, 13], [502, 12], [501, 11], [500, 10]]
+    assert firsts == [[503, 10], [502, 11], [501, 12], [500, 13]]
+
+
+UNEVEN = [5, 1500, 400, 30, 2600, 8, 900, 70, 7000, 60, 300, 9, 12]
+
+
+def test_rows_that_decode_alone_are_dealt_out_by_their_contexts() -> None:
+    step = step_of(UNEVEN, [])
+    found = interleave(step, RowRanges(4, 16))
+    ranges = [found.row_position[begin : begin + 4].tolist() for begin in range(0, 13, 4)]
+    # The longest has the shortest ones beside it; the last range has room for one row.
+    assert ranges == [[7000, 9, 8, 5], [2600, 60, 30, 12], [1500, 400, 300, 70], [900]]
+    assert [found.row_position[row] for row in found.logit_row] == UNEVEN
+    # It is known that the rows belong to different sequences.
+    step.distinct = True
+    assert tokens_of(interleave(step, RowRanges(4, 16))) == tokens_of(found)
+
+
+def test_neighbours_that_have_one_worker_do_not_get_the_longest_together() -> None:
+    step = step_of([9000 - 100 * i for i in range(8)] + [50] * 8, [])
+    for abreast, firsts in (
+        (8, [9000, 8900, 8800, 8700, 8600, 8500, 8400, 8300]),
+        (4, [9000, 8600, 8900, 8500, 8800, 8400, 8700, 8300]),
+        (2, [9000, 8800, 8600, 8400, 8900, 8700, 8500, 8300]),
+    ):
+        found = interleave(step, RowRanges(2, abreast))
+        assert found.row_position[::2].tolist() == firsts
+
+
+@given(st.lists(st.integers(0, 9000), min_size=2, max_size=80, unique=True), st.integers(2, 16))
+def test_a_context_goes_to_the_range_that_has_least(contexts: list[int], size: int) -> None:
+    step = step_of(contexts, [])
+    found = interleave(step, RowRanges(size, 20))
+    if max(contexts) - min(contexts) < 512 or size >= len(contexts):
+        assert found is step
+        return
+    ends = range(size, len(contexts), size)
+    ranges = [part.tolist() for part in np.split(found.row_position, ends)]
+    assert all(len(part) == size for part in ranges[:-1])
+    for context in contexts:
+        # What each range had before it, with the tokens of the rows themselves; None: it was full.
+        longer = [[other + 1 for other in part if other > context] for part in ranges]
+        sums = [
+            sum(part) if len(part) < len(whole) else None
+            for part, whole in zip(longer, ranges, strict=True)
+        ]
+        own = next(i for i, part in enumerate(ranges) if context in part)
+        assert sums[own] == min(tokens for tokens in sums if tokens is not None)
 
 
 def test_steps_that_nothing_can_be_gained_for_stay_as_they_are() -> None:
@@ -130,7 +180,7 @@ def directory(make_llama: Callable[..., tuple[Path, Any]]) -> Path:
     return path
 
 
-def logits_of_a_mixed_step(directory: Path, step: Step) -> Any:
+def logits_of(directory: Path, step: Step) -> Any:
     """The logits of a step whose sequences have been read before up to its positions."""
     runner = Runner.for_checkpoint(
         Checkpoint.open(directory), LIMITS, workers=8, options=CompileOptions(8)
@@ -149,10 +199,18 @@ def logits_of_a_mixed_step(directory: Path, step: Step) -> Any:
     return runner.logits[: len(step.logit_row)].copy()
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        step_of([5, 40, 17, 3, 30, 8], [(0, 21), (9, 20)]),
+        step_of([5, 40, 17, 3, 30, 8, 61, 2, 9, 44], []),
+    ],
+    ids=["beside chunks", "that decode"],
+)
 def test_the_machine_computes_the_same_in_either_order(
-    directory: Path, monkeypatch: pytest.MonkeyPatch
+    directory: Path, step: Step, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = step_of([5, 40, 17, 3, 30, 8], [(0, 21), (9, 20)])
+    monkeypatch.setattr(interleave_module, "UNEVEN_TOKENS", 16)
     orders: list[list[tuple[int, int]]] = []
 
     def noted(step: Step, ranges: RowRanges | None) -> Step:
@@ -161,10 +219,10 @@ def test_the_machine_computes_the_same_in_either_order(
         return found
 
     monkeypatch.setattr(runner_module, "interleave", noted)
-    dealt_out = logits_of_a_mixed_step(directory, step)
+    dealt_out = logits_of(directory, step)
     assert orders[-1] != tokens_of(step)
     monkeypatch.setattr(runner_module, "interleave", lambda step, ranges: step)
-    assert np.array_equal(logits_of_a_mixed_step(directory, step), dealt_out)
+    assert np.array_equal(logits_of(directory, step), dealt_out)
     assert len(np.unique(dealt_out[:, 0])) == len(dealt_out)
 
 
