@@ -160,8 +160,9 @@ struct AttentionPairs {
       uint32_t pair = 0, of_pair = 0;
       // NOTE: a worker whose loader begins many pages at once gets more than its share of the
       // memory, and the step waits for the others. If it begins them one by one, it is too slow for
-      // the warps of a single pair.
-      found.at_once = 1u << Teams::shift_for(__popc(pairs.with_page(page)));
+      // the warps of one or two pairs.
+      const uint32_t left = __popc(pairs.with_page(page));
+      found.at_once = left > 2 ? 1 : 1u << Teams::shift_for(left);
 #pragma unroll 1
       while (found.pages < kKnownPages && page < pairs.most_pages) {
         const uint32_t with_page = pairs.with_page(page);
