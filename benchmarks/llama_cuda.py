@@ -121,6 +121,11 @@ def prepare(runner: Runner, batch: int, context: int) -> Step:
     return Step(rows, positions, rows, context + 1, wants_logits=False)
 
 
+def with_contexts(step: Step, contexts: npt.NDArray[np.int32]) -> Step:
+    """A step that decodes, with so many cached tokens of each sequence."""
+    return dataclasses.replace(step, row_position=contexts, context=int(contexts.max()) + 1)
+
+
 def measure(
     runner: Runner,
     batch: int,
@@ -135,8 +140,7 @@ def measure(
     """
     step = prepare(runner, batch, context)
     if contexts is not None:
-        step.row_position[:] = contexts
-        step.context = int(contexts.max()) + 1
+        step = with_contexts(step, contexts)
     runner.run(step, steps)
     bucket = runner.bucket(batch, batch, step.context + steps - 1, decode=True)
     executable = runner._executable(bucket)

@@ -37,6 +37,7 @@ from llama_cuda import (
     prepare,
     record_steps,
     weight_bytes,
+    with_contexts,
 )
 from megavm.profiler.environment import measure_multiplication
 from megavm.scheduler.engine.step import Step
@@ -227,6 +228,8 @@ def main() -> None:
     args = parser.parse_args()
     if args.spread and not args.longest:
         parser.error("--spread needs --longest")
+    if args.torch and args.longest:
+        parser.error("--torch has batches whose contexts are all the same, so not with --longest")
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
 
@@ -293,7 +296,8 @@ def main() -> None:
                 add(model, found)
                 if args.trace:
                     path = str(args.trace / f"{model}_decode_{batch}.megatrace")
-                    record_steps(runner, prepare(runner, batch, context), 2, path)
+                    step = with_contexts(prepare(runner, batch, context), cached)
+                    record_steps(runner, step, 2, path)
             del runner
             gc.collect()
             torch.cuda.empty_cache()

@@ -64,9 +64,10 @@ class Loader {
                      policy_);
   }
 
-  // Take as many of the next pages as are free, at least one and at most `most`. The lanes whose
-  // `mine` is below `most` have page `mine` of them, and fill it; they ascend. Each fills `bytes`
-  // of it, and one of them at most says more than 0. Returns how many were taken.
+  // Take as many of the next pages as are free, at least one and at most `most`; one if pages are
+  // copied ahead, or there are no matrix products. Lanes ascend by `mine`, the number of the page
+  // among these that a lane fills, if that is below `most`. Every such page has lanes, of which one
+  // says the `bytes` of all copies into it, and the others 0. Returns how many were taken.
   __device__ __forceinline__ uint32_t begin_free_pages(uint32_t most, uint32_t mine, uint32_t bytes,
                                                        PageCursor& page) {
     if constexpr (!kDefers) {
@@ -198,7 +199,7 @@ class Loader {
   }
 
   // The same for rows that earlier steps wrote, which may be copied sooner. Until the waits of the
-  // instruction are over, and while the consumers wait, begin_page then copies one page at a time.
+  // instruction are over, and while the consumers wait, only one page at a time is then begun.
   __device__ __forceinline__ void wait_earlier() {
     wait(stage.earlier(), stage.phase);
     ptx::fence_proxy_async();

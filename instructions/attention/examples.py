@@ -46,6 +46,8 @@ ENDS = [(0, i) for i in range(128, 256)]  # GPUs take 32 rows and 128 tokens at 
 HALVES = [(0, i) for i in range(280, 320)] + [(1, i) for i in range(40)]
 LONG_APART = [(i, (0, 63, 64, 199, 5, 130)[i % 6] + i // 6) for i in range(18)]
 FEW_APART = LONG_APART[:15]
+# The first warpgroup has all query rows of the run, and the second one is ahead of it.
+RUN_THEN_ROW = [(0, i) for i in range(364, 384)] + [(1, 0)]
 # Warps that have read all of a row help with rows that are much longer.
 UNEVEN = [(i, (1000, 3, 64, 620, 0, 63, 1023, 127)[i % 8]) for i in range(18)]
 # Arguments of cases that the fast kernel of the GPU accepts.
@@ -159,6 +161,22 @@ CASES = [
     Case("fast, uneven rows, newest", 4, 1, 64, UNEVEN, 11, newest=True, context=1024, **FAST),
     Case("fast, uneven rows, four", 4, 1, 64, UNEVEN, 4, newest=True, context=1024, **FAST),
     Case("fast, uneven rows, two", 2, 1, 128, UNEVEN, 2, newest=True, context=1024, **FAST),
+    Case(
+        "fast, uneven rows, small blocks", 4, 1, 64, UNEVEN, 16, context=1024, **(FAST | blocks(8))
+    ),
+    Case(
+        "fast, uneven rows, blocks of 64", 4, 1, 64, UNEVEN, 18, context=1024, **(FAST | blocks(64))
+    ),
+    Case(
+        "fast, a prompt, then a row",
+        3,
+        1,
+        128,
+        RUN_THEN_ROW,
+        21,
+        context=512,
+        **(FAST | blocks(64)),
+    ),
     Case("fast, uneven rows, long heads", 8, 2, 128, UNEVEN, 15, context=1024, **FAST),
     Case("fast, few uneven rows", 4, 1, 64, UNEVEN[:12], 12, newest=True, context=1024, **FAST),
     Case(

@@ -21,8 +21,8 @@ struct AttentionPairs {
   static constexpr uint32_t kKnownPages = max_of(1, kLanes / kPagePieces);  // lanes look up pieces
   static constexpr uint32_t kUnitTokens = 2 * Warp::kWarpTokens;
   static constexpr uint32_t kPageUnits = kPageTokens / kUnitTokens;  // a warp takes one at a time
-  // Warps help other pairs if these have so many more pages: to load their queries and to merge the
-  // sums takes as long as two or three pages of a pair.
+  // Warps help other pairs if the longest has so many more pages: to load its queries and to merge
+  // the sums takes as long as two or three pages of a pair.
   static constexpr uint32_t kLeastPages = 8;
   // Lanes look up all pieces of a page at once, and the ring holds a page of each pair. The warps
   // of a pair depend on how heads and rows are cut, and so does the order of sums.
@@ -125,7 +125,7 @@ struct AttentionPairs {
         mine = teams.pair_of(consumer.warp());
         const uint32_t helped = min_of(mine, pairs.count - 1);
         const uint32_t my_row = pairs.row_of(helped), my_head = pairs.head_of(helped);
-        if (begins) Warp::start(in, my_row, my_head, false, state);
+        if (begins && mine < kAtOnce) Warp::start(in, my_row, my_head, false, state);
       }
     }
   }
@@ -279,8 +279,8 @@ struct AttentionPairs {
       return __shfl_sync(~0u, head, pair);
     }
 
-    // The page before which so many pairs have no more tokens that the others get more warps each:
-    // 1 << `shift` is what they have until then.
+    // The number of pages after which so few pairs have more that each of them can get more warps
+    // than the 1 << `shift` that it has until then.
     __device__ __forceinline__ uint32_t end_of_turn(uint32_t shift) const {
       const uint32_t lane = lane_index(), pages = ceil_div(cached - begin, kPageTokens);
       const uint32_t fewest = ~__reduce_max_sync(~0u, ~pages);

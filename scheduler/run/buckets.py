@@ -33,6 +33,8 @@ def choose_bucket(
 ) -> Bucket:
     """See ``Runner.bucket``."""
     rows = min(bucket_rows(rows), limits.max_num_batched_tokens)
+    if not decode and _reads_tokens_again(options(rows), rows, context):
+        rows = min(2 * options(rows).target.group_rows, limits.max_num_batched_tokens)
     chosen = options(rows)
     logit_rows = bucket_rows(logit_rows)
     if chosen.target.is_matrix_step(rows, BF16):
@@ -51,6 +53,19 @@ def choose_bucket(
     while context < longest and tiling(longer := min(2 * context, longest)) == tiling(context):
         context = longer
     return Bucket(rows, logit_rows, context, decode)
+
+
+def _reads_tokens_again(options: CompileOptions, rows: int, context: int) -> bool:
+    """Whether so few rows of a prompt read a long context so often that larger programs are faster.
+
+    Up to ``Target.group_rows`` rows attend one after the other, each to all tokens before it; more
+    attend together. On an H200, 16 rows of 1B after 30,000 tokens take 4.9 ms, 32 rows 2.7; after
+    few tokens 1.0 and 1.3 (docs/techniques.md, "Long contexts beside short ones").
+    """
+    target = options.target
+    most = target.group_rows
+    long = target.long_split > 0 and power_of_two(context) >= 2 * target.long_split
+    return long and most // 2 < rows <= most and not options.fixed_order
 
 
 def compile_bucket(

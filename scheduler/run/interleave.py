@@ -18,6 +18,7 @@ import numpy as np
 
 from megavm.instructions.attention import Attention
 from megavm.scheduler.engine.step import Step
+from megavm.vm.config import HEADER_WORDS
 from megavm.vm.program import Program
 
 
@@ -31,20 +32,18 @@ class RowRanges(NamedTuple):
 
 def row_ranges(program: Program) -> RowRanges | None:
     """The ranges of a program's attention; None if it has none."""
-    of_kind = np.flatnonzero(program.words[:, 0] == Attention.opcode)
-    if not of_kind.size:
+    tiles = program.words[program.words[:, 0] == Attention.opcode, HEADER_WORDS:]
+    if not len(tiles):
         return None
-    tiles = (Attention.decode(program.words[i].astype("<u4").tobytes()) for i in of_kind)
-    first = next(tiles)
-    abreast = 1  # instructions of the first range in the first layer
-    for tile in tiles:
-        if (tile.q, tile.k_cache) != (first.q, first.k_cache):
-            break
-        abreast += tile.row_begin == first.row_begin
-    return RowRanges(first.row_end - first.row_begin, max(program.workers // abreast, 1))
+    column = {field.name: i for i, field in enumerate(Attention.fields)}
+    begin, layer = (tiles[:, column[name]] for name in ("row_begin", "k_cache"))
+    abreast = int(np.count_nonzero((begin == begin[0]) & (layer == layer[0])))
+    rows = int(tiles[0, column["row_end"]]) - int(begin[0])
+    return RowRanges(rows, max(program.workers // abreast, 1))
 
 
-# Contexts that differ by fewer tokens are alike: a worker passes 512 in the time of an exchange.
+# Rows that only decode stay in order if their contexts differ by fewer tokens: a worker passes so
+# many in the time of an exchange.
 UNEVEN_TOKENS: Final = 512
 
 
@@ -64,7 +63,7 @@ def interleave(step: Step, ranges: RowRanges | None) -> Step:
     7 % longer). If all rows are single, they stay as they are unless the step ``is_uneven``.
     """
     rows = step.num_rows
-    if ranges is None or ranges.rows >= rows or ranges.rows == 1:
+    if ranges is None or ranges.rows >= rows or (ranges.rows == 1 and ranges.abreast >= rows):
         return step
     sequence, position, size = step.row_sequence, step.row_position, ranges.rows
     single = np.ones(rows, dtype=np.bool_)

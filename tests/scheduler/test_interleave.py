@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ def test_neighbours_that_have_one_worker_do_not_get_the_longest_together() -> No
     ):
         found = interleave(step, RowRanges(2, abreast))
         assert found.row_position[::2].tolist() == firsts
+    # Ranges of one row, of which eight have one worker.
+    step = step_of([9000, 8000] + [100] * 14, [])
+    found = interleave(step, RowRanges(1, 2))
+    assert found.row_position[[0, 8]].tolist() == [9000, 8000]
+    assert interleave(step, RowRanges(1, 16)) is step
 
 
 @given(st.lists(st.integers(0, 9000), min_size=2, max_size=80, unique=True), st.integers(2, 16))
@@ -203,7 +209,7 @@ def logits_of(directory: Path, step: Step) -> Any:
     "step",
     [
         step_of([5, 40, 17, 3, 30, 8], [(0, 21), (9, 20)]),
-        step_of([5, 40, 17, 3, 30, 8, 61, 2, 9, 44], []),
+        replace(step_of([5, 40, 17, 3, 30, 8, 61, 2, 9, 44], []), distinct=True),
     ],
     ids=["beside chunks", "that decode"],
 )

@@ -24,7 +24,9 @@ from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import Limits, default_logit_rows
 from megavm.scheduler.run.buckets import choose_bucket, compile_bucket
 from megavm.scheduler.run.runner import Runner
+from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.machine import CudaMachine
+from megavm.vm.machine import Machine
 from megavm.vm.target import TARGETS
 from megavm.vm.tensors import BF16, TensorKind
 
@@ -114,6 +116,33 @@ def test_long_contexts_of_few_rows_of_prompts_are_split(
     assert (fixed.rows, fixed.splits) == (32, 1)
 
 
+@pytest.mark.parametrize(
+    ("rows", "decode", "context", "found"),
+    [
+        (9, False, 4097, 32),
+        (16, False, 100_000, 32),
+        (16, False, 4096, 16),
+        (16, True, 100_000, 16),
+        (8, False, 100_000, 8),
+        (17, False, 100_000, 32),
+    ],
+)
+def test_few_rows_of_a_long_prompt_run_in_a_program_where_they_attend_together(
+    rows: int, decode: bool, context: int, found: int
+) -> None:
+    limits = replace(LIMITS, max_model_len=131072, max_num_batched_tokens=2048)
+
+    def bucket(limits: Limits, machine: str = "cuda", fixed_order: bool = False) -> int:
+        options = partial(default_options, machine, 132, fixed_order=fixed_order)
+        return choose_bucket(LLAMA, limits, options, rows, 1, context, decode=decode).rows
+
+    alone = 16 if 8 < rows <= 16 else found
+    assert bucket(limits) == found
+    assert bucket(limits, fixed_order=True) == alone
+    assert bucket(limits, "cpu") == alone
+    assert bucket(replace(limits, max_num_batched_tokens=16)) == min(alone, 16)
+
+
 def test_few_rows_are_split_among_idle_workers_as_before() -> None:
     for rows, splits in ((1, 15), (2, 7), (4, 4)):
         options = default_options("cuda", 132, rows)
@@ -156,12 +185,19 @@ def beside_chunks() -> Step:
     return Step(slots, positions, logit_rows, 455, distinct=False)
 
 
-def logits(gpu: CudaMachine, step: Step) -> tuple[set[int], torch.Tensor]:
+def logits(
+    machine: Machine,
+    step: Step,
+    config: LlamaConfig = LLAMA,
+    limits: Limits = LIMITS,
+    workers: int = WORKERS,
+    target: str = "cuda",
+) -> tuple[set[int], torch.Tensor]:
     """The splits of a step whose keys and values are random, and its logits."""
-    memory = gpu.memory()
-    bind_random_weights(memory, LLAMA, LIMITS)
+    memory = machine.memory()
+    bind_random_weights(memory, config, limits)
     runner = Runner(
-        LLAMA, memory, LIMITS, BF16, gpu, lambda rows: default_options("cuda", WORKERS, rows)
+        config, memory, limits, BF16, machine, lambda rows: default_options(target, workers, rows)
     )
     count = len(step.logit_row)
     bucket = runner.bucket(step.num_rows, count, step.context, decode=bool(step.distinct))
@@ -170,11 +206,11 @@ def logits(gpu: CudaMachine, step: Step) -> tuple[set[int], torch.Tensor]:
     for spec in program.tensors:
         if spec.kind is TensorKind.STATE:
             memory.write(spec.name, torch.randn(spec.shape, generator=random))
-    blocks = iter(range(LIMITS.num_blocks))
+    blocks = iter(range(limits.num_blocks))
     for slot in sorted(set(step.row_sequence.tolist())):
         tokens = int(step.row_position[step.row_sequence == slot].max()) + 1
         runner.write_tokens(slot, np.full(tokens, 3 + slot, dtype=np.int32))
-        held = -(-tokens // LIMITS.block_size)
+        held = -(-tokens // limits.block_size)
         runner.block_table[slot, :held] = [next(blocks) for _ in range(held)]
         integer = np.full(INTEGER_COLUMNS, -1, dtype=np.int32)
         integer[[Integer.ENABLED, Integer.NUM_STOP]] = 1, 0
@@ -203,3 +239,31 @@ def test_a_step_with_splits_computes_what_one_without_does(
     # Another order of additions, and results that are rounded to bfloat16 in between.
     assert (found - expected).abs().max() < 0.08 * expected.std()
     assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "block_size", "workers"),
+    [(12, 64, 64, 3), (20, 64, 64, 5), (20, 128, 16, 5), (48, 64, 64, 2)],
+    ids=["rows in groups", "four rows apart", "pages of parts of a block", "groups of eight rows"],
+)
+def test_a_batch_of_different_contexts_computes_what_the_cpu_does(
+    gpu: CudaMachine,
+    rows: int,
+    head_dim: int,
+    block_size: int,
+    workers: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows are dealt out, warps help longer rows, and the loader begins pages of a row together."""
+    config = replace(LLAMA, head_dim=head_dim)
+    limits = Limits(rows, 1024, 64, rows, rows * 1024 // block_size, block_size)
+    draw = np.random.default_rng(rows)
+    contexts = draw.integers(0, np.where(draw.random(rows) < 0.6, 100, 1000)).astype(np.int32)
+    contexts[rows // 2] = 1000
+    numbers = np.arange(rows, dtype=np.int32)
+    step = Step(numbers, contexts, numbers, 1001, distinct=True)
+    _, expected = logits(CpuMachine(), step, config, limits, 1, "cpu")
+    monkeypatch.setattr(runner_module, "StepMemory", DeviceStepMemory)
+    _, found = logits(gpu, step, config, limits, workers)
+    assert torch.isfinite(expected).all()
+    assert (found - expected).abs().max() < 0.08 * expected.std()

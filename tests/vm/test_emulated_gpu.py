@@ -75,6 +75,7 @@ WANTED = {
     *("fast, long prompts, first of two", "fast, long prompts, last of two"),
     *("fast, long prompts, ends of turns", "fast, long prompts, turned round"),
     *("fast, uneven rows, newest", "fast, few uneven rows, tagged"),
+    *("fast, uneven rows, small blocks", "fast, a prompt, then a row"),
     *("fast, rows apart, tagged", "fast, newest, tagged", "fast, few rows apart, newest"),
     *(
         "peaks, long rows in turn, bf16",
