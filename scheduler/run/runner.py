@@ -284,8 +284,9 @@ class Runner:
         """The smallest bucket for a step of this size.
 
         Rows and logit rows are those of ``bucket_rows``, contexts powers of two, all up to the
-        limits. Contexts for which attention is split in the same way share a bucket. ``decode``:
-        the rows belong to different sequences. ``sampled``: see Step.
+        limits. Contexts for which attention is split in the same way share a bucket. Few rows of a
+        prompt after many tokens have that of more rows, which attend together. ``decode``: the rows
+        belong to different sequences. ``sampled``: see Step.
         """
         # Steps of these sizes have the same bucket (choose_bucket).
         rows = min(bucket_rows(rows), self.limits.max_num_batched_tokens)
