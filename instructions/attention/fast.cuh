@@ -205,8 +205,9 @@ struct FastAttention : AttentionWarp<kD> {
         for (uint32_t head = inst.head_begin; head < inst.head_end; ++head)
           Tile(in, run, row, head, consumer.warp())
               .process(consumer, first && head == inst.head_begin);
-        // A warpgroup without rows may be two turns ahead. Single rows, and products of few rows
-        // (rows.cuh), use the scratch at once, from which the other one multiplies queries.
+        // A warpgroup without rows may be two turns ahead of the other one, which multiplies
+        // queries in the scratch. Single rows and products of few rows (rows.cuh) would overwrite
+        // them.
         consumer.sync();
       } else {
         consume_row(in, consumer, row, run, ready);

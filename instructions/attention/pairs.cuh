@@ -24,8 +24,9 @@ struct AttentionPairs {
   // Warps help other pairs if the longest has so many more pages: to load its queries and to merge
   // the sums takes as long as two or three pages of a pair.
   static constexpr uint32_t kLeastPages = 8;
-  // Lanes look up all pieces of a page at once, and the ring holds a page of each pair. The warps
-  // of a pair depend on how heads and rows are cut, and so does the order of sums.
+  // Lanes look up all pieces of a page at once, and the ring holds a page of each pair. How heads
+  // and rows are cut decides how many warps a pair has, and that decides the order of its sums. So
+  // pairs are not used where this order is fixed.
   static constexpr bool kUsed =
       attention::kPairs && kPagePieces <= kLanes && kAtOnce <= kPages && !program::kFixedOrder;
 
@@ -141,16 +142,18 @@ struct AttentionPairs {
   // The next pages: lane i knows piece i % kPagePieces of page i / kPagePieces.
   struct Pieces {
     uint32_t pages = 0;
-    uint32_t at_once;                 // so many of them are begun together, if they are free
-    uint32_t tokens, head, sequence;  // of the page; of its pair
-    uint32_t token, block;            // the first token of the piece, and its block, not checked
-    bool exists;                      // whether the page has this piece
+    uint32_t at_once;         // so many of them are begun together, if they are free
+    uint32_t tokens;          // in the page
+    uint32_t head, sequence;  // of the page's pair
+    uint32_t token, block;    // the first token of the piece, and its block, not checked
+    bool exists;              // whether the page has this piece
   };
 
   // The order of the pages: page 0 of each pair, page 1 of each pair that has one, ...
   struct PageOrder {
     const Pairs& pairs;
-    uint32_t page = 0, passed = 0;  // pairs whose page this is no longer to come
+    uint32_t page = 0;    // pages of this number come next
+    uint32_t passed = 0;  // so many of them have come
 
     __device__ __forceinline__ explicit PageOrder(const Pairs& pairs) : pairs(pairs) {}
 
@@ -285,7 +288,7 @@ struct AttentionPairs {
       const uint32_t lane = lane_index(), pages = ceil_div(cached - begin, kPageTokens);
       const uint32_t fewest = ~__reduce_max_sync(~0u, ~pages);
       if (1u << shift == kAtOnce || most_pages - fewest < kLeastPages) return most_pages;
-      uint32_t longer = 0;  // pairs, or as long and before this one
+      uint32_t longer = 0;  // pairs that have more pages, or as many and a lower number
 #pragma unroll 1
       for (uint32_t i = 0; i < count; ++i) {
         const uint32_t other = __shfl_sync(~0u, pages, i);
