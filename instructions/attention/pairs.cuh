@@ -60,8 +60,10 @@ struct AttentionPairs {
         ready = true;
         const uint32_t begin = pieces.token % kBlockSize;
         const uint64_t from =
-            ((uint64_t{pieces.block} * kv_heads + pieces.head) * kBlockSize + begin) *
-            Warp::kRowBytes;
+            (uint64_t{pieces.block} * kv_heads + pieces.head) * kBlockSize + begin;
+        // NOTE: not in the loop, which would wait for shared memory once more for each of them.
+        const uint64_t key_rows = base_of(keys) + from * Warp::kRowBytes;
+        const uint64_t value_rows = base_of(values) + from * Warp::kRowBytes;
         const uint32_t number = lane_index() / kPagePieces, piece = lane_index() % kPagePieces;
         const uint32_t at = piece * kPiece * Warp::kRowBytes;
         // Copy multiples of 8 tokens: matrix loads read 8 rows at a time.
@@ -75,8 +77,8 @@ struct AttentionPairs {
               loader.begin_free_pages(min_of(pieces.at_once, pieces.pages - taken), mine,
                                       piece == 0 ? 2 * tokens * Warp::kRowBytes : 0, page);
           if (mine < count && pieces.exists) {
-            loader.copy_own(page, at, base_of(keys) + from, bytes);
-            loader.copy_own(page, Warp::kValuesAt + at, base_of(values) + from, bytes);
+            loader.copy_own(page, at, key_rows, bytes);
+            loader.copy_own(page, Warp::kValuesAt + at, value_rows, bytes);
           }
           __syncwarp();
           // While these are copied.
