@@ -143,7 +143,7 @@ def measure(
         step = with_contexts(step, contexts)
     runner.run(step, steps)
     bucket = runner.bucket(batch, batch, step.context + steps - 1, decode=True)
-    executable = runner._executable(bucket)
+    executable = runner.programs.executable(bucket)
 
     def launch() -> None:
         executable.launch(steps)  # type: ignore[attr-defined]

@@ -183,8 +183,7 @@ def make_llm(
     llm.checkpoint.generation["do_sample"] = False  # a server has greedy programs when it is ready
     text = llm.tokenizer.encode(__doc__ or "", add_special_tokens=False)
     machine = PacedMachine(batch, pace, torch.tensor(text, dtype=torch.int32), row_pace)
-    llm.runner.machine = machine
-    llm.runner._executables.clear()  # that of one token, which the constructor loads
+    llm.runner.programs.use(machine)
     # The cost of a program that comes for the first time is not measured here.
     for context in (1 << bit for bit in range(llm.max_model_len.bit_length())):
         llm.runner.program(llm.runner.bucket(batch, batch, context, decode=True))

@@ -141,7 +141,7 @@ def measure(name: str, model: str, tokens: int, rounds: int, workers: int | None
                 for kind, seconds in found.items():
                     times[kind].append(seconds)
         first = first_tokens(llm, connection)
-        machine, count = llm.runner.machine.name, llm.runner.options(1).workers
+        machine, count = llm.runner.machine.name, llm.runner.programs.options(1).workers
     result: dict[str, Any] = {
         "model": name,
         "machine": machine,

@@ -65,12 +65,14 @@ def measure(model: str, machine: str, most_rows: int, rounds: int) -> list[dict[
         blocks = runner.block_table.shape[1]
         for slot in range(runner.max_num_seqs):
             runner.block_table[slot] = np.arange(slot * blocks, (slot + 1) * blocks)
-        part = milliseconds(runner, STAND_IN_ROWS, runner.stand_in(STAND_IN_ROWS), rounds)
+        part = milliseconds(runner, STAND_IN_ROWS, runner.programs.stand_in(STAND_IN_ROWS), rounds)
         rows = 2 * STAND_IN_ROWS
         while rows <= most_rows:
             by_program, size = {}, rows
             while size <= most_rows:
-                by_program[size] = milliseconds(runner, rows, runner.stand_in(size), rounds)
+                by_program[size] = milliseconds(
+                    runner, rows, runner.programs.stand_in(size), rounds
+                )
                 size *= 2
             parts = rows // STAND_IN_ROWS * part
             results.append({"rows": rows, "by_program_ms": by_program, "parts_ms": parts})

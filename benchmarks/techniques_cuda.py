@@ -153,12 +153,6 @@ class VariantMachine(CudaMachine):
         return executable
 
 
-def use_machine(runner: Runner, machine: CudaMachine) -> None:
-    """Let a runner load its programs on another machine."""
-    runner.machine = machine
-    runner._executables.clear()
-
-
 class Bench:
     """The unchanged machine, and runners with the same weights for variants.
 
@@ -202,11 +196,11 @@ class Bench:
             if variant.options:
                 yield make_runner(self.config, machine, self.max_context, 1, **variant.options)
                 return
-            use_machine(self.plain, machine)
+            self.plain.programs.use(machine)
             try:
                 yield self.plain
             finally:
-                use_machine(self.plain, self.machine)
+                self.plain.programs.use(self.machine)
 
     def record(self, variant: Variant, folder: Path, repeat: int) -> dict[str, Any]:
         """Write traces of a variant and, unless its technique has one, of the unchanged machine."""

@@ -132,7 +132,7 @@ def measure_prompts(runner: Runner, prompts: Prompts, rounds: int) -> float:
     """Median microseconds of a step of prompts."""
     step = prompts.step(runner)
     runner.run(step)
-    executable: Any = runner._executable(
+    executable: Any = runner.programs.executable(
         runner.bucket(prompts.rows, prompts.sequences, step.context, decode=False)
     )
     time = time_gpu(executable.launch, rounds, warm_up=1)

@@ -31,7 +31,7 @@ def choose_bucket(
     decode: bool = False,
     parallel: Parallel = ONE_RANK,
 ) -> Bucket:
-    """See ``Runner.bucket``."""
+    """See ``ModelPrograms.bucket``."""
     rows = min(bucket_rows(rows), limits.max_num_batched_tokens)
     if not decode and _reads_tokens_again(options(rows), rows, context):
         rows = min(2 * options(rows).target.group_rows, limits.max_num_batched_tokens)

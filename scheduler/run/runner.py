@@ -1,12 +1,10 @@
-"""Runner: a model in the memory of a machine, with one program per bucket of steps."""
+"""Runner: a model in the memory of a machine, whose steps it runs."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
-import weakref
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, cast
@@ -22,16 +20,8 @@ from megavm.scheduler.engine.step import (
     Launch,
     MasksNeeded,
     Step,
-    bucket_rows,
-    bucket_sizes,
-    power_of_two,
 )
-from megavm.scheduler.engine.step_memory import (
-    AsynchronousExecutable,
-    DeviceStepMemory,
-    Rows,
-    StepMemory,
-)
+from megavm.scheduler.engine.step_memory import DeviceStepMemory, Rows, StepMemory
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.scheduler.llama.graph import (
@@ -51,9 +41,8 @@ from megavm.scheduler.run.buckets import (
 )
 from megavm.scheduler.run.interleave import RowRanges, interleave, is_uneven, row_ranges
 from megavm.scheduler.run.machines import make_machine
-from megavm.scheduler.run.program_cache import cached
-from megavm.scheduler.run.programs import Compile, Programs
-from megavm.scheduler.run.stand_ins import STAND_IN_ROWS, Part, best_stand_in, in_parts
+from megavm.scheduler.run.model_programs import ModelPrograms
+from megavm.scheduler.run.stand_ins import Part
 from megavm.vm.cpu.machine import CpuMachine
 from megavm.vm.cuda.layouts import program_layouts
 from megavm.vm.cuda.machine import CudaMachine
@@ -68,14 +57,13 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str, int, int], None]  # (phase, done, total)
 
-logger = logging.getLogger("megavm")
-
 
 class Runner:
     """Runs steps of a Llama. The host describes a step in arrays that the machine reads.
 
     Attributes:
 
+    - ``programs``: the programs that run them.
     - ``tokens``: int32 [max_num_seqs, max_model_len + 1]; write with ``write_tokens``.
     - ``block_table``: int32 [max_num_seqs, blocks per sequence].
     - ``sampling_real`` float32, ``sampling_integer`` int32: [max_num_seqs, columns], columns as in
@@ -104,24 +92,16 @@ class Runner:
         self.memory = memory
         self.limits = limits
         self.dtype = dtype
-        self.machine = machine
-        self.options = options
-        self._programs = Programs()
-        self._ahead = False  # whether likely programs are compiled before they are needed
-        self._followed: set[Bucket] = set()  # used since: those likely next have been prepared
-        self._buckets: dict[Hashable, Bucket] = {}  # by rounded sizes
-        self._executables: dict[tuple[Bucket, bool], Executable] = {}  # bool: whether it traces
         self._row_ranges: dict[Bucket, RowRanges | None] = {}  # None: the order of rows stays
-        # Whether only programs that sample gather the logits; others leave them on their ranks.
-        self._divides_logits = parallel.divides_vocabulary(config.vocab_size)
-        self._unloadable: set[Bucket] = set()  # those that could not be loaded ahead
         self._recorder: Recorder | None = None
         self._running = threading.Lock()  # held by a step: ``record`` waits for its end
-        self._loading = threading.Lock()  # held while a program is loaded
         memory.allocate([logits_spec(config, limits, parallel)])
         on_cpu = memory.device.type == "cpu"
         self._step = (StepMemory if on_cpu else DeviceStepMemory)(
             memory, step_tensors(limits, config.vocab_size)
+        )
+        self.programs = ModelPrograms(
+            *(config, memory, limits, dtype, machine, options, parallel), queues=self.runs_behind
         )
         self._arrays = self._step.arrays
         self.tokens: Ints = self._arrays["tokens"]
@@ -222,8 +202,12 @@ class Runner:
                 progress("reading weights", done + 1, len(weights))
         runner = cls(config, memory, limits, element, device, options_for, parallel)
         for bucket, program in known.items():
-            runner._programs.add(bucket, program)
+            runner.programs.compiled.add(bucket, program)
         return runner
+
+    @property
+    def machine(self) -> Machine:
+        return self.programs.machine
 
     # The sizes that the engine plans with.
 
@@ -281,34 +265,12 @@ class Runner:
         decode: bool = False,
         sampled: bool = False,
     ) -> Bucket:
-        """The smallest bucket for a step of this size.
-
-        Rows and logit rows are those of ``bucket_rows``, contexts powers of two, all up to the
-        limits. Contexts for which attention is split in the same way share a bucket. Few rows of a
-        prompt after many tokens have that of more rows, which attend together. ``decode``: the rows
-        belong to different sequences. ``sampled``: see Step.
-        """
-        # Steps of these sizes have the same bucket (choose_bucket).
-        rows = min(bucket_rows(rows), self.limits.max_num_batched_tokens)
-        logit_rows, context = bucket_rows(logit_rows), power_of_two(context)
-        key = self.options, rows, logit_rows, context, decode, sampled
-        if key not in self._buckets:
-            bucket = choose_bucket(
-                self.config,
-                self.limits,
-                self.options,
-                rows,
-                logit_rows,
-                context,
-                decode=decode,
-                parallel=self.parallel,
-            )
-            self._buckets[key] = replace(bucket, sampled=sampled)
-        return self._buckets[key]
+        """See ``ModelPrograms.bucket``."""
+        return self.programs.bucket(rows, logit_rows, context, decode=decode, sampled=sampled)
 
     def program(self, bucket: Bucket) -> Program:
         """The program of a bucket, compiled and loaded on first use."""
-        return self._executable(bucket).program
+        return self.programs.executable(bucket).program
 
     def run(
         self,
@@ -327,7 +289,7 @@ class Runner:
         run. Raises MachineLost when no step can run any more.
         """
         started = started or _nothing
-        bucket = bucket or self._choose(step, steps) or self._own(step, steps)
+        bucket = bucket or self.programs.choose(step, steps) or self.programs.own(step, steps)
         self._check(step)
         with self._running, self._step.current():
             executable = self._loaded(bucket, started)
@@ -348,11 +310,7 @@ class Runner:
         """Whether ``start`` can put a step behind the one in progress without a delay."""
         if not isinstance(self._step, DeviceStepMemory) or self._recorder is not None:
             return False
-        own = self._own(step, steps)
-        if (own, False) in self._executables:
-            return True
-        bucket = self._usable(own, set(self._programs)) if self._ahead else own
-        return (bucket, False) in self._executables
+        return self.programs.is_loaded(step, steps)
 
     def start(
         self, step: Step, steps: int = 1, started: Callable[[], None] | None = None
@@ -367,16 +325,16 @@ class Runner:
         raises errors of the machine.
         """
         memory, started = self._step, started or _nothing
-        bucket = self._choose(step, steps)
+        bucket = self.programs.choose(step, steps)
         if step.awaits_masks and (
-            self._recorder is not None or (bucket, False) not in self._executables
+            self._recorder is not None or (bucket, False) not in self.programs.loaded
         ):
             raise MasksNeeded("its program is not loaded, or steps are recorded")
         if bucket is None:
-            if parts := self._parts(step, steps):
+            if parts := self.programs.parts(step, steps):
                 self._run_parts(step, steps, started, parts)
                 return None
-            bucket = self._own(step, steps)
+            bucket = self.programs.own(step, steps)
         if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
             self.run(step, steps, started, bucket)
             return None
@@ -390,58 +348,6 @@ class Runner:
                 finish = partial(_fail, error)  # the step in progress must end before the reset
         started()
         return _Launch(executable, finish, memory.release)
-
-    def _own(self, step: Step, steps: int) -> Bucket:
-        """The bucket of a step."""
-        rows = step.num_rows
-        decode = step.distinct
-        if decode is None:
-            decode = len(set(step.row_sequence.tolist())) == rows
-        context = step.context + steps - 1
-        sampled = self._needs_sampling(step.sampled, step.wants_logits)
-        return self.bucket(rows, len(step.logit_row), context, decode=decode, sampled=sampled)
-
-    def _needs_sampling(self, sampled: bool, wants_logits: bool) -> bool:
-        """Whether a program that samples must run such a step (``Bucket.sampled``)."""
-        return sampled or (wants_logits and self._divides_logits)
-
-    def _usable(self, own: Bucket, ready: set[Bucket]) -> Bucket | None:
-        """The bucket of a program that can run the steps of ``own`` now; ``ready``: all that is.
-
-        In a fixed order only its own: others would add up in other orders.
-        """
-        ready = ready - self._unloadable
-        if (own, False) in self._executables or own in ready:
-            return own
-        if self.options(own.rows).fixed_order:
-            return None
-        return best_stand_in(own, ready, lambda bucket: (bucket, False) in self._executables)
-
-    def _choose(self, step: Step, steps: int) -> Bucket | None:
-        """The bucket whose program a step runs; None: no program that can do it is ready.
-
-        That is its own, or while this is compiled ahead, one that can stand in. (A program that
-        cannot be compiled ahead never takes its place: the error is logged.)
-        """
-        own = self._own(step, steps)
-        if not self._ahead or self._recorder is not None:
-            return own
-        if own not in self._followed:
-            self._followed.add(own)
-            self._prepare_following(own)
-        if (own, False) in self._executables:
-            return own
-        bucket = self._usable(own, set(self._programs))
-        if bucket != own:
-            self._programs.prepare([own], self._compiler(ahead=True))
-        return bucket
-
-    def _parts(self, step: Step, steps: int) -> list[Part]:
-        """Parts that can run now in place of ``step``, and the buckets of their programs; or []."""
-        if self.options(step.num_rows).fixed_order:
-            return []
-        ready = set(self._programs)
-        return in_parts(step, lambda part: self._usable(self._own(part, steps), ready))
 
     def _run_parts(
         self, step: Step, steps: int, started: Callable[[], None], parts: list[Part]
@@ -475,7 +381,7 @@ class Runner:
         """
         if not step.distinct or is_uneven(step):  # else all rows are alike
             if bucket not in self._row_ranges:
-                fixed = self.options(bucket.rows).fixed_order
+                fixed = self.programs.options(bucket.rows).fixed_order
                 self._row_ranges[bucket] = None if fixed else row_ranges(program)
             step = interleave(step, self._row_ranges[bucket])
         rows, logit_rows, arrays = step.num_rows, len(step.logit_row), self._arrays
@@ -490,9 +396,9 @@ class Runner:
 
     def _loaded(self, bucket: Bucket, started: Callable[[], None]) -> Executable:
         """The executable of a bucket; calls ``started`` if it must be made first."""
-        if (bucket, self._recorder is not None) not in self._executables:
+        if (bucket, self.programs.traces) not in self.programs.loaded:
             started()
-        return self._executable(bucket)
+        return self.programs.executable(bucket)
 
     def record(self, recorder: Recorder | None) -> None:
         """Trace the following steps into ``recorder``; None ends the recording.
@@ -506,167 +412,17 @@ class Runner:
         with self._running:
             if self._recorder is not None:
                 self._recorder.drain()
-            with self._loading:
+            with self.programs.loading:
                 self._recorder = recorder
-                self.machine.trace = recorder is not None
-
-    def compile_ahead(self, first: Collection[Bucket] = (), *, sampled: bool = False) -> None:
-        """From now on, compile ``first`` in the background, then what steps are likely to need.
-
-        ``sampled``: the kind of the first steps.
-
-        The thread plans programs and, for a GPU, compiles their kernels. Steps of other sizes run
-        meanwhile. A step whose program is not ready runs by another one that can do it, or in
-        parts, or else waits. Recording and the end of ``close`` do not wait for the
-        thread. For a GPU it also loads what it has compiled.
-        """
-        self._ahead = True
-        self._prepare_following(self.bucket(1, 1, 1, sampled=sampled))
-        self.prepare(first)
-
-    def prepare(self, buckets: Collection[Bucket], *, last: bool = False) -> None:
-        """Compile these in the background next, and load them for a GPU (see ``compile_ahead``).
-
-        ``last``: when nothing else is left to compile there.
-        """
-        self._programs.prepare(buckets, self._compiler(ahead=True), last=last)
+                self.programs.traces = self.machine.trace = recorder is not None
 
     def is_coming(self, *, sampled: bool, wants_logits: bool = False) -> bool:
         """See ``StepRunner.is_coming``: whether a program for all such steps is compiled ahead."""
-        if not self._needs_sampling(sampled, wants_logits):
-            return False  # programs of either kind run them, and one is ready
-        return self._programs.is_coming(self.stand_in(sampled=True))
-
-    def stand_in(self, rows: int = STAND_IN_ROWS, *, sampled: bool = False) -> Bucket:
-        """The bucket whose program runs all steps of up to so many rows, and others in parts.
-
-        Without ``sampled``, only greedy ones.
-        """
-        return self.bucket(rows, rows, self.max_model_len, sampled=sampled)
+        return self.programs.is_coming(sampled=sampled, wants_logits=wants_logits)
 
     def close(self) -> None:
         """Compile nothing ahead any more."""
-        self._ahead = False
-        self._programs.close()
-
-    def likely_next(self, bucket: Bucket) -> list[Bucket]:
-        """Buckets of steps that may follow one of ``bucket``, the most likely first.
-
-        The batch goes on decoding, also with a longer context, and sequences end or join; prompts
-        of any length run beside the batch. One program can do all steps of so many rows, and comes
-        early.
-        """
-        sequences = min(bucket.logit_rows, self.max_num_seqs)
-        more, many = (min(n * sequences, self.max_num_seqs) for n in (2, 4))
-        context, longer = bucket.context, min(2 * bucket.context, self.max_model_len)
-        sized = partial(self.bucket, sampled=bucket.sampled)
-        found = [
-            sized(sequences, sequences, context, decode=True),
-            sized(sequences, sequences, self.max_model_len),
-            sized(more, more, context, decode=True),
-        ]
-        # A prompt joins the batch, or begins beside it.
-        prompts = bucket_sizes(self.max_num_batched_tokens)
-        for rows in prompts:
-            found += [sized(rows, count, context) for count in (more, sequences) if rows >= count]
-        fewer = max(sequences // 2, 1)
-        found.append(sized(fewer, fewer, context, decode=True))
-        found.append(sized(sequences, sequences, longer, decode=True))
-        # Many join at once.
-        found.append(sized(many, many, context, decode=True))
-        found += [sized(rows, many, context) for rows in prompts if rows >= many]
-        return list(dict.fromkeys(found))
-
-    def _prepare_following(self, bucket: Bucket) -> None:
-        """Have the programs that are likely after ``bucket`` compiled, if they are not yet."""
-        ready = set(self._programs)
-        missing = [b for b in self.likely_next(bucket) if b not in ready]
-        self._programs.prepare(missing, self._compiler(ahead=True))
-
-    def _compiler(self, ahead: bool = False) -> Compile:
-        """Compiles programs as the runner does now, without keeping the runner alive.
-
-        ``ahead``: compile a GPU's kernel as well, and load the program if the runner still exists
-        (``_load_beside``).
-        """
-        machine = self.machine if isinstance(self.machine, CudaMachine) and ahead else None
-        compile = partial(
-            _compile, self.config, self.limits, self.dtype, self.options, self.parallel, machine
-        )
-        return partial(_compile_and_load, compile, weakref.ref(self)) if ahead else compile
-
-    def _executable(self, bucket: Bucket) -> Executable:
-        key = bucket, self._recorder is not None
-        known = self._executables.get(key)
-        if known is None:
-            program = self._programs.get(bucket, self._compiler())
-            with self._loading:
-                known = self._executables.get(key)
-                if known is None:
-                    self.memory.allocate(program.tensors)
-                    known = self.machine.load(program, self.memory, verify=False)
-                    self._executables[key] = known
-                    self._unloadable.discard(bucket)
-        return known
-
-    def _load_beside(self, bucket: Bucket, program: Program) -> None:
-        """Load a program in the background, so that no launch waits for that.
-
-        Does nothing if launches cannot wait for each other, if a tensor would move, and with
-        several ranks: while one waits for the launch of another, a thread that waits for the first
-        and keeps the driver from launching would stop both. If the GPU has no memory left, others
-        run the program's steps; where none can, a launch tries to load it again.
-        """
-        if not isinstance(self._step, DeviceStepMemory) or self.parallel.ranks > 1:
-            return
-        with self._loading:
-            if self._recorder is not None or (bucket, False) in self._executables:
-                return
-            try:
-                self.memory.allocate(program.tensors)
-                if isinstance(self.machine, CudaMachine) and self.machine.moves(
-                    program, self.memory
-                ):
-                    return
-                executable = self.machine.load(program, self.memory, verify=False)
-                # Launches may be on another stream than the copies of this thread.
-                cast(AsynchronousExecutable, executable).mark()()
-            except MachineLost:
-                return  # the launches say so
-            except (RuntimeError, ValueError) as error:
-                # The driver and torch raise RuntimeError where the GPU has no memory left.
-                if not self._unloadable:
-                    logger.warning("the program of %s is not loaded ahead: %s", bucket, error)
-                self._unloadable.add(bucket)
-                return
-            self._executables[bucket, False] = executable
-
-
-def _compile(
-    config: LlamaConfig,
-    limits: Limits,
-    dtype: DType,
-    options: OptionsFor,
-    parallel: Parallel,
-    machine: CudaMachine | None,
-    bucket: Bucket,
-) -> Program:
-    """The program of a bucket; with a machine, all that loading it takes time for is done."""
-    facts = config, limits, dtype, bucket, options(bucket.rows), parallel
-    program = cached(
-        facts, lambda: compile_bucket(config, limits, dtype, bucket, options, parallel)
-    )
-    if machine is not None:
-        machine.prepare(program)
-    return program
-
-
-def _compile_and_load(compile: Compile, kept: weakref.ref[Runner], bucket: Bucket) -> Program:
-    """The program of a bucket, loaded if its runner still exists."""
-    program = compile(bucket)
-    if (runner := kept()) is not None:
-        runner._load_beside(bucket, program)
-    return program
+        self.programs.close()
 
 
 class _Launch:

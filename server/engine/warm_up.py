@@ -31,10 +31,10 @@ def warm_up(llm: LLM, report: Progress) -> None:
         runner.program(bucket)
     others = _other_programs(runner, not sampled)
     first, last = ([], others) if sampled else (others[:1], others[1:])
-    if not runner.options(1).fixed_order:  # else nothing stands in
+    if not runner.programs.options(1).fixed_order:  # else nothing stands in
         first += [*_larger_stand_ins(runner, sampled), *_stand_ins(runner, sampled)]
-    runner.compile_ahead(first, sampled=sampled)
-    runner.prepare(last, last=True)
+    runner.programs.compile_ahead(first, sampled=sampled)
+    runner.programs.prepare(last, last=True)
 
 
 def _stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
@@ -44,14 +44,14 @@ def _stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
     for the fewest, whose programs come next.
     """
     *fewer, most = _usual_rows(runner.max_num_batched_tokens)
-    return [runner.stand_in(rows, sampled=sampled) for rows in (most, *fewer)]
+    return [runner.programs.stand_in(rows, sampled=sampled) for rows in (most, *fewer)]
 
 
 def _larger_stand_ins(runner: Runner, sampled: bool) -> list[Bucket]:
     """Programs that can run all steps of more rows than the others, most rows first."""
     found, rows = [], runner.max_num_batched_tokens
     while rows > STAND_IN_ROWS:
-        found.append(runner.stand_in(rows, sampled=sampled))
+        found.append(runner.programs.stand_in(rows, sampled=sampled))
         rows //= STAND_IN_FACTOR
     return found
 
@@ -64,7 +64,7 @@ def _other_programs(runner: Runner, sampled: bool) -> list[Bucket]:
     most = runner.max_num_batched_tokens
     usual = _usual_rows(most)
     rows = dict.fromkeys((usual[-1], *usual, min(2 * usual[-1], most), most))
-    return [runner.stand_in(count, sampled=sampled) for count in rows]
+    return [runner.programs.stand_in(count, sampled=sampled) for count in rows]
 
 
 def _first_programs(runner: Runner, sampled: bool) -> list[Bucket]:

@@ -296,7 +296,7 @@ def test_the_models_own_parameters_sample_or_not(
 
 def test_the_program_of_one_token_is_of_the_kind_of_the_models_own_parameters() -> None:
     with LLM("stories", machine="cpu", workers=1, max_num_seqs=1) as llm:
-        assert {bucket.sampled for bucket in llm.runner._programs} == {True}
+        assert {bucket.sampled for bucket in llm.runner.programs.compiled} == {True}
 
 
 def test_timings_are_positive_and_in_order(llm: LLM) -> None:

@@ -12,6 +12,7 @@ from slow_compiler import SECONDS, Slow, ended, step, wait_until
 
 from megavm.scheduler.engine.step import Step, power_of_two
 from megavm.scheduler.llama.graph import Bucket
+from megavm.scheduler.run import model_programs
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket
 from megavm.vm.cuda import exchange as exchange_module
@@ -29,8 +30,8 @@ def test_loading_a_program_that_was_prepared_finds_everything(
 ) -> None:
     runner = on_gpu
     bucket = runner.bucket(2, 2, 1, decode=True)
-    program = runner._compiler(ahead=True)(bucket)
-    runner._programs.add(bucket, program)
+    program = runner.programs.compiler(ahead=True)(bucket)
+    runner.programs.compiled.add(bucket, program)
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("done again")
@@ -64,9 +65,9 @@ def test_no_launch_waits_for_programs_of_longer_contexts(
         row = np.zeros(1, np.int32)
         return Step(row, row + np.int32(position), row, position + 1, distinct=True)
 
-    monkeypatch.setattr(runner, "bucket", bucket)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
-    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    monkeypatch.setattr(runner.programs, "bucket", bucket)
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
+    monkeypatch.setattr(model_programs, "compile_bucket", compile_slowly)
     loaders: list[str] = []
     load = runner.machine.load
 
@@ -76,16 +77,16 @@ def test_no_launch_waits_for_programs_of_longer_contexts(
 
     monkeypatch.setattr(runner.machine, "load", note)
     runner.program(short)
-    runner.compile_ahead(first=[every])
-    wait_until(lambda: (every, False) in runner._executables)
+    runner.programs.compile_ahead(first=[every])
+    wait_until(lambda: (every, False) in runner.programs.loaded)
     assert runner.can_queue(decode(20))
-    assert runner._choose(decode(20), 1) == every
+    assert runner.programs.choose(decode(20), 1) == every
     assert held.began.wait(SECONDS), "its own program is compiled meanwhile"
     assert runner.can_queue(decode(20))
 
     def takes_its_place() -> bool:
         assert runner.can_queue(decode(20)), "its own program is ready before it is loaded"
-        return runner._choose(decode(20), 1) == middle
+        return runner.programs.choose(decode(20), 1) == middle
 
     held.go_on.set()
     wait_until(takes_its_place)
@@ -99,13 +100,13 @@ def test_what_is_compiled_ahead_is_loaded_ahead(
     """Also programs of prompts and those that sample: no launch waits for a program's tables."""
     runner = on_gpu
     first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
-    sampled = runner.stand_in(sampled=True)
+    sampled = runner.programs.stand_in(sampled=True)
     runner.program(first)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [prompt])
-    runner.compile_ahead()
-    runner.prepare([sampled], last=True)
-    wait_until(lambda: ended() and sampled in set(runner._programs))
-    assert {(bucket, False) for bucket in (first, prompt, sampled)} == set(runner._executables)
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [prompt])
+    runner.programs.compile_ahead()
+    runner.programs.prepare([sampled], last=True)
+    wait_until(lambda: ended() and sampled in set(runner.programs.compiled))
+    assert {(bucket, False) for bucket in (first, prompt, sampled)} == set(runner.programs.loaded)
 
 
 @pytest.mark.parametrize(
@@ -127,24 +128,26 @@ def test_a_gpu_that_is_full_runs_the_programs_that_it_has(
     every = runner.bucket(8, 2, runner.max_model_len)
     assert every not in sizes
     runner.program(every)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: sizes)
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: sizes)
     load = runner.machine.load
 
     def full(*arguments: Any, **named: Any) -> Executable:
         raise error
 
     monkeypatch.setattr(runner.machine, "load", full)
-    runner.compile_ahead()
-    wait_until(lambda: set(sizes) <= set(runner._programs))
-    assert set(runner._executables) == {(every, False)}
+    runner.programs.compile_ahead()
+    wait_until(lambda: set(sizes) <= set(runner.programs.compiled))
+    assert set(runner.programs.loaded) == {(every, False)}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert str(error) in caplog.text
     for rows in (8, 4):
-        assert runner._choose(step(rows), 1) == every
+        assert runner.programs.choose(step(rows), 1) == every
         assert runner.can_queue(step(rows))
     monkeypatch.setattr(runner.machine, "load", load)
-    assert runner.program(sizes[0]) is runner._programs.get(sizes[0], runner._compiler())
-    assert runner._choose(step(8), 1) == sizes[0]
+    assert runner.program(sizes[0]) is runner.programs.compiled.get(
+        sizes[0], runner.programs.compiler()
+    )
+    assert runner.programs.choose(step(8), 1) == sizes[0]
 
 
 def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(
@@ -152,13 +155,13 @@ def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(
 ) -> None:
     """The first one gives weights their layout: a launch could read them meanwhile."""
     runner, one = on_gpu, on_gpu.bucket(1, 1, 1)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
-    runner.compile_ahead(first=[one])
-    wait_until(lambda: one in set(runner._programs))
-    assert (one, False) not in runner._executables
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
+    runner.programs.compile_ahead(first=[one])
+    wait_until(lambda: one in set(runner.programs.compiled))
+    assert (one, False) not in runner.programs.loaded
     assert runner.memory.relayouts == 0
     runner.program(one)
     assert runner.memory.relayouts > 0
-    program = runner._programs.get(one, runner._compiler())
+    program = runner.programs.compiled.get(one, runner.programs.compiler())
     assert isinstance(runner.machine, EmulatedMachine)
     assert not runner.machine.moves(program, runner.memory)

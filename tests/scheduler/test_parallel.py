@@ -296,9 +296,9 @@ def test_greedy_requests_beside_logprobs_get_what_one_rank_gives_them(
             tensor_parallel_size=ranks,
             fixed_order=fixed_order,
         ) as llm:
-            at_first = set(llm.runner._programs)
+            at_first = set(llm.runner.programs.compiled)
             results.append(greedy_and_others(llm))
-            kinds = {bucket.sampled for bucket in set(llm.runner._programs) - at_first}
+            kinds = {bucket.sampled for bucket in set(llm.runner.programs.compiled) - at_first}
             assert kinds == ({False} if ranks == 1 else {False, True})
     reference = LlamaForCausalLM.from_pretrained(model).float().eval()
     with torch.no_grad():
@@ -321,7 +321,10 @@ def test_a_step_that_wants_logits_of_ranks_never_runs_by_a_greedy_program(model:
             tensor_parallel_exchange=exchange,  # type: ignore[arg-type]
         ) as llm:
             runner = llm.runner
-            own = runner._own(step, 1), runner._own(replace(step, wants_logits=True), 1)
+            own = (
+                runner.programs.own(step, 1),
+                runner.programs.own(replace(step, wants_logits=True), 1),
+            )
             assert [bucket.sampled for bucket in own] == [False, ranks > 1]
             assert can_stand_in(own[0], own[1]) == (ranks == 1)
             assert can_stand_in(own[1], own[0])

@@ -20,7 +20,7 @@ from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket, Limits
 from megavm.scheduler.llama.hub import resolve
-from megavm.scheduler.run import buckets, program_cache, runner
+from megavm.scheduler.run import buckets, model_programs, program_cache
 from megavm.scheduler.run.kv_cache_size import default_bytes
 from megavm.scheduler.run.program_cache import cache_path, cached
 from megavm.vm.program import Program
@@ -48,7 +48,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
         found.append(arguments[3])
         return compile(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(runner, "compile_bucket", noted)
+    monkeypatch.setattr(model_programs, "compile_bucket", noted)
     return found
 
 
@@ -76,11 +76,12 @@ def test_what_is_read_is_what_was_compiled(compiled: Compiled, ranks: int) -> No
         ) as llm:
             answers = [o.outputs[0] for o in llm.generate(["Once upon", "The fox"], params)]
             programs = {
-                bucket: llm.runner.program(bucket).fingerprint() for bucket in llm.runner._programs
+                bucket: llm.runner.program(bucket).fingerprint()
+                for bucket in llm.runner.programs.compiled
             }
-            labels = [llm.runner.program(bucket).labels for bucket in llm.runner._programs]
+            labels = [llm.runner.program(bucket).labels for bucket in llm.runner.programs.compiled]
             metadata = [
-                dict(llm.runner.program(bucket).metadata) for bucket in llm.runner._programs
+                dict(llm.runner.program(bucket).metadata) for bucket in llm.runner.programs.compiled
             ]
             said = [(a.token_ids, a.logprobs, labels, metadata) for a in answers]
             return said, programs

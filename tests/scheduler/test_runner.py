@@ -95,7 +95,7 @@ def test_from_512_rows_on_there_are_buckets_between_powers_of_two(directory: Pat
     assert bucket_sizes(768) == sizes[:11]
     assert bucket_sizes(1) == [1]
     # Programs that can do these steps are compiled ahead of them.
-    following = runner.likely_next(runner.bucket(1, 1, 1))
+    following = runner.programs.likely_next(runner.bucket(1, 1, 1))
     assert {bucket.rows for bucket in following} == set(sizes)
 
 
@@ -104,7 +104,7 @@ def test_decode_steps_have_programs_of_their_own_where_words_pass_to_attention(
 ) -> None:
     runner = make_runner(directory, workers=1)
     assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096)
-    runner.options = lambda rows: CompileOptions(1, exchange="preferred")
+    runner.programs.options = lambda rows: CompileOptions(1, exchange="preferred")
     assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096, decode=True)
     assert runner.bucket(1, 1, 1, decode=True) == runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
 
@@ -114,10 +114,10 @@ def test_a_step_decodes_if_its_rows_are_of_different_sequences(
     directory: Path, sequences: list[int], decode: bool
 ) -> None:
     runner = make_runner(directory)
-    runner.options = lambda rows: CompileOptions(2, exchange="preferred")
+    runner.programs.options = lambda rows: CompileOptions(2, exchange="preferred")
     rows = np.arange(3, dtype=np.int32)
     runner.run(Step(np.array(sequences, np.int32), rows, rows, 3))
-    assert set(runner._programs) == {Bucket(4, 4, 4096, decode)}
+    assert set(runner.programs.compiled) == {Bucket(4, 4, 4096, decode)}
 
 
 def test_contexts_share_a_program_unless_attention_is_cut_otherwise(directory: Path) -> None:

@@ -18,6 +18,7 @@ from megavm.profiler.recorder import Recorder
 from megavm.scheduler.engine.sequence import State
 from megavm.scheduler.engine.step import Step, power_of_two
 from megavm.scheduler.llama.graph import Bucket, Limits
+from megavm.scheduler.run import model_programs
 from megavm.scheduler.run import runner as runner_module
 from megavm.scheduler.run.buckets import compile_bucket
 from megavm.scheduler.run.programs import Programs
@@ -42,7 +43,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Slow:
         slow(bucket)
         return original(*arguments)
 
-    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    monkeypatch.setattr(model_programs, "compile_bucket", compile_slowly)
     return slow
 
 
@@ -62,11 +63,11 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 def test_steps_run_while_another_size_is_compiled(llm: LLM, slow: Slow) -> None:
     runner = llm.runner
-    runner.compile_ahead()
+    runner.programs.compile_ahead()
     assert slow.began.wait(SECONDS)
     for rows in (1, 2, 4, 3):
         runner.run(step(rows))
-    assert {bucket.rows for bucket in runner._programs} == {1, 2, 4}
+    assert {bucket.rows for bucket in runner.programs.compiled} == {1, 2, 4}
     slow.go_on.set()
     runner.run(step(8))
     assert sum(bucket == runner.bucket(8, 1, 8) for bucket in slow.compiled) == 1
@@ -79,19 +80,19 @@ def test_a_step_runs_in_parts_while_its_program_is_compiled(llm: LLM, slow: Slow
     ) as fours:
         expected = [fours.generate(p, params)[0].outputs[0].token_ids for p in (prompt, prompt[:5])]
     runner = llm.runner
-    runner.compile_ahead()
+    runner.programs.compile_ahead()
     assert slow.began.wait(SECONDS)
     for rows in (1, 2, 4):
         runner.run(step(rows))
     for p, tokens in zip((prompt, prompt[:5]), expected, strict=True):
         assert llm.generate(p, params)[0].outputs[0].token_ids == tokens
     eight = runner.bucket(8, 1, 8)
-    assert eight not in set(runner._programs)
+    assert eight not in set(runner.programs.compiled)
     slow.go_on.set()
-    wait_until(lambda: eight in set(runner._programs))
+    wait_until(lambda: eight in set(runner.programs.compiled))
     llm.engine.blocks.forget_all()
     assert llm.generate(prompt, params)[0].outputs[0].token_ids == expected[0]
-    assert (eight, False) in runner._executables
+    assert (eight, False) in runner.programs.loaded
 
 
 def note_programs(runner: runner_module.Runner, monkeypatch: pytest.MonkeyPatch) -> list[Bucket]:
@@ -123,14 +124,14 @@ def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compile
         held(arguments[3])
         return original(*arguments)
 
-    monkeypatch.setattr(runner, "bucket", bucket)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
-    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
+    monkeypatch.setattr(runner.programs, "bucket", bucket)
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
+    monkeypatch.setattr(model_programs, "compile_bucket", compile_slowly)
     others = [Bucket(2, 1, 64), Bucket(2, 2, 64, sampled=True), Bucket(4, 4, 64)]
     runner.program(short)
     for ready in (every, *others):  # compiled, but not loaded
-        runner._programs.get(ready, runner._compiler())
-    runner.compile_ahead()
+        runner.programs.compiled.get(ready, runner.programs.compiler())
+    runner.programs.compile_ahead()
     used = note_programs(runner, monkeypatch)
 
     def decode(position: int, wants_logits: bool = False) -> Step:
@@ -145,7 +146,7 @@ def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compile
     assert held.began.wait(SECONDS), "it is compiled meanwhile"
     assert held.compiled.count(middle) == 1
     held.go_on.set()
-    wait_until(lambda: middle in set(runner._programs))
+    wait_until(lambda: middle in set(runner.programs.compiled))
     runner.start(decode(20))
     assert used[-1] == middle
 
@@ -155,15 +156,15 @@ def test_parts_run_by_programs_that_can_stand_in(
 ) -> None:
     """They are compiled, but no step has loaded them yet."""
     runner = llm.runner
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
     every = runner.bucket(4, 4, runner.max_model_len)
-    runner._programs.get(every, runner._compiler())
-    runner.compile_ahead()
+    runner.programs.compiled.get(every, runner.programs.compiler())
+    runner.programs.compile_ahead()
     seven = replace(step(7), wants_logits=False)
-    parts = runner._parts(seven, 1)
+    parts = runner.programs.parts(seven, 1)
     assert [(bucket, part.num_rows) for bucket, part in parts] == [(every, 4), (every, 3)]
     runner.start(seven)
-    assert (every, False) in runner._executables
+    assert (every, False) in runner.programs.loaded
     assert slow.began.wait(SECONDS), "its own program is compiled meanwhile"
     slow.go_on.set()
 
@@ -177,11 +178,11 @@ def test_a_program_of_more_rows_stands_in_until_there_is_one_of_as_many(
         "stories", machine="cpu", workers=1, max_num_seqs=4, max_num_batched_tokens=4
     ) as fours:
         expected = fours.engine.logits(prompt)
-    runner._programs, runner._executables = Programs(), {}
+    runner.programs.compiled, runner.programs.loaded = Programs(), {}
     every = runner.bucket(4, 4, runner.max_model_len)
-    runner._programs.get(every, runner._compiler())
-    monkeypatch.setattr(runner._programs, "prepare", lambda *_, **__: None)
-    runner.compile_ahead()
+    runner.programs.compiled.get(every, runner.programs.compiler())
+    monkeypatch.setattr(runner.programs.compiled, "prepare", lambda *_, **__: None)
+    runner.programs.compile_ahead()
     used = note_programs(runner, monkeypatch)
     for rows in (1, 2, 3, 4, 8):
         runner.write_tokens(0, prompt)  # a step writes what it chooses
@@ -189,7 +190,7 @@ def test_a_program_of_more_rows_stands_in_until_there_is_one_of_as_many(
         np.testing.assert_allclose(runner.logits[:rows], expected[:rows], atol=1e-4)
     assert used == [every] * 6
     two = runner.bucket(2, 2, runner.max_model_len)
-    runner._programs.get(two, runner._compiler())
+    runner.programs.compiled.get(two, runner.programs.compiler())
     runner.start(step(2))
     assert used[-1] == every, "it is loaded, and the smaller one is not"
     runner.program(two)
@@ -240,16 +241,16 @@ def test_a_greedy_step_runs_by_a_program_that_samples_until_its_own_is_ready(
     """A step that samples waits for its own in the same place."""
     runner = llm.runner
     eight = step(8)
-    runner._programs, runner._executables = Programs(), {}
+    runner.programs.compiled, runner.programs.loaded = Programs(), {}
     sampled = runner.bucket(8, 1, runner.max_model_len, sampled=True)
     greedy = replace(sampled, sampled=False)
-    compiler = runner._compiler()
+    compiler = runner.programs.compiler()
     slow.go_on.set()
-    runner._programs.get(sampled, compiler)
+    runner.programs.compiled.get(sampled, compiler)
     slow.go_on.clear()
     slow.began.clear()
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
-    runner.compile_ahead()
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
+    runner.programs.compile_ahead()
     used = note_programs(runner, monkeypatch)
     runner.write_tokens(0, np.arange(5, 13, dtype=np.int32))
     runner.start(eight)
@@ -257,23 +258,23 @@ def test_a_greedy_step_runs_by_a_program_that_samples_until_its_own_is_ready(
     first = runner.logits[:1].copy()
     assert slow.began.wait(SECONDS), "its own program is compiled meanwhile"
     slow.go_on.set()
-    wait_until(lambda: greedy in set(runner._programs))
+    wait_until(lambda: greedy in set(runner.programs.compiled))
     runner.start(eight)
     runner.start(replace(eight, sampled=True))
     assert used == [sampled, greedy, sampled]
     np.testing.assert_allclose(runner.logits[:1], first, atol=1e-5)
-    runner._programs, runner._executables = Programs(), {}
-    runner._programs.get(greedy, compiler)
-    monkeypatch.setattr(runner._programs, "prepare", lambda *_, **__: None)
-    assert runner._choose(replace(eight, sampled=True), 1) is None
-    assert runner._parts(replace(eight, sampled=True), 1) == []
-    assert runner._choose(eight, 1) == greedy
+    runner.programs.compiled, runner.programs.loaded = Programs(), {}
+    runner.programs.compiled.get(greedy, compiler)
+    monkeypatch.setattr(runner.programs.compiled, "prepare", lambda *_, **__: None)
+    assert runner.programs.choose(replace(eight, sampled=True), 1) is None
+    assert runner.programs.parts(replace(eight, sampled=True), 1) == []
+    assert runner.programs.choose(eight, 1) == greedy
 
 
 def test_what_follows_a_step_is_of_its_kind(llm: LLM) -> None:
     runner = llm.runner
     for sampled in (False, True):
-        following = runner.likely_next(runner.bucket(2, 2, 10, sampled=sampled))
+        following = runner.programs.likely_next(runner.bucket(2, 2, 10, sampled=sampled))
         assert {bucket.sampled for bucket in following} == {sampled}
 
 
@@ -285,12 +286,12 @@ def test_in_a_fixed_order_nothing_stands_in() -> None:
     ) as llm:  # fmt: skip
         runner = llm.runner
         runner.program(runner.bucket(4, 4, runner.max_model_len))
-        runner._ahead = True
-        runner._programs.prepare = lambda *_, **__: None  # type: ignore[method-assign]
-        assert runner._choose(step(2), 1) is None
-        assert runner._parts(step(8), 1) == []
+        runner.programs.ahead = True
+        runner.programs.compiled.prepare = lambda *_, **__: None  # type: ignore[method-assign]
+        assert runner.programs.choose(step(2), 1) is None
+        assert runner.programs.parts(step(8), 1) == []
         runner.start(step(2))
-        assert (runner.bucket(2, 1, 2), False) in runner._executables
+        assert (runner.bucket(2, 1, 2), False) in runner.programs.loaded
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -302,14 +303,14 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
     most = 4 * max(target.max_num_batched_tokens for target in TARGETS.values())
     limits = Limits(64, most, most, 64, 64 * most // 64, 64)
     runner = runner_module.Runner(
-        small.config, small.machine.memory(), limits, BF16, small.machine, small.options
+        small.config, small.machine.memory(), limits, BF16, small.machine, small.programs.options
     )
     first = _first_programs(runner, sampled)
     assert len(set(first)) <= 17, "a server starts soon"
     for bucket in first:
-        runner._programs.add(bucket, cast(Program, None))
-    runner._ahead = True
-    monkeypatch.setattr(runner._programs, "prepare", lambda *_, **__: None)
+        runner.programs.compiled.add(bucket, cast(Program, None))
+    runner.programs.ahead = True
+    monkeypatch.setattr(runner.programs.compiled, "prepare", lambda *_, **__: None)
     for number in range(300):
         decode = number > 0 and bool(draw.integers(2))
         rows = round((64 if decode else most) ** draw.uniform()) if number else most
@@ -319,8 +320,8 @@ def test_a_ready_server_runs_every_step_with_the_programs_that_it_has(
         sequences = places if decode else np.zeros(rows, np.int32)
         samples = sampled and bool(draw.integers(2))
         whole = Step(sequences, places, wanted.astype(np.int32), context, samples, distinct=decode)
-        chosen = runner._choose(whole, 1)
-        parts = [(chosen, whole)] if chosen is not None else runner._parts(whole, 1)
+        chosen = runner.programs.choose(whole, 1)
+        parts = [(chosen, whole)] if chosen is not None else runner.programs.parts(whole, 1)
         assert sum(part.num_rows for _, part in parts) == rows, (rows, context, decode)
         for bucket, part in parts:
             assert bucket in first
@@ -347,7 +348,7 @@ def test_requests_that_sample_wait_for_their_program_and_others_go_on(
 ) -> None:
     """If it cannot be compiled ahead, a step compiles it."""
     runner, engine, original, held = llm.runner, llm.engine, compile_bucket, Slow()
-    every = runner.stand_in(sampled=True)
+    every = runner.programs.stand_in(sampled=True)
     if fails:
         held.fails = {"megavm-programs"}
 
@@ -357,9 +358,9 @@ def test_requests_that_sample_wait_for_their_program_and_others_go_on(
             held(arguments[3])
         return original(*arguments)
 
-    monkeypatch.setattr(runner_module, "compile_bucket", compile_slowly)
-    monkeypatch.setattr(runner, "likely_next", lambda bucket: [])
-    runner.compile_ahead(first=[every])
+    monkeypatch.setattr(model_programs, "compile_bucket", compile_slowly)
+    monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
+    runner.programs.compile_ahead(first=[every])
     assert held.began.wait(SECONDS)
     assert runner.is_coming(sampled=True)
     assert runner.is_coming(sampled=False, wants_logits=True) == (runner.parallel.ranks > 1)
@@ -388,7 +389,7 @@ def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow)
     ) as fours:
         expected = fours.generate(prompt, params)[0]
     runner = llm.runner
-    runner.compile_ahead()
+    runner.programs.compile_ahead()
     assert slow.began.wait(SECONDS)
     for rows in (1, 2, 4):
         runner.run(replace(step(rows), logit_row=np.arange(rows, dtype=np.int32)))
@@ -407,7 +408,7 @@ def test_the_parts_of_a_step_that_wants_logits_keep_theirs(llm: LLM, slow: Slow)
 
 def test_recording_begins_and_ends_while_a_program_is_compiled(llm: LLM, slow: Slow) -> None:
     runner, recorder = llm.runner, Recorder()
-    runner.compile_ahead()
+    runner.programs.compile_ahead()
     assert slow.began.wait(SECONDS)
     runner.record(recorder)
     runner.run(step(2))
@@ -419,7 +420,7 @@ def test_recording_begins_and_ends_while_a_program_is_compiled(llm: LLM, slow: S
 
 def test_an_llm_closes_while_a_program_is_compiled(llm: LLM, slow: Slow) -> None:
     kept = weakref.ref(llm.runner)
-    llm.runner.compile_ahead()
+    llm.runner.programs.compile_ahead()
     assert slow.began.wait(SECONDS)
     llm.close()
     gc.collect()
@@ -431,14 +432,14 @@ def test_the_growth_of_a_batch_is_prepared(llm: LLM) -> None:
     runner = llm.runner
 
     def ready(bucket: Bucket) -> bool:
-        return bucket in set(runner._programs)
+        return bucket in set(runner.programs.compiled)
 
-    runner.compile_ahead()
+    runner.programs.compile_ahead()
     for sequences in (1, 2, 4):
         bucket = runner.bucket(sequences, sequences, 10, decode=True)
         wait_until(partial(ready, bucket))
         slots = np.arange(sequences, dtype=np.int32)
         runner.run(Step(slots, np.full(sequences, 9, np.int32), slots, 10))
         for rows in (sequences, 8):
-            assert runner.bucket(rows, sequences, 10) in runner.likely_next(bucket)
+            assert runner.bucket(rows, sequences, 10) in runner.programs.likely_next(bucket)
     wait_until(partial(ready, runner.bucket(8, 4, 10)))

@@ -297,7 +297,7 @@ def test_a_server_answers_while_its_model_is_loaded() -> None:
 def test_programs_of_usual_sizes_are_there_before_the_first_request() -> None:
     with serving(max_num_seqs=6, max_num_batched_tokens=200) as server:
         runner: Any = server.engine.runner
-        buckets = set(runner._programs)
+        buckets = set(runner.programs.compiled)
         for rows in range(1, 65):
             assert runner.bucket(rows, 1, 1, sampled=True) in buckets
         for batch in range(1, 7):

@@ -13,7 +13,7 @@ from serving import RunningServer, serving, wait_until
 
 from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import Bucket
-from megavm.scheduler.run import runner as runner_module
+from megavm.scheduler.run import model_programs
 from megavm.scheduler.run.buckets import compile_bucket
 from megavm.scheduler.run.stand_ins import can_stand_in
 from megavm.vm.program import Program
@@ -52,7 +52,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], threading
                 assert go_on.wait(60)
             return compile_bucket(*given)
 
-        monkeypatch.setattr(runner_module, "compile_bucket", compile_late)
+        monkeypatch.setattr(model_programs, "compile_bucket", compile_late)
         return go_on
 
     yield hold
@@ -92,7 +92,7 @@ def test_there_will_be_a_program_for_all_steps_of_each_usual_number_of_rows(
         runner = server.llm.runner
 
         def ready(bucket: Bucket) -> bool:
-            return bucket in set(runner._programs)
+            return bucket in set(runner.programs.compiled)
 
         for sampled in (False, True):
             for rows in (1, 2, 4, 8, 16, 32, 64):
@@ -114,7 +114,7 @@ def test_there_will_be_a_program_for_all_steps_of_more_rows() -> None:
                 )
 
                 def has_program(own: Bucket = own) -> bool:
-                    return any(can_stand_in(every, own) for every in set(runner._programs))
+                    return any(can_stand_in(every, own) for every in set(runner.programs.compiled))
 
                 wait_until(has_program)
 
@@ -128,8 +128,8 @@ def test_a_server_is_ready_with_programs_of_the_kind_that_its_defaults_need(
     with serving() as server:
         runner = server.llm.runner
         assert server.llm.samples_by_default == default
-        assert {bucket.sampled for bucket in set(runner._programs)} == {default}
-        assert runner.stand_in(sampled=default) in set(runner._programs)
+        assert {bucket.sampled for bucket in set(runner.programs.compiled)} == {default}
+        assert runner.programs.stand_in(sampled=default) in set(runner.programs.compiled)
         assert runner.is_coming(sampled=True) != default
         go_on.set()
 
@@ -146,7 +146,7 @@ def test_greedy_requests_run_by_programs_that_sample_until_theirs_are_ready(
         assert all(bucket.sampled for bucket in used)
         go_on.set()
         every = runner.bucket(1, 1, runner.max_model_len)
-        wait_until(lambda: every in set(runner._programs))
+        wait_until(lambda: every in set(runner.programs.compiled))
 
         def runs_by_its_own() -> bool:
             with noting(server, monkeypatch) as used:

@@ -326,7 +326,7 @@ def test_steps_of_a_launch_read_what_those_before_wrote() -> None:
     for runner in (emulated, cpu):
         step = replace(step_of([(s, range(60, 61)) for s in range(rows)]), distinct=True)
         runner.run(step, steps)
-    used = [bucket for bucket in emulated._programs if bucket.decode and bucket.rows == 32]
+    used = [bucket for bucket in emulated.programs.compiled if bucket.decode and bucket.rows == 32]
     assert len(used) == 1
     tokens = [np.array(r.tokens[:rows, 61 : 61 + steps]) for r in (emulated, cpu)]
     assert np.array_equal(tokens[0], tokens[1])
@@ -384,7 +384,7 @@ def test_greedy_launches_of_ranks_choose_what_one_rank_does(rows: int) -> None:
         runner.sampling_integer[:, Integer.ENABLED] = 1
         step = step_of([(s, range(60 + s, 61 + s)) for s in range(rows)])
         runner.run(replace(step, wants_logits=False), steps)
-        assert {bucket.sampled for bucket in runner._programs} == {False}
+        assert {bucket.sampled for bucket in runner.programs.compiled} == {False}
         name = "logits.own" if ranks > 1 else "logits"
         logits.append(torch.cat([rank[name][:rows] for rank in runner.memory.ranks], dim=1))
         tokens.append(np.array([runner.tokens[s, 61 + s : 61 + s + steps] for s in range(rows)]))
