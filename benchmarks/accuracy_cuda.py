@@ -61,17 +61,11 @@ class ForcedRunner(Runner):
 
     forced: Bucket | None = None
 
-    def bucket(
-        self,
-        rows: int,
-        logit_rows: int,
-        context: int,
-        *,
-        decode: bool = False,
-        sampled: bool = False,
-    ) -> Bucket:
-        return self.forced or super().bucket(
-            rows, logit_rows, context, decode=decode, sampled=sampled
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        own = self.programs.bucket
+        self.programs.bucket = (  # type: ignore[method-assign]
+            lambda *sizes, **kinds: self.forced or own(*sizes, **kinds)
         )
 
 
@@ -239,7 +233,7 @@ def rounded(cache: Any) -> Any:
 def give_context(contenders: Contenders, cache: Any, length: int) -> None:
     """Copy keys and values from transformers' cache into megavm's KV blocks of slot 0."""
     runner = contenders.runner
-    runner.program(runner.bucket(1, 1, length + 1))  # allocates the caches
+    runner.programs.program(runner.programs.bucket(1, 1, length + 1))  # allocates the caches
     blocks = -(-length // BLOCK)
     places = torch.from_numpy(contenders.blocks[:blocks].astype(np.int64))
     places = places.to(contenders.device)
@@ -359,7 +353,9 @@ def check_batch(contenders: Contenders) -> dict[str, Any]:
         runner.write_tokens(slot, prompt)
         read_context(runner, slot, len(prompt))
     longest = max(LENGTHS) + BATCH_STEPS
-    many, one = (runner.bucket(rows, rows, longest, decode=True) for rows in (SEQUENCES, 1))
+    many, one = (
+        runner.programs.bucket(rows, rows, longest, decode=True) for rows in (SEQUENCES, 1)
+    )
     slots = list(range(SEQUENCES))
     together, logits = greedy(runner, slots, prompts, many)
     result: dict[str, Any] = {"tokens": together.size}

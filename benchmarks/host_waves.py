@@ -55,9 +55,9 @@ MAX_ROWS: Final = 2048
 def make(batch: int) -> tuple[LLM, PacedMachine]:
     """A model for which one program runs all steps: others would cost when they come first."""
     llm, machine = make_llm(batch, STEP_SECONDS, STEPS_PER_LAUNCH, ROW_SECONDS, MAX_ROWS)
-    limits, largest = llm.runner.limits, llm.runner.bucket
+    limits, largest = llm.runner.limits, llm.runner.programs.bucket
     bucket = largest(limits.max_num_batched_tokens, batch, llm.max_model_len)
-    llm.runner.bucket = lambda *sizes, **kinds: bucket  # type: ignore[method-assign]
+    llm.runner.programs.bucket = lambda *sizes, **kinds: bucket  # type: ignore[method-assign]
     return llm, machine
 
 

@@ -142,7 +142,7 @@ def measure(
     if contexts is not None:
         step = with_contexts(step, contexts)
     runner.run(step, steps)
-    bucket = runner.bucket(batch, batch, step.context + steps - 1, decode=True)
+    bucket = runner.programs.bucket(batch, batch, step.context + steps - 1, decode=True)
     executable = runner.programs.executable(bucket)
 
     def launch() -> None:

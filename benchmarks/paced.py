@@ -186,7 +186,7 @@ def make_llm(
     llm.runner.programs.use(machine)
     # The cost of a program that comes for the first time is not measured here.
     for context in (1 << bit for bit in range(llm.max_model_len.bit_length())):
-        llm.runner.program(llm.runner.bucket(batch, batch, context, decode=True))
+        llm.runner.programs.program(llm.runner.programs.bucket(batch, batch, context, decode=True))
     return llm, machine
 
 

@@ -174,7 +174,7 @@ class Bench:
     def tokens(self, runner: Runner, context: int) -> list[int]:
         """Greedy tokens after random tokens with random keys and values."""
         step = prepare(runner, 1, context)
-        runner.program(runner.bucket(1, 1, context + CHECKED))
+        runner.programs.program(runner.programs.bucket(1, 1, context + CHECKED))
         generator = torch.Generator(runner.memory.device)
         for name in runner.memory:
             if name.endswith("_cache"):

@@ -133,7 +133,7 @@ def measure_prompts(runner: Runner, prompts: Prompts, rounds: int) -> float:
     step = prompts.step(runner)
     runner.run(step)
     executable: Any = runner.programs.executable(
-        runner.bucket(prompts.rows, prompts.sequences, step.context, decode=False)
+        runner.programs.bucket(prompts.rows, prompts.sequences, step.context, decode=False)
     )
     time = time_gpu(executable.launch, rounds, warm_up=1)
     executable.finish()

@@ -236,7 +236,7 @@ def test_logits_of_a_prompt_do_not_depend_on_the_rows_of_its_program(
     places = np.arange(length, dtype=np.int32)
     wanted = places[-64:]
     step = Step(np.zeros_like(places), places, wanted, length)
-    own = runner.bucket(length, 64, length)
+    own = runner.programs.bucket(length, 64, length)
     assert own.rows == rows
     logits = []
     for bucket in (own, replace(own, rows=more)):

@@ -61,7 +61,7 @@ struct AttentionPairs {
         const uint32_t begin = pieces.token % kBlockSize;
         const uint64_t from =
             (uint64_t{pieces.block} * kv_heads + pieces.head) * kBlockSize + begin;
-        // NOTE: not in the loop, which would wait for shared memory once more for each of them.
+        // NOTE: before the loop, which otherwise waits for shared memory twice more for each page.
         const uint64_t key_rows = base_of(keys) + from * Warp::kRowBytes;
         const uint64_t value_rows = base_of(values) + from * Warp::kRowBytes;
         const uint32_t number = lane_index() / kPagePieces, piece = lane_index() % kPagePieces;
@@ -146,7 +146,7 @@ struct AttentionPairs {
     uint32_t pages = 0;
     uint32_t at_once;         // so many of them are begun together, if they are free
     uint32_t tokens;          // in the page
-    uint32_t head, sequence;  // of the page's pair
+    uint32_t head, sequence;  // those of the pair whose page it is
     uint32_t token, block;    // the first token of the piece, and its block, not checked
     bool exists;              // whether the page has this piece
   };

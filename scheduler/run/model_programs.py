@@ -159,7 +159,7 @@ class ModelPrograms:
             return own
         bucket = self.usable(own, set(self.compiled))
         if bucket != own:
-            self.compiled.prepare([own], self.compiler(ahead=True))
+            self.prepare([own])
         return bucket
 
     def parts(self, step: Step, steps: int) -> list[Part]:
@@ -246,8 +246,7 @@ class ModelPrograms:
     def _prepare_following(self, bucket: Bucket) -> None:
         """Have the programs that are likely after ``bucket`` compiled, if they are not yet."""
         ready = set(self.compiled)
-        missing = [b for b in self.likely_next(bucket) if b not in ready]
-        self.compiled.prepare(missing, self.compiler(ahead=True))
+        self.prepare([b for b in self.likely_next(bucket) if b not in ready])
 
     def compiler(self, ahead: bool = False) -> Compile:
         """Compiles programs as this object does now, without keeping it alive.
@@ -261,8 +260,12 @@ class ModelPrograms:
         )
         return partial(_compile_and_load, compile, weakref.ref(self)) if ahead else compile
 
+    def program(self, bucket: Bucket) -> Program:
+        """The program of a bucket, compiled and loaded on first use."""
+        return self.executable(bucket).program
+
     def executable(self, bucket: Bucket) -> Executable:
-        """The executable of a bucket, compiled and loaded on first use."""
+        """The executable of a bucket, likewise."""
         key = bucket, self.traces
         known = self.loaded.get(key)
         if known is None:

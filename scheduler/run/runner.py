@@ -256,22 +256,6 @@ class Runner:
 
     # Steps.
 
-    def bucket(
-        self,
-        rows: int,
-        logit_rows: int,
-        context: int,
-        *,
-        decode: bool = False,
-        sampled: bool = False,
-    ) -> Bucket:
-        """See ``ModelPrograms.bucket``."""
-        return self.programs.bucket(rows, logit_rows, context, decode=decode, sampled=sampled)
-
-    def program(self, bucket: Bucket) -> Program:
-        """The program of a bucket, compiled and loaded on first use."""
-        return self.programs.executable(bucket).program
-
     def run(
         self,
         step: Step,

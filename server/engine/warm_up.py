@@ -28,7 +28,7 @@ def warm_up(llm: LLM, report: Progress) -> None:
     buckets = _first_programs(runner, sampled)
     for done, bucket in enumerate(buckets):
         report("compiling programs", done, len(buckets))
-        runner.program(bucket)
+        runner.programs.program(bucket)
     others = _other_programs(runner, not sampled)
     first, last = ([], others) if sampled else (others[:1], others[1:])
     if not runner.programs.options(1).fixed_order:  # else nothing stands in
@@ -73,7 +73,7 @@ def _first_programs(runner: Runner, sampled: bool) -> list[Bucket]:
     With those that sample no step waits for its program. With the others no greedy one does, unless
     the host reads logits that several ranks divide.
     """
-    bucket = partial(runner.bucket, sampled=sampled)
+    bucket = partial(runner.programs.bucket, sampled=sampled)
     found = [bucket(rows, 1, 1) for rows in _usual_rows(runner.max_num_batched_tokens)]
     for rows in _usual_rows(runner.max_num_seqs):
         found.append(bucket(rows, rows, 1, decode=True))

@@ -203,7 +203,9 @@ class LLM:
             progress=report,
         )
         report("compiling the program of one token", 0, 1)
-        self.runner.program(self.runner.bucket(1, 1, 1, sampled=self.samples_by_default))
+        self.runner.programs.program(
+            self.runner.programs.bucket(1, 1, 1, sampled=self.samples_by_default)
+        )
         self.engine = Engine(
             self.runner,
             eos_token_ids=self.checkpoint.eos_token_ids,

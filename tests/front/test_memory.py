@@ -23,10 +23,11 @@ def status(key):
 before = status("VmRSS"), status("RssAnon")
 llm = LLM(sys.argv[1], machine="cpu", dtype=sys.argv[2], max_model_len=64, max_num_seqs=1,
           max_num_batched_tokens=16, num_blocks=8)
+programs = llm.runner.programs
 print(json.dumps({
     "peak": status("VmHWM") - before[0],
     "anonymous": status("RssAnon") - before[1],
-    "weights": sum(t.bytes for t in llm.runner.program(llm.runner.bucket(1, 1, 1)).tensors
+    "weights": sum(t.bytes for t in programs.program(programs.bucket(1, 1, 1)).tensors
                    if t.kind.value == "weight"),
 }))
 """

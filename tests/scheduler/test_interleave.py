@@ -236,7 +236,7 @@ def test_a_program_says_how_many_rows_a_tile_of_attention_has(directory: Path) -
     runner = Runner.for_checkpoint(
         Checkpoint.open(directory), LIMITS, workers=8, options=CompileOptions(8)
     )
-    program = runner.program(runner.bucket(47, 8, 41))
+    program = runner.programs.program(runner.programs.bucket(47, 8, 41))
     found = [(i.row_begin, i.row_end) for i in program.instructions if isinstance(i, Attention)]
     ranges = row_ranges(program)
     assert ranges is not None

@@ -29,7 +29,7 @@ def test_loading_a_program_that_was_prepared_finds_everything(
     on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = on_gpu
-    bucket = runner.bucket(2, 2, 1, decode=True)
+    bucket = runner.programs.bucket(2, 2, 1, decode=True)
     program = runner.programs.compiler(ahead=True)(bucket)
     runner.programs.compiled.add(bucket, program)
 
@@ -42,7 +42,7 @@ def test_loading_a_program_that_was_prepared_finds_everything(
         (exchange_module, "make_exchanges"),
     ):
         monkeypatch.setattr(module, name, refuse)
-    assert runner.program(bucket) is program
+    assert runner.programs.program(bucket) is program
 
 
 def test_no_launch_waits_for_programs_of_longer_contexts(
@@ -76,7 +76,7 @@ def test_no_launch_waits_for_programs_of_longer_contexts(
         return load(*arguments, **named)
 
     monkeypatch.setattr(runner.machine, "load", note)
-    runner.program(short)
+    runner.programs.program(short)
     runner.programs.compile_ahead(first=[every])
     wait_until(lambda: (every, False) in runner.programs.loaded)
     assert runner.can_queue(decode(20))
@@ -99,9 +99,9 @@ def test_what_is_compiled_ahead_is_loaded_ahead(
 ) -> None:
     """Also programs of prompts and those that sample: no launch waits for a program's tables."""
     runner = on_gpu
-    first, prompt = runner.bucket(1, 1, 1), runner.bucket(8, 1, 1)
+    first, prompt = runner.programs.bucket(1, 1, 1), runner.programs.bucket(8, 1, 1)
     sampled = runner.programs.stand_in(sampled=True)
-    runner.program(first)
+    runner.programs.program(first)
     monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [prompt])
     runner.programs.compile_ahead()
     runner.programs.prepare([sampled], last=True)
@@ -124,10 +124,10 @@ def test_a_gpu_that_is_full_runs_the_programs_that_it_has(
 ) -> None:
     """What does not fit is no reason to end requests that others can run."""
     runner = on_gpu
-    sizes = [runner.bucket(rows, 1, 1) for rows in (8, 4)]
-    every = runner.bucket(8, 2, runner.max_model_len)
+    sizes = [runner.programs.bucket(rows, 1, 1) for rows in (8, 4)]
+    every = runner.programs.bucket(8, 2, runner.max_model_len)
     assert every not in sizes
-    runner.program(every)
+    runner.programs.program(every)
     monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: sizes)
     load = runner.machine.load
 
@@ -144,7 +144,7 @@ def test_a_gpu_that_is_full_runs_the_programs_that_it_has(
         assert runner.programs.choose(step(rows), 1) == every
         assert runner.can_queue(step(rows))
     monkeypatch.setattr(runner.machine, "load", load)
-    assert runner.program(sizes[0]) is runner.programs.compiled.get(
+    assert runner.programs.program(sizes[0]) is runner.programs.compiled.get(
         sizes[0], runner.programs.compiler()
     )
     assert runner.programs.choose(step(8), 1) == sizes[0]
@@ -154,13 +154,13 @@ def test_a_program_that_moves_tensors_is_not_loaded_beside_launches(
     on_gpu: runner_module.Runner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first one gives weights their layout: a launch could read them meanwhile."""
-    runner, one = on_gpu, on_gpu.bucket(1, 1, 1)
+    runner, one = on_gpu, on_gpu.programs.bucket(1, 1, 1)
     monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
     runner.programs.compile_ahead(first=[one])
     wait_until(lambda: one in set(runner.programs.compiled))
     assert (one, False) not in runner.programs.loaded
     assert runner.memory.relayouts == 0
-    runner.program(one)
+    runner.programs.program(one)
     assert runner.memory.relayouts > 0
     program = runner.programs.compiled.get(one, runner.programs.compiler())
     assert isinstance(runner.machine, EmulatedMachine)

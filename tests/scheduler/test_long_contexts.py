@@ -200,8 +200,8 @@ def logits(
         config, memory, limits, BF16, machine, lambda rows: default_options(target, workers, rows)
     )
     count = len(step.logit_row)
-    bucket = runner.bucket(step.num_rows, count, step.context, decode=bool(step.distinct))
-    program = runner.program(bucket)
+    bucket = runner.programs.bucket(step.num_rows, count, step.context, decode=bool(step.distinct))
+    program = runner.programs.program(bucket)
     random = torch.Generator().manual_seed(1)
     for spec in program.tensors:
         if spec.kind is TensorKind.STATE:

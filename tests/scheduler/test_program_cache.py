@@ -76,12 +76,16 @@ def test_what_is_read_is_what_was_compiled(compiled: Compiled, ranks: int) -> No
         ) as llm:
             answers = [o.outputs[0] for o in llm.generate(["Once upon", "The fox"], params)]
             programs = {
-                bucket: llm.runner.program(bucket).fingerprint()
+                bucket: llm.runner.programs.program(bucket).fingerprint()
                 for bucket in llm.runner.programs.compiled
             }
-            labels = [llm.runner.program(bucket).labels for bucket in llm.runner.programs.compiled]
+            labels = [
+                llm.runner.programs.program(bucket).labels
+                for bucket in llm.runner.programs.compiled
+            ]
             metadata = [
-                dict(llm.runner.program(bucket).metadata) for bucket in llm.runner.programs.compiled
+                dict(llm.runner.programs.program(bucket).metadata)
+                for bucket in llm.runner.programs.compiled
             ]
             said = [(a.token_ids, a.logprobs, labels, metadata) for a in answers]
             return said, programs

@@ -74,10 +74,10 @@ def test_the_cpu_reads_weights_in_the_mapped_file(tmp_path: Path, bias: bool) ->
 
 def test_small_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
     runner = make_runner(directory, workers=1)
-    assert runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
-    assert runner.bucket(3, 2, 1) == Bucket(4, 2, 4096)
-    assert runner.bucket(33, 5, 1) == Bucket(48, 6, 4096)
-    assert runner.bucket(8, 0, 1) == Bucket(8, 1, 4096)
+    assert runner.programs.bucket(1, 1, 1) == Bucket(1, 1, 4096)
+    assert runner.programs.bucket(3, 2, 1) == Bucket(4, 2, 4096)
+    assert runner.programs.bucket(33, 5, 1) == Bucket(48, 6, 4096)
+    assert runner.programs.bucket(8, 0, 1) == Bucket(8, 1, 4096)
 
 
 def test_from_512_rows_on_there_are_buckets_between_powers_of_two(directory: Path) -> None:
@@ -87,15 +87,15 @@ def test_from_512_rows_on_there_are_buckets_between_powers_of_two(directory: Pat
     smaller = 0
     for size in sizes:
         for rows in (smaller + 1, size):
-            assert runner.bucket(rows, 1, 1) == Bucket(size, 1, 4096)
+            assert runner.programs.bucket(rows, 1, 1) == Bucket(size, 1, 4096)
             logit_rows = min(size, 1700)
-            assert runner.bucket(3500, rows, 1) == Bucket(3500, logit_rows, 4096)
+            assert runner.programs.bucket(3500, rows, 1) == Bucket(3500, logit_rows, 4096)
         smaller = size
     assert bucket_sizes(3500) == [*sizes[:-1], 4096]
     assert bucket_sizes(768) == sizes[:11]
     assert bucket_sizes(1) == [1]
     # Programs that can do these steps are compiled ahead of them.
-    following = runner.programs.likely_next(runner.bucket(1, 1, 1))
+    following = runner.programs.likely_next(runner.programs.bucket(1, 1, 1))
     assert {bucket.rows for bucket in following} == set(sizes)
 
 
@@ -103,10 +103,14 @@ def test_decode_steps_have_programs_of_their_own_where_words_pass_to_attention(
     directory: Path,
 ) -> None:
     runner = make_runner(directory, workers=1)
-    assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096)
+    assert runner.programs.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096)
     runner.programs.options = lambda rows: CompileOptions(1, exchange="preferred")
-    assert runner.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096, decode=True)
-    assert runner.bucket(1, 1, 1, decode=True) == runner.bucket(1, 1, 1) == Bucket(1, 1, 4096)
+    assert runner.programs.bucket(4, 4, 1, decode=True) == Bucket(4, 4, 4096, decode=True)
+    assert (
+        runner.programs.bucket(1, 1, 1, decode=True)
+        == runner.programs.bucket(1, 1, 1)
+        == Bucket(1, 1, 4096)
+    )
 
 
 @pytest.mark.parametrize(("sequences", "decode"), [([2, 0, 1], True), ([2, 0, 2], False)])
@@ -122,14 +126,16 @@ def test_a_step_decodes_if_its_rows_are_of_different_sequences(
 
 def test_contexts_share_a_program_unless_attention_is_cut_otherwise(directory: Path) -> None:
     many = make_runner(directory, workers=8)
-    contexts = {many.bucket(1, 1, c).context for c in (1, 256, 257, 1000, 2048, 2049, 4096)}
+    contexts = {
+        many.programs.bucket(1, 1, c).context for c in (1, 256, 257, 1000, 2048, 2049, 4096)
+    }
     assert contexts == {512, 1024, 4096}  # 8 splits of 256 tokens from 2048 on
 
 
 def test_a_program_is_compiled_once_per_bucket(directory: Path) -> None:
     runner = make_runner(directory)
-    bucket = runner.bucket(4, 1, 10)
-    assert runner.program(bucket) is runner.program(bucket)
+    bucket = runner.programs.bucket(4, 1, 10)
+    assert runner.programs.program(bucket) is runner.programs.program(bucket)
 
 
 def test_a_step_beyond_the_limits_is_refused_with_its_size(directory: Path) -> None:

@@ -70,7 +70,7 @@ def test_steps_run_while_another_size_is_compiled(llm: LLM, slow: Slow) -> None:
     assert {bucket.rows for bucket in runner.programs.compiled} == {1, 2, 4}
     slow.go_on.set()
     runner.run(step(8))
-    assert sum(bucket == runner.bucket(8, 1, 8) for bucket in slow.compiled) == 1
+    assert sum(bucket == runner.programs.bucket(8, 1, 8) for bucket in slow.compiled) == 1
 
 
 def test_a_step_runs_in_parts_while_its_program_is_compiled(llm: LLM, slow: Slow) -> None:
@@ -86,7 +86,7 @@ def test_a_step_runs_in_parts_while_its_program_is_compiled(llm: LLM, slow: Slow
         runner.run(step(rows))
     for p, tokens in zip((prompt, prompt[:5]), expected, strict=True):
         assert llm.generate(p, params)[0].outputs[0].token_ids == tokens
-    eight = runner.bucket(8, 1, 8)
+    eight = runner.programs.bucket(8, 1, 8)
     assert eight not in set(runner.programs.compiled)
     slow.go_on.set()
     wait_until(lambda: eight in set(runner.programs.compiled))
@@ -128,7 +128,7 @@ def test_a_step_runs_by_another_program_of_as_many_rows_while_its_own_is_compile
     monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
     monkeypatch.setattr(model_programs, "compile_bucket", compile_slowly)
     others = [Bucket(2, 1, 64), Bucket(2, 2, 64, sampled=True), Bucket(4, 4, 64)]
-    runner.program(short)
+    runner.programs.program(short)
     for ready in (every, *others):  # compiled, but not loaded
         runner.programs.compiled.get(ready, runner.programs.compiler())
     runner.programs.compile_ahead()
@@ -157,7 +157,7 @@ def test_parts_run_by_programs_that_can_stand_in(
     """They are compiled, but no step has loaded them yet."""
     runner = llm.runner
     monkeypatch.setattr(runner.programs, "likely_next", lambda bucket: [])
-    every = runner.bucket(4, 4, runner.max_model_len)
+    every = runner.programs.bucket(4, 4, runner.max_model_len)
     runner.programs.compiled.get(every, runner.programs.compiler())
     runner.programs.compile_ahead()
     seven = replace(step(7), wants_logits=False)
@@ -179,7 +179,7 @@ def test_a_program_of_more_rows_stands_in_until_there_is_one_of_as_many(
     ) as fours:
         expected = fours.engine.logits(prompt)
     runner.programs.compiled, runner.programs.loaded = Programs(), {}
-    every = runner.bucket(4, 4, runner.max_model_len)
+    every = runner.programs.bucket(4, 4, runner.max_model_len)
     runner.programs.compiled.get(every, runner.programs.compiler())
     monkeypatch.setattr(runner.programs.compiled, "prepare", lambda *_, **__: None)
     runner.programs.compile_ahead()
@@ -189,11 +189,11 @@ def test_a_program_of_more_rows_stands_in_until_there_is_one_of_as_many(
         runner.start(replace(step(rows), logit_row=np.arange(rows, dtype=np.int32)))
         np.testing.assert_allclose(runner.logits[:rows], expected[:rows], atol=1e-4)
     assert used == [every] * 6
-    two = runner.bucket(2, 2, runner.max_model_len)
+    two = runner.programs.bucket(2, 2, runner.max_model_len)
     runner.programs.compiled.get(two, runner.programs.compiler())
     runner.start(step(2))
     assert used[-1] == every, "it is loaded, and the smaller one is not"
-    runner.program(two)
+    runner.programs.program(two)
     runner.start(step(2))
     assert used[-1] == two
 
@@ -242,7 +242,7 @@ def test_a_greedy_step_runs_by_a_program_that_samples_until_its_own_is_ready(
     runner = llm.runner
     eight = step(8)
     runner.programs.compiled, runner.programs.loaded = Programs(), {}
-    sampled = runner.bucket(8, 1, runner.max_model_len, sampled=True)
+    sampled = runner.programs.bucket(8, 1, runner.max_model_len, sampled=True)
     greedy = replace(sampled, sampled=False)
     compiler = runner.programs.compiler()
     slow.go_on.set()
@@ -274,7 +274,7 @@ def test_a_greedy_step_runs_by_a_program_that_samples_until_its_own_is_ready(
 def test_what_follows_a_step_is_of_its_kind(llm: LLM) -> None:
     runner = llm.runner
     for sampled in (False, True):
-        following = runner.programs.likely_next(runner.bucket(2, 2, 10, sampled=sampled))
+        following = runner.programs.likely_next(runner.programs.bucket(2, 2, 10, sampled=sampled))
         assert {bucket.sampled for bucket in following} == {sampled}
 
 
@@ -285,13 +285,13 @@ def test_in_a_fixed_order_nothing_stands_in() -> None:
         fixed_order=True,
     ) as llm:  # fmt: skip
         runner = llm.runner
-        runner.program(runner.bucket(4, 4, runner.max_model_len))
+        runner.programs.program(runner.programs.bucket(4, 4, runner.max_model_len))
         runner.programs.ahead = True
         runner.programs.compiled.prepare = lambda *_, **__: None  # type: ignore[method-assign]
         assert runner.programs.choose(step(2), 1) is None
         assert runner.programs.parts(step(8), 1) == []
         runner.start(step(2))
-        assert (runner.bucket(2, 1, 2), False) in runner.programs.loaded
+        assert (runner.programs.bucket(2, 1, 2), False) in runner.programs.loaded
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -436,10 +436,12 @@ def test_the_growth_of_a_batch_is_prepared(llm: LLM) -> None:
 
     runner.programs.compile_ahead()
     for sequences in (1, 2, 4):
-        bucket = runner.bucket(sequences, sequences, 10, decode=True)
+        bucket = runner.programs.bucket(sequences, sequences, 10, decode=True)
         wait_until(partial(ready, bucket))
         slots = np.arange(sequences, dtype=np.int32)
         runner.run(Step(slots, np.full(sequences, 9, np.int32), slots, 10))
         for rows in (sequences, 8):
-            assert runner.bucket(rows, sequences, 10) in runner.programs.likely_next(bucket)
-    wait_until(partial(ready, runner.bucket(8, 4, 10)))
+            assert runner.programs.bucket(rows, sequences, 10) in runner.programs.likely_next(
+                bucket
+            )
+    wait_until(partial(ready, runner.programs.bucket(8, 4, 10)))

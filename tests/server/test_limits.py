@@ -299,9 +299,9 @@ def test_programs_of_usual_sizes_are_there_before_the_first_request() -> None:
         runner: Any = server.engine.runner
         buckets = set(runner.programs.compiled)
         for rows in range(1, 65):
-            assert runner.bucket(rows, 1, 1, sampled=True) in buckets
+            assert runner.programs.bucket(rows, 1, 1, sampled=True) in buckets
         for batch in range(1, 7):
-            assert runner.bucket(batch, batch, 1, decode=True, sampled=True) in buckets
+            assert runner.programs.bucket(batch, batch, 1, decode=True, sampled=True) in buckets
 
 
 def test_garbage_collections_are_rare_in_a_server_that_is_ready() -> None:

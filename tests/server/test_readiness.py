@@ -96,7 +96,7 @@ def test_there_will_be_a_program_for_all_steps_of_each_usual_number_of_rows(
 
         for sampled in (False, True):
             for rows in (1, 2, 4, 8, 16, 32, 64):
-                sized = partial(runner.bucket, rows, sampled=sampled)
+                sized = partial(runner.programs.bucket, rows, sampled=sampled)
                 every = sized(rows, runner.max_model_len)
                 wait_until(partial(ready, every))
                 for own in (sized(1, 1), sized(rows, 100, decode=True)):
@@ -109,7 +109,7 @@ def test_there_will_be_a_program_for_all_steps_of_more_rows() -> None:
         runner = server.llm.runner
         for sampled in (True, False):
             for rows in range(65, 1001, 11):
-                own = runner.bucket(
+                own = runner.programs.bucket(
                     rows, runner.max_logit_rows, runner.max_model_len, sampled=sampled
                 )
 
@@ -145,7 +145,7 @@ def test_greedy_requests_run_by_programs_that_sample_until_theirs_are_ready(
         assert used
         assert all(bucket.sampled for bucket in used)
         go_on.set()
-        every = runner.bucket(1, 1, runner.max_model_len)
+        every = runner.programs.bucket(1, 1, runner.max_model_len)
         wait_until(lambda: every in set(runner.programs.compiled))
 
         def runs_by_its_own() -> bool:

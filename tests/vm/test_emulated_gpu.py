@@ -308,7 +308,7 @@ def test_a_llama_computes_what_the_cpu_does(stand_in: bool) -> None:
     """
     emulated = runner_on(EmulatedMachine(seed=1), "cuda", 5)
     cpu = runner_on(CpuMachine(), "cpu", 1)
-    every = emulated.bucket(64, LIMITS.max_logit_rows, LIMITS.max_model_len)
+    every = emulated.programs.bucket(64, LIMITS.max_logit_rows, LIMITS.max_model_len)
     for rows in STEPS:
         got = []
         for runner, bucket in ((emulated, every if stand_in else None), (cpu, None)):
@@ -480,7 +480,7 @@ def test_a_prompt_of_several_tiles_of_rows_is_split_along_k(rows: int, most: int
         runner.run(step, 1)
         logits.append(torch.as_tensor(np.array(runner.logits[:1])))
     assert (logits[0] - logits[1]).abs().max() / logits[1].std() < 0.1
-    bucket = emulated.bucket(rows, 1, step.context)
+    bucket = emulated.programs.bucket(rows, 1, step.context)
     assert bucket.rows == most
     options = functools.partial(default_options, "cuda", workers)
     program = compile_bucket(config, limits, BF16, bucket, options)
