@@ -51,7 +51,9 @@ def directory(make_llama: Callable[..., tuple[Path, Any]]) -> Path:
 def make_runner(directory: Path, workers: int = 2, limits: Limits = LIMITS) -> Runner:
     checkpoint = Checkpoint.open(directory)
     options = CompileOptions(workers)
-    return Runner.for_checkpoint(checkpoint, limits, workers=workers, options=options)
+    return Runner.for_checkpoint(
+        checkpoint, limits, machine="cpu", workers=workers, options=options
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])

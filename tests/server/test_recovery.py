@@ -15,6 +15,7 @@ from sabotage import Sabotage, impatient_machines
 from serving import WAIT_SECONDS, Response, RunningServer, assert_idle, serving, wait_until
 
 from megavm import LLM, SamplingParams
+from megavm.scheduler.run.kernels import compile_kernels
 from megavm.server.service import Service
 
 PROMPTS = ["Once upon a time", "The little fox", "A big storm", "One fine day", "There was"]
@@ -52,6 +53,9 @@ def right(options: dict[str, Any]) -> list[str]:
     """What an LLM whose machine never faulted makes of the prompts."""
     params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     with LLM("stories", dtype="float32", max_num_batched_tokens=64, **options) as llm:
+        if options["machine"] == "cuda":  # a server compiles more of them before it is ready
+            for sampled in (False, True):
+                compile_kernels(llm.runner.config, llm.runner.dtype, sampled=sampled)
         return [output.outputs[0].text for output in llm.generate(PROMPTS, params)]
 
 
