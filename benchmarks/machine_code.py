@@ -40,6 +40,7 @@ class Loop(NamedTuple):
     waits: int  # for wgmma
     reloads: int  # loads of registers that were spilled
     spills: int  # stores of registers
+    beside: int  # exponentials behind a wait that leaves products in flight, before the next wait
 
 
 def disassembler() -> str | None:
@@ -96,7 +97,19 @@ def matrix_loops(code: MachineCode) -> list[Loop]:
         if "HGMMA" in text and any(begin <= i < end for begin, end in loops)
     }
     names = "HGMMA", "WARPGROUP.DEPBAR", "LDL", "STL"
+    bodies = [texts[begin:end] for begin, end in sorted(around)]
     return [
-        Loop(*(sum(name in text for text in texts[begin:end]) for name in names))
-        for begin, end in sorted(around)
+        Loop._make(
+            [*(sum(name in text for text in body) for name in names), _exponentials_beside(body)]
+        )
+        for body in bodies
     ]
+
+
+def _exponentials_beside(texts: list[str]) -> int:
+    in_flight, count = False, 0
+    for text in texts:
+        if "WARPGROUP.DEPBAR" in text:
+            in_flight = not text.endswith("0x0")
+        count += in_flight and "MUFU.EX2" in text
+    return count

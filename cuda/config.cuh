@@ -54,10 +54,9 @@ static_assert(kNumWarps == kNumConsumers + 4, "a warpgroup of roles beside the c
 static_assert(kNumThreads == kNumWarps * kLanes);
 constexpr uint32_t kNumConsumerThreads = kNumConsumers * kLanes;
 constexpr bool kSingleRow = program::kGroupRows == 1;
-// Registers per thread. Roles need more where the storer finishes products (one row), and where the
-// loader keeps deferred copies and the storer loads squares of rows (matrix products).
-constexpr uint32_t kRoleRegisters = kSingleRow || program::kMatrixRows > 0 ? 88 : 72;
-constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : program::kMatrixRows > 0 ? 208 : 216;
+// Registers per thread. Roles need more where the storer finishes products (one row).
+constexpr uint32_t kRoleRegisters = kSingleRow ? 88 : 72;
+constexpr uint32_t kConsumerRegisters = kSingleRow ? 200 : 216;
 static_assert(4 * kLanes * kRoleRegisters + kNumConsumerThreads * kConsumerRegisters <=
                   65536 / kNumThreads / 8 * 8 * kNumThreads,
               "what a launch gives");

@@ -44,6 +44,12 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
+// The same, which compilers do not unite with it in front of a branch.
+template <uint32_t kPending>
+__device__ __forceinline__ void wgmma_wait_too() {
+  asm volatile("wgmma.wait_group.sync.aligned %0; // too" ::"n"(kPending) : "memory");
+}
+
 // D += A . B^T (m64nNk16, bf16): A [64][16] and B [N][16] by descriptor. Lane l of warp w has, in
 // sums[4 j + 2 h + i], row 16 w + l / 4 + 8 h and column 8 j + 2 (l % 4) + i.
 template <uint32_t kColumns>

@@ -198,10 +198,30 @@ struct AttentionTile {
   // A lane's scores of a part: 4 * (eighth token) + 2 * (eighth row after) + (next token).
   using Scores = float[kTokens / 2];
 
-  // Where the operands of a turn are: the panels of the keys, the blocks of the values.
+  // Where the blocks of the values of a turn are.
+  struct Values {
+    uint32_t block[kBlocks];
+
+    // Of a turn of so many tokens, whose pages begin with `page`. In place of a block that is not
+    // there, the one before: no query row sees its tokens.
+    __device__ __forceinline__ Values(PageCursor page, uint32_t tokens) {
+      page.advance(kPanels);
+#pragma unroll
+      for (uint32_t i = 0; i < kBlocks; ++i) {
+        if (i > 0 && i * kBlock >= tokens) {
+          block[i] = block[i - 1];
+          continue;
+        }
+        if (i > 0 && i % kPageBlocks == 0) page.advance();
+        block[i] = ptx::uniform(page.address() + i % kPageBlocks * kValueBlock);
+      }
+    }
+  };
+
+  // Where the operands of a turn are; the keys in panels.
   struct Turn {
-    uint32_t keys[kPanels], values[kBlocks];
-    uint32_t queries;
+    uint32_t keys[kPanels], queries;
+    Values values;
   };
 
   // Scores of a part, not scaled.
@@ -231,19 +251,23 @@ struct AttentionTile {
 
   // Give tokens that a query row does not see the score -inf. The turn begins with token `first`.
   __device__ __forceinline__ void mask(uint32_t first, uint32_t part, Scores& score) const {
+    int32_t begin[2], end[2];  // the tokens that a query row sees, from that of score 0 on
 #pragma unroll
     for (uint32_t half = 0; half < 2; ++half) {
       const uint32_t query = min_of(number(part, half), count() - 1);
       const TokenRange seen(in.inst, run.position + query / kGroup);
-      const int32_t mine = static_cast<int32_t>(first + lane() % 4 * 2);  // token of score 0
-      const int32_t begin = static_cast<int32_t>(seen.begin) - mine;
-      const int32_t end = static_cast<int32_t>(seen.end) - mine;
-#pragma unroll
-      for (int32_t n = 0; n < static_cast<int32_t>(kScoreTiles); ++n)
-#pragma unroll
-        for (int32_t j = 0; j < 2; ++j)
-          if (n * 8 + j < begin || n * 8 + j >= end) score[4 * n + 2 * half + j] = -kInfinity;
+      const int32_t mine = static_cast<int32_t>(first + lane() % 4 * 2);
+      begin[half] = static_cast<int32_t>(seen.begin) - mine;
+      end[half] = static_cast<int32_t>(seen.end) - mine;
     }
+#pragma unroll
+    for (int32_t i = 0; i < static_cast<int32_t>(kTokens / 2); ++i)
+      if (i / 4 * 8 + i % 2 >= end[i / 2 % 2]) score[i] = -kInfinity;
+    // Only the first turns of a split begin before some of its tokens.
+    if (!__any_sync(~0u, begin[0] > 0 || begin[1] > 0)) return;
+#pragma unroll
+    for (int32_t i = 0; i < static_cast<int32_t>(kTokens / 2); ++i)
+      if (i / 4 * 8 + i % 2 < begin[i / 2 % 2]) score[i] = -kInfinity;
   }
 
   // Turn scores into weights, relative to the highest score so far. True if the sums must be
@@ -279,22 +303,20 @@ struct AttentionTile {
   }
 
   // Weights of a part and turn whose values have not been added yet.
-  struct Weighed {
-    ptx::Words4 weights[kTokens / kMmaColumns];
-    uint32_t values[kBlocks];
-  };
+  using Weights = ptx::Words4[kTokens / kMmaColumns];
 
   // Begin to add the values, times their weights.
-  static __device__ __forceinline__ void add_values(const Weighed& before, float (&sum)[kD / 2]) {
+  static __device__ __forceinline__ void add_values(const Weights& weights, const Values& values,
+                                                    float (&sum)[kD / 2]) {
     using enum ptx::OperandSwizzle;
     ptx::settle(sum);
     ptx::wgmma_fence();
 #pragma unroll
     for (uint32_t i = 0; i < kTokens / kMmaColumns; ++i)
       ptx::wgmma<kD, true>(
-          sum, before.weights[i],
+          sum, weights[i],
           ptx::operand_descriptor<k128Bytes>(
-              ptx::operand_start(before.values[i * kMmaColumns / kBlock], kValuePanel),
+              ptx::operand_start(values.block[i * kMmaColumns / kBlock], kValuePanel),
               i * kMmaColumns % kBlock * kBoxRowBytes, 8 * kBoxRowBytes));
     ptx::wgmma_commit();
   }
@@ -314,44 +336,46 @@ struct AttentionTile {
     return consumer.sync_unless_stopping();
   }
 
-  // Attend to the turn that begins with token `first`, but for its last part's values. `masked`:
-  // whether some query row does not see all tokens.
-  // `finish` is called once the turn before is over.
-  template <class Finish>
-  __device__ __forceinline__ void attend(const Turn& turn, uint32_t first, bool masked,
-                                         Weighed& before, State& state, Finish finish) const {
+  // Attend to a turn, but for its last part's values. `mask` masks the scores of a part. `weights`
+  // and `values` are those of the turn before; `finish` is called once it is over.
+  template <class Mask, class Finish>
+  __device__ __forceinline__ void attend(const Turn& turn, const Values& values, Weights& weights,
+                                         State& state, Mask mask, Finish finish) const {
 #pragma unroll
     for (uint32_t part = 0; part < kParts; ++part) {
       float (&sum)[kD / 2] = state.sum[(part + kParts - 1) % kParts];
       Scores score;
       multiply_keys(turn, part, state, score);
-      add_values(before, sum);
+      add_values(weights, part == 0 ? values : turn.values, sum);
       ptx::wgmma_wait<1>();
       ptx::settle(score);
-      if (masked) mask(first, part, score);
+      mask(part, score);
       float rescale[2];
-      const bool higher = weigh(part, score, state, rescale);
-      ptx::wgmma_wait<0>();
-      ptx::settle(sum);
-      if (part == 0) finish();
-      if (higher) {
+      // NOTE: the wait for the values is behind a branch, in two copies that compilers do not
+      // unite: else ptxas waits for them before it computes the weights.
+      if (weigh(part, score, state, rescale)) {
+        ptx::wgmma_wait<0>();
+        ptx::settle(sum);
 #pragma unroll
         for (uint32_t i = 0; i < kD / 2; ++i) state.sum[part][i] *= rescale[i / 2 % 2];
+      } else {
+        ptx::wgmma_wait_too<0>();
+        ptx::settle(sum);
       }
+      if (part == 0) finish();
 #pragma unroll
       for (uint32_t i = 0; i < kTokens / kMmaColumns; ++i) {
         const float* w = score + 8 * i;
-        before.weights[i] = {ptx::pack_bf16(w[0], w[1]), ptx::pack_bf16(w[2], w[3]),
-                             ptx::pack_bf16(w[4], w[5]), ptx::pack_bf16(w[6], w[7])};
+        weights[i] = {ptx::pack_bf16(w[0], w[1]), ptx::pack_bf16(w[2], w[3]),
+                      ptx::pack_bf16(w[4], w[5]), ptx::pack_bf16(w[6], w[7])};
       }
-#pragma unroll
-      for (uint32_t i = 0; i < kBlocks; ++i) before.values[i] = turn.values[i];
     }
   }
 
   // Add the values of the last turn.
-  static __device__ __forceinline__ void drain(const Weighed& before, State& state) {
-    add_values(before, state.sum[kParts - 1]);
+  static __device__ __forceinline__ void drain(const Weights& weights, const Values& values,
+                                               State& state) {
+    add_values(weights, values, state.sum[kParts - 1]);
     ptx::wgmma_wait<0>();
     ptx::settle(state.sum[kParts - 1]);
   }
@@ -385,6 +409,15 @@ struct AttentionTile {
       }
   }
 
+  // Turns until one begins with this token or a later one.
+  __device__ __forceinline__ uint32_t turns_to(uint32_t token) const {
+    return ceil_div(max_of(token, run.begin) - run.begin, kTokens);
+  }
+  // Tokens of the last turn.
+  __device__ __forceinline__ uint32_t last_tokens() const {
+    return (run.cached - run.begin - 1) % kTokens + 1;
+  }
+
   // All of it: read the tokens of the run.
   // NOTE: as in matrix products (matrix.cuh, multiply), no warp ends between wgmmas.
   // `first_run`: whether it is the first one of the instruction.
@@ -402,56 +435,71 @@ struct AttentionTile {
     // Tokens that all query rows see.
     const uint32_t seen_begin = TokenRange(in.inst, run.position + run.rows - 1).begin;
     const uint32_t seen_end = TokenRange(in.inst, run.position).end;
-    Weighed before;
+    // NOTE: what a turn must know are numbers of turns that are left, because no register is.
+    // The last `idle` turns have no tokens for this warpgroup. Some query row does not see all
+    // tokens of a turn if more than `seen` or at most `masked` are left.
+    const uint32_t turns = turns_to(run.cached), idle = turns - turns_to(end);
+    const uint32_t seen = turns - turns_to(seen_begin);
+    const uint32_t masked = turns - (max_of(seen_end, run.begin) - run.begin) / kTokens;
+    Weights weights;
 #pragma unroll
-    for (ptx::Words4& words : before.weights)
-      words = {ptx::zero(), ptx::zero(), ptx::zero(), ptx::zero()};
-    bool pending = false;     // whether `before` has weights
+    for (ptx::Words4& words : weights) words = {ptx::zero(), ptx::zero(), ptx::zero(), ptx::zero()};
     uint32_t unfinished = 0;  // pages of the turn before
-#pragma unroll 1
-    for (uint32_t first = run.begin; first < run.cached; first += kTokens) {
-      const uint32_t tokens = min_of(kTokens, run.cached - first), pages = pages_of(tokens);
-      PageCursor page = consumer.page;
-      page.advance(unfinished);
-      stops |= !consumer.has_step_arrived(page);
-      if (first + kTokens >= run.cached) consumer.note(in.stage, Event::kLoadArrived);
-      Turn turn;
-      turn.queries = ptx::uniform(queries(consumer));
+    uint32_t left = turns;
+    const auto operands_of = [&](const PageCursor& first, uint32_t tokens) {
+      PageCursor page = first;
+      Turn turn = {{}, ptx::uniform(queries(consumer)), Values(first, tokens)};
 #pragma unroll
       for (uint32_t& panel : turn.keys) {
         panel = ptx::uniform(page.address());
         page.advance();
       }
-#pragma unroll
-      for (uint32_t i = 0; i < kBlocks; ++i) {
-        // In place of a block that is not there, the one before: no query row sees its tokens.
-        if (i * kBlock < tokens) {
-          if (i > 0 && i % kPageBlocks == 0) page.advance();
-          turn.values[i] = ptx::uniform(page.address() + i % kPageBlocks * kValueBlock);
-        } else {
-          turn.values[i] = turn.values[i - 1];
-        }
+      return turn;
+    };
+    const auto end_turn = [&] { consumer.finish_pages(unfinished, stops); };
+#pragma unroll 1
+    while (left > 0) {
+      // Turns of which all query rows see all tokens, but for the last of all.
+      uint32_t whole = 0;
+      if (left <= seen) whole = left - min_of(left, max_of(masked, 1));
+      left -= whole;
+#pragma unroll 1
+      for (; whole > 0; --whole) {
+        PageCursor page = consumer.page;
+        page.advance(unfinished);
+        stops |= !consumer.has_step_arrived(page);
+        const Turn turn = operands_of(page, kTokens);
+        // Before the first turn there are no weights: its own values, times 0.
+        attend(
+            turn, Values(consumer.page, kTokens), weights, state, [](uint32_t, Scores&) {},
+            end_turn);
+        unfinished = pages_of(kTokens);
       }
+      if (left == 0) break;
+      const uint32_t tokens = left > 1 ? kTokens : last_tokens();
+      PageCursor page = consumer.page;
+      page.advance(unfinished);
+      stops |= !consumer.has_step_arrived(page);
+      if (left == 1) consumer.note(in.stage, Event::kLoadArrived);
+      const Turn turn = operands_of(page, tokens);
       if (tokens % kBlock != 0)
-        stops |= !clear_values(consumer, turn.values[kBlocks - 1], tokens % kBlock);
-      // There are no weights yet: values that have arrived, times 0.
-      if (unfinished == 0) {
-#pragma unroll
-        for (uint32_t i = 0; i < kBlocks; ++i) before.values[i] = turn.values[i];
-      }
-      const bool masked = first < seen_begin || first + kTokens > seen_end;
-      const auto finish = [&] { consumer.finish_pages(unfinished, stops); };
-      if (first < end) {
-        attend(turn, first, masked, before, state, finish);
-        pending = true;
+        stops |= !clear_values(consumer, turn.values.block[kBlocks - 1], tokens % kBlock);
+      const Values before(consumer.page, unfinished == 0 ? tokens : kTokens);
+      if (left > idle) {
+        attend(
+            turn, before, weights, state,
+            [&](uint32_t part, Scores& score) {
+              mask(run.begin + (turns_to(run.cached) - left) * kTokens, part, score);
+            },
+            end_turn);
       } else {
-        if (pending) drain(before, state);
-        pending = false;
-        finish();
+        if (left == idle && unfinished != 0) drain(weights, before, state);
+        end_turn();
       }
-      unfinished = pages;
+      unfinished = pages_of(tokens);
+      --left;
     }
-    if (pending) drain(before, state);
+    if (idle == 0 && unfinished != 0) drain(weights, Values(consumer.page, last_tokens()), state);
     consumer.finish_pages(unfinished, stops);
     if (stops) page_arrived(consumer.page.slot).give_up(consumer.page.phase);
     consumer.note(in.stage, Event::kComputed);

@@ -92,6 +92,10 @@ void wgmma_wait() {
   }
   __syncwarp();
 }
+template <uint32_t kPending>
+void wgmma_wait_too() {
+  wgmma_wait<kPending>();
+}
 
 inline void note_operands(uint64_t a, uint64_t b) {
   auto& all = emulated::worker->warps[thread_index() / 32].operands;
