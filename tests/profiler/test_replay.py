@@ -274,7 +274,10 @@ def test_the_memory_of_another_gpu_is_predicted(example: str, batch: int) -> Non
         steps = {(r["kind"], r["what"]): r["us"] for r in results["results"]}
         return steps["decode", batch], results["bandwidth"]
 
-    (fast, most), (slow, less) = measured("throughput_cuda_1b"), measured("throughput_cuda_1b_h100")
+    (fast, most), (slow, less) = (
+        measured("throughput_cuda_1b_1"),
+        measured("throughput_cuda_1b_h100"),
+    )
     effect = slow / fast - 1
     assert effect > 0.2
     trace = Trace.load(root / "examples" / f"{example}-h200.megatrace")
