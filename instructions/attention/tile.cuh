@@ -3,8 +3,8 @@
 // The query rows of a tile are the heads of one KV head for each row of the run. A warpgroup has 64
 // or 128 of them, and attends to 128 tokens in a turn. The loops are those of FlashAttention-2
 // (Dao 2023, arXiv:2307.08691) with wgmma: scores are the queries times the keys; their weights, in
-// registers, times the values are added to the sums. While one warpgroup weighs its scores, the
-// other one multiplies.
+// registers, times the values are added to the sums. While a warpgroup weighs its scores, it adds
+// the values of the turn before, and the other one multiplies too.
 //
 // The first 64 elements of the queries are in registers, or those of the first part; the others,
 // for which there are no registers, are in the scratch. The keys of a turn lie in panels of 64
