@@ -9,7 +9,7 @@ stores of the instruction, which pass one after the other through a link of LINK
 Both were measured on H200s; "free links" leaves them out. All ranks are taken to be equally fast.
 Kernels that are kept from computing by their own stores are not modelled, nor is memory beyond the
 second-level cache. A whole step of 4096 rows of 8B takes 45 % longer here than is measured on one
-H200 and on two (results/throughput_cuda_8b.json, throughput_cuda_8b_2.json).
+H200 and on two (results/throughput_cuda_8b_1.json, throughput_cuda_8b_2.json).
 """
 
 from __future__ import annotations
