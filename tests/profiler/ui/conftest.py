@@ -25,6 +25,7 @@ def make_viewer(browser: Browser, screenshots: Path) -> Iterator[Callable[..., V
         context = browser.new_context(
             viewport={"width": WIDTH, "height": HEIGHT}, accept_downloads=True, **options
         )
+        context.clock.install()  # so that tests need not wait for delays of the page
         viewer = Viewer(context.new_page(), screenshots)
         made.append((context, viewer))
         return viewer

@@ -69,10 +69,7 @@ class Viewer:
 
     def settle(self) -> None:
         """Until glides, delays of the panel and of the address are over, frames included."""
-        self.page.evaluate(
-            "() => new Promise((done) => setTimeout(() => requestAnimationFrame(() =>"
-            " requestAnimationFrame(() => setTimeout(done, 120))), 330))"
-        )
+        self.page.clock.run_for(500)
 
     def open(self, *traces: Path) -> Viewer:
         """Open traces as a user does, the second one beside the first."""
