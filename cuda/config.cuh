@@ -17,6 +17,7 @@ constexpr uint32_t kMaxAddends = 0;       // most other parts that a product add
 constexpr uint32_t kAnyPartialPages = 0;  // whether rows of some weights do not fill whole pages
 constexpr uint32_t kAnyRaggedK = 0;       // whether rows of some weights do not fill whole tiles
 constexpr uint32_t kAnyOddPages = 0;      // whether some units have an odd number of pages
+constexpr uint32_t kSpanUnits = kBlockUnits;  // units that are multiplied chunk by chunk
 constexpr uint32_t kAnyF32Weights = 0;
 constexpr uint32_t kAnyProduct = 0;
 constexpr uint32_t kAnyBias = 0;
@@ -75,7 +76,8 @@ static_assert(kTileBytes == 16 * kLanes && kTilesPerPage * kTileBytes == kPageBy
 constexpr uint32_t kTilesPerWarp = kTilesPerPage / kNumConsumers;  // a warp's tiles of a page
 
 // ---- Products. Rows are multiplied one *group* at a time. A *chunk* is the columns of the input
-// that are held at a time; a *block* is the units whose sums are finished together.
+// that are held at a time; a *block* is the units whose sums are finished together. An input of
+// several chunks is read once for a *span* of units, of one or several blocks.
 constexpr bool kF32Weights = program::kAnyF32Weights != 0;
 // Whether the storer finishes products while the consumers begin the next instruction.
 constexpr bool kStorerFinishes = kSingleRow && program::kAnyProduct != 0;
@@ -93,7 +95,12 @@ constexpr uint32_t largest_of(Sizes... sizes) {
   ((largest = max_of(largest, sizes)), ...);
   return largest;
 }
-constexpr uint32_t kChunkPages = program::kChunkPages;          // a unit's pages in a chunk
+constexpr uint32_t kChunkPages = program::kChunkPages;  // a unit's pages in a chunk
+// How many units a worker has decides how a span adds up its chunks, so it is a block where the
+// order is fixed.
+constexpr uint32_t kSpanUnits =
+    kSingleRow || program::kFixedOrder ? kBlockUnits : program::kSpanUnits;
+static_assert(kSpanUnits % kBlockUnits == 0 && kSpanUnits <= kMaxSpanUnits);
 constexpr bool kOneChunk = kChunkPages == program::kUnitPages;  // a chunk holds any whole input
 // The input of one row lies in shared memory (the panel), that of several rows in registers.
 constexpr uint32_t kPanelBytes = program::kPanelBytes;

@@ -69,6 +69,7 @@ BOX_TILES = BOX_ROW_BYTES // TILE_ROW_BYTES  # tiles of each unit in a box of we
 MAP_WORD_BYTES = 8  # maps of weights count words of this size
 ROW_CHUNK_PAGES = 4  # pages of a unit multiplied at a time, in steps of one row
 ROWS_CHUNK_PAGES = 2  # the same, in steps of several rows
+MAX_SPAN_UNITS = 32  # most units that are multiplied with such a chunk of x one after the other
 
 # Attention on the GPU.
 MAX_ATTENTION_ELEMENTS = 128 * 128  # of queries for one KV head that are processed together

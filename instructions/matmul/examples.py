@@ -102,6 +102,9 @@ GROUPS = [
     Case("sixteen rows, none live", rows=16, live=0),
     Case("sixteen rows, long and tagged", rows=12, k=2112, columns=75, tagged=True, extras=True),
     Case("sixteen rows, long and scaled", rows=10, k=4160, columns=80, extras=True, scaled=True),
+    Case("eight rows, long", rows=8, k=3104, columns=299, tiles=2, live=7),
+    Case("eight rows, long and scaled", rows=7, k=4160, columns=88, extras=True, scaled=True),
+    Case("eight rows, long and tagged", rows=5, k=2112, columns=75, tagged=True, extras=True),
 ]
 # More: products of many rows.
 MATRIX = [

@@ -16,6 +16,7 @@ from megavm.vm.config import (
     MATRIX_BLOCKS,
     MAX_GROUP_ROWS,
     MAX_MATRIX_ROWS,
+    MAX_SPAN_UNITS,
     MIN_GROUP_ROWS,
     MIN_MATRIX_ROWS,
     NONE,
@@ -114,12 +115,23 @@ class Product(Instruction, is_base=True):
             "any_product": union(1),
             "group_rows": largest(group_rows(self.row_end - self.row_begin, weight.dtype)),
             "max_k": largest(width),
+            "span_units": largest(self._span_units(width > ROWS_CHUNK_PAGES * page)),
             "any_ragged_k": union(weight.columns % tile != 0),
             "any_partial_pages": union(width % page != 0),
             "any_odd_pages": union(-(-width // page) % 2),
             "any_f32_weights": union(weight.dtype is F32),
             "any_inputs": union(1 << (2 * (x.dtype is F32) + x.tagged)),
         }
+
+    def _units(self) -> int:
+        """Units of the weight that it multiplies."""
+        begin, end = self.weight_rows()
+        return -(-end // UNIT_ROWS) - begin // UNIT_ROWS
+
+    def _span_units(self, chunked: bool) -> int:
+        """The units, in whole blocks, that a kernel of several rows multiplies with a chunk of x."""
+        blocks = -(-self._units() // BLOCK_UNITS) if chunked else 1
+        return min(blocks * BLOCK_UNITS, MAX_SPAN_UNITS)
 
     def kinds(self, tensors: Sequence[TensorSpec], *results: int) -> Constant:
         """``tiles.kinds`` of the results of a matrix product. Epilogues of others do not ask."""
@@ -129,16 +141,15 @@ class Product(Instruction, is_base=True):
         """See Instruction.
 
         A product loops over rows in groups, over units of 8 rows of the weight in blocks, and, once for
-        each block, over long rows in chunks. It reads x and x_squares for each group, and ``awaited`` when
-        a block is finished, or each pass of a block.
+        each block, over long rows in chunks (some kernels once for several blocks, of which none is
+        finished before the last chunk). It reads x and x_squares for each group, and ``awaited`` when a
+        block is finished, or each pass of a block.
 
         A matrix product reads all of x before it finishes a group of blocks, a few sums at a time.
         """
         awaited = list(present(*self.awaited()))
         tagged = [h for h in present(self.x, self.x_squares, *awaited) if tensors[h].tagged]
-        rows = self.row_end - self.row_begin
-        begin, end = self.weight_rows()
-        units = -(-end // UNIT_ROWS) - begin // UNIT_ROWS
+        rows, units = self.row_end - self.row_begin, self._units()
         if self.matrix:
             if tagged:
                 return TagOrder.BY_MACHINE

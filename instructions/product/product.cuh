@@ -3,8 +3,8 @@
 // meet in shared memory.
 //
 // Loader and consumers process pages in the same order:
-//   for each group of rows (1 row, 8 or 16), for each block of units, for each chunk of columns,
-//   for each unit of the block, for each page of the unit in the chunk.
+//   for each group of rows (1 row, 8 or 16), for each span of units, for each chunk of columns,
+//   for each unit of the span, for each page of the unit in the chunk.
 //
 // A page is up to 32 tiles of [8 rows][64 bytes]; tile i belongs to warp i % 8. One 16-byte shared
 // load per lane and tile is the B operand of two mma.m16n8k16: lane 4n + j gets W[n][8j .. 8j+7],
@@ -33,8 +33,7 @@ constexpr uint32_t kGroupEights = ceil_div(kGroupRows, kMinGroupRows);
 static_assert(kGroupRows <= kMaxGroupRows && kGroupEights <= 2);
 static_assert(kGroupEights == 1 || !kF32Weights);
 // Consumers finish a block in *passes* of kPassUnits units, so that each pair and row has a thread.
-// Where x does not fit into registers, every block reads it anew; there a block of 16 rows has two
-// passes.
+// The sums of a block of 16 rows stay in the scratch from chunk to chunk; then it has two passes.
 constexpr uint32_t kPassUnits = kBlockUnits / kGroupEights;
 constexpr uint32_t kMostPasses = kOneChunk ? 1 : kGroupEights;
 
@@ -134,14 +133,13 @@ __device__ __forceinline__ uint32_t x_row(const Stage& stage, const Product& p, 
 __device__ __forceinline__ void load_product(const Stage& stage, const Product& p, Loader& loader) {
   const Tiling& tiling = p.tiling;
   const uint32_t groups = num_groups(stage, p), chunks = tiling.chunks();
-  const uint32_t block_units = tiling.block_units();
 #pragma unroll 1
   for (uint32_t group = 0; group < groups; ++group)
 #pragma unroll 1
-    for (uint32_t first = 0; first < tiling.units; first += block_units)
+    for (uint32_t first = 0; first < tiling.units; first += kSpanUnits)
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < chunks; ++chunk) {
-        const uint32_t end = min_of(first + block_units, tiling.units);
+        const uint32_t end = min_of(first + kSpanUnits, tiling.units);
         const uint32_t first_page = chunk * kChunkPages;
         const uint32_t end_page = first_page + tiling.pages_of(chunk);
 #pragma unroll 1

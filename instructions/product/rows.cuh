@@ -13,6 +13,8 @@ namespace megavm {
 // Pages of weights that a warp holds while its input is in flight. The input of 16 rows takes their
 // registers.
 constexpr uint32_t kRowsPreload = kGroupEights > 1 ? 0 : kPreload;
+// Whether some products have spans of several blocks.
+constexpr bool kSpans = kSpanUnits > kBlockUnits;
 
 // The sums of one unit, with the input in registers.
 struct RowsSums : UnitSums {
@@ -62,6 +64,29 @@ struct PairShare {
   }
 };
 static_assert(kPassUnits * kUnitPairs * kGroupRows <= kNumConsumerThreads);
+
+// This thread's sums of the passes of a span, over the chunks so far.
+class SpanSums {
+ public:
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (PairSums& sums : sums_) sums = {0.0f, 0.0f};
+  }
+  // Add those of one more chunk to a pass's, and return all of them.
+  __device__ __forceinline__ PairSums add(uint32_t pass, PairSums sums) {
+#pragma unroll
+    for (uint32_t i = 0; i < kPasses; ++i)
+      if (i == pass) {
+        sums_[i].first += sums.first, sums_[i].second += sums.second;
+        sums = sums_[i];
+      }
+    return sums;
+  }
+
+ private:
+  static constexpr uint32_t kPasses = kSpanUnits / kPassUnits;
+  PairSums sums_[kPasses];
+};
 
 struct MyPair {
   PairShare share;
@@ -137,23 +162,29 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
     const uint32_t first_row = input.row_begin + group * kGroupRows;
     const uint32_t rows = end > first_row ? min_of(kGroupRows, end - first_row) : 0;
     const uint32_t full_pass = min_of(kPassUnits, tiling.units);
+    const uint32_t span_units = kSpans ? kSpanUnits : tiling.block_units();
     typename Used::Kept kept;
     x.begin(first_row, rows);
     float scale = 1.0f;  // RMSNorm scale of the row that this thread finishes
 #pragma unroll 1
-    for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += tiling.block_units()) {
-      const uint32_t units = min_of(tiling.block_units(), tiling.units - first_unit);
-      // The sums of a block of two passes take both halves of the scratch: no warp adds up those of
-      // the block before any more.
-      const auto takes_both = [&] { return tiling.block_units() > kPassUnits; };
+    for (uint32_t first_unit = 0; first_unit < tiling.units; first_unit += span_units) {
+      const uint32_t span = min_of(span_units, tiling.units - first_unit);
+      // If a span is a block, its sums stay in the scratch until its last chunk; of two passes,
+      // they take both halves, when no warp adds up those of the block before any more. Else each
+      // chunk's are added up at once.
+      const bool stays = !kSpans || (tiling.chunks() > 1 && span <= kBlockUnits);
+      const uint32_t block_units = stays ? tiling.block_units() : kPassUnits;
+      const auto takes_both = [&] { return stays && block_units > kPassUnits; };
       const auto half = [&] { return takes_both() ? 0 : consumer.sums.half(); };
-      if (takes_both() && first_unit == 0) consumer.sync();
+      if (takes_both() && (kSpans || first_unit == 0)) consumer.sync();
+      SpanSums sums_before;  // of the chunks before, if they do not stay
+      sums_before.clear();
       // NOTE: computed anew where it is needed, so that it occupies no registers in between.
-      const auto mine = [&](uint32_t unit) {  // in the pass that begins with it
+      const auto mine = [&](uint32_t unit) {  // in the pass that begins with this unit of the span
         const PairShare share(full_pass, ptx::thread_index());
         const uint32_t pair = input.pair(first_unit + unit, share.pair);
         const bool active =
-            unit + share.pair / kUnitPairs < units && share.row < rows && input.finishes(pair);
+            unit + share.pair / kUnitPairs < span && share.row < rows && input.finishes(pair);
         return MyPair{share, {first_row + share.row, pair, active, share.threads}};
       };
       typename Used::Early looked_up;
@@ -173,129 +204,143 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
             looked_up.set(found);
           });
       };
-      look_up(0);
 #pragma unroll 1
       for (uint32_t chunk = 0; chunk < tiling.chunks(); ++chunk) {
+        const bool is_last = chunk + 1 == tiling.chunks();
+        const bool looks_up = stays ? chunk == 0 : is_last;
         const uint32_t pages = tiling.pages_of(chunk);
         const uint32_t last_tiles = tiling.tiles_of(chunk * kChunkPages + pages - 1);
-        // Take the weight pages that have arrived into registers, before the input arrives.
-        // NOTE: every register is written on every path. A register that keeps its old value on
-        // some path would be live in the whole kernel.
-        PageTiles early[max_of(1, kRowsPreload)];
-        uint32_t num_early = 0;
         // A unit has one or two pages in a chunk.
         const bool paired = kChunkPages == 2 && (!program::kAnyOddPages || pages == 2);
-#pragma unroll
-        for (uint32_t i = 0; i != kRowsPreload; ++i) {
-          early[i].clear();
-          if (i == num_early && i < units * pages &&
-              has_arrived(consumer.page, paired && i % 2 == 0)) {
-            early[i].load(consumer.page.address(), consumer.warp(),
-                          paired && i % 2 == 0 ? kTilesPerPage : last_tiles);
-            consumer.finish(consumer.page);
-            consumer.page.advance();
-            num_early = i + 1;
-          }
-        }
-        if (!waited) {
-          consumer.begin_waiting();
-          consumer.wait_ready();
-          consumer.wait_hinted();
-        }
-        // Each warp computes the scale of one row of each eight.
-        RowSquares<kGroupEights> squares(stage, input);
-        const bool scaled = input.x_squares != kNone && first_unit == 0 && chunk == 0;
-        const auto scales = [&](uint32_t e) { return scaled && 8 * e + consumer.warp() < rows; };
-        if (tiling.chunks() > 1 || first_unit == 0) x.fetch(chunk, rows > 0);
-#pragma unroll
-        for (uint32_t e = 0; e < kGroupEights; ++e)
-          if (scales(e)) squares.ask(x_row(stage, input, first_row + 8 * e + consumer.warp()), e);
-        if (chunk == 0) await_pass(0);
-        if (!waited) consumer.end_waiting();
-        waited = true;
-        if (first_unit == 0 && chunk == 0) consumer.note(stage, Event::kInputs);
-        RowsSums sums;
-        sums.clear();
-        uint32_t unit = 0;
-        const auto end_unit = [&] {
-          sums.flush(partials_at(half(), unit, consumer.warp()), chunk > 0);
-          ++unit;
-        };
-        const auto add = [&](const PageTiles& tiles) {
-          sums.add(tiles, x, 0);
-          end_unit();
-        };
-        const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
-          sums.add(first, x, 0);
-          sums.add(second, x, kChunkPages - 1);
-          end_unit();
-        };
-        if (paired) {
-#pragma unroll
-          for (uint32_t i = 0; i != kRowsPreload; i += 2)
-            if (i < num_early) add_pair(early[i], early[i + 1]);
 #pragma unroll 1
-          while (unit < units) {
-            PageTiles first, second;
-            PageCursor next = consumer.page;
-            next.advance();
-            page_arrived(consumer.page.slot).wait(consumer.page.phase);
-            page_arrived(next.slot).wait(next.phase);
-            consumer.note(stage, Event::kLoadArrived);
-            first.load(consumer.page.address(), consumer.warp(), kTilesPerPage);
-            second.load(next.address(), consumer.warp(), last_tiles);
-            consumer.finish_pages(2);
-            add_pair(first, second);
-          }
-        } else {
+        for (uint32_t block = 0; block < span; block += block_units) {
+          const uint32_t units = min_of(block_units, span - block);
+          const bool is_first = first_unit + block == 0 && chunk == 0;
+          if (looks_up) look_up(block);
+          // Take the weight pages that have arrived into registers, before the input arrives.
+          // NOTE: every register is written on every path. A register that keeps its old value on
+          // some path would be live in the whole kernel.
+          PageTiles early[max_of(1, kRowsPreload)];
+          uint32_t num_early = 0;
 #pragma unroll
-          for (uint32_t i = 0; i != kRowsPreload; ++i)
-            if (i < num_early) add(early[i]);
+          for (uint32_t i = 0; i != kRowsPreload; ++i) {
+            early[i].clear();
+            if (i == num_early && i < units * pages &&
+                has_arrived(consumer.page, paired && i % 2 == 0)) {
+              early[i].load(consumer.page.address(), consumer.warp(),
+                            paired && i % 2 == 0 ? kTilesPerPage : last_tiles);
+              consumer.finish(consumer.page);
+              consumer.page.advance();
+              num_early = i + 1;
+            }
+          }
+          if (!waited) {
+            consumer.begin_waiting();
+            consumer.wait_ready();
+            consumer.wait_hinted();
+          }
+          // Each warp computes the scale of one row of each eight.
+          RowSquares<kGroupEights> squares(stage, input);
+          const auto scales = [&](uint32_t e) {
+            return input.x_squares != kNone && is_first && 8 * e + consumer.warp() < rows;
+          };
+          if (block == 0 && (tiling.chunks() > 1 || first_unit == 0)) x.fetch(chunk, rows > 0);
+#pragma unroll
+          for (uint32_t e = 0; e < kGroupEights; ++e)
+            if (scales(e)) squares.ask(x_row(stage, input, first_row + 8 * e + consumer.warp()), e);
+          if (looks_up) await_pass(block);
+          if (!waited) consumer.end_waiting();
+          waited = true;
+          if (is_first) consumer.note(stage, Event::kInputs);
+          RowsSums sums;
+          sums.clear();
+          uint32_t unit = 0;
+          const auto end_unit = [&] {
+            sums.flush(partials_at(half(), unit, consumer.warp()), stays && chunk > 0);
+            ++unit;
+          };
+          const auto add = [&](const PageTiles& tiles) {
+            sums.add(tiles, x, 0);
+            end_unit();
+          };
+          const auto add_pair = [&](const PageTiles& first, const PageTiles& second) {
+            sums.add(first, x, 0);
+            sums.add(second, x, kChunkPages - 1);
+            end_unit();
+          };
+          if (paired) {
+#pragma unroll
+            for (uint32_t i = 0; i != kRowsPreload; i += 2)
+              if (i < num_early) add_pair(early[i], early[i + 1]);
 #pragma unroll 1
-          while (unit < units) {
-            PageTiles tiles;
-            page_arrived(consumer.page.slot).wait(consumer.page.phase);
-            consumer.note(stage, Event::kLoadArrived);
-            tiles.load(consumer.page.address(), consumer.warp(), last_tiles);
-            consumer.finish_pages(1);
-            add(tiles);
-          }
-        }
+            while (unit < units) {
+              PageTiles first, second;
+              PageCursor next = consumer.page;
+              next.advance();
+              page_arrived(consumer.page.slot).wait(consumer.page.phase);
+              page_arrived(next.slot).wait(next.phase);
+              consumer.note(stage, Event::kLoadArrived);
+              first.load(consumer.page.address(), consumer.warp(), kTilesPerPage);
+              second.load(next.address(), consumer.warp(), last_tiles);
+              consumer.finish_pages(2);
+              add_pair(first, second);
+            }
+          } else {
 #pragma unroll
-        for (uint32_t e = 0; e < kGroupEights; ++e)
-          if (scales(e)) {
-            const float found = squares.scale(e);
-            if (lane_index() == 0)
-              ptx::store_shared(scale_at(consumer.sums.half(), 8 * e + consumer.warp()),
-                                __float_as_uint(found));
+            for (uint32_t i = 0; i != kRowsPreload; ++i)
+              if (i < num_early) add(early[i]);
+#pragma unroll 1
+            while (unit < units) {
+              PageTiles tiles;
+              page_arrived(consumer.page.slot).wait(consumer.page.phase);
+              consumer.note(stage, Event::kLoadArrived);
+              tiles.load(consumer.page.address(), consumer.warp(), last_tiles);
+              consumer.finish_pages(1);
+              add(tiles);
+            }
           }
+#pragma unroll
+          for (uint32_t e = 0; e < kGroupEights; ++e)
+            if (scales(e)) {
+              const float found = squares.scale(e);
+              if (lane_index() == 0)
+                ptx::store_shared(scale_at(consumer.sums.half(), 8 * e + consumer.warp()),
+                                  __float_as_uint(found));
+            }
+          if (stays && !is_last) break;
+          consumer.sync();
+          if (is_last && first_unit + block + units == tiling.units)
+            consumer.note(stage, Event::kComputed);
+          if (input.x_squares != kNone && (is_first || (stays && first_unit == 0)))
+            scale = __uint_as_float(
+                ptx::load_shared(scale_at(consumer.sums.half(), mine(0).share.row)));
+          hold_stores(consumer.warp());
+#pragma unroll 1
+          for (uint32_t pass = 0; pass < units; pass += kPassUnits) {
+            if (kMostPasses > 1 && pass > 0) {
+              look_up(pass);
+              await_pass(pass);
+            }
+            MyPair my = mine(block + pass);
+            PairSums total = add_partials(half(), my.share, pass, my.at.active);
+            if (!stays && tiling.chunks() > 1) total = sums_before.add(block / kPassUnits, total);
+            if (is_last) {
+              total.first *= scale, total.second *= scale;
+              my.at.active &= my.share.part == 0;
+              with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
+                auto so_far = kept.template get<typename Epilogue<I>::Kept>();
+                epilogue.finish(my.at, total, looked_up.template get<typename Epilogue<I>::Early>(),
+                                so_far);
+                kept.set(so_far);
+              });
+            }
+            if constexpr (kMostPasses == 1) break;
+          }
+          if (takes_both()) consumer.sync();
+          consumer.sums.advance();
+          if constexpr (!kSpans) break;
+        }
       }
-      consumer.sync();
-      if (first_unit + tiling.block_units() >= tiling.units) consumer.note(stage, Event::kComputed);
-      if (input.x_squares != kNone && first_unit == 0)
-        scale =
-            __uint_as_float(ptx::load_shared(scale_at(consumer.sums.half(), mine(0).share.row)));
-      hold_stores(consumer.warp());
-#pragma unroll 1
-      for (uint32_t unit = 0; unit < units; unit += kPassUnits) {
-        if (kMostPasses > 1 && unit > 0) {
-          look_up(unit);
-          await_pass(unit);
-        }
-        MyPair my = mine(unit);
-        PairSums sums = add_partials(half(), my.share, unit, my.at.active);
-        sums.first *= scale, sums.second *= scale;
-        my.at.active &= my.share.part == 0;
-        with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
-          auto so_far = kept.template get<typename Epilogue<I>::Kept>();
-          epilogue.finish(my.at, sums, looked_up.template get<typename Epilogue<I>::Early>(),
-                          so_far);
-          kept.set(so_far);
-        });
-        if constexpr (kMostPasses == 1) break;
-      }
-      if (takes_both()) consumer.sync();
-      consumer.sums.advance();
     }
     with_epilogue([&]<class I>(const Epilogue<I>& epilogue) {
       if constexpr (kWordsOf<typename Epilogue<I>::Kept> > 0)

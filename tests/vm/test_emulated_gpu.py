@@ -32,6 +32,8 @@ from megavm.instructions.copy import Copy
 from megavm.instructions.gate_up import GateUp
 from megavm.instructions.matmul import Matmul
 from megavm.instructions.sample import Integer, Real
+from megavm.scheduler.compiler.compile import compile_graph
+from megavm.scheduler.compiler.graph import Graph
 from megavm.scheduler.compiler.options import CompileOptions, Halves, default_options
 from megavm.scheduler.engine.step import Step
 from megavm.scheduler.llama.config import LlamaConfig
@@ -81,6 +83,9 @@ WANTED = {
         "peaks, long rows in turn, bf16",
         "sixteen rows, long and tagged",
         "sixteen rows, long and scaled",
+        "eight rows, long",
+        "eight rows, long and scaled",
+        "eight rows, long and tagged",
     ),
     *("sums of 64", "sums of 64, units", "sums of 64, long rows", "sums of 64, in turn"),
     *("no logits", "no logits, one tagged row", "no logits, tagged dead row"),
@@ -372,6 +377,31 @@ def test_in_a_fixed_order_workers_and_ranks_do_not_change_a_bit() -> None:
         assert np.array_equal(two[i], three[i]), i
         assert np.array_equal(two[i], ranks[i]), i
         assert np.array_equal(two[i], halves[i]), i
+
+
+@pytest.mark.parametrize("rows", [1, 5, 12])
+def test_in_a_fixed_order_the_columns_of_a_worker_do_not_change_a_bit(rows: int) -> None:
+    """Of long rows, whose chunks are added up: a worker has 200 columns, 100 or 48."""
+    graph = Graph(rows)
+    x = graph.tensor("x", (rows, 2304), BF16, TensorKind.INPUT)
+    graph.output(graph.linear("y", x, graph.weight("w", (200, 2304), BF16), dtype=F32), "y")
+    found = []
+    for workers in (1, 2, 5):
+        machine = EmulatedMachine(workers, seed=1)
+        options = default_options("cuda", workers, rows, fixed_order=True)
+        program = compile_graph(graph, options)
+        memory = machine.memory()
+        memory.allocate(program.tensors)
+        torch.manual_seed(rows)
+        for name in ("x", "w"):
+            memory.write(name, torch.randn(memory.spec(name).shape))
+        machine.load(program, memory).run()
+        found.append(memory["y"].clone())
+    torch.testing.assert_close(
+        found[0], memory["x"].float() @ memory["w"].float().T, rtol=1e-4, atol=1e-2
+    )
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
