@@ -79,7 +79,7 @@ class Target:
     columns (0: never) or more, a multiple of ``part_unit`` (0: of ``part_of_k``). They are split only while no worker
     of the part that adds up the others has more than ``block_rows`` columns of the result (in groups of 16 rows half
     as many), because it waits for the other parts each time it has finished that many. Fewer than ``few_parts`` parts
-    do not pay.
+    do not pay in groups of 8 rows.
 
     Matrix products: in steps of more than ``group_rows`` rows, products of bfloat16 take ``min_matrix_rows`` to
     ``matrix_rows`` rows at a time (0: the machine has no such products), and ``matrix_blocks`` blocks of

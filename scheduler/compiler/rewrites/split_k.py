@@ -96,7 +96,8 @@ def _parts(
         return None
     else:
         most = _block_columns(out.rows, weight, options) * options.workers // out.own_columns
-        fewest = target.few_parts
+        if group_rows(out.rows, weight.dtype) == MIN_GROUP_ROWS:
+            fewest = target.few_parts
     unit = min(width, target.part_unit or width)
     for count in range(min(-(-weight.columns // width), most, target.most_parts), fewest - 1, -1):
         step = -(-weight.columns // (count * unit)) * unit
