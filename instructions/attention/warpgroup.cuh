@@ -31,7 +31,7 @@ struct AttentionWarpgroup {
   static constexpr uint32_t kValueBlock = kPanels * kValuePanel;
   static constexpr uint32_t kBlocks = kTokens / kBlock;
   static constexpr uint32_t kPageBlocks = kPageBytes / kValueBlock;
-  static constexpr uint32_t kMmaColumns = 16;  // of A that one wgmma multiplies
+  static constexpr uint32_t kMmaColumns = 16;  // columns of A that one wgmma multiplies
   static constexpr uint32_t kPanelMmas = kBoxColumns / kMmaColumns;
   static constexpr uint32_t kScoreTiles = kTokens / 8;
   static constexpr uint32_t kValueTiles = kD / 8;
@@ -48,7 +48,7 @@ struct AttentionWarpgroup {
 
   const Operands<Attention>& in;
   const AttentionRun& run;
-  float scale;  // of the scores, times log2 e; positive
+  float scale;  // multiplies scores, includes log2 e, is positive
   uint32_t warp;
 
   __device__ __forceinline__ AttentionWarpgroup(const Operands<Attention>& in,

@@ -177,7 +177,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
       const auto takes_both = [&] { return stays && block_units > kPassUnits; };
       const auto half = [&] { return takes_both() ? 0 : consumer.sums.half(); };
       if (takes_both() && (kSpans || first_unit == 0)) consumer.sync();
-      SpanSums sums_before;  // of the chunks before, if they do not stay
+      SpanSums sums_before;  // sums of earlier chunks, unless they stay in the scratch
       sums_before.clear();
       // NOTE: computed anew where it is needed, so that it occupies no registers in between.
       const auto mine = [&](uint32_t unit) {  // in the pass that begins with this unit of the span
@@ -318,7 +318,7 @@ __device__ __forceinline__ void product_rows(const Stage& stage, const Product& 
 #pragma unroll 1
           for (uint32_t pass = 0; pass < units; pass += kPassUnits) {
             if (kMostPasses > 1 && pass > 0) {
-              look_up(pass);
+              look_up(pass);  // a block of two passes is the whole span
               await_pass(pass);
             }
             MyPair my = mine(block + pass);

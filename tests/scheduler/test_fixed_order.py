@@ -1,6 +1,6 @@
 """With ``fixed_order`` logits have the same bits for any number of workers and ranks.
 
-tests/vm/test_emulated_gpu.py and test_cuda_ranks.py say the same of a GPU.
+tests/vm/test_emulated_programs.py and test_cuda_ranks.py say the same of a GPU.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ from megavm.vm.cuda.machine import CudaMachine
 from megavm.vm.target import TARGETS
 
 ENTRY = "cuda/emulated/launch.cpp"
-RUNTIME = "cuda/emulated/gpu.hpp"  # what ENTRY includes first, the same for all programs
+RUNTIME = "cuda/emulated/gpu.hpp"  # ENTRY includes it first; it depends on no program
 MAP_NORESERVE = 0x4000  # Linux; mmap has it since Python 3.13
 FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-pthread", "-w", "-fno-strict-aliasing")
 
