@@ -31,6 +31,14 @@ def served(*paths: Path) -> Iterator[int]:
             thread.join()
 
 
+# A frame of the browser's own clock, which no test sets: sizes that changed are told in it, to the
+# page's observer first, as that was made before this one.
+FRAME = """new Promise(done => {
+  const observer = new ResizeObserver(() => { observer.disconnect(); done(); });
+  observer.observe(document.body);
+})"""
+
+
 class Viewer:
     """A tab that shows the page. What goes wrong in it (`problems`) fails the test."""
 
@@ -70,6 +78,8 @@ class Viewer:
     def settle(self) -> None:
         """Until glides, delays of the panel and of the address are over, frames included."""
         self.page.clock.run_for(500)
+        self.page.evaluate(FRAME)
+        self.page.clock.run_for(50)
 
     def open(self, *traces: Path) -> Viewer:
         """Open traces as a user does, the second one beside the first."""
