@@ -122,7 +122,7 @@ def make(
     runner = ForcedRunner(config, memory, limits, BF16, virtual, options)
     order = np.random.default_rng(0).permutation(sum(held)).astype(np.int32)
     for slot, blocks in enumerate(np.split(order, np.cumsum(held)[:-1])):
-        runner.block_table[slot, : len(blocks)] = blocks
+        runner.write_blocks(slot, 0, blocks)
     return Contenders(config, exact, native, runner, device)
 
 

@@ -109,11 +109,11 @@ def prepare(runner: Runner, batch: int, context: int) -> Step:
     integer = np.zeros(INTEGER_COLUMNS, np.int32)
     integer[Integer.ENABLED] = 1
     per_sequence = limits.blocks_per_sequence
-    blocks = rng.permutation(limits.num_blocks)[: batch * per_sequence]
+    blocks = rng.permutation(limits.num_blocks)[: batch * per_sequence].astype(np.int32)
     for slot in range(batch):
         tokens = rng.integers(0, runner.vocab_size, limits.max_model_len).astype(np.int32)
         runner.write_tokens(slot, tokens)
-        runner.block_table[slot] = blocks[slot * per_sequence : (slot + 1) * per_sequence]
+        runner.write_blocks(slot, 0, blocks[slot * per_sequence : (slot + 1) * per_sequence])
         runner.sampling_real[slot] = real
         runner.sampling_integer[slot] = integer
     rows = np.arange(batch, dtype=np.int32)

@@ -70,6 +70,10 @@ class EchoRunner:
         """As ``Runner.write_tokens``."""
         self.tokens[slot, : len(tokens)] = tokens
 
+    def write_blocks(self, slot: int, column: int, blocks: npt.NDArray[np.int32]) -> None:
+        """As ``Runner.write_blocks``."""
+        self.block_table[slot, column : column + len(blocks)] = blocks
+
     def publish(self, name: str, slot: int) -> None:
         """As ``Runner.publish``; this runner reads no masks."""
 

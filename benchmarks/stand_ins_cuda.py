@@ -64,7 +64,9 @@ def measure(model: str, machine: str, most_rows: int, rounds: int) -> list[dict[
         runner.close()  # compile nothing in the background
         blocks = runner.block_table.shape[1]
         for slot in range(runner.max_num_seqs):
-            runner.block_table[slot] = np.arange(slot * blocks, (slot + 1) * blocks)
+            runner.write_blocks(
+                slot, 0, np.arange(slot * blocks, (slot + 1) * blocks, dtype=np.int32)
+            )
         part = milliseconds(runner, STAND_IN_ROWS, runner.programs.stand_in(STAND_IN_ROWS), rounds)
         rows = 2 * STAND_IN_ROWS
         while rows <= most_rows:

@@ -106,7 +106,8 @@ def feed(
 ) -> list[npt.NDArray[np.float32]]:
     """Logits of every position of every prompt, run in random chunks, mixed or in turn."""
     blocks = rng.permutation(runner.num_blocks).astype(np.int32)
-    runner.block_table[:] = blocks.reshape(runner.max_num_seqs, -1)
+    for slot, own in enumerate(blocks.reshape(runner.max_num_seqs, -1)):
+        runner.write_blocks(slot, 0, own)
     for slot, prompt in enumerate(prompts):
         runner.write_tokens(slot, np.array(prompt, np.int32))
     done = [0] * len(prompts)
@@ -232,7 +233,7 @@ def test_logits_of_a_prompt_do_not_depend_on_the_rows_of_its_program(
     )
     prompt = np.random.default_rng(length).integers(0, 151, length).astype(np.int32)
     runner.write_tokens(0, prompt)
-    runner.block_table[:] = np.arange(runner.num_blocks)
+    runner.write_blocks(0, 0, np.arange(runner.num_blocks, dtype=np.int32))
     places = np.arange(length, dtype=np.int32)
     wanted = places[-64:]
     step = Step(np.zeros_like(places), places, wanted, length)

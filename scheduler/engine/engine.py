@@ -488,7 +488,7 @@ class Engine:
         slot, held = self.planner.borrow(length)
         try:
             runner.write_tokens(slot, tokens)
-            runner.block_table[slot, : len(held)] = held
+            runner.write_blocks(slot, 0, np.array(held, dtype=np.int32))
             runner.sampling_integer[slot] = 0
             size = min(runner.max_logit_rows, runner.max_num_batched_tokens)
             for begin in range(0, length, size):

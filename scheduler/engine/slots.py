@@ -34,14 +34,14 @@ class Slots:
         for admission in plan.admissions:
             slot = admission.slot
             runner.write_tokens(slot, admission.tokens)
-            runner.block_table[slot, : len(admission.blocks)] = admission.blocks
+            runner.write_blocks(slot, 0, admission.blocks)
             runner.sampling_real[slot] = admission.real
             runner.sampling_integer[slot] = admission.integer
             self.ended[slot] = False
             if admission.restriction is not None:
                 self._write_restriction(slot, admission.restriction)
         for slot, column, block in plan.new_blocks:
-            runner.block_table[slot, column] = block
+            runner.write_blocks(slot, column, np.array([block], dtype=np.int32))
         for slot in plan.enabled:
             runner.sampling_integer[slot, Integer.ENABLED] = 1
 

@@ -142,7 +142,7 @@ class StepRunner(Protocol):
     def vocab_size(self) -> int: ...
 
     tokens: Ints  # [max_num_seqs, max_model_len + 1]; read only, write with write_tokens
-    block_table: Ints  # [max_num_seqs, KV blocks per sequence]
+    block_table: Ints  # [max_num_seqs, KV blocks per sequence]; likewise with write_blocks
     sampling_real: Floats  # [max_num_seqs, REAL_COLUMNS]
     sampling_integer: Ints  # [max_num_seqs, INTEGER_COLUMNS]
 
@@ -171,6 +171,10 @@ class StepRunner(Protocol):
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot."""
+        ...
+
+    def write_blocks(self, slot: int, column: int, blocks: Ints) -> None:
+        """Set KV blocks of a slot, from a column of its row of the block table on."""
         ...
 
     def publish(self, name: str, slot: int) -> None:

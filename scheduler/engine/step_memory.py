@@ -1,8 +1,8 @@
 """The arrays through which the host describes a step and reads its tokens, for any device.
 
 On the CPU they are views of the memory. For a GPU they are copies in pinned memory: one copy moves
-the host's writes to the GPU before a launch, and a kernel brings the chosen tokens back after it.
-Rows of the large tensors move only when they have changed.
+the small ones to the GPU before a launch, and a kernel brings the chosen tokens back after it. Of
+the large ones only what has changed moves: rows of masks and biases, words of tokens and KV blocks.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ ALIGNMENT = 64  # words: every tensor of the slab begins at a multiple of 256 by
 MOST_LAUNCHES = 2  # in progress: one runs, and one waits behind it
 # Inputs that move to the GPU row by row, when they have changed.
 BY_ROW = ("allowed", "bias", "masks_written")
+# Tensors of which the words move that the host has written (``write_tokens``, ``write_blocks``).
+BY_WORD = ("tokens", "block_table")
 
 
 class AsynchronousExecutable(Executable, Protocol):
@@ -83,6 +85,10 @@ class StepMemory:
         for table in (self.arrays["tokens"], *self._other_tokens):
             table[slot, : len(tokens)] = tokens
 
+    def write_blocks(self, slot: int, column: int, blocks: Ints) -> None:
+        """Set KV blocks of a slot, from a column of the block table on."""
+        self.arrays["block_table"][slot, column : column + len(blocks)] = blocks
+
     def publish(self, name: str, slot: int) -> None:
         """Let the next launch see a changed row of a tensor of BY_ROW."""
 
@@ -134,15 +140,15 @@ class _Stage:
     view: memoryview  # the slab's memory, to which the host copies without torch
     times: tuple[Any, Any]  # events: begin and end of the launch
     chosen: Words  # the tokens that the launch chooses
-    written: Words  # the tokens that the host has written before it
+    written: Words  # what the host has written to the tensors of BY_WORD before it
 
 
 class DeviceStepMemory(StepMemory):
     """The step tensors of a memory on a GPU.
 
-    All inputs but those of BY_ROW share one slab on the host and one on the GPU. Launches write
-    tokens too, so these have a mirror on the host, with the host's tokens and those that launches
-    chose.
+    All inputs but those of BY_ROW and BY_WORD share one slab on the host and one on the GPU. Those
+    of BY_WORD share one too: one kernel brings what the host has written to it. Launches write
+    tokens as well, so that the host has its own tokens and those that launches chose.
 
     A launch may be started while another one is in progress, but not while two are. Copies to the
     GPU run in the order of launches, from a stage of each of them.
@@ -157,31 +163,24 @@ class DeviceStepMemory(StepMemory):
         self._on_gpu = memory.device.type == "cuda"
         gpus = reversed(dict.fromkeys(self._devices)) if self._on_gpu else ()
         self._streams = [torch.cuda.default_stream(gpu) for gpu in gpus]
-        inputs = {n: s for n, s in steps.items() if s.kind is TensorKind.INPUT and n not in BY_ROW}
-        sizes = [-(-s.bytes // 4 // ALIGNMENT) * ALIGNMENT for s in inputs.values()]
-        self._host_slab = torch.zeros(sum(sizes), dtype=torch.int32)
-        self._host_view = self._host_slab.numpy().data
         self._copies = [Copies(d) if self._on_gpu else HostCopies() for d in self._devices]
-        self._slabs = [torch.zeros_like(self._host_slab, device=d) for d in self._devices]
         self.arrays = {}
-        begin = 0
-        for (name, spec), size in zip(inputs.items(), sizes, strict=True):
-            words = slice(begin, begin + spec.bytes // 4)
-            dtype = TORCH_DTYPE[spec.dtype]
-            for rank, slab in zip(memory.ranks, self._slabs, strict=True):
-                rank.bind(spec, slab[words].view(dtype).view(spec.shape))
-            self.arrays[name] = self._host_slab[words].view(dtype).view(spec.shape).numpy()
-            begin += size
-        tokens = steps["tokens"]
-        memory.allocate([tokens])
-        host_tokens = self._pinned(tokens.shape, torch.int32)
-        self.arrays["tokens"] = host_tokens.numpy()
-        # Flat, because that is the fastest way to parts of rows.
-        self._host_tokens: Ints = host_tokens.view(-1).numpy()
-        self._tokens = [rank.storage(tokens.name).view(-1) for rank in memory.ranks]
-        self._width = tokens.columns
+        by_word = {name: steps[name] for name in BY_WORD}
+        inputs = {
+            name: spec
+            for name, spec in steps.items()
+            if spec.kind is TensorKind.INPUT and name not in (*BY_ROW, *BY_WORD)
+        }
+        # The host's copy of a slab, those on the ranks' GPUs, and the first word of each tensor.
+        host_slab, self._slabs, _ = self._make_slab(memory, inputs)
+        host_tables, self._tables, self._begin = self._make_slab(memory, by_word)
+        self._host_view = host_slab.numpy().data
+        self._host_tables: Ints = host_tables.numpy()
+        self._width = steps["tokens"].columns
+        # Tokens that the GPU of rank 0 chooses; all ranks choose the same.
+        self._tokens = memory.ranks[0].storage(steps["tokens"].name).view(-1)
         self._places = np.arange(self._width)
-        self._written: list[tuple[int, int]] = []  # (slot, count) of tokens to copy to the GPU
+        self._written: dict[int, int] = {}  # words to copy to the GPU: how many, by the first one
         # On the host, and on each rank's GPU.
         self._rows: dict[str, tuple[torch.Tensor, list[torch.Tensor]]] = {}
         for name in BY_ROW:
@@ -195,7 +194,7 @@ class DeviceStepMemory(StepMemory):
         self._other_tokens = []
         self._rows_sent: list[Callable[[], None]] = []  # wait for copies of rows to the GPUs
         count = steps["logit_row"].rows
-        self._stages = [self._make_stage(count) for _ in range(MOST_LAUNCHES)]
+        self._stages = [self._make_stage(len(host_slab), count) for _ in range(MOST_LAUNCHES)]
         self._next = 0  # stage of the next launch
         self._awaited = 0  # launches that have begun before their masks were known
         self._given = 0  # those of them that have theirs
@@ -213,17 +212,49 @@ class DeviceStepMemory(StepMemory):
     def _pinned(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=self._on_gpu)
 
-    def _make_stage(self, count: int) -> _Stage:
-        slab = self._pinned(self._host_slab.shape, torch.int32)
-        times = self._copies[0].event(), self._copies[0].event()
-        return _Stage(slab, slab.numpy().data, times, self._words(count), self._words(count))
+    def _make_slab(
+        self, memory: Memory, steps: Mapping[str, TensorSpec]
+    ) -> tuple[torch.Tensor, list[torch.Tensor], dict[str, int]]:
+        """Tensors in one: on the host and on each rank's GPU, and where each tensor begins there.
 
-    def _words(self, count: int) -> Words:
+        Binds them, and makes their ``arrays``.
+        """
+        begins, size = {}, 0
+        for name, spec in steps.items():
+            begins[name] = size
+            size += -(-spec.bytes // 4 // ALIGNMENT) * ALIGNMENT
+        host = torch.zeros(size, dtype=torch.int32)
+        of_ranks = [torch.zeros_like(host, device=rank.device) for rank in memory.ranks]
+        for name, spec in steps.items():
+            words = slice(begins[name], begins[name] + spec.bytes // 4)
+            dtype = TORCH_DTYPE[spec.dtype]
+            for rank, slab in zip(memory.ranks, of_ranks, strict=True):
+                rank.bind(spec, slab[words].view(dtype).view(spec.shape))
+            self.arrays[name] = host[words].view(dtype).view(spec.shape).numpy()
+        return host, of_ranks, begins
+
+    def _make_stage(self, words: int, count: int) -> _Stage:
+        slab = self._pinned((words,), torch.int32)
+        times = self._copies[0].event(), self._copies[0].event()
+        return _Stage(
+            slab, slab.numpy().data, times, self._make_words(count), self._make_words(count)
+        )
+
+    def _make_words(self, count: int) -> Words:
         return Words(count, pinned=self._on_gpu)
 
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         super().write_tokens(slot, tokens)
-        self._written.append((slot, len(tokens)))
+        self._note("tokens", slot, 0, len(tokens))
+
+    def write_blocks(self, slot: int, column: int, blocks: Ints) -> None:
+        super().write_blocks(slot, column, blocks)
+        self._note("block_table", slot, column, len(blocks))
+
+    def _note(self, name: str, slot: int, column: int, count: int) -> None:
+        """The host has written so many words of a tensor of BY_WORD."""
+        first = self._begin[name] + slot * self.arrays[name].shape[1] + column
+        self._written[first] = max(count, self._written.get(first, 0))
 
     def publish(self, name: str, slot: int) -> None:
         self._changed[name, slot] = None
@@ -326,25 +357,22 @@ class DeviceStepMemory(StepMemory):
         return finish
 
     def _send_written(self, stage: _Stage) -> None:
-        """Start to copy what ``write_tokens`` has written."""
-        written, self._written = self._written, []
+        """Start to copy what the host has written to the tensors of BY_WORD."""
+        written, self._written = self._written, {}
         if not written:
             return
-        counts: dict[int, int] = {}
-        for slot, count in written:
-            counts[slot] = max(count, counts.get(slot, 0))
-        total = sum(counts.values())
+        total = sum(written.values())
         if total > stage.written.size:
-            stage.written = self._words(2 * total)
+            stage.written = self._make_words(2 * total)
         words, at = stage.written, 0
-        for slot, count in counts.items():
-            first, own = slot * self._width, slice(at, at + count)
-            words.value_array[own] = self._host_tokens[first : first + count]
+        for first, count in written.items():
+            own = slice(at, at + count)
+            words.value_array[own] = self._host_tables[first : first + count]
             words.place_array[own] = self._places[:count]
             words.place_array[own] += first
             at += count
-        for copies, tokens in zip(self._copies, self._tokens, strict=True):
-            copies.scatter(words, tokens, total)
+        for copies, of_rank in zip(self._copies, self._tables, strict=True):
+            copies.scatter(words, of_rank, total)
 
     def _send_changed(self) -> None:
         """Start to copy the rows that ``publish`` has named, from where the host writes them."""
@@ -368,14 +396,13 @@ class DeviceStepMemory(StepMemory):
         following = step.row_position[step.logit_row] + 1
         columns = following[:, None] + np.arange(steps)[None]
         # A bad step may name places outside the table: clip them, the machine reports the error.
-        tokens = self._tokens[0]  # all ranks choose the same
         places = (slots[:, None].astype(np.int64) * self._width + columns).reshape(-1)
-        places = np.minimum(np.maximum(places, 0), len(tokens) - 1)
+        places = np.minimum(np.maximum(places, 0), len(self._tokens) - 1)
         count = len(places)
         if count > stage.chosen.size:
-            stage.chosen = self._words(2 * count)
+            stage.chosen = self._make_words(2 * count)
         stage.chosen.place_array[:count] = places
-        self._copies[0].gather(stage.chosen, tokens, count)
+        self._copies[0].gather(stage.chosen, self._tokens, count)
         return slots.repeat(steps), places
 
 

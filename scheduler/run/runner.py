@@ -65,7 +65,7 @@ class Runner:
 
     - ``programs``: the programs that run them.
     - ``tokens``: int32 [max_num_seqs, max_model_len + 1]; write with ``write_tokens``.
-    - ``block_table``: int32 [max_num_seqs, blocks per sequence].
+    - ``block_table``: int32 [max_num_seqs, blocks per sequence]; write with ``write_blocks``.
     - ``sampling_real`` float32, ``sampling_integer`` int32: [max_num_seqs, columns], columns as in
       instructions/sample.
     - ``allowed`` int32 [max_num_seqs, words] and ``bias`` float32 [max_num_seqs, vocabulary]: tell
@@ -104,8 +104,8 @@ class Runner:
             *(config, memory, limits, dtype, machine, options, parallel), queues=self.runs_behind
         )
         self._arrays = self._step.arrays
-        self.tokens: Ints = self._arrays["tokens"]
-        self.block_table: Ints = self._arrays["block_table"]
+        self.tokens: Ints = _read_only(self._arrays["tokens"])
+        self.block_table: Ints = _read_only(self._arrays["block_table"])
         self.sampling_real: Floats = self._arrays["sampling_real"]
         self.sampling_integer: Ints = self._arrays["sampling_integer"]
         self.allowed: Ints = self._arrays["allowed"]
@@ -115,6 +115,10 @@ class Runner:
     def write_tokens(self, slot: int, tokens: Ints) -> None:
         """Set the first tokens of a slot, before the next step."""
         self._step.write_tokens(slot, tokens)
+
+    def write_blocks(self, slot: int, column: int, blocks: Ints) -> None:
+        """Set KV blocks of a slot, from a column of the block table on, before the next step."""
+        self._step.write_blocks(slot, column, blocks)
 
     def publish(self, name: str, slot: int) -> None:
         """See ``StepRunner.publish``."""
@@ -443,6 +447,13 @@ class _Launch:
 def _fail(error: BaseException, gone: Bools | None = None) -> None:
     """Raise the error with which a launch could not start."""
     raise error
+
+
+def _read_only(array: Ints) -> Ints:
+    """The same elements, which cannot be written."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _nothing() -> None:

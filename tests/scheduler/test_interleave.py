@@ -194,7 +194,7 @@ def logits_of(directory: Path, step: Step) -> Any:
     draw = np.random.default_rng(1)
     for slot in range(LIMITS.max_num_seqs):
         runner.write_tokens(slot, draw.integers(0, 50, 64, dtype=np.int32))
-        runner.block_table[slot] = np.arange(4 * slot, 4 * slot + 4)
+        runner.write_blocks(slot, 0, np.arange(4 * slot, 4 * slot + 4, dtype=np.int32))
     for sequence in sorted(set(step.row_sequence.tolist())):
         begin = int(step.row_position[step.row_sequence == sequence][0])
         if begin:

@@ -211,7 +211,8 @@ def logits(
         tokens = int(step.row_position[step.row_sequence == slot].max()) + 1
         runner.write_tokens(slot, np.full(tokens, 3 + slot, dtype=np.int32))
         held = -(-tokens // limits.block_size)
-        runner.block_table[slot, :held] = [next(blocks) for _ in range(held)]
+        own = [next(blocks) for _ in range(held)]
+        runner.write_blocks(slot, 0, np.array(own, dtype=np.int32))
         integer = np.full(INTEGER_COLUMNS, -1, dtype=np.int32)
         integer[[Integer.ENABLED, Integer.NUM_STOP]] = 1, 0
         runner.sampling_integer[slot] = integer

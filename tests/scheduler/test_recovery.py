@@ -263,8 +263,8 @@ def test_workers_that_stop_between_matrix_products_leave_the_context() -> None:
             rows,
         )
         for i in range(4 * blocks):
-            runner.block_table[0, :blocks] = np.arange(blocks)
+            runner.write_blocks(0, 0, np.arange(blocks, dtype=np.int32))
             runner.run(step)
-            runner.block_table[0, i % blocks] = 10**6
+            runner.write_blocks(0, i % blocks, np.array([10**6], dtype=np.int32))
             with pytest.raises(MachineFault, match="block table entry"):
                 runner.run(step)

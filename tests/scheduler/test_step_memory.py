@@ -89,7 +89,7 @@ def test_what_the_host_writes_is_there_when_the_program_runs(
 
     step.arrays["row_position"][:3] = [4, 5, 6]
     step.arrays["sampling_real"][1] = 0.5
-    step.arrays["block_table"][2, 1] = 7
+    step.write_blocks(2, 1, ints(7))
     step.write_tokens(2, ints(11, 12, 13))
     step.run(executable(work)[1], Step(ints(2), ints(2), ints(0), 3), 1)
     assert seen["step.row_position"].tolist() == [4, 5, 6, 0, 0, 0, 0, 0]
@@ -120,6 +120,28 @@ def test_tokens_of_several_slots_are_there_too(made: tuple[Memory, StepMemory]) 
             expected[slot, : len(tokens)] = tokens
         step.run(executable(work)[1], Step(ints(2), ints(0), ints(), 3), 1)
         assert seen[-1] == expected.tolist()
+
+
+def test_only_the_words_that_the_host_has_written_move(made: tuple[Memory, StepMemory]) -> None:
+    """A launch changes others, which stay as they are."""
+    memory, step = made
+    seen: list[list[int]] = []
+
+    def work(steps: int) -> None:
+        table = memory.storage("step.block_table")
+        seen.append(table[1].tolist())
+        table[1, 4] += 1
+
+    rows, (_, program) = Step(ints(1), ints(0), ints(), 1), executable(work)
+    step.write_blocks(1, 0, ints(3, 4, 5))
+    step.run(program, rows, 1)
+    step.write_blocks(1, 1, ints(6))
+    step.write_blocks(1, 0, ints(7))  # fewer from the same column on
+    step.write_blocks(1, 3, ints(8))
+    step.run(program, rows, 1)
+    step.run(program, rows, 1)
+    assert seen == [[3, 4, 5, 0, 0], [7, 6, 5, 8, 1], [7, 6, 5, 8, 2]]
+    assert step.arrays["block_table"][1, :4].tolist() == [7, 6, 5, 8]
 
 
 def test_changed_rows_of_masks_and_biases_are_there_when_they_are_published(
@@ -280,15 +302,18 @@ def test_what_the_host_writes_for_the_launch_behind_does_not_reach_the_one_befor
     copies.run()
     for slot, value in ((0, 11), (1, 12)):
         made.write_tokens(slot, ints(value, value))
+        made.write_blocks(slot, 1, ints(value))
         made.arrays["allowed"][slot] = value
         made.publish("allowed", slot)
     second = made.start(program, step, 1)
     first(None)
     made.write_tokens(0, ints(21, 21))
     made.write_tokens(1, ints(22, 22))
+    made.write_blocks(1, 1, ints(22))
     made.arrays["allowed"][:] = 23
     copies.run()
     assert memory["step.tokens"][:2, :2].tolist() == [[11, 11], [12, 12]]
+    assert memory["step.block_table"][:2, 1].tolist() == [11, 12]
     assert memory["step.allowed"][:2, 0].tolist() == [11, 12]
     second(None)
 

@@ -98,7 +98,7 @@ def runner_on(
     tokens = np.random.default_rng(4).integers(0, config.vocab_size, shape).astype(np.int32)
     for slot in range(slots):
         runner.write_tokens(slot, tokens[slot])
-        runner.block_table[slot] = blocks.reshape(slots, -1)[slot]
+        runner.write_blocks(slot, 0, blocks.reshape(slots, -1)[slot].astype(np.int32))
         runner.sampling_real[slot, [Real.TOP_P, Real.REPETITION_PENALTY]] = 1.0
     return runner
 
@@ -369,14 +369,14 @@ def test_workers_that_are_told_to_stop_at_any_time_do_nothing_that_a_gpu_forbids
 def test_a_fault_stops_no_warp_between_the_wgmmas_of_its_warpgroup() -> None:
     """One wgmma without all four warps, and the context of a GPU is lost: the emulation says so."""
     runner = runner_on(EmulatedMachine(seed=2), "cuda", 5)
-    right = runner.block_table.copy()
+    right = runner.block_table[:, :1].copy()
     step = step_of(STEPS[0])
     runner.run(step, 1)
     logits = np.array(runner.logits[:2])
     for sequence in (0, 1):
-        runner.block_table[sequence, 0] = 1000
+        runner.write_blocks(sequence, 0, np.array([1000], dtype=np.int32))
         with pytest.raises(MachineFault, match="block table entry"):
             runner.run(step, 1)
-        runner.block_table[:] = right
+        runner.write_blocks(sequence, 0, right[sequence])
         runner.run(step, 1)
         assert np.array_equal(logits, runner.logits[:2])

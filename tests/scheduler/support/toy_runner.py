@@ -138,16 +138,23 @@ class ToyRunner:
         self.kv = np.full((self.num_blocks, self.block_size, 3), -1, dtype=np.int64)
         self.epoch = 0
         self.runs = 0
-        self.device_tokens = self.tokens.copy()
+        self.on_device = {name: getattr(self, name).copy() for name in ToyLaunch.WRITTEN}
         self.launches: list[ToyLaunch] = []  # in progress
         self.most_launches = 0
         # Of the next step: what its copies bring to the device.
-        self._written: list[tuple[int, np.ndarray]] = []
+        self._written: list[tuple[str, int, int, np.ndarray]] = []
         self._published: list[tuple[str, int, np.ndarray]] = []
 
     def write_tokens(self, slot: int, tokens: np.ndarray) -> None:
-        self.tokens[slot, : len(tokens)] = tokens
-        self._written.append((slot, tokens.copy()))
+        self._write_words("tokens", slot, 0, tokens)
+
+    def write_blocks(self, slot: int, column: int, blocks: np.ndarray) -> None:
+        self._write_words("block_table", slot, column, blocks)
+
+    def _write_words(self, name: str, slot: int, column: int, words: np.ndarray) -> None:
+        assert words.dtype == np.int32
+        getattr(self, name)[slot, column : column + len(words)] = words
+        self._written.append((name, slot, column, words.copy()))
 
     def publish(self, name: str, slot: int) -> None:
         row = getattr(self, name)[slot].copy()
@@ -302,7 +309,8 @@ class ToyRunner:
 class ToyLaunch:
     """A step that runs when its end is waited for, or the end of one behind it."""
 
-    INPUTS = ("block_table", "sampling_real", "sampling_integer")
+    INPUTS = ("sampling_real", "sampling_integer")
+    WRITTEN = ("tokens", "block_table")
 
     def __init__(
         self,
@@ -310,7 +318,7 @@ class ToyLaunch:
         step: Step,
         steps: int,
         inputs: dict[str, np.ndarray],
-        written: list[tuple[int, np.ndarray]],
+        written: list[tuple[str, int, int, np.ndarray]],
         published: list[tuple[str, int, np.ndarray]],
     ) -> None:
         self.runner = runner
@@ -327,13 +335,12 @@ class ToyLaunch:
         """On the device: with the inputs of the time of the start."""
         runner = self.runner
         runner.unmasked += self.awaits_masks  # step memory releases it
-        for slot, tokens in self.written:
-            runner.device_tokens[slot, : len(tokens)] = tokens
+        for name, slot, column, words in self.written:
+            runner.on_device[name][slot, column : column + len(words)] = words
         for name, slot, row in self.published:
             runner._seen[name][slot] = row
-        on_host = {name: getattr(runner, name) for name in ("tokens", *self.INPUTS)}
-        runner.tokens = runner.device_tokens
-        for name, values in self.inputs.items():
+        on_host = {name: getattr(runner, name) for name in (*self.WRITTEN, *self.INPUTS)}
+        for name, values in (runner.on_device | self.inputs).items():
             setattr(runner, name, values)
         try:
             runner.run(self.step, self.steps)
@@ -359,7 +366,7 @@ class ToyLaunch:
             slot, position = int(step.row_sequence[row]), int(step.row_position[row])
             if gone is None or not gone[slot]:
                 columns = slice(position + 1, position + 1 + self.steps)
-                runner.tokens[slot, columns] = runner.device_tokens[slot, columns]
+                runner.tokens[slot, columns] = runner.on_device["tokens"][slot, columns]
 
     def cancel(self) -> None:
         self.end()
