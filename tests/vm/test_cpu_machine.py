@@ -387,10 +387,14 @@ def test_a_long_run_can_be_interrupted_while_it_makes_progress() -> None:
         executable.run(4_000_000_000)
 
 
-def test_a_forked_child_can_run() -> None:
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_forked_child_can_run(asleep: bool) -> None:
+    """Whether the parent's threads, which it has not, still wait for work or sleep."""
     machine = CpuMachine()
     executable, memory = load(ring(2, 1, False), machine, RING_VALUES)
     executable.run()
+    if asleep:
+        time.sleep(0.05)
     child = os.fork()
     if child == 0:
         signal.alarm(60)  # one that waits for ever ends too

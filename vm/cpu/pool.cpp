@@ -22,39 +22,38 @@ uint32_t num_processors() {
 }
 
 Pool::~Pool() {
-  if (process_ != static_cast<uint64_t>(getpid())) {
-    // A forked child does not have the threads: there is nothing to wake or join.
-    for (std::thread& thread : threads_) thread.detach();
-    return;
-  }
+  forget_threads_of_parent();
   {
-    const std::lock_guard lock(mutex_);
+    const std::lock_guard lock(own_->mutex);
     quit_ = true;
   }
-  wake_.notify_all();
-  for (std::thread& thread : threads_) thread.join();
+  own_->wake.notify_all();
+  for (std::thread& thread : own_->threads) thread.join();
+}
+
+void Pool::forget_threads_of_parent() {
+  const uint64_t process = static_cast<uint64_t>(getpid());
+  if (process == process_) return;
+  process_ = process;
+  static_cast<void>(own_.release());
+  own_ = std::make_unique<Threads>();
 }
 
 void Pool::start(const std::function<void(uint32_t)>& job, uint32_t workers) {
-  const uint64_t process = static_cast<uint64_t>(getpid());
-  if (process != process_) {
-    for (std::thread& thread : threads_) thread.detach();
-    threads_.clear();
-    sleepers_ = 0;
-    process_ = process;
-  }
+  forget_threads_of_parent();
+  std::vector<std::thread>& threads = own_->threads;
   const uint64_t seen = ticket_.load();
-  while (threads_.size() + 1 < workers) {
-    const uint32_t number = static_cast<uint32_t>(threads_.size()) + 1;
-    threads_.emplace_back([this, number, seen] { serve(number, seen); });
+  while (threads.size() + 1 < workers) {
+    const uint32_t number = static_cast<uint32_t>(threads.size()) + 1;
+    threads.emplace_back([this, &own = *own_, number, seen] { serve(own, number, seen); });
   }
   job_ = &job;
   pending_.store(workers - 1);
   ticket_.store(((seen >> kCountBits) + 1) << kCountBits | workers);
-  if (sleepers_.load() > 0) {
+  if (own_->sleepers.load() > 0) {
     // With the lock, a thread that has just decided to sleep is waiting by now, and is woken.
-    const std::lock_guard lock(mutex_);
-    wake_.notify_all();
+    const std::lock_guard lock(own_->mutex);
+    own_->wake.notify_all();
   }
 }
 
@@ -72,13 +71,13 @@ bool Pool::stays_awake(uint32_t number, uint64_t seen) const {
   return false;
 }
 
-void Pool::serve(uint32_t number, uint64_t seen) {
+void Pool::serve(Threads& own, uint32_t number, uint64_t seen) {
   while (true) {
     if (ticket_.load() == seen && !stays_awake(number, seen)) {
-      std::unique_lock lock(mutex_);
-      ++sleepers_;
-      wake_.wait(lock, [&] { return quit_ || ticket_.load() != seen; });
-      --sleepers_;
+      std::unique_lock lock(own.mutex);
+      ++own.sleepers;
+      own.wake.wait(lock, [&] { return quit_ || ticket_.load() != seen; });
+      --own.sleepers;
       if (quit_) return;
     }
     if (quit_) return;

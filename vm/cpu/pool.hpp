@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -27,19 +28,26 @@ class Pool {
   bool finished() const { return pending_.load(std::memory_order_acquire) == 0; }
 
  private:
-  void serve(uint32_t number, uint64_t seen);
-  bool stays_awake(uint32_t number, uint64_t seen) const;
+  // What threads sleep on. A forked child has none of them, and what they slept on still counts
+  // them there: it must leave all of this alone.
+  struct Threads {
+    std::vector<std::thread> threads;
+    std::atomic<uint32_t> sleepers{0};
+    std::mutex mutex;
+    std::condition_variable wake;
+  };
 
-  std::vector<std::thread> threads_;
+  void serve(Threads& own, uint32_t number, uint64_t seen);
+  bool stays_awake(uint32_t number, uint64_t seen) const;
+  void forget_threads_of_parent();
+
+  std::unique_ptr<Threads> own_ = std::make_unique<Threads>();
   // Run number and worker count in one word, so that a thread that wakes late never mixes two runs.
   std::atomic<uint64_t> ticket_{0};
   std::atomic<uint32_t> pending_{0};
-  std::atomic<uint32_t> sleepers_{0};
   std::atomic<bool> quit_{false};
   const std::function<void(uint32_t)>* job_ = nullptr;
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  uint64_t process_ = 0;  // process that started the threads: they do not survive a fork
+  uint64_t process_ = 0;  // that has the threads
 };
 
 // The number of processors, as the system reports it; at least 1.
