@@ -52,10 +52,14 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.counters = PrefixCounters()
-        self._holders = [0] * num_blocks
-        self._digest: list[bytes | None] = [None] * num_blocks
+        self.reset()
+
+    def reset(self) -> None:
+        """Make all blocks free, whoever holds them."""
+        self._holders = [0] * self.num_blocks
+        self._digest: list[bytes | None] = [None] * self.num_blocks
         self._block_of: dict[bytes, int] = {}
-        self._free = list(range(num_blocks - 1, -1, -1))
+        self._free = list(range(self.num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property

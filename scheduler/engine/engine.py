@@ -26,10 +26,11 @@ completes them.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING, Final
 
@@ -133,6 +134,7 @@ class Engine:
         self.last_fault = ""
         self.lost = False
         self._outstanding: deque[Plan] = deque()  # plans that are not collected yet
+        self._recovering = False  # an interrupt came while ``_recover`` ran
         self.executor = PlanExecutor(runner, self.planner, self.counters)
 
     # Requests.
@@ -207,9 +209,16 @@ class Engine:
                 digests = sequence.digests
             sequences.append(sequence)
         request.sequences = tuple(sequences)
-        self._requests[request.id] = request
-        for sequence in sequences:
-            self.planner.add(sequence)
+        try:
+            self._requests[request.id] = request
+            for sequence in sequences:
+                self.planner.add(sequence)
+        except BaseException:  # an interrupt: nobody will wait for it
+            self._requests.pop(request.id, None)
+            for sequence in self.planner.waiting.copy():
+                if sequence.request is request:
+                    self.planner.waiting.remove(sequence)
+            raise
         return request
 
     def abort(self, id: Hashable) -> bool:
@@ -220,9 +229,10 @@ class Engine:
         request = self._requests.get(id)
         if request is None:
             return False
-        for sequence in request.sequences:
-            if sequence.state is not State.FINISHED:
-                self._ready.append(self._end(sequence, sequence.finish("abort")))
+        with self._interruptible():
+            for sequence in request.sequences:
+                if sequence.state is not State.FINISHED:
+                    self._ready.append(self._end(sequence, sequence.finish("abort")))
         return True
 
     def _end(self, sequence: Sequence, delta: Delta) -> Delta:
@@ -239,19 +249,17 @@ class Engine:
 
         With overlap the next launch is already running when this returns.
         """
-        if not self._overlap:
-            return self._plain_step()
-        if len(self._outstanding) != (self._steps.pending if self._steps else 0):
-            # An interrupt came between planning and submitting, or waiting and collecting.
-            self._recover(KeyboardInterrupt())
-        if not self._outstanding and (deltas := self._first_step()) is not None:
-            return deltas
-        self._launch()
-        if self._steps is None or not self._steps.pending:
+        with self._interruptible():
+            if not self._overlap:
+                return self._plain_step()
+            if not self._outstanding and (deltas := self._first_step()) is not None:
+                return deltas
+            self._launch()
+            if self._steps is None or not self._steps.pending:
+                return self._take_ready()
+            self._ready = self.collect(self._steps.wait())
+            self._launch()
             return self._take_ready()
-        self._ready = self.collect(self._steps.wait())
-        self._launch()
-        return self._take_ready()
 
     def _first_step(self) -> list[Delta] | None:
         """Begin a launch in this thread, as none is running: to wake a StepThread would delay it.
@@ -259,36 +267,27 @@ class Engine:
         If nothing can be planned behind it, end it as well and return its deltas, as ``step`` does.
         Else submit both, for ``step`` to go on, and return None.
         """
-        try:
-            plan = self.plan()
-            if plan is None:
-                return self._rest()
-            begun = self.executor.begin(plan)
-            following = self.plan()
-            if following is None:
-                if begun:
-                    self.executor.end(plan)
-                self._ready = self.collect(plan)
-            else:
-                self._submit(plan, begun)
-                self._submit(following)
-                return None
-        except BaseException as error:
-            self._recover(error)
-            raise
+        plan = self.plan()
+        if plan is None:
+            return self._rest()
+        begun = self.executor.begin(plan)
+        following = self.plan()
+        if following is not None:
+            self._submit(plan, begun)
+            self._submit(following)
+            return None
+        if begun:
+            self.executor.end(plan)
+        self._ready = self.collect(plan)
         self._launch()
         return self._take_ready()
 
     def _plain_step(self) -> list[Delta]:
-        try:
-            plan = self.plan()
-            if plan is None:
-                return self._rest()
-            self.executor.execute(plan)
-            return self.collect(plan)
-        except BaseException as error:
-            self._recover(error)
-            raise
+        plan = self.plan()
+        if plan is None:
+            return self._rest()
+        self.executor.execute(plan)
+        return self.collect(plan)
 
     def _rest(self) -> list[Delta]:
         """What ``step`` returns if nothing can run now."""
@@ -297,18 +296,45 @@ class Engine:
             time.sleep(_REST_SECONDS)
         return self._take_ready()
 
-    def _recover(self, error: BaseException) -> None:
-        """After an error, such as an interrupt, between two calls of a step: end what runs.
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """After an error inside of it, such as an interrupt, begin anew (``_recover``)."""
+        try:
+            if self._recovering:
+                self._recover(KeyboardInterrupt())
+            yield
+        except BaseException as error:
+            self._recover(error)
+            raise
 
-        Nothing is left to do if ``collect`` raised the error. Else the planner counts tokens of a
-        plan as computed that are not, or that nobody will read.
+    def _recover(self, error: BaseException) -> None:
+        """End what runs, and begin with empty slots and KV blocks.
+
+        Nobody knows what the error has left undone, so nothing is undone: requests end unless their
+        sequences only wait.
         """
+        self._recovering = True
         if self._steps is not None:
             self._steps.clear()
         self._end_launches()
-        if self._outstanding or self.planner.running:
-            self._outstanding.clear()
-            self._end_running(error)
+        self._outstanding.clear()
+        lost, waiting, ending = self.lost or isinstance(error, MachineLost), [], []
+        for request in self._requests.values():
+            rest = [s for s in request.sequences if s.state is not State.FINISHED]
+            if rest and not lost and all(sequence.holds_nothing for sequence in rest):
+                waiting += rest
+            else:
+                ending.append((request, rest))
+        if ending:
+            self._note_fault(error)
+        for request, rest in ending:
+            for sequence in rest:
+                self._ready.append(self._stopped(sequence))
+                sequence.state = State.FINISHED
+            del self._requests[request.id]
+        self.planner.reset(waiting)
+        self.executor.forget()
+        self._recovering = False
 
     def _launch(self) -> None:
         """Keep one launch running and one queued behind it."""
@@ -327,7 +353,7 @@ class Engine:
         for plan in self._outstanding:
             if plan.launch is not None:
                 self.executor.end(plan)
-        self.executor.in_progress = None
+        self.executor.forget()
 
     def _take_ready(self) -> list[Delta]:
         ready, self._ready = self._ready, []
@@ -447,9 +473,7 @@ class Engine:
 
     def _end_running(self, error: BaseException) -> None:
         """End the running requests and distrust all contents of memory."""
-        self.counters.faults += 1
-        self.last_fault = cause = _cause(error)
-        self.lost = isinstance(error, MachineLost)
+        self._note_fault(error)
         planner = self.planner
         # Sequences admitted by a plan behind the failed launch. That plan is never executed, so
         # they go back to the queue.
@@ -460,12 +484,20 @@ class Engine:
         for request in ending:
             for sequence in request.sequences:
                 if sequence.state is not State.FINISHED:
-                    delta = sequence.finish("error", f"the machine stopped: {cause}")
-                    self._ready.append(self._end(sequence, delta))
+                    self._ready.append(self._end(sequence, self._stopped(sequence)))
         for sequence in reversed(list(planner.running)):
             planner.postpone(sequence)
         planner.forget_contents()
         self.executor.fault = None
+
+    def _note_fault(self, error: BaseException) -> None:
+        self.counters.faults += 1
+        self.last_fault = _cause(error)
+        self.lost = self.lost or isinstance(error, MachineLost)
+
+    def _stopped(self, sequence: Sequence) -> Delta:
+        """The last delta of a sequence that the last fault ends."""
+        return sequence.finish("error", f"the machine stopped: {self.last_fault}")
 
     # Logits of every position.
 
@@ -485,8 +517,8 @@ class Engine:
             )
         self.drain()
         result = np.empty((length, runner.vocab_size), dtype=np.float32)
-        slot, held = self.planner.borrow(length)
-        try:
+        with self._interruptible():
+            slot, held = self.planner.borrow(length)
             runner.write_tokens(slot, tokens)
             runner.write_blocks(slot, 0, np.array(held, dtype=np.int32))
             runner.sampling_integer[slot] = 0
@@ -496,10 +528,6 @@ class Engine:
                 rows = np.arange(end - begin, dtype=np.int32)
                 runner.run(Step(np.full_like(rows, slot), rows + begin, rows, end))
                 result[begin:end] = runner.logits[: end - begin]
-        except MachineFault as error:
-            self._clear_fault(error)
-            raise
-        finally:
             self.planner.return_borrowed(slot, held)
         return result
 
@@ -508,8 +536,9 @@ class Engine:
 
         Raises RuntimeError when a plan made by the caller is not collected.
         """
-        while self._steps is not None and self._steps.pending:
-            self._ready = self.collect(self._steps.wait())
+        with self._interruptible():
+            while self._steps is not None and self._steps.pending:
+                self._ready = self.collect(self._steps.wait())
         if self._outstanding:
             raise RuntimeError("a plan is not collected yet")
 

@@ -45,6 +45,10 @@ class PlanExecutor:
         if self.begin(plan):
             self.end(plan)
 
+    def forget(self) -> None:
+        """Forget the plan in progress, which has ended, and what has failed."""
+        self.fault = self.in_progress = None
+
     def can_begin(self, plan: Plan, *, ending: bool = False) -> bool:
         """Whether ``begin`` waits neither for the plan in progress nor for a program.
 
@@ -126,9 +130,9 @@ class PlanExecutor:
 
         Does nothing if ``begin`` of the next plan has ended it.
         """
-        if plan.launch is None:
+        launch = plan.launch
+        if launch is None:
             return
-        launch, plan.launch = plan.launch, None
         if self.in_progress is plan:
             self.in_progress = None
         try:
@@ -143,6 +147,7 @@ class PlanExecutor:
         except BaseException as error:
             self._fail(plan, error)
         finally:
+            plan.launch = None
             self._give_masks()
 
     def _give_masks(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -55,17 +55,26 @@ class Planner:
                 f"max_logit_rows is {max_logit_rows}, less than max_num_seqs, {max_num_seqs}: every"
                 " sequence needs its logits"
             )
+        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_logit_rows = max_logit_rows
         self.blocks = blocks
         self.steps_per_launch = steps_per_launch
         self.pace = pace
         self.holds = holds
+        self.preemptions = 0
+        self.generation = 0
+        self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
+        # An admission leaves this many free blocks for the running sequences.
+        self._watermark = blocks.num_blocks // 100
+        self._clear()
+
+    def _clear(self) -> None:
+        """Forget all sequences and their slots."""
+        max_num_seqs = self.max_num_seqs
         self.waiting: deque[Sequence] = deque()
         self.running: dict[Sequence, None] = {}  # in the order of admission
         self.failed: list[tuple[Sequence, str]] = []
-        self.preemptions = 0
-        self.generation = 0
         self._prefilling: dict[Sequence, None] = {}
         self._decoding: dict[Sequence, None] = {}
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -79,11 +88,8 @@ class Planner:
         # because of their masks, want log-probabilities, and may end before their last position.
         self._sampled = self._dynamic = self._with_logprobs = self._may_stop = 0
         self._slots = np.zeros(0, dtype=np.int32)
-        self._rows = np.arange(max_num_batched_tokens, dtype=np.int32)
         # Digests of blocks that prefilling sequences will publish.
         self._computing: set[bytes] = set()
-        # An admission leaves this many free blocks for the running sequences.
-        self._watermark = blocks.num_blocks // 100
 
     # Joining and leaving.
 
@@ -172,6 +178,16 @@ class Planner:
         self.generation += 1
         for sequence in self.waiting:
             sequence.expected = 0
+
+    def reset(self, waiting: Iterable[Sequence]) -> None:
+        """Begin anew with these waiting sequences; all others and all KV blocks are forgotten.
+
+        No launch may be running. For when nobody knows what an interrupt has left undone.
+        """
+        self._clear()
+        self.blocks.reset()
+        self.waiting.extend(waiting)
+        self.forget_contents()
 
     def return_borrowed(self, slot: int, blocks: list[int]) -> None:
         """Free the slot and KV blocks that ``borrow`` returned."""

@@ -183,6 +183,11 @@ class Sequence:
         return self.with_logprobs or self.scoring
 
     @property
+    def holds_nothing(self) -> bool:
+        """Whether it waits, and has neither a slot nor KV blocks, nor a part of them."""
+        return self.state is State.WAITING and self.slot < 0 and not self.blocks
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known to the host."""
         return len(self.prompt) + len(self.output)

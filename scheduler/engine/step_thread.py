@@ -10,6 +10,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
@@ -37,8 +38,16 @@ class _Order(Enum):
     END = 2
 
 
-# Executor, plan, and what ``begin`` has returned, if it was called already.
-Plans = queue.SimpleQueue[tuple[Executor, Plan, bool | None] | _Order]
+@dataclass(eq=False, slots=True)
+class _Queued:
+    executor: Executor | None  # while the plan is not executed
+    plan: Plan
+    begun: bool | None  # what ``begin`` has returned, if it was called already
+    returned: threading.Event = field(default_factory=threading.Event)  # whether ``wait`` may
+
+
+# An event is set when all plans before it have been executed.
+Plans = queue.SimpleQueue[_Queued | _Order | threading.Event]
 
 
 class StepThread:
@@ -53,14 +62,15 @@ class StepThread:
 
     The thread refers to its owner only while it executes a plan, and ends when this object is
     closed or garbage-collected, at the latest with the process.
+
+    After an interrupt of ``submit`` or ``wait``, call ``clear``.
     """
 
     def __init__(self) -> None:
         self._plans: Plans = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[Plan] = queue.SimpleQueue()
-        self._pending = 0
+        self._submitted: deque[_Queued] = deque()  # not yet returned
         self._thread = threading.Thread(
-            target=_loop, args=(self._plans, self._done), name="megavm-steps", daemon=True
+            target=_loop, args=(self._plans,), name="megavm-steps", daemon=True
         )
         self._thread.start()
         self._end = weakref.finalize(self, _end, self._plans, self._thread)
@@ -68,7 +78,7 @@ class StepThread:
     @property
     def pending(self) -> int:
         """Number of plans submitted and not yet returned by ``wait``."""
-        return self._pending
+        return len(self._submitted)
 
     def submit(self, executor: Executor, plan: Plan, begun: bool | None = None) -> None:
         """Queue a plan.
@@ -76,21 +86,26 @@ class StepThread:
         ``begun``: what ``begin`` has returned, if the caller has begun the plan. It may do so only
         while none is pending.
         """
-        self._plans.put((executor, plan, begun))
-        self._pending += 1
+        queued = _Queued(executor, plan, begun)
+        self._plans.put(queued)
+        self._submitted.append(queued)
 
     def wait(self) -> Plan:
         """Wait for the oldest submitted plan to be executed, and return it."""
-        if self._pending < 2:
+        if len(self._submitted) < 2:
             self._plans.put(_Order.SETTLE)
-        plan = self._done.get()
-        self._pending -= 1
-        return plan
+        first = self._submitted[0]
+        first.returned.wait()
+        self._submitted.popleft()
+        return first.plan
 
     def clear(self) -> None:
         """Execute the queued plans and forget them."""
-        while self._pending:
-            self.wait()
+        if self._thread.is_alive():
+            executed = threading.Event()
+            self._plans.put(executed)
+            executed.wait()
+        self._submitted.clear()
 
     def close(self) -> None:
         """Execute the queued plans and end the thread."""
@@ -104,39 +119,42 @@ def _end(plans: Plans, thread: threading.Thread) -> None:
         thread.join()
 
 
-def _loop(plans: Plans, done: queue.SimpleQueue[Plan]) -> None:
-    held: deque[Plan] = deque()  # executed, but not returned before the next one runs
-    running: list[tuple[weakref.ref[Executor], Plan]] = []  # the plan in progress
+def _loop(plans: Plans) -> None:
+    held: deque[_Queued] = deque()  # executed, but not returned before the next one runs
+    running: list[tuple[weakref.ref[Executor], _Queued]] = []  # the plan in progress
 
     def settle() -> None:
         while running:
-            owner, plan = running.pop()
+            owner, queued = running.pop()
             executor = owner()
             if executor is not None:
-                executor.end(plan)
-            held.append(plan)
+                executor.end(queued.plan)
+            held.append(queued)
 
     def release() -> None:
         while held:
-            done.put(held.popleft())
+            held.popleft().returned.set()
 
     while True:
         if plans.empty():
             release()
         item = plans.get()
-        if not isinstance(item, tuple):
+        if not isinstance(item, _Queued):
             settle()
             release()
-            if item is _Order.END:
+            if isinstance(item, threading.Event):
+                item.set()
+            elif item is _Order.END:
                 break
             continue
-        executor, plan, begun = item
-        if begun is None:
-            begun = executor.begin(plan, settle, release)
+        executor, item.executor = item.executor, None
+        assert executor is not None, "a plan is executed once"
+        if item.begun is None:
+            item.begun = executor.begin(item.plan, settle, release)
         settle()
         release()
-        if begun:
-            running.append((weakref.ref(executor), plan))
+        if item.begun:
+            running.append((weakref.ref(executor), item))
         else:
-            held.append(plan)
-        del item, executor, plan  # keep neither the engine nor the plan alive while waiting
+            held.append(item)
+        del item, executor  # keep neither the engine nor the plan alive while waiting

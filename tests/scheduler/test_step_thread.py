@@ -71,7 +71,8 @@ def test_a_plan_is_returned_when_the_machine_runs_the_next_one(thread: StepThrea
     thread.submit(Executor(run), second)
     queued.set()
     assert preparing.wait(10)
-    assert thread._done.empty()  # the host's work for it would delay the launch
+    # The host's work for it would delay the launch.
+    assert not thread._submitted[0].returned.is_set()
     may_start.set()
     assert thread.wait() is first
     may_end.set()
