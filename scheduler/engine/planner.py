@@ -21,6 +21,7 @@ from megavm.scheduler.engine.blocks import BlockManager
 from megavm.scheduler.engine.pace import StepPace
 from megavm.scheduler.engine.sequence import Sequence, State
 from megavm.scheduler.engine.step import Admission, Ints, Plan, Step
+from megavm.scheduler.llama.graph import check_sequences
 
 
 class Planner:
@@ -45,11 +46,7 @@ class Planner:
         pace: StepPace,
         holds: Callable[[Sequence], bool] = lambda sequence: False,
     ) -> None:
-        if max_num_batched_tokens < max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens is {max_num_batched_tokens}, less than max_num_seqs, "
-                f"{max_num_seqs}: every sequence needs a row of the step"
-            )
+        check_sequences(max_num_seqs, max_num_batched_tokens)
         if max_logit_rows < max_num_seqs:
             raise ValueError(
                 f"max_logit_rows is {max_logit_rows}, less than max_num_seqs, {max_num_seqs}: every"
@@ -298,21 +295,22 @@ class Planner:
             return False
         # The sequence holds the whole cache. If a running launch still chooses tokens for it, wait
         # for them: one of them may end it regularly.
-        error = self._cache_full(sequence)
         planned = int(self._position[sequence.slot]) + 1 - len(sequence.prompt)
         if planned > len(sequence.output):
-            sequence.exhausted, sequence.max_output = error, planned
+            sequence.exhausted = self._cache_full(sequence, planned)
+            sequence.max_output = planned
             self._drain(sequence)
         else:
-            self._fail(sequence, error)
+            self._fail(sequence, self._cache_full(sequence, len(sequence.output)))
         return False
 
-    def _cache_full(self, sequence: Sequence) -> str:
+    def _cache_full(self, sequence: Sequence, tokens: int) -> str:
+        """Why a sequence ends that has so many new tokens."""
         blocks = self.blocks
         return (
             f"the KV cache is full: {blocks.num_blocks} blocks of {blocks.block_size} tokens do not"
             f" hold the {len(sequence.prompt)} tokens of the prompt and more than"
-            f" {len(sequence.output)} new ones"
+            f" {tokens} new ones"
         )
 
     def _fail(self, sequence: Sequence, error: str) -> None:
@@ -409,14 +407,14 @@ class Planner:
         """
         blocks = self.blocks
         while self._free_slots:
-            sequence = next((s for s in self.waiting if not self.holds(s)), None)
+            sequence = next((s for s in self.waiting if not self._is_held(s)), None)
             if sequence is None:
                 return None
             if sequence.num_tokens < sequence.expected or sequence.must_wait:
                 return None
             needed = blocks.blocks_for(sequence.num_tokens)
             if needed > blocks.num_blocks:
-                self._fail(sequence, self._cache_full(sequence))
+                self._fail(sequence, self._cache_full(sequence, len(sequence.output)))
                 continue
             known = self._match(sequence)
             if known is None:
@@ -427,6 +425,11 @@ class Planner:
             self.waiting.remove(sequence)
             return self._seat(sequence, known, needed, plan)
         return None
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence lets others pass, or waits for one that does."""
+        first = sequence.request.sequences[0]
+        return self.holds(sequence) or (sequence.must_wait and self.holds(first))
 
     def _match(self, sequence: Sequence) -> list[int] | None:
         """Cached KV blocks of the sequence's first tokens.

@@ -6,7 +6,7 @@ Each of its sequences follows it with a ``Follower``, which fills the mask of th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -84,10 +84,15 @@ class Restriction:
 class Follower:
     """The restriction of one sequence, at the end of its output.
 
-    The thread that executes plans owns it.
+    The thread that executes plans owns it. The first ``min_tokens`` tokens may be none of
+    ``stop_ids``: the machine masks these too.
     """
 
-    def __init__(self, restriction: Restriction) -> None:
+    def __init__(
+        self, restriction: Restriction, stop_ids: Sequence[int] = (), min_tokens: int = 0
+    ) -> None:
+        self._stop_ids = stop_ids
+        self._min_tokens = min_tokens
         self._restriction = restriction
         self._matcher = None if restriction.grammar is None else restriction.grammar.matcher()
         self._accepted = 0  # tokens of the output that the matcher knows
@@ -124,8 +129,12 @@ class Follower:
             count = len(word) - 1
             if len(output) >= count and tuple(output[-count:].tolist()) == word[:-1]:
                 clear(mask, word[-1])
+        early = len(output) < self._min_tokens
+        for token in self._stop_ids if early else ():
+            clear(mask, token)
         if not mask.any():
-            return "structured_outputs, allowed_token_ids and bad_words leave no token to choose"
+            last = ", bad_words and min_tokens" if early else " and bad_words"
+            return f"structured_outputs, allowed_token_ids{last} leave no token to choose"
         return ""
 
 

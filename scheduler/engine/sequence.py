@@ -174,7 +174,11 @@ class Sequence:
         # Whether the mask of its next choice depends on its output.
         self.dynamic = restriction is not None and restriction.dynamic
         # Follows the output for masks that depend on it; the thread that executes plans owns it.
-        self.follower = Follower(restriction) if restriction and self.dynamic else None
+        self.follower = (
+            Follower(restriction, self.stop_ids, params.min_tokens)
+            if restriction and self.dynamic
+            else None
+        )
         self.exhausted = ""  # error message if reaching max_output is an error
 
     @property

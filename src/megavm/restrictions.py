@@ -10,6 +10,7 @@ import numpy as np
 from megavm.grammars import GrammarCompiler
 from megavm.sampling_params import SamplingParams
 from megavm.scheduler.engine.restriction import Restriction, clear, mask_of
+from megavm.scheduler.engine.sequence import stop_token_ids
 from megavm.scheduler.engine.step import Ints
 from megavm.structured_outputs import StructuredOutputsParams
 from megavm.tokenizer import Tokenizer
@@ -21,6 +22,7 @@ class RestrictionCompiler:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
         self._grammars = GrammarCompiler(tokenizer, vocab_size, eos_token_ids)
 
     def prepare(self) -> None:
@@ -64,6 +66,15 @@ class RestrictionCompiler:
             clear(mask, token)
         if not mask.any():
             raise ValueError("allowed_token_ids holds no token that bad_words allows")
+        if params.min_tokens > 0:
+            first = mask.copy()
+            for token in stop_token_ids(params, self._eos_token_ids):
+                clear(first, token)
+            if not first.any():
+                raise ValueError(
+                    "allowed_token_ids and bad_words allow only stop tokens, which may not be"
+                    f" among the first tokens: min_tokens is {params.min_tokens}"
+                )
         return mask
 
     def _bad_words(self, params: SamplingParams) -> list[tuple[int, ...]]:

@@ -114,6 +114,31 @@ def test_blocks_running_out_preempts_the_youngest_and_changes_no_text(overlap: b
     assert_idle(engine)
 
 
+def test_others_pass_a_sequence_that_waits_for_one_that_is_held() -> None:
+    """The first sequence of a request scores the prompt, and its program is being compiled."""
+
+    class Compiling(toy.ToyRunner):
+        coming = True
+
+        def is_coming(self, *, sampled: bool, wants_logits: bool = False) -> bool:
+            return self.coming and wants_logits
+
+    runner = Compiling()
+    engine = make_engine(runner)
+    engine.add([1, 2, 3], greedy(max_tokens=3, n=2, prompt_logprobs=1))
+    engine.add([4, 5], greedy(max_tokens=3))
+    results: Results = {}
+    for _ in range(10):
+        gather(results, engine.step())
+    assert list(results) == [(1, 0)]
+    runner.coming = False
+    assert set(run_all(engine, results)) == {(0, 0), (0, 1), (1, 0)}
+    for (number, index), result in results.items():
+        prompt = [4, 5] if number else [1, 2, 3]
+        assert result.token_ids == alone(prompt, greedy(max_tokens=3), index)[0]
+    assert_idle(engine)
+
+
 def test_a_sequence_that_outgrows_the_whole_cache_fails_alone(overlap: bool) -> None:
     runner = toy.ToyRunner(num_blocks=6, block_size=4, max_num_seqs=3)
     engine = make_engine(runner, overlap=overlap)
@@ -122,7 +147,10 @@ def test_a_sequence_that_outgrows_the_whole_cache_fails_alone(overlap: bool) -> 
     engine.add([7, 8, 9], greedy(max_tokens=12))
     results = run_all(engine)
     assert results[0, 0].finish_reason == "error"
-    assert "the KV cache is full: 6 blocks of 4 tokens" in (results[0, 0].error or "")
+    assert results[0, 0].error == (
+        "the KV cache is full: 6 blocks of 4 tokens do not hold the 3 tokens of the prompt"
+        " and more than 22 new ones"
+    )
     assert results[0, 0].token_ids == alone([1, 2, 3], greedy(max_tokens=40))[0][:22]
     for i, prompt in ((1, [4, 5, 6]), (2, [7, 8, 9])):
         assert results[i, 0].outcome() == alone(prompt, greedy(max_tokens=12))

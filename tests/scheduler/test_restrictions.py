@@ -378,6 +378,16 @@ def test_a_follower_goes_back_when_tokens_are_lost() -> None:
     assert grammar.matchers[0].tokens == [0, 1, 6]
 
 
+def test_a_follower_knows_that_the_first_tokens_may_not_stop() -> None:
+    only = mask_of(np.array([7], dtype=np.int32), 64)
+    follower = Follower(Restriction(allowed=only, bad_words=((3, 4),)), (7,), min_tokens=2)
+    mask = np.zeros(2, dtype=np.int32)
+    cause = "allowed_token_ids, bad_words and min_tokens leave no token to choose"
+    assert cause in follower.fill(np.array([1], dtype=np.int32), mask)
+    assert follower.fill(np.array([1, 2], dtype=np.int32), mask) == ""
+    assert mask.tolist() == only.tolist()
+
+
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 100])
 def test_bits_of_masks(vocabulary: int) -> None:
     tokens = np.arange(0, vocabulary, 3, dtype=np.int32)
