@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from typing import Final
 
 from megavm.scheduler.llama.config import LlamaConfig
 from megavm.vm.cuda import machine as cuda_machine
 from megavm.vm.target import Target
+from megavm.vm.tensors import TensorSpec
 
 _STEP_BYTES: Final = 256 << 20
 _WHOLE_STEPS: Final = 16
@@ -51,6 +53,17 @@ def gpu_bytes(config: LlamaConfig, itemsize: int, ranks: int) -> int:
             f"GPU has {free / 2**30:.1f} GiB free"
         )
     return (free - weights) * ranks
+
+
+def check_memory(steps: Iterable[TensorSpec], kv_cache_bytes: int, available_bytes: int) -> None:
+    """Raise ValueError when KV cache and step tensors are larger than the memory for them."""
+    step_bytes = sum(spec.bytes for spec in steps)
+    if kv_cache_bytes + step_bytes > available_bytes:
+        raise ValueError(
+            f"the KV cache takes {kv_cache_bytes / 2**30:.1f} GiB and what the host writes for "
+            f"max_num_seqs sequences {step_bytes / 2**30:.1f} GiB, the memory for them has "
+            f"{available_bytes / 2**30:.1f} GiB"
+        )
 
 
 def kv_cache_size(

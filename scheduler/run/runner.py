@@ -323,19 +323,21 @@ class Runner:
                 self._run_parts(step, steps, started, parts)
                 return None
             bucket = self.programs.own(step, steps)
-        if not isinstance(memory, DeviceStepMemory) or self._recorder is not None:
-            self.run(step, steps, started, bucket)
-            return None
-        self._check(step)
-        with self._running, self._step.current():
-            executable = self._loaded(bucket, started)
-            step = self._describe(step, bucket, executable.program)
-            try:
-                finish = memory.start(executable, step, steps)
-            except BaseException as error:
-                finish = partial(_fail, error)  # the step in progress must end before the reset
-        started()
-        return _Launch(executable, finish, memory.release)
+        if isinstance(memory, DeviceStepMemory):
+            self._check(step)
+            with self._running, self._step.current():
+                if self._recorder is None:  # nor can another thread set one now
+                    executable = self._loaded(bucket, started)
+                    step = self._describe(step, bucket, executable.program)
+                    try:
+                        finish = memory.start(executable, step, steps)
+                    except BaseException as error:
+                        # The step in progress must end before the reset.
+                        finish = partial(_fail, error)
+                    started()
+                    return _Launch(executable, finish, memory.release)
+        self.run(step, steps, started, bucket)
+        return None
 
     def _run_parts(
         self, step: Step, steps: int, started: Callable[[], None], parts: list[Part]

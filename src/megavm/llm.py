@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from megavm.batch import Batch, Prompt
 from megavm.chat_template import Message
+from megavm.fair_lock import FairLock
 from megavm.garbage import frozen_heap
 from megavm.outputs import Chunk, GenerationError, Logprob, RequestOutput
 from megavm.profiler.environment import describe_machine
@@ -37,11 +37,13 @@ from megavm.scheduler.llama.checkpoint import Checkpoint
 from megavm.scheduler.llama.graph import (
     Limits,
     default_logit_rows,
+    step_tensors,
 )
 from megavm.scheduler.llama.hub import resolve
 from megavm.scheduler.llama.parallel import Exchange, Parallel
 from megavm.scheduler.run.buckets import choose_dtype
 from megavm.scheduler.run.kv_cache_size import (
+    check_memory,
     cpu_bytes,
     default_bytes,
     gpu_bytes,
@@ -168,12 +170,10 @@ class LLM:
         if max_num_seqs is None:
             max_num_seqs = min(target.max_num_seqs, max_num_batched_tokens)
         itemsize = choose_dtype(config, dtype).size
+        available = gpu_bytes(config, itemsize, tensor_parallel_size) if on_gpu else cpu_bytes()
         self.max_model_len, blocks = kv_cache_size(
             config,
-            available_bytes=default_bytes(
-                target,
-                gpu_bytes(config, itemsize, tensor_parallel_size) if on_gpu else cpu_bytes(),
-            ),
+            available_bytes=default_bytes(target, available),
             block_bytes=config.kv_elements_per_token * block_size * itemsize,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -188,6 +188,11 @@ class LLM:
             max_logit_rows=default_logit_rows(max_num_seqs, max_num_batched_tokens),
             num_blocks=blocks,
             block_size=block_size,
+        )
+        check_memory(
+            step_tensors(limits, config.vocab_size).values(),
+            blocks * config.kv_elements_per_token * block_size * itemsize,
+            available,
         )
         report("reading the tokenizer", 0, 1)
         self.tokenizer = Tokenizer(directory, chat_template)
@@ -220,7 +225,9 @@ class LLM:
         self.restrictions = RestrictionCompiler(
             self.tokenizer, config.vocab_size, self.checkpoint.eos_token_ids
         )
-        self._lock = threading.RLock()
+        self._limits = self.engine.limits
+        self._lock = FairLock()  # whoever waits comes between two steps of another thread
+        self._undelivered: deque[Delta] = deque()
         self._sinks: dict[Hashable, Callable[[Delta], None]] = {}
         self._batches: list[Batch] = []  # one for each running call of generate
         self._closed = False
@@ -304,6 +311,7 @@ class LLM:
         """
         if not isinstance(messages, list | tuple) or not messages:
             raise ValueError("messages must be a list of messages, or a list of such lists")
+        self._check_open()
         many = all(isinstance(m, list | tuple) for m in messages)
         conversations: Any = messages if many else [messages]
         texts, ids = [], []
@@ -357,6 +365,7 @@ class LLM:
             ValueError: as for `chat`.
             GenerationError: as for `stream`.
         """
+        self._check_open()
         text = self.tokenizer.chat_prompt(
             messages,
             add_generation_prompt,
@@ -378,6 +387,7 @@ class LLM:
         if not is_token_ids(token_ids):
             raise ValueError(f"logits takes a list of token ids, not {describe(token_ids)}")
         with self._lock:
+            self._check_open()
             return self.engine.logits(token_ids)
 
     def record(self, recorder: Recorder | None) -> None:
@@ -426,20 +436,20 @@ class LLM:
         checked: list[Prompt] = []
         for i, (text, prompt, one) in enumerate(zip(texts, prompts, params, strict=True)):
             with PromptIndex(i if many else None, "prompt"):
-                tokens = self.engine.limits.validate(prompt, one)
+                tokens = self._limits.validate(prompt, one)
                 if i > 0 and one is checked[-1].params:
                     restriction = checked[-1].restriction
                 else:
                     restriction = self.restrictions.compile(one)
             checked.append(Prompt(text, tokens, one, restriction))
-        ahead = 2 * self.runner.max_num_batched_tokens
-        batch = Batch(self.engine, checked, ahead, self._logprobs)
         with self._lock:
             self._check_open()
+            ahead = 2 * self.runner.max_num_batched_tokens
+            batch = Batch(self.engine, checked, ahead, self._logprobs)
             self._batches.append(batch)
         try:
             while not batch.ended:
-                self._step()
+                self._step(lambda: batch.ended)
         finally:
             with self._lock:
                 self._batches.remove(batch)
@@ -450,7 +460,7 @@ class LLM:
         self, prompt: TokenIds, params: SamplingParams | None
     ) -> Generator[Chunk, None, None]:
         one = self._read_params(params, 1)[0]
-        prompt = self.engine.limits.validate(prompt, one)
+        prompt = self._limits.validate(prompt, one)
         return self._chunks(prompt, one, self.restrictions.compile(one))
 
     def _chunks(
@@ -468,7 +478,7 @@ class LLM:
             missing = params.n
             while missing:
                 while not deltas:
-                    self._step()
+                    self._step(lambda: bool(deltas))
                 delta = deltas.popleft()
                 yield from self._split(delta)
                 if delta.error is not None:
@@ -492,18 +502,36 @@ class LLM:
                 stop_reason=delta.stop_reason if last else None,
             )
 
-    def _step(self) -> None:
-        """Run one step of the engine and pass its deltas to the requests that wait for them."""
+    def _step(self, has_enough: Callable[[], bool]) -> None:
+        """Run one step of the engine and pass its deltas to the requests that wait for them.
+
+        Do nothing if a step of another thread has brought what the caller waits for.
+        """
         with self._lock:
+            if has_enough():
+                return
             if self._closed:
                 raise GenerationError("this LLM was closed while a request was running")
             for batch in self._batches:
                 for collector in batch.queue():
                     self._sinks[collector.request.id] = collector.add
-            for delta in self.engine.step():
+            if not (self._undelivered or self.engine.has_work):
+                raise GenerationError("an interrupt of another thread has lost the results")
+            if not self._undelivered:
+                self._undelivered.extend(self.engine.step())
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Pass on the deltas of a step, also those that an interrupt has left."""
+        while self._undelivered:
+            delta = self._undelivered.popleft()
+            try:
                 sink = self._sinks.get(delta.request.id)
                 if sink is not None:
                     sink(delta)
+            except BaseException:  # maybe it has arrived, maybe not: its request ends
+                self.engine.abort(delta.request.id)
+                raise
 
     def _forget(self, requests: Iterable[Request]) -> None:
         """Drop the sinks of requests, and abort requests that have not ended."""

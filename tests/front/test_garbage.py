@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -40,9 +40,9 @@ def test_the_heap_is_frozen_while_texts_are_generated(
     frozen: list[int] = []
     step = llm._step
 
-    def noted() -> None:
+    def noted(has_enough: Callable[[], bool]) -> None:
         frozen.append(gc.get_freeze_count())
-        step()
+        step(has_enough)
 
     monkeypatch.setattr(llm, "_step", noted)
     generate(llm)
@@ -53,7 +53,7 @@ def test_the_heap_is_frozen_while_texts_are_generated(
 
 
 def test_an_error_thaws_the_heap(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llm, "_step", lambda: 1 / 0)
+    monkeypatch.setattr(llm, "_step", lambda has_enough: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         generate(llm)
     assert not is_frozen()
