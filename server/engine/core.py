@@ -30,6 +30,7 @@ from megavm.server.logs import logger
 
 if TYPE_CHECKING:
     from megavm.llm import LLM
+    from megavm.scheduler.engine.engine import Engine
     from megavm.scheduler.run.runner import Progress
 
 LoadModel = Callable[["Progress"], "LLM"]
@@ -63,6 +64,7 @@ class EngineCore:
         self._emit = emit
         self._stopped = threading.Event()
         self._ready = False  # whether llm and loop are there
+        self._engine: Engine | None = None  # while it may be asked
         # One thread only, so that a long grammar delays only other grammars.
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="megavm-grammars")
         self._lock = threading.Lock()
@@ -85,6 +87,7 @@ class EngineCore:
             self._emit(NotLoaded(error))
             return
         self.llm = llm
+        self._engine = llm.engine
         self.loop = EngineLoop(llm.engine, self.metrics, self._emit)
         self._ready = True
         self._emit(Loaded(_facts(llm, self._process)))
@@ -93,6 +96,7 @@ class EngineCore:
         self.loop.run()
         self._recording.set()
         self._compiler.shutdown(wait=False, cancel_futures=True)
+        self._engine = None
         if not llm.engine.lost:
             llm.close()
 
@@ -122,7 +126,7 @@ class EngineCore:
                     self._compiling.discard(command.key)
                 self.loop.abort(command.key)
             case AskMetrics():
-                self._emit(Answer(command.key, self.metrics.snapshot(self.llm.engine)))
+                self._emit(self._answer_metrics(command.key))
             case Record():
                 # Here, not in the thread: the next command may be StopRecording.
                 ended = self._recording = threading.Event()
@@ -134,6 +138,12 @@ class EngineCore:
                 self._stopped.set()
                 if self._ready:
                     self.loop.stop()
+
+    def _answer_metrics(self, key: int) -> Answer:
+        engine = self._engine
+        if engine is None:
+            return Answer(key, None, RuntimeError("the engine has ended"))
+        return Answer(key, self.metrics.snapshot(engine))
 
     def _record(self, record: Record, ended: threading.Event) -> None:
         try:

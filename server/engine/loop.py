@@ -118,11 +118,18 @@ class EngineLoop:
         """Call `begin`, then `done` after every step until it returns true, and set `ended`.
 
         Both are called in the engine's thread. Also ends when `ended` is set, or after `timeout`
-        seconds. Returns whether `ended` is set. Only one such wait at a time is possible.
+        seconds. Returns whether `ended` is set. Only one such wait at a time is possible. Raises
+        what they raise.
         """
+        failed: list[Exception] = []
 
         def after_step() -> None:
-            if done():
+            over = True
+            try:
+                over = done()
+            except Exception as error:  # no error of the step
+                failed.append(error)
+            if over:
                 self._after_step = None
                 ended.set()
 
@@ -135,9 +142,12 @@ class EngineLoop:
 
         self.call(start).result()
         try:
-            return ended.wait(timeout)
+            found = ended.wait(timeout)
         finally:
             self.call(stop).result()
+        if failed:
+            raise failed[0]
+        return found
 
     def stop(self) -> None:
         """End `run` after the running step. Nothing may be submitted afterwards."""

@@ -391,6 +391,26 @@ def test_a_condition_is_looked_at_after_every_step() -> None:
     run(test)
 
 
+def test_an_error_of_a_condition_is_told_to_who_waits_and_to_nobody_else() -> None:
+    async def test(client: EngineClient, engine: ToyTransport) -> None:
+        def done() -> bool:
+            raise OSError("nothing to look at")
+
+        waiting = asyncio.ensure_future(
+            asyncio.to_thread(engine.loop.until, lambda: None, done, threading.Event(), 10)
+        )
+        await asyncio.sleep(0.05)
+        for _ in range(6):
+            made = generation()
+            client.submit(made)
+            await tokens(made)  # no step has failed
+            client.close(made)
+        with pytest.raises(OSError, match="nothing to look at"):
+            await waiting
+
+    run(test)
+
+
 def test_an_ended_wait_for_a_condition_looks_at_it_no_more() -> None:
     async def test(client: EngineClient, engine: ToyTransport) -> None:
         ended, seen = threading.Event(), list[int]()

@@ -15,8 +15,10 @@ import pytest
 from server_process import Process, started
 from serving import RunningServer
 
+from megavm import LLM
 from megavm.profiler.trace_file import read
-from megavm.server.engine.messages import NotLoaded
+from megavm.server.engine.core import EngineCore
+from megavm.server.engine.messages import Answer, AskMetrics, Loaded, NotLoaded, Stop
 from megavm.server.engine.transport import _portable
 from megavm.vm.cuda.driver import CudaError
 
@@ -202,3 +204,24 @@ def test_clients_that_leave_while_a_grammar_is_compiled_leave_nothing(process: P
     assert len(held) == 2
     assert all(line.endswith(" 0.0") for line in held)
     assert ask(process, COMPLETIONS, {"prompt": "Once", **GREEDY})[0] == 200
+
+
+def test_metrics_that_are_asked_for_at_the_end_are_answered() -> None:
+    loaded, events = threading.Event(), list[Any]()
+
+    def note(event: Any) -> None:
+        events.append(event)
+        if isinstance(event, Loaded):
+            loaded.set()
+
+    core = EngineCore(lambda progress: LLM("stories", machine="cpu", workers=1), note)
+    thread = threading.Thread(target=core.run)
+    thread.start()
+    assert loaded.wait(60)
+    core.handle(AskMetrics(1))
+    core.handle(Stop())
+    thread.join(60)
+    core.handle(AskMetrics(2))
+    first, last = (e for e in events if isinstance(e, Answer))
+    assert (first.key, first.error) == (1, None)
+    assert (last.key, str(last.error)) == (2, "the engine has ended")
