@@ -31,6 +31,9 @@ GENERATION_FILE: Final = "generation_config.json"
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 
+_OF_LLAMA: Final = ("model.", "lm_head.")  # names of a Llama's weights begin so
+_COMPUTED: Final = "rotary_emb.inv_freq"  # tables that older versions of transformers stored
+
 _CONVERSION_BYTES: Final = 16 << 20  # source bytes resident at a time during a conversion
 
 
@@ -201,7 +204,11 @@ class Checkpoint:
         return self._files[name]
 
     def _refuse_ignored_weights(self) -> None:
-        """Refuse a bias that config.json does not announce: skipping it would change results."""
+        """Refuse weights of a Llama's modules that config.json does not announce.
+
+        Skipping a layer, a bias or a norm would change results. Tables of rotations are computed,
+        and tied embeddings may be stored under both of their names.
+        """
         modules = {name.removesuffix(".weight") for name in self._expected}
         for name in self.extra_tensors():
             module, _, kind = name.rpartition(".")
@@ -209,6 +216,12 @@ class Checkpoint:
                 raise ValueError(
                     f"{self.directory} holds tensor {name}, but config.json says attention_bias="
                     f"{self.config.attention_bias} and mlp_bias={self.config.mlp_bias}"
+                )
+            known = name == LM_HEAD or name.endswith(_COMPUTED)
+            if name.startswith(_OF_LLAMA) and not known:
+                raise ValueError(
+                    f"{self.directory} holds tensor {name}, which a Llama with this config.json "
+                    f"has not (num_hidden_layers={self.config.num_layers})"
                 )
 
 

@@ -72,6 +72,29 @@ def test_tensors_that_a_model_does_not_use_are_tolerated(tmp_path: Path) -> None
     assert list(opened.extra_tensors()) == [extra]
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "model.layers.2.mlp.up_proj.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.mlp.up_proj.weight_scale",
+    ],
+)
+def test_weights_that_the_model_would_skip_are_refused(tmp_path: Path, extra: str) -> None:
+    """A layer more than config.json says, a norm that no Llama has, scales of small integers."""
+    write_model(tmp_path, num_hidden_layers=2)
+    rewrite_tensors(tmp_path, lambda tensors: tensors.update({extra: torch.ones(4)}))
+    message = sentence(Checkpoint.open(tmp_path).check)
+    assert f"holds tensor {extra}, which a Llama with this config.json has not" in message
+    assert "num_hidden_layers=2" in message
+
+
+def test_tensors_of_other_modules_are_tolerated(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    rewrite_tensors(tmp_path, lambda tensors: tensors.update({"score.weight": torch.ones(4)}))
+    Checkpoint.open(tmp_path).check()
+
+
 def test_the_stored_dtype_counts_where_config_json_names_none(tmp_path: Path) -> None:
     write_model(tmp_path, torch_dtype="bfloat16")
     raw = {key: value for key, value in PLAIN.items() if key != "torch_dtype"}
