@@ -14,15 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megavm.llm import LLM as LLM
+    from megavm.outputs import Chunk as Chunk
+    from megavm.outputs import CompletionOutput as CompletionOutput
+    from megavm.outputs import GenerationError as GenerationError
+    from megavm.outputs import RequestOutput as RequestOutput
     from megavm.sampling_params import SamplingParams as SamplingParams
     from megavm.structured_outputs import StructuredOutputsParams as StructuredOutputsParams
 
     __version__: str
 
-__all__ = ["LLM", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Chunk",
+    "CompletionOutput",
+    "GenerationError",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "megavm.llm",
+    "Chunk": "megavm.outputs",
+    "CompletionOutput": "megavm.outputs",
+    "GenerationError": "megavm.outputs",
+    "RequestOutput": "megavm.outputs",
     "SamplingParams": "megavm.sampling_params",
     "StructuredOutputsParams": "megavm.structured_outputs",
 }

@@ -337,7 +337,7 @@ def test_tokens_outside_the_vocabulary_are_refused(llm: LLM, params: dict[str, A
 def test_stop_tokens_alone_are_no_first_tokens(llm: LLM) -> None:
     params: dict[str, Any] = {"allowed_token_ids": [300, 301], "stop_token_ids": [300, 301]}
     assert llm.generate("Once", SamplingParams(max_tokens=4, **params))[0].outputs
-    with pytest.raises(ValueError, match="allow only stop tokens.*: min_tokens is 2"):
+    with pytest.raises(ValueError, match=r"allow only stop tokens.*: min_tokens is 2"):
         llm.generate("Once", SamplingParams(max_tokens=4, min_tokens=2, **params))
 
 

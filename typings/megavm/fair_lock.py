@@ -1,0 +1,1 @@
+../../src/megavm/fair_lock.py
