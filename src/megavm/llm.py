@@ -21,6 +21,7 @@ from megavm.profiler.recorder import Recorder
 from megavm.prompts import (
     PromptIndex,
     Prompts,
+    check_flags,
     check_positive,
     describe,
     is_token_ids,
@@ -28,7 +29,7 @@ from megavm.prompts import (
     read_prompts,
 )
 from megavm.restrictions import RestrictionCompiler
-from megavm.sampling_params import SamplingParams
+from megavm.sampling_params import SamplingParams, is_integer, is_number
 from megavm.scheduler.engine.engine import Engine
 from megavm.scheduler.engine.logprobs import TokenLogprobs
 from megavm.scheduler.engine.restriction import Restriction
@@ -150,8 +151,15 @@ class LLM:
             tensor_parallel_size=tensor_parallel_size,
             steps_per_launch=steps_per_launch,
         )
-        if tpot_limit_ms is not None and not tpot_limit_ms > 0:
-            raise ValueError(f"tpot_limit_ms must be a positive number, not {tpot_limit_ms}")
+        check_flags(
+            fixed_order=fixed_order,
+            prefix_caching=prefix_caching,
+            overlap=overlap is not None and overlap,
+        )
+        if not is_integer(seed):
+            raise ValueError(f"seed must be an integer, not {seed!r}")
+        if tpot_limit_ms is not None and not (is_number(tpot_limit_ms) and tpot_limit_ms > 0):
+            raise ValueError(f"tpot_limit_ms must be a positive number, not {tpot_limit_ms!r}")
         parallel = Parallel(tensor_parallel_size, tensor_parallel_exchange)
         report("finding the model", 0, 1)
         directory = resolve(os.fspath(model) if isinstance(model, os.PathLike) else model)
@@ -394,9 +402,11 @@ class LLM:
         """Trace every step from now on into `recorder`; None ends the recording.
 
         Raises:
-            ValueError: the machine cannot trace, or this LLM is closed.
+            ValueError: the machine cannot trace, this is no Recorder, or this LLM is closed.
         """
         self._check_open()
+        if not isinstance(recorder, Recorder | None):
+            raise ValueError(f"record takes a Recorder or None, not {describe(recorder)}")
         if recorder is not None:
             recorder.machine |= describe_machine(self.runner.machine)
             recorder.model |= self._model_facts()

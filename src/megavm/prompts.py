@@ -90,6 +90,13 @@ def check_positive(**values: int | None) -> None:
             raise ValueError(f"{name} must be a positive integer, not {value!r}")
 
 
+def check_flags(**values: bool) -> None:
+    """Raise ValueError for a flag that is neither True nor False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be True or False, not {value!r}")
+
+
 def _are_integers(values: Sequence[object]) -> bool:
     # One check for each type: prompts have many thousands of tokens.
     return all(

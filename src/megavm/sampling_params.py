@@ -96,7 +96,7 @@ class SamplingParams:
         self._number("repetition_penalty", 0.0, math.inf, open_low=True)
         self._number("presence_penalty", -2.0, 2.0)
         self._number("frequency_penalty", -2.0, 2.0)
-        self._integer("seed", 0, (1 << 63) - 1, optional=True)
+        self._integer("seed", -(1 << 63), (1 << 63) - 1, optional=True)
         self._integer("max_tokens", 1, _MAX_TOKEN, optional=True)
         self._integer("min_tokens", 0, _MAX_TOKEN)
         self._integer("logprobs", 0, MAX_LOGPROBS, optional=True)
@@ -167,7 +167,7 @@ class SamplingParams:
 
     def _number(self, name: str, low: float, high: float, open_low: bool = False) -> None:
         value = getattr(self, name)
-        good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+        good = is_number(value)
         if good:
             try:
                 number = float(value)
@@ -228,7 +228,7 @@ class SamplingParams:
             text = str(token)
             if not (text.isascii() and text.isdigit() and int(text) <= _MAX_TOKEN):
                 raise ValueError(f"logit_bias must hold token ids, not {_short(bias)}")
-            good = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            good = is_number(value)
             if not good or not -MAX_LOGIT_BIAS <= value <= MAX_LOGIT_BIAS:
                 raise ValueError(f"logit_bias must hold numbers in [-100, 100], not {_short(bias)}")
             read[int(text)] = float(value)
@@ -261,6 +261,11 @@ class SamplingParams:
 def is_integer(value: object) -> bool:
     """Whether a value is an integer of Python or numpy, and not a bool."""
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether a value is a real number of Python or numpy, and not a bool."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def _short(value: object) -> str:

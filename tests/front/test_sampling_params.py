@@ -71,7 +71,7 @@ BAD: dict[str, list[Any]] = {
     "repetition_penalty": [0, -1, math.inf, math.nan],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, math.inf],
-    "seed": [-1, 1 << 63, 0.5],
+    "seed": [-(1 << 63) - 1, 1 << 63, 0.5],
     "max_tokens": [0, -5, 1 << 31, 1.0],
     "min_tokens": [-1, 17, None],
     "logprobs": [-1, 21, 1.5],

@@ -1,4 +1,4 @@
-"""LLM with several threads, interrupts, and sizes or calls that it refuses."""
+"""LLM with several threads and interrupts, and what it refuses."""
 
 from __future__ import annotations
 
@@ -115,3 +115,27 @@ def test_sizes_beyond_the_memory_are_refused_before_anything_is_allocated(
     with pytest.raises(ValueError, match=message):
         LLM("stories", machine="cpu", progress=lambda phase, *_: phases.append(phase), **sizes)  # type: ignore[arg-type]
     assert "reading weights" not in phases
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seed": "x"}, "seed must be an integer, not 'x'"),
+        ({"prefix_caching": "no"}, "prefix_caching must be True or False, not 'no'"),
+        ({"overlap": 1}, "overlap must be True or False, not 1"),
+        ({"tpot_limit_ms": "a"}, "tpot_limit_ms must be a positive number, not 'a'"),
+        ({"tpot_limit_ms": 0}, "tpot_limit_ms must be a positive number, not 0"),
+    ],
+)
+def test_options_of_a_wrong_type_are_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        LLM("stories", **options)
+
+
+def test_a_recorder_must_be_one() -> None:
+    message = "record takes a Recorder or None, not a int"
+    with (
+        LLM("stories", machine="cpu", workers=1, max_num_seqs=1) as llm,
+        pytest.raises(ValueError, match=message),
+    ):
+        llm.record(5)  # type: ignore[arg-type]
