@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from megavm.instructions.qkv_rope import QkvRope
 from megavm.instructions.sample import segment_words
+from megavm.scheduler.compiler.kinds import RESULT, check_names
 from megavm.vm.tensors import BF16, F32, DType, TensorKind, TensorSpec
 
 Range = tuple[int, int]  # half-open
@@ -56,12 +57,25 @@ class Value:
         return self.spec
 
 
+class _Attributes(dict[str, float]):
+    """The attributes of an operation. Raises ValueError for one that is missing."""
+
+    def __init__(self, kind: str, label: str, values: Mapping[str, float]) -> None:
+        super().__init__(values)
+        self._owner = f"{label}: {kind}"
+
+    def __missing__(self, name: str) -> float:
+        raise ValueError(f"{self._owner} needs the attribute {name}")
+
+
 @dataclass(frozen=True, eq=False)
 class Operation:
     """One operation: its kind, named inputs and outputs, and plain attributes.
 
     ``rows``: the rows of its results that it computes, if another operation computes the others
     (rewrites/halves.py).
+
+    ``attributes[name]`` raises ValueError when the operation lacks the attribute.
     """
 
     kind: str
@@ -70,6 +84,10 @@ class Operation:
     outputs: Mapping[str, Value]
     attributes: Mapping[str, float] = field(default_factory=dict)
     rows: Range | None = None
+
+    def __post_init__(self) -> None:
+        attributes = _Attributes(self.kind, self.label, self.attributes)
+        object.__setattr__(self, "attributes", attributes)
 
     @property
     def row_range(self) -> Range:
@@ -104,7 +122,9 @@ class Graph:
     ``ranks``: number of ranks that run the step together. All of them run this graph, each with its
     own tensors; they meet in ``all_gather``, ``all_reduce`` and ``reduce_scatter``.
 
-    The methods raise ValueError when shapes or types of an operation's inputs do not fit.
+    The methods raise ValueError when shapes or types of an operation's inputs do not fit, when an
+    input is neither a tensor of memory nor a result of this graph, and when two results have the
+    same name.
     """
 
     def __init__(
@@ -119,7 +139,8 @@ class Graph:
         self.row_count = row_count
         self.capacity = rows if capacity is None else capacity
         self.operations: list[Operation] = []
-        self._names: set[str] = set()
+        self._results: dict[str, Value] = {}  # by name
+        self._kept: dict[Value, Value] = {}  # results that are outputs -> the same in memory
 
     # Tensors in memory.
 
@@ -166,7 +187,7 @@ class Graph:
         Without ``count``: those that the first ``rows`` entries name.
         """
         inputs = {"x": x, "index": index} | ({} if count is None else {"count": count})
-        like = self._value(f"{label}.rows", rows, x.columns, x.dtype, index.rows)
+        like = Value(f"{label}.rows", rows, x.columns, x.dtype, index.rows)
         return self.append("gather", label, inputs, x.columns, x.dtype, like=like)
 
     def linear(
@@ -225,10 +246,10 @@ class Graph:
             "block_table": batch.block_table,
         }
         columns = weight.rows - 2 * QkvRope.k_cache.entry_columns(caches[0].memory)
-        q = self._value(f"{label}.q", x.rows, columns, dtype, x.capacity)
+        q = Value(f"{label}.q", x.rows, columns, dtype, x.capacity)
         outputs = {"q": q, "k_cache": caches[0], "v_cache": caches[1]}
         attributes = {"decode": decode}
-        self.operations.append(Operation("qkv_rope", label, inputs, outputs, attributes))
+        self._add(Operation("qkv_rope", label, inputs, outputs, attributes))
         return q
 
     def attention(
@@ -269,15 +290,15 @@ class Graph:
             masks = ("allowed", "bias", "masks_written", "masks_awaited")
             sources = {n: getattr(batch, n) for n in ("tokens", *masks)}
             inputs = {
-                name: self._value(f"{label}.{name}", logits.rows, columns, F32, logits.capacity)
+                name: Value(f"{label}.{name}", logits.rows, columns, F32, logits.capacity)
                 for name, columns in (
                     ("adjusted", logits.columns),
                     ("segments", segment_words(logits.columns)),
                 )
             }
             adjust = {"logits": logits, **rows, **sources}
-            self.operations.append(Operation("adjust_logits", f"{label}.adjust", adjust, inputs))
-        self.operations.append(Operation("sample", label, {**inputs, **rows}, outputs))
+            self._add(Operation("adjust_logits", f"{label}.adjust", adjust, inputs))
+        self._add(Operation("sample", label, {**inputs, **rows}, outputs))
 
     # Ranks.
 
@@ -288,8 +309,8 @@ class Graph:
         """
         if self.ranks == 1:
             return x
-        out = self._value(label, x.rows, self.ranks * x.columns, x.dtype, x.capacity, self.ranks)
-        self.operations.append(Operation("all_gather", label, {"x": x}, {"out": out}))
+        out = Value(label, x.rows, self.ranks * x.columns, x.dtype, x.capacity, shares=self.ranks)
+        self._add(Operation("all_gather", label, {"x": x}, {"out": out}))
         return out
 
     def all_reduce(self, label: str, x: Value, bias: Value | None, dtype: DType) -> Value:
@@ -316,30 +337,31 @@ class Graph:
             )
         parts, name = x, f"{label}.parts"
         if self.ranks > 1:
-            parts = self._value(name, x.rows, x.columns, F32, x.capacity, self.ranks)
-            self.operations.append(scatter(name, x, parts))
+            parts = Value(name, x.rows, x.columns, F32, x.capacity, shares=self.ranks)
+            self._add(scatter(name, x, parts))
         return self._reduce(label, parts, bias, columns, dtype)
 
     def output(self, value: Value, name: str) -> Value:
         """Keep ``value`` in memory under ``name``, so that the host can read it after a launch.
 
-        Raises ValueError when no operation of this graph produces ``value``.
+        Later operations may read ``value`` or what is returned: it is the same tensor.
+
+        Raises ValueError when no operation of this graph produces ``value``, and when it is an
+        output already, or another one has the name.
         """
-        for i, operation in enumerate(self.operations):
-            for key, produced in operation.outputs.items():
-                if produced is value:
-                    shape = (value.capacity, value.columns)
-                    spec = TensorSpec(
-                        name, shape, value.dtype, TensorKind.ACTIVATION, shares=value.shares
-                    )
-                    kept = dataclasses.replace(value, name=name, spec=spec)
-                    self.operations[i] = _replace(operation, outputs={key: kept})
-                    self.operations[i + 1 :] = [
-                        _replace(o, inputs={k: kept for k, v in o.inputs.items() if v is value})
-                        for o in self.operations[i + 1 :]
-                    ]
-                    return kept
-        raise ValueError(f"{value.name} is not the result of an operation of this graph")
+        kept = self._kept.get(value, value)
+        if kept in self._kept.values():
+            raise ValueError(f"{value.name} is an output already, under the name {kept.name}")
+        if self._results.get(value.name) is not value:
+            raise ValueError(f"{value.name} is not the result of an operation of this graph")
+        for other, named in self._kept.items():
+            if named.name == name:
+                raise ValueError(f"{value.name} and {other.name} cannot both be the output {name}")
+        shape = (value.capacity, value.columns)
+        spec = TensorSpec(name, shape, value.dtype, TensorKind.ACTIVATION, shares=value.shares)
+        kept = self._kept[value] = dataclasses.replace(value, name=name, spec=spec)
+        self.operations = [with_values(o, self._kept) for o in self.operations]
+        return kept
 
     # Helpers.
 
@@ -356,13 +378,19 @@ class Graph:
                 f"{other.rows} x {other.columns}"
             )
 
-    def _value(
-        self, name: str, rows: int, columns: int, dtype: DType, capacity: int, shares: int = 1
-    ) -> Value:
-        if name in self._names:
+    def _add(self, operation: Operation) -> None:
+        operation = with_values(operation, self._kept)
+        for key, value in operation.inputs.items():
+            if value.spec is None and self._results.get(value.name) is not value:
+                raise ValueError(
+                    f"{operation.label}: {key} is {value.name}, which is neither a tensor of memory"
+                    " nor the result of an operation of this graph"
+                )
+        results = {v.name: v for v in operation.outputs.values() if v.spec is None}
+        for name in results.keys() & self._results.keys():
             raise ValueError(f"two operations are called {name}")
-        self._names.add(name)
-        return Value(name, rows, columns, dtype, capacity, shares=shares)
+        self._results |= results
+        self.operations.append(operation)
 
     def append(
         self,
@@ -376,13 +404,19 @@ class Graph:
     ) -> Value:
         """Append an operation with one result: [rows of ``like``, ``columns``] of type ``dtype``.
 
-        ``kind`` names an instruction whose folder has a lower.py, or an operation that a rewrite
-        fuses with others. Without ``like`` the result has the rows of the step.
+        ``kind`` names an instruction with a result ``out`` whose folder has a lower.py, or an
+        operation that a rewrite fuses with others (kinds.py). ``inputs`` are tensor operands of the
+        instruction, ``attributes`` other operands. Without ``like`` the result has the rows of the
+        step.
+
+        Raises ValueError when the kind is unknown, when it lacks one of the inputs or attributes,
+        and when an input that it needs is missing.
         """
+        attributes = attributes or {}
+        check_names(label, kind, inputs, attributes)
         rows, capacity = (like.rows, like.capacity) if like else (self.rows, self.capacity)
-        out = self._value(label, rows, columns, dtype, capacity)
-        operation = Operation(kind, label, inputs, {"out": out}, dict(attributes or {}))
-        self.operations.append(operation)
+        out = Value(label, rows, columns, dtype, capacity)
+        self._add(Operation(kind, label, inputs, {RESULT: out}, attributes))
         return out
 
 
@@ -418,15 +452,10 @@ def producers_of(operations: Iterable[Operation]) -> dict[Value, Operation]:
     return {value: o for o in operations for value in o.outputs.values()}
 
 
-def _replace(
-    operation: Operation,
-    inputs: Mapping[str, Value] | None = None,
-    outputs: Mapping[str, Value] | None = None,
-) -> Operation:
-    return Operation(
-        operation.kind,
-        operation.label,
-        {**operation.inputs, **(inputs or {})},
-        {**operation.outputs, **(outputs or {})},
-        operation.attributes,
+def with_values(operation: Operation, new: Mapping[Value, Value]) -> Operation:
+    """The operation with other values: ``new`` has those that take the place of values."""
+    inputs, outputs = (
+        {name: new.get(value, value) for name, value in values.items()}
+        for values in (operation.inputs, operation.outputs)
     )
+    return dataclasses.replace(operation, inputs=inputs, outputs=outputs)

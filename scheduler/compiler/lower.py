@@ -20,6 +20,7 @@ from megavm.scheduler.compiler.storage import Storage
 from megavm.scheduler.compiler.tiling import Lowering
 from megavm.vm.config import NONE
 from megavm.vm.isa import Instruction
+from megavm.vm.operands import FieldKind
 from megavm.vm.tensors import TensorSpec
 
 
@@ -39,11 +40,41 @@ def lower(
 ) -> list[Tiles]:
     """The instructions of every operation, in topological order.
 
-    Raises ValueError for an operation that no instruction executes.
+    Raises ValueError for an operation that no instruction executes, and for one with an operand or
+    attribute that its instructions do not get.
     """
     handle = NONE if row_count is None else storage.add(row_count)
     context = Lowering(storage, options, handle)
-    return [Tiles(o.label, tuple(_lowering(o)(o, context))) for o in operations]
+    return [Tiles(o.label, _instructions(o, context)) for o in operations]
+
+
+def _instructions(operation: Operation, context: Lowering) -> tuple[Instruction, ...]:
+    result = tuple(_lowering(operation)(operation, context))
+    if result:
+        _check_operands(operation, result, context.storage)
+    return result
+
+
+def _check_operands(
+    operation: Operation, instructions: Sequence[Instruction], storage: Storage
+) -> None:
+    """Raise ValueError when lowering left out an operand or attribute: the result would be wrong.
+
+    Every value is that operand of an instruction. An attribute with the name of an operand is that
+    operand of all of them; others say how to lower.
+    """
+    fields = {field.name: field for field in instructions[0].fields}
+    sentence = "{}: {} is {}, but instructions/{}/lower.py does not pass it on"
+    for name, value in (*operation.inputs.items(), *operation.outputs.items()):
+        handle = storage.handle(value)
+        if name not in fields or all(getattr(i, name) != handle for i in instructions):
+            raise ValueError(sentence.format(operation.label, name, value.name, operation.kind))
+    for name, number in operation.attributes.items():
+        if name in fields:
+            if fields[name].kind is FieldKind.REAL:
+                number = fields[name].check(number, operation.label)  # as it is encoded
+            if any(getattr(i, name) != number for i in instructions):
+                raise ValueError(sentence.format(operation.label, name, number, operation.kind))
 
 
 def _lowering(operation: Operation) -> Callable[[Operation, Lowering], Iterator[Instruction]]:

@@ -71,8 +71,7 @@ class CompileOptions:
             raise ValueError(
                 f"part_of_k is {self.part_of_k}, expected a multiple of {PART_COLUMNS}"
             )
-        if self.machine not in TARGETS:
-            raise ValueError(f"machine {self.machine!r} is not {', '.join(TARGETS)}")
+        _target_of(self.machine)
         if self.column_unit % 2:
             raise ValueError(f"column_unit is {self.column_unit}, expected an even number")
         if self.assignment not in ("balanced", "round_robin", "dynamic"):
@@ -94,14 +93,17 @@ class CompileOptions:
     @property
     def target(self) -> Target:
         """The machine that the program is for."""
-        return TARGETS[self.machine]
+        return _target_of(self.machine)
 
 
 def default_options(
     machine: str, workers: int, rows: int, *, fixed_order: bool = False
 ) -> CompileOptions:
-    """The options for steps of up to ``rows`` rows on a machine."""
-    target = TARGETS[machine]
+    """The options for steps of up to ``rows`` rows on a machine.
+
+    Raises ValueError as ``CompileOptions`` does.
+    """
+    target = _target_of(machine)
     part_of_k = 0
     if 1 < rows <= target.group_rows:
         part_of_k = target.part_of_k
@@ -118,3 +120,9 @@ def default_options(
         part_of_k=part_of_k if rows > 1 else 0,
         fixed_order=fixed_order,
     )
+
+
+def _target_of(machine: str) -> Target:
+    if machine not in TARGETS:
+        raise ValueError(f"machine {machine!r} is not {', '.join(TARGETS)}")
+    return TARGETS[machine]

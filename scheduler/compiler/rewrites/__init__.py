@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megavm.scheduler.compiler.graph import Graph, Operation
+from megavm.scheduler.compiler.kinds import FUSED
 from megavm.scheduler.compiler.options import CompileOptions
 from megavm.scheduler.compiler.rewrites.all_gather import gather_in_producer
 from megavm.scheduler.compiler.rewrites.gate_up import join_gate_and_up
@@ -55,7 +56,7 @@ def rewrite(graph: Graph, options: CompileOptions) -> list[Operation]:
     for step in REWRITES:
         operations = step(operations, options)
     for operation in operations:
-        if operation.kind in ("add", "silu_mul"):
+        if operation.kind in FUSED:
             raise ValueError(
                 f"{operation.label}: no instruction does {operation.kind} by itself, and the"
                 " operations around it cannot be fused with it"

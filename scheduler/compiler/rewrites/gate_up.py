@@ -30,6 +30,7 @@ def join_gate_and_up(operations: list[Operation], options: CompileOptions) -> li
                 and gate.kind == up.kind == "matmul"
                 and gate.inputs["x"] is up.inputs["x"]
                 and gate.inputs.keys() == up.inputs.keys()
+                and not (gate.attributes or up.attributes)
                 and all(_can_be_joined(gate, up, name) for name in gate.inputs.keys() - {"x"})
                 and all(has_one_reader(o.outputs["out"], readers) for o in (gate, up))
             ):

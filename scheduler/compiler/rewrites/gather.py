@@ -50,7 +50,8 @@ def gather_in_product(operations: list[Operation], options: CompileOptions) -> l
 def _takes_rows(reader: Operation, value: Value) -> bool:
     """Whether a reader of the value has it as ``x`` alone, whose rows it can read by an index."""
     names = [name for name, read in reader.inputs.items() if read is value]
-    return names == ["x"] and _takes_index(reader.kind)
+    has_index = not reader.inputs.keys().isdisjoint({"row_index", "row_count"})
+    return names == ["x"] and not has_index and _takes_index(reader.kind)
 
 
 @functools.cache

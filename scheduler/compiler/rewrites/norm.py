@@ -92,7 +92,9 @@ def _multiplied_with(x: Value, readers: list[Operation]) -> DType | None:
     """
     types = set()
     for reader in readers:
-        if not _takes_squares(reader.kind) or reader.inputs["x"] is not x:
+        if not _takes_squares(reader.kind) or "x_squares" in reader.inputs:
+            return None
+        if reader.inputs["x"] is not x:
             return None
         types.add(reader.inputs["weight"].dtype)
     return types.pop() if len(types) == 1 else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 from megavm.instructions import instruction_of
 from megavm.scheduler.compiler.graph import (
@@ -23,17 +24,21 @@ def add_in_product(operations: list[Operation], options: CompileOptions) -> list
             product = producers.get(operation.inputs["x"])
             if (
                 product is not None
-                and _takes_residual(product.kind)
+                and _takes_residual(product)
                 and has_one_reader(product.outputs["out"], readers)
             ):
                 result.remove(product)
                 inputs = {**product.inputs, "residual": operation.inputs["residual"]}
-                operation = Operation(product.kind, product.label, inputs, operation.outputs)
+                operation = replace(product, inputs=inputs, outputs=operation.outputs)
         result.append(operation)
     return result
 
 
+def _takes_residual(operation: Operation) -> bool:
+    return "residual" not in operation.inputs and _may_have_residual(operation.kind)
+
+
 @functools.cache
-def _takes_residual(kind: str) -> bool:
+def _may_have_residual(kind: str) -> bool:
     cls = instruction_of(kind)
     return cls is not None and any(field.name == "residual" for field in cls.fields)

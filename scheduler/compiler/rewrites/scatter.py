@@ -18,6 +18,7 @@ from megavm.scheduler.compiler.graph import (
     producers_of,
     readers_of,
     scatter,
+    with_values,
 )
 from megavm.scheduler.compiler.options import CompileOptions
 
@@ -44,16 +45,7 @@ def add_by_shares(operations: list[Operation], options: CompileOptions) -> list[
         gathers[gather] = scatter(gather.label, x, scattered)
         spec = None if out.spec is None else replace(out.spec, shares=parts.shares)
         shared |= {parts: scattered, out: replace(out, shares=parts.shares, spec=spec)}
-    return [_with(gathers.get(operation, operation), shared) for operation in operations]
-
-
-def _with(operation: Operation, new: dict[Value, Value]) -> Operation:
-    """The operation with other values."""
-    inputs, outputs = (
-        {name: new.get(value, value) for name, value in values.items()}
-        for values in (operation.inputs, operation.outputs)
-    )
-    return replace(operation, inputs=inputs, outputs=outputs)
+    return [with_values(gathers.get(operation, operation), shared) for operation in operations]
 
 
 def _pays(parts: Value, out: Value, options: CompileOptions) -> bool:

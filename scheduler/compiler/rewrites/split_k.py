@@ -86,7 +86,9 @@ def _parts(
     width = options.part_of_k
     if operation.kind != "matmul" or not width or _is_summed(operation, scattered):
         return None
-    if operation.inputs.keys() & {"x_squares", "row_index"}:
+    if operation.inputs.keys() & {"x_squares", "row_index", "addends"}:
+        return None
+    if "part_k" in operation.attributes:
         return None
     weight, out, target = _weight(operation), operation.outputs["out"], options.target
     fewest = 2
