@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import numpy as np
 import torch
 
+from megavm.vm.huge_pages import zeros_in_huge_pages
 from megavm.vm.layout import ROWS, Layout
 from megavm.vm.tensors import DType, Part, TensorSpec
 
@@ -123,7 +124,7 @@ class Memory:
             if spec.shares > 1 and self._allocate_shares is not None:
                 storage = self._allocate_shares(shape, dtype)
             else:
-                storage = [torch.zeros(shape, dtype=dtype, device=rank.device) for rank in missing]
+                storage = [_zeros(shape, dtype, rank.device) for rank in missing]
             for rank, own in zip(missing, storage, strict=True):
                 rank._specs[spec.name] = spec
                 rank._layouts[spec.name] = ROWS
@@ -268,6 +269,12 @@ class Memory:
     def bytes(self) -> int:
         """Bytes of all storage."""
         return sum(p.numel() * p.element_size() for parts in self._storage.values() for p in parts)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    if device.type == "cpu":
+        return zeros_in_huge_pages(shape, dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def _storage_of(spec: TensorSpec) -> tuple[tuple[int, ...], torch.dtype]:

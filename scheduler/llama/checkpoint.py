@@ -109,27 +109,30 @@ class Checkpoint:
                 name for name in self._file(file_name).entries if name not in self._expected
             )
 
-    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(
+        self, name: str, dtype: torch.dtype | None = None, *, copy: bool = False
+    ) -> torch.Tensor:
         """Weight `name` in the shape that `expected_tensors` gives, in `dtype` or as it is stored.
 
         Without a conversion it is a view of the mapped file: it takes no memory until it is read,
-        is aligned to 8 bytes at most, and must not be written. With a conversion it is a new
-        contiguous tensor; the source is read and released piece by piece, so that at most 16 MiB of
-        it are resident.
+        is aligned to 8 bytes at most, and must not be written. With a conversion, or with `copy`,
+        it is a new contiguous tensor in huge pages (vm/huge_pages.py); the source is read and
+        released piece by piece, so that at most 16 MiB of it are resident.
 
         Raises:
             ValueError: no such weight, or it is missing, corrupt, or of another shape or dtype.
         """
-        import torch
+        from megavm.vm.huge_pages import zeros_in_huge_pages
 
         file, stored_name = self._locate(name)
         source = file.tensor(stored_name)
-        if dtype is None or dtype == source.dtype:
+        dtype = dtype or source.dtype
+        if dtype == source.dtype and not copy:
             return source
         if not dtype.is_floating_point:
             raise ValueError(f"cannot convert tensor {name} to {dtype}")
         entry = file.entries[stored_name]
-        result = torch.empty(source.shape, dtype=dtype)
+        result = zeros_in_huge_pages(source.shape, dtype)
         flat_source, flat_result = source.view(-1), result.view(-1)
         width = source.element_size()
         step = _CONVERSION_BYTES // width

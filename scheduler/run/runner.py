@@ -184,12 +184,13 @@ class Runner:
             known[bucket] = compile_bucket(config, limits, element, bucket, options_for, parallel)
             layouts = program_layouts(known[bucket])
         weights = weight_specs(config, limits, element, parallel)
+        copies = memory.device.type == "cpu"  # it reads them from there in every step
         for done, spec in enumerate(weights):
             if spec.name == "rope":
                 values = [rope_table(config, limits.max_model_len)]
             else:
                 values = [
-                    checkpoint.tensor(config.stored_name(n), TORCH_DTYPE[element])
+                    checkpoint.tensor(config.stored_name(n), TORCH_DTYPE[element], copy=copies)
                     for n in spec.part_names
                 ]
             # Copy, join and relayout one tensor at a time: all others are in GPU memory once.

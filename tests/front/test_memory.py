@@ -1,4 +1,4 @@
-"""Loading a model needs its weights once, and mapped weights cost no memory of our own."""
+"""Loading a model needs its weights once."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ def test_converting_weights_peaks_at_the_weights_once_plus_a_tenth(directory: Pa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-def test_weights_of_the_stored_type_are_mapped_and_not_copied(directory: Path) -> None:
+def test_copying_weights_of_the_stored_type_peaks_so_too(directory: Path) -> None:
     figures = measure(directory, "bfloat16")
     assert figures["weights"] > 150e6
-    assert figures["anonymous"] <= 0.1 * figures["weights"]
-    assert figures["peak"] <= 1.1 * figures["weights"]
+    assert figures["anonymous"] >= 0.9 * figures["weights"]
+    assert figures["peak"] <= 1.05 * figures["weights"] + (24 << 20)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from model_directories import write_model
 
 from megavm.scheduler.compiler.options import CompileOptions, default_options
@@ -57,21 +58,25 @@ def make_runner(directory: Path, workers: int = 2, limits: Limits = LIMITS) -> R
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_cpu_reads_weights_in_the_mapped_file(tmp_path: Path, bias: bool) -> None:
+def test_the_cpu_reads_the_parts_of_weights_in_copies_of_the_file(
+    tmp_path: Path, bias: bool
+) -> None:
+    """Which begin with a cache line; in the file they begin at any multiple of 8 bytes."""
     write_model(tmp_path, torch_dtype="bfloat16", attention_bias=bias, mlp_bias=bias)
     checkpoint = Checkpoint.open(tmp_path)
     runner = Runner.for_checkpoint(checkpoint, LIMITS, machine="cpu", workers=2)
     row = np.zeros(1, np.int32)
     runner.run(Step(row, row, row, 1))
-    mapped = []
+    copied = []
     for spec in weight_specs(checkpoint.config, LIMITS, runner.dtype):
         if spec.name == "rope":
             continue
         stored = runner.memory.stored_parts(spec.name)
         for name, tensor in zip(spec.part_names, stored, strict=True):
-            assert tensor.data_ptr() == checkpoint.tensor(name).data_ptr()
-            mapped.append(name)
-    assert sorted(mapped) == sorted(expected_tensors(checkpoint.config))
+            assert torch.equal(tensor, checkpoint.tensor(name))
+            assert tensor.data_ptr() % 64 == 0
+            copied.append(name)
+    assert sorted(copied) == sorted(expected_tensors(checkpoint.config))
 
 
 def test_small_buckets_are_powers_of_two_up_to_the_limits(directory: Path) -> None:
