@@ -78,8 +78,10 @@ def multiply_last_norm(gain: float) -> None:
 
     tensor = Checkpoint.tensor
 
-    def scaled(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        value = tensor(self, name, dtype)
+    def scaled(
+        self: Checkpoint, name: str, dtype: torch.dtype | None = None, *, copy: bool = False
+    ) -> torch.Tensor:
+        value = tensor(self, name, dtype, copy=copy)
         return value * gain if name == "model.norm.weight" else value
 
     Checkpoint.tensor = scaled  # type: ignore[method-assign]
@@ -94,7 +96,9 @@ def make_random(machine: str) -> None:
 
     device = "cuda" if machine == "cuda" else "cpu"
 
-    def tensor(self: Checkpoint, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+    def tensor(
+        self: Checkpoint, name: str, dtype: torch.dtype | None = None, *, copy: bool = False
+    ) -> torch.Tensor:
         shape = expected_tensors(self.config)[name]
         generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
         value = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)

@@ -27,6 +27,8 @@ from megavm.server.errors import (
     add_error_handlers,
     bad_request,
     json_response,
+    list_to_json,
+    to_json,
     unknown_model,
 )
 from megavm.server.messages import count_tokens, create_message
@@ -186,15 +188,16 @@ def _add_tokenizer(app: FastAPI, service: Service) -> None:
         else:
             special = body.add_special_tokens is not False
             ids = await service.encode(body.prompt or "", "prompt", special)
-        strings = [model.tokenizer.token_text(i) for i in ids] if body.return_token_strs else None
-        return json_response(
-            {
-                "count": len(ids),
-                "max_model_len": model.facts.limits.max_model_len,
-                "tokens": ids,
-                "token_strs": strings,
-            }
-        )
+
+        def write() -> str:
+            strings = "null"
+            if body.return_token_strs:
+                strings = list_to_json([model.tokenizer.token_text(i) for i in ids])
+            facts = {"count": len(ids), "max_model_len": model.facts.limits.max_model_len}
+            head = to_json(facts).removesuffix("}")
+            return f'{head},"tokens":{list_to_json(ids)},"token_strs":{strings}}}'
+
+        return Response(await service.call(len(ids), write), media_type="application/json")
 
     @app.post("/detokenize", **_takes("DetokenizeRequest"))
     async def detokenize(request: Request) -> Response:

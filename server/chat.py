@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +20,7 @@ from megavm.server.protocol import ChatRequest
 from megavm.server.service import Service
 from megavm.server.sse import Template
 from megavm.server.tools.answer import NewMessage, ToolMessage
-from megavm.server.tools.grammars import calls_grammar
+from megavm.server.tools.grammars import calls_grammar, refusals_name_tools
 from megavm.server.tools.parser import ToolParser
 from megavm.server.tools.request import ToolChoice
 from megavm.tokenizer import Tokenizer
@@ -105,13 +106,18 @@ async def chat(request: Request, service: Service) -> Response:
     return await answer_chat(request, service, body, params, ChatAnswer)
 
 
-async def encode_chat(request: Request, service: Service, body: ChatRequest) -> list[int]:
-    """Token ids of the prompt of a chat.
+async def encode_chat(
+    request: Request, service: Service, body: ChatRequest, params: SamplingParams | None = None
+) -> list[int]:
+    """Token ids of the prompt of a chat. `params`: those it is continued with, if it is.
 
     Raises:
-        ApiError: the chat template cannot render the messages.
+        ApiError: the chat template cannot render the messages, or the prompt is far too long to be
+            continued.
     """
     text = await service.render_chat(body, len(await request.body()))
+    if params is not None:
+        service.check_texts([text], params, body.source)
     # The chat template has already inserted the special tokens.
     return await service.encode(text, body.source, bool(body.add_special_tokens))
 
@@ -130,13 +136,15 @@ async def answer_chat(
     """
     service.admit(params.n)
     choice, new_message = body.read_tool_choice(), None
+    naming: AbstractContextManager[None] = nullcontext()
     if choice is not None:
         parser = service.tool_parser()
         new_message = partial(_new_message, parser, choice)
-        params = _for_tools(params, choice, parser, service.tokenizer)
-    ids = await encode_chat(request, service, body)
-    prompts = service.check_prompts([ids], params, body.source)
-    generation = await service.generate(body, prompts, params)
+        params, naming = _for_tools(params, choice, parser, service.tokenizer)
+    ids = await encode_chat(request, service, body, params)
+    prompts = service.check_prompts([ids], params, body)
+    with naming:
+        generation = await service.generate(body, prompts, params)
     answer = new_answer(service, body, generation, new_message)
     return await respond(request, service, body, answer)
 
@@ -148,8 +156,10 @@ def _new_message(parser: type[ToolParser], choice: ToolChoice) -> ToolMessage:
 
 def _for_tools(
     params: SamplingParams, choice: ToolChoice, parser: type[ToolParser], tokenizer: Tokenizer
-) -> SamplingParams:
+) -> tuple[SamplingParams, AbstractContextManager[None]]:
     """The parameters with which the model calls as it must, and the parser sees the markers.
+
+    And a context for what queues them, so that an error names the function that is its cause.
 
     Raises:
         ApiError: a function's parameters are not supported, or another form is asked for too.
@@ -161,11 +171,12 @@ def _for_tools(
     except ValueError as error:
         raise bad_request(str(error), "tools") from error
     if form is None:
-        return replace(params, kept_special_token_ids=kept)
+        return replace(params, kept_special_token_ids=kept), nullcontext()
     if params.structured_outputs is not None:
         raise bad_request(
             "tools that must be called, or are strict, and a form of the whole output, such as"
             " response_format, exclude each other",
             "tools",
         )
-    return replace(params, kept_special_token_ids=kept, structured_outputs=form)
+    params = replace(params, kept_special_token_ids=kept, structured_outputs=form)
+    return params, refusals_name_tools(choice, form)

@@ -94,8 +94,9 @@ async def complete(request: Request, service: Service) -> Response:
     prompts = read_prompts(body.prompt, service.max_sequences)
     service.admit(len(prompts) * params.n)
     special = body.add_special_tokens is not False
+    service.check_texts(prompts, params, "prompt")
     ids = await service.encode_prompts(prompts, "prompt", special)
-    checked = service.check_prompts(ids, params, "prompt")
+    checked = service.check_prompts(ids, params, body)
     texts = None
     if body.echo:
         # A truncated text is echoed as its remaining tokens say it.

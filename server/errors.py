@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -20,6 +20,7 @@ from megavm.server.logs import note
 RETRY_AFTER_SECONDS: Final = 1
 _encode: Final = json.JSONEncoder(allow_nan=False, separators=(",", ":")).encode
 _MAX_SHOWN: Final = 300  # characters of a message that come from the client
+_PIECE: Final = 4096  # items of a list that become JSON in one call
 _ANTHROPIC_PATH: Final = "/v1/messages"
 # Anthropic's "type" of an error by its status, for others that of 400 or of 500.
 _ANTHROPIC_TYPES: Final = {
@@ -104,20 +105,31 @@ def to_json(content: Any) -> str:
     return _encode(content)
 
 
+def list_to_json(items: Sequence[Any]) -> str:
+    """A list as JSON, made in pieces: one call for a long list would block all other threads."""
+    pieces = (to_json(items[i : i + _PIECE])[1:-1] for i in range(0, len(items), _PIECE))
+    return f"[{','.join(pieces)}]"
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """400: the request is invalid."""
     return ApiError(400, message, param=param)
 
 
-def context_exceeded(context: int, prompt: int, completion: int, field: str) -> ApiError:
+def context_exceeded(
+    context: int, prompt: int, completion: int, field: str, *, at_least: bool = False
+) -> ApiError:
     """400: a prompt of `prompt` tokens in `field` leaves no room for a completion.
 
     Clients look for OpenAI's code and for its sentence, to shorten the prompt and ask again.
+    `at_least`: the prompt has as many or more; nobody has counted them.
     """
+    more = "at least " if at_least else ""
     return ApiError(
         400,
         f"This model's maximum context length is {context} tokens. However, you requested"
-        f" {prompt + completion} tokens ({prompt} in the {field}, {completion} in the completion)."
+        f" {more}{prompt + completion} tokens ({more}{prompt} in the {field}, {completion} in the"
+        " completion)."
         f" Please reduce the length of the {field} or completion.",
         param=field,
         code="context_length_exceeded",
@@ -237,7 +249,7 @@ def fault() -> ApiError:
 def invalid_fields(error: ValidationError | RequestValidationError) -> ApiError:
     """400 for the first invalid field of a body."""
     first = error.errors()[0]
-    place = ".".join(str(part) for part in first["loc"] if part != "body")
+    place = shorten(".".join(str(part) for part in first["loc"] if part != "body"))
     message = shorten(f"{first['msg']}")
     return bad_request(f"{place}: {message}" if place else message, place or None)
 

@@ -15,7 +15,7 @@ from megavm.server.protocol import Body, ChatRequest, Int, chat_request
 FIELDS: Final = {
     "stop": "stop_sequences",
     "reasoning_effort": "output_config",
-    "response_format": "output_config",
+    "response_format": "output_config.format",
 }
 _TOOL_CHOICES: Final = {"auto": "auto", "any": "required", "none": "none"}
 _LEFT_OUT: Final = {"thinking", "redacted_thinking"}  # templates leave out earlier thoughts

@@ -29,6 +29,7 @@ MAX_STOPS: Final = 16
 MAX_STOP_LENGTH: Final = 256
 DEFAULT_MAX_TOKENS: Final = 16  # OpenAI's default for completions
 _SEEDS: Final = 1 << 63
+_RESTRICTING: Final = ("allowed_token_ids", "bad_words")  # the tokens, beside the form
 _PARAMETERS: Final = frozenset(field.name for field in fields(SamplingParams))
 
 Int = Annotated[int, BeforeValidator(whole)]
@@ -215,10 +216,8 @@ class GenerationRequest(Body):
         self._check()
         names = _PARAMETERS & self.model_fields_set & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.seed is not None:
-            if not -_SEEDS <= self.seed < _SEEDS:
-                raise bad_request("seed must be in [-2**63, 2**63)", "seed")
-            given["seed"] = self.seed % _SEEDS
+        if self.seed is not None and not -_SEEDS <= self.seed < _SEEDS:
+            raise bad_request("seed must be in [-2**63, 2**63)", "seed")
         given["structured_outputs"] = read_format(self)
         given["max_tokens"], given["logprobs"] = self.wanted_max_tokens(), self.wanted_logprobs()
         if self.chooses_best:
@@ -241,6 +240,8 @@ class GenerationRequest(Body):
             raise bad_request(
                 f"best_of must be at least n, which is {self.n or 1}, not {self.best_of}", "best_of"
             )
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream to be true", "stream_options")
         if self.stream:
             for name, asked in (
                 ("best_of", self.chooses_best),
@@ -261,15 +262,23 @@ class GenerationRequest(Body):
                     "stop",
                 )
 
-    def blamed(self, message: str) -> str | None:
-        """The field that an error message of SamplingParams is about, or None.
-
-        Its first word names the field. Other messages are about the form of the output.
-        """
+    def named(self, message: str) -> str | None:
+        """The field that an error message names with its first word, or None."""
         match = re.match(r"\w+", message)
-        if match is not None and match[0] in type(self).model_fields:
-            return match[0]
-        return next((name for name in FORMAT_FIELDS if getattr(self, name) is not None), None)
+        return match[0] if match is not None and match[0] in type(self).model_fields else None
+
+    def blamed(self, message: str) -> str | None:
+        """The field that an error message about the parameters is about, or None.
+
+        Its first word names the field. Other messages are about the form of the output, and so are
+        those about structured_outputs where another field gives the form.
+        """
+        named = self.named(message)
+        if named is not None and (named not in FORMAT_FIELDS or getattr(self, named) is not None):
+            return named
+        others = [name for name in _RESTRICTING if name in message]
+        given = (name for name in (*FORMAT_FIELDS, *others) if getattr(self, name) is not None)
+        return next(given, None)
 
     def ignored_fields(self) -> list[str]:
         """Names of the unknown fields, at most 16."""

@@ -57,9 +57,7 @@ def _response_format(value: Mapping[str, Any]) -> StructuredOutputsParams | None
     if kind == "json_schema":
         described = value.get("json_schema")
         if not isinstance(described, Mapping) or described.get("schema") is None:
-            raise ValueError(
-                'response_format needs {"json_schema": {"name": ..., "schema": {...}}}'
-            )
+            raise ValueError("response_format of type json_schema needs a schema")
         return _json(described["schema"])
     if kind == "structural_tag":
         content = {name: value[name] for name in ("triggers", "structures") if name in value}

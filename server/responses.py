@@ -88,7 +88,9 @@ class ResponsesAnswer(BlockAnswer):
 
     def failed(self, error: ApiError) -> Iterator[Event]:
         output = [_item(block, "incomplete") for block in self.blocks]
-        cause = {"code": "server_error", "message": error.message}
+        # The only one of OpenAI's codes that says that the request is wrong.
+        code = "invalid_prompt" if error.status == 400 else "server_error"
+        cause = {"code": code, "message": error.message}
         response = self._response("failed", output=output, error=cause)
         yield self._event("response.failed", response=response)
 

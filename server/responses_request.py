@@ -23,7 +23,7 @@ FIELDS: Final = {
     "messages": "input",
     "max_tokens": "max_output_tokens",
     "reasoning_effort": "reasoning",
-    "response_format": "text",
+    "response_format": "text.format",
     "verbosity": "text",
     "logprobs": "include",
 }

@@ -18,9 +18,11 @@ from megavm.server.engine.client import EngineClient, EngineEnded, Transport
 from megavm.server.engine.generation import Generation
 from megavm.server.engine.messages import Loading, ModelFacts
 from megavm.server.errors import (
+    ApiError,
     bad_request,
     context_exceeded,
     queue_full,
+    shorten,
     timed_out,
     unavailable,
 )
@@ -67,6 +69,7 @@ class ServedModel:
     def __init__(self, facts: ModelFacts) -> None:
         self.facts = facts
         self.tokenizer = Tokenizer(facts.directory, facts.chat_template)
+        self.tokenizer.fewest_tokens("")  # reads the vocabulary, which no request should wait for
 
     def default_params(self, **given: Any) -> SamplingParams:
         """See `LLM.default_params`.
@@ -357,9 +360,13 @@ class Service:
         try:
             return await self.call(size, function, *given)
         except ValueError as error:
-            # Do not show clients the path of the model.
-            directory, name = str(self.tokenizer.directory), self.settings.model_names[0]
-            raise bad_request(str(error).replace(directory, name), field) from error
+            raise self._refused(error, field) from error
+
+    def _refused(self, error: ValueError, field: str | None) -> ApiError:
+        """400 for an error about `field`: without the path of the model, and not as long as what
+        the client sent."""
+        directory, name = str(self.tokenizer.directory), self.settings.model_names[0]
+        return bad_request(shorten(str(error).replace(directory, name)), field)
 
     async def call(self, size: int, function: Callable[..., Result], *given: object) -> Result:
         """Call a function whose time depends on `size` (characters or tokens).
@@ -442,15 +449,33 @@ class Service:
         if present + sequences > limit:
             raise queue_full(present, limit)
 
+    def check_texts(
+        self, prompts: Sequence[str | list[int]], params: SamplingParams, field: str
+    ) -> None:
+        """Refuse texts that are too long whatever their tokens are: tokenizing may take seconds.
+
+        `field` names the request's field that holds them. Prompts that are lists are not checked.
+
+        Raises:
+            ApiError: a text cannot be continued.
+        """
+        if params.truncate_prompt_tokens is not None:
+            return
+        for prompt in prompts:
+            fewest = self.tokenizer.fewest_tokens(prompt) if isinstance(prompt, str) else 0
+            if fewest >= self.context:
+                completion = params.max_tokens or 1
+                raise context_exceeded(self.context, fewest, completion, field, at_least=True)
+
     def check_prompts(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, field: str
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, body: GenerationRequest
     ) -> list[Ints]:
-        """The prompts as validated arrays for the engine; `field` names the request's field.
+        """The prompts of a request as validated arrays for the engine.
 
         Raises:
             ApiError: a prompt cannot be continued.
         """
-        checked, context, limits = [], self.context, self.model.facts.limits
+        checked, context, limits, field = [], self.context, self.model.facts.limits, body.source
         for i, prompt in enumerate(prompts):
             try:
                 given = limits.truncate(prompt, params)
@@ -461,6 +486,8 @@ class Service:
             try:
                 checked.append(limits.validate(given, params))
             except ValueError as error:
+                if parameter := body.named(str(error)):
+                    raise bad_request(str(error), parameter) from error
                 where = f"{field} {i}: " if len(prompts) > 1 else ""
                 raise bad_request(f"{where}{error}", field) from error
         return checked
@@ -477,7 +504,7 @@ class Service:
                 unknown.
         """
         self.admit(len(prompts) * params.n)
-        generation = Generation(prompts, params, whole=not body.stream)
+        generation = Generation(prompts, params, not body.stream, body.blamed)
         self.engine.submit(generation)
         if not params.restricts:
             return generation
@@ -490,7 +517,7 @@ class Service:
             if isinstance(error, TimeoutError):
                 raise timed_out(timeout) from error
             if isinstance(error, ValueError):
-                raise bad_request(str(error), body.blamed(str(error))) from error
+                raise self._refused(error, body.blamed(str(error))) from error
             raise
         return generation
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -81,6 +81,11 @@ class Restriction:
             row[list(self.bias)] = list(self.bias.values())
 
 
+# How the sentences begin that say why a sequence cannot go on.
+_STUCK: Final = "the grammar cannot go on"
+_NO_TOKEN: Final = "structured_outputs, allowed_token_ids"
+
+
 class Follower:
     """The restriction of one sequence, at the end of its output.
 
@@ -134,12 +139,17 @@ class Follower:
             clear(mask, token)
         if not mask.any():
             last = ", bad_words and min_tokens" if early else " and bad_words"
-            return f"structured_outputs, allowed_token_ids{last} leave no token to choose"
+            return f"{_NO_TOKEN}{last} leave no token to choose"
         return ""
 
 
 def _sentence(matcher: Matcher) -> str:
-    return f"the grammar cannot go on: {matcher.error}" if matcher.error else ""
+    return f"{_STUCK}: {matcher.error}" if matcher.error else ""
+
+
+def is_error_of_request(error: str) -> bool:
+    """Whether the error of a sequence says that its request asks for what it cannot have."""
+    return error.startswith((_STUCK, _NO_TOKEN))
 
 
 def mask_words(vocabulary: int) -> int:

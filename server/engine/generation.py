@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megavm.scheduler.engine.restriction import is_error_of_request
 from megavm.server.engine.messages import PromptRead
-from megavm.server.errors import ApiError, failed
+from megavm.server.errors import ApiError, bad_request, failed
 
 if TYPE_CHECKING:
     from megavm.sampling_params import SamplingParams
@@ -44,7 +45,8 @@ class Generation:
     """`params.n` continuations of each prompt of a request.
 
     Continuation c of prompt p has the index p * n + c. Use it in the event loop's thread. `whole`:
-    wake the event loop only when all sequences have ended.
+    wake the event loop only when all sequences have ended. `blamed`: names the request's field that
+    is the cause of an error, given its message.
 
     Attributes:
         prompts: token ids of each prompt, as `PromptLimits.validate` returns them.
@@ -56,7 +58,13 @@ class Generation:
         closed: whether nobody waits for it any more.
     """
 
-    def __init__(self, prompts: Sequence[Ints], params: SamplingParams, whole: bool) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Ints],
+        params: SamplingParams,
+        whole: bool,
+        blamed: Callable[[str], str | None] = lambda message: None,
+    ) -> None:
         self.prompts = prompts
         self.params = params
         self.read = [PromptRead(0, None)] * len(prompts)
@@ -67,6 +75,7 @@ class Generation:
         self.stream: Stream | None = None
         self.closed = False
         self._whole = whole
+        self._blamed = blamed
         self._missing = self.num_sequences  # counted by the event loop
         self._coming: deque[tuple[int, Part]] = deque()
         self._arrival = asyncio.Event()
@@ -121,11 +130,17 @@ class Generation:
         for _ in range(len(self._coming)):
             index, part = self._coming.popleft()
             if part.error is not None:
-                self._error = self._error or failed(part.error)
+                self._error = self._error or self._failure(part.error)
                 continue
             self._missing -= part.finish_reason is not None
             batch.append((index, part))
         return batch
+
+    def _failure(self, error: str) -> ApiError:
+        """The answer to an error of a sequence: 400 if a client should not repeat the request."""
+        if is_error_of_request(error):
+            return bad_request(error, self._blamed(error))
+        return failed(error)
 
     # For EngineClient: where parts arrive, with its lock.
 

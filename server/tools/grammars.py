@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from megavm.server.errors import ApiError
 from megavm.server.tools.request import Function, ToolChoice
 from megavm.structured_outputs import StructuredOutputsParams
 
@@ -28,6 +30,9 @@ _COMPOSITE: Final = (
     *("dependentRequired", "dependentSchemas", "minProperties", "maxProperties"),
 )
 _DEFINITIONS: Final = ("$defs", "definitions")
+_REFUSED: Final = "grammar is refused: "
+_PLACE: Final = re.compile(r"(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+_RULE_OF_FUNCTION: Final = re.compile(r"[a-z]+_(\d+)")
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,32 @@ def calls_grammar(
     lines = writer.required(choice) if choice.required else writer.possible(choice)
     for number, function in enumerate(choice.functions):
         lines += writer.function(number, function, choice.required or function.strict)
-    return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *lines]))
+    try:
+        return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *lines]))
+    except ValueError as error:
+        raise ValueError(f"the schemas of the tools are too long: {error}") from error
+
+
+@contextmanager
+def refusals_name_tools(choice: ToolChoice, form: StructuredOutputsParams) -> Iterator[None]:
+    """Context: an error about the form of `calls_grammar` names the function that causes it."""
+    try:
+        yield
+    except ApiError as error:
+        if error.message.startswith(_REFUSED):
+            reason = error.message.removeprefix(_REFUSED)
+            error.message = _about_tools(reason, choice, str(form.grammar).split("\n"))
+        raise
+
+
+def _about_tools(reason: str, choice: ToolChoice, lines: Sequence[str]) -> str:
+    place = _PLACE.match(reason)
+    if place is not None and 0 < int(place[1]) <= len(lines):
+        rule = _RULE_OF_FUNCTION.match(lines[int(place[1]) - 1])
+        if rule is not None:
+            name = choice.functions[int(rule[1])].name
+            return f"parameters of the tool {name}: {reason[place.end() :]}"
+    return f"the grammar of the tools is refused: {reason}"
 
 
 class _Writer:

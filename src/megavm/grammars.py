@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from megavm.tokenizer import Tokenizer
 
 MAX_CACHED: Final = 256  # grammars that are kept
-# Up to eight spaces, or a line break and indentation, in place of any amount of whitespace: a small
-# model may otherwise write nothing else until max_tokens.
-WHITESPACE: Final = r"([\x20]{1,8}|[\x0A\x0D]{1,2}[\x20\x09]{0,64})"
+# Up to eight spaces, or one line break and indentation, in place of any amount of whitespace: a
+# small model may otherwise write nothing else until max_tokens.
+WHITESPACE: Final = r"([\x20]{1,8}|\x0D?\x0A[\x20\x09]{0,64})"
 # Work for the automata of a grammar, in the library's units: half a second at most.
 LEXER_FUEL: Final = 200_000
 _SPECIAL: Final = re.compile(r"[\\.+*?()|\[\]{}^$#&~/-]")  # characters with a meaning in a regex
+_QUOTE: Final = re.compile(r"\n +\d+ \| .*", re.DOTALL)  # lines of a grammar, behind a reason
 _MAX_SENTENCE: Final = 300  # characters of the library's reasons
 
 
@@ -116,12 +117,17 @@ class GrammarCompiler:
         except ValueError as error:
             raise ValueError(f"{params.form} is refused: {_first_line(str(error))}") from error
         limits = llguidance.LLParserLimits(verbose_errors=False, initial_lexer_fuel=LEXER_FUEL)
-        matcher = llguidance.LLMatcher(self._library_tokenizer(), text, log_level=0, limits=limits)
+        tokens = self._library_tokenizer()
+        matcher = llguidance.LLMatcher(tokens, text, log_level=0, limits=limits)
         # The first mask makes the automata, which copies share: it may take most of the time.
         if not matcher.is_error():
             matcher.compute_bitmask()
-        if matcher.is_error():
-            raise ValueError(f"{params.form} is refused: {_first_line(matcher.get_error())}")
+        # All outputs begin with the forced bytes: if these exceed a limit, no output is possible.
+        # A token that does not fit the grammar is no error here, only a limit is.
+        beginning = matcher.deep_copy()
+        beginning.try_consume_tokens(tokens.tokenize_bytes(beginning.compute_ff_bytes()))
+        if beginning.is_error():
+            raise ValueError(f"{params.form} is refused: {_first_line(beginning.get_error())}")
         return CompiledGrammar(matcher)
 
     def _library_tokenizer(self) -> llguidance.LLTokenizer:
@@ -169,13 +175,16 @@ def _grammar_text(params: StructuredOutputsParams) -> str:
 
 
 def _json_options(params: StructuredOutputsParams) -> Any:
+    pattern = WHITESPACE if params.whitespace_pattern is None else params.whitespace_pattern
+    # The pattern "" is no whitespace.
+    flexible = bool(pattern) and not params.disable_any_whitespace
     options: dict[str, Any] = {
         # oneOf that is not known to be exclusive is taken for anyOf.
         "coerce_one_of": True,
-        "whitespace_flexible": not params.disable_any_whitespace,
+        "whitespace_flexible": flexible,
     }
-    if not params.disable_any_whitespace:
-        options["whitespace_pattern"] = params.whitespace_pattern or WHITESPACE
+    if flexible:
+        options["whitespace_pattern"] = pattern
     return options
 
 
@@ -218,6 +227,6 @@ def _are_texts(value: object) -> bool:
 
 
 def _first_line(text: str) -> str:
-    """A library's message in one line, cut to what a client can read."""
-    line = " ".join(text.replace("<non-verbose/>", "").split())
+    """A library's message in one line that a client can read, without lines of the grammar."""
+    line = " ".join(_QUOTE.sub("", text).replace("<non-verbose/>", "").split())
     return line if len(line) <= _MAX_SENTENCE else line[: _MAX_SENTENCE - 3] + "..."

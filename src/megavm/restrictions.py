@@ -9,7 +9,13 @@ import numpy as np
 
 from megavm.grammars import GrammarCompiler
 from megavm.sampling_params import SamplingParams
-from megavm.scheduler.engine.restriction import Restriction, clear, mask_of
+from megavm.scheduler.engine.restriction import (
+    Follower,
+    Restriction,
+    clear,
+    mask_of,
+    mask_words,
+)
 from megavm.scheduler.engine.sequence import stop_token_ids
 from megavm.scheduler.engine.step import Ints
 from megavm.structured_outputs import StructuredOutputsParams
@@ -49,12 +55,19 @@ class RestrictionCompiler:
         self._check_tokens("allowed_token_ids", params.allowed_token_ids or ())
         words = self._bad_words(params)
         allowed = self._allowed(params, [word[0] for word in words if len(word) == 1])
-        return Restriction(
+        restriction = Restriction(
             None if structured is None else self._grammars.compile(structured),
             allowed,
             bias,
             tuple(word for word in words if len(word) > 1),
         )
+        if restriction.dynamic:
+            stops = stop_token_ids(params, self._eos_token_ids)
+            first = np.empty(mask_words(self._vocab_size), dtype=np.int32)
+            nothing = np.empty(0, dtype=np.int32)
+            if cause := Follower(restriction, stops, params.min_tokens).fill(nothing, first):
+                raise ValueError(cause)
+        return restriction
 
     def _allowed(self, params: SamplingParams, bad: Sequence[int]) -> Ints | None:
         if params.allowed_token_ids is None and not bad:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from megavm.chat_template import (
     read_template,
     read_text,
 )
+from megavm.longest_token import LongestToken
 from megavm.scheduler.llama.json_files import read_json
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ class Tokenizer:
         `chat_template` is a file with a Jinja template that takes the place of the model's.
 
         Raises:
-            ValueError: a file exists but is invalid, or `chat_template` cannot be read.
+            ValueError: a file exists but is invalid, or `chat_template` is empty or cannot be read.
         """
         self.directory = Path(directory)
         config = self._read_optional(TOKENIZER_CONFIG_FILE)
@@ -65,6 +67,8 @@ class Tokenizer:
             path = Path(chat_template)
             self._template = ChatTemplate(read_text(path), f"the chat template {path.name}")
             self._template.compile()
+            if not self._template.source.strip():
+                raise ValueError(f"{self._template.name} is empty")
         self._backend = self._read_backend()
         self._special_ids: frozenset[int] = frozenset()
         self._token_texts: dict[int, str] = {}
@@ -114,12 +118,23 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             raise ValueError(f"text is not valid Unicode: {error}") from error
         if len(text) > LONG_TEXT:
-            # Only the library's batch functions release the GIL.
-            encoding = backend.encode_batch([text], add_special_tokens=add_special_tokens)[0]
+            # Only the library's batch functions release the GIL. The fast one (since 0.20) does not
+            # make the places of tokens, which take long to free, with the GIL.
+            batch = getattr(backend, "encode_batch_fast", backend.encode_batch)
+            encoding = batch([text], add_special_tokens=add_special_tokens)[0]
         else:
             encoding = backend.encode(text, add_special_tokens=add_special_tokens)
         ids: list[int] = encoding.ids
         return ids
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `encode` gives at least, at once; 0 if that is not known."""
+        longest = self._longest_token
+        return 0 if longest is None else longest.fewest_tokens(text)
+
+    @functools.cached_property
+    def _longest_token(self) -> LongestToken | None:
+        return None if self._backend is None else LongestToken.of(self._backend)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; ids beyond the tokenizer's vocabulary (the model's padding) are skipped.

@@ -248,6 +248,9 @@ def test_a_template_from_a_file_takes_the_place_of_the_model_s(tmp_path: Path) -
     file.write_text("{{ raise_exception('not so') }}")
     with pytest.raises(ValueError, match=r"the chat template own\.jinja failed: not so"):
         Tokenizer(tmp_path, file).chat_prompt(CHAT)
+    file.write_text(" \n")
+    with pytest.raises(ValueError, match=r"the chat template own\.jinja is empty"):
+        Tokenizer(tmp_path, file)
     file.unlink()
     with pytest.raises(ValueError, match=f"cannot read {file}: No such file or directory"):
         Tokenizer(tmp_path, file)

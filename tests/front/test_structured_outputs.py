@@ -253,12 +253,61 @@ def test_what_the_library_refuses_is_refused_before_anything_runs(
     assert not llm.engine.has_work
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "a{100000}"},
+        {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1500)}}},
+    ],
+    ids=["regex", "json"],
+)
+def test_a_form_whose_beginning_exceeds_the_limits_is_refused(
+    llm: LLM, form: dict[str, Any]
+) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="is refused: "):
+            llm.restrictions.compile(SamplingParams(structured_outputs=form))
+
+
+def test_a_refusal_does_not_quote_the_grammar(llm: LLM) -> None:
+    form = {"grammar": 'start: a b\na: "x"\nb: /(?=a)/\n'}
+    with pytest.raises(ValueError, match=r"at 3\(4\): .* is not supported$"):
+        llm.restrictions.compile(SamplingParams(structured_outputs=form))
+
+
+@pytest.mark.parametrize(
+    ("options", "taken", "refused"),
+    [
+        ({}, ['{"a":1}', '{ "a": 1}', '{\n\t"a":1}', '{\r\n  "a":1}'], ['{\n\n"a":1}']),
+        ({"whitespace_pattern": ""}, ['{"a":1}'], ['{ "a":1}', '{"a": 1}', '{\n"a":1}']),
+        ({"whitespace_pattern": " ?"}, ['{"a":1}', '{"a": 1}'], ['{"a":  1}', '{\n"a":1}']),
+    ],
+)
+def test_whitespace_between_tokens_of_json(
+    llm: LLM, options: dict[str, Any], taken: list[str], refused: list[str]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"]}
+    form = StructuredOutputsParams(json=schema, **options)
+    grammar = llm.restrictions.compile(SamplingParams(structured_outputs=form))
+    assert grammar is not None
+    assert grammar.grammar is not None
+
+    def is_taken(text: str) -> bool:
+        assert grammar is not None
+        assert grammar.grammar is not None
+        matcher = grammar.grammar.matcher()
+        for token in llm.tokenizer.encode(text, add_special_tokens=False):
+            matcher.accept(token)
+        return not matcher.error
+
+    assert [is_taken(text) for text in taken] == [True] * len(taken)
+    assert [is_taken(text) for text in refused] == [False] * len(refused)
+
+
 def test_a_grammar_that_admits_nothing_ends_with_a_sentence(llm: LLM) -> None:
-    """The grammar has no token, but only with what else is excluded does one see it."""
-    params = SamplingParams(
-        structured_outputs={"regex": "[0-9]+"},
-        allowed_token_ids=llm.tokenizer.encode("abc", add_special_tokens=False),
-    )
+    """After the first token, as only what else is excluded shows."""
+    one = llm.tokenizer.encode("1", add_special_tokens=False)
+    params = SamplingParams(structured_outputs={"regex": "1a"}, allowed_token_ids=one)
     plain = SamplingParams(max_tokens=4, temperature=0.0)
     refused, other = llm.generate(["Once", "Twice"], [params, plain])
     assert refused.error is not None
@@ -266,6 +315,19 @@ def test_a_grammar_that_admits_nothing_ends_with_a_sentence(llm: LLM) -> None:
     assert refused.outputs[0].finish_reason == "error"
     assert other.error is None
     assert not llm.engine.has_work
+
+
+def test_a_grammar_without_a_first_token_is_refused(llm: LLM) -> None:
+    letters = llm.tokenizer.encode("abc", add_special_tokens=False)
+    params = SamplingParams(structured_outputs={"regex": "[0-9]+"}, allowed_token_ids=letters)
+    with pytest.raises(ValueError, match="bad_words leave no token to choose"):
+        llm.generate("Once", params)
+    stops = llm.tokenizer.encode("7", add_special_tokens=False)
+    params = SamplingParams(
+        structured_outputs={"regex": "[7]"}, stop_token_ids=stops, min_tokens=1, max_tokens=2
+    )
+    with pytest.raises(ValueError, match="min_tokens leave no token to choose"):
+        llm.generate("Once", params)
 
 
 def test_grammars_are_compiled_once_and_a_few_are_kept(
@@ -352,7 +414,9 @@ def test_what_a_request_leaves_no_token_for_is_no_part_of_the_next_answer() -> N
     other = "Tom had a big dog . The dog was very happy and ran to the tree . Tom said , no , you"
     greedy = SamplingParams(temperature=0, max_tokens=12, logprobs=0)
     contradiction = SamplingParams(
-        max_tokens=4, structured_outputs={"regex": "y+"}, bad_words=["y", "yy", "yyy", "yyyy"]
+        max_tokens=4,
+        structured_outputs={"regex": "xy"},
+        bad_words=["y", "xy"],
     )
     with LLM("stories", dtype="float32", machine="cpu", block_size=16, num_blocks=4) as llm:
         right = llm.generate(prompt, greedy)[0].outputs[0]

@@ -60,6 +60,7 @@ BAD_FIELDS: list[tuple[str, Any]] = [
     ("echo", 1),
     ("stream", "true"),
     ("stream_options", []),
+    ("stream_options", {"include_usage": True}),
     ("best_of", 0),
     ("best_of", 129),
     ("prompt_logprobs", -1),
@@ -436,6 +437,26 @@ def test_what_the_template_refuses_is_said_without_the_place_of_the_model(
     assert error["param"] == "messages"
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "x" * 500_000, "content": "Hello"}]},
+        {"messages": [{"role": "user", "content": [{"type": "x" * 500_000}]}]},
+        {"messages": CHAT, "logit_bias": {"x" * 500_000: "y"}},
+    ],
+    ids=["role", "part", "bias"],
+)
+def test_an_error_does_not_repeat_what_is_long(
+    server: RunningServer, fields: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "megavm"):
+        response = server.post("/v1/chat/completions", fields)
+    assert response.status == 400
+    assert response.error["message"]
+    assert len(response.content) < 1000
+    assert all(len(str(record.__dict__)) < 3000 for record in caplog.records)
+
+
 def test_bad_tokens_are_refused(server: RunningServer) -> None:
     for tokens in ([-1], ["a"], [1 << 32], [HUGE], "abc", None, [[1]]):
         response = server.post("/detokenize", {"tokens": tokens})
@@ -447,7 +468,8 @@ def test_bad_tokens_are_refused(server: RunningServer) -> None:
 
 def test_a_long_text_is_read_while_others_go_on() -> None:
     with serving() as server:
-        body = {"prompt": "word and word " * 200_000, "max_tokens": 1}
+        text = "word and word " * 200_000
+        body = {"prompt": text, "max_tokens": 1, "truncate_prompt_tokens": 5}
         statuses: list[int] = []
         thread = threading.Thread(
             target=lambda: statuses.append(server.post("/v1/completions", body).status)
@@ -457,7 +479,7 @@ def test_a_long_text_is_read_while_others_go_on() -> None:
         while thread.is_alive():
             server.complete(max_tokens=2)
             others += 1
-        assert statuses == [400]
+        assert statuses == [200]
         assert others > 5
         assert_idle(server)
 
@@ -472,8 +494,52 @@ def test_what_takes_long_is_done_beside_the_event_loop(monkeypatch: pytest.Monke
         for prompts in (["word and word " * 10] * 50, [[5, 6, 7] * 30] * 50):
             answer = server.complete(prompt=prompts, **echo)
             assert [choice["index"] for choice in answer["choices"]] == list(range(50))
+        text = "word and word " * 3000
+        answer = server.post("/tokenize", {"prompt": text, "return_token_strs": True}).json
+        assert answer["tokens"] == server.llm.tokenizer.encode(text)
+        assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) > 8192
+        assert "".join(answer["token_strs"][1:]) == text
         for name in threads:
             assert all(thread.startswith("megavm-reader") for thread in threads[name]), name
+        assert_idle(server)
+
+
+def test_a_text_that_is_far_too_long_is_refused_before_it_is_tokenized(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving() as server:
+        tokenizer, lengths = server.service.tokenizer, list[int]()
+        encode, tokens = tokenizer.encode, server.service.context
+
+        def watched(text: str, *given: Any) -> list[int]:
+            lengths.append(len(text))
+            return encode(text, *given)
+
+        monkeypatch.setattr(tokenizer, "encode", watched)
+        text = "word and word " * 20_000
+        messages = [{"role": "user", "content": text}]
+        for path, field, body in (
+            ("/v1/completions", "prompt", {"prompt": ["short", text], "max_tokens": 5}),
+            ("/v1/completions", "prompt", {"prompt": text, "max_tokens": 5, "stream": True}),
+            ("/v1/chat/completions", "messages", {"messages": messages, "max_tokens": 5}),
+            ("/v1/responses", "input", {"input": text, "max_output_tokens": 5}),
+        ):
+            error = server.post(path, body).error
+            assert (error["param"], error["code"]) == (field, "context_length_exceeded")
+            assert (
+                f"maximum context length is {tokens} tokens. However, you requested at least"
+                in (error["message"])
+            )
+        body = {"messages": messages, "max_tokens": 5}
+        assert "context length" in server.post("/v1/messages", body).anthropic_error["message"]
+        assert lengths == []
+        # Whatever has room is tokenized and counted.
+        body = {"prompt": "a " * tokens, "max_tokens": 5}
+        assert "you requested at least" not in server.post("/v1/completions", body).error["message"]
+        assert server.complete(prompt=text, max_tokens=1, truncate_prompt_tokens=5)
+        assert server.post("/tokenize", {"prompt": text}).json["count"] > 20_000
+        assert server.post("/v1/messages/count_tokens", {"messages": messages}).status == 200
+        assert len(lengths) == 4
         assert_idle(server)
 
 

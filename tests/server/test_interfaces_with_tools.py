@@ -185,7 +185,10 @@ def test_a_response_has_the_form_that_the_client_parses(server: RunningServer) -
     refused = {"type": "json_schema", "name": "x", "schema": {"type": "objekt"}}
     response = server.post("/v1/responses", {"input": "x", "text": {"format": refused}})
     assert response.status == 400
-    assert response.error["param"] == "text"
+    assert response.error["param"] == "text.format"
+    response = server.post("/v1/responses", {"input": "x", "text": {"format": {"type": "xml"}}})
+    assert response.error["param"] == "text.format"
+    assert response.error["message"].startswith("text.format must have the type text, ")
 
 
 def test_a_message_has_the_form_of_its_output_config(server: RunningServer) -> None:

@@ -351,6 +351,17 @@ def test_a_model_without_a_tokenizer_takes_and_gives_token_ids(tmp_path: Path) -
             ("/tokenize", {"prompt": "x"}),
         ):
             assert server.post(path, body).status == 400
+        for field, value in (
+            ("structured_outputs", {"regex": "a"}),
+            ("guided_regex", "a"),
+            ("bad_words", ["fox"]),
+            ("stop", ["fox"]),
+        ):
+            error = server.post("/v1/completions", {"prompt": [5], field: value}).error
+            assert "tokenizer" in error["message"]
+            assert str(tmp_path) not in error["message"]
+            if field != "bad_words":
+                assert error["param"] == field
 
 
 def test_a_model_that_cannot_be_loaded_is_said_to_be() -> None:

@@ -206,16 +206,77 @@ def test_two_forms_at_once_are_refused(server: RunningServer) -> None:
     assert error["message"] == "response_format and guided_regex both give the form of the output"
 
 
+INTERFACES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "a"},
+    CHAT: {"messages": MESSAGES},
+    "/v1/responses": {"input": "a"},
+    "/v1/messages": {"messages": MESSAGES, "max_tokens": 5},
+}
+
+
+def own_fault(server: RunningServer, path: str, **fields: Any) -> tuple[str, str | None]:
+    """The sentence and the field of a 400, which the stream of the same request ends with too."""
+    body = {**INTERFACES[path], **fields}
+    whole = server.post(path, body)
+    assert whole.status == 400, whole.content
+    streamed = server.post(path, {**body, "stream": True})
+    if path == "/v1/messages":
+        error = whole.anthropic_error
+        last = streamed.named_events[-1]["error"] if streamed.status == 200 else error
+    elif path == "/v1/responses" and streamed.status == 200:
+        error, response = whole.error, streamed.named_events[-1]["response"]
+        assert response["status"] == "failed"
+        assert response["error"]["code"] == "invalid_prompt"
+        last = {**error, "message": response["error"]["message"]}
+    else:
+        error = whole.error
+        last = streamed.events[-1]["error"] if streamed.status == 200 else error
+    assert error["type"] == last["type"] == "invalid_request_error"
+    assert error == last
+    return error["message"], error.get("param")
+
+
+@pytest.mark.parametrize("path", INTERFACES)
 def test_a_grammar_that_leaves_no_token_is_an_error_of_its_request_alone(
-    server: RunningServer,
+    server: RunningServer, path: str
 ) -> None:
     ids = server.post("/tokenize", {"prompt": "abc", "add_special_tokens": False}).json["tokens"]
-    response = server.post(
-        CHAT, {"messages": MESSAGES, "guided_regex": "[0-9]", "allowed_token_ids": ids}
-    )
-    assert response.status == 500
-    assert "leave no token to choose" in response.error["message"]
+    for form in ({"guided_regex": "[0-9]"}, {"structured_outputs": {"regex": "[0-9]"}}):
+        message, param = own_fault(server, path, **form, allowed_token_ids=ids)
+        assert "leave no token to choose" in message
+        assert param in (None, *form)
     assert ask(server, guided_regex="[0-9]")["message"]["content"].isdigit()
+
+
+@pytest.mark.parametrize("path", INTERFACES)
+def test_a_form_that_becomes_too_large_is_the_fault_of_its_request(
+    server: RunningServer, path: str
+) -> None:
+    """The automata exceed their limits behind any first token, which only the output shows."""
+    large = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(1500)}}
+    form = {"json": {"anyOf": [large, {"type": "array", "items": large, "minItems": 2}]}}
+    message, param = own_fault(server, path, structured_outputs=form)
+    assert message.startswith("the grammar cannot go on: Parser Error")
+    assert param in (None, "structured_outputs")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"regex": "a{100000}"},
+        {"json": {"type": "object", "properties": {f"p{i}": {} for i in range(1500)}}},
+    ],
+    ids=["regex", "json"],
+)
+def test_a_form_whose_first_bytes_exceed_the_limits_is_refused_before_it_runs(
+    server: RunningServer, form: dict[str, Any]
+) -> None:
+    launches = server.engine.counters.launches
+    body = {"prompt": "a", "structured_outputs": form, "stream": True}
+    error = server.post("/v1/completions", body).error
+    assert error["param"] == "structured_outputs"
+    assert "is refused: " in error["message"]
+    assert server.engine.counters.launches == launches
 
 
 def nested(depth: int) -> dict[str, Any]:
@@ -240,7 +301,7 @@ def test_huge_schemas_are_bounded(server: RunningServer) -> None:
         response = server.post(
             CHAT, {"messages": MESSAGES, "max_tokens": 3, "structured_outputs": form}
         )
-        assert response.status in (200, 400, 500), form
+        assert response.status in (200, 400), form
         assert response.status == 200 or response.error["message"]
     assert time.monotonic() - begin < 60
     assert ask(server, guided_regex="[0-9]")["message"]["content"].isdigit()

@@ -157,6 +157,12 @@ def test_several_calls_may_be_required(with_tools: RunningServer) -> None:
             check(calls_of(answer))
 
 
+def named(name: str) -> Any:
+    """A tool whose schema has an unknown type."""
+    schema = {"type": "object", "properties": {"a": {"type": "strin"}}}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
 def test_what_cannot_be_required_is_refused(with_tools: RunningServer) -> None:
     def refused(parameters: Any, **fields: Any) -> str:
         tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
@@ -166,7 +172,17 @@ def test_what_cannot_be_required_is_refused(with_tools: RunningServer) -> None:
         message: str = error["message"]
         return message
 
-    refused({"type": "object", "properties": {"a": {"type": "strin"}}})
+    message = refused({"type": "object", "properties": {"a": {"type": "strin"}}})
+    assert message == "parameters of the tool f: Invalid type: strin"
+    message = refused(
+        {"type": "object", "properties": {"a": {"type": "strin"}}}, tools=[TOOLS[1], named("g")]
+    )
+    assert message == "parameters of the tool g: Invalid type: strin"
+    # Each schema is short enough, all of them together are not.
+    properties = {f"p{i}": {"type": "integer", "description": "x" * 500} for i in range(250)}
+    long = {"type": "object", "properties": properties}
+    tools = [{"type": "function", "function": {"name": name, "parameters": long}} for name in "abc"]
+    assert "the schemas of the tools are too long" in refused({}, tools=tools)
     deep: Any = {}
     for _ in range(80):
         deep = {"type": "object", "properties": {"a": deep}}

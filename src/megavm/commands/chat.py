@@ -178,14 +178,18 @@ class Chat:
         """Stream the answer to `message`; a failure leaves the conversation as it was."""
         messages = [*self._messages, {"role": "user", "content": message}]
         system = [{"role": "system", "content": self._system}] if self._system else []
+        if self._messages:
+            self._check_room([*system, *messages])
         pieces: list[str] = []
         statistics = Statistics()
         chunks = statistics.watch(self._llm.stream_chat([*system, *messages], self._params))
-        failed = False
+        failed, tokens = False, 0
+        reason: str | None = None
         try:
             for chunk in chunks:
                 failed = failed or chunk.finish_reason == "error"
                 if chunk.index == 0:
+                    tokens, reason = tokens + (chunk.token_id is not None), chunk.finish_reason
                     pieces.append(chunk.text)
                     write(chunk.text)
         except KeyboardInterrupt:
@@ -199,3 +203,20 @@ class Chat:
         self._messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         if not self._quiet:
             print(statistics, file=sys.stderr)
+            most = self._params.max_tokens
+            if reason == "length" and (most is None or tokens < most):
+                print(
+                    "[the answer was cut: the context is full; /clear begins a new conversation]",
+                    file=sys.stderr,
+                )
+
+    def _check_room(self, messages: list[dict[str, str]]) -> None:
+        """Raise ValueError when a conversation has become too long for the context."""
+        tokenizer, most = self._llm.tokenizer, self._llm.engine.limits.max_prompt_len
+        text = tokenizer.chat_prompt(messages)
+        length = len(tokenizer.encode(text, add_special_tokens=False))
+        if length > most:
+            raise ValueError(
+                f"the conversation has {length} tokens with this message, and the context has room"
+                f" for {most}: /clear begins a new one"
+            )

@@ -99,6 +99,34 @@ def test_on_a_terminal_an_error_leaves_the_conversation_as_it_was(
     assert len(chat_calls()[-1]) == 3
 
 
+def test_a_full_context_is_said_and_clear_begins_anew(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(["hello", "again", "/clear", "again"])
+
+    def read(prompt: str) -> str:
+        line = next(lines, None)
+        if line is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(Chat, "_is_interactive", staticmethod(lambda: True))
+    monkeypatch.setattr(FakeLLM, "max_prompt_len", 15)
+    result = run("chat", "m")
+    assert result.code == 0
+    assert result.err.count("the answer was cut: the context is full; /clear begins") == 2
+    assert result.err.count("megavm: error: ") == 1
+    assert "19 tokens with this message, and the context has room for 15: /clear" in result.err
+    assert chat_calls() == [[("user", "hello")], [("user", "again")]]
+
+
+def test_an_answer_that_max_tokens_cuts_is_not_cut_by_the_context(run: Run) -> None:
+    result = run("chat", "m", "--max-tokens", "2", stdin="hello\n")
+    assert result.code == 0
+    assert "the context is full" not in result.err
+
+
 def test_chat_without_a_template_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeTokenizer, "chats", False)
     assert "no chat template" in run("chat", "m", stdin="hello\n").error

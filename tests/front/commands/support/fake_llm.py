@@ -47,6 +47,12 @@ class FakeTokenizer:
     def decode(self, ids: list[int]) -> str:
         return "".join(chr(97 + i) for i in ids)
 
+    def chat_prompt(self, messages: list[dict[str, str]]) -> str:
+        return "".join(message["content"] for message in messages)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [ord(letter) for letter in text]
+
     def require_chat(self) -> None:
         if not self.chats:
             raise ValueError("the model has no chat template")
@@ -58,6 +64,7 @@ class FakeLLM:
     made: list[FakeLLM]
     failure: BaseException | None = None
     broken_off: str | None = None
+    max_prompt_len = 1000  # characters
     generation: dict[str, Any]
 
     def __init__(self, model: str, **keywords: Any) -> None:
@@ -65,6 +72,8 @@ class FakeLLM:
         self.keywords = keywords
         self.calls: list[tuple[Any, Any]] = []
         self.tokenizer = FakeTokenizer()
+        limits = types.SimpleNamespace(max_prompt_len=self.max_prompt_len)
+        self.engine = types.SimpleNamespace(limits=limits)
         self.checkpoint = types.SimpleNamespace(generation=self.generation)
         FakeLLM.made.append(self)
         if model == "nothing":

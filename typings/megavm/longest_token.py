@@ -1,0 +1,1 @@
+../../src/megavm/longest_token.py
